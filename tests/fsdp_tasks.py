@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.func import functional_call
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.optim import SGD, Adafactor, Adagrad, AdamW, Optimizer
 
@@ -105,6 +106,90 @@ class _Deep(nn.Module):
         for block in blocks:
             x = block(x)
         return self.out(self.scale * self.gru(x)[0])
+
+
+@dataclass(kw_only=True)
+class Products(Deep):
+    """Blocks whose weights are read by products of all kinds, and a count of copies in 16 bits.
+
+    `twice`: one block is called again. `counts`: none may be there but within its block.
+    """
+
+    twice: bool = False
+    counts: bool = True
+
+    def model(self) -> nn.Module:
+        return _OfProducts(self.twice, self.counts)
+
+    def fsdp_units(self, model: nn.Module) -> Iterable[nn.Module] | None:
+        assert isinstance(model, _OfProducts)
+        return list(model.blocks)
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        if self.counts and torch.is_grad_enabled():
+            check_no_copies(COPIES)
+        return super().loss(output, batch)
+
+
+COPIES: list[StorageWeakRef] = []
+"""The memory of what autograd has kept in 16 bits, in the shape of a weight."""
+
+
+def check_no_copies(memory: list[StorageWeakRef]) -> None:
+    there = [torch.UntypedStorage._new_with_weak_ptr(one.cdata) for one in memory]
+    held = {one._cdata: one.nbytes() for one in there if one is not None}
+    assert memory or not torch.is_autocast_enabled("cpu"), "no product has kept a weight"
+    assert not sum(held.values()), f"{sum(held.values())} bytes in 16 bits in the shape of weights"
+
+
+class _OfProducts(nn.Module):
+    def __init__(self, twice: bool, counts: bool, width: int = 20) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(13, width)
+        self.blocks = nn.ModuleList(_Products(width) for _ in range(3))
+        self.out = nn.Linear(width, 13)
+        self.twice, self.counts = twice, counts
+        shapes = {tuple(p.shape) for p in self.blocks.parameters() if p.ndim > 1}
+        self.shapes = shapes | {shape[::-1] for shape in shapes} | {(width, width)}
+
+    def forward(self, text: Tensor) -> Tensor:
+        def pack(tensor: Tensor) -> Tensor:
+            if tensor.itemsize == 2 and tuple(tensor.shape) in self.shapes:
+                COPIES.append(StorageWeakRef(tensor.untyped_storage()))
+            return tensor
+
+        x = self.embedding(text)
+        COPIES.clear()
+        blocks = [*self.blocks, self.blocks[0]] if self.twice else list(self.blocks)
+        for block in blocks:
+            if not (self.counts and torch.is_grad_enabled()):
+                x = block(x)
+                continue
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
+                x = block(x)
+            check_no_copies(COPIES)
+        found: Tensor = self.out(x)
+        return found
+
+
+class _Products(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.linear, self.frozen = nn.Linear(width, width), nn.Linear(width, width)
+        self.frozen.requires_grad_(requires_grad=False)
+        self.convolution = nn.Conv1d(width, width, 3, padding=1)
+        self.experts = nn.Parameter(torch.randn(2, width, width) / width**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        x = x + self.linear(F.gelu(self.linear(self.frozen(x))))
+        x = x + F.gelu(x) @ self.linear.weight.T
+        for expert in self.experts.unbind():
+            x = x + F.gelu(x) @ expert
+        return x + self.convolution(x.transpose(1, 2)).transpose(1, 2)
 
 
 class _Plain:

@@ -49,6 +49,41 @@ def test_the_bits_of_one_process_in_16_bits_and_several_passes(
     assert len({run.summary["weights_sha256"] for run in runs}) == 1
 
 
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize(
+    ("precision", "strategy", "setting", "flags"),
+    [
+        ("bf16", "fsdp", "twice=no", {"micro_batch": 3}),
+        ("bf16", "fsdp", "twice=yes", {}),
+        ("fp16", "hsdp:shard=2", "twice=no", {}),
+        ("bf16", "fsdp:offload=cpu", "twice=no", {}),
+        ("fp32", "fsdp", "twice=no", {}),
+    ],
+)
+def test_copies_in_16_bits_are_freed_with_the_weights(
+    precision: str, strategy: str, setting: str, flags: dict[str, Any], train: Train
+) -> None:
+    """Of trained and frozen ones, and of views of both: the model itself looks, and raises."""
+    ranks = 4 if strategy.startswith("hsdp") else 2
+    flags = {"precision": precision, "steps": 2, **flags}
+    train("fsdp_tasks:Products", setting, strategy=strategy, ranks=ranks, **flags)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("again", [False, True])
+def test_copies_that_are_made_again_have_the_bits_of_one_process(
+    precision: str, again: bool, train: Train
+) -> None:
+    common: dict[str, Any] = {"precision": precision, "steps": 4, "bitwise": True, "micro_batch": 2}
+    common["activation_checkpointing"] = again
+    runs = (
+        train("fsdp_tasks:Products", "counts=no", strategy=strategy, ranks=ranks, **common)
+        for strategy, ranks in (("single", 1), ("fsdp", 3))
+    )
+    assert len({run.summary["weights_sha256"] for run in runs}) == 1
+
+
 CASES: dict[str, tuple[str, int, tuple[str, ...], dict[str, Any]]] = {
     "several passes": ("fsdp", 3, (), {"micro_batch": 3}),
     "activations computed again": ("fsdp", 2, (), {"activation_checkpointing": True}),

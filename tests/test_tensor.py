@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from safetensors.numpy import load_file
-from torch import nn
+from torch import Tensor, nn
 
 from allranks.cli.display.progress import follows_ranks
 from allranks.errors import ProgramError, RequestError
+from allranks.torch.strategies.tensor import sum_over_copies
 from allranks.torch.tensor_parallel.plan import default_plan
 from conftest import Train
 from tensor_tasks import OUT, Hooked, OwnForward
@@ -17,6 +19,47 @@ from test_check import Check, check
 from test_every_strategy import STEPS, difference, reference_for, references
 
 __all__ = ["check", "references"]
+
+
+class Twice:
+    """Two copies of a model with the same gradients, and what they send."""
+
+    def __init__(self) -> None:
+        self.size, self.sent = 2, list[int]()
+
+    def all_reduce(self, tensor: Tensor) -> Twice:
+        self.sent.append(tensor.nbytes)
+        tensor.mul_(2)
+        return self
+
+    def wait(self) -> None:
+        """It is done at once."""
+
+
+def test_copies_sum_their_gradients_in_few_messages() -> None:
+    """One for each type of all layers; gradients stay in their own memory."""
+    layers = [nn.Linear(12, 12) for _ in range(75)]
+    parameters = [p for layer in layers for p in layer.parameters()]
+    phases = nn.Parameter(torch.randn(3, 2, dtype=torch.complex64))
+    table, unused = nn.Embedding(7, 3, sparse=True), nn.Parameter(torch.ones(4, 1))
+    phases.grad = torch.randn_like(phases).conj()
+    table(torch.tensor([1, 1, 5])).sum().backward()
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape[::-1]).t()  # not contiguous
+    precise = nn.Parameter(torch.ones(5, dtype=torch.float64))
+    precise.grad = torch.full((5,), 3.0, dtype=torch.float64)
+    everything = [*parameters, phases, table.weight, unused, precise]
+    wanted = [
+        2 * (torch.zeros_like(p) if p.grad is None else p.grad.to_dense()) for p in everything
+    ]
+    before = [p.grad.data_ptr() for p in parameters if p.grad is not None]
+    copies: Any = Twice()
+    sum_over_copies(everything, copies)
+    assert len(copies.sent) == 2 and sum(copies.sent) == sum(p.nbytes for p in everything)
+    for parameter, total in zip(everything, wanted, strict=True):
+        assert parameter.grad is not None and torch.equal(parameter.grad, total)
+    assert [p.grad.data_ptr() for p in parameters if p.grad is not None] == before
+
 
 TASKS = ["Stack", "Planned", "Gated", "Letters", "Encoder", "Heads"]
 NO_BLOCKS = ["ByIndex", "OwnForward", "Hooked", "OneDropout", "Marked"]

@@ -22,6 +22,7 @@ from allranks.launcher.world import World
 from allranks.torch import Trainer
 from allranks.torch.step.user_buffers import UserBuffers
 from allranks.torch.witness.observed import SAMPLES
+from allranks.torch.witness.witness import LookBudget
 from conftest import Train
 
 STEPS = 3
@@ -273,7 +274,7 @@ def test_looking_changes_no_bit(task: str, job: dict[str, Any], train: Train) ->
     assert sent[0] == sent[1], "what it sends is of no step"
     cards = [run.summary["card_bytes_per_step"] for run in (with_it, without)]
     assert cards[0] == cards[1]
-    assert without.summary["witness"] == {"asked": "off", "found": [], "unseen": []}
+    assert without.summary["witness"] == {"asked": "off", "found": [], "unseen": [], "looks": 0}
 
 
 def test_the_result_says_not_equal_where_it_is_not() -> None:
@@ -312,6 +313,7 @@ def test_every_so_many_steps_it_looks_again(monkeypatch: pytest.MonkeyPatch) -> 
     """A hook that comes later is found by the next look, in the third of these."""
     monkeypatch.setattr("allranks.torch.witness.witness.WITNESS_EVERY", 4)
     with Trainer(witness_tasks.Right(), Job()) as trainer:
+        trainer.witness.budget.clock = lambda: 0.0  # a look takes no time
         found = []
         for batch in trainer.batches(steps=9):
             if batch.index == 5:
@@ -320,6 +322,30 @@ def test_every_so_many_steps_it_looks_again(monkeypatch: pytest.MonkeyPatch) -> 
             trainer.step(batch)
             found.append(len(trainer.witness.testimony.found))
     assert found == [0] * 8 + [1]
+
+
+def test_looks_take_a_five_hundredth_of_the_time() -> None:
+    """With steps of 1 s a second look of 20 s comes after 20,000 of them, the first counts too."""
+    for look_s, wanted in ((0.1, [500, 1000, 1500]), (20.0, [20000]), (0.8, [1000, 1500])):
+        now, looked = 0.0, []
+        budget = LookBudget(lambda: now)  # noqa: B023  read in this turn alone
+        budget.begin()
+        for step in range(1, 20001 if look_s > 1 else 1501):
+            now += 1.0
+            if step == 1 or (step % 500 == 0 and budget.allows()):
+                with budget.spending():
+                    now += look_s
+                looked.append(step)
+        assert looked == [1, *wanted], look_s
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor"])
+def test_the_clock_of_rank_0_decides_for_all(strategy: str, train: Train) -> None:
+    """Under others each rank would go its own way, and wait for the rest in vain."""
+    result = train("witness_tasks:TimedLooks", strategy=strategy, ranks=2, steps=9)
+    assert result.summary["witness"]["looks"] == 3
+    assert "the witness computed 3 micro-batches again" in in_sentences(result.summary)
 
 
 @pytest.mark.parametrize(("attempt", "restarts"), [(0, 0), (1, 1), (2, 1)])

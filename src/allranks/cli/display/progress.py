@@ -168,6 +168,9 @@ def in_sentences(summary: dict[str, Any]) -> str:
     lines += [f"NOT equal on other numbers of ranks: {text}" for text in follows_ranks(summary)]
     if (proof := summary.get("proof")) is not None:
         lines.append(f"{'proved' if proof['proved'] else 'NOT proved'}: {proof['why']}")
+    if looks := summary.get("witness", {}).get("looks"):
+        batches = "one micro-batch" if looks == 1 else f"{looks} micro-batches"
+        lines.append(f"the witness computed {batches} again")
     unseen = summary.get("witness", {}).get("unseen", ())
     lines += [f"note       {NOT_SEEN}: {text}" for text in unseen]
     if summary["restarts"]:

@@ -12,13 +12,17 @@ Micikevicius et al. 2017, Mixed Precision Training, arXiv 1710.03740.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
 
 import allranks.torch.accelerator as accelerator
 from allranks.errors import FaultKind, RequestError
@@ -30,6 +34,7 @@ from allranks.torch.data.nested import map_to_device
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WHOLE = (torch.int64, torch.int32, torch.uint8, torch.bool)  # types that stay what they are
 IMAGE_DIMS = 4  # (sample, channel, height, width)
+NO_BACKWARD = -1  # what torch calls the backward pass in progress, where there is none
 
 
 @dataclass(frozen=True)
@@ -234,3 +239,164 @@ def _set_deterministic() -> Callable[[], None]:
         torch.backends.cudnn.benchmark = searched
 
     return undo
+
+
+# --- copies of weights in 16 bits ---------------------------------------------------------------
+
+_MADE_OF = ("matmul", "mm", "bmm", "mv", "addmm", "addbmm", "baddbmm")
+_CONVOLUTIONS = [f"conv{kind}{dims}d" for kind in ("", "_transpose") for dims in (1, 2, 3)]
+PRODUCTS: frozenset[Any] = frozenset(
+    [
+        *(getattr(place, name) for name in _MADE_OF for place in (torch, Tensor)),
+        *(getattr(torch, name) for name in _CONVOLUTIONS),
+        F.linear,
+        F.multi_head_attention_forward,
+    ]
+)
+"""What autocast computes in 16 bits, of all weights with more than one axis that it is given."""
+
+_LOOKS = (
+    *("t", "transpose", "swapaxes", "permute", "movedim", "view", "reshape", "flatten", "narrow"),
+    *("select", "unbind", "split", "chunk", "squeeze", "unsqueeze"),
+)
+VIEWS: frozenset[Any] = frozenset(
+    [
+        *(getattr(Tensor, name) for name in _LOOKS),
+        *(getattr(torch, name) for name in _LOOKS if hasattr(torch, name)),
+        *(vars(torch._C.TensorBase)[name].__get__ for name in ("T", "mT")),
+        Tensor.__getitem__,
+    ]
+)
+
+
+class Casts:
+    """Copies of weights in 16 bits that stay as long as the weights do: from the forward of a unit
+    to its end, and again in its backward.
+
+    Autocast keeps its copies until the pass of the model ends, and autograd keeps them for
+    backward: where weights are freed in between, each rank would hold all of them in 16 bits. Here
+    a product gets a copy of the same bits, one for all uses in a pass. Its memory is freed after
+    the forward of the unit, and filled again when the gradient of the unit's output comes.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.device, self._is_open = device, False
+        self._of_pass: dict[int, tuple[Tensor, _Cast]] = {}  # by the id of the weight
+        self._of_unit: list[_Cast] = []
+
+    def follow(
+        self, unit: nn.Module, tensors_of: Callable[[Any], Iterable[Tensor]]
+    ) -> list[RemovableHandle]:
+        """Called when `unit` has the hooks that gather and free its weights: they run before."""
+
+        def close(_: nn.Module, inputs: object, output: Any) -> None:
+            self._close(tensors_of(output))
+
+        return [
+            unit.register_forward_pre_hook(self._open),
+            unit.register_forward_hook(close, always_call=True),
+        ]
+
+    def follow_passes(self, model: nn.Module) -> list[RemovableHandle]:
+        """As those of autocast, copies are of one pass of the model."""
+        return [
+            model.register_forward_pre_hook(self._forget, prepend=True),
+            model.register_forward_hook(self._forget, always_call=True),
+        ]
+
+    def cast(self, weight: Tensor) -> Tensor:
+        """What a product reads in place of a weight, or of a view of one."""
+        is_on = self._is_open and torch.is_autocast_enabled(self.device)
+        if not is_on or weight.dtype is not torch.float32 or torch.compiler.is_compiling():
+            return weight
+        kind = torch.get_autocast_dtype(self.device)
+        is_shared = weight.requires_grad and type(weight) is not _ViewOfWeight  # as in autocast
+        known = self._of_pass.get(id(weight)) if is_shared else None
+        if known is None or known[0].dtype is not kind:
+            copy = weight.to(kind)
+            known = copy, _Cast(weight.detach(), copy)
+            if is_shared:
+                self._of_pass[id(weight)] = known
+            self._of_unit.append(known[1])
+        elif not known[0].untyped_storage().nbytes():  # the unit is called again
+            known[1].fill()
+            self._of_unit.append(known[1])
+        return known[0]
+
+    def _forget(self, *_: object) -> None:
+        self._of_pass.clear()
+
+    def _open(self, *_: object) -> None:
+        """Not where activations are computed again in backward: there it frees what it uses."""
+        self._of_unit, self._is_open = [], torch._C._current_graph_task_id() == NO_BACKWARD
+
+    def _close(self, outputs: Iterable[Tensor]) -> None:
+        casts, self._of_unit, self._is_open = self._of_unit, [], False
+        for cast in casts:
+            cast.free()
+        if casts and torch.is_grad_enabled():
+            fill = partial(_fill, casts)
+            for tensor in outputs:
+                if tensor.requires_grad:
+                    tensor.register_hook(fill)
+
+
+class _Cast:
+    """The memory of a copy of a weight, as long as anybody else holds it."""
+
+    def __init__(self, weight: Tensor, copy: Tensor) -> None:
+        self.weight, self.looks = weight, (copy.size(), copy.stride())
+        self.kind, self.nbytes = copy.dtype, copy.untyped_storage().nbytes()
+        self._memory = StorageWeakRef(copy.untyped_storage())
+
+    def _storage(self) -> torch.UntypedStorage | None:
+        return torch.UntypedStorage._new_with_weak_ptr(self._memory.cdata)
+
+    def free(self) -> None:
+        if (storage := self._storage()) is not None:
+            storage.resize_(0)
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        storage = self._storage()
+        if storage is not None and not storage.nbytes():
+            storage.resize_(self.nbytes)
+            copy = self.weight.new_empty(0, dtype=self.kind).set_(storage, 0, *self.looks)
+            copy.copy_(self.weight)
+
+
+def _fill(casts: list[_Cast], _: Tensor) -> None:
+    for cast in casts:
+        cast.fill()
+
+
+class _ViewOfWeight(Tensor):
+    """A view of a weight within its unit: autocast copies it for itself in each product."""
+
+    casts: Casts
+
+
+def with_casts(
+    kind: type, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+) -> Any:
+    """The `__torch_function__` of a weight with `casts`, and of its views."""
+    kwargs = kwargs or {}
+    with torch._C.DisableTorchFunctionSubclass():
+        if function in PRODUCTS:
+            args = tuple(map(_cast, args))
+            kwargs = {name: _cast(value) for name, value in kwargs.items()}
+        found = function(*args, **kwargs)
+        if function in VIEWS and (casts := getattr(args[0], "casts", None)) is not None:
+            for view in found if isinstance(found, (tuple, list)) else (found,):
+                if type(view) is Tensor and view._is_view():
+                    view.__class__ = _ViewOfWeight
+                    view.casts = casts  # type: ignore[attr-defined]
+        return found
+
+
+_ViewOfWeight.__torch_function__ = classmethod(with_casts)  # type: ignore[assignment,method-assign]
+
+
+def _cast(value: Any) -> Any:
+    casts = getattr(value, "casts", None) if isinstance(value, Tensor) else None
+    return value if casts is None or value.ndim < 2 else casts.cast(value)

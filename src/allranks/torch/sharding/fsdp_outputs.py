@@ -72,6 +72,11 @@ def _give_back(unit: nn.Module, inputs: Any, output: Any) -> Any:
     return output.output if isinstance(output, Shown) else None
 
 
+def tensors_of(output: Any) -> Iterator[Tensor]:
+    """The tensors in an output as torch finds them, and what is shown beside it."""
+    return _seen(output, [])
+
+
 def _seen(value: Any, objects: list[Any]) -> Iterator[Tensor]:
     """The tensors that torch finds; the `objects` that it does not look into."""
     if isinstance(value, Tensor):

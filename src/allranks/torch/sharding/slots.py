@@ -9,6 +9,8 @@ otherwise would be computed with a part, or lost, and torch does not say so. Ref
     written            what is gathered is freed after the forward: its version and its memory are
                        compared before that, in the first step its content, too
     replaced           by `functional_call` or by hand: the next gathering would undo it
+
+In 16 bits products read a copy of a weight, which is freed and made again with it (`casts`).
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from allranks.errors import RequestError
 from allranks.torch.checkpoint.tree import local
 from allranks.torch.data.nested import tensors_in
+from allranks.torch.model.precision import Casts, with_casts
 from allranks.torch.sharding.fsdp_collectives import Filling
 from allranks.torch.step.changes import unfrozen_on_the_way
 
@@ -183,6 +186,14 @@ class CountedParameter(Counted, nn.Parameter):
     """A gathered weight."""
 
 
+class CastParameter(CountedParameter):
+    """A gathered weight whose copies in 16 bits are freed with it."""
+
+    casts: Casts
+
+    __torch_function__: Any = classmethod(with_casts)
+
+
 @cache
 def _counted(kind: type[Tensor]) -> type[Tensor]:
     """A tensor of a class of its own, whose operations stay those of that class."""
@@ -220,7 +231,8 @@ class Writes:
         self.tensor: Any = tensor
         self.memory, self.version = tensor.detach(), tensor._version
         plain = type(tensor) in (Tensor, nn.Parameter)
-        self.tensor.__class__ = kind if plain else _counted(type(tensor))
+        if not isinstance(tensor, Counted):
+            self.tensor.__class__ = kind if plain else _counted(type(tensor))
         vars(tensor)["views"] = []
 
     def have_come(self) -> bool:
@@ -242,9 +254,13 @@ class Weight:
     part: nn.Parameter
     gathered: nn.Parameter
     places: list[tuple[nn.Module, str]]
+    casts: Casts | None
 
     def __post_init__(self) -> None:
-        self.writes = Writes(self.gathered, CountedParameter)
+        is_cast = self.casts is not None and self.gathered.ndim > 1  # sums add biases, of one axis
+        self.writes = Writes(self.gathered, CastParameter if is_cast else CountedParameter)
+        if is_cast:
+            vars(self.gathered)["casts"] = self.casts
 
     def there(self) -> Iterator[Any]:
         """What is in its places now."""
@@ -271,6 +287,7 @@ class WeightGuard:
         self.is_on: Callable[[], bool] = lambda: False
         self.asked = f"--strategy {strategy}"
         self.compares = True  # contents too
+        self.casts: dict[nn.Module, Casts] = {}  # of units that are freed before backward
         self._whole = [(name, weakref.ref(p)) for name, p in model.named_parameters()]
         self._weights: dict[nn.Module, list[Weight]] = {}
         self._by_part: dict[int, Weight] = {}
@@ -302,7 +319,15 @@ class WeightGuard:
             places.setdefault(id(module._parameters[key]), []).append((module, key))
         for unit, parts in zip(units, held, strict=True):
             self._weights[unit] = [
-                Weight(names[id(p)], paths[unit], p, gathered[id(p)], places[id(p)]) for p in parts
+                Weight(
+                    name=names[id(p)],
+                    unit=paths[unit],
+                    part=p,
+                    gathered=gathered[id(p)],
+                    places=places[id(p)],
+                    casts=self.casts.get(unit),
+                )
+                for p in parts
             ]
         self._by_part = {id(w.part): w for weights in self._weights.values() for w in weights}
         self._by_gathered = {id(w.gathered): w for w in self._by_part.values()}

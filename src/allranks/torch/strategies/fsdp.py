@@ -28,6 +28,7 @@ from allranks.strategies.reduction_tree import Span
 from allranks.torch.accelerator import is_accelerator
 from allranks.torch.context_parallel.blocks import blocks_of
 from allranks.torch.data.batch import Batch, Leaf
+from allranks.torch.model.precision import Casts
 from allranks.torch.optimizers.elementwise import check_fused, check_no_step_hooks
 from allranks.torch.optimizers.layerwise import Layerwise
 from allranks.torch.reducers.mean import Mean
@@ -37,7 +38,7 @@ from allranks.torch.sharding.call_order import CallOrder
 from allranks.torch.sharding.call_trail import THE_SUM, CallTrail
 from allranks.torch.sharding.dtensors import device_mesh, mesh_of
 from allranks.torch.sharding.fsdp_collectives import Filling, Gather, Scatter, sizes_of, watch
-from allranks.torch.sharding.fsdp_outputs import Outputs
+from allranks.torch.sharding.fsdp_outputs import Outputs, tensors_of
 from allranks.torch.sharding.fsdp_units import (
     check_can_be_cut,
     check_units,
@@ -115,6 +116,7 @@ class FSDP(Single):
         reshard, how = options["reshard"], dict[str, Any](offload_policy=self.policy)
         how |= {"mesh": self._device_mesh(), "ignored_params": ignored}
         names = {id(module): name for name, module in model.named_modules()}
+        casts = Casts(self.comm.device.type) if self.context.precision.compute is not None else None
         for unit in units:
             again = reshard and unit is not model  # backward begins with what forward ended with
             name = repr(names[id(unit)]) if unit is not model else "the rest of the model"
@@ -122,11 +124,16 @@ class FSDP(Single):
             self._hooks += [outputs.show(), self.guard.before_free(unit)]
             fully_shard(unit, reshard_after_forward=again, **how)
             self._take_over(unit, name)
+            if casts is not None and again:
+                self._hooks += casts.follow(unit, tensors_of)
+                self.guard.casts[unit] = casts
             self._hooks += [outputs.give_back(), *self.passes.entered(unit)]
             self._hooks.append(self.guard.before_gathering(unit))
         for name, parameter in model.named_parameters():  # others than before
             vars(parameter).update(told[name])  # what a task has noted on them
         self._hooks.append(model.register_forward_hook(self._let_go))
+        if casts is not None:
+            self._hooks += casts.follow_passes(model)
         return model
 
     def _cut_layers(self, model: nn.Module, units: list[nn.Module]) -> None:

@@ -28,6 +28,8 @@ from allranks.torch.checkpoint.tree import is_dtensor
 from allranks.torch.comm import Comm
 from allranks.torch.context_parallel.blocks import blocks_of
 from allranks.torch.data.batch import Batch
+from allranks.torch.model.reals import reals
+from allranks.torch.reducers.buckets import grouped
 from allranks.torch.sharding.dtensors import Replicate, dtensor, mesh_of, shard_of
 from allranks.torch.sharding.gradient_parts import SomeCut, squares_of
 from allranks.torch.sharding.whole_updates import Divided, WholeUpdates
@@ -38,6 +40,8 @@ from allranks.torch.step.tally import Tally
 from allranks.torch.strategies.base import Strategy
 from allranks.torch.tensor_parallel.cutting import CutModel, cut_layers
 from allranks.torch.tensor_parallel.passes import CutPasses, exchange_of
+
+BUCKET_BYTES = 25 * 2**20  # of gradients that copies of the model sum in one message
 
 
 class Tensors(Strategy):
@@ -188,16 +192,33 @@ class CutGradients(SomeCut):
 def sum_over_copies(parameters: list[nn.Parameter], copies: Comm) -> None:
     """Sum gradients over the copies of a model, or of a stage; every rank of `copies` calls this.
 
-    A copy that has not used a parameter brings in zeros.
+    A copy that has not used a parameter brings in zeros. Gradients go in messages of up to
+    `BUCKET_BYTES`, and stay in memory of their own: kernels follow where a tensor begins.
     """
     if copies.size == 1:
         return
     under_way = []
-    for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is None:
-            gradient = torch.zeros_like(parameter, requires_grad=False)
-        parameter.grad = gradient.to_dense() if gradient.is_sparse else gradient
-        under_way.append(copies.all_reduce(parameter.grad))
-    for pending in under_way:
+    for positions in grouped(parameters, BUCKET_BYTES):
+        gradients = [_dense_gradient(parameters[position]) for position in positions]
+        if len(gradients) == 1:
+            under_way.append((copies.all_reduce(gradients[0]), gradients, gradients))
+            continue
+        numbers = [reals(gradient) for gradient in gradients]
+        flat = torch.cat([some.reshape(-1) for some in numbers])
+        parts = flat.split([some.numel() for some in numbers])
+        sums = [part.view(some.shape) for part, some in zip(parts, numbers, strict=True)]
+        under_way.append((copies.all_reduce(flat), numbers, sums))
+    for pending, numbers, sums in under_way:
         pending.wait()
+        if sums is not numbers:
+            torch._foreach_copy_(numbers, sums)
+
+
+def _dense_gradient(parameter: nn.Parameter) -> Tensor:
+    """The gradient of a parameter, which has one then: zeros where it was not used."""
+    gradient = parameter.grad
+    if gradient is None:
+        gradient = torch.zeros_like(parameter, requires_grad=False)
+    gradient = gradient.to_dense() if gradient.is_sparse else gradient.resolve_conj()
+    parameter.grad = gradient
+    return gradient

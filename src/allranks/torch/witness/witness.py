@@ -4,9 +4,10 @@
     replicas           are compared after the first two steps, at the end, before weights are
                        written (`replicas`)
     what changes       in the first two steps beside gradients is compared and named (`observed`)
-    computed again     in the second step, and whenever the number of a step is a multiple of
-                       `WITNESS_EVERY`: one micro-batch whole and shard by shard, by its rank, and
-                       one of these shards by the next rank too (`recomputed`)
+    computed again     in the second step, and where the number of a step is a multiple of
+                       `WITNESS_EVERY`, as long as that takes no more than `SHARE_OF_TIME`: one
+                       micro-batch whole and shard by shard, by its rank, and one of these shards
+                       by the next rank too (`recomputed`)
 
 A job that starts again after a fault does not look twice at what it has looked at on as many ranks:
 its own checkpoint says what was found. Counters, generators and draws by function are looked at
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -50,6 +52,7 @@ from allranks.torch.witness.replicas import CAUSES, verify
 from allranks.torch.witness.second_look import Offer, SecondLook
 
 WITNESS_EVERY = 500  # steps between two looks, after the first two
+SHARE_OF_TIME = 0.002  # of a training, for all of its looks: in fp32 one may last 40 steps in bf16
 OBSERVED_STEPS = 2
 LONGEST = 400  # characters of what was not seen
 EARLY_CAUSES = (
@@ -74,14 +77,52 @@ def say_what_matters(event: str, **values: Any) -> None:
 
 @dataclass
 class Testimony:
-    """What the witness has said: `found` differs with the ranks, `unseen` was not looked at."""
+    """What the witness has said: `found` differs with the ranks, `unseen` was not looked at.
+
+    So many `looks` were taken: a micro-batch was computed again.
+    """
 
     asked: str
     found: list[str] = field(default_factory=list)
     unseen: list[str] = field(default_factory=list)
+    looks: int = 0
 
     def to_data(self) -> dict[str, Any]:
-        return {"asked": self.asked, "found": self.found, "unseen": self.unseen}
+        told = {"asked": self.asked, "found": self.found, "unseen": self.unseen}
+        return {**told, "looks": self.looks}
+
+
+class LookBudget:
+    """Whether a look is worth its time: `SHARE_OF_TIME` of the training has to pay for all of them.
+
+    Each rank measures, and the clock of rank 0 decides. The first look is always taken.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self._began: float | None = None
+        self._spent_s = self._last_s = 0.0
+        self.looks = 0
+
+    def begin(self) -> None:
+        """A step begins; time counts from the first."""
+        if self._began is None:
+            self._began = self.clock()
+
+    def allows(self) -> bool:
+        """Whether one more, as long as the last, stays within the budget."""
+        assert self._began is not None, "a step has begun"
+        wanted_s = self._spent_s + self._last_s
+        return wanted_s <= SHARE_OF_TIME * (self.clock() - self._began)
+
+    @contextmanager
+    def spending(self) -> Iterator[None]:
+        """Within, a look is taken."""
+        began = self.clock()
+        yield
+        self._last_s = self.clock() - began
+        self._spent_s += self._last_s
+        self.looks += 1
 
 
 class Witness:
@@ -101,6 +142,7 @@ class Witness:
         self.is_on = job.witness != "off" and not apart
         self._why_none = why_none(strategy) if strategy.equal_passes else ""
         self.looks_again = not self._why_none
+        self.budget = LookBudget()
         self.steps = self._at = 0
         self._before_reading: dict[str, Token] | None = None
         self._read: Named = {}
@@ -117,6 +159,7 @@ class Witness:
             "written": sorted(self.strategy.step.user_buffers.written),
             "found": list(self.testimony.found),
             "unseen": list(self.testimony.unseen),
+            "looks": self.testimony.looks,
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -130,6 +173,7 @@ class Witness:
             (self.testimony.unseen, state["unseen"]),
         ):
             known[:] = [*before, *(text for text in known if text not in before)]
+        self.testimony.looks += state.get("looks", 0)
 
     # --- around the reading of the first batch ----------------------------------------------
 
@@ -183,7 +227,7 @@ class Witness:
         return self.is_on and self.steps < OBSERVED_STEPS
 
     def looks_again_at(self, batch: Batch) -> bool:
-        """Whether a shard of the batch is computed again before its step."""
+        """Whether a shard of the batch is computed again before its step, if there is time."""
         is_due = self.steps == 1 and not self._looked_before
         is_due |= self.steps > 1 and batch.index % WITNESS_EVERY == 0
         return self.is_on and self.looks_again and is_due
@@ -204,10 +248,13 @@ class Witness:
             self._observer.contents = self.steps == 0 and not self._looked_before
             self.strategy.step.reached = self._reached
         self._at = batch.index
+        if self.steps == 0:
+            self.budget.begin()
         if self.looks_again_at(batch):
             settle()
-            if batches is not None:
-                self._look_again(batch, batches)
+            if batches is not None and self._has_time():
+                with self.budget.spending():
+                    self._look_again(batch, batches)
 
     def after_step(self) -> None:
         """A step is done. Communicates after the first two: 32 bytes to each other rank."""
@@ -293,6 +340,13 @@ class Witness:
 
     # --- a shard computed again -------------------------------------------------------------
 
+    def _has_time(self) -> bool:
+        """Whether a look is taken here, the same on all ranks; every rank calls this."""
+        if self.budget.looks == 0 or self.testimony.found:
+            return True
+        answers = self.strategy.comm.gather_texts(json.dumps(self.budget.allows()))
+        return bool(json.loads(answers[0]))
+
     def _look_again(self, batch: Batch, batches: GlobalBatches) -> None:
         """Compute a shard again, and compare; every rank calls this."""
         if self.testimony.found:
@@ -304,6 +358,7 @@ class Witness:
         offers = comm.gather_texts("" if own is None else own.to_text())
         if not any(offers):
             return  # a stream has ended
+        self.testimony.looks += 1
         recomputing = Recomputing(strategy.step, batch, self.job.precision)
         known = tuple(map(Offer.from_text, offers))
         roots = self._roots()
