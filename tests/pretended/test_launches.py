@@ -40,3 +40,20 @@ def test_launches_do_not_follow_the_number_of_tensors(
     more = {line for line in many | few if many[line] != few[line]}
     assert {line.partition(" ")[0].partition(":")[0] for line in more} <= OF_THE_MODEL, (few, many)
     assert more, "a model of more layers launches more"
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize(
+    ("layer", "shape", "kernels"),
+    [
+        ("Dropout", (6, 5, 7), 2),  # the flags, and the product
+        ("Dropout", (12, 8), 2),
+        ("Dropout", (6, 2, 3, 8), 3),  # coordinates before the last two are added to the keys
+        ("Dropout2d", (6, 4, 3, 3), 3),
+    ],
+)
+def test_a_dropout_launches_few_kernels(
+    on_device: Callable[..., None], layer: str, shape: tuple[int, ...], kernels: int
+) -> None:
+    argument = {"layer": layer, "shape": shape, "kernels": kernels}
+    on_device(1, "dropout_as_on_the_cpu", argument)
