@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,3 +58,23 @@ def test_a_dropout_launches_few_kernels(
 ) -> None:
     argument = {"layer": layer, "shape": shape, "kernels": kernels}
     on_device(1, "dropout_as_on_the_cpu", argument)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fields", "most"),
+    [
+        ({"name": "gpt", "layers": 12, "dropout": 0.1, "batch_size": 4, "shards": 1}, 1.10),
+        ({"name": "resnet20", "batch_size": 16, "shards": 1}, 1.2),
+        ({"name": "resnet20", "batch_size": 16, "shards": 8}, 2.0),
+        ({"name": "resnet50", "batch_size": 4, "shards": 1}, 1.15),
+    ],
+)
+def test_a_step_launches_little_more_than_one_by_hand(
+    on_device: Callable[..., None], tmp_path: Path, fields: dict[str, Any], most: float
+) -> None:
+    """Bounds of what was seen: with fewer, make them smaller."""
+    out = tmp_path / "out"
+    on_device(1, "launches_beside_by_hand", {"fields": fields, "out": str(out)})
+    ours, by_hand, lines = json.loads(out.read_text())
+    assert ours <= most * by_hand, (ours, by_hand, lines)

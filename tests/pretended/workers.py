@@ -20,6 +20,7 @@ from allranks.launcher.world import World
 from allranks.strategies.shards import Piece
 from allranks.torch import Trainer
 from allranks.torch.ahead import steps
+from allranks.torch.batchnorm import by_library
 from allranks.torch.data.copying import Copying
 from allranks.torch.groups.pending import Pending
 from allranks.torch.model.digest import weights_sha256
@@ -134,6 +135,27 @@ def launches_of_a_step(argument: dict[str, Any]) -> None:
         if training.comm.rank == 0:
             found = Counter(f"{told.line} {told.what}" for told in watched.of("kernel"))
             Path(argument["out"]).write_text(json.dumps(found))
+
+
+def launches_beside_by_hand(argument: dict[str, Any]) -> None:
+    """How many kernels a usual step launches, and one of a plain loop, into a file."""
+    install()
+    by_library.DEVICES.add(NAME)  # as on cuda, and not as on the CPU
+    task = tasks.BesideByHand(**argument["fields"])
+    model = task.model().to(NAME)
+    optimizer, batch = task.optimizer(model), [t[: task.batch_size] for t in task.train_data()]
+    for number in range(3):
+        with watch() if number == 2 else nullcontext(Watched()) as by_hand:
+            optimizer.zero_grad(set_to_none=True)
+            task.loss(model(batch[0]), batch).mean().backward()
+            optimizer.step()
+    with trainer({**argument, "task": "BesideByHand"}, NAME, steps=WARM + 1) as training:
+        for number, batch in enumerate(training.batches()):
+            with watch() if number >= WARM else nullcontext(Watched()) as ours:
+                training.step(batch)
+    found = [len(watched.of("kernel")) for watched in (ours, by_hand)]
+    more = Counter(f"{told.line} {told.what}" for told in ours.of("kernel") if told.line)
+    Path(argument["out"]).write_text(json.dumps([*found, more.most_common(40)]))
 
 
 def waits_of_a_step(argument: dict[str, Any]) -> None:

@@ -127,7 +127,8 @@ class _Scaled(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, flags: Tensor, scale: float) -> Tensor:
         ctx.save_for_backward(flags)
         ctx.scale = scale
-        return flagged(input, flags, scale)
+        found: Tensor = flagged(input, flags, scale)
+        return found
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
