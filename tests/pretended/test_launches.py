@@ -64,10 +64,10 @@ def test_a_dropout_launches_few_kernels(
 @pytest.mark.parametrize(
     ("fields", "most"),
     [
-        ({"name": "gpt", "layers": 12, "dropout": 0.1, "batch_size": 4, "shards": 1}, 1.10),
-        ({"name": "resnet20", "batch_size": 16, "shards": 1}, 1.2),
-        ({"name": "resnet20", "batch_size": 16, "shards": 8}, 2.0),
-        ({"name": "resnet50", "batch_size": 4, "shards": 1}, 1.15),
+        ({"name": "gpt", "layers": 12, "dropout": 0.1, "batch_size": 4, "shards": 1}, 1.08),
+        ({"name": "resnet20", "batch_size": 16, "shards": 1}, 1.18),
+        ({"name": "resnet20", "batch_size": 16, "shards": 8}, 1.96),
+        ({"name": "resnet50", "batch_size": 4, "shards": 1}, 1.0),
     ],
 )
 def test_a_step_launches_little_more_than_one_by_hand(

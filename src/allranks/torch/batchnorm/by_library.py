@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from allranks.torch.accelerator import WITH_KERNELS
 from allranks.torch.batchnorm.moments import along
 from allranks.torch.model.layers import Normalising, full_type
 
-DEVICES = {"cuda"}
+DEVICES = {WITH_KERNELS}
 LARGE = 1 << 16
 """Values of a channel in a shard from which on passes over memory cost more than launches."""
 ALIGNED = 128  # bytes: kernels may follow the address of what they read

@@ -1,4 +1,4 @@
-"""Masks of dropout on a device by one kernel, compiled there (`torch.cuda.jiterator`, by NVRTC).
+"""Masks of dropout on a device by one kernel, compiled there (torch's jiterator, by NVRTC).
 
 The tensor code of `counter` makes 28 passes over all elements. The kernel makes the same bits in
 one: an element of its output is four bytes, the flags of four neighbours. It takes integers of 32
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from allranks.torch.accelerator import WITH_KERNELS, compile_kernel
 from allranks.torch.draws.counter import (
     HALF,
     LAST_SHIFT,
@@ -26,7 +27,7 @@ from allranks.torch.draws.counter import (
 )
 
 Kernel = Callable[..., Tensor]
-COMPILERS: dict[str, Callable[..., Kernel]] = {"cuda": torch.cuda.jiterator._create_jit_fn}
+COMPILERS: dict[str, Callable[..., Kernel]] = {WITH_KERNELS: compile_kernel}
 """What makes a kernel for each element of C++, by the type of the device."""
 
 FLAGS = 4  # bytes of an element of the output
