@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from allranks.errors import RequestError
 from allranks.strategies.shards import Micro, Piece
-from allranks.torch.batchnorm import in_c
+from allranks.torch.batchnorm import by_library, in_c
 from allranks.torch.batchnorm.running_statistics import RunningStatistics
 from allranks.torch.model.layers import Scope, shard_norms
 from allranks.torch.model.swapping import swap_layers
@@ -62,16 +63,28 @@ def entered(layer: nn.Module, pieces: Micro) -> Scope:
     return scope
 
 
+KERNELS = ["torch's kernels", "torch's kernel for each large one"]
+
+
+def by_kernels(monkeypatch: pytest.MonkeyPatch, large: int) -> None:
+    """As on a device, where shards of so many values go through a kernel each."""
+    monkeypatch.setattr(by_library, "DEVICES", {"cpu"})
+    monkeypatch.setattr(by_library, "LARGE", large)
+
+
 @pytest.mark.parametrize(
     "pieces", [EVEN, UNEVEN, WITH_ONES, PART], ids=["even", "uneven", "ones", "part"]
 )
 @pytest.mark.parametrize("dims", SHAPES)
 @pytest.mark.parametrize("last", [False, True], ids=["", "last"])
-@pytest.mark.parametrize("library", [in_c.LIBRARY, None], ids=["in C", ""])
+@pytest.mark.parametrize("library", [in_c.LIBRARY, None, 1 << 16, 24], ids=["in C", "", *KERNELS])
 def test_all_shards_in_one_pass_are_each_by_itself(
     monkeypatch: pytest.MonkeyPatch, pieces: Micro, dims: int, last: bool, library: Any
 ) -> None:
-    monkeypatch.setattr(in_c, "LIBRARY", library)
+    if isinstance(library, int):
+        by_kernels(monkeypatch, library)
+    else:
+        monkeypatch.setattr(in_c, "LIBRARY", library)
     layer = made(dims, affine=dims != 3 or not last)
     scope = entered(layer, pieces)
     per_sample = 2 if dims == 1 else 1
@@ -166,9 +179,14 @@ def test_channels_that_it_has_not_are_refused() -> None:
         layer(torch.randn(32, 4, 2, 2))
 
 
+@pytest.mark.parametrize("large", [None, 1 << 16, 8], ids=["", *KERNELS])
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
-def test_half_precision_has_its_statistics_in_fp32(kind: torch.dtype) -> None:
+def test_half_precision_has_its_statistics_in_fp32(
+    monkeypatch: pytest.MonkeyPatch, kind: torch.dtype, large: int | None
+) -> None:
     """As torch's own: the weights and the statistics are of fp32, the output is not."""
+    if large is not None:
+        by_kernels(monkeypatch, large)
     layer = nn.BatchNorm2d(3)
     scope = entered(layer, EVEN)
     data = (torch.randn(32, 3, 4, 4) + 3).to(kind).requires_grad_()
@@ -243,3 +261,89 @@ def test_a_part_of_one_value_is_refused() -> None:
     entered(layer, (Piece(0, 0, 1, 4), Piece(1, 0, 4, 4)))
     with pytest.raises(RequestError, match="no variance"):
         layer(torch.randn(5, 3))
+
+
+@pytest.mark.parametrize("large", [1 << 16, 8], ids=KERNELS)
+@pytest.mark.parametrize("last", [False, True], ids=["", "last"])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_bits_of_a_shard_do_not_follow_what_goes_through_with_it(
+    monkeypatch: pytest.MonkeyPatch, large: int, last: bool, kind: torch.dtype
+) -> None:
+    """By kernels of torch: with two others, with one, and for a large one alone, as in torch."""
+    by_kernels(monkeypatch, large)
+    layer = nn.BatchNorm2d(3)
+    sizes = (3, 3, 2, 1, 3)  # 3 * 3 * 5 * 7 numbers before the second: no multiple of 128 bytes
+    pieces = tuple(Piece(shard, 0, size, size) for shard, size in enumerate(sizes))
+    data = torch.randn(sum(sizes), 3, 5, 7).to(kind)
+    data = data.to(memory_format=torch.channels_last) if last else data
+    parts = data.split(sizes)
+    scope = entered(layer, pieces)
+
+    def passed(some: Micro) -> tuple[Tensor, ...]:
+        own = torch.cat([parts[piece.shard] for piece in some]).requires_grad_()
+        scope.enter(0, some, len(own))
+        output = layer(own)
+        output.backward(own.detach() * 2)
+        assert own.grad is not None
+        return output.detach(), own.grad
+
+    whole = [found.split(sizes) for found in passed(pieces)]
+    few = [3] if large == 8 else []  # one alone goes through `F.batch_norm`, as large ones do
+    for some in ((0, 1), (1, 2), (2, 3), (3, 4), *([shard] for shard in (0, 1, 2, *few))):
+        if len(some) == 1 and large != 8:
+            continue
+        found = passed(tuple(pieces[shard] for shard in some))
+        for wanted, one in zip(whole, found, strict=True):
+            own = torch.cat([wanted[shard] for shard in some])
+            assert torch.equal(one, own), some
+
+
+def test_a_large_shard_is_read_where_memory_of_its_own_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    by_kernels(monkeypatch, 8)
+    monkeypatch.setattr(by_library, "ALIGNED", 64)  # where memory of a CPU begins
+    read = []
+
+    def noted(kernel: Any, *given: Any) -> Any:
+        read.extend(t.data_ptr() % by_library.ALIGNED for t in given[:2] if torch.is_tensor(t))
+        return kernel(*given)
+
+    for name in ("_batch_norm", "_derivative"):
+        monkeypatch.setattr(by_library, name, partial(noted, getattr(by_library, name)))
+    layer = nn.BatchNorm2d(3, affine=False)
+    entered(layer, UNEVEN)
+    whole = torch.empty(13, 3, 5, 7, requires_grad=True)
+    assert whole[3:].data_ptr() % by_library.ALIGNED
+    layer(whole).sum().backward()
+    assert len(read) >= 10 and set(read) == {0}
+
+
+def test_moments_of_all_layers_are_those_of_each() -> None:
+    """Weighted at once, or as soon as somebody asks; a layer that goes through twice counts so."""
+    layers = [nn.BatchNorm1d(2), nn.BatchNorm1d(3), nn.BatchNorm1d(3)]
+    model = nn.Sequential(*layers)
+    scope = Scope(0, torch.device("cpu"))
+    swap_layers(model, scope)
+    data = [torch.randn(4, layer.num_features) for layer in layers]
+    order = [layer.index for layer in shard_norms(model)]
+
+    def passed(*numbers: int) -> None:
+        scope.enter(0, (Piece(0, 0, 4, 4),), 4)
+        for number in numbers:
+            layers[number](data[number])
+
+    wanted = [torch.cat((torch.ones(1), of.mean(0), of.var(0))).mul(4) for of in data]
+    for numbers in ((0, 1, 2), (2, 0, 1)):
+        passed(*numbers)
+        found = scope.moments_of_all(order)
+        assert found is not None and not scope.moments
+        torch.testing.assert_close(found, torch.cat(wanted))
+    for numbers in ((0, 2), (0, 1, 2, 1), (1, 1)):
+        passed(*numbers)
+        assert scope.moments_of_all(order) is None
+        found_by_layer = {order.index(layer): found for layer, found in scope.moments.items()}
+        assert found_by_layer.keys() == set(numbers)
+        for number, found in found_by_layer.items():
+            torch.testing.assert_close(found, wanted[number] * numbers.count(number))
+        scope.moments.clear()

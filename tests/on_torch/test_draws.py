@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import subprocess
 import sys
@@ -11,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.cuda.jiterator import _CodeParser
 
 from allranks.strategies.shards import Piece, micro_batches
-from allranks.torch.draws import counter
+from allranks.torch.draws import counter, kernel
 from allranks.torch.draws.keys import drawn
 from allranks.torch.draws.sampling import kept
 from allranks.torch.model.layers import Scope
@@ -51,6 +53,67 @@ def test_tensor_code_draws_what_numpy_does(sizes: tuple[int, ...]) -> None:
     wanted = counter.on_cpu(keys, sizes, starts, lambda bits: bits)
     tensor = torch.from_numpy(keys.view(np.int32))
     assert torch.equal(counter.on_device(tensor, sizes, starts, lambda bits: bits), wanted)
+
+
+def compiled_for_the_host(folder: Path, source: str = kernel.SOURCE) -> kernel.Kernel:
+    """The C++ of the kernel, compiled as it is, with a loop over elements around it."""
+    loop = """
+    extern "C" void run(long n, int* out, int* a, int* b, int* c, int* d, int below) {
+      for (long i = 0; i < n; ++i) out[i] = flags_from<int>(a[i], b[i], c[i], d[i], below);
+    }"""
+    (folder / "kernel.cpp").write_text(source + loop)
+    library = folder / "kernel.so"
+    options = ["-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-o", str(library)]
+    subprocess.run(["g++", *options, str(folder / "kernel.cpp")], check=True)
+    run = ctypes.CDLL(str(library)).run
+
+    def launch(*given: Tensor, below: int) -> Tensor:
+        assert all(tensor.dtype == torch.int32 for tensor in given)
+        inputs = [tensor.contiguous() for tensor in torch.broadcast_tensors(*given)]
+        out = torch.empty_like(inputs[0])
+        addresses = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (out, *inputs)]
+        run(ctypes.c_long(out.numel()), *addresses, ctypes.c_int(below))
+        return out
+
+    return launch
+
+
+def test_the_kernel_of_a_device_draws_what_tensor_code_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = compiled_for_the_host(tmp_path)
+    monkeypatch.setitem(kernel.COMPILERS, "cpu", lambda source, below: made)
+    kernel._kernel_on.cache_clear()
+    keys = torch.from_numpy(counter.keys_of(1, 2, (Piece(0, 0, 3, 3),)).view(np.int32))
+    for sizes in ((), (5,), (8,), (3, 5), (2, 3, 4, 5), (6, 1, 1), (1, 65000), (65000, 2)):
+        for starts in ((0,) * len(sizes), tuple(range(7, 7 + len(sizes)))):
+            for below in (counter.signed(1 << 31), -(1 << 20), 0, (1 << 31) - 1):
+                found = kernel.flags_from(keys, sizes, starts, below)
+                wanted = counter.on_device(keys, sizes, starts, lambda b, t=below: b.ge(t))
+                assert found is not None and found.dtype == torch.bool
+                assert torch.equal(found.reshape(3, -1), wanted), (sizes, starts, below)
+    assert kernel.flags_from(keys, (1 << 16,), (1,), 0) is None  # left to the tensor code
+    assert _CodeParser(kernel.SOURCE).function_name == "flags_from"  # as torch reads it
+    kernel._kernel_on.cache_clear()
+
+
+@pytest.mark.parametrize("fault", ["no compiler", "other bits"])
+def test_a_kernel_that_cannot_be_used_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    def compile(source: str, below: int) -> kernel.Kernel:
+        if fault == "no compiler":
+            raise RuntimeError("libnvrtc.so: cannot open shared object file")
+        return lambda *given, below: torch.zeros((2, 3, 5, 2), dtype=torch.int32)
+
+    monkeypatch.setitem(kernel.COMPILERS, "cpu", compile)
+    kernel._kernel_on.cache_clear()
+    keys = torch.zeros((2, 2), dtype=torch.int32)
+    said = "cannot be compiled .*libnvrtc" if fault == "no compiler" else "makes other bits"
+    with pytest.warns(UserWarning, match=said) as warned:
+        assert [kernel.flags_from(keys, (4,), (0,), 0) for _ in range(3)] == [None] * 3
+    assert len(warned) == 1
+    kernel._kernel_on.cache_clear()
 
 
 def test_blocks_draw_what_the_whole_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as clipped_in_li
 
 import allranks.torch.accelerator as accelerator
 from allranks.torch.batchnorm import by_shard, in_c
+from allranks.torch.draws import kernel
 from pretended import chip, collectives, streams
 from pretended.record import record
 from pretended.streams import NAME, Event, Stream
@@ -92,6 +93,7 @@ def install() -> None:
     torch.UntypedStorage.resize_ = partialmethod(_resized, torch.UntypedStorage.resize_)
     accelerator.pinned_zeros = _pinned_zeros
     by_shard.MEAN_THEN_SQUARES.add(NAME)  # its arithmetic is that of the CPU
+    kernel.COMPILERS[NAME] = chip.compile_flags
     in_c.LIBRARY = None  # by operations on both
     collectives.install()
 

@@ -11,7 +11,7 @@ recorded: kernels, and waits of the host.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from allranks.torch.draws.counter import mixed_tensor
+from allranks.torch.draws.kernel import FLAGS
 from pretended import streams
 from pretended.record import Misuse, line, record
 from pretended.streams import NAME, Memory, Stream
@@ -174,6 +176,25 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if kind == "wait":
         streams.host_waits_for(stream.record_event().stands_for)
     return results
+
+
+def compile_flags(source: str, **defaults: int) -> Callable[..., Tensor]:
+    """In place of a compiler on the device: one kernel, which does what this source says."""
+
+    def launch(*given: OnChip, below: int) -> Tensor:
+        (device,) = {tensor.device for tensor in given}
+        stream = streams.current_stream(device)
+        for tensor in given:
+            memory_of(tensor.inner, stream).is_read(stream, "flags_from")
+        first, second, row, column = (tensor.inner for tensor in given)
+        made = [mixed_tensor(first + row + column + n, second).ge(below) for n in range(FLAGS)]
+        flags = torch.stack(made, -1).view(torch.int32).squeeze(-1)
+        memory_of(flags, stream).is_written(stream, "flags_from")
+        record("kernel", "flags_from")
+        streams.ran(stream)
+        return OnChip(flags, device)
+
+    return launch
 
 
 def stamp(func: Any, args: Any, kwargs: Any, given: list[OnChip], stream: Stream) -> None:

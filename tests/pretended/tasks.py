@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import batch_kinds
 from allranks.programs.models.gpt import GPTShape, gpt
+from allranks.programs.models.resnet import resnet20, resnet50
 from allranks.torch import Task
 from pretended.streams import NAME
 
@@ -149,3 +150,37 @@ class OfTheBatch(Small):
     def loss(self, output: Tensor, batch: Any) -> Tensor:
         each = functional.cross_entropy(output, batch[1], reduction="none")
         return each * output.softmax(-1).mean(0).pow(2).sum()
+
+
+@dataclass(kw_only=True)
+class BesideByHand(Task):
+    """A model of the catalog: "gpt", "resnet20" or "resnet50"; small numbers, all of its layers."""
+
+    name: str
+    layers: int = 12
+    dropout: float = 0.0
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        if self.name == "gpt":
+            shape = {"vocabulary": 64, "context": 8, "width": 32, "heads": 2}
+            return gpt(GPTShape(layers=self.layers, dropout=self.dropout, **shape))
+        return {"resnet20": resnet20, "resnet50": resnet50}[self.name]()
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
+
+    def train_data(self) -> Any:
+        drawn = torch.Generator().manual_seed(1)
+        count = 4 * self.batch_size
+        if self.name == "gpt":
+            words = torch.randint(64, (count, 9), generator=drawn)
+            data = words[:, :-1].contiguous(), words[:, 1:].contiguous()
+        else:
+            images = torch.randn(count, 3, 16, 16, generator=drawn)
+            data = images, torch.randint(10, (count,), generator=drawn)
+        return tuple(tensor.to(NAME) for tensor in data)
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        flat = output.flatten(0, -2), batch[1].flatten()
+        return functional.cross_entropy(*flat, reduction="none").view(batch[1].shape)

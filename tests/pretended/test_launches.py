@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,3 +59,40 @@ def test_launches_do_not_follow_the_number_of_tensors(
     more = {line for line in many | few if many[line] != few[line]}
     assert {line.partition(" ")[0].partition(":")[0] for line in more} <= OF_THE_MODEL, (few, many)
     assert more, "a model of more layers launches more"
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize(
+    ("layer", "shape", "kernels"),
+    [
+        ("Dropout", (6, 5, 7), 2),  # the flags, and the product
+        ("Dropout", (12, 8), 2),
+        ("Dropout", (6, 2, 3, 8), 3),  # coordinates before the last two are added to the keys
+        ("Dropout2d", (6, 4, 3, 3), 3),
+    ],
+)
+def test_a_dropout_launches_few_kernels(
+    on_device: Callable[..., None], layer: str, shape: tuple[int, ...], kernels: int
+) -> None:
+    argument = {"layer": layer, "shape": shape, "kernels": kernels}
+    on_device(1, "dropout_as_on_the_cpu", argument)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fields", "most"),
+    [
+        ({"name": "gpt", "layers": 12, "dropout": 0.1, "batch_size": 4, "shards": 1}, 1.08),
+        ({"name": "resnet20", "batch_size": 16, "shards": 1}, 1.18),
+        ({"name": "resnet20", "batch_size": 16, "shards": 8}, 1.96),
+        ({"name": "resnet50", "batch_size": 4, "shards": 1}, 1.0),
+    ],
+)
+def test_a_step_launches_little_more_than_one_by_hand(
+    on_device: Callable[..., None], tmp_path: Path, fields: dict[str, Any], most: float
+) -> None:
+    """Bounds of what was seen: with fewer, make them smaller."""
+    out = tmp_path / "out"
+    on_device(1, "launches_beside_by_hand", {"fields": fields, "out": str(out)})
+    ours, by_hand, lines = json.loads(out.read_text())
+    assert ours <= most * by_hand, (ours, by_hand, lines)

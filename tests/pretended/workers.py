@@ -14,14 +14,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from allranks.job.job import Job
 from allranks.launcher.world import World
+from allranks.strategies.shards import Piece
 from allranks.torch import Trainer
 from allranks.torch.ahead import steps
+from allranks.torch.batchnorm import by_library
 from allranks.torch.data.copying import Copying
 from allranks.torch.groups.pending import Pending
 from allranks.torch.model.digest import weights_sha256
+from allranks.torch.model.layers import Scope
+from allranks.torch.model.swapping import swap_layers
 from allranks.torch.parameter_server.links import Links
 from allranks.torch.parameter_server.server import Server
 from allranks.torch.parameter_server.working.exchange import Exchange
@@ -171,6 +176,27 @@ def launches_beside_a_loop(argument: dict[str, Any]) -> None:
     Path(argument["out"]).write_text(json.dumps(counts))
 
 
+def launches_beside_by_hand(argument: dict[str, Any]) -> None:
+    """How many kernels a usual step launches, and one of a plain loop, into a file."""
+    install()
+    by_library.DEVICES.add(NAME)  # as on cuda, and not as on the CPU
+    task = tasks.BesideByHand(**argument["fields"])
+    model = task.model().to(NAME)
+    optimizer, batch = task.optimizer(model), [t[: task.batch_size] for t in task.train_data()]
+    for number in range(3):
+        with watch() if number == 2 else nullcontext(Watched()) as by_hand:
+            optimizer.zero_grad(set_to_none=True)
+            task.loss(model(batch[0]), batch).mean().backward()
+            optimizer.step()
+    with trainer({**argument, "task": "BesideByHand"}, NAME, steps=WARM + 1) as training:
+        for number, batch in enumerate(training.batches()):
+            with watch() if number >= WARM else nullcontext(Watched()) as ours:
+                training.step(batch)
+    found = [len(watched.of("kernel")) for watched in (ours, by_hand)]
+    more = Counter(f"{told.line} {told.what}" for told in ours.of("kernel") if told.line)
+    Path(argument["out"]).write_text(json.dumps([*found, more.most_common(40)]))
+
+
 def waits_of_a_step(argument: dict[str, Any]) -> None:
     """How often the host waits for the device in a usual step, and where, into a file."""
     install()
@@ -227,3 +253,32 @@ def steps_of_a_worker(argument: dict[str, Any], device: str) -> list[Any]:
             losses.append(worker.step(batch).loss)
         assert {server.shard.version for server in servers} == {4}
         return [losses, [server.shard.weights.raw.tolist() for server in servers]]
+
+
+def dropout_as_on_the_cpu(argument: dict[str, Any]) -> None:
+    """Outputs and gradients of a layer have the bits of the CPU; its launches are few."""
+    install()
+    shape, part = tuple(argument["shape"]), {"Dropout": nn.Dropout, "Dropout2d": nn.Dropout2d}
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        for rate in (0.1, 1.0):
+            found = []
+            for device in ("cpu", NAME):
+                scope = Scope(1, torch.device(device), step=3, pieces=(Piece(0, 0, 6, 6),))
+                scope.samples = 6
+                model = nn.Sequential(part[argument["layer"]](rate))
+                swap_layers(model, scope)
+                drawn = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+                input = drawn.to(dtype).to(device).requires_grad_()
+                model(input)  # the kernel is compiled, and its tables are made
+                with watch() as forward:
+                    output = model(input)
+                gradient = torch.full_like(output, 3.0)
+                with watch() as backward:
+                    output.backward(gradient)
+                assert input.grad is not None
+                found.append([t.detach().cpu().view(torch.uint8) for t in (output, input.grad)])
+            assert all(torch.equal(*pair) for pair in zip(*found, strict=True)), (dtype, rate)
+            told = [one.kind for one in forward.told]
+            assert told.count("kernel") <= argument["kernels"], forward.told
+            assert told.count("copy") == len(told) - told.count("kernel") == 1, forward.told
+            assert len(backward.told) == 1, backward.told

@@ -9,7 +9,7 @@ on the host, or say so.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,6 +22,7 @@ from allranks.job.units import format_bytes
 
 NO_ACCELERATORS = ("cpu", "meta")
 ALWAYS_KNOWN = ("cuda", "xpu")  # a build without them counts none
+WITH_KERNELS = "cuda"  # what compiles a kernel of ours, and has torch's own of BatchNorm
 LARGEST = 8  # sizes of blocks that a report names
 SEEDS = 1 << 64  # generators take seeds of 64 bits
 DECIDES_BITS = ("chip", "multiprocessors", "cuda", "cudnn", "nccl")
@@ -57,6 +58,12 @@ def holds(tensor: Tensor) -> bool:
 def count(kind: str) -> int:
     """How many devices of this kind the process can use."""
     return int(module_of(kind).device_count())
+
+
+def compile_kernel(source: str, **defaults: Any) -> Callable[..., Tensor]:
+    """A kernel for each element, of C++, for a device `WITH_KERNELS`."""
+    made: Callable[..., Tensor] = torch.cuda.jiterator._create_jit_fn(source, **defaults)
+    return made
 
 
 def use(device: torch.device) -> None:

@@ -7,7 +7,8 @@ a dimension of their own, and every kernel runs once for all of them:
                output = input * scale + shift, where scale = weight / sqrt(var + eps)
     backward   dx = scale * (dy - mean(dy) - (x - mean) * mean(dy * (x - mean)) / (var + eps))
 
-On a CPU, and for one thread, a loop in C does this for a run (`in_c`); else operations of torch do.
+On a CPU, and for one thread, a loop in C does this for a run (`in_c`), and on some devices kernels
+of torch do (`by_library`); else operations of torch do.
 Sizes of shards differ by at most one: a micro-batch has three runs at most, if some have one sample
 only. All write into slices of one output. Nothing is read on the host. Compilers, second
 derivatives and transforms of `torch.func` get an `expression` of the same.
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from allranks.strategies.shards import Run, Runs
-from allranks.torch.batchnorm import in_c
+from allranks.torch.batchnorm import by_library, in_c
 from allranks.torch.batchnorm.expression import expression
 from allranks.torch.batchnorm.moments import (
     along,
@@ -40,17 +41,20 @@ MEAN_THEN_SQUARES = {"cpu"}
 
 
 def normalised_runs(
-    input: Tensor, runs: Runs, per_sample: int, by: Normalising
+    input: Tensor, runs: Runs, per_sample: int, by: Normalising, both: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """`input`, (rows, channels, …), normalised; and (weight, weighted mean and variance).
 
     `per_sample` rows belong to each sample. The moments are the sums over the shards that have
-    some, weighted by their samples, and have no gradient.
+    some, weighted by their samples, and have no gradient. Where `by_library` takes the input they
+    are those of each shard in `both` instead, zeros of (2, shards, channels) before.
     """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return expression(input, runs, per_sample, by)
     apply: Any = _ByShard.apply  # a copy inside of it would have no second derivative
-    found: tuple[Tensor, Tensor] = apply(_dense(input), by.weight, by.bias, runs, per_sample, by)
+    found: tuple[Tensor, Tensor] = apply(
+        _dense(input), by.weight, by.bias, runs, per_sample, by, both
+    )
     return found
 
 
@@ -66,19 +70,33 @@ class _ByShard(torch.autograd.Function):
         runs: Runs,
         per_sample: int,
         by: Normalising,
+        both: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         output = torch.empty_like(input)
         kept: list[Tensor] = []
+        kinds: list[
+            tuple[int, int | None]
+        ] = []  # of each run: how many tensors it keeps, and the kernel that torch took
         moments = []
-        for run, source, target in _split(runs, per_sample, input, output):
-            both, inverse = _normalise(run, source, weight, bias, by, target)
+        shard = 0
+        for run, rows, source, target in _split(runs, per_sample, input, output):
+            first, shard = shard, shard + run.pieces
+            if both is not None and not is_alone(run, by):
+                place = both[:, first:shard]
+                of_run = (input[rows], source, by, target, output[rows], place)
+                more, kernel = by_library.normalise(*of_run)
+                kept += more
+                kinds.append((len(more), kernel))
+                continue
+            found, inverse = _normalise(run, source, weight, bias, by, target)
             if not is_alone(run, by):
                 values = source.shape[1] * source.shape[3]
-                moments.append(weighted_moments(run, values, both, by))
-            kept += both[0], inverse
-        ctx.layout, ctx.by = (runs, per_sample), by
+                moments.append(weighted_moments(run, values, found, by))
+            kept += found[0], inverse
+            kinds.append((2, None))
+        ctx.layout, ctx.by, ctx.kinds = (runs, per_sample), by, kinds
         ctx.save_for_backward(input, weight, bias, *kept)
-        found = joined(moments, by, kept[0])
+        found = kept[0] if both is not None else joined(moments, by, kept[0])
         ctx.mark_non_differentiable(found)
         ctx.set_materialize_grads(False)
         return output, found
@@ -87,26 +105,33 @@ class _ByShard(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         above = gradients[0]
         if above is None:
-            return (None,) * 6
+            return (None,) * 7
         if torch.is_grad_enabled():
-            return (*_differentiable(ctx, above), None, None, None)
+            return (*_differentiable(ctx, above), None, None, None, None)
         input, weight, bias, *kept = ctx.saved_tensors
         above = _dense(above, _format(input))
         found = torch.empty_like(input) if ctx.needs_input_grad[0] else None
         targets = above if found is None else found  # not written then
-        sums = []
+        at, sums = 0, []
         split = _split(*ctx.layout, input, above, targets)
-        for (run, source, gradient, target), mean, inverse in zip(
-            split, kept[::2], kept[1::2], strict=True
+        for (run, rows, source, gradient, target), (count, kernel) in zip(
+            split, ctx.kinds, strict=True
         ):
+            of_run, at = kept[at : at + count], at + count
             to = None if found is None else target
-            sums.append(_derive(run, source, gradient, weight, mean, inverse, ctx.by, to))
+            if kernel is None:
+                mean, inverse = of_run
+                sums.append(_derive(run, source, gradient, weight, mean, inverse, ctx.by, to))
+                continue
+            whole = (input[rows], above[rows], targets[rows])
+            views = (source, gradient, to)
+            sums.append(by_library.derive(*whole, *views, weight, ctx.by.eps, of_run, kernel))
         of_weight, of_bias = summed(sums)
         return (
             found,
             None if weight is None else of_weight.to(weight.dtype),
             None if bias is None else of_bias.to(bias.dtype),
-            *(None, None, None),
+            *(None, None, None, None),
         )
 
 
@@ -217,7 +242,7 @@ def _differentiable(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _split(runs: Runs, per_sample: int, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
-    """Each run, and what it is of each tensor: a view (shards, samples, channels, positions).
+    """Each run, its rows, and what it is of each tensor: (shards, samples, channels, positions).
 
     Where channels come last in memory: (shards, samples and positions, channels, 1).
     """
@@ -227,10 +252,11 @@ def _split(runs: Runs, per_sample: int, *tensors: Tensor) -> Iterator[tuple[Any,
         rows = run.samples * per_sample
         end = at + run.pieces * rows
         own = tensors if rows * run.pieces == len(tensors[0]) else [t[at:end] for t in tensors]
+        where = slice(at, end)
         if last:
-            yield run, *(t.movedim(1, -1).view(run.pieces, -1, t.shape[1], 1) for t in own)
+            yield run, where, *(t.movedim(1, -1).view(run.pieces, -1, t.shape[1], 1) for t in own)
         else:
-            yield run, *(t.view(run.pieces, rows, t.shape[1], -1) for t in own)
+            yield run, where, *(t.view(run.pieces, rows, t.shape[1], -1) for t in own)
         at = end
 
 

@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # the public base of 1d, 2d a
 
 from allranks.errors import RequestError
 from allranks.strategies.shards import Run
+from allranks.torch.batchnorm import by_library
 from allranks.torch.batchnorm.by_shard import normalised_runs
 from allranks.torch.batchnorm.moments import is_alone
 from allranks.torch.draws.keys import rows_per_sample
@@ -45,35 +46,49 @@ def normalised(layer: NormOfShard, input: Tensor, by: Normalising) -> Tensor:
         if values == 1 and not is_alone(run, by):
             raise no_variance(f"shard {scope.pieces[at].shard}")
         at += run.pieces
-    moments: Tensor | None
     if torch.compiler.is_compiling():
         output, found = normalised_runs(input, runs, per_sample, by)
         if by.running is not None:
             layer.left.append(found)  # not in the scope: a number of the layer would be guarded
         return output
     if len(scope.pieces) == 1:
-        output, moments = _by_torch(input, runs[0], by)
+        return _by_torch(layer, input, runs[0], by)
+    both = None
+    if by_library.takes(input):
+        kind, shards = full_type(input.dtype), len(scope.pieces)
+        both = scope.unweighted.room(shards, by.features, kind, input.device)
+    output, found = normalised_runs(input, runs, per_sample, by, both)
+    if by.running is None:
+        return output
+    if both is None:
+        scope.add_moments(layer.index, found)
     else:
-        output, moments = normalised_runs(input, runs, per_sample, by)
-    if by.running is not None and moments is not None:
-        scope.add_moments(layer.index, moments)
+        lone = [(run.pieces, 0 if is_alone(run, by) else run.samples) for run in runs]
+        samples = tuple(samples for pieces, samples in lone for _ in range(pieces))
+        scope.leave_moments(layer.index, both, samples)
     return output
 
 
-def _by_torch(input: Tensor, run: Run, by: Normalising) -> tuple[Tensor, Tensor | None]:
+def _by_torch(layer: NormOfShard, input: Tensor, run: Run, by: Normalising) -> Tensor:
     """One shard alone: what a plain model computes, to the bit."""
     if is_alone(run, by):
         assert by.running is not None
-        plain = F.batch_norm(input, *by.running, by.weight, by.bias, False, 0.0, by.eps)
-        return plain, None
-    found = input.new_zeros(2, by.features, dtype=full_type(input.dtype))
-    output = F.batch_norm(input, found[0], found[1], by.weight, by.bias, True, 1.0, by.eps)
-    moments = found.new_full((1 + 2 * by.features,), run.samples)
-    torch.mul(found.flatten(), run.samples, out=moments[1:])
+        return F.batch_norm(input, *by.running, by.weight, by.bias, False, 0.0, by.eps)
+    scope, kind = layer.scope, full_type(input.dtype)
+    both = scope.unweighted.room(1, by.features, kind, input.device)
+    mean, var = both[:, 0].unbind()
+    output = F.batch_norm(input, mean, var, by.weight, by.bias, True, 1.0, by.eps)
+    if by.running is None:
+        return output
     if by.biased:
         values = input.numel() // by.features
-        moments[1 + by.features :] *= (values - 1) / values
-    return output, moments
+        weight = mean.new_ones(1)
+        found = torch.cat((weight, mean, var)).mul_(run.samples)
+        found[1 + by.features :] *= (values - 1) / values
+        scope.add_moments(layer.index, found)
+    else:
+        scope.leave_moments(layer.index, both, (run.samples,))
+    return output
 
 
 def _other_channels(input: Tensor, by: Normalising) -> RequestError:

@@ -31,6 +31,7 @@ from allranks.torch.draws.counter import (
     unsigned,
     words,
 )
+from allranks.torch.draws.kernel import flags_from, has_kernel
 from allranks.torch.draws.readings import Readings
 
 CPU = torch.device("cpu")
@@ -157,6 +158,18 @@ def drawn(
     else:
         found = on_device(_moved(keys, on.device), *known, finish)
     return found if len(sizes) == 1 else found.view(keys.shape[0], *sizes)
+
+
+def drawn_flags(
+    keys: Words | Tensor, sizes: Sequence[int], starts: Sequence[int], below: int, on: Tensor
+) -> Tensor | None:
+    """Whether the bits that `drawn` takes are `below` or more, as bool, by a kernel of the device.
+
+    `None` where there is none.
+    """
+    if isinstance(keys, Tensor) or not has_kernel(on.device):
+        return None
+    return flags_from(_moved(keys, on.device), sizes, starts, below)
 
 
 def _moved(keys: Words, device: torch.device) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,12 @@ def kept(rate: float, dtype: torch.dtype) -> Finish:
         return torch.ge(bits, threshold(rate), out=mask).div_(1 - rate)
 
     return finish
+
+
+@cache
+def scale_of(rate: float, dtype: torch.dtype) -> float:
+    """What a mask of dropout has where it is not 0, rounded to this type."""
+    return 0.0 if rate >= 1 else torch.ones((), dtype=dtype).div_(1 - rate).item()
 
 
 def unit(bits: Tensor) -> Tensor:

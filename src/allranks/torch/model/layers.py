@@ -15,10 +15,10 @@ Samples are expected along dimension 0; a layer may see several rows per sample 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -42,6 +42,83 @@ class Moment:
     calls: dict[int, int]
 
 
+class Unweighted:
+    """Moments of shards as layers leave them: weighted for all layers at once.
+
+    A layer is handed `room` for its own in a buffer of all layers, zeroed at once: as large as
+    what the last pass of as many shards asked for.
+    """
+
+    def __init__(self) -> None:
+        self._left: dict[int, Tensor] = {}
+        self._samples: tuple[int, ...] = ()
+        self._sizes: dict[int, int] = {}
+        self._buffer: Tensor | None = None
+        self._end = 0
+
+    def room(self, shards: int, features: int, kind: torch.dtype, on: torch.device) -> Tensor:
+        """Zeros, (2, shards, features), for mean and variance of each shard."""
+        start, size = self._end, 2 * shards * features
+        buffer = self._buffer
+        is_of_it = buffer is not None and (buffer.dtype, buffer.device) == (kind, on)
+        if buffer is None or not is_of_it or start + size > len(buffer):
+            start, known = 0, self._sizes.get(shards, 0)
+            self._buffer = buffer = torch.zeros(max(size, known), dtype=kind, device=on)
+        self._end = start + size
+        return buffer[start : self._end].view(2, shards, features)
+
+    def add(self, layer: int, both: Tensor, samples: tuple[int, ...]) -> bool:
+        """Keep those of a layer; not if they do not fit the others, which are to be taken first."""
+        first = next(iter(self._left.values()), both)
+        is_alike = (first.dtype, first.device) == (both.dtype, both.device)
+        if layer in self._left or not is_alike or (self._left and samples != self._samples):
+            return False
+        self._left[layer], self._samples = both, samples
+        return True
+
+    def order(self, layers: list[int]) -> bool:
+        """Whether exactly these layers have left some, which stand in this order then."""
+        if len(layers) != len(self._left) or any(layer not in self._left for layer in layers):
+            return False
+        self._left = {layer: self._left[layer] for layer in layers}
+        return True
+
+    def weighted(self) -> Tensor:
+        """(weight, weighted mean and variance) of each layer, one after the other; none is left."""
+        left, samples = list(self._left.values()), self._samples
+        self.clear()
+        shards = len(samples)
+        self._sizes[shards] = sum(both.numel() for both in left)
+        one = _ones(shards, left[0].dtype, left[0].device)
+        each = torch.cat([part for both in left for part in (one, *both)], 1)
+        if len(set(samples)) == 1:
+            return (each[0] if shards == 1 else each.sum(0)).mul_(samples[0])
+        weights = _weights(samples, each.dtype, each.device)
+        return each.mul_(weights).sum(0)
+
+    def take(self) -> Iterable[tuple[int, Tensor]]:
+        """Those of each layer; none is left."""
+        if not self._left:
+            return ()
+        layers = list(self._left)
+        sizes = [1 + 2 * both.shape[2] for both in self._left.values()]
+        return zip(layers, self.weighted().split(sizes), strict=True)
+
+    def clear(self) -> None:
+        self._left.clear()
+        self._buffer, self._end = None, 0
+
+
+@lru_cache(maxsize=64)
+def _ones(shards: int, kind: torch.dtype, device: torch.device) -> Tensor:
+    return torch.ones((shards, 1), dtype=kind).to(device)
+
+
+@lru_cache(maxsize=256)
+def _weights(samples: tuple[int, ...], kind: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(samples, dtype=kind).view(-1, 1).to(device)
+
+
 @dataclass
 class Scope:
     """What is going through the model right now: the pieces of shards, in the order of the rows."""
@@ -52,7 +129,6 @@ class Scope:
     pieces: Micro = ()
     samples: int = 0
     calls: dict[int, int] = field(default_factory=dict)
-    moments: dict[int, Tensor] = field(default_factory=dict)
     whole: WholeNorm | None = None
     looked_up: dict[int, Tensor] = field(default_factory=dict)
     more_devices: tuple[torch.device, ...] = ()  # whose generators user code may draw from, too
@@ -61,6 +137,8 @@ class Scope:
 
     def __post_init__(self) -> None:
         self.keys = Keys(self)
+        self.unweighted = Unweighted()
+        self._moments: dict[int, Tensor] = {}
         self.runs: Runs = ()
         self._laid_out: Micro = ()
         self.by_compiler = False  # whether this pass goes through what a compiler made of blocks
@@ -128,10 +206,39 @@ class Scope:
         finally:
             self.step, self.pieces, self.samples, self.calls, self.moments = now
 
+    @property
+    def moments(self) -> dict[int, Tensor]:
+        """What layers have left: (weight, weighted mean and variance) of each."""
+        for layer, found in self.unweighted.take():
+            self._add(layer, found)
+        return self._moments
+
+    @moments.setter
+    def moments(self, moments: dict[int, Tensor]) -> None:
+        self.unweighted.clear()
+        self._moments = moments
+
+    def leave_moments(self, layer: int, both: Tensor, samples: tuple[int, ...]) -> None:
+        """A layer has seen shards of so many samples: mean and variance of each, which are
+        weighted with those of other layers, once somebody asks for them."""
+        if not self.unweighted.add(layer, both, samples):
+            self._moments = self.moments
+            self.unweighted.add(layer, both, samples)
+
+    def moments_of_all(self, layers: list[int]) -> Tensor | None:
+        """Those of exactly these layers, in this order, which have none left then."""
+        if self._moments or not self.unweighted.order(layers):
+            return None
+        return self.unweighted.weighted()
+
     def add_moments(self, layer: int, found: Tensor) -> None:
         """A layer has seen shards: (weight, weighted mean and variance), which it gives away."""
-        before = self.moments.get(layer)
-        self.moments[layer] = found if before is None else before.add_(found)
+        self._moments = self.moments
+        self._add(layer, found)
+
+    def _add(self, layer: int, found: Tensor) -> None:
+        before = self._moments.get(layer)
+        self._moments[layer] = found if before is None else before.add_(found)
 
     def take_moments(self, own: Scope) -> None:
         """Add what another scope has collected from a part of these samples, which then has none.

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from allranks.torch.draws.counter import Words
-from allranks.torch.draws.keys import drawn, row_keys
-from allranks.torch.draws.sampling import kept
+from allranks.torch.draws.keys import drawn, drawn_flags, row_keys
+from allranks.torch.draws.sampling import kept, scale_of, threshold
 from allranks.torch.model.layers import OfShard, Scope
 
 DROPOUTS: dict[type[nn.Module], int] = {
@@ -20,6 +21,9 @@ DROPOUTS: dict[type[nn.Module], int] = {
     nn.Dropout2d: 2,
     nn.Dropout3d: 3,
 }
+
+
+flagged: Any = torch.ops.aten.native_dropout_backward.default  # tensor * flags * scale
 
 
 class Part(NamedTuple):
@@ -99,4 +103,41 @@ def without(
     starts = [0] * len(shape)
     if part is not None:
         starts[part.dim] = part.start
+    if _takes_flags(input):
+        flags = drawn_flags(keys, shape[1:], starts[1:], threshold(rate), input)
+        if flags is not None:
+            return scaled(input, flags.expand_as(input), scale_of(rate, input.dtype))
     return input * drawn(keys, shape[1:], starts[1:], kept(rate, input.dtype), input)
+
+
+def _takes_flags(input: Tensor) -> bool:
+    """Whether what `scaled` does is the product with a mask: no transform looks into it."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or not input.is_floating_point()
+    )
+
+
+class _Scaled(torch.autograd.Function):
+    """Keeps flags of one byte for backward, where a product would keep a mask of its own type."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, flags: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(flags)
+        ctx.scale = scale
+        found: Tensor = flagged(input, flags, scale)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (flags,) = ctx.saved_tensors
+        return flagged(gradients[0], flags, ctx.scale), None, None
+
+
+def scaled(input: Tensor, flags: Tensor, scale: float) -> Tensor:
+    """`input` times `scale` where a flag is, times 0 elsewhere; a kernel forward and backward."""
+    apply: Any = _Scaled.apply
+    found: Tensor = apply(input, flags, scale)
+    return found

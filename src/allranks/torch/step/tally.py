@@ -75,6 +75,7 @@ class TallyLayout:
         self.like = own.new_empty(0, dtype=kind or own.dtype, device=device or own.device)
         self.counts = slice(1, FLAGS + len(parameters))
         self.norms = shard_norms(model)
+        self.layers = [norm.index for norm in self.norms]
         self.moments = []
         self.size = self.counts.stop
         for norm in self.norms:
@@ -157,6 +158,12 @@ class Tally:
 
     def add_moments(self, scope: Scope) -> None:
         """Add those that a forward pass left in `scope`, if it left any."""
+        if not self.layout.norms:
+            return
+        of_all = scope.moments_of_all(self.layout.layers)
+        if of_all is not None:
+            self.tensor[self.layout.all_moments].add_(of_all.to(self.tensor.device))
+            return
         for norm, where in zip(self.layout.norms, self.layout.moments, strict=True):
             found = scope.moments.pop(norm.index, None)
             if found is not None:

@@ -322,7 +322,7 @@ def leaving_no_trace(step: SharedStep, roots: Roots) -> Iterator[None]:
         gradients = [(p, p.grad) for p in step.model.parameters()]
         stack.callback(_put_back_gradients, step, list(step.used), gradients)
         stack.callback(setattr, step, "on_gradient", step.on_gradient)
-        stack.callback(scope.moments.clear)
+        stack.callback(lambda: scope.moments.clear())  # with what layers leave until then
         stack.callback(scope.leave)
         stack.callback(setattr, scope, "shortens", scope.shortens)
         step.on_gradient, scope.shortens = None, False
