@@ -65,8 +65,8 @@ class Where:
     ("slurm"); `nodes` is how many of them. `devices` are the numbers of the devices to use
     ("0,1,4,5"); with `share_device` the ranks of a node take turns at its devices, several on one,
     for checks and not for speed; `threads` are the intra-op threads of a rank (None: the cores
-    shared out, 1 under `bitwise`). `backend` is what ranks talk over ("": memory that those of a host share, or NCCL
-    between GPUs; "gloo": sockets).
+    shared out, 1 under `bitwise`). `backend` is what ranks talk over ("": memory that those of a
+    host share, or NCCL between GPUs; "gloo": sockets).
     """
 
     strategy: str = ""
