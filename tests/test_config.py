@@ -195,6 +195,18 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
     ({"loader_workers": -1}, (), "-1"),
     ({"nodes": 2}, (), "--place local, which is one node"),
     ({"precision": "fp8"}, (), "no precision of that name in this version"),
+    ({"share_device": True}, (), "--device cpu"),
+    (
+        {"share_device": True, "device": "cuda", "strategy": "dp:replicas=2"},
+        (),
+        "one rank with 2 replicas",
+    ),
+    (
+        {"share_device": True, "device": "cuda", "program": "digits-keras"},
+        (),
+        "share_device = True",
+    ),
+    ({"backend": "gloo", "device": "cuda"}, (), "--device cuda"),
     ({"device": "gpu"}, (), "no device of that name in this version"),
     ({"place": "cloud"}, (), "no place of that name in this version"),
     ({"bitwise": True, "threads": 2}, (), "2 threads in each rank"),

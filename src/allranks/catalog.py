@@ -108,6 +108,7 @@ ENGINES = {
             ),
             "bitwise": "tf.distribute has no fixed order of sums, so they follow the replicas",
             "compile": "its steps are graphs of TensorFlow already",
+            "share_device": "TensorFlow takes all of the memory of a device for one process",
             "channels_last": "a Keras model says by itself in which order it takes images",
             "activation_checkpointing": "Keras has no way to it that "
             "works in a graph of TensorFlow",

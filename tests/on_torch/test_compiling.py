@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from allranks.job.job import Job
 from allranks.programs.models.gpt import GPTShape, gpt
 from allranks.programs.models.resnet import Bottleneck, resnet20
 from allranks.torch import Task, Trainer
-from allranks.torch.model.compiling import compiled
+from allranks.torch.model.compiling import _check, compiled
 from allranks.torch.model.layers import Scope
 from allranks.torch.model.swapping import swap_layers
 from conftest import Train
@@ -183,6 +185,22 @@ class Again(nn.Module):
         found: Tensor = checkpoint(self.part, images, use_reentrant=False)
         logits: Tensor = self.head(found.mean((2, 3)))
         return logits
+
+
+@pytest.mark.parametrize("way", ["cudagraphs", "environment", "setting"])
+def test_a_compiler_that_records_graphs_is_refused(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What draws is keyed by a number that such a graph would hold as of its recording."""
+    if way == "environment":
+        monkeypatch.setenv("TORCHINDUCTOR_CUDAGRAPHS", "1")
+    if way == "setting":
+        settings = SimpleNamespace(triton=SimpleNamespace(cudagraphs=True))
+        monkeypatch.setitem(sys.modules, "torch._inductor.config", settings)
+    backend = "cudagraphs" if way == "cudagraphs" else "inductor"
+    with pytest.raises(RequestError, match="draws the same numbers in every step"):
+        _check(nn.Linear(2, 2), backend)
+    _check(nn.Linear(2, 2), "aot_eager")
 
 
 def test_moments_that_backward_would_count_twice_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -19,7 +20,7 @@ from allranks.job.run_folder import rank_events_path, read_rows
 from allranks.launcher.nodes.rendezvous import Rendezvous
 from allranks.launcher.start import plan_only
 from allranks.launcher.world import World
-from allranks.torch import worker
+from allranks.torch import joining, worker
 from allranks.torch.machine import (
     DECIDES_BITS,
     TRIED,
@@ -108,6 +109,53 @@ def test_a_process_that_sees_one_device_takes_that(
             device_of(job, world)
     else:
         assert [device_of(job, world)] == used == [torch.device("cuda", taken)]
+
+
+@pytest.mark.parametrize(("visible", "taken"), [(1, [0, 0, 0, 0]), (2, [0, 1, 0, 1])])
+def test_ranks_that_share_devices_take_turns_at_them(
+    visible: int, taken: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accelerator, "count", lambda kind: visible)
+    monkeypatch.setattr(accelerator, "use", lambda device: None)
+    job = Job(device="cuda", strategy="ddp", ranks=4, share_device=True)
+    worlds = [World(rank, 4, local_rank=rank, local_size=4) for rank in range(4)]
+    assert [device_of(job, world).index for world in worlds] == taken
+    check_devices(job, 4)
+    with pytest.raises(RequestError, match=r"do: .*--share-device"):
+        check_devices(replace(job, share_device=False), 4)
+    monkeypatch.setattr(accelerator, "count", lambda kind: 0)
+    with pytest.raises(RequestError, match="0 CUDA devices"):
+        check_devices(job, 4)
+
+
+@pytest.mark.parametrize(
+    ("version", "asked", "found"),
+    [
+        ((2, 30, 4), "", "shared_device"),
+        ((2, 31, 2), "", "nccl"),
+        ((2, 31, 2), "gloo", "shared_device"),
+        ((2, 30, 4), "nccl", "2.30.4"),
+    ],
+)
+def test_nccl_is_asked_to_share_where_it_can(
+    version: tuple[int, ...], asked: str, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks do what rank 0 has decided, whatever they have themselves."""
+    for name in joining.SHARED_BY_NCCL:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
+    monkeypatch.setattr(accelerator, "decides_bits", lambda kind: {"nccl": "2.30.4"})
+    store, device = torch.distributed.HashStore(), torch.device("cuda", 0)
+    if asked == "nccl" and found != "nccl":
+        with pytest.raises(RequestError, match=f"found: {found}"):
+            joining._backend_of_shared(device, asked, World(0, 2), store)
+        return
+    ranks = [joining._backend_of_shared(device, asked, World(rank, 2), store) for rank in (0, 1)]
+    assert ranks == [found, found]
+    told = [os.environ.get(name) for name in joining.SHARED_BY_NCCL]
+    assert told == (["1", "0"] if found == "nccl" else [None, None])
 
 
 @pytest.mark.parametrize(("chips", "who"), [("abc", ""), ("aba", "ranks 0 and 2|ranks 2 and 0")])

@@ -209,6 +209,19 @@ def test_every_rank_sees_the_devices_of_the_job_and_no_other(
     assert str(found).count(f" {MASK}=") == (2 if seen else 0)
 
 
+@pytest.mark.parametrize(("visible", "is_refused"), [("GPU-aa,GPU-bb", True), ("4,5", False)])
+def test_names_of_devices_of_one_machine_go_to_no_other(visible: str, is_refused: bool) -> None:
+    seats = [Seat(node, f"n{node}", "eth7", machine=node) for node in range(2)]
+    job = Job(strategy="ddp", ranks=2, nodes=2, device="cuda", devices="0,1")
+    there = Visible.from_environment({MASK: visible})
+    if not is_refused:
+        plan = plan_of(job, Shape({}, 4, 4), there, seats)
+        assert {rank.environment[MASK] for rank in plan.ranks} == {visible}
+        return
+    with pytest.raises(RequestError, match="GPU-aa is a device of one machine"):
+        plan_of(job, Shape({}, 4, 4), there, seats)
+
+
 def test_the_mask_reaches_the_processes(server: ForkServer, tmp_path: Path) -> None:
     found = plan_for(ranks=2, device="cuda", devices="2,0", visible=Visible(("4", "5", "6")))
     processes = [

@@ -21,7 +21,7 @@ OF_THE_MODEL = {"", "torch/step/losses.py"}
 def test_launches_beside_a_loop_by_hand(
     on_device: Callable[..., None], tmp_path: Path, strategy: str, copies: int, most: float
 ) -> None:
-    """A GPT of 12 layers; DDP of torch copies each gradient into its bucket. Seen: 1.04."""
+    """A GPT of 12 layers; DDP of torch copies each gradient into its bucket."""
     argument = {"job": {"strategy": strategy}, "out": str(tmp_path / "out")}
     on_device(1 if strategy == "single" else 2, "launches_beside_a_loop", argument)
     found = json.loads((tmp_path / "out").read_text())

@@ -65,6 +65,27 @@ def test_two_ranks_train_as_on_the_cpu(on_device: OnDevice, words: str) -> None:
     on_device(2, "as_on_the_cpu", {"job": {"strategy": strategy, "bitwise": bool(bitwise)}})
 
 
+SHARING: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "ddp:reduce=tree": {},
+    "zero1 bitwise": {},
+    "zero2": {},
+    "fsdp": {},
+}
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("words", SHARING)
+def test_ranks_that_share_a_device_train_as_on_the_cpu(on_device: OnDevice, words: str) -> None:
+    strategy, *bitwise = words.split()
+    job = {"strategy": strategy, "bitwise": bool(bitwise)}
+    on_device(2, "sharing_a_device", {**SHARING[words], "job": job})
+
+
+def test_messages_of_ranks_that_share_a_device_go_over_the_host(on_device: OnDevice) -> None:
+    on_device(2, "messages_over_the_host")
+
+
 @pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     "job",

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from allranks.job.job import Job
@@ -24,6 +25,7 @@ from allranks.torch.ahead import steps
 from allranks.torch.batchnorm import by_library
 from allranks.torch.data.copying import Copying
 from allranks.torch.groups.pending import Pending
+from allranks.torch.joining import join
 from allranks.torch.model.digest import weights_sha256
 from allranks.torch.model.layers import Scope
 from allranks.torch.model.swapping import swap_layers
@@ -42,7 +44,9 @@ _trainings = iter(range(1000))
 def trainer(argument: dict[str, Any], device: str, **job: Any) -> Trainer:
     """One of the trainings of this process, each at a store of its own."""
     torch.set_num_threads(1)
-    world = replace(World.from_environment(), local_rank=0, local_size=1)  # each sees one device
+    world = World.from_environment()
+    if not job.get("share_device"):
+        world = replace(world, local_rank=0, local_size=1)  # each sees one device
     if world.store:
         world = replace(world, store=f"{world.store}-{next(_trainings)}")
     task = getattr(tasks, argument.get("task", "Small"))(**argument.get("fields", {}))
@@ -76,6 +80,55 @@ def as_on_the_cpu(argument: dict[str, Any]) -> None:
     found = trained(argument, NAME)
     assert repr(found) == repr(wanted), f"{found}\n{wanted}"
     assert streams.given_away == [], streams.given_away
+
+
+def sharing_a_device(argument: dict[str, Any]) -> None:
+    """All ranks on the one device that there is, and on the CPU: the same, over the host."""
+    install()
+    streams.DEVICES = 1
+    wanted = trained(argument, "cpu", backend="gloo")
+    found = trained(argument, NAME, share_device=True)
+    assert repr(found) == repr(wanted), f"{found}\n{wanted}"
+    assert streams.given_away == [], streams.given_away
+
+
+def messages_over_the_host(argument: dict[str, Any]) -> None:
+    """Each kind of message between two ranks with one device, and what it brings."""
+    install()
+    streams.DEVICES = 1
+    device, world = torch.device(NAME, 0), World.from_environment()
+    comm = join(world, device, share_device=True)
+    own, other = comm.rank, 1 - comm.rank
+
+    def numbers(*values: float) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32).to(device)
+
+    room = numbers(0, 0)
+    works = [comm.receive(room, other, 7), comm.send(numbers(own, 5), other, 7)]
+    works += comm.exchange([(other, numbers(own))], [(other, swapped := numbers(9))], 8)
+    for work in works:
+        work.wait()
+    assert [room.tolist(), swapped.tolist()] == [[other, 5], [other]]
+    total, parts = numbers(own, 1), numbers(0, 0, 0)
+    comm.all_reduce(total).wait()
+    given, take = ([2, 1], [2, 1]) if own == 0 else ([1, 2], [1, 2])
+    comm.all_to_all(parts, numbers(1, 2, 3), take, given).wait()
+    comm.reduce_scatter(piece := numbers(0), numbers(own, 10)).wait()
+    assert [total.tolist(), piece.tolist()] == [[1, 2], [[1], [20]][own]]
+    assert parts.tolist() == [[1, 2, 1], [3, 2, 3]][own]
+    counted = comm.counting_group("control")
+    mean = numbers(own, 2)
+    dist.all_reduce(mean, dist.ReduceOp.AVG, group=counted)
+    beside, told = comm.beside(), [numbers(4) if own == 0 else numbers(0)]
+    beside.broadcast(*told)
+    assert [mean.tolist(), told[0].tolist()] == [[0.5, 2], [4]]
+    assert comm.gather_texts(f"rank {own}") == ["rank 0", "rank 1"]
+    assert {dist.get_backend(group) for group in (comm.of_torch, beside.of_torch)} == {
+        "shared_device"
+    }
+    comm.barrier()
+    beside.leave()
+    comm.leave()
 
 
 def every_kind(argument: dict[str, Any]) -> None:

@@ -39,6 +39,10 @@ SHARED_OPTIONS: Options = (
     (("--device",), {"help": "cpu, cuda (ROCm too), xpu, or another backend of torch."}),
     (("--devices",), {"help": "Numbers of the devices to use, as 0,1,4,5."}),
     (
+        ("--share-device",),
+        {"is_flag": True, "default": None, "help": "Several ranks on one: for checks."},
+    ),
+    (
         ("--backend",),
         {"help": "What ranks talk over: shared_memory (default on CPUs), gloo."},
     ),

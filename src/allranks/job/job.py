@@ -63,9 +63,10 @@ class Where:
     `ranks` counts those of all nodes. `place` is this machine ("local"), machines that the user
     names ("hosts"), nodes that are made here ("simulated:link=1gbit"), or those of a Slurm job
     ("slurm"); `nodes` is how many of them. `devices` are the numbers of the devices to use
-    ("0,1,4,5"); `threads` are the intra-op threads of a rank (None: the cores shared out, 1 under
-    `bitwise`). `backend` is what ranks talk over ("": memory that those of a host share, or NCCL
-    between GPUs; "gloo": sockets).
+    ("0,1,4,5"); with `share_device` the ranks of a node take turns at its devices, several on one,
+    for checks and not for speed; `threads` are the intra-op threads of a rank (None: the cores
+    shared out, 1 under `bitwise`). `backend` is what ranks talk over ("": memory that those of a
+    host share, or NCCL between GPUs; "gloo": sockets).
     """
 
     strategy: str = ""
@@ -74,6 +75,7 @@ class Where:
     place: str = LOCAL
     device: str = "cpu"
     devices: str = ""
+    share_device: bool = False
     backend: str = ""
     threads: int | None = None
 

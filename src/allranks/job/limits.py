@@ -36,7 +36,8 @@ LEAST = {  # of each number: the bound, and whether it is allowed itself
     "time_limit": (0, False),
     "spike": (1, False),
 }
-BACKENDS_OF_HOST = ("shared_memory", "gloo")
+GLOO = "gloo"
+BACKENDS_OF_HOST = ("shared_memory", GLOO)
 BACKENDS = (*BACKENDS_OF_HOST, "nccl")
 WORD = re.compile(r"[a-z][a-z0-9_]*")
 NO_DEVICE = "gpu"  # which kind of it?
@@ -109,7 +110,8 @@ def _check_backend(job: Job) -> None:
         return
     _check_name("backend", job.backend, BACKENDS)
     on_host = job.device == "cpu"
-    if job.engine != TORCH or on_host != (job.backend in BACKENDS_OF_HOST):
+    is_shared = job.share_device and job.backend == GLOO
+    if job.engine != TORCH or (on_host != (job.backend in BACKENDS_OF_HOST) and not is_shared):
         what = f"--device {job.device}" if job.engine == TORCH else f"--engine {job.engine}"
         raise RequestError(
             asked=f"--backend {job.backend}",
@@ -145,6 +147,7 @@ def _check_name(name: str, value: str, known: tuple[str, ...]) -> None:
 def _check_devices(job: Job, spec: StrategySpec) -> None:
     """Which devices, where every rank works on one of them or more."""
     each, what = spec.devices_of_a_rank, spec.card.on_a_device
+    _check_sharing(job, each, what)
     numbers = devices_of(job)
     if not numbers:
         return
@@ -155,7 +158,7 @@ def _check_devices(job: Job, spec: StrategySpec) -> None:
             why="the processor has no numbered devices to choose from",
             do=f"--device cuda --devices {job.devices}, or leave --devices out",
         )
-    needed = job.ranks * each
+    needed = 1 if job.share_device else job.ranks * each
     if len(numbers) < needed:
         who = f"--ranks {job.ranks}" if each == 1 else f"--strategy {job.strategy}"
         fits = f"--ranks {len(numbers)}" if each == 1 else f"{what}s={len(numbers)}"
@@ -164,6 +167,26 @@ def _check_devices(job: Job, spec: StrategySpec) -> None:
             found=f"{len(numbers)} devices",
             why=f"every {'rank' if each == 1 else what} needs a device of its own",
             do=f"{fits}, or name {needed} devices",
+        )
+
+
+def _check_sharing(job: Job, each: int, what: str) -> None:
+    """Several ranks on one device, where somebody asks for it."""
+    if not job.share_device:
+        return
+    if job.device == "cpu":
+        raise RequestError(
+            asked="--share-device",
+            found="--device cpu",
+            why="ranks on the processor share it as they are",
+            do="leave it out, or --device cuda --share-device",
+        )
+    if each > 1:
+        raise RequestError(
+            asked=f"--strategy {job.strategy} --share-device",
+            found=f"one rank with {each} {what}s",
+            why=f"ranks share a device, and a {what} has one of its own",
+            do="leave it out, or --strategy ddp with several --ranks",
         )
 
 

@@ -125,6 +125,8 @@ def plan_of(job: Job, shape: Shape, visible: Visible, seats: Sequence[Seat] = ()
     store = str(Path(job.run_dir) / STORE) if process_set.size > 1 and not seats else ""
     seats = seats or [Seat()] * process_set.size
     devices = devices_seen(job, visible)
+    if devices and len({seat.host for seat in seats}) > 1:
+        _check_names_hold(job, visible)
     ranks = []
     for world, seat in zip(_worlds(process_set, seats, store), seats, strict=True):
         threads = str(threads_per_rank(job, world.on_machine))
@@ -204,6 +206,18 @@ def _notes(job: Job, shape: Shape) -> tuple[str, ...]:
 def backend_of_keras(job: Job) -> dict[str, str]:
     """What makes Keras compute with the engine of a job; it reads this when it is imported."""
     return {"KERAS_BACKEND": job.engine}
+
+
+def _check_names_hold(job: Job, visible: Visible) -> None:
+    """Raise `RequestError` where the devices that all nodes would get are those of this machine."""
+    names = [name for name in visible.numbers or () if not name.isdecimal()]
+    if names:
+        raise RequestError(
+            asked=f"--devices {job.devices} on {job.nodes} nodes",
+            found=f"{Visible.VARIABLE}={','.join(visible.numbers or ())} in the environment",
+            why=f"every node would get these names, and {names[0]} is a device of one machine",
+            do=f"unset {Visible.VARIABLE}, or name devices there by their numbers",
+        )
 
 
 def devices_seen(job: Job, visible: Visible) -> dict[str, str]:

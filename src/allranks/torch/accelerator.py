@@ -24,6 +24,7 @@ NO_ACCELERATORS = ("cpu", "meta")
 ALWAYS_KNOWN = ("cuda", "xpu")  # a build without them counts none
 WITH_KERNELS = "cuda"  # what compiles a kernel of ours, and has torch's own of BatchNorm
 LARGEST = 8  # sizes of blocks that a report names
+SHARES_SINCE = (2, 31)  # NCCL: several ranks on one device
 SEEDS = 1 << 64  # generators take seeds of 64 bits
 DECIDES_BITS = ("chip", "multiprocessors", "cuda", "cudnn", "nccl")
 SHOWN = ("name", "major", "minor", "multi_processor_count", "total_memory", "gcnArchName")
@@ -150,6 +151,12 @@ def default_generator(device: torch.device) -> torch.Generator | None:
 def backend_of(device: torch.device) -> str:
     """The backend of a process group whose tensors lie there: "nccl" for cuda, "gloo" for cpu."""
     return dist.get_default_backend_for_device(device)
+
+
+def nccl_shares_devices(device: torch.device) -> bool:
+    """Whether the NCCL that is loaded takes several ranks on one device; RCCL never is asked."""
+    is_nccl = device.type == "cuda" and torch.version.hip is None and dist.is_nccl_available()
+    return is_nccl and torch.cuda.nccl.version() >= SHARES_SINCE
 
 
 def chip_name(device: torch.device) -> str:

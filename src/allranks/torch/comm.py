@@ -30,6 +30,7 @@ from allranks.torch.groups.flattened import messages_of, packed, unpack
 from allranks.torch.groups.lent import borrow, end, give_back, new_group
 from allranks.torch.groups.pending import TIMEOUT, Pending, translated
 from allranks.torch.groups.texts import texts_of_all
+from allranks.torch.groups.through_host import goes_through_host
 from allranks.torch.meetings import Meetings
 from allranks.torch.model.reals import reals
 from allranks.torch.shared_memory.in_place import share_memory, shared_zeros, sum_in_place
@@ -60,6 +61,11 @@ class Comm:
     leave_out_next: bool = False
     _counting: list[Any] = field(default_factory=list, init=False)
     _borrowed: list[Any] = field(default_factory=list, init=False)
+    _waits_on_device: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        through_host = goes_through_host(self.of_torch)
+        self._waits_on_device = is_accelerator(self.device) and not through_host
 
     def leave_out_one(self) -> None:
         """A fault on purpose: the next collective is not made."""
@@ -95,7 +101,7 @@ class Comm:
             return Pending()
         kwargs.setdefault("group", self.group)
         work = self._begun(collective, *args, async_op=True, **kwargs)
-        looks = not is_accelerator(self.device)  # elsewhere a wait is the device's
+        looks = not self._waits_on_device
         return Pending(work, self.heartbeat, self.meetings if looks else None)
 
     def all_reduce(self, tensor: Tensor, kind: str = "gradients") -> Pending:
@@ -144,7 +150,7 @@ class Comm:
         is sent its parts instead, and adds them in rank order.
         """
         self._count(kind, (self.size - 1) / self.size * whole.nbytes)
-        if is_accelerator(self.device) or share_memory(self.of_torch):
+        if self._waits_on_device or share_memory(self.of_torch):
             return self._begin(reduce_scatter_single, part, whole)
         received = torch.empty_like(whole).view(-1)
         pending = self._begin(dist.all_to_all_single, received, whole.view(-1))
@@ -342,7 +348,7 @@ class _OfTorch:
             comm.heartbeat.collective()
 
     def wait(self, work: Any, *, meets: bool) -> None:
-        looks = meets and self.comm.members is None and not is_accelerator(self.comm.device)
+        looks = meets and self.comm.members is None and not self.comm._waits_on_device
         Pending(work, self.comm.heartbeat, self.comm.meetings if looks else None).wait()
 
     def translated(self, error: RuntimeError) -> RuntimeError | PeerLost:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
 import allranks.torch.accelerator as accelerator
+import allranks.torch.groups.through_host as through_host
 import allranks.torch.shared_memory.backend as shared_memory
 from allranks.errors import RequestError
 from allranks.launcher.heartbeat import Heartbeat
@@ -31,16 +33,24 @@ from allranks.torch.machine import check_own_device
 from allranks.torch.meetings import Meetings
 
 PATIENCE_S = 5.0
+NCCL = "nccl"
+SHARED_BY_NCCL = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
 _joins, _trainings = itertools.count(), itertools.count()
 
 
 def join(
-    world: World, device: torch.device, heartbeat: Heartbeat | None = None, backend: str = ""
+    world: World,
+    device: torch.device,
+    heartbeat: Heartbeat | None = None,
+    backend: str = "",
+    *,
+    share_device: bool = False,
 ) -> Comm:
     """Meet the other ranks of `world`; every rank calls this, and `leave` at the end.
 
     `backend` is that of torch's process group; by itself it is the device's, and on the host
-    memory that the ranks share, where they can.
+    memory that the ranks share, where they can. With `share_device` several ranks may have one
+    device.
 
     A process group that is there already is used as it is, and left to whoever made it. A process
     keeps the store of its first join, and each join has keys of its own in it: a second one finds
@@ -62,8 +72,11 @@ def join(
     try:
         keys = f"attempt-{world.attempt}/join-{next(_joins)}"
         store = PrefixStore(keys, _store_of(world))
-        backend = backend or _backend_of(device)
-        check_own_device(device, world, store)
+        if share_device:
+            backend = _backend_of_shared(device, backend, world, store)
+        else:
+            backend = backend or _backend_of(device)
+            check_own_device(device, world, store)
         shared_memory.register(world.segment)
         supervised = bool(world.store or world.rendezvous)  # then its launcher says who is missing
         with nullcontext() if supervised else _waiting(world, master_endpoint()):
@@ -73,7 +86,7 @@ def join(
                 world_size=world.size,
                 timeout=TIMEOUT,
                 store=store,
-                device_id=device if backend == "nccl" else None,  # errors come here, not in a step
+                device_id=device if backend == NCCL else None,  # errors come here, not in a step
             )
     except RuntimeError as error:
         raise translated(error) from error
@@ -86,6 +99,26 @@ def join(
 def _backend_of(device: torch.device) -> str:
     on_host = not accelerator.is_accelerator(device)
     return shared_memory.SHARED if on_host else accelerator.backend_of(device)
+
+
+def _backend_of_shared(device: torch.device, asked: str, world: World, store: Any) -> str:
+    """What ranks that share devices talk over, as rank 0 decides: NCCL, if it can, or the host."""
+    can = accelerator.nccl_shares_devices(device)
+    if asked == NCCL and not can:
+        raise RequestError(
+            asked=f"--device {device.type} --share-device --backend {NCCL}",
+            found=accelerator.decides_bits(device.type)["nccl"] or "no NCCL",
+            why="NCCL takes several ranks on one GPU from version 2.31 on",
+            do="leave --backend out: tensors go over the host",
+        )
+    if world.rank == 0:
+        store.set("device/backend", NCCL if can and asked != through_host.GLOO else "")
+    if store.get("device/backend").decode() == NCCL:
+        for name, value in SHARED_BY_NCCL.items():
+            os.environ.setdefault(name, value)
+        return NCCL
+    through_host.register()
+    return through_host.BACKEND
 
 
 def _meetings_in(store: Any, world: World) -> Meetings:

@@ -17,6 +17,7 @@ from allranks.torch.checkpoint.tree import local
 
 OF_THE_HOST = ("torch", "cpu_capability", "threads", "deterministic")
 DECIDES_BITS = (*OF_THE_HOST, *accelerator.DECIDES_BITS)
+SHARE = "--share-device (several ranks on one: for checks, not for speed)"
 TRIED = ("2.11", "2.13", "2.14", "2.15")  # releases of torch that ran the core tests
 
 
@@ -34,6 +35,8 @@ def device_of(job: Job, world: World) -> torch.device:
         return torch.device("cpu")
     sees_one = world.role == TRAINER and ranks > 1 and accelerator.count(job.device) == 1
     check_devices(job, 1 if sees_one else ranks)
+    if job.share_device:
+        index %= accelerator.count(job.device)
     device = torch.device(job.device, 0 if sees_one else index)
     accelerator.use(device)
     return device
@@ -59,7 +62,8 @@ def check_own_device(device: torch.device, world: World, store: Any) -> None:
             asked=f"--device {device.type} on {world.size} ranks",
             found=found,
             why="every rank needs a device of its own",
-            do="let each process see another one (srun --gpus-per-task=1), or all of them all",
+            do="let each process see another one (srun --gpus-per-task=1), or all of them all, or "
+            f"{SHARE}",
         )
 
 
@@ -75,7 +79,7 @@ def check_devices(job: Job, local_size: int) -> None:
             do=nearest(job.device, ("cpu", *known)),
         )
     found, replicas = accelerator.count(job.device), job.strategy_spec.devices_of_a_rank
-    if found < local_size * replicas:
+    if found < (1 if job.share_device else local_size * replicas):
         asked = f"--ranks {local_size}" if replicas == 1 else f"--strategy {job.strategy}"
         what = job.strategy_spec.card.on_a_device
         fits = (
@@ -83,14 +87,22 @@ def check_devices(job: Job, local_size: int) -> None:
             if replicas == 1
             else f"--strategy {job.strategy_spec.name}:{what}s={found}"
         )
+        shared = f", or {SHARE}" if replicas == 1 else ""
         raise RequestError(
             asked=f"--device {job.device} {asked}",
             found=f"{found} {job.device.upper()} devices"
             + ("" if accelerator.is_built_in() else " (a CPU build of torch)")
             + (f" among --devices {job.devices}" if job.devices else ""),
             why=f"every {'rank' if replicas == 1 else what} needs a device of its own",
-            do=f"--device {job.device} {fits}" if found else "--device cpu",
+            do=f"--device {job.device} {fits}{shared}" if found else "--device cpu",
         )
+
+
+def notes_on_sharing(job: Job) -> list[str]:
+    """What to say where several ranks may have one device."""
+    if not job.share_device or job.ranks == 1:
+        return []
+    return [f"ranks share devices of {job.device}: for checks, not for speed"]
 
 
 def notes_on_torch() -> list[str]:

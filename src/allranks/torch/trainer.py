@@ -39,7 +39,7 @@ from allranks.torch.loop import (
     tell_alone,
     tell_ignored,
 )
-from allranks.torch.machine import device_of, flip_one_bit, notes_on_torch
+from allranks.torch.machine import device_of, flip_one_bit, notes_on_sharing, notes_on_torch
 from allranks.torch.meetings import AT_THE_END, EVALUATE
 from allranks.torch.model.compiling import compile_passes
 from allranks.torch.model.flops import Meter, peak_of
@@ -333,7 +333,13 @@ class Trainer(OnSteps):
         """Join the ranks, and make what the training needs; the last made is the first to leave."""
         taken, task, job = self._taken, self.task, self.job
         taken.undone_by(set_kernels(job))
-        self.comm = join(self.world, self.device, self.heartbeat, self.job.backend)
+        self.comm = join(
+            self.world,
+            self.device,
+            self.heartbeat,
+            job.backend,
+            share_device=job.share_device,
+        )
         taken.left_by(self.comm.leave)
         self._scope = Scope(job.seed, self.device)
         self.strategy = build_strategy(task, job, self.comm, self._scope)
@@ -348,6 +354,7 @@ class Trainer(OnSteps):
         self.model_notes = notes_on(self.strategy.model, task, self.built.why_whole)
         self.model_notes += notes_on_backend(self.comm.of_torch, job.backend) + notes_on_torch()
         self.model_notes += notes_on_update(step.optimizer, self.device)
+        self.model_notes += notes_on_sharing(job)
         self.guard = guard_of(self.strategy.learner, job, self.world.rank)
         self.faults.corrupt = lambda: flip_one_bit(step.parameters[0])
         self.faults.leave_out = self.comm.leave_out_one

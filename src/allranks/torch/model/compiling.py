@@ -12,6 +12,8 @@ backward is one function: the first gradient is there when the last one is.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -32,6 +34,7 @@ from allranks.torch.strategies.base import Strategy
 from allranks.torch.task import Task
 
 LAYOUTS = 8  # how many each block may be compiled for, before what is new runs as it is written
+GRAPHS_OF_INDUCTOR = "TORCHINDUCTOR_CUDAGRAPHS"
 
 
 def compile_passes(task: Task, job: Job, strategy: Strategy) -> Callable[[], None]:
@@ -137,6 +140,14 @@ def _check(model: nn.Module, backend: str) -> None:
             why=f"torch knows {', '.join(sorted(known))}",
             do="--compile inductor",
         )
+    if why := _records_graphs(backend):
+        raise RequestError(
+            asked=f"--compile {backend}",
+            found=why,
+            why="a graph that is recorded once draws the same numbers in every step: what keys "
+            "them would be a copy from the step of the recording",
+            do="--compile inductor, without CUDA graphs",
+        )
     if any(is_keras(module) for module in model.modules()):
         raise RequestError(
             asked=f"--compile {backend}",
@@ -144,3 +155,17 @@ def _check(model: nn.Module, backend: str) -> None:
             why="the compiler gives up on most of what Keras does around a layer, without a word",
             do="leave it out",
         )
+
+
+def _records_graphs(backend: str) -> str:
+    """What makes this backend record CUDA graphs; "" if nothing does."""
+    if "cudagraphs" in backend:
+        return "a backend that records CUDA graphs"
+    if backend != "inductor":
+        return ""
+    if os.environ.get(GRAPHS_OF_INDUCTOR) == "1":
+        return f"{GRAPHS_OF_INDUCTOR}=1 in the environment"
+    config: Any = sys.modules.get("torch._inductor.config")  # who has set it has imported it
+    if config is not None and config.triton.cudagraphs:
+        return "torch._inductor.config.triton.cudagraphs"
+    return ""
