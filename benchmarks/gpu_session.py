@@ -16,12 +16,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from gpu_checks import CHECKS, Check, Seen, Setting, missing
 from harness import finish_record, say, start_record
@@ -47,6 +49,7 @@ FIRST = (
 )
 SLOWER_ON_A_CPU = 4  # than the limits of the checks say, which are those of a machine with a GPU
 SHORTEST_S = 15.0  # with less time left no check is begun
+SETTINGS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONUNBUFFERED": "1"}
 WORDS = {True: "yes", False: "**no**", None: "cannot tell here"}
 
 
@@ -102,21 +105,32 @@ def run_all(names: list[str], setting: Setting, out: Path, seconds: float) -> No
         with (out / LOG).open("a") as log:
             log.write(f"===== {name}\n")
             log.flush()
-            process = subprocess.Popen(command, stdout=log, stderr=log)
-            try:
-                ended = f"exit {process.wait(limit)}: see {LOG}"
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-                if limit < needs:  # that says nothing of it: the next call begins with it
-                    say(f"{name}: cut off after {limit:.0f} s, no time")
-                    continue
-                ended = f"ran past {limit:.0f} s"
+            code = run_whole(command, log, limit)
+        if code is None and limit < needs:  # that says nothing of it: the next call begins with it
+            say(f"{name}: cut off after {limit:.0f} s, no time")
+            continue
+        ended = f"ran past {limit:.0f} s" if code is None else f"exit {code}: see {LOG}"
         taken = time.monotonic() - begun
         if name not in rows_of(out, setting):
             _add_row(out, check, setting, Seen(False, {"no answer": ended}), taken)
         row = rows_of(out, setting)[name]
         say(f"{WORDS[row['good']]:>16}  {name}  {taken:.0f} s  {_short(row['found'])}")
+
+
+def run_whole(command: list[str], log: IO[str], limit: float) -> int | None:
+    """The exit code, or `None` past the limit; its process group ends with the call."""
+    environment = {**SETTINGS, **os.environ}
+    process = subprocess.Popen(
+        command, stdout=log, stderr=log, env=environment, start_new_session=True
+    )
+    try:
+        return process.wait(limit)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def page_of(rows: dict[str, dict[str, Any]], record: dict[str, Any], setting: Setting) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -36,3 +38,24 @@ def test_a_rehearsal_leaves_a_line_for_each_check_and_a_table_and_goes_on(tmp_pa
     assert seen["| norm_of_a_view"] == "yes" and seen["| nccl_of_one_rank"] == "cannot tell here"
     assert seen["| out_of_memory"] == "left out"
     assert len(list(tmp_path.glob("gpu-session-small-*.json"))) == 2
+
+
+def test_a_check_that_hangs_is_ended_with_the_processes_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    run_whole = importlib.import_module("gpu_session").run_whole
+
+    pid, log = tmp_path / "pid", tmp_path / "log"
+    hangs = ["sh", "-c", f"sleep 600 & echo $! > {pid}; wait"]
+    with log.open("w") as file:
+        assert run_whole(hangs, file, limit=1.0) is None
+    child = Path("/proc") / pid.read_text().strip() / "stat"
+
+    def alive() -> bool:
+        return child.exists() and child.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+    end = time.monotonic() + 5
+    while alive() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not alive()
