@@ -80,6 +80,22 @@ def test_no_false_alarm(task: str, how: str, strategy: str, ranks: int, check: C
         assert any("in_proj_bias (8 of 24 elements)" in note for note in verdict.not_checked)
 
 
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "more"),
+    [("gpipe", 2, {}), ("1f1b", 3, {"micro_batch": 3}), ("interleaved:chunks=2", 2, {})],
+)
+def test_pipelines_are_held_against_one_process_of_their_micro_batches(
+    strategy: str, ranks: int, more: dict[str, Any], check: Check
+) -> None:
+    """In 16 bits a gradient of two shards together is rounded once, and of each alone twice."""
+    verdict = check(
+        "pipeline_tasks:Images", strategy=strategy, ranks=ranks, precision="bf16", **more
+    )
+    assert verdict.equal, str(verdict)
+    assert verdict.deciding.comparison.largest == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_the_built_in_tasks_are_equal_in_16_bits(precision: str, check: Check) -> None:

@@ -182,13 +182,17 @@ class Check:
         asked = dataclasses.replace(job, ranks=ranks, replay=_path(reference))
         candidate = self.run(f"{job.precision}-{ranks}-ranks", asked)
         look = self._look(asked, reference, candidate, coarse(job.precision))
-        parts = self.plan.shards if job.strategy_spec.adds_shards else ranks
+        spec = job.strategy_spec
+        in_stages = spec.card.agreement.weights == "staged" and ranks > 1  # each shard goes alone
+        parts = self.plan.shards if spec.adds_shards or in_stages else ranks
+        if in_stages and job.micro_batch is not None:
+            parts = spec.parts_of_a_batch
         closer = f"{job.precision} closer than {look.tolerance.tensors:g}"
-        if job.strategy_spec.card.rounds_together and job.precision not in ("fp32", "fp64"):
+        if spec.card.rounds_together and job.precision not in ("fp32", "fp64"):
             self.notes.append(
                 f"{closer}: what a rank rounds are other sums than those of one process"
             )
-        elif parts > 1 and not candidate.summary["user_buffers"]:
+        elif (parts > 1 or in_stages) and not candidate.summary["user_buffers"]:
             alike = dataclasses.replace(in_one(asked), replay=asked.replay, cut_for=parts)
             alike = dataclasses.replace(alike, micro_batch=job.micro_batch)
             look = self._closer(alike, look, reference, candidate)
