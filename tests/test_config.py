@@ -185,6 +185,11 @@ def test_a_name_that_no_file_can_have_is_refused(name: str) -> None:
 
 REFUSED: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
     ({"program": ""}, (), "no PROGRAM, and no job file that names one"),
+    (
+        {"program": "", "run_dir": "runs/nothere"},
+        (),
+        "no PROGRAM, and no job file that names one: there is no run in runs/nothere",
+    ),
     ({"ranks": 0}, (), "0"),
     ({"ranks": -2}, (), "-2"),
     ({"micro_batch": 0}, (), "0"),
@@ -274,3 +279,17 @@ def test_bytes_that_are_no_text_are_refused_before_they_reach_a_file() -> None:
     for program, setting in (("task\udcff.py", "lr=1"), ("digits", "name=\udcff")):
         with pytest.raises(RequestError):
             resolve(program, {}, (setting,))
+
+
+def test_who_takes_another_strategy_leaves_no_first_check_out(tmp_path: Path) -> None:
+    lines = ("program", "digits"), ("strategy", "zero2"), ("first_check", "off")
+    text = "".join(f'{name} = "{value}"\n' for name, value in lines)
+    (tmp_path / "job.toml").write_text(f"{text}ranks = 2\n")
+    same = resolve("", {"run_dir": str(tmp_path)})
+    other = resolve("", {"run_dir": str(tmp_path), "strategy": "fsdp"})
+    assert (same.job.first_check, other.job.first_check) == ("off", "auto")
+
+
+def test_who_asks_for_a_gpu_is_told_its_name() -> None:
+    with pytest.raises(RequestError, match="did you mean 'cuda'"):
+        resolve("digits", {"device": "gpu"})

@@ -59,6 +59,7 @@ def resolve(
     sources |= {f"task.{name}": "command line" for name in _settings(task_settings)}
     _forget_the_place(values, sources)
     _keep_the_choice(values, sources, base)
+    _check_another_strategy(values, sources)
     _check_texts(values, task, sources)
     if values.get("nodes", 1) > 1:
         values.setdefault("ranks", values["nodes"])  # one on each, where nobody says more
@@ -131,6 +132,13 @@ def _keep_the_choice(values: dict[str, Any], sources: dict[str, str], base: Base
     """A resumed run keeps its strategy, which the dial chose: its state follows from it."""
     if base is not None and is_auto(values.get("strategy", "")) and "strategy" in base.values:
         values["strategy"], sources["strategy"] = base.values["strategy"], f"run {base.path}"
+
+
+def _check_another_strategy(values: dict[str, Any], sources: dict[str, str]) -> None:
+    """What the resumed run says of the first check was said of its own strategy."""
+    of = {name: sources.get(name, "").startswith("run ") for name in ("first_check", "strategy")}
+    if of["first_check"] and not of["strategy"]:
+        del values["first_check"], sources["first_check"]
 
 
 def _dial(job: Job) -> DialRequest | None:

@@ -52,7 +52,8 @@ def checked(job: Job) -> Job:
     if not job.program:
         raise RequestError(
             asked="allranks train",
-            found="no PROGRAM, and no job file that names one",
+            found="no PROGRAM, and no job file that names one"
+            + (f": there is no run in {job.run_dir}" if job.run_dir else ""),
             why="there is nothing to train",
             do="name a task: allranks train digits",
         )
@@ -140,7 +141,7 @@ def _check_name(name: str, value: str, known: tuple[str, ...]) -> None:
             asked=f"--{name.replace('_', '-')} {value}",
             found=f"no {name} of that name in this version",
             why=f"{name} is one of {', '.join(known)}",
-            do=nearest(value, known),
+            do=nearest("cuda" if value == NO_DEVICE else value, known),
         )
 
 

@@ -91,9 +91,11 @@ class TaskFields:
         annotated = inspect.get_annotations(cls)
         for name in sorted(fields - {"loss_over", "required", "training"}):
             if name in cls.__dict__ and name not in annotated:
+                value = cls.__dict__[name]
+                kind = type(value).__name__ if isinstance(value, (int, float, str)) else "TYPE"
                 raise TypeError(
                     f"{cls.__name__}.{name} = … has no annotation, so the dataclass would pass "
-                    f"over it. Write `{name}: int = …` with its type."
+                    f"over it. Write `{name}: {kind} = …`."
                 )
 
     @classmethod

@@ -60,7 +60,7 @@ EARLY_CAUSES = (
     "loss, draws from generators of its own in its optimizer, "
     "or lets its regularizer read what forward left."
 )
-NO_SECOND_FINDING = "no shard was computed again: what was found already would make it another one"
+NO_SECOND_FINDING = "no shard was computed again: what was found would change its result"
 
 
 def say_what_matters(event: str, **values: Any) -> None:
