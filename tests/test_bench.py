@@ -442,7 +442,8 @@ def test_of_each_option_of_a_job_somebody_has_said_what_peers_make_of_it() -> No
     checked = {"engine", "place"}
     they_have = {"program", "task", "steps", "seed", "ranks", "nodes", "threads"}
     ours_alone = {"strategy", "until", "backend", "prefetch", "run_dir"}
-    with_others = {"patience", "eval_every", "keep", "loss_scale", "devices", "hang_timeout"}
+    with_others = {"patience", "eval_every", "keep", "loss_scale", "devices", "share_device"}
+    with_others |= {"hang_timeout"}
     no_training_of_ours = {"witness", "first_check", *names_in(Tracing)}
     said = checked | they_have | ours_alone | with_others | no_training_of_ours
     assert said.isdisjoint(SAME) and {field.name for field in dataclasses.fields(Job)} == {

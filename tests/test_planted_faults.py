@@ -58,8 +58,8 @@ FAULTS = {
     ),
     "stale bucket": Fault(
         "torch/reducers/buckets.py",
-        "for part in self._zeroed:",
-        "for part in self._zeroed[1:]:",
+        "torch._foreach_zero_(self._zeroed)",
+        "[part.zero_() for part in self._zeroed[1:]]",
         step=1,
         stage="gradient",
         tensor="9.bias",

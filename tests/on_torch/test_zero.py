@@ -174,16 +174,52 @@ class Together(Clipping):
 class Late(torch.optim.SGD):
     """By the length of the gradient from the fifth step on."""
 
+    after = 4
+
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for p in [p for p in group["params"] if p.grad is not None]:
                 count = self.state[p]["count"] = self.state[p].get("count", 0) + 1
-                if count > 4:
+                if count > self.after:
                     p.grad = p.grad / p.grad.norm()
         super().step()
 
 
-@pytest.mark.parametrize("kind", [Factored, Clipping, Late])
+class MuchLater(Late):
+    after = 900
+
+
+class LateByItsOwnCount(torch.optim.SGD):
+    """The same from the twentieth step on, of all weights, until the hundredth; then it raises."""
+
+    made = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.made += 1
+        if self.made > 100:
+            raise ValueError("over")
+        for p in [p for g in self.param_groups for p in g["params"] if p.grad is not None]:
+            p.grad = p.grad / p.grad.norm() if self.made > 19 else p.grad
+        super().step()
+
+
+class Decaying(torch.optim.SGD):
+    """Each number by itself, at a rate that is none after fifty steps."""
+
+    made = 0
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["lr"] = 0.1 * (1 - self.made / 50) ** 0.5
+        self.made += 1
+        super().step()
+
+
+def test_a_rule_that_is_over_when_it_is_asked_late_is_taken_as_it_was() -> None:
+    assert not groups_of_whole(Decaying([nn.Parameter(torch.randn(4, 4))]), "--strategy zero1")
+
+
+@pytest.mark.parametrize("kind", [Factored, Clipping, Late, MuchLater, LateByItsOwnCount])
 def test_what_only_large_weights_large_gradients_or_later_steps_show(kind: Any) -> None:
     assert groups_of_whole(kind([nn.Parameter(torch.randn(4, 4))]), "--strategy zero1") == {0}
 

@@ -44,6 +44,7 @@ Where:
   place = local
   device = cpu
   devices = 
+  share_device = False
   backend = 
   threads = 1
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -30,6 +30,7 @@ SMALL = (6, 4)  # a weight for an optimizer whose formula is known
 LARGE = {1: (330,), 2: (144, 132)}  # for others, by dimensions; of more of them:
 KERNELS = (40, 36, 3, 3)
 SCALES = [1.0] * 6 + [1e4] * 6  # of the gradients of the steps: some rules come late, some clip
+JUMPS = (40, 1_000, 100_000)  # of what counts its steps, each before one more of them
 FEW_SCALES = [1.0] * 3 + [1e4]  # on weights of the job's own shapes
 MOST = 2**20  # numbers of such a weight: a rule that begins above is not seen
 CLOSE = 1e-12  # relative to the largest number, in float64
@@ -219,14 +220,14 @@ def _check_by_parameter(optimizer: Optimizer, asked: str, is_any_idle: bool = Tr
             if used or is_any_idle:
                 raise
             continue
+        if others != values:
+            text = "hyper-parameters that a step changes by which parameters have a gradient"
+            raise _refused(optimizer, asked, text, APART)
         for at, weight in enumerate(found):
             right = wanted[at] if at in used else drawn[at][0]
             if not _is_close(weight, right):
                 text = f"in its group {groups[at]} another update where others have no gradient"
                 raise _refused(optimizer, asked, text, APART)
-        if others != values:
-            text = "hyper-parameters that a step changes by which parameters have a gradient"
-            raise _refused(optimizer, asked, text, APART)
 
 
 def _drawn(
@@ -297,15 +298,69 @@ def _stepped(
             group["lr"] = RATE
         held = [weight for weight, n in zip(weights, groups, strict=True) if n == number]
         own.param_groups.append({**group, "params": held})
+    counters = Counters(own)
     for step in range(1, len(drawn[0])):
         for at in used:
             weights[at].grad = drawn[at][step].clone()
         type(optimizer).step(own)
+    if not type(own).step.__module__.startswith("torch.optim."):
+        _step_late(own, weights, counters, len(drawn[0]) - 1)
     values = [
         {n: v.tolist() if isinstance(v, Tensor) else v for n, v in group.items() if n != "params"}
         for group in own.param_groups
     ]
     return [weight.detach() for weight in weights], values
+
+
+def _step_late(own: Optimizer, weights: list[nn.Parameter], counters: Counters, steps: int) -> None:
+    """More steps, as if many had been made in between: a rule may begin late.
+
+    One that fails so far from where it was ends it, without a change.
+    """
+    for jump in JUMPS:
+        if not counters.jumped(steps, jump):
+            return
+        before = [weight.detach().clone() for weight in weights]
+        with suppress(Exception):
+            type(own).step(own)
+            if all(weight.isfinite().all() for weight in weights):
+                steps += jump + 1
+                continue
+        with torch.no_grad():
+            torch._foreach_copy_(list(weights), before)
+        return
+
+
+class Counters:
+    """The numbers of an optimizer that grow by one in each step, from now on."""
+
+    def __init__(self, own: Optimizer) -> None:
+        self._places = [vars(own), *own.param_groups]
+        self._first = [_numbers(place) for place in self._places]
+        self._state = own.state
+
+    def jumped(self, steps: int, by: int) -> bool:
+        """Add to those that have grown by `steps`; whether there are any."""
+        of_weights = [place for place in self._state.values() if isinstance(place, dict)]
+        found = False
+        for place, start in (
+            *zip(self._places, self._first, strict=True),
+            *((place, {}) for place in of_weights),
+        ):
+            for name, number in _numbers(place).items():
+                if number - start.get(name, 0) == steps:
+                    place[name], found = place[name] + by, True
+        return found
+
+
+def _numbers(place: dict[str, Any]) -> dict[str, float]:
+    kinds = (int, float)
+    return {
+        name: float(value)
+        for name, value in place.items()
+        if (isinstance(value, kinds) and not isinstance(value, bool))
+        or (isinstance(value, Tensor) and value.ndim == 0 and not value.is_complex())
+    }
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
