@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import contract_workers
+from allranks.torch.comm import Comm
+from allranks.torch.model.digest import weights_sha256
 
 
 def as_torch_pipelining(argument: dict[str, Any]) -> None:
@@ -40,3 +43,21 @@ def as_torch_pipelining(argument: dict[str, Any]) -> None:
             assert ours[name].grad is not None
             torch.testing.assert_close(ours[name].grad, gradient, rtol=1e-12, atol=1e-14)
         trainer.comm.come_no_more()
+
+
+def without_tags(argument: dict[str, Any]) -> None:
+    """A training whose messages are told apart by their order alone, as those of NCCL are."""
+    post = Comm._post
+
+    def tagless(comm: Comm, way: Any, tensor: Any, tag: int, **peer: int) -> Any:
+        return post(comm, way, tensor, 0, **peer)
+
+    weights = []
+    with pytest.MonkeyPatch.context() as patch:
+        for sending in (post, tagless):
+            patch.setattr(Comm, "_post", sending)
+            with contract_workers._trainer(argument) as trainer:
+                for batch in trainer.batches():
+                    trainer.step(batch)
+                weights.append(weights_sha256(trainer.weights()))
+    assert weights[0] == weights[1]

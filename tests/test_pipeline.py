@@ -222,3 +222,11 @@ def test_layers_are_cut_by_what_all_ranks_measure(on_ranks: Callable[..., Any]) 
 def test_the_gradient_is_that_of_torch_pipelining(on_ranks: Callable[..., Any]) -> None:
     job = {"strategy": "gpipe", "precision": "fp64"}
     on_ranks(2, "pipelining_workers:as_torch_pipelining", {"task": "Plain", "job": job})
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("gpipe", 2), ("1f1b", 4)])
+def test_messages_need_no_tags(strategy: str, ranks: int, on_ranks: Callable[..., Any]) -> None:
+    """Micro-batches of two sizes, one after the other: what is not known yet is not passed over."""
+    job = {"strategy": strategy, "steps": 3, "micro_batch": 2, "backend": "gloo"}
+    argument = {"module": "pipeline_tasks", "task": "Words", "job": job}
+    on_ranks(ranks, "pipelining_workers:without_tags", argument)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.launcher.world import World
 from allranks.strategies.shards import Piece
@@ -335,3 +336,9 @@ def dropout_as_on_the_cpu(argument: dict[str, Any]) -> None:
             assert told.count("kernel") <= argument["kernels"], forward.told
             assert told.count("copy") == len(told) - told.count("kernel") == 1, forward.told
             assert len(backward.told) == 1, backward.told
+
+
+def a_ring_is_refused(argument: dict[str, Any]) -> None:
+    install()
+    with pytest.raises(RequestError, match="in a ring"):
+        trainer(argument, NAME).close()

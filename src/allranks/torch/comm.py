@@ -118,6 +118,11 @@ class Comm:
         return self._begin(collective)
 
     @property
+    def is_one_queue(self) -> bool:
+        """Whether messages are made one after the other, in the order in which they are begun."""
+        return self._waits_on_device
+
+    @property
     def of_torch(self) -> Any:
         """The process group of these ranks, as torch knows it."""
         return self.group if self.group is not None or self.size == 1 else dist.group.WORLD

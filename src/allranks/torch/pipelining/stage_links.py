@@ -70,14 +70,18 @@ class Links:
         if message.numel():
             self._on_their_way[at] = comm.send(message, to, tag, kind, control=control), message
 
-    def expect(self, stage: int, micro: int, key: Hashable) -> None:
-        """`receive` comes next: what is sent may come in while this rank computes."""
+    def expect(self, stage: int, micro: int, key: Hashable) -> bool:
+        """`receive` comes next: what is sent may come in while this rank computes.
+
+        Whether it is known what comes.
+        """
         looks = self._known.get((stage - 1, key))
         if looks is None or ("F", stage, micro) in self._expected:
-            return
+            return looks is not None
         room = Parcel.room(looks.shapes, self.line.device)
         peer, tag = (stage - 1) % self.line.size, _tag(stage - 1, micro)
         self._expected["F", stage, micro] = looks, room, _posted(self.line, room, peer, tag)
+        return True
 
     def receive(self, stage: int, micro: int, key: Hashable) -> tuple[Any, list[Received]]:
         """What the stage before `stage` returned, and its tensors that want a gradient."""

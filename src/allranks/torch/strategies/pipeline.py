@@ -59,6 +59,8 @@ class Pipeline(Staged):
         alone = self.line.size == 1
         schedule, chunks = self.asked_schedule()
         self.chunks = 1 if alone else chunks
+        if self.chunks > 1 and self.line.is_one_queue:
+            raise self._stands_still()
         self.last = self.line.size * self.chunks - 1
         self.own_stages = range(self.line.rank, self.last + 1, self.line.size)
         self._axes["backwards"] = self.line.beside()  # before groups that not all of the line make
@@ -69,6 +71,15 @@ class Pipeline(Staged):
         )
         self.places = lru_cache(maxsize=64)(lambda micros: places(self.schedule(micros)))
         return model
+
+    def _stands_still(self) -> RequestError:
+        return RequestError(
+            asked=f"--strategy {self.name} --device {self.comm.device.type}",
+            found=f"{self.chunks} stages on each of {self.line.size} ranks, in a ring",
+            why="a communicator of NCCL makes one message after the other, in the order in which "
+            "they are begun: each rank would wait for the next one to receive first",
+            do="1f1b or zero-bubble, which send along a line, or --device cpu",
+        )
 
     def asked_schedule(self) -> tuple[str, int]:
         """Its name, and how many stages each rank has."""
@@ -112,7 +123,8 @@ class Pipeline(Staged):
         actions = self.schedule(len(batch.micros))[self.line.rank]
         for number, action in enumerate(actions):
             for ahead in actions[number : number + 2]:
-                self.passes.expect(ahead)
+                if not self.passes.expect(ahead):
+                    break
             self.passes.act(action)
         self.links.finish()
         tally = self.passes.finished()
@@ -200,14 +212,19 @@ class _Passes:
         self._later: dict[tuple[int, int], Callable[[], None]] = {}
         self._moments: dict[tuple[int, int], Moment] = {}
 
-    def expect(self, action: Action) -> None:
-        """Make room for what this pass receives."""
+    def expect(self, action: Action) -> bool:
+        """Make room for what this pass receives; whether more may be received after it.
+
+        Messages of a group may come in the order in which they are posted, so nothing is posted
+        before one whose size is not known.
+        """
         links, at = self.strategy.links, (action.stage, action.micro)
         if action.kind == "F" and action.stage > 0:
-            links.expect(*at, self.keys[action.micro])
+            return links.expect(*at, self.keys[action.micro])
         ends = self._ends.get(at)
         if action.kind == "B" and isinstance(ends, list):
             links.expect_gradients(*at, ends)
+        return True
 
     def act(self, action: Action) -> None:
         """One pass of one micro-batch through one stage."""
