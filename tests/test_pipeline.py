@@ -224,7 +224,7 @@ def test_the_gradient_is_that_of_torch_pipelining(on_ranks: Callable[..., Any]) 
     on_ranks(2, "pipelining_workers:as_torch_pipelining", {"task": "Plain", "job": job})
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("gpipe", 2), ("1f1b", 4)])
+@pytest.mark.parametrize(("strategy", "ranks"), [("gpipe", 2), ("1f1b", 4), ("zero-bubble", 4)])
 def test_messages_need_no_tags(strategy: str, ranks: int, on_ranks: Callable[..., Any]) -> None:
     """Micro-batches of two sizes, one after the other: what is not known yet is not passed over."""
     job = {"strategy": strategy, "steps": 3, "micro_batch": 2, "backend": "gloo"}

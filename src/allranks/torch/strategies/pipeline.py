@@ -78,7 +78,7 @@ class Pipeline(Staged):
             found=f"{self.chunks} stages on each of {self.line.size} ranks, in a ring",
             why="a communicator of NCCL makes one message after the other, in the order in which "
             "they are begun: each rank would wait for the next one to receive first",
-            do="1f1b or zero-bubble, which send along a line, or --device cpu",
+            do="a schedule with one stage on each rank, such as 1f1b, or --device cpu",
         )
 
     def asked_schedule(self) -> tuple[str, int]:
