@@ -14,6 +14,7 @@ another kernel, and the last bits differ, as they do where operations of tensors
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -90,11 +91,14 @@ def derive(
     if source.shape[1] * source.shape[3] < LARGE:
         kind = full_type(source.dtype)
         numbers = (_one_sample(_as_channels(of, kind)) for of in (gradient, source))
-        of_channels = (None, None, None, *kept, True, eps, needs)
+        ones = _ones(shards * source.shape[2], kind, source.device)
+        of_channels = (ones, None, None, *kept, True, eps, needs)
         found, *sums = _derivative_of_channels(*numbers, *of_channels)
         if target is not None:
             _scaled(_as_shards(found, source), weight, None, target)
         return torch.stack(sums).view(2, shards, -1).sum(1)
+    if weight is None:
+        weight = _ones(source.shape[2], full_type(source.dtype), source.device)
     each = []
     parts = (of.chunk(shards) for of in (rows, above, out))
     for shard, own, into, mean, inverse, reserve in zip(
@@ -106,6 +110,15 @@ def derive(
             into.copy_(found)
         each.append(torch.stack(sums))
     return torch.stack(each).sum(0)
+
+
+@lru_cache(maxsize=256)
+def _ones(count: int, kind: torch.dtype, device: torch.device) -> Tensor:
+    """A weight that changes nothing: kernels of a device ask for one (read, not run on one).
+
+    The host waits for the copy, once for each size, so every stream may read it.
+    """
+    return torch.ones(count, dtype=kind).to(device)
 
 
 def _as_channels(of: Tensor, kind: torch.dtype) -> Tensor:

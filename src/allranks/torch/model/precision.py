@@ -310,7 +310,8 @@ class Casts:
         if not is_on or weight.dtype is not torch.float32 or torch.compiler.is_compiling():
             return weight
         kind = torch.get_autocast_dtype(self.device)
-        is_shared = weight.requires_grad and type(weight) is not _ViewOfWeight  # as in autocast
+        with_graph = weight.requires_grad and torch.is_grad_enabled()
+        is_shared = with_graph and type(weight) is not _ViewOfWeight  # as in autocast
         known = self._of_pass.get(id(weight)) if is_shared else None
         if known is None or known[0].dtype is not kind:
             copy = weight.to(kind)
