@@ -210,45 +210,29 @@ def launches_of_a_step(argument: dict[str, Any]) -> None:
 def launches_beside_a_loop(argument: dict[str, Any]) -> None:
     """How many kernels a usual step launches, and a step of a loop by hand, into a file."""
     install()
-    with trainer({**argument, "task": "Text"}, NAME, steps=WARM + 1) as training:
-        for number, batch in enumerate(training.batches()):
-            with watch() if number >= WARM else nullcontext(Watched()) as watched:
-                training.step(batch)
-        if training.comm.rank:
-            return
-    task, found = tasks.Text(), len(watched.of("kernel"))
-    model = task.model().to(NAME)
-    optimizer = task.optimizer(model)
-    words = tasks.words().to(NAME)[:8]
-    for number in range(3):
-        with watch() if number == 2 else nullcontext(Watched()) as watched:
-            optimizer.zero_grad()
-            task.loss(model(words), (words, words)).mean().backward()
-            optimizer.step()
-    counts = {"found": found, "by_hand": len(watched.of("kernel"))}
-    counts["parameters"] = len(list(model.parameters()))
-    Path(argument["out"]).write_text(json.dumps(counts))
-
-
-def launches_beside_by_hand(argument: dict[str, Any]) -> None:
-    """How many kernels a usual step launches, and one of a plain loop, into a file."""
-    install()
     by_library.DEVICES.add(NAME)  # as on cuda, and not as on the CPU
-    task = tasks.BesideByHand(**argument["fields"])
-    model = task.model().to(NAME)
-    optimizer, batch = task.optimizer(model), [t[: task.batch_size] for t in task.train_data()]
-    for number in range(3):
-        with watch() if number == 2 else nullcontext(Watched()) as by_hand:
-            optimizer.zero_grad(set_to_none=True)
-            task.loss(model(batch[0]), batch).mean().backward()
-            optimizer.step()
-    with trainer({**argument, "task": "BesideByHand"}, NAME, steps=WARM + 1) as training:
+    with trainer(argument, NAME, steps=WARM + 1) as training:
         for number, batch in enumerate(training.batches()):
             with watch() if number >= WARM else nullcontext(Watched()) as ours:
                 training.step(batch)
-    found = [len(watched.of("kernel")) for watched in (ours, by_hand)]
-    more = Counter(f"{told.line} {told.what}" for told in ours.of("kernel") if told.line)
-    Path(argument["out"]).write_text(json.dumps([*found, more.most_common(40)]))
+        if training.comm.rank:
+            return
+    task = getattr(tasks, argument["task"])(**argument.get("fields", {}))
+    model = task.model().to(NAME)
+    optimizer, data = task.optimizer(model), [t[: task.batch_size] for t in task.train_data()]
+    for number in range(3):
+        with watch() if number == 2 else nullcontext(Watched()) as by_hand:
+            optimizer.zero_grad()
+            task.loss(model(data[0]), data).mean().backward()
+            optimizer.step()
+    lines = Counter(f"{told.line} {told.what}" for told in ours.of("kernel") if told.line)
+    counts = {
+        "found": len(ours.of("kernel")),
+        "by_hand": len(by_hand.of("kernel")),
+        "parameters": len(list(model.parameters())),
+        "lines": lines.most_common(40),
+    }
+    Path(argument["out"]).write_text(json.dumps(counts))
 
 
 def waits_of_a_step(argument: dict[str, Any]) -> None:

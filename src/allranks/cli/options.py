@@ -40,7 +40,7 @@ SHARED_OPTIONS: Options = (
     (("--devices",), {"help": "Numbers of the devices to use, as 0,1,4,5."}),
     (
         ("--share-device",),
-        {"is_flag": True, "default": None, "help": "Several ranks on one: for checks."},
+        {"is_flag": True, "default": None, "help": "Let ranks share a device (for checks)."},
     ),
     (
         ("--backend",),

@@ -59,7 +59,7 @@ def resolve(
     sources |= {f"task.{name}": "command line" for name in _settings(task_settings)}
     _forget_the_place(values, sources)
     _keep_the_choice(values, sources, base)
-    _check_another_strategy(values, sources)
+    _forget_the_check(values, sources)
     _check_texts(values, task, sources)
     if values.get("nodes", 1) > 1:
         values.setdefault("ranks", values["nodes"])  # one on each, where nobody says more
@@ -134,8 +134,8 @@ def _keep_the_choice(values: dict[str, Any], sources: dict[str, str], base: Base
         values["strategy"], sources["strategy"] = base.values["strategy"], f"run {base.path}"
 
 
-def _check_another_strategy(values: dict[str, Any], sources: dict[str, str]) -> None:
-    """What the resumed run says of the first check was said of its own strategy."""
+def _forget_the_check(values: dict[str, Any], sources: dict[str, str]) -> None:
+    """A resumed run that takes another strategy makes its first check, whatever was said before."""
     of = {name: sources.get(name, "").startswith("run ") for name in ("first_check", "strategy")}
     if of["first_check"] and not of["strategy"]:
         del values["first_check"], sources["first_check"]

@@ -74,9 +74,8 @@ class _ByShard(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         output = torch.empty_like(input)
         kept: list[Tensor] = []
-        kinds: list[
-            tuple[int, int | None]
-        ] = []  # of each run: how many tensors it keeps, and the kernel that torch took
+        # of each run: how many tensors it keeps, and the kernel that torch took
+        kinds: list[tuple[int, int | None]] = []
         moments = []
         shard = 0
         for run, rows, source, target in _split(runs, per_sample, input, output):

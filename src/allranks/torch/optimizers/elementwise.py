@@ -315,7 +315,7 @@ def _stepped(
 def _step_late(own: Optimizer, weights: list[nn.Parameter], counters: Counters, steps: int) -> None:
     """More steps, as if many had been made in between: a rule may begin late.
 
-    One that fails so far from where it was ends it, without a change.
+    A step that raises then, or leaves numbers that are not finite, is undone, and is the last.
     """
     for jump in JUMPS:
         if not counters.jumped(steps, jump):

@@ -77,7 +77,8 @@ def say_what_matters(event: str, **values: Any) -> None:
 
 @dataclass
 class Testimony:
-    """What the witness has said: `found` differs with the ranks, `unseen` was not looked at.
+    """What the witness has said, the same on all ranks: `found` makes the result follow the number
+    of ranks, `unseen` was not looked at.
 
     So many `looks` were taken: a micro-batch was computed again.
     """
