@@ -10,8 +10,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 from hypothesis import given
@@ -19,12 +20,19 @@ from hypothesis import strategies as st
 
 from allranks.launcher.processes import leftovers
 from allranks.launcher.processes.fork_server_client import ForkServer
-from allranks.launcher.processes.leftovers import VARIABLE, is_dead, owner, scratch_folder, sweep
+from allranks.launcher.processes.leftovers import (
+    SCRATCH,
+    VARIABLE,
+    is_dead,
+    owner,
+    scratch_folder,
+    sweep,
+)
 from allranks.launcher.processes.linux import started_at, state_of
 from allranks.launcher.processes.process import Process
 from launch_host import until
 
-Start = Callable[[str | None], subprocess.Popen[bytes]]
+Start = Callable[..., subprocess.Popen[bytes]]
 OWNER_OF_ITS_OWN = "from allranks.launcher.processes.leftovers import owner; print(owner())"
 
 
@@ -42,8 +50,11 @@ def start() -> Iterator[Start]:
     """Start a process that carries this mark in its environment (or none)."""
     started = []
 
-    def run(mark: str | None) -> subprocess.Popen[bytes]:
-        environment = {"PATH": os.environ["PATH"], **({} if mark is None else {VARIABLE: mark})}
+    def run(
+        mark: str | None, variables: Mapping[str, str] = MappingProxyType({})
+    ) -> subprocess.Popen[bytes]:
+        marked = {} if mark is None else {VARIABLE: mark}
+        environment = {"PATH": os.environ["PATH"], **variables, **marked}
         process = subprocess.Popen(["sleep", "600"], env=environment, start_new_session=True)
         started.append(process)
         deadline = time.monotonic() + 60  # until it is `sleep`, with its own environment
@@ -118,6 +129,19 @@ def test_of_one_server_only_what_it_started_is_ended(start: Start) -> None:
     own, others = start(f"{owner()}/7"), start(f"{owner()}/77")
     leftovers.end_processes_of(f"{owner()}/7")
     assert_only_ended([own], [others])
+
+
+def test_what_a_process_kept_goes_with_it_wherever_its_temporary_files_are(
+    dead: str, start: Start, tmp_path: Path
+) -> None:
+    """A fork server whose owner died is ended while it cleans up, by any job that starts."""
+    kept, spared = (tmp_path / f"{SCRATCH}{name}" for name in (f"{dead}-1-77", f"{dead}-11-77"))
+    kept.mkdir()
+    spared.mkdir()
+    left = start(f"{dead}/1", {"TMPDIR": str(tmp_path)})
+    sweep()
+    assert_only_ended([left], [])
+    assert (kept.exists(), spared.exists()) == (False, True)
 
 
 # --- folders ------------------------------------------------------------------------------------

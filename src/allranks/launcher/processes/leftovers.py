@@ -64,12 +64,16 @@ def processes_of(mark: str) -> list[int]:
 def end_processes_of(mark: str) -> None:
     """Kill them all, those that are started meanwhile too, and wait until they are gone.
 
-    What they kept in shared memory goes last: one that is killed may still be making a name.
+    What they kept in shared memory and files goes last: one that is killed may still be making a
+    name. A fork server that is killed while it cleans up may keep its files where `TMPDIR` is
+    another than here.
     """
     deadline, killed = time.monotonic() + PATIENCE_S, set()
+    temporary = {tempfile.gettempdir()}
     while (pids := processes_of(mark)) and time.monotonic() < deadline:
         killed.update(pids)
         for pid in pids:
+            temporary.add(_environment_of(pid).get("TMPDIR", ""))
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):  # an orphan that this process adopted
@@ -77,8 +81,9 @@ def end_processes_of(mark: str) -> None:
         time.sleep(0.005)
     for pid in killed:
         remove_shared_memory(pid)
-    for path in Path(tempfile.gettempdir()).glob(f"{_prefix_of(mark)}*"):
-        _remove(path)
+    for folder in filter(os.path.isabs, temporary):
+        for path in Path(folder).glob(f"{_prefix_of(mark)}*"):
+            _remove(path)
 
 
 def sweep(within: Path | None = None) -> None:
@@ -187,11 +192,19 @@ def _marked() -> list[tuple[int, str]]:
         try:
             if pid == os.getpid() or folder.stat().st_uid != os.geteuid():
                 continue
-            variables = (folder / "environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        prefix = f"{VARIABLE}=".encode()
-        for variable in variables:
-            if variable.startswith(prefix) and state_of(pid) not in ("", "Z"):
-                found.append((pid, variable.removeprefix(prefix).decode(errors="replace")))
+        mark = _environment_of(pid).get(VARIABLE)
+        if mark is not None and state_of(pid) not in ("", "Z"):
+            found.append((pid, mark))
     return found
+
+
+def _environment_of(pid: int) -> dict[str, str]:
+    """The variables that a process was started with; none of one that has ended."""
+    try:
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return {}
+    pairs = (variable.decode(errors="replace").partition("=") for variable in variables)
+    return {name: value for name, _, value in pairs}
