@@ -122,14 +122,14 @@ def test_bytes_by_hand(by: str, train: Train) -> None:
 @pytest.mark.slow(but=1)
 @pytest.mark.parametrize("by", WAYS)
 def test_checkpoints_cross_over(by: str, train: Train, alone: Results) -> None:
-    """ddp on 2 ranks, context on 2, context on 4 in two groups, one process: 20 steps of one."""
+    """ddp on 2 ranks, context on 2, context on 4 in two groups, one process: 10 steps of one."""
     _, weights = reference("Sentences", train, alone)
     resume: dict[str, Any] = {}
     for strategy, ranks, steps in (
-        ("ddp", 2, 5),
-        (f"context:attention={by}", 2, 10),
-        (f"context:data=2,attention={by}", 4, 15),
-        ("single", 1, 20),
+        ("ddp", 2, 3),
+        (f"context:attention={by}", 2, 5),
+        (f"context:data=2,attention={by}", 4, 8),
+        ("single", 1, STEPS),
     ):
         result = train(
             "context_tasks:Sentences",

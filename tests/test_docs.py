@@ -54,6 +54,7 @@ ELSEWHERE = "github.com", "arxiv.org"
 TERMINAL = ROOT / "docs" / "terminal.svg"
 CONSTRAINTS = ROOT / "constraints.txt"
 WITH_TENSORFLOW = "docs/tensorflow.md"
+TENSORFLOW = r"\.\[tensorflow|--engine tensorflow"
 FIRST = "README.md"  # what a newcomer types is in the first tier of the tests
 
 
@@ -98,7 +99,7 @@ def sections(with_tensorflow: bool) -> Iterator[Any]:
     """(document, section) for every section that shows a command, with TensorFlow or without."""
     for document, text in DOCUMENTS.items():
         for section in SECTION.split(text):
-            needs = document == WITH_TENSORFLOW or ".[tensorflow" in section
+            needs = document == WITH_TENSORFLOW or re.search(TENSORFLOW, section) is not None
             if needs == with_tensorflow and any(
                 block.language == "sh" for block in blocks_of(section)
             ):

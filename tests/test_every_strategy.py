@@ -1,9 +1,9 @@
 """The contract: every strategy keeps the guarantee on its card, with every kind of task.
 
-In float64, 20 optimizer steps, both runs free, on 1, 2, 3, 4 and 8 ranks: weights and buffers
-within 1e-10 (norm-relative) of `single`; the same losses, the same evaluation; the bytes that the
-card promises, counted at the process group; a state that can be taken up again. Adding a strategy
-is a line in `SETTINGS`.
+In float64, 10 optimizer steps (two epochs), both runs free, on 1, 2, 3, 4 and 8 ranks: weights and
+buffers within 1e-10 (norm-relative) of `single`; the same losses, the same evaluation; the bytes
+that the card promises, counted at the process group; a state that can be taken up again. Adding a
+strategy is a line in `SETTINGS`.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ BRANCHES = {"Images": 5, "Words": 3, "Pairs": 2, "Uneven": 3, "Experts": 3, "Pic
 """How many branches each task names; others none."""
 TASKS = ["Images", "Words", "Pairs", "Uneven", "Experts", "Pictures", "Sentences", "Mixture"]
 RANKS = [1, 2, 3, 4, 8]
-STEPS = 20
+STEPS = 10
 
 
 def is_exact(strategy: str) -> bool:
@@ -253,6 +253,7 @@ def is_staged(strategy: str) -> bool:
     ("task", TASKS),
     where=matters,
     cost=lambda _, ranks, __: ranks,
+    of=lambda strategy, ranks, task: (strategy.partition(":")[0], ranks, task),
 )
 def test_exact(
     strategy: str, ranks: int, task: str, train: Train, references: dict[str, Any]
@@ -291,8 +292,8 @@ def test_independent_equals_separate_trainings(
         assert difference(found, plain_training(ranks, rank)) < 1e-10
 
 
-@pytest.mark.slow(but=6)
-@pytest.mark.thinned(2, ("strategy", LATE), ("ranks", [2, 3, 8]), ("task", TASKS))
+@pytest.mark.slow(but=2)
+@pytest.mark.thinned(1, ("strategy", LATE), ("ranks", [2, 3, 8]), ("task", TASKS))
 def test_late_gradients_are_those_of_one_process(
     strategy: str, ranks: int, task: str, train: Train, references: dict[str, Any]
 ) -> None:
@@ -376,7 +377,7 @@ def plain_training(ranks: int, rank: int) -> Weights:
 
 @pytest.mark.slow(but=4)
 @pytest.mark.thinned(
-    2,
+    1,
     # by=cost measures again, and may cut elsewhere: checkpoints know no cut, this state does;
     # decoupled and ps have no loop of one's own
     ("strategy", [s for n, ss in SETTINGS.items() for s in ss if is_taken_up(n, s)]),
@@ -423,11 +424,10 @@ def test_the_first_bucket_leaves_before_backward_ends(on_ranks: Callable[..., An
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", SETTINGS)
+@pytest.mark.parametrize("strategy", ["single", *(n for n in SETTINGS if not is_exact(n))])
 def test_convergence_at_the_default_setting(strategy: str, train: Train) -> None:
-    """Every strategy learns, `independent` too, on its part of the data."""
-    needs_more = strategy in ("branches", "context", "expert", "mesh")  # than digits has
-    ranks = 2 if CARDS[strategy].many_ranks and not needs_more else 1
+    """One process learns, and so do those that are not exact, `independent` on its part."""
     epochs = 60 if strategy == "sparse-loco" else 8  # which meets every 30 steps
+    ranks = 2 if CARDS[strategy].many_ranks else 1
     result = train("digits", f"epochs={epochs}", strategy=strategy, ranks=ranks)
     assert result.summary["eval"]["accuracy"] > 0.95, strategy

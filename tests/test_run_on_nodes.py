@@ -21,14 +21,19 @@ from test_nodes_by_hand import listens
 
 RUN = (sys.executable, "-m", "allranks.cli.main", "run")
 ON_TWO = ("--nodes", "2", "--place", "simulated:link=1gbit", "--show", "all", "--json")
-SEVERAL = [script for script in SCRIPTS if script.processes > 1]
+ALIKE = ("convnet_torchrun", "fsdp2", "accelerate_loop", "tf_keras_fit")
+"""They read the same variables as others that are run here."""
 
 
 def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*RUN, *words], capture_output=True, text=True, cwd=cwd, check=False)
 
 
-@pytest.mark.parametrize("script", params(SEVERAL))
+@pytest.mark.cases(
+    "script",
+    params(one for one in SCRIPTS if one.processes > 1 and one.name not in ALIKE),
+    exhaustive=params(one for one in SCRIPTS if one.name in ALIKE),
+)
 def test_a_script_runs_unchanged_on_two_nodes(script: Script, tmp_path: Path) -> None:
     done = run(*ON_TWO, "--ranks", str(script.processes), *script.words, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

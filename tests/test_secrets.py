@@ -122,17 +122,18 @@ def assert_nowhere(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("job", JOBS)
 def test_no_kind_of_job_leaves_one(host: Host, tmp_path: Path, job: str) -> None:
-    """Neither in its folder nor on the terminal; nor do the verbs that look at it afterwards."""
+    """Neither in its folder nor on the terminal."""
     given = {**IN_SETTINGS, **ELSEWHERE}
     with Reservation(1) as reserved:  # whoever listens there next lets a port be used again
         words = [word.replace(":0", f":{reserved.ports[0]}") for word in JOBS[job]]
     running = host.launch(tmp_path, *words, environment=given)
     assert running.wait() == (1 if job == "train-failed" else 0), running.err
     assert_nowhere(tmp_path)
-    for run in tmp_path.glob("runs/*"):
+    if job == "train-json":  # nor do the verbs that look at it afterwards
+        (run,) = tmp_path.glob("runs/*")
         for verb in (("show",), ("show", "--job"), ("report", "--out", "page.html")):
-            host.launch(tmp_path, *verb, str(run), environment=given).wait()
-    assert_nowhere(tmp_path)
+            assert host.launch(tmp_path, *verb, str(run), environment=given).wait() == 0
+        assert_nowhere(tmp_path)
 
 
 @pytest.mark.slow

@@ -66,7 +66,7 @@ NO_BLOCKS = ["ByIndex", "OwnForward", "Hooked", "OneDropout", "Marked"]
 
 
 @pytest.mark.slow(but=3)
-@pytest.mark.thinned(2, ("task", TASKS), ("ranks", [2, 3, 4]))
+@pytest.mark.thinned(1, ("task", TASKS), ("ranks", [2, 3, 4]))
 def test_equal_to_one_process(
     task: str, ranks: int, train: Train, references: dict[str, Any]
 ) -> None:
@@ -238,15 +238,15 @@ def test_a_block_sends_its_output_and_the_gradient_of_its_input(train: Train) ->
 @pytest.mark.slow(but=1)
 @pytest.mark.parametrize("task", ["Heads", "Letters", "Planned"])
 def test_checkpoints_cross_over(task: str, train: Train, references: dict[str, Any]) -> None:
-    """ddp on 2 ranks, tensor on 2, tensor on 4 in two copies, one process: 20 steps of one."""
+    """ddp on 2 ranks, tensor on 2, tensor on 4 in two copies, one process: 10 steps of one."""
     _, weights = reference_for(task, train, references, "tensor_tasks")
     common: dict[str, Any] = {"precision": "fp64", "checkpoint_every": 5}
     resume: dict[str, Any] = {}
     for strategy, ranks, steps in (
-        ("ddp", 2, 5),
-        ("tensor", 2, 10),
-        ("tensor:data=2", 4, 15),
-        ("single", 1, 20),
+        ("ddp", 2, 3),
+        ("tensor", 2, 5),
+        ("tensor:data=2", 4, 8),
+        ("single", 1, STEPS),
     ):
         result = train(
             f"tensor_tasks:{task}", strategy=strategy, ranks=ranks, steps=steps, **common, **resume

@@ -47,6 +47,14 @@ def test_of_cases_that_bring_in_as_much_the_cheapest_are_taken() -> None:
     assert set().union(*(parts_of(case, 2) for case in cheap)) == parts
 
 
+def test_what_stands_for_a_value_meets_all_and_the_value_itself_comes_once() -> None:
+    cases = product([["ddp", "ddp:a", "ddp:b", "zero"], "wxyz"])
+    chosen = thinned(cases, 2, of=lambda strategy, task: (strategy.partition(":")[0], task))
+    met = {(strategy.partition(":")[0], task) for strategy, task in chosen}
+    assert met == set(itertools.product(["ddp", "zero"], "wxyz")) and len(chosen) == 8
+    assert {strategy for strategy, _ in chosen} == {strategy for strategy, _ in cases}
+
+
 @pytest.mark.thinned(1, ("first,second", [(1, 2), (3, 4)]), ("third", "ab"))
 def test_a_test_is_given_its_cases(first: int, second: int, third: str) -> None:
     assert (first, second) in [(1, 2), (3, 4)] and third in "ab"

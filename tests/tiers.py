@@ -11,7 +11,9 @@ is the whole under `--exhaustive`. Otherwise it is some of it, in which every tw
 different factors come together at least once (every value, where the first number is 1): a fault
 that needs one rank count and one task shows, whatever the strategy. `where` says which cases there
 are at all. The choice is the same every time, and gives all values of a factor about the same
-share; with a `cost(*case)` it takes those that cost least, where they bring in as much.
+share; with a `cost(*case)` it takes those that cost least, where they bring in as much. With an
+`of(*case)` it is the values which that returns that come together, and every value of a factor
+comes once: of a strategy and its options the strategy meets every task, each option one.
 
     @pytest.mark.cases("k", [1, 7], exhaustive=[2, 3, 4, 5, 6])
 
@@ -29,7 +31,7 @@ import pytest
 
 Factor = tuple[str, Sequence[Any]]
 MARKERS = (
-    "thinned(together, *factors, where, cost): some cases of a product, "
+    "thinned(together, *factors, where, cost, of): some cases of a product, "
     "and all of them under --exhaustive",
     "cases(names, values, exhaustive): parametrized by `values`, "
     "under --exhaustive by those of `exhaustive` too",
@@ -47,7 +49,8 @@ def parametrize(metafunc: pytest.Metafunc, exhaustive: bool) -> None:
     for mark in metafunc.definition.iter_markers("thinned"):
         together, *factors = mark.args
         found = product([values for _, values in factors], mark.kwargs.get("where"))
-        found = found if exhaustive else thinned(found, together, mark.kwargs.get("cost"))
+        if not exhaustive:
+            found = thinned(found, together, mark.kwargs.get("cost"), mark.kwargs.get("of"))
         names = [name for names, _ in factors for name in names.split(",")]
         metafunc.parametrize(names, [flat(case, factors) for case in found])
 
@@ -76,7 +79,10 @@ def product(
 
 
 def thinned(
-    cases: list[tuple[Any, ...]], together: int, cost: Callable[..., float] | None = None
+    cases: list[tuple[Any, ...]],
+    together: int,
+    cost: Callable[..., float] | None = None,
+    of: Callable[..., tuple[Any, ...]] | None = None,
 ) -> list[tuple[Any, ...]]:
     """Some of the cases, in which any `together` values that come together in one still do.
 
@@ -84,7 +90,12 @@ def thinned(
     that with the rarest values.
     """
     ahead = [
-        (case, parts_of(case, together), parts_of(case, 1), 0.0 if cost is None else cost(*case))
+        (
+            case,
+            parts_of(of(*case), together) | parts_of(case, 1) if of else parts_of(case, together),
+            parts_of(case, 1),
+            0.0 if cost is None else cost(*case),
+        )
         for case in cases
     ]
     missing = {part for _, parts, _, _ in ahead for part in parts}
