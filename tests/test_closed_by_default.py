@@ -183,10 +183,11 @@ def what_is_open_in(source: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_no_module_reads_pickles_or_runs_text(path: Path) -> None:
-    allowed = THE_SCRIPT_ITSELF.get(path.relative_to(SOURCE).as_posix(), [])
-    assert what_is_open_in(path.read_text()) == allowed
+def test_no_module_reads_pickles_or_runs_text() -> None:
+    found = {
+        path.relative_to(SOURCE).as_posix(): what_is_open_in(path.read_text()) for path in MODULES
+    }
+    assert {module: names for module, names in found.items() if names} == THE_SCRIPT_ITSELF
 
 
 @pytest.mark.parametrize(

@@ -663,7 +663,7 @@ def test_ctrl_c_commits_too_and_is_130(
 def test_ctrl_c_twice_does_not_wait_for_a_rank_that_hangs(
     launch: Callable[..., Launch], tmp_path: Path
 ) -> None:
-    going = launch("bad_tasks:Good", *FOR_EVER, "--inject", "hang@rank=1,step=20000")
+    going = launch("bad_tasks:Good", *FOR_EVER, "--inject", "hang@rank=1,step=2000")
     until(lambda: _stands_still(going.ranks), "rank 0 waits")
     going.signal(signal.SIGINT)
     time.sleep(0.5)

@@ -31,8 +31,8 @@ OnRanks = Callable[..., Any]
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_digits_are_learnt(precision: str, train: Train) -> None:
-    result = train("digits", "epochs=14", ranks=2, precision=precision)
-    assert result.summary["eval"]["accuracy"] >= 0.96
+    result = train("digits", "epochs=6", ranks=2, precision=precision)
+    assert result.summary["eval"]["accuracy"] >= 0.94
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
