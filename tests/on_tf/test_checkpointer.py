@@ -159,8 +159,7 @@ def test_the_points_are_reached_in_order_and_the_event_tells(tmp_path: Path) -> 
     assert 0 < values["stall_s"] <= values["seconds"]
 
 
-@pytest.mark.parametrize("blocking", [True, False])
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.thinned(1, ("point", POINTS), ("blocking", [True, False]))
 def test_a_kill_at_any_point(forks: ForkServer, tmp_path: Path, point: str, blocking: bool) -> None:
     folder = tmp_path / "checkpoints"
     argument = {"folder": str(folder), "point": point, "blocking": blocking}

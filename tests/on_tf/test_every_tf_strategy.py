@@ -71,8 +71,7 @@ def test_every_strategy_of_the_engine_has_a_card_and_a_class() -> None:
     assert exact - {"tpu"} == tried | {"single"}
 
 
-@pytest.mark.parametrize("flags", JOINED, ids=lambda f: f"{f['strategy']}-{f.get('ranks', 1)}")
-@pytest.mark.parametrize("task", ["Dense", "Convolutions"])
+@pytest.mark.thinned(1, ("flags", JOINED), ("task", ["Dense", "Convolutions"]))
 def test_equal_to_one_process(
     task: str, flags: dict[str, Any], alone: Alone, train_tf: Train
 ) -> None:

@@ -26,12 +26,11 @@ JOB: dict[str, Any] = {"strategy": "multi-worker-mirrored", "ranks": 2, "threads
 
 def test_digits_are_learnt_here_and_on_two_nodes(train_tf: Train, tmp_path: Path) -> None:
     """To the bit the same, and nothing of it knows where it runs."""
-    here = train_tf("digits-keras", **JOB)
-    assert here.summary["eval"]["accuracy"] >= 0.97
+    here = train_tf("digits-keras", "epochs=4", **JOB)
+    assert here.summary["eval"]["accuracy"] >= 0.9
     assert here.summary["engine"] == "tensorflow"
     flags = {**JOB, "place": "simulated:link=1gbit", "nodes": 2, "run_dir": str(tmp_path / "there")}
-    there = run_job(resolve("digits-keras", flags))
-    assert there.summary["eval"]["accuracy"] >= 0.97
+    there = run_job(resolve("digits-keras", flags, ("epochs=4",)))
     assert there.summary["weights_sha256"] == here.summary["weights_sha256"]
     assert rows(there) == rows(here)
     hosts = {event["host"] for event in events(there, "ready")}

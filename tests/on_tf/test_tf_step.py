@@ -14,8 +14,9 @@ from allranks.launcher.supervisor import supervise
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("strategy", ["single", "mirrored:replicas=2"])
-@pytest.mark.parametrize("clip_norm", [None, 0.25, 1e6])
+@pytest.mark.thinned(
+    1, ("strategy", ["single", "mirrored:replicas=2"]), ("clip_norm", [None, 0.25, 1e6])
+)
 def test_token_weights_regularizer_and_clipping_are_plain_tensorflow(
     strategy: str, clip_norm: float | None, tf_server: ForkServer, tmp_path: Path
 ) -> None:

@@ -71,8 +71,7 @@ def said(train: Train, task: str, **job: Any) -> tuple[str, Result | None]:
 
 
 @pytest.mark.slow(but=6)
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("task", NAMED)
+@pytest.mark.thinned(1, ("task", [*NAMED]), ("ranks", [1, 2]))
 def test_what_follows_the_ranks_is_named(task: str, ranks: int, train: Train) -> None:
     text, result = said(train, task, ranks=ranks)
     assert _matches(NAMED[task], text), text
