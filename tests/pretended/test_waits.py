@@ -12,6 +12,7 @@ import pytest
 OnDevice = Callable[..., None]
 WAITS = {"single": 1, "ddp": 2, "zero1": 1, "fsdp": 1, "interleaved": 1, "tensor": 1}
 """Until all numbers are there; where passes wait for no other rank, until they are over before."""
+READS = {"torch/ahead/rows.py", "torch/groups/pending.py"}
 TASKS = {"interleaved": "Chain", "tensor": "Chain"}
 
 
@@ -43,5 +44,5 @@ def test_a_fused_optimizer_waits_for_the_step_before_alone(
     on_device: OnDevice, tmp_path: Path, strategy: str
 ) -> None:
     for step in waits(on_device, tmp_path, strategy, "fused"):
-        assert {where.partition(":")[0] for where in step["waits"]} == {"torch/ahead/rows.py"}
+        assert {where.partition(":")[0] for where in step["waits"]} <= READS, step
         assert sum(step["waits"].values()) == WAITS[strategy], step
