@@ -13,7 +13,7 @@ OnDevice = Callable[..., None]
 WAITS = {"single": 1, "ddp": 2, "zero1": 1, "fsdp": 1, "interleaved": 1, "tensor": 1}
 """Until all numbers are there; where passes wait for no other rank, until they are over before."""
 READS = {"torch/ahead/rows.py", "torch/groups/pending.py"}
-TASKS = {"interleaved": "Chain", "tensor": "Chain"}
+TASKS = {"interleaved": "Chain", "tensor": "Chain", "expert": "Mixture"}
 
 
 def waits(on_device: OnDevice, folder: Path, strategy: str, optimizer: str) -> list[dict[str, Any]]:
@@ -46,3 +46,11 @@ def test_a_fused_optimizer_waits_for_the_step_before_alone(
     for step in waits(on_device, tmp_path, strategy, "fused"):
         assert {where.partition(":")[0] for where in step["waits"]} <= READS, step
         assert sum(step["waits"].values()) == WAITS[strategy], step
+
+
+@pytest.mark.slow
+def test_a_mixture_of_experts_waits_once(on_device: OnDevice, tmp_path: Path) -> None:
+    """For the rows that go where; and a forward pass once more, for a layer that was left out."""
+    mixtures, passes = 2, 1
+    for step in waits(on_device, tmp_path, "expert", "fused"):
+        assert step["stops"] == mixtures + passes + 1, step
