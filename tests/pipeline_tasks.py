@@ -277,7 +277,7 @@ def bytes_and_memory(argument: dict[str, Any]) -> None:
         steps, sends, wanted = argument["job"]["steps"], list[int](), 0
         comm, strategy = trainer.comm, trainer.strategy
         ends = [(s < strategy.last) + (s > 0) for s in strategy.own_stages]
-        for links in (strategy.links.line, strategy.links.backwards):
+        for links in (strategy.links.line, strategy.links.backwards.sends):
             links.send = _counted(links.send, sends)
         for batch in trainer.batches():
             wanted += len(batch.micros) * sum(ends)

@@ -84,6 +84,9 @@ def install() -> None:
     casts = keep(torch.library.Library("aten", "IMPL"))
     for name in (*CAST_DOWN, *CAST_UP):
         casts.impl(name, partial(_cast, getattr(torch.ops.aten, name)), "AutocastPrivateUse1")
+    for overload in ("default", "start", "start_step"):  # torch's own gives a tensor of no length
+        arange = getattr(torch.ops.aten.arange, overload)
+        casts.impl(arange.name(), partial(_fallback, arange), "PrivateUse1")
     for taken in (updated_in_lists, clipped_in_lists):  # as of a device whose tensors are torch's
         taken.append(chip.OnChip)
     dist.Backend.default_device_backend_map[NAME] = "gloo"

@@ -34,6 +34,7 @@ MAY_TAKE_HOST_INDICES = ("aten::index", "aten::index_put_", "aten::_index_put_im
 class OnChip(Tensor):
     """A tensor of the device; `inner` is the tensor of the CPU that computes for it."""
 
+    __slots__ = ("inner",)  # not among what a task writes on a parameter, and others copy
     inner: Tensor
 
     @staticmethod
@@ -72,6 +73,15 @@ class OnChip(Tensor):
     def data_ptr(self) -> int:
         return self.inner.data_ptr()
 
+    def untyped_storage(self) -> Any:
+        storage: Any = super().untyped_storage()
+        storage.inner = self.inner.untyped_storage()
+        storage.data_ptr = storage.inner.data_ptr
+        return storage
+
+    def set_(self, storage: Any, *where: Any) -> Tensor:  # type: ignore[override]
+        return OnChip(self.inner.set_(storage.inner, *where), self.device)
+
     def pin_memory(self, *ignored: Any) -> Tensor:
         raise Misuse(f"pin_memory() of a tensor of a device, at {line()}")
 
@@ -94,6 +104,8 @@ class OnChip(Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if not all(issubclass(kind, OnChip) for kind in types):
+            return NotImplemented  # others unwrap theirs first
         return run(func, args, kwargs or {})
 
 
@@ -150,6 +162,8 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if device is None:  # of the host alone, or made there like one of the device
         return with_inner(func, flat, spec)
     stream, kind = streams.current_stream(device), kind_of(func)
+    if kwargs.get("output_size") is not None:  # the host says how many there will be
+        kind = "kernel"
     if kind in ("kernel", "wait"):
         stamp(func, args, kwargs, given, stream)
     kwargs = {**kwargs, **({"device": "cpu"} if kwargs.get("device") is not None else {})}

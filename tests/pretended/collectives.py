@@ -54,6 +54,7 @@ def _begun(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         record("collective", name)
         current = streams.current_stream()
         own = _own.setdefault(current.device.index, Stream(current.device))
+        streams.of_collectives.add(own)
         own.wait_stream(current)
         alone = {id(args[k]) for k in READS_ALONE.get(name, ())}
         for tensor in given:

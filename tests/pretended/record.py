@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,10 @@ class Misuse(RuntimeError):
 
 @dataclass(frozen=True)
 class Told:
-    """One thing: a "kernel", a "wait" of the host, a "copy" nobody waits for, a "collective"."""
+    """One thing: a "kernel", a "wait" of the host, a "copy" nobody waits for, a "collective".
+
+    Of a wait for "others", who send what the host reads, `what` is the phase of this rank.
+    """
 
     kind: str
     what: str
@@ -37,6 +40,8 @@ class Watched:
 
 
 _watching: list[Watched] = []
+phase_of: list[Callable[[], str]] = []
+"""Gives the phase that the rank of this process is in."""
 
 
 def record(kind: str, what: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from pretended.record import Misuse, line, record
+from pretended.record import Misuse, line, phase_of, record
 
 NAME = "pretended"
 DEVICES = 2  # for tensors; autograd knows of the first alone, so a rank trains on that
@@ -25,6 +25,7 @@ _host: Clocks = {}  # what the host has waited for comes before all that it star
 _late: list[tuple[Stream, int, Callable[[], None]]] = []
 _defaults: dict[int, Stream] = {}
 _thread = threading.local()
+of_collectives: set[Stream] = set()
 
 
 class Stream:
@@ -125,6 +126,8 @@ def arrives_late(stream: Stream, copy: Callable[[], None]) -> None:
 
 def host_waits_for(clocks: Clocks) -> None:
     """All that these clocks stand for is done, and what it copied to the host is there."""
+    if phase_of and any(clocks.get(s, 0) > _host.get(s, 0) for s in of_collectives):
+        record("others", phase_of[-1]())
     _later(_host, clocks)
     for waiting in list(_late):
         stream, clock, copy = waiting

@@ -11,6 +11,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 import batch_kinds
+import contract_tasks
+import tensor_tasks
 from allranks.programs.models.gpt import GPTShape, gpt
 from allranks.programs.models.resnet import resnet20, resnet50
 from allranks.torch import Task
@@ -92,6 +94,51 @@ class Small(Task):
 
     def metrics(self, output: Tensor, batch: Any) -> dict[str, Any]:
         return {"right": ((output.argmax(1) == batch[1]).sum(), len(output))}
+
+
+@dataclass(kw_only=True)
+class Chain(tensor_tasks.Stack):
+    """Layers in a row, which can be cut into stages, and in blocks."""
+
+    optimizer_name: str = "sgd"
+    batch_size: int = 8
+    shards: int = 4
+    samples: int = SAMPLES
+    optimizer = Small.optimizer
+
+    def train_data(self) -> tuple[Tensor, Tensor]:
+        inputs, outputs = super().train_data()
+        return inputs[: self.samples], outputs[: self.samples]
+
+
+@dataclass(kw_only=True)
+class Mixture(contract_tasks.Mixture):
+    """Mixtures of experts."""
+
+    optimizer_name: str = "sgd"
+    batch_size: int = 8
+    shards: int = 4
+    experts: int = 4
+    samples: int = SAMPLES
+    optimizer = Small.optimizer
+
+    def train_data(self) -> tuple[Tensor, Tensor, Tensor]:
+        tokens, counted, sums = super().train_data()
+        return tokens[: self.samples], counted[: self.samples], sums[: self.samples]
+
+
+@dataclass(kw_only=True)
+class Sentences(contract_tasks.Sentences):
+    """A transformer, whose positions can be cut."""
+
+    optimizer_name: str = "sgd"
+    batch_size: int = 8
+    shards: int = 4
+    samples: int = SAMPLES
+    optimizer = Small.optimizer
+
+    def train_data(self) -> Tensor:
+        return super().train_data()[: self.samples]
 
 
 def words() -> Tensor:

@@ -71,6 +71,8 @@ SHARING: dict[str, dict[str, Any]] = {
     "zero1 bitwise": {},
     "zero2": {},
     "fsdp": {},
+    "interleaved": {"task": "Chain"},
+    "expert": {"task": "Mixture"},
 }
 
 
@@ -86,10 +88,15 @@ def test_messages_of_ranks_that_share_a_device_go_over_the_host(on_device: OnDev
     on_device(2, "messages_over_the_host")
 
 
-def test_stages_in_a_ring_are_refused_on_a_device(on_device: OnDevice) -> None:
-    """NCCL makes the messages of a group one after the other: the ring would stand still."""
-    job = {"strategy": "interleaved:chunks=2"}
-    on_device(2, "a_ring_is_refused", {"task": "Text", "job": job})
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize(
+    "strategy",
+    ["interleaved:chunks=2", "tensor"],
+)
+def test_ranks_that_hold_parts_of_a_model_train_as_on_the_cpu(
+    on_device: OnDevice, strategy: str
+) -> None:
+    on_device(2, "as_on_the_cpu", {"task": "Chain", "job": {"strategy": strategy}})
 
 
 @pytest.mark.slow(but=1)

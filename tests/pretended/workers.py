@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.launcher.world import World
 from allranks.strategies.shards import Piece
@@ -35,7 +34,7 @@ from allranks.torch.parameter_server.server import Server
 from allranks.torch.parameter_server.working.exchange import Exchange
 from pretended import streams, tasks
 from pretended.backend import install
-from pretended.record import Misuse, Watched, watch
+from pretended.record import Misuse, Told, Watched, phase_of, watch
 from pretended.streams import NAME
 
 WARM, MEASURED = 18, 3  # the counts of a usual step are made once for each of 16 positions
@@ -236,17 +235,31 @@ def launches_beside_a_loop(argument: dict[str, Any]) -> None:
 
 
 def waits_of_a_step(argument: dict[str, Any]) -> None:
-    """How often the host waits for the device in a usual step, and where, into a file."""
+    """How often the host waits for the device in a usual step, and where, into a file.
+
+    There, and in an evaluation, it waits for other ranks in no other phase than `exchange`.
+    """
     install()
     with trainer(argument, NAME, steps=WARM + MEASURED) as training:
+        phase_of.append(lambda: training.heartbeat.phase)
+        others: list[Told] = []
         for number, batch in enumerate(training.batches()):
             with watch() if number >= WARM else nullcontext(Watched()) as watched:
                 training.step(batch)
+            others += watched.of("others")
             found = Counter(told.line for told in watched.of("wait"))
-            kinds = [kind for kind, _ in groupby(told.kind for told in watched.told)]
-            if number >= WARM and training.comm.rank == 0:
+            told = [told.kind for told in watched.told if told.kind != "others"]
+            kinds = [kind for kind, _ in groupby(told)]
+            if number >= WARM:
+                row = {"waits": found, "stops": kinds.count("wait"), "rank": training.comm.rank}
                 with Path(argument["out"]).open("a") as out:
-                    out.write(json.dumps({"waits": found, "stops": kinds.count("wait")}) + "\n")
+                    out.write(json.dumps(row) + "\n")
+        with watch() as watched:
+            training.evaluate()
+        others += watched.of("others")
+        assert others or training.comm.size == 1
+        apart = {told for told in others if told.what != "exchange"}
+        assert not apart, apart
 
 
 def beside_servers(argument: dict[str, Any]) -> None:
@@ -320,9 +333,3 @@ def dropout_as_on_the_cpu(argument: dict[str, Any]) -> None:
             assert told.count("kernel") <= argument["kernels"], forward.told
             assert told.count("copy") == len(told) - told.count("kernel") == 1, forward.told
             assert len(backward.told) == 1, backward.told
-
-
-def a_ring_is_refused(argument: dict[str, Any]) -> None:
-    install()
-    with pytest.raises(RequestError, match="in a ring"):
-        trainer(argument, NAME).close()

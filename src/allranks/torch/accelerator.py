@@ -9,7 +9,7 @@ on the host, or say so.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -109,9 +109,24 @@ def new_event(device: torch.device, *, timed: bool = False) -> Any:
     return module_of(device).Event(enable_timing=timed)
 
 
+def recorded_event(device: torch.device) -> Any:
+    """An event that comes when the device has done all that it was told; `None` on the host."""
+    if not is_accelerator(device):
+        return None
+    event = new_event(device)
+    event.record()
+    return event
+
+
 def pinned(tensor: Tensor) -> Tensor:
     """A copy on the host that a device reads and writes while the host goes on."""
     return tensor.pin_memory()
+
+
+def tensor_of(numbers: Sequence[float], device: torch.device) -> Tensor:
+    """Numbers of the host on a device: the host does not wait for the copy."""
+    host = torch.tensor(numbers)
+    return pinned(host).to(device, non_blocking=True) if is_accelerator(device) else host
 
 
 def pinned_zeros(size: int, dtype: torch.dtype, *, pin: bool) -> Tensor:

@@ -8,6 +8,7 @@ away raises `PeerLost`: this rank is a victim, and its message never hides the f
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -28,7 +29,7 @@ from allranks.torch.groups.counting import (
 )
 from allranks.torch.groups.flattened import messages_of, packed, unpack
 from allranks.torch.groups.lent import borrow, end, give_back, new_group
-from allranks.torch.groups.pending import TIMEOUT, Pending, translated
+from allranks.torch.groups.pending import TIMEOUT, Pending, in_exchange, translated
 from allranks.torch.groups.texts import texts_of_all
 from allranks.torch.groups.through_host import goes_through_host
 from allranks.torch.meetings import Meetings
@@ -36,6 +37,7 @@ from allranks.torch.model.reals import reals
 from allranks.torch.shared_memory.in_place import share_memory, shared_zeros, sum_in_place
 
 CPU = torch.device("cpu")
+NOTHING = nullcontext()
 KINDS = ("gradients", "outputs", "batchnorm", "rows", "control")
 
 
@@ -236,12 +238,23 @@ class Comm:
         except RuntimeError as error:
             raise translated(error) from error
 
+    def reading(self) -> AbstractContextManager[None]:
+        """Within, the host reads what these ranks have sent: it waits for them, in `exchange`.
+
+        The wait of a collective on a device is that of the device, and the host's comes with the
+        read.
+        """
+        if self.size == 1 or not self._waits_on_device:
+            return NOTHING
+        return in_exchange(self.heartbeat)
+
     def barrier(self) -> None:
         """Return when every rank has called this."""
         if self.size > 1:
             came = torch.zeros(1, device=self.device)
             self.all_reduce(came, "control").wait()
-            came.item()  # NCCL's wait is that of the device
+            with self.reading():
+                came.item()  # NCCL's wait is that of the device
 
     def meet(self, place: str) -> None:
         """Return when all ranks came to `place`; every rank calls this.
@@ -273,7 +286,9 @@ class Comm:
         """Every rank's text on every rank, in order; sends a size and N-1 times the longest."""
         if self.size == 1:
             return [text]
-        return texts_of_all(text, self.size, self.device, partial(self.all_gather, kind="control"))
+        with self.reading():
+            gather = partial(self.all_gather, kind="control")
+            return texts_of_all(text, self.size, self.device, gather)
 
     def among(self, ranks: tuple[int, ...]) -> Comm:
         """Some of these ranks, this one too, on a group of their own; each of `ranks` calls this.
@@ -315,6 +330,16 @@ class Comm:
         if self.size == 1:
             return Comm(device=self.device, sent=self.sent, heartbeat=self.heartbeat)
         return replace(self, owns_group=True, group=self._new_group())
+
+    def on_host(self) -> Comm:
+        """The same ranks, for numbers that the host reads: these, unless it waits for a device.
+
+        Every rank calls this, from the thread that trains, and `leave` at the end of another one.
+        What is sent there is counted here.
+        """
+        if self.size == 1 or not self._waits_on_device:
+            return self
+        return replace(self, owns_group=True, group=self._new_group("gloo"), device=CPU)
 
     def aside(self) -> Comm:
         """The same ranks on a group of their own, over the host, for a thread beside the training.

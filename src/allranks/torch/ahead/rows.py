@@ -22,6 +22,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 import allranks.torch.accelerator as accelerator
 from allranks.launcher.heartbeat import Heartbeat, SaveThreadHeartbeat
 from allranks.torch.accelerator import is_accelerator
+from allranks.torch.groups.pending import in_exchange
 
 SLOTS = 2
 FUSED = (SGD, Adam, AdamW)  # those of torch with a fused kernel on devices
@@ -76,31 +77,7 @@ class Rows:
         self._turn = (self._turn + 1) % SLOTS
         slot = self._slots[self._turn]
         slot.copy_(numbers, non_blocking=True)
-        return Row(slot, recorded_event(self.device), computed)
-
-
-def recorded_event(device: torch.device) -> Any:
-    """An event that comes when the device has done all that it was told; `None` on the host."""
-    if not is_accelerator(device):
-        return None
-    event = accelerator.new_event(device)
-    event.record()
-    return event
-
-
-@contextmanager
-def in_exchange(
-    heartbeat: Heartbeat | SaveThreadHeartbeat | None, computed: Any = None
-) -> Iterator[None]:
-    """Around a read of sums of all ranks: in `exchange`, once the own part is `computed`."""
-    if computed is not None:
-        computed.synchronize()
-    before = "" if heartbeat is None else heartbeat.enter("exchange")
-    try:
-        yield
-    finally:
-        if heartbeat is not None:
-            heartbeat.enter(before)
+        return Row(slot, accelerator.recorded_event(self.device), computed)
 
 
 @contextmanager

@@ -174,7 +174,8 @@ class Run:
             whole = torch.cat([*parts, there])
             self.around.exchange.sum_(whole)
             *sums, there = whole.split([part.numel() for part in parts] + [len(at)])
-            flags = there.abs().tolist()
+            with self.around.exchange.line.reading():
+                flags = there.abs().tolist()
             for number, total, is_there in zip(at, sums, flags, strict=True):
                 found[number] = total.view(of[number].shape) if is_there else None
         return found

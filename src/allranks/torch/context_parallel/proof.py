@@ -233,7 +233,9 @@ class Proof:
         with self.exchange.opened("control"):
             self.exchange.sum_(numbers)
         share, floor = ROUNDED.get(kind, HALF)
-        for (what, *_), (off, change, size) in zip(rows, numbers.sqrt().tolist(), strict=True):
+        with self.exchange.comm.reading():
+            sums = numbers.sqrt().tolist()
+        for (what, *_), (off, change, size) in zip(rows, sums, strict=True):
             if not off <= share * change + floor * size:
                 raise self.refusal(f"{what} differs by {off:.2g} (of {size:.2g}) in {where}")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -68,9 +68,11 @@ def evaluate(
             if number in own:
                 rows[number] = list(pairs.values())
     _same_names_everywhere(comm, names)
-    table = _table(rows, len(chunks), len(names)).to(comm.device)
+    with strategy.comm.reading() if not strategy.computes_alone else nullcontext():
+        table = _table(rows, len(chunks), len(names)).to(comm.device)
     comm.all_reduce(table, "control").wait()
-    table = table.cpu()
+    with comm.reading():
+        table = table.cpu()
     _check_counts(table, names)
     sums = table.cumsum(0)[-1].tolist() if names else []
     means = {n: total / count for n, (total, count) in zip(names, sums, strict=True) if count}
@@ -134,7 +136,9 @@ def _same_names_everywhere(comm: Comm, names: list[str]) -> None:
     checks = torch.zeros(comm.size, dtype=torch.float64, device=comm.device)
     checks[comm.rank] = zlib.crc32("\0".join(names).encode())
     comm.all_reduce(checks, "control").wait()
-    if len(set(checks.tolist())) > 1:
+    with comm.reading():
+        differ = len(set(checks.tolist())) > 1
+    if differ:
         raise _other_metrics(f"{names} on rank {comm.rank}, others on another rank")
 
 

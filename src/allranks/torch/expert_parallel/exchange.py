@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from allranks.errors import RequestError
+from allranks.torch.accelerator import tensor_of
 from allranks.torch.comm import Comm
 
 END = -1  # in place of a layer: the forward pass is over
@@ -47,15 +48,15 @@ class ExpertExchange:
         finally:
             self.kind = before
 
-    def computed(self, rows: Tensor, counts: Sequence[int], compute: Compute, layer: int) -> Tensor:
+    def computed(self, rows: Tensor, counts: list[list[int]], compute: Compute) -> Tensor:
         """What the experts of all ranks make of rows that are sorted by expert, in their order.
 
-        All ranks call this, for the same `layer`; `counts` are the rows for each expert of all.
-        Raises `RequestError` where they call other layers.
+        All ranks call this; `counts` are the rows of each rank for each expert of all.
         """
-        sizes = self._sizes(counts, layer)  # (source, own expert)
-        own = len(sizes[0])
-        gives = [sum(counts[start : start + own]) for start in range(0, len(counts), own)]
+        given, own = counts[self.comm.rank], len(counts[0]) // self.comm.size
+        start = self.comm.rank * own
+        sizes = [row[start : start + own] for row in counts]  # (source, own expert)
+        gives = [sum(given[start : start + own]) for start in range(0, len(given), own)]
         takes = [sum(row) for row in sizes]
         received = exchanged(self, rows, gives, takes)
         outputs = compute(_by_expert(received, sizes), [sum(column) for column in _turned(sizes)])
@@ -67,24 +68,25 @@ class ExpertExchange:
         All ranks call this after as many forward passes; layers that backward computes again come
         in between, on all of them. Raises `RequestError` where others call a layer.
         """
-        self._sizes([], END)
+        self.sizes(torch.zeros(0, dtype=torch.int64, device=self.comm.device), END)
 
-    def _sizes(self, counts: Sequence[int], layer: int) -> list[list[int]]:
-        """How many rows come from each rank for each expert of this one. Sends all counts.
+    def sizes(self, counts: Tensor, layer: int) -> list[list[int]]:
+        """How many rows each rank has for each expert of all. Sends all counts.
 
-        Every such message is of the same size, so that ranks in different layers find out.
+        All ranks call this, for the same `layer`; raises `RequestError` where they call other ones.
+        Every such message is of the same size, so that ranks in different layers find out. Where
+        counts lie on a device the host waits for it once, here.
         """
         device, experts = self.comm.device, len(counts)
-        nothing = [0] * (self.room - experts)
-        part = torch.tensor([layer, experts, *counts, *nothing], device=device)
+        part = tensor_of([layer, experts, *[0] * self.room], device)
+        part[2 : 2 + experts] = counts
         whole = part.new_empty(self.comm.size * part.numel())
         self.comm.all_gather(whole, part, "control").wait()
-        rows = whole.view(self.comm.size, -1).tolist()
+        with self.comm.reading():
+            rows = whole.view(self.comm.size, -1).tolist()
         if any(row[:2] != [layer, experts] for row in rows):
             raise _another_layer()
-        own = experts // self.comm.size
-        start = 2 + self.comm.rank * own
-        return [row[start : start + own] for row in rows]
+        return [row[2 : 2 + experts] for row in rows]
 
     def sent(self, rows: Tensor, gives: list[int], takes: list[int]) -> Tensor:
         """Send rows, cut into `gives`, to the ranks; returns what they sent, `takes` of each."""

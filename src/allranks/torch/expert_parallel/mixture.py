@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from allranks.errors import RequestError
+from allranks.torch.accelerator import tensor_of
 from allranks.torch.expert_parallel.exchange import ExpertExchange
 from allranks.torch.expert_parallel.routing import (
     balance_losses,
@@ -97,17 +98,21 @@ class MixtureOfExperts(nn.Module):
         if self.exchange is not None and self.exchange.is_idle():
             nothing = torch.zeros(len(tokens), dtype=torch.bool, device=input.device)
             given = dataclasses.replace(chosen, counted=nothing)
-        routed = route(given, groups, self.capacity_factor if self.training else None)
-        picked = tokens[routed.tokens]
+        routes = route(given, groups, self.capacity_factor if self.training else None)
         if self.exchange is None:
-            computed = self._compute(picked, routed.counts)
+            counts: list[int] = routes.counts.tolist()
+            routed = routes.rows(sum(counts))
+            computed = self._compute(tokens[routed.tokens], counts)
         else:
-            layer = getattr(self, "index", 0)
-            computed = self.exchange.computed(picked, routed.counts, self._compute, layer)
+            sizes_of_ranks = self.exchange.sizes(routes.counts, getattr(self, "index", 0))
+            counts = sizes_of_ranks[self.exchange.comm.rank]
+            routed = routes.rows(sum(counts))
+            picked = tokens[routed.tokens]
+            computed = self.exchange.computed(picked, sizes_of_ranks, self._compute)
         computed = torch.cat([computed, computed.new_zeros(1, self.width)])
         output = (computed[routed.places] * chosen.gates[..., None]).sum(1)
         balance = balance_losses(chosen, groups)
-        sizes = torch.tensor(rows_of_groups, device=input.device)
+        sizes = tensor_of(rows_of_groups, input.device)
         return MixtureOutput(
             output.to(input.dtype).view(input.shape),
             balance.repeat_interleave(sizes, output_size=rows),

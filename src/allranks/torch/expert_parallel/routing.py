@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from allranks.torch.accelerator import holds, tensor_of
+
 
 @dataclass(frozen=True)
 class Chosen:
@@ -32,13 +34,35 @@ class Chosen:
 class Routed:
     """The rows that go to experts, sorted by expert, then by group, choice and token.
 
-    `tokens` are those of each row, `counts` how many rows each expert takes; `places` says where a
-    token's choice is among the rows, (tokens, k), and one behind the last row for what is dropped.
+    `tokens` are those of each row; `places` says where a token's choice is among the rows,
+    (tokens, k), and one behind the last row for what is dropped.
     """
 
     tokens: Tensor
-    counts: list[int]
     places: Tensor
+
+
+@dataclass(frozen=True)
+class Routes:
+    """How many rows each expert takes, (experts,), where the device has it.
+
+    `order` are all choices, (tokens · k), sorted as rows are; the `kept` ones become rows.
+    """
+
+    counts: Tensor
+    order: Tensor
+    kept: Tensor
+    top_k: int
+
+    def rows(self, count: int) -> Routed:
+        """The rows, of which the host knows by now how many there are: it waits for nothing."""
+        if holds(self.order):
+            rows = self.order[torch.nonzero_static(self.kept, size=count).squeeze(1)]
+        else:
+            rows = self.order[self.kept]
+        places = rows.new_full(self.order.shape, count)
+        places[rows] = torch.arange(count, device=rows.device)
+        return Routed(rows // self.top_k, places.view(-1, self.top_k))
 
 
 def choose(logits: Tensor, top_k: int, counted: Tensor | None) -> Chosen:
@@ -54,30 +78,27 @@ def choose(logits: Tensor, top_k: int, counted: Tensor | None) -> Chosen:
     return Chosen(probabilities, experts[:, :top_k], gates, counted)
 
 
-def route(chosen: Chosen, groups: list[int], capacity_factor: float | None) -> Routed:
+def route(chosen: Chosen, groups: list[int], capacity_factor: float | None) -> Routes:
     """Give rows to experts; `groups` are the tokens of each group, in order."""
     tokens, top_k = chosen.experts.shape
     experts, device = chosen.probabilities.shape[1], chosen.experts.device
     group = torch.arange(len(groups), device=device)
-    group = group.repeat_interleave(torch.tensor(groups, device=device), output_size=tokens)
+    group = group.repeat_interleave(tensor_of(groups, device), output_size=tokens)
     choice = torch.arange(top_k, device=device).expand(tokens, top_k)
     key = (chosen.experts * len(groups) + group[:, None]) * top_k + choice
     if chosen.counted is not None:
         key = key.masked_fill(~chosen.counted[:, None], experts * len(groups) * top_k)
     order = key.flatten().argsort(stable=True)
     slot = key.flatten()[order] // top_k  # (expert, group) of each row
-    sizes = torch.bincount(slot, minlength=experts * len(groups) + 1)
-    kept = slot < experts * len(groups)
+    slots = experts * len(groups)
+    starts = torch.searchsorted(slot, torch.arange(slots + 1, device=device))
+    kept, sizes = slot < slots, starts.diff().view(experts, len(groups))
     if capacity_factor is not None:
-        first = sizes.cumsum(0) - sizes
-        position = torch.arange(len(order), device=device) - first[slot]
+        position = torch.arange(len(order), device=device) - starts[slot]
         limits = capacities(group_sizes(chosen, groups), top_k, experts, capacity_factor)
         kept &= position < limits[slot % len(groups)]
-    rows = order[kept]
-    places = rows.new_full((tokens * top_k,), len(rows))
-    places[rows] = torch.arange(len(rows), device=device)
-    counts = torch.bincount(slot[kept] // len(groups), minlength=experts)
-    return Routed(rows // top_k, counts.tolist(), places.view(tokens, top_k))
+        sizes = sizes.minimum(limits)
+    return Routes(sizes.sum(1), order, kept, top_k)
 
 
 def capacities(sizes: Tensor, top_k: int, experts: int, factor: float) -> Tensor:
@@ -92,7 +113,7 @@ def capacities(sizes: Tensor, top_k: int, experts: int, factor: float) -> Tensor
 def group_sizes(chosen: Chosen, groups: list[int]) -> Tensor:
     """The tokens of each group that count."""
     if chosen.counted is None:
-        return torch.tensor(groups, device=chosen.experts.device)
+        return tensor_of(groups, chosen.experts.device)
     return torch.stack([part.sum() for part in chosen.counted.split(groups)])
 
 

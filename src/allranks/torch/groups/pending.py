@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -14,6 +15,21 @@ from allranks.launcher.processes.foreign import is_said
 from allranks.torch.meetings import LASTS, Meetings
 
 TIMEOUT = timedelta(minutes=40)  # longer than --hang-timeout usually is: it names who is missing
+
+
+@contextmanager
+def in_exchange(
+    heartbeat: Heartbeat | SaveThreadHeartbeat | None, computed: Any = None
+) -> Iterator[None]:
+    """Around a read of sums of all ranks: in `exchange`, once the own part is `computed`."""
+    if computed is not None:
+        computed.synchronize()
+    before = "" if heartbeat is None else heartbeat.enter("exchange")
+    try:
+        yield
+    finally:
+        if heartbeat is not None:
+            heartbeat.enter(before)
 
 
 def translated(error: RuntimeError) -> RuntimeError | PeerLost:

@@ -73,7 +73,8 @@ def of_all(comm: Comm, result: StepResult) -> Said:
     """The numbers of a step of all learners; every one calls this."""
     numbers = Said.of(result).tensor(comm)
     comm.all_reduce(numbers).wait()
-    return Said(*numbers.tolist())
+    with comm.reading():
+        return Said(*numbers.tolist())
 
 
 @dataclass
@@ -84,13 +85,15 @@ class UnderWay:
     until: int
     said: Tensor
     pending: list[Pending]
+    comm: Comm
 
     def wait(self) -> Said:
         """The sums are here, and what all have said together."""
         for pending in self.pending:
             pending.wait()
         self.pending = []
-        return Said(*self.said.tolist())
+        with self.comm.reading():
+            return Said(*self.said.tolist())
 
 
 class Exchange:
@@ -173,7 +176,7 @@ class Exchange:
             pending = [self.sums.begin(flat, trained) for flat in flats]
             pending += [self.sums.begin(flat, seen) for flat in buffers]
         pending.append(self.comm.all_reduce(said))
-        self._under_way.append(UnderWay(fragment, until, said, pending))
+        self._under_way.append(UnderWay(fragment, until, said, pending, self.comm))
 
     def _take(self, at: int) -> Said | None:
         """Move the global weights by the means that are due, and this learner's to them."""
@@ -229,7 +232,7 @@ class Exchange:
             for name, view in self._found(number).items():
                 view.copy_(one["found"][name])
             said = Said(*one["said"]).tensor(self.comm)
-            self._under_way.append(UnderWay(number, int(one["until"]), said, []))
+            self._under_way.append(UnderWay(number, int(one["until"]), said, [], self.comm))
 
     def _found(self, fragment: int) -> dict[str, Tensor]:
         flats = self._flats(fragment)

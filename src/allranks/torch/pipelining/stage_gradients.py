@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
 
+from allranks.torch.accelerator import is_accelerator
 from allranks.torch.comm import Comm
 from allranks.torch.model.reals import real_type
 from allranks.torch.reducers.exact_norm import exact_norm
@@ -36,7 +38,7 @@ class StagedGradients(Gradients):
         cut: Sequence[int] = (),
     ) -> None:
         super().__init__(parameters, exact=exact)
-        self.parts, self.cut = parts, list(cut)
+        self.parts, self.cut = parts, tuple(cut)
         self.counted, self.everywhere, self.line = list(counted), everywhere, line
         self.told: Tensor | None = None
 
@@ -77,6 +79,9 @@ class StagedGradients(Gradients):
         """Sends two numbers for each parameter of the model (`control`)."""
         if clips and self.exact:
             return exact_norm([p.grad for _, p in self.counted if p.grad is not None], self._rows)
+        if is_accelerator(self.line.device):  # by the device, as where nobody waits for it
+            norm = float(self.norm_unread(clips=clips, left_out=left_out))
+            return norm if math.isfinite(norm) else math.hypot(*self._norms(torch.float64))
         norms = self._norms(None)
         if clips:
             kind = real_type(self.everywhere[0].dtype)
@@ -85,6 +90,14 @@ class StagedGradients(Gradients):
             norm = math.hypot(*norms)
         return norm if math.isfinite(norm) else math.hypot(*self._norms(torch.float64))
 
+    def norm_unread(self, *, clips: bool, left_out: bool) -> Tensor:
+        """The same of rows of zeros where there is no gradient."""
+        norms = self._rows_of_all(None)[0]
+        if clips:
+            norms = norms.to(real_type(self.everywhere[0].dtype))
+        found: Tensor = torch.linalg.vector_norm(norms).double()
+        return found
+
     def _norms(self, kind: torch.dtype | None) -> list[float]:
         """The norm of every gradient of the model, each computed as `kind` if given."""
         norms, there = self._told(kind)
@@ -92,16 +105,21 @@ class StagedGradients(Gradients):
 
     def _told(self, kind: torch.dtype | None) -> tuple[list[float], list[float]]:
         """For each parameter of the model the norm of its gradient, and whether there is one."""
+        norms, there = self._rows_of_all(kind).tolist()
+        return norms, there
+
+    def _rows_of_all(self, kind: torch.dtype | None) -> Tensor:
+        """The same, as two rows that are summed over the line."""
         found = self.told
         if found is None or kind is not None:
             found = self.own(kind)
             if self.parts is not None and self.cut:
-                squares = found[0, self.cut].square()
+                where = _positions(self.cut, found.device)
+                squares = found[0].index_select(0, where).square()
                 self.parts.all_reduce(squares, "control").wait()
-                found[0, self.cut] = squares.sqrt()
+                found[0].index_copy_(0, where, squares.sqrt())
             self.line.all_reduce(found, "control").wait()
-        norms, there = found.tolist()
-        return norms, there
+        return found
 
     def own(self, kind: torch.dtype | None = None) -> Tensor:
         """What this rank tells: a row of norms, and a row of ones where it holds a gradient."""
@@ -109,9 +127,9 @@ class StagedGradients(Gradients):
         found = torch.zeros(2, len(self.everywhere), dtype=torch.float64, device=self.line.device)
         if held:
             gradients = [g if kind is None else g.to(_wider(g, kind)) for _, g in held]
-            where = torch.tensor([at for at, _ in held], device=found.device)
-            found[0, where] = torch.stack(torch._foreach_norm(gradients)).double()
-            found[1, where] = 1
+            where = _positions(tuple([at for at, _ in held]), found.device)
+            found[0].index_copy_(0, where, torch.stack(torch._foreach_norm(gradients)).double())
+            found[1].index_fill_(0, where, 1)
         return found
 
     def _rows(self, row: Tensor) -> Tensor:
@@ -126,6 +144,12 @@ class StagedGradients(Gradients):
     def clip_(self, limit: float, norm: float | Tensor) -> None:
         if self.parameters:
             super().clip_(limit, norm)
+
+
+@lru_cache(maxsize=64)
+def _positions(places: tuple[int, ...], device: torch.device) -> Tensor:
+    """They are the same in each step: the host waits for a device to take them once."""
+    return torch.tensor(places, device=device)
 
 
 def _dense(gradient: Tensor) -> Tensor:

@@ -2,9 +2,12 @@
 
 What a stage returns may be a tensor, or tensors in tuples, lists and dicts. Its looks (structure,
 shapes, strides, types, which tensors want a gradient) are told once for each shape of input, as a
-message of their own; after that both sides know them, and only numbers are sent. Messages of the
-two directions go through groups of their own: under NCCL two ranks that send to each other at once
-through one group would wait for each other.
+message of their own; after that both sides know them, and only numbers are sent. Where tensors lie
+on a device, what the host must know goes over the host: no rank waits for a device to read it.
+
+A group of NCCL makes one message after the other, in the order in which they are begun, and a rank
+that sends waits until the other one receives. So the two directions have groups of their own, and
+in a ring, where each rank has several stages, a rank sends and receives by different groups.
 """
 
 from __future__ import annotations
@@ -28,18 +31,51 @@ Sent = tuple[Pending, Tensor]
 """A message, and the memory that it leaves from."""
 
 
+@dataclass(frozen=True)
+class Lane:
+    """The groups by which messages of one direction leave a rank, and come to it."""
+
+    sends: Comm
+    receives: Comm
+
+
+def lanes_of(line: Comm, *, is_ring: bool) -> tuple[Lane, Lane, list[Comm]]:
+    """The lanes forwards and backwards, and the groups that are made for them.
+
+    Every rank of `line` calls this. Where each rank has several stages, ranks are a ring: if a
+    group is one queue, neighbouring pairs of ranks take different groups there, two for an even
+    number of ranks and three for an odd one, so that no rank sends and receives by the same.
+    """
+    is_odd = line.size % 2
+    count = 2 + is_odd if is_ring and line.is_one_queue else 1
+    made = [line.beside() for _ in range(2 * count - 1)]
+    groups = [line, *made]
+
+    def group_of(rank: int) -> int:
+        """That of the pair of this rank and the next one."""
+        is_last = is_odd and rank % line.size == line.size - 1
+        return (2 if is_last else rank % line.size % 2) % count
+
+    here, before = group_of(line.rank), group_of(line.rank - 1)
+    forwards = Lane(groups[here], groups[before])
+    return forwards, Lane(groups[count + before], groups[count + here]), made
+
+
 class Links:
     """The messages of one rank with those that hold the stages before and after its own.
 
-    Stage s lies on rank s mod ranks of `line`. `finish` is called once at the end of each step.
+    Stage s lies on rank s mod ranks of `line`. `control` are the same ranks, for what the host
+    reads. `finish` is called once at the end of each step.
     """
 
-    def __init__(self, line: Comm, backwards: Comm) -> None:
-        self.line, self.backwards = line, backwards
+    def __init__(self, line: Comm, forwards: Lane, backwards: Lane, control: Comm) -> None:
+        self.line, self.forwards, self.backwards = line, forwards, backwards
+        self.control = control
         self._known: dict[Hashable, Looks] = {}
         self._on_their_way: dict[tuple[int, int], Sent] = {}
         self._told: list[Sent] = []
         self._expected: dict[tuple[str, int, int], tuple[Looks | None, Parcel, Pending]] = {}
+        self._orders: dict[tuple[int, int], tuple[Tensor, Pending]] = {}
 
     def send(self, stage: int, micro: int, key: Hashable, value: Any, kind: str) -> None:
         """Give what `stage` returned to the next one. `key` stands for the shape of the input."""
@@ -52,7 +88,7 @@ class Links:
             raise _changed(stage, known, looks)
         if tensors := list(tensors_in(value)):
             parcel, tag = Parcel.of(tensors), _tag(stage, micro)
-            self._send(self.line, (stage, micro), parcel, parcel.tensors, peer, tag, kind)
+            self._send(self.forwards.sends, (stage, micro), parcel, parcel.tensors, peer, tag, kind)
 
     def _send(
         self,
@@ -80,7 +116,8 @@ class Links:
             return looks is not None
         room = Parcel.room(looks.shapes, self.line.device)
         peer, tag = (stage - 1) % self.line.size, _tag(stage - 1, micro)
-        self._expected["F", stage, micro] = looks, room, _posted(self.line, room, peer, tag)
+        pending = _posted(self.forwards.receives, room, peer, tag)
+        self._expected["F", stage, micro] = looks, room, pending
         return True
 
     def receive(self, stage: int, micro: int, key: Hashable) -> tuple[Any, list[Received]]:
@@ -107,15 +144,17 @@ class Links:
         """
         if not received:
             return
-        room = _room_for_gradients([one.tensor for one in received])
-        *gradients, there = room.tensors
+        room, there = self._room_for_gradients([one.tensor for one in received])
+        gradients = room.tensors[: len(received)]
         lies = [
             _put(gradient, one.gradient) for one, gradient in zip(received, gradients, strict=True)
         ]
         there.copy_(torch.tensor(lies))
         peer, tag = (stage - 1) % self.line.size, _tag(stage, micro)
+        if self._tells_by_host:
+            self._told.append((self.control.send(there, peer, tag, "control"), there))
         at = -1 - stage, micro
-        self._send(self.backwards, at, room, gradients, peer, tag, "gradients")
+        self._send(self.backwards.sends, at, room, gradients, peer, tag, "gradients")
 
     def receive_gradients(
         self, stage: int, micro: int, outputs: list[Tensor]
@@ -128,9 +167,10 @@ class Links:
         found: list[Tensor | None] = []
         if outputs:
             _, room, pending = self._expected.pop(("B", stage, micro))
+            there, told = self._orders.pop((stage, micro))
+            told.wait()
             pending.wait()
-            *gradients, there = room.tensors
-            pairs = zip(there.tolist(), gradients, strict=True)
+            pairs = zip(there.tolist(), room.tensors[: len(outputs)], strict=True)
             found += [
                 gradient.as_strided(gradient.shape, orders_of(gradient)[lies - 1]) if lies else None
                 for lies, gradient in pairs
@@ -142,8 +182,27 @@ class Links:
         """`receive_gradients` comes next."""
         if outputs and ("B", stage, micro) not in self._expected:
             peer, tag = (stage + 1) % self.line.size, _tag(stage + 1, micro)
-            room = _room_for_gradients(outputs)
-            self._expected["B", stage, micro] = None, room, _posted(self.backwards, room, peer, tag)
+            room, there = self._room_for_gradients(outputs)
+            told = self.control.receive(there, peer, tag) if self._tells_by_host else Pending()
+            self._orders[stage, micro] = there, told
+            pending = _posted(self.backwards.receives, room, peer, tag)
+            self._expected["B", stage, micro] = None, room, pending
+
+    @property
+    def _tells_by_host(self) -> bool:
+        return self.control is not self.line
+
+    def _room_for_gradients(self, tensors: list[Tensor]) -> tuple[Parcel, Tensor]:
+        """Room for the gradient of each, and for a byte of each, which is last in the message.
+
+        Where the host would wait for a device to read it, the byte is a message of its own.
+        """
+        shapes = [shape_of(laid_out(tensor.detach())) for tensor in tensors]
+        device, byte_of_each = tensors[0].device, (torch.uint8, (len(shapes),), (1,))
+        if self._tells_by_host:
+            return Parcel.room(shapes, device), torch.zeros(len(shapes), dtype=torch.uint8)
+        room = Parcel.room([*shapes, byte_of_each], device)
+        return room, room.tensors[-1]
 
     def arrived(self, stage: int, micro: int) -> None:
         """What `stage` sent forward has been used: its memory is not needed any more."""
@@ -184,16 +243,17 @@ class Links:
         return known.value(iter(found))
 
     def _tell(self, looks: Looks, peer: int) -> None:
-        device = self.line.device
-        data = torch.frombuffer(bytearray(looks.text.encode()), dtype=torch.uint8).to(device)
-        size = torch.tensor([data.numel()], device=device)
-        self._told += [(self.line.send(t, peer, LOOKS_TAG, "control"), t) for t in (size, data)]
+        control = self.control
+        data = torch.frombuffer(bytearray(looks.text.encode()), dtype=torch.uint8)
+        size, data = torch.tensor([data.numel()]).to(control.device), data.to(control.device)
+        self._told += [(control.send(t, peer, LOOKS_TAG, "control"), t) for t in (size, data)]
 
     def _hear(self, peer: int) -> Looks:
-        size = torch.zeros(1, dtype=torch.int64, device=self.line.device)
-        self.line.receive(size, peer, LOOKS_TAG).wait()
-        data = torch.zeros(int(size), dtype=torch.uint8, device=self.line.device)
-        self.line.receive(data, peer, LOOKS_TAG).wait()
+        control = self.control
+        size = torch.zeros(1, dtype=torch.int64, device=control.device)
+        control.receive(size, peer, LOOKS_TAG).wait()
+        data = torch.zeros(int(size), dtype=torch.uint8, device=control.device)
+        control.receive(data, peer, LOOKS_TAG).wait()
         return Looks(bytes(data.cpu().numpy()).decode())
 
 
@@ -230,12 +290,6 @@ def _tag(stage: int, micro: int) -> int:
 
 def _posted(comm: Comm, room: Parcel, peer: int, tag: int) -> Pending:
     return comm.receive(room.message, peer, tag) if room.message.numel() else Pending()
-
-
-def _room_for_gradients(tensors: list[Tensor]) -> Parcel:
-    """Room for the gradient of each, and last for a byte of each."""
-    shapes = [shape_of(laid_out(tensor.detach())) for tensor in tensors]
-    return Parcel.room([*shapes, (torch.uint8, (len(shapes),), (1,))], tensors[0].device)
 
 
 def _put(room: Tensor, gradient: Tensor | None) -> int:

@@ -47,7 +47,8 @@ class PassPlan:
         whole = mine.new_empty(self.comm.size * self.passes)
         if self.passes:
             self.comm.all_gather(whole, mine, "control").wait()
-        self.rows = whole.view(self.comm.size, self.passes).tolist()
+        with self.comm.reading():
+            self.rows = whole.view(self.comm.size, self.passes).tolist()
         for tree in self._trees:
             tree.begin()
 

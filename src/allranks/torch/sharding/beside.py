@@ -64,6 +64,8 @@ class Beside:
         if unread:
             self.tally.is_right = order.sums_agree(self._calls, ranks)
         else:
-            order.check_sums(self._calls.tolist(), ranks)
+            with self.reducer.comm.reading():
+                calls = self._calls.tolist()
+            order.check_sums(calls, ranks)
         for parameter, number in zip(self.uncut, self._gradients, strict=True):
             parameter.grad = number.to(parameter.dtype, copy=True)

@@ -58,7 +58,9 @@ class CallOrder:
         """
         orders = torch.zeros(comm.size, dtype=torch.int64, device=comm.device)
         comm.all_gather(orders, orders.new_tensor([self.digest]), "control").wait()
-        if len(set(orders.tolist())) > 1:
+        with comm.reading():
+            differ = len(set(orders.tolist())) > 1
+        if differ:
             raise self.other()
 
     def other(self) -> RequestError:

@@ -42,7 +42,7 @@ class PartsOfRanks(Gradients):
     def scale_(self, factor: float | Tensor) -> None:
         multiply_(self.held(), factor)
         if self.squares is not None:
-            self.squares = self.squares * float(factor) ** 2
+            self.squares = self.squares * factor**2
 
     def sign_(self) -> None:
         for part in self.held():
@@ -64,8 +64,6 @@ class PartsOfRanks(Gradients):
         counted = self.counted()
         if clips and self.exact:
             return exact_norm(counted, self._everywhere)
-        if self.squares is not None and math.isfinite(norm := math.sqrt(self.squares)):
-            return norm
         norm = float(self.norm_unread(clips=clips, left_out=left_out))
         return norm if math.isfinite(norm) else self._norm_of_doubles(counted)
 
@@ -75,6 +73,8 @@ class PartsOfRanks(Gradients):
         return math.sqrt(self._everywhere(squares_of(wide, self.comm.device)).sum())
 
     def norm_unread(self, *, clips: bool, left_out: bool) -> Tensor:
+        if self.squares is not None:
+            return self.squares.sum().sqrt()
         own = squares_of(self.counted(), self.comm.device)
         return self._everywhere(own).sum().sqrt()
 

@@ -76,6 +76,7 @@ class StepParts:
     after_backward: Callable[[], None]
     held_weights: Callable[[], AbstractContextManager[None]] = nullcontext
     equal_passes: bool = False
+    computes_alone: bool = False
     counts_samples: bool = True
     shard_alone: bool = False
     tally_type: torch.dtype | None = None

@@ -8,15 +8,18 @@ division by the weight, regularizer, guard, clipping, update, BatchNorm      `ap
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from allranks.torch.accelerator import is_accelerator
-from allranks.torch.ahead.rows import Rows, fused_update, in_exchange, recorded_event
+from allranks.torch.accelerator import is_accelerator, recorded_event
+from allranks.torch.ahead.rows import Rows, fused_update
 from allranks.torch.ahead.sent import Sent, is_held, numbers_of
 from allranks.torch.data.batch import Batch, Leaf
+from allranks.torch.groups.pending import in_exchange
 from allranks.torch.model.bounded_tables import shorten_alike
 from allranks.torch.optimizers.asked import hook_of
 from allranks.torch.step.ema import MovingAverage
@@ -29,6 +32,7 @@ from allranks.training.guard import Bad, Guard, Verdict, is_finite, weightless
 from allranks.training.progress import StepResult, UnreadResult
 
 REGULARIZER, UPDATE = -3, -2  # what the generator is keyed for, beside shards
+NOTHING = nullcontext()
 CLIP_EPS = 1e-6  # what torch.nn.utils.clip_grad_norm_ adds to the norm
 
 
@@ -40,6 +44,7 @@ class SharedStep(Passes):
         self.update_divides = False  # the mean and clipping are left to the kernel of the update
         self._computed: Any = None  # the event at which this rank's own passes are over
         self._uses_all = True  # since the last update this rank's leaves used all parameters
+        self.own_positions: Sequence[int] | None = None  # of the parameters that its passes meet
         self._is_awaited = is_accelerator(self.scope.device)
         self.average: MovingAverage | None = None
         self.guard = Guard()
@@ -67,11 +72,13 @@ class SharedStep(Passes):
         self._settle(batch, totals, gradients)
         loss_scale = None if self.loss_scale is None else self.loss_scale.value
         factor = self._divide(gradients, batch, weight)
-        loss = totals.loss / weight + float(self._add_regularizer(batch, gradients))
+        with self._reading():
+            loss = totals.loss / weight + float(self._add_regularizer(batch, gradients))
         if self.probe is not None:
             self.probe.gradients("gradient", self.names, multiplied(gradients.tensors(), factor))
         left_out = bool(totals.unused) and self.regularizers.is_there
-        norm = gradients.norm(clips=self.task.clip_norm is not None, left_out=left_out)
+        with self._reading():
+            norm = gradients.norm(clips=self.task.clip_norm is not None, left_out=left_out)
         norm = norm if factor is None else norm * float(factor)
         overflow = self.loss_scale is not None and self.loss_scale.explains(loss, norm)
         verdict = Verdict(update=not overflow)
@@ -129,10 +136,12 @@ class SharedStep(Passes):
 
     def _read(self, tally: Tally, batch: Batch) -> Totals:
         """What the tally says; where that waits for the device, it is for the other ranks."""
-        if not self._is_awaited:
+        with self._reading(self._computed):
             return tally.totals(batch.index)
-        with in_exchange(self.comm.heartbeat, self._computed):
-            return tally.totals(batch.index)
+
+    def _reading(self, computed: Any = None) -> AbstractContextManager[None]:
+        """Around a read that waits for other ranks, in whatever group of the strategy."""
+        return in_exchange(self.comm.heartbeat, computed) if self._is_awaited else NOTHING
 
     def check(self, batch: Batch, totals: Totals, regularizer: float | Tensor) -> None:
         """Raise for sums that are no mean; `regularizer` is what this rank gave for them."""
@@ -145,11 +154,14 @@ class SharedStep(Passes):
     def close_leaf(self, batch: Batch, leaf: Leaf, tally: Tally) -> None:
         super().close_leaf(batch, leaf, tally)
         if self.rows is not None:
-            self._uses_all = self._uses_all and all(self.used)
+            own = self.own_positions
+            used = self.used if own is None else [self.used[position] for position in own]
+            self._uses_all = self._uses_all and all(used)
 
     def end(self, batch: Batch) -> None:
+        """Note where the own passes end, if they wait for no other rank."""
         super().end(batch)
-        if self._is_awaited and self.comm.size > 1:  # alone there is no exchange to be told from
+        if self._is_awaited and self.comm.size > 1 and self.parts.computes_alone:
             self._computed = recorded_event(self.scope.device)
 
     def is_taken(self, batch: Batch, samples: int) -> bool:
@@ -203,7 +215,8 @@ class SharedStep(Passes):
 
     def _take_changes(self, batch: Batch) -> None:
         """Other parameters are trained from this step on: sum their gradients over all ranks."""
-        self.changes.settle(self.comm, batch, self.layout.like, self.parts.sum_apart)
+        with self._reading():
+            self.changes.settle(self.comm, batch, self.layout.like, self.parts.sum_apart)
         self._take_parameters()
         if self.average is not None:
             self.average.add(self.names, self.parameters)

@@ -15,7 +15,7 @@ leaves that saw other parameters trained than the step was laid out for (`change
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -89,7 +89,7 @@ class TallyLayout:
             self.rows.append(slice(start, self.size))
         self.leaves: float | None = None  # of all ranks, as the first step had them
         self.was_updated = False  # with a gradient for each parameter
-        self._cache: dict[tuple[float, int, int, bool, bool], Tensor] = {}
+        self._cache: dict[Hashable, Tensor] = {}
 
     def totals(self, numbers: Sequence[float], step: int) -> Totals:
         """What the sums say; raises `ProgramError` if they are not all of this step."""
@@ -123,13 +123,14 @@ class TallyLayout:
     ) -> Tensor:
         """The counts of one leaf as a tensor; those of a usual step are made once."""
         position = step % POSITIONS
-        key = weight, samples, position, asked.stop, asked.save
-        usual = all(used) and not changed
-        found = self._cache.get(key) if usual else None
+        key = weight, samples, position, asked.stop, asked.save, all(used) or tuple(used)
+        found = None if changed else self._cache.get(key)
         if found is None:
             counts = [weight, samples, 1.0, position, asked.stop, asked.save, changed, 0.0]
             found = self.like.new_tensor([*counts, *used])
-            if usual and len(self._cache) < CACHED_COUNTS:
+            if len(self._cache) == CACHED_COUNTS:
+                self._cache.clear()
+            if not changed:
                 self._cache[key] = found
         return found
 

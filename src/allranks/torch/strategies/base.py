@@ -130,6 +130,7 @@ class Strategy(Traits, ABC):
             after_backward=self.after_backward,
             held_weights=self.held_weights,
             equal_passes=self.equal_passes,
+            computes_alone=self.computes_alone,
             counts_samples=self.mesh.is_first_of_its_data(self.comm.rank),
             shard_alone=self.shard_alone,
             tally_type=self.tally_type,

@@ -35,7 +35,7 @@ class ContextParallel(DDP):
     """Cut sequences over the axis `context`. Sends activations, and sums gradients as `ddp`."""
 
     name = "context"
-    can_be_compiled = False
+    can_be_compiled = computes_alone = False
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         folds = self.context.options["attention"] == "zig-zag"
@@ -66,7 +66,6 @@ class ContextParallel(DDP):
 
     def prepare(self) -> None:
         super().prepare()
-        self.can_run_ahead = False
         if self.blocks is not None:
             self.step.share = 1 / self.exchange.comm.size
             self.step.forward = self._forward

@@ -36,6 +36,7 @@ class DDP(Strategy):
     """Sum buckets of gradients over all ranks, overlapped with backward."""
 
     name = "ddp"
+    computes_alone = True
 
     @property
     def reduced_by(self) -> Picked:

@@ -46,7 +46,7 @@ class Experts(Strategy):
     """Cut the experts over the axis `expert`. Sends rows of tokens, and what the card says."""
 
     name = "expert"
-    equal_passes = True
+    equal_passes = can_run_ahead = True
     can_be_compiled = False
 
     def parallelize(self, model: nn.Module) -> nn.Module:

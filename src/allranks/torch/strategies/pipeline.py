@@ -33,7 +33,7 @@ from allranks.torch.data.nested import tensors_in
 from allranks.torch.data.sources import drawn_from
 from allranks.torch.model.layers import Moment, computed_again
 from allranks.torch.pipelining.split_backward import backward_to_inputs, check_kept
-from allranks.torch.pipelining.stage_links import Links, Received
+from allranks.torch.pipelining.stage_links import Links, Received, lanes_of
 from allranks.torch.reducers.tree import TreeSum
 from allranks.torch.sharding.with_tally import summed_with_tally
 from allranks.torch.step.changes import unfrozen_on_the_way
@@ -47,7 +47,7 @@ class Pipeline(Staged):
     """Run the schedule of its name. Sends what crosses between stages, and the tally."""
 
     name = "gpipe"
-    equal_passes = True
+    equal_passes = can_run_ahead = True
     passes_meet_readers = False
     can_be_compiled = False
     cuts_by_shard = True
@@ -59,27 +59,19 @@ class Pipeline(Staged):
         alone = self.line.size == 1
         schedule, chunks = self.asked_schedule()
         self.chunks = 1 if alone else chunks
-        if self.chunks > 1 and self.line.is_one_queue:
-            raise self._stands_still()
         self.last = self.line.size * self.chunks - 1
         self.own_stages = range(self.line.rank, self.last + 1, self.line.size)
-        self._axes["backwards"] = self.line.beside()  # before groups that not all of the line make
+        forwards, backwards, made = lanes_of(self.line, is_ring=self.chunks > 1)
+        control = self.line.on_host()  # before groups that not all of the line make
+        made += [control] if control is not self.line else []
+        self._axes |= {f"of messages {n}": comm for n, comm in enumerate(made)}
         model = super().parallelize(model)
-        self.links = Links(self.line, self._axes["backwards"])
+        self.links = Links(self.line, forwards, backwards, control)
         self.schedule = lru_cache(maxsize=64)(
             lambda micros: SCHEDULES[schedule](self.line.size, micros, self.chunks)
         )
         self.places = lru_cache(maxsize=64)(lambda micros: places(self.schedule(micros)))
         return model
-
-    def _stands_still(self) -> RequestError:
-        return RequestError(
-            asked=f"--strategy {self.name} --device {self.comm.device.type}",
-            found=f"{self.chunks} stages on each of {self.line.size} ranks, in a ring",
-            why="a communicator of NCCL makes one message after the other, in the order in which "
-            "they are begun: each rank would wait for the next one to receive first",
-            do="a schedule with one stage on each rank, such as 1f1b, or --device cpu",
-        )
 
     def asked_schedule(self) -> tuple[str, int]:
         """Its name, and how many stages each rank has."""
@@ -121,8 +113,10 @@ class Pipeline(Staged):
         self.step.begin(batch)
         self.passes = _Passes(self, batch)
         actions = self.schedule(len(batch.micros))[self.line.rank]
+        # the first messages of a pair may hold the host until both ranks have begun them
+        ahead_of = 2 if self.steps > 1 else 1
         for number, action in enumerate(actions):
-            for ahead in actions[number : number + 2]:
+            for ahead in actions[number : number + ahead_of]:
                 if not self.passes.expect(ahead):
                     break
             self.passes.act(action)

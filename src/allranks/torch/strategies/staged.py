@@ -106,6 +106,7 @@ class Staged(Strategy):
         pairs = list(enumerate(zip(step.names, step.parameters, strict=True)))
         own = [(at, name, p) for at, (name, p) in pairs if name in self.held]
         self.own = [parameter for _, _, parameter in own]
+        step.own_positions = [at for at, _, _ in own]
         self.trained = {id(parameter) for parameter in self.own}
         self._counted = [(at, p) for at, name, p in own if self.home[name] == self.line.rank]
         tied = [(p, self._tied[name]) for _, (name, p) in pairs if name in self._tied]

@@ -56,6 +56,7 @@ class Tensors(Strategy):
         axis, context, exact = self.axis(TENSOR), self.context, self.context.options["exact"]
         sequence, leaves = context.options["sequence"], LEAVES // axis.size if exact else 0
         self.exchange = exchange_of(axis, self.name, sequence=sequence, leaves=leaves)
+        self.can_run_ahead = not exact  # whose norm the host adds up
         self.cut = CutModel()
         self.steps = 0
         self.device_mesh: Any = None

@@ -25,6 +25,8 @@ class Traits:
 
     A strategy that sums gradients within a pass brings in zeros while `step.for_others.is_on`.
     """
+    computes_alone: bool = False
+    """Whether forward and backward wait for nothing that other ranks send in them, or before."""
     passes_meet_readers: bool = True
     """Whether such a pass communicates with ranks that read other samples."""
     counts_passes: bool = False

@@ -194,7 +194,8 @@ class JointLook(SecondLook):
         comm = self.strategy.comm
         squares = torch.tensor(lengths, dtype=torch.float64, device=comm.device).square_()
         comm.all_reduce(squares, "control").wait()
-        found: list[float] = squares.sqrt().tolist()
+        with comm.reading():
+            found: list[float] = squares.sqrt().tolist()
         return found
 
     def _coarsest(self, parts: Parts) -> float:

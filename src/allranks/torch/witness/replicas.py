@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+import allranks.torch.accelerator as accelerator
 from allranks.errors import ReplicasDiffer
 from allranks.strategies.mesh import REPLICATE
 from allranks.torch.checkpoint.tree import is_dtensor, local
@@ -64,6 +65,8 @@ def verify(strategy: Strategy, causes: str = CAUSES) -> None:
     Where weights are cut, ranks with the same part compare it, and all ranks what is not cut.
     """
     agreement = strategy.agreement
+    with strategy.comm.reading():  # what is read after this is there on this rank
+        accelerator.synchronize([strategy.comm.device])
     if agreement.is_one_training:
         compare_replicas(replicated(strategy), strategy.axis(REPLICATE), causes)
     if agreement.weights == "sharded":
