@@ -10,7 +10,8 @@ folder, and the commands of the section run there in order:
     ```text after a sh block                lines of its output, in order, whatever the numbers are;
                                             … stands for anything
 
-The file `mytask.py` of README.md is in every folder.
+The file `mytask.py` of README.md is in every folder. In sections of other documents it trains for
+fewer epochs than the README says.
 """
 
 from __future__ import annotations

@@ -131,14 +131,15 @@ def test_of_one_server_only_what_it_started_is_ended(start: Start) -> None:
     assert_only_ended([own], [others])
 
 
+@pytest.mark.parametrize("variable", ["TMPDIR", "TMP"])
 def test_what_a_process_kept_goes_with_it_wherever_its_temporary_files_are(
-    dead: str, start: Start, tmp_path: Path
+    variable: str, dead: str, start: Start, tmp_path: Path
 ) -> None:
     """A fork server whose owner died is ended while it cleans up, by any job that starts."""
     kept, spared = (tmp_path / f"{SCRATCH}{name}" for name in (f"{dead}-1-77", f"{dead}-11-77"))
     kept.mkdir()
     spared.mkdir()
-    left = start(f"{dead}/1", {"TMPDIR": str(tmp_path)})
+    left = start(f"{dead}/1", {variable: str(tmp_path)})
     sweep()
     assert_only_ended([left], [])
     assert (kept.exists(), spared.exists()) == (False, True)

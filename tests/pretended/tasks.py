@@ -97,14 +97,19 @@ class Small(Task):
 
 
 @dataclass(kw_only=True)
-class Chain(tensor_tasks.Stack):
-    """Layers in a row, which can be cut into stages, and in blocks."""
+class Few:
+    """Small batches of few samples, and the optimizers of `Small`."""
 
     optimizer_name: str = "sgd"
     batch_size: int = 8
     shards: int = 4
     samples: int = SAMPLES
     optimizer = Small.optimizer
+
+
+@dataclass(kw_only=True)
+class Chain(Few, tensor_tasks.Stack):
+    """Layers in a row, which can be cut into stages, and in blocks."""
 
     def train_data(self) -> tuple[Tensor, Tensor]:
         inputs, outputs = super().train_data()
@@ -112,15 +117,10 @@ class Chain(tensor_tasks.Stack):
 
 
 @dataclass(kw_only=True)
-class Mixture(contract_tasks.Mixture):
+class Mixture(Few, contract_tasks.Mixture):
     """Mixtures of experts."""
 
-    optimizer_name: str = "sgd"
-    batch_size: int = 8
-    shards: int = 4
     experts: int = 4
-    samples: int = SAMPLES
-    optimizer = Small.optimizer
 
     def train_data(self) -> tuple[Tensor, Tensor, Tensor]:
         tokens, counted, sums = super().train_data()
@@ -128,14 +128,8 @@ class Mixture(contract_tasks.Mixture):
 
 
 @dataclass(kw_only=True)
-class Sentences(contract_tasks.Sentences):
+class Sentences(Few, contract_tasks.Sentences):
     """A transformer, whose positions can be cut."""
-
-    optimizer_name: str = "sgd"
-    batch_size: int = 8
-    shards: int = 4
-    samples: int = SAMPLES
-    optimizer = Small.optimizer
 
     def train_data(self) -> Tensor:
         return super().train_data()[: self.samples]

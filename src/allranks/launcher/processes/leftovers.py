@@ -65,15 +65,14 @@ def end_processes_of(mark: str) -> None:
     """Kill them all, those that are started meanwhile too, and wait until they are gone.
 
     What they kept in shared memory and files goes last: one that is killed may still be making a
-    name. A fork server that is killed while it cleans up may keep its files where `TMPDIR` is
-    another than here.
+    name. The temporary folder of those processes may be another than that of this one.
     """
     deadline, killed = time.monotonic() + PATIENCE_S, set()
     temporary = {tempfile.gettempdir()}
     while (pids := processes_of(mark)) and time.monotonic() < deadline:
         killed.update(pids)
         for pid in pids:
-            temporary.add(_environment_of(pid).get("TMPDIR", ""))
+            temporary.update(_temporary_folders_of(pid))
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):  # an orphan that this process adopted
@@ -81,7 +80,7 @@ def end_processes_of(mark: str) -> None:
         time.sleep(0.005)
     for pid in killed:
         remove_shared_memory(pid)
-    for folder in filter(os.path.isabs, temporary):
+    for folder in temporary:
         for path in Path(folder).glob(f"{_prefix_of(mark)}*"):
             _remove(path)
 
@@ -198,6 +197,13 @@ def _marked() -> list[tuple[int, str]]:
         if mark is not None and state_of(pid) not in ("", "Z"):
             found.append((pid, mark))
     return found
+
+
+def _temporary_folders_of(pid: int) -> list[str]:
+    """Where a process may keep temporary files: the folders that `tempfile` takes the first of."""
+    environment = _environment_of(pid)
+    named = [environment.get(name, "") for name in ("TMPDIR", "TEMP", "TMP")]
+    return [folder for folder in (*named, "/tmp") if os.path.isabs(folder)]
 
 
 def _environment_of(pid: int) -> dict[str, str]:
