@@ -20,7 +20,7 @@ TESTS = Path(__file__).parent
 SOURCE, BENCHMARKS = TESTS.parent / "src" / "allranks", TESTS.parent / "benchmarks"
 
 FLOORS = [
-    {"", "errors", "catalog"},
+    {"", "alive", "errors", "catalog"},
     {"strategies", "checkpoint"},
     {"job"},
     {"launcher", "training"},
@@ -30,7 +30,7 @@ FLOORS = [
 LONGEST_FILE, LONGEST_FUNCTION = 600, 60
 MOST_ROOMS, MOST_FILES_IN_A_ROOM = 16, 16
 FRAMEWORKS = {"torch", "tensorflow", "jax", "numpy", "sklearn", "safetensors"}
-PURE = {"", "errors", "catalog", "strategies", "job"}
+PURE = {"", "alive", "errors", "catalog", "strategies", "job"}
 PLAIN = set(sys.stdlib_module_names) | {"allranks"}
 HAS_TORCH = {"torch", "programs"}
 HAS_TENSORFLOW = {"tensorflow", "programs"}

@@ -5,12 +5,12 @@ Digests of them are taken after steps 1, 8, 64, … and at the end: replicas mus
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
+from allranks.alive import instances_of
 from allranks.tools.watching.facts import Facts, wrap
 from allranks.tools.watching.numbers import digest_of, random_states
 from allranks.tools.watching.progress import MOST_IN_A_WINDOW, Progress
@@ -120,16 +120,15 @@ class Replicas:
         module = sys.modules.get("torch.distributed.fsdp")
         if module is None:
             return
-        first, second = module.FullyShardedDataParallel, getattr(module, "FSDPModule", ())
+        first, second = module.FullyShardedDataParallel, getattr(module, "FSDPModule", None)
         groups = set()
-        for thing in gc.get_objects():
-            if issubclass(type(thing), first):
-                ranks = self.torch.distributed.get_process_group_ranks(thing.process_group)
-                groups.add(tuple(ranks))
-            elif second and issubclass(type(thing), second):
-                cut = [one for one in thing.parameters() if hasattr(one, "device_mesh")]
-                meshes = {one.device_mesh for one in cut}
-                groups |= {tuple(one.mesh.tolist()) for one in meshes if one.ndim == 1}
+        for thing in instances_of(first):
+            ranks = self.torch.distributed.get_process_group_ranks(thing.process_group)
+            groups.add(tuple(ranks))
+        for thing in instances_of(second) if second else ():
+            cut = [one for one in thing.parameters() if hasattr(one, "device_mesh")]
+            meshes = {one.device_mesh for one in cut}
+            groups |= {tuple(one.mesh.tolist()) for one in meshes if one.ndim == 1}
         for group in sorted(groups):
             self.facts.tell("sharded", group=group)
 
@@ -204,8 +203,8 @@ def names_of(torch: Any, parameters: list[Any]) -> dict[int, str]:
     """The longest name that a module of this process has for each."""
     wanted = {id(p) for p in parameters}
     found: dict[int, str] = {}
-    for thing in gc.get_objects():
-        if not issubclass(type(thing), torch.nn.Module) or "_parameters" not in thing.__dict__:
+    for thing in instances_of(torch.nn.Module):
+        if "_parameters" not in thing.__dict__:
             continue
         for name, parameter in thing.named_parameters():
             if id(parameter) in wanted and len(name) > len(found.get(id(parameter), "")):

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from allranks.alive import instances_of
 from allranks.torch.deferred_init.arguments import exchange
 from allranks.torch.deferred_init.disguise import disguised
 from allranks.torch.deferred_init.program import NotRecordable, Program, View
@@ -162,8 +163,7 @@ def _has_hooks(tensor: Tensor) -> bool:
 def _alive(recorder: Recorder) -> Iterator[tuple[Tensor, View]]:
     """The recorded tensors that somebody still refers to."""
     gc.collect()
-    for found in gc.get_objects():
-        if issubclass(type(found), Tensor):
-            view = recorder.view(found)
-            if view is not None:
-                yield found, view
+    for found in instances_of(Tensor):
+        view = recorder.view(found)
+        if view is not None:
+            yield found, view

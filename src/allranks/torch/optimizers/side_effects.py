@@ -6,7 +6,6 @@ global name. What it would write there, it would write into what is trained.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode  # public: the docs name this path
 
+from allranks.alive import instances_of
 from allranks.torch.deferred_init.arguments import address_of, written_by
 from allranks.torch.state import random_streams, set_random_streams
 
@@ -45,7 +45,7 @@ class _Watch(TorchDispatchMode):
     def __init__(self, refuse: Refuse) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.refuse, self.found = refuse, ""
-        every = (one for one in gc.get_objects() if issubclass(type(one), Tensor))
+        every = instances_of(Tensor)
         self._there = [(one, held) for one in every if (held := _storage(one)) is not None]
         self._addresses = {address_of(held) for _, held in self._there}
 
