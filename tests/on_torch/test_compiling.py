@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -195,8 +194,8 @@ def test_a_compiler_that_records_graphs_is_refused(
     if way == "environment":
         monkeypatch.setenv("TORCHINDUCTOR_CUDAGRAPHS", "1")
     if way == "setting":
-        settings = SimpleNamespace(triton=SimpleNamespace(cudagraphs=True))
-        monkeypatch.setitem(sys.modules, "torch._inductor.config", settings)
+        config = import_module("torch._inductor.config")
+        monkeypatch.setattr(config.triton, "cudagraphs", True)
     backend = "cudagraphs" if way == "cudagraphs" else "inductor"
     with pytest.raises(RequestError, match="draws the same numbers in every step"):
         _check(nn.Linear(2, 2), backend)
