@@ -319,8 +319,9 @@ def test_gloo_s_words_of_one_collective_more_stand_in_the_report(
     text = one_more(train, tmp_path, ranks=ranks, backend="gloo")
     assert "killed by SIGABRT: " in text and "Received data size doesn't match" in text
     assert "no traceback" not in text and "Extension" not in text
-    found = re.findall(r"rank (\d) was in another collective: (\S+) line \d+ in (\w+)", text)
+    found = re.findall(r"rank (\d) called it: (\S+) line \d+ in (\w+)", text)
     assert found == [("1", str(Path(__file__).with_name("failure_tasks.py")), "loss")]
+    assert text.startswith("rank 1 called a collective that the others did not at step ")
 
 
 def one_more(train: Train, tmp_path: Path, **flags: Any) -> str:

@@ -158,6 +158,11 @@ class RunFolder:
             raise _not_written(self.path, error) from None
         self._job_written = content
 
+    def keep_job_file(self) -> None:
+        """Leave `job.toml` as it was before this job, where it was there."""
+        if self._job_before not in (None, _content(self.path / "job.toml")):
+            write_whole(self.path / "job.toml", self._job_before)
+
     def look(self) -> None:
         """See that the folder is still there; raises `PlaceError` where it was removed.
 
@@ -185,8 +190,7 @@ class RunFolder:
                     file.unlink()
                 elif file.stat().st_size > self._sizes_before[file]:
                     os.truncate(file, self._sizes_before[file])
-            if self._job_before not in (None, _content(self.path / "job.toml")):
-                write_whole(self.path / "job.toml", self._job_before)
+            self.keep_job_file()
             return
         for inside in self.path.iterdir():
             shutil.rmtree(inside) if inside.is_dir() else inside.unlink()

@@ -37,6 +37,7 @@ from allranks.launcher.fault_report import (
     first_fault,
     hang_report,
     left_out,
+    rank_to_blame,
     user_error,
 )
 from allranks.launcher.heartbeat import Beat, HeartbeatTable
@@ -287,7 +288,7 @@ class Attempts:
                 error = error.with_more(left_out(beats))
             if isinstance(error, RequestError) and attempt > self.first:
                 error = ProgramError(str(error))  # ranks have trained: the run folder stays
-            return error, fault.rank
+            return error, rank_to_blame(fault, ended, self.folder.path)
         return PlaceError(
             f"all ranks ended well, but {self.folder.path} holds no summary of the leader"
         ), None

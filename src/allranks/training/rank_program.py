@@ -29,6 +29,7 @@ from allranks.training.record.held import held_at_most
 from allranks.training.record.keeping import Keeping
 from allranks.training.record.logs import check_logs
 from allranks.training.record.rank_record import RankRecord
+from allranks.training.resume_checks import check_ends_later
 from allranks.training.task_fields import TaskFields, task_shape
 
 DIGEST_LIMIT_BYTES = 16 * 2**30
@@ -204,7 +205,10 @@ class RankProgram(ABC, Generic[T]):
         trainer.rehearse()
         if trainer.task_data.notes and leads:
             report("data_notes", notes=trainer.task_data.notes)
-        self.record.open(trainer, trainer.resume())
+        resumed_from = trainer.resume()
+        self.record.updates_before = trainer.progress.updates
+        check_ends_later(self.job, trainer.progress.batch_index, trainer.total_steps)
+        self.record.open(trainer, resumed_from)
         trainer.comm.barrier()
         trainer.faults.reach("start")
         self.record.begin()
