@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from allranks.errors import EXIT_DIFFERENCE_FOUND, NotEqual
+from allranks.errors import EXIT_DIFFERENCE_FOUND, NotEqual, RequestError
 from allranks.job.config import resolve
 from allranks.job.run_folder import read_rows
 from allranks.launcher.preparing.proof import first_check
@@ -129,6 +129,24 @@ def test_a_job_says_that_it_is_proved_and_the_next_one_needs_no_check(
     start({}, told, strategy="zero1", first_check="1")
     start({}, told, strategy="zero1", first_check="3")
     assert len(told) == 4, "two steps are enough for one, and not for three"
+
+
+def test_a_job_that_its_ranks_refuse_is_not_announced(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model is no chain, and its task says no stages."""
+    monkeypatch.setattr(first, "SILENT_S", 1e6)
+    told: list[str] = []
+    with pytest.raises(RequestError, match=r"write stages\(self, model, count\) in the task"):
+        start(
+            {
+                "nn.Sequential(nn": "type('Net', (nn.Sequential,), {'forward': lambda s, x: "
+                "nn.Sequential.forward(s, x)})(nn"
+            },
+            told,
+            strategy="gpipe",
+        )
+    assert told == []
 
 
 READS = {

@@ -13,12 +13,13 @@ may be changed with --set, and are recorded; the rest is the job itself, and is 
 from __future__ import annotations
 
 import os
+import shlex
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from allranks.checkpoint.folder import FOLDER, committed
+from allranks.checkpoint.folder import FOLDER, committed, step_of
 from allranks.checkpoint.manifest import BadCheckpoint, read_manifest
 from allranks.errors import RequestError
 from allranks.job.job import Job, Looking, Safety, Where, names_in
@@ -57,6 +58,19 @@ class Base:
 def checkpoint_folders(path: Path) -> list[Path]:
     """Where to look for checkpoints when a job starts from `path`."""
     return [path / CHECKPOINTS] if os.path.isdir(path / CHECKPOINTS) else [path]
+
+
+def how_to_resume(run: Path) -> str:
+    """Which checkpoint is the newest, and the command that goes on from it; "" without one."""
+    kept = committed(run / CHECKPOINTS)
+    if not kept:
+        return ""
+    return f"its last checkpoint is that of step {step_of(kept[0])}; {resume_command(run)}"
+
+
+def resume_command(run: Path) -> str:
+    """What a person types to go on."""
+    return f"resume with: allranks train --run-dir {shlex.quote(str(run))}"
 
 
 def find_base(path: Path, resumes: bool) -> Base:

@@ -41,7 +41,7 @@ from allranks.job.config import Resolved
 from allranks.job.job import Job
 from allranks.job.loaded import State, changed_reads, environment_of
 from allranks.job.place import LOCAL
-from allranks.job.run_folder import read_events
+from allranks.job.run_folder import rank_events_path, read_events, read_rows
 from allranks.job.units import format_bytes
 from allranks.launcher.plan import Plan
 from allranks.launcher.preparing.describing import asked_of_task
@@ -59,6 +59,7 @@ from allranks.tools.check.verdict import Look, Verdict
 STEPS = 2
 STEPS_OF_NAMED = 8  # are compared where the witness has named something that the first ones hide
 BUDGET_S = 30.0
+SILENT_S = 10.0  # a check that lasts is announced, whether or not its ranks are set up
 COPIES_IN_MEMORY = 6  # of the weights in float64: gradient, two moments, a copy, room for passes
 COPIES_ON_DISK = 8  # what two runs write down of each step
 PACKAGES = ("torch", "tensorflow", "keras", "numpy", "transformers")
@@ -91,7 +92,8 @@ def first_check(
 ) -> Proof:
     """The proof of a planned job whose strategy cuts the model. Raises `NotEqual` for a difference.
 
-    `announce` hears when steps are compared. No file is left but what remembers it.
+    `announce` hears when steps are compared; not of a job that its ranks refuse as they are set up.
+    No file is left but what remembers it.
     """
     job = plan.job
     steps = STEPS if job.first_check == "auto" else int(job.first_check)
@@ -107,9 +109,10 @@ def first_check(
     ranks = _ranks_here(plan)
     if ranks == 0:
         return Proof(False, "the ranks of one node cannot train with this strategy by themselves")
-    announce(
+    announcement = _Announcement(
         f"first check: {steps} steps of {job.strategy} on {ranks} ranks beside one process "
-        "(--first-check off leaves it out)"
+        "(--first-check off leaves it out)",
+        announce,
     )
     deadline = time.monotonic() + BUDGET_S if auto else float("inf")
     check_plan = CheckPlan((ranks,), ranks, plan.shape.shards)
@@ -118,6 +121,7 @@ def first_check(
         with tempfile.TemporaryDirectory(prefix="allranks-") as folder:
             first = FirstCheck(resolved, job, count, Path(folder), server, check_plan)
             first.deadline, first.signals = deadline, signals
+            first.announcement = announcement
             return first.proof(), first
 
     with _server(resources, job) as server:
@@ -128,6 +132,23 @@ def first_check(
     if proof.proved or (auto and not made.has_failed):
         _remember(path, proof, steps, made.read)
     return proof
+
+
+class _Announcement:
+    """What is said once: when the ranks are set up, or after `SILENT_S`."""
+
+    def __init__(self, text: str, announce: Callable[[str], None]) -> None:
+        self._text, self._announce = text, announce
+        self._said, self._latest = False, time.monotonic() + SILENT_S
+
+    def look(self, run_dir: Path | None) -> None:
+        """`run_dir` is that of the ranks that are set up, if they are."""
+        if self._said:
+            return
+        rows = () if run_dir is None else read_rows(rank_events_path(run_dir, 0))
+        if time.monotonic() > self._latest or any(row["event"] == "ready" for row in rows):
+            self._said = True
+            self._announce(self._text)
 
 
 class FirstCheck(Check):
@@ -148,6 +169,8 @@ class FirstCheck(Check):
         )
         super().__init__(resolved, here, folder, server, plan)
         self.deadline = float("inf")
+        self.announcement: _Announcement | None = None
+        self._ranks_at: Path | None = None
         self.witnessed: list[str] = []
         self.draws, self.has_failed, self.exact_at = False, False, ""
         self.read: dict[str, State] = {}
@@ -207,7 +230,9 @@ class FirstCheck(Check):
         alone = job.ranks == 1 and not job.replay
         watched = alone and "witness" not in ENGINES[job.engine].lacks
         job = dataclasses.replace(job, brief=True, witness="warn" if watched else "off")
+        self._ranks_at = None if alone else self.folder / name
         run = super().run(name, job)
+        self._announce_if_due()
         for event in read_events(run.result.run_dir):
             if event["event"] == "read":
                 self._take_reads(event["files"])
@@ -224,8 +249,13 @@ class FirstCheck(Check):
 
     def tick(self) -> None:
         """Called while ranks run: ends them when the time is over."""
+        self._announce_if_due()
         if time.monotonic() > self.deadline:
             raise _OutOfTime
+
+    def _announce_if_due(self) -> None:
+        if self.announcement is not None:
+            self.announcement.look(self._ranks_at)
 
 
 def _not_comparable(job: Job) -> str:
