@@ -276,6 +276,7 @@ class JsonLines:
         self._file = open(path, "ab", buffering=0)
         self._lines: list[str] = []
         self._rest = b""  # of what was to be written, what is not in the file yet
+        self._full = errno.ENOSPC  # what the disk said last: it may be a quota
         self._flushed = time.monotonic()
         self._waiting: list[str] = []  # events that may not take the room of the last ones
         self._reserved_to = 0
@@ -344,6 +345,7 @@ class JsonLines:
         except OSError as error:
             if error.errno not in FULL:
                 raise
+            self._full = error.errno
 
     def take_waiting(self) -> bytes:
         """The events that a full disk has not taken, for who keeps them elsewhere."""
@@ -356,7 +358,7 @@ class JsonLines:
         self._finish()
         rest, self._rest = self._rest, b""
         if rest:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._file.name)
+            raise OSError(self._full, os.strerror(self._full), self._file.name)
 
     def close_with_rest(self) -> bytes:
         """Close; returns the lines that a full disk did not take, the first one whole."""
