@@ -90,7 +90,7 @@ def test_a_full_quota_is_said_as_a_full_disk_is(
     assert refused.value.do.startswith("make room there")
     monkeypatch.setattr(folder.events._file, "write", full, raising=False)
     folder.events.row({"lost": 1})
-    with pytest.raises(OSError) as lost:
+    with pytest.raises(OSError, match=os.strerror(number)) as lost:
         folder.events.close()
     assert lost.value.errno == number
     folder.close()

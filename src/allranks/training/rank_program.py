@@ -212,6 +212,7 @@ class RankProgram(ABC, Generic[T]):
         trainer.comm.barrier()
         trainer.faults.reach("start")
         self.record.begin()
+        self._tell_reads()  # a first check may run out of time before the end
         if fit(trainer):
             self._conclude(trainer)
         else:
@@ -228,12 +229,16 @@ class RankProgram(ABC, Generic[T]):
         summary |= self.figures(trainer, summary["samples_per_s"])
         trainer.comm.barrier()
         trainer.close()
-        if self.reads is not None:
-            self.record.events.event("read", files=self.reads.files())
+        self._tell_reads()
         seconds, held = trainer.heartbeat.seconds, self._held(trainer)
         self.record.events.event("done", summary=summary, seconds=seconds, memory=held)
         trainer.heartbeat.enter("done")
         trainer.faults.reach("done")
+
+    def _tell_reads(self) -> None:
+        """Write down which files the program has read so far, for a first check."""
+        if self.reads is not None:
+            self.record.events.event("read", files=self.reads.files())
 
     def _stop(self, trainer: T) -> None:
         """Asked to stop: the checkpoint is committed, or could not be."""

@@ -2,8 +2,9 @@
 
 A strategy that cuts the model can compute something else in silence: a weight that forward reads
 as a part, a hook that sees a part of a gradient. `check` finds these, so a job makes a short check
-by itself before it starts: two steps on its own batches, in float64, with the witness on. Where the
-witness names something and two steps agree, eight are compared: what it names may come later. What
+by itself before it starts: two steps on its own batches, in float64, with the witness on, and once
+more in the precision of the job where its passes are others, in 16 bits. Where the witness names
+something and two steps agree, eight are compared: what it names may come later. What
 came of it is remembered by the program's files, its fields, the options of the job, and the
 versions, so the next start costs nothing, while all that the check has read is as it was.
 
@@ -26,7 +27,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -147,12 +148,16 @@ class _Announcement:
             return
         rows = () if run_dir is None else read_rows(rank_events_path(run_dir, 0))
         if time.monotonic() > self._latest or any(row["event"] == "ready" for row in rows):
+            self.say()
+
+    def say(self) -> None:
+        if not self._said:
             self._said = True
             self._announce(self._text)
 
 
 class FirstCheck(Check):
-    """The look at float64, or at the job's own precision or bits, within a deadline."""
+    """The looks at float64, and at 16 bits where the job has them, or at bits; with a deadline."""
 
     def __init__(
         self,
@@ -180,6 +185,8 @@ class FirstCheck(Check):
         try:
             looks = tuple(self._first_looks())
         except _OutOfTime:
+            for path in sorted(self.folder.iterdir()):  # what the run that was cut short has read
+                self._take_reads_of(path)
             return Proof(False, f"the first check took more than {BUDGET_S:.0f} s")
         except RequestError as error:
             self.has_failed = True
@@ -194,17 +201,23 @@ class FirstCheck(Check):
             return Proof(False, "; ".join(self.notes) or "nothing could be compared")
         if looks[-1].first is not None and self.draws and not looks[-1].bitwise:
             return Proof(False, "forward draws random numbers that follow the micro-batch")
+        if looks[-1].one_process:
+            return Proof(
+                False, f"one process gives two answers in {looks[-1].precision}: {looks[-1].first}"
+            )
         verdict = Verdict(self.job.program, self.job.strategy, looks, self.left_out())
         if verdict.equal is False:
             raise NotEqual(f"{verdict}\n{TRAIN_ALL_THE_SAME}")
         if self.witnessed:  # seen in one process; --witness says what comes of it in the job
             return Proof(False, f"the witness found: {'; '.join(self.witnessed)}")
-        return Proof(True, self._in_words(looks[-1]))
+        return Proof(True, self._in_words(looks))
 
-    def _in_words(self, look: Look) -> str:
+    def _in_words(self, looks: Sequence[Look]) -> str:
+        look = looks[-1]
         steps = f"{look.comparison.steps} step{'s' if look.comparison.steps > 1 else ''}"
         at = f" of {self.exact_at}" if self.exact_at else ""
-        how = "bit by bit" if look.bitwise else f"in {look.precision}"
+        precisions = dict.fromkeys(one.precision for one in looks)
+        how = "bit by bit" if look.bitwise else f"in {' and in '.join(precisions)}"
         return f"{steps}{at} on {self.plan.own} ranks agree with one process {how}"
 
     def _first_looks(self) -> Iterator[Look]:
@@ -224,6 +237,13 @@ class FirstCheck(Check):
             with suppress(RequestError):  # there what is drawn belongs to the shard
                 looks = list(self._bits(self.plan.many))
         yield from looks
+        if self._has_other_passes and looks[-1].precision == "fp64" and looks[-1].first is None:
+            yield self._in_own_precision()
+
+    @property
+    def _has_other_passes(self) -> bool:
+        """Whether the job's precision casts within its passes, or scales the loss."""
+        return self.job.precision not in ("fp32", "fp64")
 
     def run(self, name: str, job: Job) -> Run:
         """A run without an end: no weights are written, and the reference has the witness on."""
@@ -233,17 +253,16 @@ class FirstCheck(Check):
         self._ranks_at = None if alone else self.folder / name
         run = super().run(name, job)
         self._announce_if_due()
-        for event in read_events(run.result.run_dir):
-            if event["event"] == "read":
-                self._take_reads(event["files"])
+        self._take_reads_of(run.result.run_dir)
         if alone:
             self.witnessed += run.summary.get("witness", {}).get("found", [])
         self.draws = self.draws or bool(run.trace.draws or run.summary["user_randomness"])
         return run
 
-    def _take_reads(self, files: dict[str, State]) -> None:
-        """What a rank has read; of a file that has changed meanwhile, what the first one saw."""
-        for path, state in files.items():
+    def _take_reads_of(self, run_dir: Path) -> None:
+        """What ranks have read; of a file that has changed meanwhile, what the first one saw."""
+        reads = (event for event in read_events(run_dir) if event["event"] == "read")
+        for path, state in (one for event in reads for one in event["files"].items()):
             if not path.startswith(f"{self.folder}{os.sep}"):
                 self.read.setdefault(path, state)
 
@@ -251,6 +270,8 @@ class FirstCheck(Check):
         """Called while ranks run: ends them when the time is over."""
         self._announce_if_due()
         if time.monotonic() > self.deadline:
+            if self.announcement is not None:
+                self.announcement.say()
             raise _OutOfTime
 
     def _announce_if_due(self) -> None:
