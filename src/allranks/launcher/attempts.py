@@ -88,8 +88,9 @@ class Attempts:
         except (ProgramError, PlaceError) as error:
             if not (again := how_to_resume(self.folder.path)):
                 raise
-            is_place = isinstance(error, PlaceError)
-            raise PlaceError(f"{error}\n{again}") if is_place else error.with_more(again) from None
+            if isinstance(error, PlaceError):
+                raise PlaceError(f"{error}\n{again}") from None
+            raise error.with_more(again) from None
 
     def _run(self, target: str) -> dict[str, Any]:
         restarts, first = self.plan.job.max_restarts, self.first
