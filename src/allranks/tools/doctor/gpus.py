@@ -431,16 +431,11 @@ def record_of(machine: Machine, rows: Sequence[dict[str, Any]]) -> dict[str, Any
 
 
 def page_of(record: dict[str, Any]) -> str:
-    """The record as a page of Markdown, whose table is one for a terminal, too."""
+    """The record as a page of Markdown."""
     devices, rows = record["devices"], record["rows"]
     known = {"allranks": record["allranks"], **devices["facts"]}
     versions = [f"{name} {known[name]}" for name in VERSIONS if known.get(name)]
     counts = Counter(row["verdict"] for row in rows)
-    cells = [("row", "verdict", "on", "promise", "because")]
-    for row in rows:
-        why = row["why"][:160].replace("|", "\\|")
-        cells.append((row["name"], row["verdict"], row["on"], row["promise"], why))
-    wide = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [
         f"# {devices['count']} × {known.get('chip') or devices['device']}, {record['date'][:10]}",
         "",
@@ -449,6 +444,21 @@ def page_of(record: dict[str, Any]) -> str:
         ", ".join(f"{counts[verdict]} {verdict}" for verdict in (SEEN, NOT_SEEN, FAILED)),
         "",
     ]
+    return "\n".join([*lines, *table_of(rows), ""])
+
+
+def table_of(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Rows as a table of Markdown, with columns for a terminal, too."""
+    heads = {
+        "name": "row",
+        "verdict": "verdict",
+        "on": "on",
+        "promise": "promise",
+        "why": "because",
+    }
+    cells = [list(heads.values())]
+    cells += [[row[name][:160].replace("|", "\\|") for name in heads] for row in rows]
+    wide = [max(map(len, column)) for column in zip(*cells, strict=True)]
     table = [[c.ljust(width) for c, width in zip(row, wide, strict=True)] for row in cells]
     table.insert(1, ["-" * width for width in wide])
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in table), ""])
+    return [f"| {' | '.join(row)} |" for row in table]
