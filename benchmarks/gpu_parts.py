@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -235,29 +234,12 @@ def norm(machine: Machine, ranks: int) -> Seen:
     return Seen(not any(aligned), found=differ)
 
 
-def freed(machine: Machine, ranks: int) -> Seen:
-    """Memory at most of a step of GPT-2 in bf16, beside the same in fp32: weights are no larger."""
-    if not is_cuda(machine):
-        return Seen(None, "not on this device")
-    found = {}
-    for precision in ("fp32", "bf16"):
-        torch.cuda.reset_peak_memory_stats()
-        task = task_of(_workload("gpt2", machine, 16), torch.device("cuda"))
-        with Trainer(task, Job(device="cuda", precision=precision, steps=3)) as trainer:
-            for batch in islice(trainer.batches(), 3):
-                trainer.step(batch)
-        found[f"{precision}_bytes"] = torch.cuda.max_memory_allocated()
-        torch.cuda.empty_cache()
-    return Seen(found["bf16_bytes"] <= found["fp32_bytes"], found=found)
-
-
 OWN: dict[str, Promise] = {
     "library": Promise("torch, its device and its NCCL are told", library, 1),
     "nccl": Promise("NCCL of one rank: every message and group; wait() returns", nccl_alone, 1),
     "norm": Promise("a norm follows no address at multiples of 128 bytes", norm, 1),
     "witness": Promise("how long the witness looks", witness, 1),
     "data": Promise("samples of the host: at most 1.1 x the time of the device's", data, 1),
-    "memory-of-bf16": Promise("bf16 takes no more memory than fp32", freed, 1),
     "precisions": Promise("every precision trains", partial(precisions, False), 1),
     "precisions-bitwise": Promise("the same under --bitwise", partial(precisions, True), 1),
     **{

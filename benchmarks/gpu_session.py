@@ -63,7 +63,7 @@ PARTS: dict[str, Part] = {
     "ratio-resnet50": Part(45, ("ratio-resnet50",)),
     "one": Part(40, ("host", "precisions", "norm")),
     "one-bitwise": Part(20, ("precisions-bitwise",)),
-    "cost": Part(45, ("witness", "memory-of-bf16", "data")),
+    "cost": Part(45, ("witness", "data")),
     "ratio-gpt2-compiled": Part(110, ("ratio-gpt2-compiled",)),
     "ratio-resnet50-compiled": Part(110, ("ratio-resnet50-compiled",)),
 }

@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 
-from allranks.errors import Interrupted, ProgramError, RequestError
+from allranks.errors import Interrupted, PlaceError, ProgramError, RequestError
 from allranks.tools.doctor import gpus
 from allranks.tools.doctor.gpus import Machine, Promise, Seen, page_of, record_of, rows_of
 
 HANG = "rank {} on a is missing: at step 5\nrank {} waits at step 5"
-STEP = {"allranks": {"waits": 0, "launches": 110}, "hand": {"launches": 100}, "ratio": 1.1}
+STEP = {
+    "allranks": {"waits": 0, "launches": 110},
+    "hand": {"waits": 1, "launches": 100},
+    "ratio": 1.1,
+}
 
 
 def machine(device: str = "cuda", count: int = 1, ranks: int = 2, **more: Any) -> Machine:
@@ -70,11 +74,13 @@ def test_a_row_says_what_was_seen_whatever_its_function_raises(
         ("memory", {"failure": lambda *a, **k: "out of memory"}, "failed"),
         ("memory", {"failure": lambda *a, **k: "out of memory\nheld on a chip"}, "seen"),
         ("host", {"probe": lambda name: {"largest": 1e-8}}, "failed"),
-        ("waits", {"step": STEP}, "seen"),
-        ("launches", {"step": STEP}, "seen"),
-        ("launches", {"step": {**STEP, "hand": {"launches": 99}}}, "failed"),
-        ("pace", {"step": {**STEP, "ratio": 1.11}}, "failed"),
-        ("pace", {"step": STEP, "device": "xpu"}, "not seen"),
+        ("waits", {"probe": lambda name: STEP}, "seen"),
+        ("launches", {"probe": lambda name: STEP}, "seen"),
+        ("launches", {"probe": lambda name: {**STEP, "hand": {"launches": 99}}}, "failed"),
+        ("launches", {"probe": lambda name: {**STEP, "hand": {"launches": 0}}}, "not seen"),
+        ("waits", {"probe": lambda name: {**STEP, "hand": {}}}, "not seen"),
+        ("pace", {"probe": lambda name: {**STEP, "ratio": 1.11}}, "failed"),
+        ("pace", {"probe": lambda name: STEP, "device": "xpu"}, "not seen"),
     ],
 )
 def test_a_promise_is_judged_by_what_was_found(
@@ -106,3 +112,15 @@ def test_ranks_share_devices_only_where_they_outnumber_them() -> None:
     nodes = machine(count=2, more={"nodes": 2, "place": "slurm"}, devices=4)
     assert nodes.job("Pictures", 4, **flags).job.nodes == 2
     assert nodes.job("Pictures", 1, precision="fp64").job.nodes == 1
+
+
+def test_a_probe_that_failed_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def ask(server: Any, name: str, device: str) -> dict[str, Any]:
+        asked.append(name)
+        raise PlaceError("it ended without an answer")
+
+    monkeypatch.setattr(gpus, "ask", ask)
+    rows = list(rows_of(machine(), ["waits", "launches", "pace"]))
+    assert [row["verdict"] for row in rows] == ["failed"] * 3 and asked == ["step"]

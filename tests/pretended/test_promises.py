@@ -37,6 +37,6 @@ def test_promises_are_seen_to_hold_on_one_device_that_ranks_share(tmp_path: Path
         ("waits", "1 rank, pretended", "not seen"),
     ]
     assert record["rows"][0]["found"]["steps"] == 4
-    assert "on cuda alone, not on pretended" in record["rows"][2]["why"]
+    assert "torch counts no waits here" in record["rows"][2]["why"]
     assert "2 seen, 1 not seen, 0 failed" in (tmp_path / "found" / "gpus.md").read_text()
     assert {path.name for path in (tmp_path / "found").iterdir()} == {"gpus.json", "gpus.md"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from allranks.programs.models.gpt import GPTShape, gpt
 from allranks.torch import MixtureOfExperts, Task, Trainer
 from allranks.training.progress import StepResult
 
+LAUNCH = re.compile(r"(cuda|cu|hip)\w*Launch")
 STEPS_LIMIT = 10**9
 STEADY = 20  # steps after which nothing is sent any more that only the first ones need
 BLOCKS, STEPS = 6, 8
@@ -300,7 +302,7 @@ def launches_of(loop: Iterator[Any]) -> dict[str, float]:
         next(loop)
         torch.cuda.synchronize()
     rows = profile.key_averages()
-    launches = sum(row.count for row in rows if row.key.startswith(("cudaLaunch", "cuLaunch")))
+    launches = sum(row.count for row in rows if LAUNCH.match(row.key))
     busy_ms = sum(row.self_device_time_total for row in rows) / 1e3
     return {"launches": launches, "device_ms": round(busy_ms, 2)}
 

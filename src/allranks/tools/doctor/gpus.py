@@ -22,7 +22,7 @@ from typing import Any
 
 from allranks.catalog import TORCH, preload_for
 from allranks.checkpoint.files import as_json, write_whole
-from allranks.errors import Interrupted, ProgramError, RequestError, Stopped
+from allranks.errors import AllranksError, Interrupted, ProgramError, RequestError, Stopped
 from allranks.job.config import Resolved, resolve
 from allranks.job.engines import check_installed
 from allranks.launcher.nodes.facts import facts
@@ -103,6 +103,7 @@ class Machine:
     words: tuple[str, ...] = ()
     hang_s: float = HANG_S
     references: dict[str, Run] = field(default_factory=dict)
+    probes: dict[str, dict[str, Any] | AllranksError] = field(default_factory=dict)
     _number: int = 0
 
     def __post_init__(self) -> None:
@@ -145,25 +146,26 @@ class Machine:
         """What a job says that is to fail; "" where it did not."""
         try:
             self.train(task, ranks, **flags)
-        except (Interrupted, Stopped):
-            raise
         except ProgramError as error:
             return str(error)
         return ""
 
     def probe(self, name: str) -> dict[str, Any]:
         """What a probe of `PROGRAM` finds, in a process of its own."""
-        return ask(self.server, name, self.device)
+        if name not in self.probes:
+            try:
+                self.probes[name] = ask(self.server, name, self.device)
+            except AllranksError as error:  # several rows look at one probe
+                self.probes[name] = error
+        found = self.probes[name]
+        if isinstance(found, AllranksError):
+            raise found
+        return found
 
     @cached_property
     def digest_of_one(self) -> str:
         """The weights that one rank makes of `Pictures` under --bitwise."""
         return str(self.train("Pictures", 1, bitwise=True)["weights_sha256"])
-
-    @cached_property
-    def step(self) -> dict[str, Any]:
-        """A step beside one of a loop by hand."""
-        return self.probe("step")
 
 
 def ask(server: ForkServer, name: str, device: str) -> dict[str, Any]:
@@ -253,26 +255,27 @@ def host(machine: Machine, ranks: int) -> Seen:
 
 
 def waits(machine: Machine, ranks: int) -> Seen:
-    return _beside_a_loop(machine, lambda ours, hand: ours["waits"] == 0)
+    return _counted(machine, "waits", lambda ours, hand: ours == 0)
 
 
 def launches(machine: Machine, ranks: int) -> Seen:
-    return _beside_a_loop(
-        machine, lambda ours, hand: ours["launches"] <= MOST_LAUNCHES * hand["launches"]
-    )
+    return _counted(machine, "launches", lambda ours, hand: ours <= MOST_LAUNCHES * hand)
+
+
+def _counted(machine: Machine, what: str, is_good: Callable[[int, int], bool]) -> Seen:
+    """Of a step, beside one of a loop by hand, which has some of it: else nothing was counted."""
+    found = machine.probe("step")
+    ours, hand = (found[who].get(what, 0) for who in ("allranks", "hand"))
+    if not hand:
+        return Seen(None, f"torch counts no {what} here, not even by hand", found)
+    return Seen(is_good(ours, hand), found=found)
 
 
 def pace(machine: Machine, ranks: int) -> Seen:
-    return _beside_a_loop(machine, lambda ours, hand: machine.step["ratio"] <= MOST_TIME)
-
-
-def _beside_a_loop(
-    machine: Machine, is_good: Callable[[dict[str, Any], dict[str, Any]], bool]
-) -> Seen:
-    found = machine.step
+    found = machine.probe("step")
     if not is_cuda(machine):
-        return Seen(None, f"counted and timed on cuda alone, not on {machine.device}", found)
-    return Seen(is_good(found["allranks"], found["hand"]), found=found)
+        return Seen(None, f"promised of cuda alone, not of {machine.device}", found)
+    return Seen(found["ratio"] <= MOST_TIME, found=found)
 
 
 @dataclass(frozen=True)
@@ -410,8 +413,8 @@ def seen_by(promise: Promise, machine: Machine, ranks: int) -> Seen:
     """What a promise has shown, whatever its function raises but an end that was asked for."""
     try:
         return promise.look(machine, ranks)
-    except (Interrupted, Stopped):
-        raise
+    except (Interrupted, Stopped) as error:  # its checkpoint is gone with the scratch folder
+        raise Interrupted("stopped before all rows were looked at") from error
     except RequestError as error:
         return Seen(None, f"refused: {error.found}", {"said": str(error)})
     except ProgramError as error:
