@@ -227,7 +227,8 @@ def write_files(document: str) -> None:
     for name in ("README.md", document):
         for block in blocks_of(DOCUMENTS[name]):
             if block.file and (name == document or block.file == "mytask.py"):
-                Path(block.file).write_text(block.text.replace(*LESS))
+                text = block.text if document == FIRST else block.text.replace(*LESS)
+                Path(block.file).write_text(text)
 
 
 def run_blocks(section: str, run: Run) -> list[Done]:
