@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Muon, Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from allranks.programs.models.gpt import GPTShape, gpt
 from allranks.torch import MixtureOfExperts, Task
+from allranks.training.callback import Callback
 
 # No bias before a BatchNorm: its true gradient is zero, and AdamW makes steps of what rounding
 # leaves of it. Two right programs then differ by 1e-9, free-running.
@@ -450,3 +452,15 @@ class Descent(Plain):
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         return SGD(model.parameters(), lr=0.1)
+
+
+class Averages(Callback):
+    """Of the whole model, or of a layer, as it starts."""
+
+    def on_start(self, trainer: Any) -> None:
+        AveragedModel(trainer.built.model)
+
+
+class Averaged(Plain):
+    def callbacks(self) -> list[Callback]:
+        return [Averages()]

@@ -26,6 +26,7 @@ from typing import Any
 import pytest
 
 from allranks.checkpoint.folder import committed, step_of
+from allranks.cli.runs import show
 from allranks.errors import ProgramError, RequestError
 from allranks.job.config import resolve
 from allranks.job.run_folder import RunFolder, read_events, read_rows
@@ -85,6 +86,21 @@ def test_a_rank_that_is_killed_is_named_with_host_and_signal(train: Train, tmp_p
     assert seconds_to_the_end(tmp_path / "run") < WITHIN_S
     (last,) = named(tmp_path / "run", "failed")
     assert last["first_rank"] == 1 and last["exits"]["1"] == -9 and last["report"] == text
+
+
+def test_a_job_that_a_fault_ended_says_how_to_go_on(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = failed(train, tmp_path, inject="kill@rank=1,step=8", checkpoint_every=3)
+    (newest, *_) = committed(tmp_path / "run" / "checkpoints")
+    again = (
+        f"its last checkpoint is that of step {step_of(newest)}; "
+        f"resume with: allranks train --run-dir {tmp_path / 'run'}"
+    )
+    assert text.splitlines()[-1] == again
+    capsys.readouterr()
+    show.main([str(tmp_path / "run")], standalone_mode=False)
+    assert again in capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -319,8 +335,9 @@ def test_gloo_s_words_of_one_collective_more_stand_in_the_report(
     text = one_more(train, tmp_path, ranks=ranks, backend="gloo")
     assert "killed by SIGABRT: " in text and "Received data size doesn't match" in text
     assert "no traceback" not in text and "Extension" not in text
-    found = re.findall(r"rank (\d) was in another collective: (\S+) line \d+ in (\w+)", text)
+    found = re.findall(r"rank (\d) called it: (\S+) line \d+ in (\w+)", text)
     assert found == [("1", str(Path(__file__).with_name("failure_tasks.py")), "loss")]
+    assert text.startswith("rank 1 called a collective that the others did not at step ")
 
 
 def one_more(train: Train, tmp_path: Path, **flags: Any) -> str:

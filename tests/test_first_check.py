@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from allranks.errors import EXIT_DIFFERENCE_FOUND, NotEqual
+from allranks.errors import EXIT_DIFFERENCE_FOUND, NotEqual, RequestError
 from allranks.job.config import resolve
+from allranks.job.job import Job
 from allranks.job.run_folder import read_rows
 from allranks.launcher.preparing.proof import first_check
 from allranks.launcher.processes.fork_server_client import ForkServer
@@ -131,6 +132,24 @@ def test_a_job_says_that_it_is_proved_and_the_next_one_needs_no_check(
     assert len(told) == 4, "two steps are enough for one, and not for three"
 
 
+def test_a_job_that_its_ranks_refuse_is_not_announced(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model is no chain, and its task says no stages."""
+    monkeypatch.setattr(first, "SILENT_S", 1e6)
+    told: list[str] = []
+    with pytest.raises(RequestError, match=r"write stages\(self, model, count\) in the task"):
+        start(
+            {
+                "nn.Sequential(nn": "type('Net', (nn.Sequential,), {'forward': lambda s, x: "
+                "nn.Sequential.forward(s, x)})(nn"
+            },
+            told,
+            strategy="gpipe",
+        )
+    assert told == []
+
+
 READS = {
     "LOSS(output)": "output.square().sum(1) * by_file() * float(os.environ.get('SCALE', 1))",
     "DROP(x)": "__import__('late_module').f(x)",
@@ -191,7 +210,7 @@ def test_a_job_that_leaves_the_check_out_says_that_it_is_not_proved(start: Start
 
 
 def test_a_check_out_of_time_or_memory_lets_the_job_train(
-    start: Start, monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with monkeypatch.context() as full:
         full.setattr(first, "COPIES_IN_MEMORY", 1 << 40)
@@ -210,6 +229,30 @@ def test_a_check_out_of_time_or_memory_lets_the_job_train(
     assert len(told) == 2
 
 
+def test_a_check_out_of_time_counts_while_what_it_has_read_is_as_it_was(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = first.FirstCheck.run
+
+    def is_late(check: first.FirstCheck, name: str, job: Job) -> Any:
+        made = run(check, name, job)
+        if job.ranks > 1:  # as if it were cut short: what it has told stands in its folder alone
+            check.read.clear()
+            raise first._OutOfTime
+        return made
+
+    monkeypatch.setattr(first.FirstCheck, "run", is_late)
+    told: list[str] = []
+    at_once = {"WRITE(model)": "open(os.path.join(os.path.dirname(__file__), 'rate.txt')).close()"}
+    (tmp_path / "rate.txt").write_text("1")
+    for _ in range(2):
+        proof = start(at_once, told, strategy="zero1").summary["proof"]
+        assert not proof["proved"] and len(told) == 1
+    (tmp_path / "rate.txt").write_text("10")
+    start(at_once, told, strategy="zero1")
+    assert len(told) == 2, "it has read another file"
+
+
 def test_numbers_that_follow_the_micro_batch_are_no_difference(start: Start) -> None:
     """Under a pipeline what functions draw follows the micro-batch; with equal bits it does not."""
     proof = start(DRAWS, strategy="gpipe").summary["proof"]
@@ -219,6 +262,28 @@ def test_numbers_that_follow_the_micro_batch_are_no_difference(start: Start) -> 
 def test_equal_bits_are_compared_as_bits(start: Start) -> None:
     proof = start({}, strategy="zero1", bitwise=True).summary["proof"]
     assert proof["proved"] and proof["why"].endswith("bit by bit")
+
+
+def test_what_only_16_bits_compute_is_compared_too(start: Start, tmp_path: Path) -> None:
+    """In float64 the branch is not taken: the job's own passes are made once more in bf16."""
+    low = "torch.is_autocast_enabled('cpu') * int(os.environ.get('RANK', 0))"
+    fault = {"DROP(x)": f"torch.tanh(x) * (1 + {low})"}
+    with pytest.raises(NotEqual, match=r"on 2 ranks, bf16\n"):
+        start(fault, strategy="zero1", precision="bf16")
+    proof = start({}, strategy="zero1", precision="bf16").summary["proof"]
+    assert proof["proved"] and proof["why"].endswith("with one process in fp64 and in bf16")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "precision"), [("fsdp", "fp16"), ("gpipe", "bf16")])
+def test_16_bits_raise_no_false_alarm(
+    server: ForkServer, tmp_path: Path, monkeypatch: Any, strategy: str, precision: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    flags = {"ranks": 2, "steps": 2, "strategy": strategy, "precision": precision}
+    flags["run_dir"] = str(tmp_path / "run")
+    proof = run_job(resolve("digits", flags, ()), server, first_check=first_check).summary["proof"]
+    assert proof["proved"], proof["why"]
 
 
 def test_a_strategy_that_promises_nothing_of_the_kind_is_not_proved(start: Start) -> None:

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from allranks.checkpoint import room
-from allranks.errors import PlaceError
+from allranks.errors import PlaceError, RequestError
 from allranks.job import run_folder
 from allranks.launcher.start import Result
 from conftest import Train
@@ -73,6 +73,27 @@ def test_a_job_is_refused_where_the_first_events_do_not_fit(
     told = on_a_small_disk(tmp_path, options="size=4k")
     assert told["code"] == 2 and told["left"] is None
     assert "found: its disk is full: No space left on device" in told["err"]
+
+
+@pytest.mark.parametrize("number", room.FULL)
+def test_a_full_quota_is_said_as_a_full_disk_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(run_folder, "take", full)
+    folder = run_folder.RunFolder(tmp_path / "run")
+    with pytest.raises(RequestError) as refused:
+        folder.take_room([0])
+    assert refused.value.found == f"its disk is full: {os.strerror(number)}"
+    assert refused.value.do.startswith("make room there")
+    monkeypatch.setattr(folder.events._file, "write", full, raising=False)
+    folder.events.row({"lost": 1})
+    with pytest.raises(OSError, match=os.strerror(number)) as lost:
+        folder.events.close()
+    assert lost.value.errno == number
+    folder.close()
 
 
 def test_a_job_is_not_started_again_where_the_disk_is_full_by_then(

@@ -15,6 +15,7 @@ import pytest
 
 from allranks.checkpoint.folder import committed
 from allranks.checkpoint.manifest import read_manifest, write_manifest
+from allranks.cli.display.progress import in_sentences
 from allranks.errors import PlaceError, ProgramError, RequestError
 from allranks.job.config import resolve
 from allranks.job.faults import flip_bit
@@ -112,7 +113,9 @@ def test_in_place_with_nothing_but_the_folder(train: Train, half: Result, wanted
     job = job_of("half")
     assert (job["program"], job["steps"], job["ranks"], job["bitwise"]) == (TASK, 9, 2, True)
     assert job["source"]["steps"] == "command line"
-    assert job["source"]["bitwise"] == job["source"]["task.lr"] == "run half"
+    assert job["source"]["bitwise"] == "run half"
+    assert job["source"]["seed"] == "default", "nobody gave it"
+    assert "task.lr" not in job["source"]
     assert [row["changes"] for row in events("half", "started")] == [{}, {"steps": [3, 9]}]
 
 
@@ -178,13 +181,30 @@ def test_a_finished_run_asked_again_reports_the_same(train: Train, half: Result)
     weights = (half.run_dir / "weights.safetensors").read_bytes()
     metrics = list(read_rows(half.run_dir / "metrics.jsonl"))
     kept = contents(half.run_dir / "checkpoints")
-    found = train("", run_dir="half")
-    same = ("weights_sha256", "train_loss", "eval", "steps", "run_dir", "world_size", "strategy")
+    job = (half.run_dir / "job.toml").read_bytes()
+    found = train("", run_dir="half", ranks=1, keep=9)
+    assert (half.run_dir / "job.toml").read_bytes() == job, "it is of the job that trained"
+    same = ("weights_sha256", "train_loss", "eval", "steps", "run_dir")
     assert {n: found.summary[n] for n in same} == {n: half.summary[n] for n in same}
     assert found.summary["samples_per_s"] is None, "nothing was trained"
+    assert "nothing was trained: the run had ended after step 3" in in_sentences(found.summary)
     assert (half.run_dir / "weights.safetensors").read_bytes() == weights
     assert list(read_rows(half.run_dir / "metrics.jsonl")) == metrics
     assert contents(half.run_dir / "checkpoints") == kept
+
+
+def test_fewer_steps_than_were_made_are_refused(train: Train, folder: Path, half: Result) -> None:
+    """In place, from a branch, in steps and in epochs; nothing of the run is changed."""
+    before = contents(half.run_dir)
+    refusal = refuse(train, folder, "", run_dir="half", steps=2)
+    assert refusal.asked == f"--steps 2, from {half.run_dir}"
+    assert refusal.found == "its newest checkpoint, after step 3"
+    assert contents(half.run_dir) == before
+    refusal = refuse(train, folder, "", run_dir="branch", resume="half", steps=1)
+    assert (refusal.asked, Path("branch").exists()) == (f"--steps 1, from {folder / 'half'}", False)
+    train("", run_dir="half", steps=6)
+    refusal = refuse(train, folder, "", "epochs=1", run_dir="half", steps=None)
+    assert refusal.asked.startswith("epochs that are 5 steps, from ")
 
 
 def test_a_finished_run_without_checkpoints_is_refused(train: Train, folder: Path) -> None:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,9 @@ from allranks.errors import PlaceError
 from allranks.launcher.nodes.facts import Facts
 from allranks.launcher.nodes.facts import facts as real_facts
 from allranks.launcher.places.simulated import Simulated
+from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.ports import Reservation
-from allranks.tools.doctor import doctor
+from allranks.tools.doctor import doctor, gpus
 from allranks.tools.doctor.diagnosis import (
     STOP,
     Diagnosis,
@@ -363,3 +365,31 @@ def test_clean_says_what_it_removed(door: Door, tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "runs") == ["kept"]
     code_, out, _ = door("--clean", "runs/kept")
     assert code_ == 0 and "no run that is dead has left anything here" in out
+
+
+# --- devices --------------------------------------------------------------------------------------
+
+
+def test_without_a_gpu_it_is_said_and_nothing_is_made(
+    door: Door, tmp_path: Path, server: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpus, "ForkServer", lambda modules: nullcontext(server))
+    code, out, err = door("--gpus")
+    assert (code, out) == (2, "") and list(tmp_path.iterdir()) == []
+    assert re.search(r"found: no GPU that torch .* can use\nwhy: .*\ndo: ", err), err
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (("--gpus=bits,warp",), "no row warp"),
+        (("--gpus", "--program", "mytask.py"), "many jobs, one after the other"),
+        (("--gpus", "--rendezvous", "a:1", "--nodes", "2"), "many jobs, one after the other"),
+        (("--gpus", "--clean"), "two things to do"),
+    ],
+)
+def test_what_cannot_be_asked_of_gpus_is_refused(
+    door: Door, tmp_path: Path, words: tuple[str, ...], found: str
+) -> None:
+    code, _, err = door(*words)
+    assert code == 2 and f"found: {found}" in err and list(tmp_path.iterdir()) == []

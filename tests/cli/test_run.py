@@ -139,7 +139,26 @@ def test_an_operator_sets_them_by_variables(run: Run) -> None:
 def test_the_output_of_rank_0_is_standard_output(run: Run) -> None:
     done = run("print('out'); print('err', file=sys.stderr)", "--ranks", "3", "train.py")
     assert sorted(done.stdout.splitlines()) == ["err", "out"]
+    assert done.stderr.splitlines()[0].endswith("; rank 0 is shown, --show all shows every rank")
     assert done.stderr.splitlines()[-1].startswith("run folder ")
+
+
+def test_a_python_without_the_module_is_named_beside_that_of_allranks(
+    run: Run, tmp_path: Path
+) -> None:
+    """By its name in the PATH, or by the first line of a script."""
+    other, script = tmp_path / "python3", tmp_path / "script"
+    other.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
+    script.write_text(f"#!{other}\nimport torch\n")
+    for path in (other, script):
+        path.chmod(0o755)
+    for words in ((str(other), "train.py"), (str(script),)):
+        done = run("import torch", "--ranks", "1", "--", *words)
+        assert done.returncode == 1
+        assert f"it runs {other}, which has no module 'torch'; " in done.stderr
+        assert f"or name it: {sys.executable}" in done.stderr
+    done = run("import nowhere_at_all", "--ranks", "1", "--", str(other), "train.py")
+    assert "it runs" not in done.stderr
 
 
 def test_no_control_character_of_a_script_is_printed(run: Run) -> None:

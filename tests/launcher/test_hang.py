@@ -187,3 +187,19 @@ def test_at_equal_counts_it_is_the_one_that_is_ahead(ranks: int, data: st.DataOb
 def test_if_all_stand_alike_nobody_is_accused(ranks: int, step: int, count: int) -> None:
     beats = {r: beat(r, step=step, collectives=count) for r in range(ranks)}
     assert ranks_waited_for(beats, set()) == ()
+
+
+def test_who_is_in_a_call_of_the_user_s_is_named_and_not_who_waits_in_the_step() -> None:
+    """The leader alone saves: the others have as many collectives, and are a step ahead."""
+    package = str(Path(find_hang.__code__.co_filename).parents[1])
+    frames = [f"{package}/torch/comm.py", f"{package}/torch/trainer.py", f"{package}/fit.py"]
+    engine = "".join(f'  File "{file}", line 1 in one\n' for file in frames)
+    user = engine.replace(
+        f'  File "{frames[2]}"',
+        f'  File "/home/me/task.py", line 28 in on_step\n  File "{frames[2]}"',
+    )
+    stands = {0: Stand("S", user), 1: Stand("S", engine), 2: Stand("S", engine)}
+    beats = [beat(0, step=3), beat(1, step=4), beat(2, step=4)]
+    found = find_hang(beats, range(3), TIMEOUT_S, 0.0, lambda: stands)
+    assert found is not None and found.missing == (0,)
+    assert found.describe(0).endswith("; called by /home/me/task.py line 28 in on_step")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ import pytest
 
 from allranks.errors import PlaceError, ProgramError, RequestError
 from allranks.job.run_folder import JsonLines, rank_events_path, rank_log_path
-from allranks.launcher.fault_report import first_fault, user_error
+from allranks.launcher.fault_report import first_fault, rank_to_blame, user_error
 from allranks.launcher.heartbeat import Beat
 from allranks.launcher.processes.foreign import kind_said_in
-from allranks.launcher.processes.process import Exit
+from allranks.launcher.processes.process import Exit, Stand
 from allranks.launcher.supervisor import Ended
 
 HELD = "it held 2.0 MiB at most"
@@ -265,3 +266,51 @@ def test_a_lost_node_is_named_before_its_victims(
     assert str(error) == (
         f"node node1 is lost{at}, with rank 1, 2: no word of it\nstopped because of it: rank 0"
     )
+
+
+MISMATCH = "shared memory: collective mismatch: rank 0 makes another collective than rank 1"
+PACKAGE = str(Path(first_fault.__code__.co_filename).parents[1])
+IN_A_STEP = f"""Traceback (most recent call last):
+  File "{PACKAGE}/training/fit.py", line 24, in _fit
+  File "{PACKAGE}/torch/trainer.py", line 203, in steps
+  File "{PACKAGE}/torch/comm.py", line 9, in all_reduce
+  File "/usr/lib/python3/site-packages/torch/distributed/c10d.py", line 1, in all_reduce
+RankLost: {MISMATCH}
+"""
+THROUGH_A_MODULE = f"""Traceback (most recent call last):
+  File "{PACKAGE}/torch/trainer.py", line 203, in steps
+  File "/home/me/task.py", line 7, in forward
+  File "/usr/lib/python3/site-packages/torch/nn/modules/module.py", line 1, in _call_impl
+  File "/usr/lib/python3/site-packages/torch/distributed/fsdp.py", line 1, in pre_forward
+RankLost: {MISMATCH}
+"""
+CALLED = {
+    "of the trainer": f"""Thread 0x1 (most recent call first):
+  File "{PACKAGE}/torch/comm.py", line 276 in gather_texts
+  File "{PACKAGE}/torch/trainer.py", line 276 in save
+  File "/home/me/task.py", line 28 in on_step
+  File "{PACKAGE}/training/fit.py", line 28 in _fit
+""",
+    "of torch": f"""Thread 0x1 (most recent call first):
+  File "{PACKAGE}/torch/shared_memory/backend.py", line 9 in allreduce
+  File "/usr/lib/python3/site-packages/torch/distributed/c10d.py", line 1 in all_reduce
+  File "/home/me/task.py", line 28 in on_step
+  File "{PACKAGE}/training/fit.py", line 28 in _fit
+""",
+}
+
+
+@pytest.mark.parametrize("call", CALLED)
+@pytest.mark.parametrize("seen", [IN_A_STEP, THROUGH_A_MODULE], ids=["step", "module"])
+def test_who_called_a_collective_alone_is_named_and_not_who_saw_it(
+    tmp_path: Path, call: str, seen: str
+) -> None:
+    failed(tmp_path, 1, 9.0, step=4, kind="RankLost", message=MISMATCH, traceback=seen)
+    found = ended([-15, 1, -15], stopped={0, 2})
+    found = replace(found, stands={0: Stand("S", CALLED[call]), 2: Stand("S", IN_A_STEP)})
+    text = report(found, tmp_path)
+    assert text.startswith("rank 0 called a collective that the others did not at step 4; rank 1")
+    assert "rank 0 called it: /home/me/task.py line 28 in on_step" in text
+    assert "stopped because of it: rank 2" in text and "failed first" not in text
+    fault = first_fault(found, tmp_path)
+    assert fault is not None and rank_to_blame(fault, found, tmp_path) == 0

@@ -194,3 +194,14 @@ def test_random_choices_of_a_task_are_the_same_on_every_rank(train: Train) -> No
 def test_a_group_that_is_not_the_world_is_refused(on_ranks: Callable[..., Any]) -> None:
     """Ranks that joined by themselves, in an environment that says there is only one."""
     on_ranks(2, "contract_workers:join_by_hand", None)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "tensor", "gpipe"])
+def test_a_copy_of_a_model_in_parts_is_refused(strategy: str, train: Train) -> None:
+    with pytest.raises(RequestError, match="--set ema=") as refused:
+        train("contract_tasks:Averaged", ranks=2, steps=1, strategy=strategy)
+    assert refused.value.asked.startswith("copy.deepcopy of a ")
+
+
+def test_a_copy_of_a_whole_model_is_none_of_that(train: Train) -> None:
+    train("contract_tasks:Averaged", ranks=2, steps=1, strategy="zero1")

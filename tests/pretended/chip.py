@@ -34,7 +34,8 @@ MAY_TAKE_HOST_INDICES = ("aten::index", "aten::index_put_", "aten::_index_put_im
 class OnChip(Tensor):
     """A tensor of the device; `inner` is the tensor of the CPU that computes for it."""
 
-    __slots__ = ("inner",)  # not among what a task writes on a parameter, and others copy
+    __slots__ = ("inner",)  # none of `vars`, which a part of a weight takes from the whole
+
     inner: Tensor
 
     @staticmethod
@@ -62,6 +63,11 @@ class OnChip(Tensor):
     def data(self, value: OnChip) -> None:
         Tensor.data.__set__(self, value)
         self.inner = value.inner
+
+    def untyped_storage(self) -> Any:
+        storage: Any = super().untyped_storage()
+        storage.inner = self.inner.untyped_storage()
+        return storage
 
     def tolist(self) -> Any:
         wait_to_read(self, "tolist")
@@ -177,7 +183,9 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if not isinstance(value, Tensor) or isinstance(value, OnChip):
             return value
         if id(value) in back:
-            return back[id(value)]
+            if value.shape != (known := back[id(value)]).shape:  # `out` of an operation grows
+                Tensor.data.__set__(known, OnChip(value, device))
+            return known
         memory = memory_of(value, stream)
         if kind != "view" and memory.written is None and kind != "room":
             memory.is_written(stream, func.name())
@@ -241,7 +249,10 @@ def the_device(func: Any, flat: Any, given: Any, kwargs: Any) -> torch.device | 
 
 
 def with_inner(func: Any, flat: Any, spec: Any) -> Any:
-    inner = [value.inner if isinstance(value, OnChip) else value for value in flat]
+    kinds = (OnChip, torch.UntypedStorage)
+    inner = [
+        getattr(value, "inner", value) if isinstance(value, kinds) else value for value in flat
+    ]
     args, kwargs = pytree.tree_unflatten(inner, spec)
     return func(*args, **kwargs)
 

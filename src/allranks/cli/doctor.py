@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import click
 
+from allranks.catalog import load
 from allranks.checkpoint.files import as_json
 from allranks.cli.display.diagnosis import show
 from allranks.cli.display.say import say
@@ -20,6 +22,7 @@ from allranks.launcher.places.base import NodeRequest
 from allranks.tools.doctor.cleaning import Cleaned, Leftover, clean
 from allranks.tools.doctor.doctor import Question, diagnose
 
+GPUS = "allranks.tools.doctor.gpus:examine"  # it needs numpy
 RUNS = "runs"
 ANY_PROGRAM = "digits"
 
@@ -40,20 +43,33 @@ ANY_PROGRAM = "digits"
     metavar="[RUN]",
     help="Only remove what dead runs left on this machine; RUN: what that one left.",
 )
+@click.option(
+    "--gpus",
+    "rows",
+    is_flag=False,
+    flag_value="",
+    default=None,
+    metavar="[ROWS]",
+    help="Train on the GPUs, and say which promises hold there; ROWS: only these, as bits,fsdp.",
+)
 @click.option("--json", "as_object", is_flag=True, help="Last line of stdout: one JSON object.")
-def doctor(leftovers: str | None, as_object: bool, **flags: Any) -> None:
+def doctor(leftovers: str | None, rows: str | None, as_object: bool, **flags: Any) -> None:
     """Look at the nodes of a run before it starts: versions, limits, folders, and their network.
 
     \b
     allranks doctor
     allranks doctor --nodes 2 --place simulated:link=1gbit
     allranks doctor --nodes 2 --hosts hosts.txt --run-dir runs/first --program mytask.py
+    allranks doctor --gpus
     allranks doctor --clean
 
-    Leaves with 0 if nothing would stop a run, and with 3 otherwise.
+    Leaves with 0 if nothing would stop a run, with --gpus if no promise failed; otherwise with 3.
     """
     if leftovers is not None:
-        _clean(leftovers, flags, as_object)
+        _clean(leftovers, {**flags, "gpus": rows}, as_object)
+        return
+    if rows is not None:
+        _try_gpus(rows, flags, as_object)
         return
     words = words_of(flags, "doctor")
     rendezvous, said = rendezvous_from(flags)
@@ -73,6 +89,28 @@ def doctor(leftovers: str | None, as_object: bool, **flags: Any) -> None:
     else:
         show(diagnosis)
     if diagnosis.stops:
+        sys.exit(EXIT_PLACE_FAILED)
+
+
+def _try_gpus(rows: str, flags: dict[str, Any], as_object: bool) -> None:
+    """Train on the GPUs; a line for each promise as it was looked at, and two files of all."""
+    for word in ("program", "rendezvous"):
+        if flags[word]:
+            raise RequestError(
+                asked=f"doctor --gpus --{word} {flags[word]}",
+                found="many jobs, one after the other, of tasks of its own",
+                why="it reads no other program, and nodes started by hand take part in one job",
+                do="no --program; for several nodes --nodes with --hosts, or --place slurm",
+            )
+    words = words_of(flags, "doctor", f"gpus={rows}")
+    rendezvous, said = rendezvous_from(flags)
+    more = {name: value for name, value in {**flags, **said}.items() if value is not None}
+    ranks, run_dir = more.pop("ranks", None), more.pop("run_dir", None)
+    folder = Path(os.path.abspath(run_dir or Path(RUNS, f"gpus-{time.strftime('%Y%m%d-%H%M%S')}")))
+    record = load(GPUS)(rows, folder, say, ranks, more=more, rendezvous=rendezvous, words=words)
+    click.echo(as_json(record) if as_object else (folder / "gpus.md").read_text(), nl=as_object)
+    say(f"with a report of a bug, send {folder / 'gpus.json'}")
+    if any(row["verdict"] == "failed" for row in record["rows"]):
         sys.exit(EXIT_PLACE_FAILED)
 
 

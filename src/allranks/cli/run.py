@@ -323,7 +323,9 @@ def command_watcher(output: RankOutput) -> CommandWatcher:
     def started(plan: CommandPlan, run_dir: Path) -> None:
         output.started(plan, run_dir)
         ranks = plan.topology.world_size
-        say(f"{ranks} rank{'s' if ranks > 1 else ''}: {run_dir}")
+        others = ranks > 1 and plan.request.shown == CommandRequest.shown
+        how = "; rank 0 is shown, --show all shows every rank" if others else ""
+        say(f"{ranks} rank{'s' if ranks > 1 else ''}: {run_dir}{how}")
 
     return CommandWatcher(started, output.tick, say)
 

@@ -14,6 +14,7 @@ from allranks.cli.display.placement import as_data, table
 from allranks.cli.display.progress import in_sentences
 from allranks.errors import RequestError, printable
 from allranks.job.placement import read_placements
+from allranks.job.resume import how_to_resume
 from allranks.job.run_folder import is_in_use, read_events
 from allranks.job.units import format_bytes
 from allranks.launcher.scripts.plan import CommandRequest
@@ -75,6 +76,8 @@ def show(run: str, placement: bool, whole_job: bool, as_object: bool) -> None:
         click.echo(_memory_in_words(row["memory"]))
     if row["fault"]:
         click.echo("\n".join(printable(line) for line in row["fault"].splitlines()))
+    if row["state"] not in ("done", "running") and (again := how_to_resume(path)):
+        click.echo(printable(again))
     lines = [*_went_wrong(path), "", *_asked(job, run, with_hint=not whole_job)]
     if whole_job:
         lines += ["", *(path / "job.toml").read_text().splitlines()]

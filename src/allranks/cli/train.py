@@ -25,6 +25,7 @@ from allranks.cli.options import (
 from allranks.errors import PlaceError, RequestError
 from allranks.job.config import Resolved
 from allranks.job.job import Job
+from allranks.job.resume import how_to_resume
 from allranks.launcher.nodes.cluster import is_head, take_part
 from allranks.launcher.nodes.rendezvous import Rendezvous
 from allranks.launcher.places.base import AgentPlace, find_place
@@ -87,7 +88,9 @@ def train(
             progress.close()
     click.echo(as_json(result.summary) if as_object else in_sentences(result.summary))
     if result.summary.get("not_kept"):
-        raise PlaceError(lost_in(result.summary))
+        raise PlaceError(
+            "\n".join([lost_in(result.summary), how_to_resume(result.run_dir)]).rstrip()
+        )
 
 
 def job_of(words: Sequence[str]) -> Job:

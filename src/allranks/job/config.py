@@ -16,7 +16,7 @@ from allranks.errors import RequestError
 from allranks.job.deepspeed.sections import read_deepspeed
 from allranks.job.engines import check_program, choose_engine, default_strategy
 from allranks.job.job import Job
-from allranks.job.job_file import HIDDEN, NOT_SETTABLE, read_job_file
+from allranks.job.job_file import HIDDEN, NOT_SETTABLE, read_given, read_job_file
 from allranks.job.limits import checked
 from allranks.job.place import place_spec
 from allranks.job.resume import Base, changed, find_base
@@ -70,6 +70,7 @@ def resolve(
     dial = _dial(job)
     if dial is not None or _outgrown(job, sources):
         job = dataclasses.replace(job, strategy=default_strategy(engine, job.ranks))
+    _forget_defaults(sources, base, job_file)
     for field in dataclasses.fields(Job):
         if field.name not in NOT_SETTABLE:
             sources.setdefault(field.name, "default")
@@ -139,6 +140,19 @@ def _forget_the_check(values: dict[str, Any], sources: dict[str, str]) -> None:
     of = {name: sources.get(name, "").startswith("run ") for name in ("first_check", "strategy")}
     if of["first_check"] and not of["strategy"]:
         del values["first_check"], sources["first_check"]
+
+
+def _forget_defaults(sources: dict[str, str], base: Base | None, job_file: str | None) -> None:
+    """What nobody gave to the run that this one goes on from, or whose file it is, is a default."""
+    if base is not None:
+        for name in base.defaults:
+            if sources.get(name, "").startswith("run "):
+                del sources[name]
+    elif job_file is not None and not job_file.endswith(".json"):
+        given = read_given(job_file)
+        of_file = {name for name, source in sources.items() if source == f"file {job_file}"}
+        for name in of_file - given if given else ():
+            del sources[name]
 
 
 def _dial(job: Job) -> DialRequest | None:

@@ -40,8 +40,23 @@ _SECRET_INSIDE = re.compile(  # said by the text itself, which is a command or a
 
 def read_job_file(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The values of a job file, and those of its `[task]` table; raises `RequestError`."""
+    return job_values(_read(path), path)
+
+
+def read_given(path: str) -> frozenset[str]:
+    """The names of the values that somebody gave, by the `[source]` table of a `job.toml`.
+
+    None where it has no such table, as those that people write.
+    """
+    sources = _read(path).get("source")
+    if not isinstance(sources, dict):
+        return frozenset()
+    return frozenset(name for name, source in sources.items() if source != "default")
+
+
+def _read(path: str) -> dict[str, Any]:
     try:
-        data = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
+        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise RequestError(
             asked=f"--job {path}",
@@ -49,7 +64,6 @@ def read_job_file(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
             why="a job file is TOML text, as `job.toml` in a run folder",
             do="check the path and the line",
         ) from None
-    return job_values(data, path)
 
 
 def job_values(data: dict[str, Any], path: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -13,15 +13,17 @@ may be changed with --set, and are recorded; the rest is the job itself, and is 
 from __future__ import annotations
 
 import os
+import shlex
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from allranks.checkpoint.folder import FOLDER, committed
+from allranks.checkpoint.folder import FOLDER, committed, step_of
 from allranks.checkpoint.manifest import BadCheckpoint, read_manifest
 from allranks.errors import RequestError
 from allranks.job.job import Job, Looking, Safety, Where, names_in
-from allranks.job.job_file import FOR_CHECK, job_values, read_job_file, redacted
+from allranks.job.job_file import FOR_CHECK, job_values, read_given, read_job_file, redacted
 from allranks.strategies.card import APART
 from allranks.strategies.reductions.option import is_late
 from allranks.strategies.resolve import card_of, strategy_spec
@@ -42,18 +44,33 @@ NOT_INHERITED = ("inject", "profile", "run_dir", *FOR_CHECK)
 class Base:
     """What a job resumes from: the values of the job that left it, and where its checkpoints are.
 
-    `resumes` means in the same run folder; otherwise a new one branches off.
+    `resumes` means in the same run folder; otherwise a new one branches off. `defaults` names the
+    values that nobody gave there, those of the task as `task.lr`.
     """
 
     path: Path
     resumes: bool
     values: dict[str, Any] = field(default_factory=dict)
     task: dict[str, Any] = field(default_factory=dict)
+    defaults: frozenset[str] = frozenset()
 
 
 def checkpoint_folders(path: Path) -> list[Path]:
     """Where to look for checkpoints when a job starts from `path`."""
     return [path / CHECKPOINTS] if os.path.isdir(path / CHECKPOINTS) else [path]
+
+
+def how_to_resume(run: Path) -> str:
+    """Which checkpoint is the newest, and the command that goes on from it; "" without one."""
+    kept = committed(run / CHECKPOINTS)
+    if not kept:
+        return ""
+    return f"its last checkpoint is that of step {step_of(kept[0])}; {resume_command(run)}"
+
+
+def resume_command(run: Path) -> str:
+    """What a person types to go on."""
+    return f"resume with: allranks train --run-dir {shlex.quote(str(run))}"
 
 
 def find_base(path: Path, resumes: bool) -> Base:
@@ -67,7 +84,7 @@ def find_base(path: Path, resumes: bool) -> Base:
             raise _nothing(path, "no checkpoint that was committed")
         if os.path.isfile(job_file):
             values, task = read_job_file(str(job_file))
-            return Base(path, resumes, _inherited(values), task)
+            return Base(path, resumes, _inherited(values), task, _defaults(path, values, task))
     if not os.path.isdir(path):
         raise _nothing(path, "no such folder")
     found = next(iter(committed(checkpoint_folders(path)[0])), path)
@@ -76,7 +93,24 @@ def find_base(path: Path, resumes: bool) -> Base:
     except BadCheckpoint as error:
         raise _nothing(path, str(error)) from None
     values, task = job_values(_inherited(job), str(found))
-    return Base(path, resumes, values, task)
+    run = path.parent.parent if path.parent.name == CHECKPOINTS else path
+    return Base(path, resumes, values, task, _defaults(run, values, task))
+
+
+def _defaults(run: Path, values: dict[str, Any], task: dict[str, Any]) -> frozenset[str]:
+    """The names of the values that nobody gave to the run: as its `job.toml` says, if it is there.
+
+    Without it they are those that a job has by itself; of the fields of a task nothing is known.
+    """
+    defaults = {name for name, value in values.items() if value == getattr(Job(), name)}
+    with suppress(RequestError):
+        given = read_given(str(run / "job.toml"))
+        there, of_task = read_job_file(str(run / "job.toml"))
+        both = {**there, **{f"task.{name}": value for name, value in of_task.items()}}
+        now = {**values, **{f"task.{name}": value for name, value in task.items()}}
+        alike = {name for name, value in now.items() if name in both and value == both[name]}
+        defaults = alike - given if given else defaults
+    return frozenset(defaults)
 
 
 def _inherited(job: dict[str, Any]) -> dict[str, Any]:

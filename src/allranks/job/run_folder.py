@@ -158,6 +158,11 @@ class RunFolder:
             raise _not_written(self.path, error) from None
         self._job_written = content
 
+    def keep_job_file(self) -> None:
+        """Leave `job.toml` as it was before this job, where it was there."""
+        if self._job_before not in (None, _content(self.path / "job.toml")):
+            write_whole(self.path / "job.toml", self._job_before)
+
     def look(self) -> None:
         """See that the folder is still there; raises `PlaceError` where it was removed.
 
@@ -185,8 +190,7 @@ class RunFolder:
                     file.unlink()
                 elif file.stat().st_size > self._sizes_before[file]:
                     os.truncate(file, self._sizes_before[file])
-            if self._job_before not in (None, _content(self.path / "job.toml")):
-                write_whole(self.path / "job.toml", self._job_before)
+            self.keep_job_file()
             return
         for inside in self.path.iterdir():
             shutil.rmtree(inside) if inside.is_dir() else inside.unlink()
@@ -272,6 +276,7 @@ class JsonLines:
         self._file = open(path, "ab", buffering=0)
         self._lines: list[str] = []
         self._rest = b""  # of what was to be written, what is not in the file yet
+        self._full = errno.ENOSPC  # what the disk said last: it may be a quota
         self._flushed = time.monotonic()
         self._waiting: list[str] = []  # events that may not take the room of the last ones
         self._reserved_to = 0
@@ -340,6 +345,7 @@ class JsonLines:
         except OSError as error:
             if error.errno not in FULL:
                 raise
+            self._full = error.errno
 
     def take_waiting(self) -> bytes:
         """The events that a full disk has not taken, for who keeps them elsewhere."""
@@ -352,7 +358,7 @@ class JsonLines:
         self._finish()
         rest, self._rest = self._rest, b""
         if rest:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._file.name)
+            raise OSError(self._full, os.strerror(self._full), self._file.name)
 
     def close_with_rest(self) -> bytes:
         """Close; returns the lines that a full disk did not take, the first one whole."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-import shlex
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
@@ -17,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from allranks.checkpoint.folder import candidates, committed, step_of
+from allranks.checkpoint.folder import candidates, step_of
 from allranks.errors import (
     AllranksError,
     FaultKind,
@@ -27,7 +26,7 @@ from allranks.errors import (
     RequestError,
     Stopped,
 )
-from allranks.job.resume import CHECKPOINTS, checkpoint_folders
+from allranks.job.resume import CHECKPOINTS, checkpoint_folders, how_to_resume, resume_command
 from allranks.job.run_folder import RunFolder, rank_log_path
 from allranks.launcher.fault_report import (
     Fault,
@@ -37,6 +36,7 @@ from allranks.launcher.fault_report import (
     first_fault,
     hang_report,
     left_out,
+    rank_to_blame,
     user_error,
 )
 from allranks.launcher.heartbeat import Beat, HeartbeatTable
@@ -79,7 +79,20 @@ class Attempts:
         return self.folder.attempts
 
     def run(self, target: str) -> dict[str, Any]:
-        """Try until it is done; returns the leader's summary, or raises how the job ended."""
+        """Try until it is done; returns the leader's summary, or raises how the job ended.
+
+        Where a fault ends it the message says how to go on from the last checkpoint, if any.
+        """
+        try:
+            return self._run(target)
+        except (ProgramError, PlaceError) as error:
+            if not (again := how_to_resume(self.folder.path)):
+                raise
+            if isinstance(error, PlaceError):
+                raise PlaceError(f"{error}\n{again}") from None
+            raise error.with_more(again) from None
+
+    def _run(self, target: str) -> dict[str, Any]:
         restarts, first = self.plan.job.max_restarts, self.first
         before: Fault | None = None
         report = ""
@@ -251,19 +264,14 @@ class Attempts:
         path = self.folder.path
         rows = events_of(path, 0, attempt)
         stop = next((row for row in rows if row["event"] == "stopped"), {})
-        again = f"resume with: allranks train --run-dir {shlex.quote(str(path))}"
         if not stop.get("checkpoint"):
             report = told.strip() or None
             self.folder.events.event("interrupted", exits=exits, reason=ended.reason, report=report)
-            kept = committed(path / CHECKPOINTS)
-            lost = (
-                f"its last checkpoint is that of step {step_of(kept[0])}; {again}"
-                if kept
-                else "there is no checkpoint"
-            )
+            lost = how_to_resume(path) or "there is no checkpoint"
             return Interrupted(
                 f"interrupted ({ended.reason}); every rank is stopped; {lost}\n{path}{told}"
             )
+        again = resume_command(path)
         text = f"stopped ({ended.reason}) after step {stop['step']}, which is committed; {again}"
         self.folder.events.event("stopped", exits=exits, reason=ended.reason, step=stop["step"])
         return Interrupted(text) if ended.reason == "SIGINT" else Stopped(text)
@@ -287,7 +295,7 @@ class Attempts:
                 error = error.with_more(left_out(beats))
             if isinstance(error, RequestError) and attempt > self.first:
                 error = ProgramError(str(error))  # ranks have trained: the run folder stays
-            return error, fault.rank
+            return error, rank_to_blame(fault, ended, self.folder.path)
         return PlaceError(
             f"all ranks ended well, but {self.folder.path} holds no summary of the leader"
         ), None

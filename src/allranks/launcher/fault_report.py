@@ -23,7 +23,7 @@ from allranks.launcher.folding import folded
 from allranks.launcher.hang import Hang, ranks_waited_for
 from allranks.launcher.heartbeat import Beat
 from allranks.launcher.log_tail import LastWords, last_words
-from allranks.launcher.mismatch import told_of_mismatch
+from allranks.launcher.mismatch import callers_alone, told_of_mismatch
 from allranks.launcher.supervisor import Ended
 
 CRASH_SIGNALS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
@@ -226,16 +226,20 @@ def _report(fault: Fault, ended: Ended, run_dir: Path) -> str:
         updates = f"{event['updates']} update{'s' * (event['updates'] != 1)}"
         return f"{who}{step}, after {updates}:\n{RequestError.from_data(request)}"
     words = _last_words(fault, run_dir)
-    lines = [f"{who}{step}: {describe_cause(fault, words)}"]
+    said = _said(fault, words)
+    stacks = _stacks(fault, said, ended, run_dir)
+    alone = callers_alone(said, stacks)
+    if alone:  # whoever saw it may be one of those that did right
+        who = f"rank {_listed(*alone)} called a collective that the others did not{step}"
+        lines = [f"{who}; {ended.name_of(fault.rank)} saw it: {describe_cause(fault, words)}"]
+    else:
+        lines = [f"{who}{step}: {describe_cause(fault, words)}"]
     if words is not None:
         lines += ["", words.text, ""]
-        lines += told_of_mismatch(words.error, words.text, _stacks(fault, ended, run_dir))
-    if event.get("traceback"):
-        lines += ["", folded(event["traceback"].rstrip()), ""]
-        lines += told_of_mismatch(
-            event["traceback"], event["traceback"], _stacks(fault, ended, run_dir)
-        )
-    known = {fault.rank, *fault.alike, *ended.spared}
+    elif said and (fault.rank in alone or not alone):
+        lines += ["", folded(said.rstrip()), ""]
+    lines += told_of_mismatch(said, fault.rank, stacks)
+    known = {fault.rank, *fault.alike, *ended.spared, *alone}
     others = sorted(rank for rank in ended.exits if rank not in known)
     done = [rank for rank in others if ended.exits[rank].code == 0]
     victims = [rank for rank in others if rank not in done]
@@ -247,14 +251,31 @@ def _report(fault: Fault, ended: Ended, run_dir: Path) -> str:
     return "\n".join(lines)
 
 
-def _stacks(fault: Fault, ended: Ended, run_dir: Path) -> dict[int, str]:
-    """Where the others stood when a rank died, or the traceback with which they left just then."""
-    stacks = {rank: stand.stacks for rank, stand in ended.stands.items()}
+def _said(fault: Fault, words: LastWords | None) -> str:
+    """The traceback with which a rank left, or the last of its log."""
+    told = "" if words is None else f"{words.error}\n{words.text}"
+    return (fault.event or {}).get("traceback") or told
+
+
+def _stacks(fault: Fault, said: str, ended: Ended, run_dir: Path) -> dict[int, str]:
+    """Where all stood when a rank died that `said` so much, or the traceback with which they left.
+
+    Those of which neither is known are not in it.
+    """
+    stacks = {fault.rank: said, **{rank: stand.stacks for rank, stand in ended.stands.items()}}
+    attempt = None if fault.event is None else fault.event.get("attempt")
     for rank in ended.exits:
         for row in read_rows(rank_events_path(run_dir, rank)):
-            if row["event"] == "failed" and rank != fault.rank:
+            is_of_this = attempt is None or row.get("attempt") == attempt
+            if row["event"] == "failed" and rank != fault.rank and is_of_this:
                 stacks[rank] = row["traceback"]
     return {rank: stack for rank, stack in stacks.items() if stack}
+
+
+def rank_to_blame(fault: Fault, ended: Ended, run_dir: Path) -> int:
+    """The rank that failed, or the first of those that called a collective alone."""
+    said = _said(fault, _last_words(fault, run_dir))
+    return next(iter(callers_alone(said, _stacks(fault, said, ended, run_dir))), fault.rank)
 
 
 def _last_words(fault: Fault, run_dir: Path) -> LastWords | None:

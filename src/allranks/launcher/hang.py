@@ -1,7 +1,8 @@
 """Who is missing when nothing moves: a job whose ranks show no sign of life, rank by rank.
 
 A rank that waits in a collective waits for somebody. Missing are those that do not wait; if all
-wait, those whose count of collectives does not fit their step. The stacks are written by the ranks
+wait, those that the user's code has called into a collective where the others are in the engine's,
+else those whose count of collectives does not fit their step. The stacks are written by the ranks
 themselves, from wherever they stand (`stacks`).
 """
 
@@ -12,6 +13,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from allranks.launcher.heartbeat import Beat
+from allranks.launcher.mismatch import place_of_users_collective
 from allranks.launcher.processes.process import Stand
 
 STATES = {
@@ -40,7 +42,10 @@ class Hang:
         where = f"`{beat.phase}`" + (f" of step {beat.step}" if beat.step >= 0 else "")
         state = STATES.get(self.states[rank], f"state {self.states[rank]}")
         since = self.when - beat.since
-        return f"in {where} for {since:.1f} s, after {beat.collectives} collectives; {state}"
+        place = place_of_users_collective(self.stacks[rank])
+        called = f"; called by {place}" if place else ""
+        told = f"in {where} for {since:.1f} s, after {beat.collectives} collectives; {state}"
+        return told + called
 
     def __str__(self) -> str:
         """All ranks with their stacks, the missing ones first."""
@@ -76,7 +81,11 @@ def find_hang(
     found = stands()
     states = {rank: found[rank].state if rank in found else "" for rank in living}
     stacks = {rank: found[rank].stacks if rank in found else "" for rank in living}
-    return Hang(timeout_s, now, living, ranks_waited_for(living, at_fault), states, stacks)
+    called = {rank for rank, stack in stacks.items() if place_of_users_collective(stack)}
+    if at_fault or len(called) == len(living):
+        called = set()
+    missing = ranks_waited_for(living, at_fault or called)
+    return Hang(timeout_s, now, living, missing, states, stacks)
 
 
 def _waits(beat: Beat) -> bool:
@@ -85,7 +94,7 @@ def _waits(beat: Beat) -> bool:
 
 
 def ranks_waited_for(beats: dict[int, Beat], at_fault: set[int]) -> tuple[int, ...]:
-    """The ranks that the others wait for."""
+    """The ranks that the others wait for: those that are `at_fault`, or short of a collective."""
     if at_fault:
         return tuple(sorted(at_fault))
     fewest = min(beat.collectives for beat in beats.values())

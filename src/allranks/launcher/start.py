@@ -217,6 +217,8 @@ def run_job(
                 watcher.started(plan)
             attempts = Attempts(resources, plan, folder, signals, watcher.tick, started_at)
             summary = attempts.run(f"{ENGINES[plan.job.engine].worker}:main")
+            if not (summary["samples_per_s"] or summary["restarts"]):
+                folder.keep_job_file()  # nothing was trained: the job is that which trained it
         except RequestError:
             folder.remove()
             raise

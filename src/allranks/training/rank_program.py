@@ -29,6 +29,7 @@ from allranks.training.record.held import held_at_most
 from allranks.training.record.keeping import Keeping
 from allranks.training.record.logs import check_logs
 from allranks.training.record.rank_record import RankRecord
+from allranks.training.resume_checks import check_ends_later
 from allranks.training.task_fields import TaskFields, task_shape
 
 DIGEST_LIMIT_BYTES = 16 * 2**30
@@ -204,10 +205,14 @@ class RankProgram(ABC, Generic[T]):
         trainer.rehearse()
         if trainer.task_data.notes and leads:
             report("data_notes", notes=trainer.task_data.notes)
-        self.record.open(trainer, trainer.resume())
+        resumed_from = trainer.resume()
+        self.record.updates_before = trainer.progress.updates
+        check_ends_later(self.job, trainer.progress.batch_index, trainer.total_steps)
+        self.record.open(trainer, resumed_from)
         trainer.comm.barrier()
         trainer.faults.reach("start")
         self.record.begin()
+        self._tell_reads()  # a first check may run out of time before the end
         if fit(trainer):
             self._conclude(trainer)
         else:
@@ -224,12 +229,16 @@ class RankProgram(ABC, Generic[T]):
         summary |= self.figures(trainer, summary["samples_per_s"])
         trainer.comm.barrier()
         trainer.close()
-        if self.reads is not None:
-            self.record.events.event("read", files=self.reads.files())
+        self._tell_reads()
         seconds, held = trainer.heartbeat.seconds, self._held(trainer)
         self.record.events.event("done", summary=summary, seconds=seconds, memory=held)
         trainer.heartbeat.enter("done")
         trainer.faults.reach("done")
+
+    def _tell_reads(self) -> None:
+        """Write down which files the program has read so far, for a first check."""
+        if self.reads is not None:
+            self.record.events.event("read", files=self.reads.files())
 
     def _stop(self, trainer: T) -> None:
         """Asked to stop: the checkpoint is committed, or could not be."""

@@ -82,6 +82,20 @@ def differing(
     return found
 
 
+def check_ends_later(job: Job, done: int, total: int | None) -> None:
+    """Raise `RequestError` where a job asks for fewer steps than it goes on from."""
+    if total is None or done <= total:
+        return
+    asked = f"--steps {job.steps}" if job.steps is not None else f"epochs that are {total} steps"
+    raise RequestError(
+        asked=f"{asked}, from {job.resume or job.run_dir}",
+        found=f"its newest checkpoint, after step {done}",
+        why="a training goes on, never back: the result would be that of other steps than asked",
+        do=f"--steps {done} or more, or start at an earlier checkpoint in another folder: "
+        "--resume RUN/checkpoints/step-…",
+    )
+
+
 def check_not_asked_for(job: Job) -> None:
     """No checkpoint is whole: raise `RequestError` if the job says to start from one."""
     if job.resume:

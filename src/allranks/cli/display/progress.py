@@ -160,6 +160,11 @@ def in_sentences(summary: dict[str, Any]) -> str:
         lines.append(
             f"{format_count(summary['samples_per_s'])} samples/s, {summary['steps']} steps"
         )
+    elif summary["resumed_from_step"] is not None:
+        done = summary["resumed_from_step"]
+        lines.append(
+            f"nothing was trained: the run had ended after step {done} (--steps says more)"
+        )
     if summary["sent_bytes"] and summary["sent_bytes"]["gradients"]:
         steps = summary["steps"] - (summary["resumed_from_step"] or 0)
         sent = summary["sent_bytes"]["gradients"] / max(steps, 1)

@@ -41,7 +41,7 @@ def main(argument: dict[str, Any]) -> int:
     except OSError as error:
         is_missing = error.errno in (errno.ENOENT, errno.ENOTDIR)
         why = error.strerror
-        if is_missing and (first := _interpreter_of(command[0])):
+        if is_missing and (first := interpreter_of(command[0])):
             why = f"it is there, but not the interpreter of its first line, {first!r}"
             why += "; it has Windows line ends: dos2unix FILE" if first.endswith("\r") else ""
         if error.errno == errno.ENOEXEC:
@@ -50,7 +50,7 @@ def main(argument: dict[str, Any]) -> int:
         return NOT_FOUND if is_missing else NOT_RUNNABLE
 
 
-def _interpreter_of(program: str) -> str:
+def interpreter_of(program: str) -> str:
     """What the first line of a script names as its interpreter; "" for what is no such file."""
     path = shutil.which(program) or program
     with suppress(OSError), open(path, "rb") as file:

@@ -6,19 +6,25 @@ that lost a peer is a victim, and is named only if nobody else can be.
 
 from __future__ import annotations
 
+import re
+import shutil
 import signal
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from allranks.job.units import format_bytes
 from allranks.launcher.log_tail import LastWords, last_words, stacks_in
 from allranks.launcher.processes.process import Exit
-from allranks.launcher.scripts.exec_command import NOT_FOUND, NOT_RUNNABLE
+from allranks.launcher.scripts.exec_command import NOT_FOUND, NOT_RUNNABLE, interpreter_of
 from allranks.launcher.scripts.supervise import ScriptsEnded
 
 FEW_LINES = 20
+_NO_MODULE = re.compile(r"No module named '(?P<name>[\w.]+)'")
+_PYTHON = re.compile(r"(^|/)python[\d.]*$")
 
 
 @dataclass(frozen=True)
@@ -74,9 +80,12 @@ def find_fault(
 
 
 def first_fault_report(
-    fault: CommandFault, ended: ScriptsEnded, logs: Mapping[int, tuple[Path, int]]
+    fault: CommandFault,
+    ended: ScriptsEnded,
+    logs: Mapping[int, tuple[Path, int]],
+    command: Sequence[str] = (),
 ) -> str:
-    """The first-fault report."""
+    """The first-fault report; `command` is what the processes were started with."""
     lines = [f"rank {fault.rank} on {fault.exit.host} failed first: {_cause(fault)}"]
     if fault.exit.lost:
         on_it = [r for r, one in ended.exits.items() if one.lost and one.host == fault.exit.host]
@@ -89,12 +98,32 @@ def first_fault_report(
         )
     if fault.words.text:
         lines += ["", fault.words.text, ""]
+    if other := _another_python(fault.words.text or fault.words.error, command):
+        lines.append(other)
     others = {rank: one for rank, one in ended.exits.items() if rank != fault.rank}
     victims = [rank for rank, one in others.items() if one.code != 0]
     if victims:
         lines.append(f"stopped because of it: rank {_listed(victims)}")
     lines.append(f"its output: {logs[fault.rank][0]}")
     return "\n".join(lines)
+
+
+def _another_python(said: str, command: Sequence[str]) -> str:
+    """Where a script lacks a module that is installed here: which Python it is, and what to do."""
+    missing = _NO_MODULE.search(said)
+    program = shutil.which(command[0]) if command else None
+    if missing is None or program is None:
+        return ""
+    words = interpreter_of(program).split()
+    used = program if _PYTHON.search(program) else next(filter(_PYTHON.search, words), "")
+    used = shutil.which(used) or used
+    name = missing["name"].partition(".")[0]
+    if not used or used == sys.executable or find_spec(name) is None:
+        return ""
+    return (
+        f"it runs {used}, which has no module {name!r}; the python of allranks has it: activate "
+        f"that environment, or name it: {sys.executable}"
+    )
 
 
 def silence_report(

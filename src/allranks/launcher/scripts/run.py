@@ -189,7 +189,7 @@ class _Runs:
             else:
                 assert fault is not None, exits
                 self._raise_if_stopped(ended, exits, attempt, -fault.exit.code)
-                report = first_fault_report(fault, ended, logs)
+                report = first_fault_report(fault, ended, logs, self.request.command)
             values = {"report": report, "exits": exits, "attempt": attempt}
             last = restarts == self.request.max_restarts or self.signals.reason
             if last or (fault is not None and not fault.is_passing):

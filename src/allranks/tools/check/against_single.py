@@ -286,12 +286,15 @@ class Check:
         job = dataclasses.replace(
             job, trace=True, trace_bytes=self.plan.trace_bytes, run_dir=str(self.folder / name)
         )
-        on_nodes = isinstance(find_place(job.place), AgentPlace)
-        server = None if on_nodes else self.server  # nodes bring their own
-        watcher = Watcher(tick=self.tick)
-        result = run_job(Resolved(job, self.resolved.sources), server, watcher, self.signals)
+        result = self.train(Resolved(job, self.resolved.sources))
         self.user_randomness |= set(result.summary["user_randomness"])
         return Run(result, Trace(result.run_dir / "trace"))
+
+    def train(self, resolved: Resolved) -> Result:
+        """Run one job to its end."""
+        on_nodes = isinstance(find_place(resolved.job.place), AgentPlace)
+        server = None if on_nodes else self.server  # nodes bring their own
+        return run_job(resolved, server, Watcher(tick=self.tick), self.signals)
 
     def tick(self) -> None:
         """Called while ranks run."""

@@ -2,8 +2,9 @@
 
 A strategy that cuts the model can compute something else in silence: a weight that forward reads
 as a part, a hook that sees a part of a gradient. `check` finds these, so a job makes a short check
-by itself before it starts: two steps on its own batches, in float64, with the witness on. Where the
-witness names something and two steps agree, eight are compared: what it names may come later. What
+by itself before it starts: two steps on its own batches, in float64, with the witness on, and once
+more in the precision of the job where its passes are others, in 16 bits. Where the witness names
+something and two steps agree, eight are compared: what it names may come later. What
 came of it is remembered by the program's files, its fields, the options of the job, and the
 versions, so the next start costs nothing, while all that the check has read is as it was.
 
@@ -26,7 +27,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -41,7 +42,7 @@ from allranks.job.config import Resolved
 from allranks.job.job import Job
 from allranks.job.loaded import State, changed_reads, environment_of
 from allranks.job.place import LOCAL
-from allranks.job.run_folder import read_events
+from allranks.job.run_folder import rank_events_path, read_events, read_rows
 from allranks.job.units import format_bytes
 from allranks.launcher.plan import Plan
 from allranks.launcher.preparing.describing import asked_of_task
@@ -59,6 +60,7 @@ from allranks.tools.check.verdict import Look, Verdict
 STEPS = 2
 STEPS_OF_NAMED = 8  # are compared where the witness has named something that the first ones hide
 BUDGET_S = 30.0
+SILENT_S = 10.0  # a check that lasts is announced, whether or not its ranks are set up
 COPIES_IN_MEMORY = 6  # of the weights in float64: gradient, two moments, a copy, room for passes
 COPIES_ON_DISK = 8  # what two runs write down of each step
 PACKAGES = ("torch", "tensorflow", "keras", "numpy", "transformers")
@@ -91,7 +93,8 @@ def first_check(
 ) -> Proof:
     """The proof of a planned job whose strategy cuts the model. Raises `NotEqual` for a difference.
 
-    `announce` hears when steps are compared. No file is left but what remembers it.
+    `announce` hears when steps are compared; not of a job that its ranks refuse as they are set up.
+    No file is left but what remembers it.
     """
     job = plan.job
     steps = STEPS if job.first_check == "auto" else int(job.first_check)
@@ -107,9 +110,10 @@ def first_check(
     ranks = _ranks_here(plan)
     if ranks == 0:
         return Proof(False, "the ranks of one node cannot train with this strategy by themselves")
-    announce(
+    announcement = _Announcement(
         f"first check: {steps} steps of {job.strategy} on {ranks} ranks beside one process "
-        "(--first-check off leaves it out)"
+        "(--first-check off leaves it out)",
+        announce,
     )
     deadline = time.monotonic() + BUDGET_S if auto else float("inf")
     check_plan = CheckPlan((ranks,), ranks, plan.shape.shards)
@@ -118,6 +122,7 @@ def first_check(
         with tempfile.TemporaryDirectory(prefix="allranks-") as folder:
             first = FirstCheck(resolved, job, count, Path(folder), server, check_plan)
             first.deadline, first.signals = deadline, signals
+            first.announcement = announcement
             return first.proof(), first
 
     with _server(resources, job) as server:
@@ -130,8 +135,29 @@ def first_check(
     return proof
 
 
+class _Announcement:
+    """What is said once: when the ranks are set up, or after `SILENT_S`."""
+
+    def __init__(self, text: str, announce: Callable[[str], None]) -> None:
+        self._text, self._announce = text, announce
+        self._said, self._latest = False, time.monotonic() + SILENT_S
+
+    def look(self, run_dir: Path | None) -> None:
+        """`run_dir` is that of the ranks that are set up, if they are."""
+        if self._said:
+            return
+        rows = () if run_dir is None else read_rows(rank_events_path(run_dir, 0))
+        if time.monotonic() > self._latest or any(row["event"] == "ready" for row in rows):
+            self.say()
+
+    def say(self) -> None:
+        if not self._said:
+            self._said = True
+            self._announce(self._text)
+
+
 class FirstCheck(Check):
-    """The look at float64, or at the job's own precision or bits, within a deadline."""
+    """The looks at float64, and at 16 bits where the job has them, or at bits; with a deadline."""
 
     def __init__(
         self,
@@ -148,6 +174,8 @@ class FirstCheck(Check):
         )
         super().__init__(resolved, here, folder, server, plan)
         self.deadline = float("inf")
+        self.announcement: _Announcement | None = None
+        self._ranks_at: Path | None = None
         self.witnessed: list[str] = []
         self.draws, self.has_failed, self.exact_at = False, False, ""
         self.read: dict[str, State] = {}
@@ -157,6 +185,8 @@ class FirstCheck(Check):
         try:
             looks = tuple(self._first_looks())
         except _OutOfTime:
+            for path in sorted(self.folder.iterdir()):  # what the run that was cut short has read
+                self._take_reads_of(path)
             return Proof(False, f"the first check took more than {BUDGET_S:.0f} s")
         except RequestError as error:
             self.has_failed = True
@@ -171,17 +201,23 @@ class FirstCheck(Check):
             return Proof(False, "; ".join(self.notes) or "nothing could be compared")
         if looks[-1].first is not None and self.draws and not looks[-1].bitwise:
             return Proof(False, "forward draws random numbers that follow the micro-batch")
+        if looks[-1].one_process:
+            return Proof(
+                False, f"one process gives two answers in {looks[-1].precision}: {looks[-1].first}"
+            )
         verdict = Verdict(self.job.program, self.job.strategy, looks, self.left_out())
         if verdict.equal is False:
             raise NotEqual(f"{verdict}\n{TRAIN_ALL_THE_SAME}")
         if self.witnessed:  # seen in one process; --witness says what comes of it in the job
             return Proof(False, f"the witness found: {'; '.join(self.witnessed)}")
-        return Proof(True, self._in_words(looks[-1]))
+        return Proof(True, self._in_words(looks))
 
-    def _in_words(self, look: Look) -> str:
+    def _in_words(self, looks: Sequence[Look]) -> str:
+        look = looks[-1]
         steps = f"{look.comparison.steps} step{'s' if look.comparison.steps > 1 else ''}"
         at = f" of {self.exact_at}" if self.exact_at else ""
-        how = "bit by bit" if look.bitwise else f"in {look.precision}"
+        precisions = dict.fromkeys(one.precision for one in looks)
+        how = "bit by bit" if look.bitwise else f"in {' and in '.join(precisions)}"
         return f"{steps}{at} on {self.plan.own} ranks agree with one process {how}"
 
     def _first_looks(self) -> Iterator[Look]:
@@ -201,31 +237,46 @@ class FirstCheck(Check):
             with suppress(RequestError):  # there what is drawn belongs to the shard
                 looks = list(self._bits(self.plan.many))
         yield from looks
+        if self._has_other_passes and looks[-1].precision == "fp64" and looks[-1].first is None:
+            yield self._in_own_precision()
+
+    @property
+    def _has_other_passes(self) -> bool:
+        """Whether the job's precision casts within its passes, or scales the loss."""
+        return self.job.precision not in ("fp32", "fp64")
 
     def run(self, name: str, job: Job) -> Run:
         """A run without an end: no weights are written, and the reference has the witness on."""
         alone = job.ranks == 1 and not job.replay
         watched = alone and "witness" not in ENGINES[job.engine].lacks
         job = dataclasses.replace(job, brief=True, witness="warn" if watched else "off")
+        self._ranks_at = None if alone else self.folder / name
         run = super().run(name, job)
-        for event in read_events(run.result.run_dir):
-            if event["event"] == "read":
-                self._take_reads(event["files"])
+        self._announce_if_due()
+        self._take_reads_of(run.result.run_dir)
         if alone:
             self.witnessed += run.summary.get("witness", {}).get("found", [])
         self.draws = self.draws or bool(run.trace.draws or run.summary["user_randomness"])
         return run
 
-    def _take_reads(self, files: dict[str, State]) -> None:
-        """What a rank has read; of a file that has changed meanwhile, what the first one saw."""
-        for path, state in files.items():
+    def _take_reads_of(self, run_dir: Path) -> None:
+        """What ranks have read; of a file that has changed meanwhile, what the first one saw."""
+        reads = (event for event in read_events(run_dir) if event["event"] == "read")
+        for path, state in (one for event in reads for one in event["files"].items()):
             if not path.startswith(f"{self.folder}{os.sep}"):
                 self.read.setdefault(path, state)
 
     def tick(self) -> None:
         """Called while ranks run: ends them when the time is over."""
+        self._announce_if_due()
         if time.monotonic() > self.deadline:
+            if self.announcement is not None:
+                self.announcement.say()
             raise _OutOfTime
+
+    def _announce_if_due(self) -> None:
+        if self.announcement is not None:
+            self.announcement.look(self._ranks_at)
 
 
 def _not_comparable(job: Job) -> str:

@@ -42,7 +42,8 @@ def of_number(stage: str, row: Mapping[str, Any]) -> str:
     hint = "other random numbers, or samples that depend on each other: the weights are the same"
     if row.get("draws"):
         hint += "; forward or loss draws from torch's generator in a way that is not keyed "
-        hint += "(torch.poisson, C++), so the numbers follow the micro-batch"
+        hint += "(torch.poisson, C++, or by function where ranks hold stages or parts), so the "
+        hint += "numbers follow the micro-batch"
     return hint
 
 

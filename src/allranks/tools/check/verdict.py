@@ -134,6 +134,8 @@ def _line_of(look: Look) -> str:
     line = f"  {look.what}: {found.steps} steps, {limit}"
     if look.tolerance.exact:
         return line
+    if not found.largest:
+        return f"{line}; no difference"
     return f"{line}; largest difference {found.largest:.1e} ({found.largest_at})"
 
 

@@ -29,6 +29,7 @@ from allranks.torch.deferred_init.recorded import Recorded
 from allranks.torch.model.placement import held
 from allranks.torch.optimizers.made import made_on_parts
 from allranks.torch.reducers.tree import TreeSum
+from allranks.torch.sharding.parameters import refuse_copies
 from allranks.torch.sharding.state import with_parameters
 from allranks.torch.state import (
     TrainedSet,
@@ -116,6 +117,8 @@ class Strategy(Traits, ABC):
         lies on meta: it is cut first, and no rank ever holds it whole.
         """
         model = self.model = take_up(self, model, recorded)
+        if self.comm.size > 1 and self.agreement.weights in ("sharded", "staged"):
+            refuse_copies(model, self.name)
         optimizer = self.make_optimizer(make_optimizer)
         if TwoModes.are_in(optimizer):
             self.two_modes = TwoModes(optimizer, self.owned)

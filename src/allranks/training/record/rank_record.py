@@ -48,7 +48,6 @@ class RankRecord(Callback):
         self._speaks = self.world.is_leader or self._trains_apart
         self.resumed_from = resumed_from
         self._seen_before = trainer.progress.samples_seen
-        self.updates_before = trainer.progress.updates
         if self.world.is_leader:
             self._metrics = open_metrics(self.run_dir, trainer.progress.batch_index)
             self._logs = open_logs(self.job, trainer.progress.batch_index)

@@ -140,7 +140,7 @@ def _cells(look: Mapping[str, Any]) -> tuple[str, ...]:
         _where(look),
         f"{look['steps']:,}",
         f"{tolerance:.1e}" if tolerance else "equal bits",
-        UNKNOWN if largest is None else f"{float(largest):.1e}",
+        UNKNOWN if largest is None else f"{float(largest):.1e}" if largest else "none",
         found,
     )
 
