@@ -64,11 +64,6 @@ class OnChip(Tensor):
         Tensor.data.__set__(self, value)
         self.inner = value.inner
 
-    def untyped_storage(self) -> Any:
-        storage: Any = super().untyped_storage()
-        storage.inner = self.inner.untyped_storage()
-        return storage
-
     def tolist(self) -> Any:
         wait_to_read(self, "tolist")
         return self.inner.tolist()
