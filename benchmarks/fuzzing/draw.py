@@ -157,6 +157,8 @@ def _can_be(name: str, settings: dict[str, Any], bitwise: bool) -> bool:
     wrapped = settings.get("trait") in WRAPPED
     if name in LAYERED and (wrapped or settings.get("batchnorm") == "whole"):
         return False
+    if name in OUTER and settings.get("trait") == "step_hook":
+        return False  # the mean of weights that were shortened is not the mean, shortened
     return name not in NEEDS or kind in NEEDS[name]
 
 
