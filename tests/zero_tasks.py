@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from collections import Counter
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Adagrad, AdamW, Optimizer
+from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 from allranks.job.job import Job
 from allranks.job.placement import PARAMETER
 from allranks.launcher.world import World
 from allranks.torch import Task, Trainer
+from allranks.torch.data.batch import Batch
+from allranks.training.callback import Callback
+from allranks.training.progress import StepResult
 from contract_tasks import made
 
 
@@ -47,6 +54,75 @@ class Scaled(Task):
 
     def loss(self, output: Tensor, batch: Any) -> Tensor:
         return (output.squeeze(1) - batch[1]).square()
+
+
+class _Sum(nn.Module):
+    def __init__(self, tensors: int) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList([made(4, 4) for _ in range(tensors)])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs @ torch.stack([*self.parts]).sum(0)
+
+
+class _Calls(Callback):
+    """How many functions the third step of rank 0 calls: of Python, and of C."""
+
+    def __init__(self, out: str) -> None:
+        self.out, self.calls = out, Counter[str]()
+
+    def on_step(self, trainer: Any, batch: Batch, result: StepResult) -> None:
+        sys.setprofile(None)
+        if batch.index == 2 and trainer.comm.rank == 0:
+            Path(self.out).write_text(json.dumps(self.calls))
+        self.calls.clear()
+        sys.setprofile(lambda frame, event, argument: self.calls.update([event]))
+
+    def on_end(self, trainer: Any) -> None:
+        sys.setprofile(None)
+
+
+@dataclass(kw_only=True)
+class ManyTensors(Scaled):
+    """So many weights of 4x4."""
+
+    tensors: int = 20
+    clip_norm: float | None = None
+    ema: float | None = None
+    out: str = ""
+
+    def model(self) -> nn.Module:
+        return _Sum(self.tensors)
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return SGD(model.parameters(), lr=1e-3, foreach=True)
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return (output.sum(1) - batch[1]).square()
+
+    def callbacks(self) -> list[Callback]:
+        return [_Calls(self.out)]
+
+
+class _Moves(Callback):
+    """After the first step a weight lies elsewhere; after the next one another is turned there."""
+
+    def on_step(self, trainer: Any, batch: Batch, result: StepResult) -> None:
+        first, second = trainer.strategy.model.parts[:2]
+        if batch.index == 0:
+            first.data = first.data.clone()
+        if batch.index == 1:
+            second.data = second.data.t()
+
+
+@dataclass(kw_only=True)
+class MovedWeights(ManyTensors):
+    """Weights that are replaced between steps."""
+
+    tensors: int = 3
+
+    def callbacks(self) -> list[Callback]:
+        return [_Moves()]
 
 
 @dataclass(kw_only=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,6 +48,19 @@ def test_the_norm_is_that_of_one_process(train: Train) -> None:
         assert difference(weights[name], weights["single"]) < 1e-10
 
 
+def _norms(train: Train, **job: Any) -> list[float]:
+    settings = "clip_norm=none", "ema=none"
+    run = train("zero_tasks:Scaled", *settings, precision="fp64", steps=3, **job)
+    lines = (run.run_dir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["grad_norm"] for line in lines]
+
+
+def test_the_norm_counts_a_number_once_where_nothing_is_clipped(train: Train) -> None:
+    """It is that of the messages, with their padding."""
+    wanted = _norms(train)
+    assert _norms(train, strategy="zero2", ranks=3) == pytest.approx(wanted, rel=1e-12)
+
+
 def test_a_large_weight_is_sent_from_where_it_lies(train: Train) -> None:
     """A megabyte that two ranks cut evenly, and three do not; with passes that add up."""
     task = "zero_tasks:Scaled", f"width={2**15}"
@@ -54,6 +69,29 @@ def test_a_large_weight_is_sent_from_where_it_lies(train: Train) -> None:
     for strategy, ranks in (("zero1", 2), ("zero2", 2), ("zero2", 3)):
         run = train(*task, strategy=strategy, ranks=ranks, **job)
         assert difference(load_file(run.run_dir / "weights.safetensors"), whole) < 1e-10
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+def test_a_tensor_more_costs_a_step_few_calls(strategy: str, train: Train, tmp_path: Path) -> None:
+    """A model may have tens of thousands."""
+    calls = {}
+    for tensors in (20, 120):
+        settings = f"tensors={tensors}", f"out={tmp_path / str(tensors)}"
+        job: dict[str, Any] = {"strategy": strategy, "ranks": 2, "steps": 4}
+        train("zero_tasks:ManyTensors", *settings, first_check="off", **job)
+        calls[tensors] = json.loads((tmp_path / str(tensors)).read_text())
+    more = {event: (n - calls[20][event]) / 100 for event, n in calls[120].items()}
+    assert more["call"] <= 17 and more["c_call"] <= 24, more
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("zero1", 2), ("zero2", 3)])
+def test_weights_whose_memory_is_another_are_updated_there(
+    strategy: str, ranks: int, train: Train
+) -> None:
+    job: dict[str, Any] = {"precision": "fp64", "steps": 3, "first_check": "off"}
+    whole = load_file(train("zero_tasks:MovedWeights", **job).run_dir / "weights.safetensors")
+    run = train("zero_tasks:MovedWeights", strategy=strategy, ranks=ranks, **job)
+    assert difference(load_file(run.run_dir / "weights.safetensors"), whole) < 1e-10
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero2:reduce=tree"])

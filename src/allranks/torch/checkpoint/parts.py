@@ -28,6 +28,9 @@ class Part:
     sizes: tuple[int, ...]
     kind: str = WHOLE
 
+    def __hash__(self) -> int:
+        return hash(self.path)  # a text keeps it; few parts share one
+
     @property
     def whole_bytes(self) -> int:
         """The bytes of the tensor, not of the part."""

@@ -75,7 +75,9 @@ class Planner:
             raise _unlike(f"steps {', '.join(steps)}, in rank order", "the same step on every rank")
         digests = [word[-1] for word in said]
         if digests != self._known:
-            self._plan = _global(self.comm.gather_texts(self._text))
+            texts = self.comm.gather_texts(self._text)
+            ranks = [self._looks if text == self._text else _read_parts(text) for text in texts]
+            self._plan = _global(ranks)
             self._known = digests
 
 
@@ -94,9 +96,8 @@ def _whole(path: str, tensor: Tensor) -> Part:
     return Part(path, NAMES[tensor.dtype], shape, (0,) * len(shape), shape, kind)
 
 
-def _global(texts: list[str]) -> Plan:
+def _global(ranks: list[list[Part]]) -> Plan:
     """The same on every rank: a pure function of what all ranks hold."""
-    ranks = [[_read_part(words) for words in json.loads(text)] for text in texts]
     _check(ranks)
     ranks = [[part for part in parts if part.kind != ELSEWHERE] for parts in ranks]
     if all(part.kind == WHOLE for parts in ranks for part in parts):
@@ -106,9 +107,11 @@ def _global(texts: list[str]) -> Plan:
     return Plan(tuple(tuple(parts) for parts in shared_out))
 
 
-def _read_part(words: list[Any]) -> Part:
-    path, dtype, shape, offsets, sizes, kind = words
-    return Part(path, dtype, tuple(shape), tuple(offsets), tuple(sizes), kind)
+def _read_parts(text: str) -> list[Part]:
+    return [
+        Part(path, dtype, tuple(shape), tuple(offsets), tuple(sizes), kind)
+        for path, dtype, shape, offsets, sizes, kind in json.loads(text)
+    ]
 
 
 def _shared_out(ranks: list[list[Part]]) -> list[list[Part]]:

@@ -11,8 +11,9 @@ Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +26,37 @@ from allranks.torch.reducers.buckets import ALIGNED_BYTES, grouped
 Pair = tuple[Tensor, Tensor]
 """Where numbers go, and where they come from."""
 ALONE_BYTES = 2**20  # from here on a message costs more by its bytes than by its number
+PADDED_BYTES = 2**16  # up to here a processor copies an uneven tensor twice rather than as views
 
 
 def own_rows(tensor: Tensor, ranks: int, rank: int) -> Tensor:
     """The rows of a tensor that `rank` owns: a view."""
     rows = rows_of(tensor.shape[0], ranks, rank)
     return tensor[rows.start : rows.stop]
+
+
+def _memory_of(tensor: Tensor) -> Any:
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
+
+
+class OwnRows:
+    """The rows that `cut` gives a rank of each parameter: views, made once for the same memory."""
+
+    def __init__(self, parameters: list[nn.Parameter], cut: Callable[[Tensor], Tensor]) -> None:
+        self.parameters, self.cut = parameters, cut
+        self.whole: list[Tensor] = []
+        self.rows: list[Tensor] = []
+        self._memory: list[Any] = []
+
+    def find(self) -> bool:
+        """Look where the parameters lie; returns whether some lie elsewhere than the last time."""
+        pairs = zip(self.parameters, self._memory, strict=False)
+        if self._memory and all(_memory_of(p) == known for p, known in pairs):
+            return False
+        self._memory = [_memory_of(parameter) for parameter in self.parameters]
+        self.whole = [parameter.data for parameter in self.parameters]
+        self.rows = [self.cut(whole) for whole in self.whole]
+        return True
 
 
 def packed_buckets(
@@ -83,11 +109,10 @@ class Place:
         """How many numbers of it the rank with the most rows has."""
         return self.chunk * self.strides[0]
 
-    def rows(self, section: Tensor, rank: int) -> Tensor:
-        """Its rows in the section of `rank`: a view."""
+    def rows(self, rank: int) -> tuple[int, ...]:
+        """The shape of what stands in the section of `rank`."""
         rows = max(0, min(self.chunk, self.shape[0] - rank * self.chunk))
-        at = section.storage_offset() + self.start
-        return section.as_strided((rows, *self.shape[1:]), self.strides, at)
+        return rows, *self.shape[1:]
 
     def pairs(self, flat: Tensor, section: int, whole: Tensor) -> list[Pair]:
         """What stands in all sections of so many numbers, with its rows in `whole`: at most two."""
@@ -113,8 +138,9 @@ def _place(shape: tuple[int, ...], start: int, ranks: int) -> Place:
 class PackedBucket:
     """Some parameters of one type, on so many `ranks`. All of them have rows.
 
-    No call of Python is made for a rank: a parameter is one column of all sections, and what a
-    device copies for all columns together is one launch each way.
+    No call of Python is made for a rank: a parameter is one column of all sections, and what is
+    copied for all columns together is one launch each way. A processor copies large tensors that
+    are not cut evenly one by one, so as not to copy them twice.
     """
 
     def __init__(self, parameters: list[nn.Parameter], ranks: int) -> None:
@@ -132,6 +158,16 @@ class PackedBucket:
             self._sizes += [place.numbers, room - place.numbers]
             self.section += room
         self._largest_gap = max(self._sizes[1::2])
+        uneven = [t.nbytes for t in real if not _is_cut_evenly(t, ranks)]
+        self._is_small = max(uneven, default=0) <= PADDED_BYTES
+        self._is_complex = [parameter.is_complex() for parameter in parameters]
+        self._rows: dict[int, list[tuple[int, ...]]] = {}  # by rank, the shapes in its section
+        self.forget()
+
+    def forget(self) -> None:
+        """Make the views of the parameters anew: their memory is another."""
+        self._columns: list[Tensor | None] = []
+        self._owned: dict[int, list[Tensor]] = {}  # by rank, what its section is made of
 
     @property
     def nbytes(self) -> int:
@@ -144,8 +180,12 @@ class PackedBucket:
         if self.is_alone and (only := tensors[0]) is not None and only.is_contiguous():
             return reals(only.detach()).view(-1)
         whole = [None if tensor is None else self._dense(tensor) for tensor in tensors]
-        if is_accelerator(self.device):
+        if self._is_small or is_accelerator(self.device):
             return self.packed_at_once(whole)
+        return self.packed_one_by_one(whole)
+
+    def packed_one_by_one(self, whole: Sequence[Tensor | None]) -> Tensor:
+        """The same of dense ones, of which none is copied twice."""
         flat = torch.zeros(self.ranks * self.section, dtype=self.dtype, device=self.device)
         pairs: list[Pair] = []
         for place, tensor in zip(self.places, whole, strict=True):
@@ -154,6 +194,7 @@ class PackedBucket:
         _copy_all(pairs)
         return flat
 
+    @torch.no_grad()
     def packed_at_once(self, whole: Sequence[Tensor | None]) -> Tensor:
         """The same of dense ones in one launch, which writes the padding too."""
         flat = torch.empty(self.ranks * self.section, dtype=self.dtype, device=self.device)
@@ -181,9 +222,14 @@ class PackedBucket:
         whole."""
         if self.is_alone:
             return
-        if is_accelerator(self.device):
+        if self._is_small or is_accelerator(self.device):
             self.unpack_at_once(flat)
-            return
+        else:
+            self.unpack_one_by_one(flat)
+
+    @torch.no_grad()
+    def unpack_one_by_one(self, flat: Tensor) -> None:
+        """The same, in which none is copied twice."""
         pairs: list[Pair] = []
         for place, whole in zip(self.places, self._whole(), strict=True):
             pairs += place.pairs(flat, self.section, whole)
@@ -192,41 +238,73 @@ class PackedBucket:
     @torch.no_grad()
     def unpack_at_once(self, flat: Tensor) -> None:
         """The same in one launch, and some for parameters that are not cut evenly."""
+        self._columns = self._columns or [
+            self._column(*pair) for pair in zip(self.places, self._whole(), strict=True)
+        ]
         spare = self._gaps(flat.new_empty(self.ranks * self._largest_gap))
+        sizes: list[int] = []
         columns: list[Tensor] = []
         alike: list[Pair] = []
         turned: list[Pair] = []
-        for place, whole, gap in zip(self.places, self._whole(), self._sizes[1::2], strict=True):
-            if whole.is_contiguous() and whole.numel() == self.ranks * place.numbers:
-                column = whole.view(self.ranks, place.numbers)
-            else:
+        gaps = self._sizes[1::2]
+        for at, (place, column, gap) in enumerate(
+            zip(self.places, self._columns, gaps, strict=True)
+        ):
+            if column is None:
+                whole = reals(self.parameters[at].detach())
                 column = flat.new_empty(self.ranks, place.numbers)
                 rows = column.view(-1)[: whole.numel()].view(place.shape)
                 (alike if whole.is_contiguous() else turned).append((whole, rows))
-            columns += [column, spare[gap]]
-        torch.split_with_sizes_copy(
-            flat.view(self.ranks, self.section), self._sizes, dim=1, out=columns
-        )
+            sizes.append(place.numbers)
+            columns.append(column)
+            if gap:
+                sizes.append(gap)
+                columns.append(spare[gap])
+        sections = flat.view(self.ranks, self.section)
+        torch.split_with_sizes_copy(sections, sizes, dim=1, out=columns)
         _copy_all(alike)
         _copy_all(turned)
 
+    def _column(self, place: Place, whole: Tensor) -> Tensor | None:
+        """The memory of a parameter as a column of all sections, if it is laid out so."""
+        if whole.is_contiguous() and whole.numel() == self.ranks * place.numbers:
+            return whole.view(self.ranks, place.numbers)
+        return None
+
+    @torch.no_grad()
     def section_of(self, rank: int) -> Tensor:
         """A section that holds the rows of `rank` of the parameters, all whole."""
         if self.is_alone:
             return own_rows(self.room().view(self.ranks, -1), self.ranks, rank).view(-1)
-        section = torch.zeros(self.section, dtype=self.dtype, device=self.device)
-        pairs: list[Pair] = []
-        for place, whole in zip(self.places, self._whole(), strict=True):
-            part, start = place.rows(section, rank), rank * place.chunk
-            pairs.append((part, whole[start : start + part.shape[0]]))
-        _copy_all(pairs)
+        if rank not in self._owned:
+            self._owned[rank] = self._pieces_of(rank)
+        section = torch.empty(self.section, dtype=self.dtype, device=self.device)
+        pieces = [p if p.ndim == 1 else p.reshape(-1) for p in self._owned[rank]]
+        torch.cat(pieces, out=section)
         return section
+
+    def _pieces_of(self, rank: int) -> list[Tensor]:
+        """What stands one after another in the section of `rank`: own rows, and gaps of zeros."""
+        pieces: list[Tensor] = []
+        room = self._sizes[::2], self._sizes[1::2]
+        most = max(numbers + gap for numbers, gap in zip(*room, strict=True))
+        zeros = torch.zeros(most, dtype=self.dtype, device=self.device)
+        for whole, numbers, gap in zip(self._whole(), *room, strict=True):
+            own = own_rows(whole, self.ranks, rank)
+            pieces.append(own.view(-1) if own.is_contiguous() else own)
+            if padding := numbers + gap - own.numel():
+                pieces.append(zeros[:padding])
+        return pieces
 
     def parts(self, section: Tensor, rank: int) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Each parameter with what the section of `rank` holds for it: a view."""
-        for place, parameter in zip(self.places, self.parameters, strict=True):
-            part = place.rows(section, rank)
-            yield parameter, torch.view_as_complex(part) if parameter.is_complex() else part
+        if rank not in self._rows:
+            self._rows[rank] = [place.rows(rank) for place in self.places]
+        start = section.storage_offset()
+        each = zip(self.parameters, self.places, self._rows[rank], self._is_complex, strict=True)
+        for parameter, place, rows, is_complex in each:
+            part = section.as_strided(rows, place.strides, start + place.start)
+            yield parameter, torch.view_as_complex(part) if is_complex else part
 
     def _gaps(self, memory: Tensor) -> dict[int, Tensor]:
         """By their width, what stands in the gaps of all sections: parts of one `memory`."""
@@ -239,5 +317,7 @@ class PackedBucket:
 
     def _dense(self, tensor: Tensor) -> Tensor:
         """A gradient as real numbers of the type of the bucket."""
+        if tensor.dtype is self.dtype and not tensor.is_sparse:
+            return tensor
         real = reals(tensor.to_dense() if tensor.is_sparse else tensor.detach())
         return real if real.dtype is self.dtype else real.to(self.dtype)

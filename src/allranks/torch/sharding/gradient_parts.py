@@ -39,13 +39,17 @@ class PartsOfRanks(Gradients):
         """Of these, what this rank counts in the norm."""
         return [part for part in self.held() if part.ndim or self.comm.rank == 0]
 
+    def counted_for_norm(self, *, clips: bool, left_out: bool) -> list[Tensor]:
+        """The same; in fewer tensors where nothing is clipped by the norm."""
+        return self.counted()
+
     def scale_(self, factor: float | Tensor) -> None:
-        multiply_(self.held(), factor)
+        multiply_(self.flats or self.held(), factor)
         if self.squares is not None:
             self.squares = self.squares * factor**2
 
     def sign_(self) -> None:
-        for part in self.held():
+        for part in self.flats or self.held():
             part.sign_()
 
     def follow(self, parameters: list[nn.Parameter]) -> None:
@@ -61,11 +65,10 @@ class PartsOfRanks(Gradients):
 
         Sends 8 bytes to each other rank, as `control`; five numbers for one that is exact.
         """
-        counted = self.counted()
         if clips and self.exact:
-            return exact_norm(counted, self._everywhere)
+            return exact_norm(self.counted(), self._everywhere)
         norm = float(self.norm_unread(clips=clips, left_out=left_out))
-        return norm if math.isfinite(norm) else self._norm_of_doubles(counted)
+        return norm if math.isfinite(norm) else self._norm_of_doubles(self.counted())
 
     def _norm_of_doubles(self, counted: Sequence[Tensor]) -> float:
         """The same where squares may be too large for the type of the gradient."""
@@ -75,13 +78,14 @@ class PartsOfRanks(Gradients):
     def norm_unread(self, *, clips: bool, left_out: bool) -> Tensor:
         if self.squares is not None:
             return self.squares.sum().sqrt()
-        own = squares_of(self.counted(), self.comm.device)
+        counted = self.counted_for_norm(clips=clips, left_out=left_out)
+        own = squares_of(counted, self.comm.device)
         return self._everywhere(own).sum().sqrt()
 
     def clip_(self, limit: float, norm: float | Tensor) -> None:
         total = as_tensor(norm, self.parameters[0])
         factor = (limit / (total + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
-        multiply_(self.held(), factor)
+        multiply_(self.flats or self.held(), factor)
 
     def _everywhere(self, row: Tensor) -> Tensor:
         """The rows of all ranks, (ranks, row)."""
@@ -116,7 +120,8 @@ class SomeCut(PartsOfRanks):
 class GradientParts(PartsOfRanks):
     """`parts` are what this rank holds of the gradients; the `.grad` of the parameters are empty.
 
-    `cut` gives this rank's part of a whole gradient: its own rows.
+    `cut` gives this rank's part of a whole gradient: its own rows. `flats` are what they are views
+    of, and hold nothing else but padding.
     """
 
     def __init__(
@@ -124,12 +129,13 @@ class GradientParts(PartsOfRanks):
         parameters: list[nn.Parameter],
         parts: Sequence[Tensor | None],
         cut: Callable[[Tensor], Tensor],
+        flats: Sequence[Tensor],
         comm: Comm,
         *,
         exact: bool,
     ) -> None:
         super().__init__(parameters, comm, exact=exact)
-        self.parts, self.cut = list(parts), cut
+        self.parts, self.cut, self.flats = list(parts), cut, list(flats)
 
     def settle(self, unused: Sequence[int]) -> None:
         for position in unused:
@@ -138,7 +144,7 @@ class GradientParts(PartsOfRanks):
     def follow(self, parameters: list[nn.Parameter]) -> None:
         known = {id(p): part for p, part in zip(self.parameters, self.parts, strict=True)}
         self.parameters = parameters
-        self.parts = [known.get(id(parameter)) for parameter in parameters]
+        self.parts, self.flats = [known.get(id(parameter)) for parameter in parameters], []
         self._take()
 
     def add(self, value: Tensor) -> None:
@@ -150,7 +156,10 @@ class GradientParts(PartsOfRanks):
         for position, parameter in enumerate(self.parameters):
             if (gradient := parameter.grad) is not None:
                 own, part = self.cut(gradient), self.parts[position]
-                self.parts[position] = own.clone() if part is None else part.add_(own)
+                if part is None:
+                    self.parts[position], self.flats = own.clone(), []
+                else:
+                    part.add_(own)
                 parameter.grad = None
 
     def tensors(self) -> list[Tensor | None]:
@@ -159,6 +168,11 @@ class GradientParts(PartsOfRanks):
     def held(self) -> list[Tensor]:
         return [part for part in self.parts if part is not None]
 
+    def counted_for_norm(self, *, clips: bool, left_out: bool) -> list[Tensor]:
+        if clips or left_out or not self.flats:
+            return self.counted()
+        return [flat for flat in self.flats if flat.ndim or self.comm.rank == 0]
+
 
 def squares_of(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     """The sum of all squares, (1,) in float64.
@@ -166,6 +180,10 @@ def squares_of(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     Norms of short rows in the type of the parts, which lose nothing that it can tell; a copy of all
     of it in float64 takes four times as long.
     """
+    start = torch.zeros(1, dtype=torch.float64, device=device)
+    if (norms_of_short := _norms_of_short(parts)) is not None:
+        each = norms_of_short.to(device, torch.float64)
+        return torch.cat([start, each]).square_().sum(0, keepdim=True)
     flats = [reals(part.to_dense() if part.is_sparse else part).flatten() for part in parts]
     norms: dict[tuple[int, bool], Tensor] = {}  # of which part, and whether it is of its rest
     for alike in _of_one_kind(flats).values():
@@ -185,8 +203,20 @@ def squares_of(parts: Sequence[Tensor], device: torch.device) -> Tensor:
             sizes = [len(one) for one in wholes.values()]
             split = torch.cat(rows).to(device, torch.float64).split(sizes)
             norms |= {(at, False): norm for at, norm in zip(wholes, split, strict=True)}
-    start = torch.zeros(1, dtype=torch.float64, device=device)
     return torch.cat([start, *(norms[at] for at in sorted(norms))]).square_().sum(0, keepdim=True)
+
+
+def _norms_of_short(parts: Sequence[Tensor]) -> Tensor | None:
+    """The norm of each that is not empty, where they are short, alike, and lie in one piece."""
+    some = [part for part in parts if part.numel()]
+    if not some:
+        return None
+    kind, device = some[0].dtype, some[0].device
+    for part in some:
+        is_alike = part.dtype is kind and part.layout is torch.strided and part.device == device
+        if not is_alike or kind.is_complex or part.numel() >= ROW or not part.is_contiguous():
+            return None
+    return torch.stack(torch._foreach_norm(some, 2, torch.promote_types(kind, torch.float32)))
 
 
 def _of_one_kind(flats: Sequence[Tensor]) -> dict[tuple[torch.dtype, torch.device], list[int]]:

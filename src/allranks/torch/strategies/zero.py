@@ -31,7 +31,7 @@ from allranks.torch.groups.pending import Pending
 from allranks.torch.model.reals import reals
 from allranks.torch.reducers.base import Bucket, Reducer
 from allranks.torch.reducers.in_order import InOrder
-from allranks.torch.reducers.packed import PackedBucket, own_rows, packed_buckets
+from allranks.torch.reducers.packed import OwnRows, PackedBucket, own_rows, packed_buckets
 from allranks.torch.reducers.sections import IN_FLIGHT, MeanSections, Sections, TreeSections
 from allranks.torch.sharding.gradient_parts import GradientParts
 from allranks.torch.sharding.whole_updates import Divided, WholeUpdates
@@ -57,8 +57,10 @@ class ZeRO1(Strategy):
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         self._is_cut, self.passes = False, 1
+        self.buckets: list[PackedBucket] = []
         self._device_mesh: Any = None
         self._with_rows = {n: p for n, p in model.named_parameters() if p.ndim}
+        self._owned = OwnRows(list(self._with_rows.values()), self._own)
         self._like = {
             name: torch.empty_like(p.detach(), device="meta") for name, p in self._with_rows.items()
         }
@@ -189,15 +191,18 @@ class ZeRO1(Strategy):
         for number in range(len(self._whole)):
             self.summed.launch(number, self._span, last=True)
         parts = {id(parameter): view for parameter, view in self._numbers}
-        for bucket, section in zip(self.buckets, self.sections.finish(), strict=True):
+        sections = self.sections.finish()
+        for bucket, section in zip(self.buckets, sections, strict=True):
             for parameter, part in bucket.parts(section, self.comm.rank):
                 parts[id(parameter)] = part
+        flats = [*sections, *(view for _, view in self._numbers)]
         self.summed.finish()
         parameters = self.step.parameters
         for parameter, _ in self._numbers:
             parameter.grad = None
         own = [parts[id(parameter)] for parameter in parameters]
-        return local, GradientParts(parameters, own, self._own, self.comm, exact=self.shard_alone)
+        exact = self.shard_alone
+        return local, GradientParts(parameters, own, self._own, flats, self.comm, exact=exact)
 
     # --- weights --------------------------------------------------------------------------
 
@@ -210,13 +215,16 @@ class ZeRO1(Strategy):
         if self._is_cut:
             yield
             return
-        parameters = list(self._with_rows.values())
-        whole = [parameter.data for parameter in parameters]
+        parameters = self._owned.parameters
+        if self._owned.find():
+            for bucket in self.buckets:
+                bucket.forget()
+        whole, own = self._owned.whole, self._owned.rows
         gradients = [parameter.grad for parameter in parameters]
         self._is_cut = True
-        for parameter in parameters:
+        for parameter, rows in zip(parameters, own, strict=True):
             parameter.grad = None
-            parameter.data = self._own(parameter.data)
+            parameter.data = rows
         try:
             yield
         finally:
