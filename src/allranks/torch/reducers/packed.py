@@ -184,6 +184,7 @@ class PackedBucket:
             return self.packed_at_once(whole)
         return self.packed_one_by_one(whole)
 
+    @torch.no_grad()
     def packed_one_by_one(self, whole: Sequence[Tensor | None]) -> Tensor:
         """The same of dense ones, of which none is copied twice."""
         flat = torch.zeros(self.ranks * self.section, dtype=self.dtype, device=self.device)
