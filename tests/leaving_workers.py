@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import trainer_tasks
@@ -23,6 +25,21 @@ def one_after_the_other(argument: dict[str, Any]) -> int:
             trainer.step(next(iter(trainer.batches())))
             if World.from_environment().is_leader:
                 time.sleep(1.0)
+    return 0
+
+
+def all_leave_before_any_joins_again(folder: str) -> int:
+    """Between two trainings no rank has a process group, and all of them know it."""
+    world = World.from_environment()
+    for number in range(2):
+        with Trainer(trainer_tasks.Worse(), Job(strategy="ddp")) as trainer:
+            trainer.step(next(iter(trainer.batches())))
+        del trainer
+        gc.collect()
+        Path(folder, f"{number}-{world.rank}").touch()
+        while len(list(Path(folder).glob(f"{number}-*"))) < world.size:
+            time.sleep(0.01)
+        assert Path(world.store).exists(), "who joins now writes where the others will not look"
     return 0
 
 

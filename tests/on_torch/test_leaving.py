@@ -168,6 +168,11 @@ def test_trainers_one_after_the_other_meet_at_one_store(on_ranks: OnRanks) -> No
         on_ranks(2, "leaving_workers:one_after_the_other", where)
 
 
+def test_a_store_in_a_file_outlasts_a_training(on_ranks: OnRanks, tmp_path: Path) -> None:
+    """torch removes the file with the last store of it, even as another rank joins anew."""
+    on_ranks(2, "leaving_workers:all_leave_before_any_joins_again", str(tmp_path))
+
+
 def test_a_rank_that_failed_waits_for_no_checkpoint(on_ranks: OnRanks, tmp_path: Path) -> None:
     argument = {"run_dir": str(tmp_path / "run"), "strategy": "ddp"}
     on_ranks(2, "leaving_workers:fail_during_a_save", argument)

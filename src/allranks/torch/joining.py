@@ -133,7 +133,9 @@ def _store_of(world: World) -> Any:
     Another launcher says where in the environment.
     """
     if world.store:
-        return FileStore(world.store, world.size)
+        if world.store not in _met:  # torch removes the file as the last store of it goes
+            _met[world.store] = FileStore(world.store, world.size)
+        return _met[world.store]
     if not world.rendezvous:
         return _store_of_environment(world)
     if world.rendezvous not in _met:
