@@ -99,6 +99,13 @@ def test_ranks_that_hold_parts_of_a_model_train_as_on_the_cpu(
     on_device(2, "as_on_the_cpu", {"task": "Chain", "job": {"strategy": strategy}})
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["context", "tensor:sequence=yes"])
+def test_ranks_that_cut_positions_train_as_on_the_cpu(on_device: OnDevice, strategy: str) -> None:
+    argument = {"task": "Sentences", "job": {"strategy": strategy}}
+    on_device(2, "attention_as_on_the_cpu", argument)
+
+
 @pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     "job",
