@@ -83,7 +83,7 @@ def as_on_the_cpu(argument: dict[str, Any]) -> None:
 
 
 def attention_as_on_the_cpu(argument: dict[str, Any]) -> None:
-    """The same, where the CPU too computes attention by products: its one kernel rounds otherwise."""
+    """The same, where the CPU too computes attention by products: its kernel rounds otherwise."""
     torch.backends.cuda.enable_flash_sdp(False)  # of a CPU too
     as_on_the_cpu(argument)
 
