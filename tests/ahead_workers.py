@@ -164,9 +164,24 @@ def told(found: Any) -> str:
 def same_on_ranks(argument: dict[str, Any]) -> None:
     """Bad steps in a row, among them the last, on ranks that hold the model in this way."""
     torch.set_num_threads(1)
-    bad = (5, 6, 11) if World.from_environment().rank == 1 else ()
-    task = partial(Ahead, fused=argument["fused"])
+    torch.use_deterministic_algorithms(True)  # memory that nobody has written holds nan
+    bad = (5, 6, 8, 11) if World.from_environment().rank == 1 else ()
+    task = partial(Ahead, **argument["fields"])
     check_the_same(task, bad=bad, strategy=argument["strategy"], on_bad_step="skip")
+
+
+def learners_meet(_: object) -> None:
+    """What one was asked for, and a buffer that forward replaces, reach all with a meeting."""
+    world, heard = World.from_environment(), []
+    job = Job(threads=1, strategy="local-sgd:every=4", on_bad_step="skip")
+    with numbers_read(late=True), Trainer(Ahead(ema=None), job, world=world) as trainer:
+        for batch in trainer.batches(steps=8):
+            if world.rank == 1 and batch.index == 1:
+                trainer.strategy.step.poison_next()
+            trainer.heartbeat._all[0] = float(world.rank == 1 and batch.index == 5)
+            heard.append(trainer.step(batch).asked.stop)
+        assert 7 < dict(trainer.weights())["0.replaced"] < 8, "between 8 steps and 7"
+    assert heard == [index == 7 for index in range(8)]
 
 
 def waits_of(strategy: str) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from allranks.launcher.nodes.facts import Facts
+from allranks.launcher.nodes.facts import Facts, gpus_of_driver
 from allranks.tools.doctor.diagnosis import (
     NOTE,
     STOP,
@@ -272,3 +273,16 @@ def test_versions_are_compared_as_numbers(version: str, requirement: str, met: b
 def test_the_range_of_torch_is_that_of_this_package() -> None:
     needed = needed_torch()
     assert needed is not None and needed.startswith("torch") and ">=2." in needed
+
+
+def test_gpus_are_counted_without_what_their_driver_tells(tmp_path: Path) -> None:
+    """A container may show device files alone."""
+    assert gpus_of_driver(tmp_path) == []
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / "dev").mkdir(exist_ok=True)
+        (tmp_path / "dev" / name).touch()
+    assert gpus_of_driver(tmp_path) == ["unknown"] * 2
+    told = tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0"
+    told.mkdir(parents=True)
+    (told / "information").write_text("Model: \t\t NVIDIA L4\n")
+    assert gpus_of_driver(tmp_path) == ["NVIDIA L4"]

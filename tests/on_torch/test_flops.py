@@ -14,6 +14,10 @@ from allranks.torch.model.flops import TERA, Meter, peak_flops
 def test_the_peak_of_a_device() -> None:
     assert peak_flops("NVIDIA H200", "bf16") == 989.5 * TERA
     assert peak_flops("NVIDIA A100-SXM4-80GB", "tf32") == 156 * TERA
+    assert peak_flops("NVIDIA L40S", "fp32") == 91.6 * TERA, "not the L4"
+    assert peak_flops("NVIDIA GH200 480GB", "bf16") == 989.5 * TERA
+    assert peak_flops("Tesla T4", "bf16") is None, "it has none"
+    assert peak_flops("NVIDIA RTX A4000", "bf16") is None, "not the A40"
     assert peak_flops("NVIDIA A10G", "bf16") is None, "not the A10"
     assert peak_flops("Tesla V100-SXM2-16GB", "bf16") is None
     assert peak_flops("NVIDIA RTX A1000 Laptop GPU", "bf16") is None, "not the A100"

@@ -190,12 +190,31 @@ def test_what_is_not_held_back_is_read_at_once() -> None:
     assert is_read[4:] == [False, False, False, True, True]
 
 
+TOGETHER = ["ddp", "zero1", "fsdp", "ddp-plain"]
+APART = [
+    "local-sgd:every=4",
+    "independent",
+    "local-sgd:every=5,after=3,state=reset",  # the step after a meeting is a bad one
+    "diloco:every=8,overlap=1,after=0",
+    "sparse-loco:every=6,after=2",
+]
+
+
+@pytest.mark.slow(but=8)
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+@pytest.mark.parametrize("strategy", [*TOGETHER, *APART])
 def test_ranks_that_read_late_agree(
     strategy: str, fused: bool, on_ranks: Callable[..., Any]
 ) -> None:
-    on_ranks(2, "ahead_workers:same_on_ranks", {"strategy": strategy, "fused": fused})
+    ema = None if strategy in APART else 0.9  # nobody has that of all learners
+    fields = {"fused": fused, "ema": ema, "momentum": "state=reset" in strategy}
+    on_ranks(2, "ahead_workers:same_on_ranks", {"strategy": strategy, "fields": fields})
+
+
+def test_learners_hear_what_one_was_asked_for_where_they_meet(
+    on_ranks: Callable[..., Any],
+) -> None:
+    on_ranks(2, "ahead_workers:learners_meet", None)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])

@@ -96,6 +96,13 @@ class Small(Task):
         return {"right": ((output.argmax(1) == batch[1]).sum(), len(output))}
 
 
+class Weighted(Small):
+    """Of samples that weigh less than 1."""
+
+    def weight(self, batch: Any) -> Tensor:
+        return torch.full(batch[1].shape, 0.3, device=batch[1].device)
+
+
 @dataclass(kw_only=True)
 class Few:
     """Small batches of few samples, and the optimizers of `Small`."""

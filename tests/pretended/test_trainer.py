@@ -99,17 +99,32 @@ def test_ranks_that_hold_parts_of_a_model_train_as_on_the_cpu(
     on_device(2, "as_on_the_cpu", {"task": "Chain", "job": {"strategy": strategy}})
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["context", "tensor:sequence=yes"])
+def test_ranks_that_cut_positions_train_as_on_the_cpu(on_device: OnDevice, strategy: str) -> None:
+    argument = {"task": "Sentences", "job": {"strategy": strategy}}
+    on_device(2, "attention_as_on_the_cpu", argument)
+
+
 @pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     "job",
     [
         {"inject": "nan@step=5", "on_bad_step": "skip"},
-        {"precision": "fp16", "loss_scale": "dynamic:initial=1e9,every=2"},
+        {"precision": "fp16", "loss_scale": "dynamic:initial=1e6,every=2"},
     ],
 )
 def test_late_reading_changes_nothing(on_device: OnDevice, job: dict[str, Any]) -> None:
     fields = {"optimizer_name": "fused", "clip_norm": 0.1}
     on_device(1, "late_and_at_once", {"fields": fields, "job": {"steps": 8, **job}})
+
+
+@pytest.mark.slow
+def test_an_update_of_parts_does_not_divide_gradients(on_device: OnDevice) -> None:
+    """Where samples do not weigh 1, the mean is rounded as on the CPU."""
+    fields = {"optimizer_name": "fused", "clip_norm": 0.1}
+    argument = {"task": "Weighted", "fields": fields, "job": {"strategy": "fsdp"}}
+    on_device(2, "as_on_the_cpu", argument)
 
 
 @pytest.mark.slow(but=1)

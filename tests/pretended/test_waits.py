@@ -10,19 +10,25 @@ from typing import Any
 import pytest
 
 OnDevice = Callable[..., None]
-WAITS = {"single": 1, "ddp": 2, "zero1": 1, "fsdp": 1, "interleaved": 1, "tensor": 1}
+WAITS = {
+    **{"single": 1, "ddp": 2, "zero1": 1, "fsdp": 1, "interleaved": 1, "tensor": 1},
+    **{"ddp-plain": 2, "independent": 1, "sparse-loco:every=50": 1},
+}
 """Until all numbers are there; where passes wait for no other rank, until they are over before."""
 READS = {"torch/ahead/rows.py", "torch/groups/pending.py"}
 TASKS = {"interleaved": "Chain", "tensor": "Chain", "expert": "Mixture"}
 
 
-def waits(on_device: OnDevice, folder: Path, strategy: str, optimizer: str) -> list[dict[str, Any]]:
+def waits(
+    on_device: OnDevice, folder: Path, strategy: str, optimizer: str, **job: Any
+) -> list[dict[str, Any]]:
     """Of three usual steps of each rank: by the line that waits, and how often the device is left
     idle."""
     ranks, fields = 1 if strategy == "single" else 2, {"samples": 24, "optimizer_name": optimizer}
     argument = {"task": TASKS.get(strategy, "Small"), "fields": fields}
-    job, out = {"strategy": strategy}, folder / "out"
-    on_device(ranks, "waits_of_a_step", {**argument, "job": job, "out": str(out)})
+    out = folder / "out"
+    argument |= {"job": {"strategy": strategy, **job}, "out": str(out)}
+    on_device(ranks, "waits_of_a_step", argument)
     steps = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(steps) == 3 * ranks
     return steps
@@ -46,6 +52,13 @@ def test_a_fused_optimizer_waits_for_the_step_before_alone(
     for step in waits(on_device, tmp_path, strategy, "fused"):
         assert {where.partition(":")[0] for where in step["waits"]} <= READS, step
         assert sum(step["waits"].values()) == WAITS[strategy], step
+
+
+@pytest.mark.slow
+def test_steps_that_are_read_at_once_wait_in_exchange(on_device: OnDevice, tmp_path: Path) -> None:
+    """Three times: for the end of the own passes, and for what all ranks have found."""
+    for step in waits(on_device, tmp_path, "ddp", "fused", spike=1e9):
+        assert sum(step["waits"].values()) == 3, step
 
 
 @pytest.mark.slow

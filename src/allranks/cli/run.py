@@ -8,7 +8,6 @@ import shutil
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from allranks.errors import RequestError, nearest
 from allranks.job.engines import is_only_a_task
 from allranks.job.place import LOCAL
 from allranks.launcher.nodes.cluster import gathered, is_head, take_part
+from allranks.launcher.nodes.facts import gpus_of_driver
 from allranks.launcher.places.base import (
     AgentPlace,
     NodeRequest,
@@ -236,8 +236,8 @@ def _must_agree(said: dict[str, int | None]) -> int | None:
 
 
 def _gpus() -> int:
-    """The GPUs that this process sees, as the driver lists them: no framework is asked."""
-    there = len(glob("/proc/driver/nvidia/gpus/*"))
+    """The GPUs that this process sees."""
+    there = len(gpus_of_driver())
     visible = Visible.from_environment().numbers
     return there if visible is None else min(there, len(visible))
 

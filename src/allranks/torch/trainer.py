@@ -158,6 +158,7 @@ class Trainer(OnSteps):
             gave, self._has_given, self._came_to_an_end = True, True, False
             yield batch
         self._came_to_an_end = True
+        self.settle()
         if self.strategy.finish():
             self.evaluation_plan.forget()
 

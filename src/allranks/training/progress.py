@@ -134,13 +134,23 @@ class UnreadResult(StepResult):
         self, batch_index: int, epoch: int, learning_rate: float, read: Callable[[], StepResult]
     ) -> None:
         known = {"batch_index": batch_index, "epoch": epoch, "learning_rate": learning_rate}
-        vars(self).update(known, asked=NOTHING, _read=read)
+        vars(self).update(known, asked=NOTHING, _read=read, _change=None)
 
     def __getattribute__(self, name: str) -> Any:
         own = super().__getattribute__("__dict__")
         if name in LATER and name not in own:
-            self.take(own["_read"]())
+            self.take(self.read())
         return super().__getattribute__(name)
+
+    def read(self) -> StepResult:
+        """The numbers, which are waited for."""
+        found: StepResult = vars(self)["_read"]()
+        change = vars(self)["_change"]
+        return found if change is None else change(found)
+
+    def then(self, change: Callable[[StepResult], StepResult]) -> None:
+        """Let the numbers be what `change` makes of those that the device tells."""
+        vars(self).update(_change=change)
 
     def take(self, result: StepResult) -> None:
         """The numbers are here."""

@@ -85,7 +85,7 @@ def facts(program: str = "") -> Facts:
         memory_bytes=psutil.virtual_memory().total,
         shared_memory_bytes=_free(Path("/dev/shm")),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        gpus=_gpus(),
+        gpus=gpus_of_driver(),
         interfaces={one.name: one.address for one in interfaces()},
         clock_s=time.time(),
         program=digest_of(program),
@@ -148,7 +148,12 @@ def _free(folder: Path) -> int | None:
         return None
 
 
-def _gpus() -> list[str]:
-    """The names of NVIDIA's devices, as their driver tells them."""
-    files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
-    return [_named_in(file, "Model") or "unknown" for file in files]
+def gpus_of_driver(root: Path = Path("/")) -> list[str]:
+    """The names of NVIDIA's devices, as their driver tells them: no framework is asked.
+
+    They are unknown in a container that shows the devices and not what the driver tells.
+    """
+    files = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
+    if files:
+        return [_named_in(file, "Model") or "unknown" for file in files]
+    return ["unknown" for _ in (root / "dev").glob("nvidia[0-9]*")]

@@ -27,7 +27,6 @@ from allranks.torch.checkpoint.tree import is_dtensor
 from allranks.torch.data.batch import Batch
 from allranks.torch.model.reals import real_type
 from allranks.torch.optimizers.asked import hook_of
-from allranks.torch.step.tally import Totals
 from allranks.torch.strategies.base import Strategy
 from allranks.training.progress import NOTHING, Asked, Progress, StepResult, UnreadResult
 
@@ -99,7 +98,7 @@ class Steps:
         if made.sent.is_held:
             self._undo(made)
             return self._train(batch, ahead=False)
-        return dataclasses.replace(made.sent(), asked=self._checked(made).asked)
+        return dataclasses.replace(result.read(), asked=self._asked_with(made))
 
     def settle(self) -> None:
         """Read what is unread, and make it again if it was held back; every rank calls this."""
@@ -122,6 +121,8 @@ class Steps:
         step = self.strategy.step
         known = step.layout.leaves is not None and step.layout.was_updated
         is_usual = batch.sizes is not None and step.probe is None
+        if self.strategy.reads_at_once(batch):
+            return False
         return known and is_usual and (self.rows.updates_wait or not hook_of(step.optimizer))
 
     def _train(self, batch: Batch, ahead: bool) -> StepResult:
@@ -141,7 +142,7 @@ class Steps:
         """Take in what the row says; whether the step was made again, and all after it must be."""
         step = self.strategy.step
         if not last.sent.is_held:
-            self._hear(self._checked(last).asked)
+            self._hear(self._asked_with(last))
             return False
         self.progress = last.before
         self._undo(last)
@@ -153,12 +154,12 @@ class Steps:
         self.progress = last.before.after(result, last.batch.epoch, last.batch.step_in_epoch)
         return True
 
-    def _checked(self, made: Made) -> Totals:
-        """What the tally of a good step says; raises for sums that are no mean."""
+    def _asked_with(self, made: Made) -> Asked:
+        """What was asked with a good step, which is over; raises for sums that are no mean."""
         step, totals = self.strategy.step, made.sent.totals()
         step.check(made.batch, totals, made.sent.regularizer)
         step.guard.judge(made.result.loss, float(made.result.grad_norm or 0.0))
-        return totals
+        return self.strategy.after_read(made.sent(), totals.asked)
 
     def _undo(self, made: Made) -> None:
         """A step that was held back never was."""

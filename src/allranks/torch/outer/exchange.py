@@ -123,18 +123,25 @@ class Exchange:
         self._under_way: list[UnderWay] = []
 
     def meet(self, at: int, result: StepResult, asked: Asked) -> Said | None:
-        """After step `at`, which gave `result`: send and take what is due.
+        """After step `at`, which gave `result` and is counted: send and take what is due.
 
         Returns what all learners said, if something was taken.
         """
-        if result.updated:
-            self._trained = [before + result.weight for before in self._trained]
-            self._seen += result.samples
         said = self._take(at)
         for number in self._due(at):
             self._send(number, at + self.overlap, result, asked)
             said = self._take(at) or said
         return said
+
+    def count(self, result: StepResult) -> None:
+        """This learner has made a step."""
+        if result.updated:
+            self._trained = [before + result.weight for before in self._trained]
+            self._seen += result.samples
+
+    def moves(self, at: int) -> bool:
+        """Whether something is sent or taken after step `at`."""
+        return self.asks(at) or any(one.until <= at for one in self._under_way)
 
     def asks(self, at: int) -> bool:
         """Whether something is sent after step `at`."""

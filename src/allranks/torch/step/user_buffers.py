@@ -7,7 +7,7 @@ Keras model, whose layers have no buffers, the weights that are not trained are 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -77,6 +77,15 @@ class UserBuffers:
     def agree(self, names: Container[str]) -> None:
         """What other ranks have seen written is written here, too."""
         self.written |= {name for name, _, _ in self._slots if name in names}
+
+    @torch.no_grad()
+    def write_into(self, tensors: Mapping[str, Tensor]) -> None:
+        """Let a buffer that forward has replaced be that of `tensors` again, with its content."""
+        for full, holder, name in self._slots:
+            tensor, now = tensors.get(full), holder[name]
+            if tensor is not None and now is not None and now is not tensor:
+                tensor.copy_(now)
+                holder[name] = tensor
 
     def undo(self) -> None:
         """The buffers hold what they held before the step."""

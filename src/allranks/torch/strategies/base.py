@@ -51,7 +51,7 @@ from allranks.torch.step.tally import Tally
 from allranks.torch.strategies.context import StrategyContext
 from allranks.torch.strategies.traits import Traits
 from allranks.torch.witness.same_model import check_same_groups
-from allranks.training.progress import StepResult
+from allranks.training.progress import Asked, StepResult
 
 NOTHING = nullcontext()
 MakeOptimizer = Callable[[nn.Module], Optimizer]
@@ -266,6 +266,20 @@ class Strategy(Traits, ABC):
     def after_update(self, batch: Batch, result: StepResult) -> StepResult:
         """What is done with the weights that an update has left; every rank calls this."""
         return result
+
+    def reads_at_once(self, batch: Batch) -> bool:
+        """Whether what comes after this step needs its numbers, where steps may stay unread.
+
+        The same on all ranks that sum its gradients.
+        """
+        return False
+
+    def after_read(self, result: StepResult, asked: Asked) -> Asked:
+        """A step that was unread when it was made has given `result`, and is not made again.
+
+        Returns what the loop hears of what was `asked` with it.
+        """
+        return asked
 
     def finish(self) -> bool:
         """The last step was made. Returns whether weights are other ones now; all ranks call it."""

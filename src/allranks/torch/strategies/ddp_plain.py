@@ -19,7 +19,7 @@ class DDPPlain(Strategy):
     """All-reduce every gradient. Sends 2(N-1)/N of the gradients and the tally."""
 
     name = "ddp-plain"
-    computes_alone = True
+    computes_alone = can_run_ahead = True
 
     def forward_backward(self, batch: Batch) -> Tally:
         for parameter in self.step.parameters:

@@ -16,6 +16,10 @@ class Independent(Strategy):
     """Forward, backward, update, on every rank for itself. Nothing is sent."""
 
     name = "independent"
+    can_run_ahead = True
+
+    def reads_at_once(self, batch: Batch) -> bool:
+        return not batch.own_samples
 
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
         return local, Gradients(self.step.parameters)

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.tally import Tally
 from allranks.torch.strategies.base import MakeOptimizer, Strategy
 from allranks.torch.strategies.context import StrategyContext
-from allranks.training.progress import NOTHING, Asked, StepResult
+from allranks.training.progress import NOTHING, Asked, StepResult, UnreadResult
 
 OF_THE_INNER = (
     *("built_with", "equal_passes", "passes_meet_readers", "counts_passes", "cuts_by_shard"),
@@ -97,6 +98,20 @@ class Outer(Strategy):
     def shard_alone(self) -> bool:
         return self.inner.shard_alone
 
+    @property
+    def can_run_ahead(self) -> bool:  # type: ignore[override]
+        return self.inner.can_run_ahead
+
+    def reads_at_once(self, batch: Batch) -> bool:
+        if self._exchange is None:
+            return batch.index >= self.after  # from this step on learners train apart
+        at = batch.index + 1 - self.after
+        return self._exchange.moves(at) or self._is_near(at)
+
+    def _is_near(self, at: int) -> bool:
+        """Whether learners of a node take their mean after step `at`, if they do not all meet."""
+        return bool(self.near) and at % self.near == 0
+
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
         sums, gradients = self.inner.reduce(batch, local)
         if self._exchange is None and self.learners.size > 1:
@@ -128,19 +143,35 @@ class Outer(Strategy):
             return result
         if self.step.names != self._names:
             raise unfrozen_on_the_way(self.name)
-        asked = result.asked
-        self._asked = Asked.of(self._asked.stop or asked.stop, self._asked.save or asked.save)
+        self.step.user_buffers.write_into(self._buffers)
+        if isinstance(result, UnreadResult):
+            self._at = batch.index + 1 - self.after
+            result.then(partial(_of_all, batch, said=None, heard=None))
+            return result
+        self._hear(result.asked)
         heard = of_all(self.learners, result) if batch.sizes is None else None
         if heard is not None and not heard.samples:
             return replace(result, asked=NOTHING)  # for all alike: an epoch is over
         self._at = at = batch.index + 1 - self.after
         sends = self._exchange.asks(at)
+        self._exchange.count(result)
         said = self._exchange.meet(at, result, self._asked)
         if sends:
             self._asked = NOTHING
-        elif self.near and at % self.near == 0:
+        elif self._is_near(at):
             self._average_near()
-        return _of_all(batch, result, said, heard)
+        return _of_all(batch, result, said=said, heard=heard)
+
+    def after_read(self, result: StepResult, asked: Asked) -> Asked:
+        """Until the next meeting it is this learner's alone."""
+        if self._exchange is None:
+            return asked
+        self._exchange.count(result)
+        self._hear(asked)
+        return NOTHING
+
+    def _hear(self, asked: Asked) -> None:
+        self._asked = Asked.of(self._asked.stop or asked.stop, self._asked.save or asked.save)
 
     def finish(self) -> bool:
         if self._exchange is None:
@@ -191,8 +222,11 @@ class Outer(Strategy):
     def _made_exchange(self) -> Exchange:
         """Begin to train apart; every rank calls this, where all learners hold the same."""
         every, count = int(self.options["every"]), self.fragments
+        parameters, buffers = self._agreed()
+        self._buffers = dict(buffers)
         weights = GlobalWeights(
-            *self._agreed(),
+            parameters,
+            buffers,
             self.made_optimizer,
             Average,
             offsets=[at * every // count for at in range(count)],
@@ -211,6 +245,7 @@ class Outer(Strategy):
 
     def _reset(self) -> None:
         self.step.optimizer.state.clear()
+        self.step.layout.was_updated = False
 
     @contextmanager
     def evaluated_weights(self) -> Iterator[None]:
@@ -334,7 +369,9 @@ class Outer(Strategy):
         super().leave(failed=failed)
 
 
-def _of_all(batch: Batch, result: StepResult, said: Said | None, heard: Said | None) -> StepResult:
+def _of_all(
+    batch: Batch, result: StepResult, *, said: Said | None, heard: Said | None
+) -> StepResult:
     """What there is to say of a step of all: its loss is that of this learner between meetings."""
     asked = NOTHING if said is None else said.asked
     of_all = int(heard.samples) if batch.sizes is None and heard else sum(batch.sizes or ())
