@@ -193,11 +193,10 @@ def test_a_compiler_that_records_graphs_is_refused(
     """What draws is keyed by a number that such a graph would hold as of its recording."""
     if way == "environment":
         monkeypatch.setenv("TORCHINDUCTOR_CUDAGRAPHS", "1")
-    if way == "setting":
-        config = import_module("torch._inductor.config")
-        monkeypatch.setattr(config.triton, "cudagraphs", True)
+    config = import_module("torch._inductor.config")
+    setting = config.patch({"triton.cudagraphs": way == "setting"})  # torch's own way to undo it
     backend = "cudagraphs" if way == "cudagraphs" else "inductor"
-    with pytest.raises(RequestError, match="draws the same numbers in every step"):
+    with setting, pytest.raises(RequestError, match="draws the same numbers in every step"):
         _check(nn.Linear(2, 2), backend)
     _check(nn.Linear(2, 2), "aot_eager")
 
