@@ -33,10 +33,10 @@ def test_promises_are_seen_to_hold_on_one_device_that_ranks_share(tmp_path: Path
     shared = "2 ranks share 1 pretended"
     assert [(row["name"], row["on"], row["verdict"]) for row in record["rows"]] == [
         ("zero1", shared, "seen"),
-        ("memory", "1 rank, pretended", "seen"),
+        ("memory", "1 rank, pretended", "not seen"),
         ("waits", "1 rank, pretended", "not seen"),
     ]
     assert record["rows"][0]["found"]["steps"] == 4
     assert "torch counts no waits here" in record["rows"][2]["why"]
-    assert "2 seen, 1 not seen, 0 failed" in (tmp_path / "found" / "gpus.md").read_text()
+    assert "1 seen, 2 not seen, 0 failed" in (tmp_path / "found" / "gpus.md").read_text()
     assert {path.name for path in (tmp_path / "found").iterdir()} == {"gpus.json", "gpus.md"}

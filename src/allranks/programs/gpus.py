@@ -84,8 +84,6 @@ class TooLarge(Pictures):
     """Asks for more memory than there is."""
 
     def loss(self, output: Tensor, batch: Any) -> Tensor:
-        if output.device.type not in accelerator.ALWAYS_KNOWN:
-            raise torch.OutOfMemoryError("CUDA out of memory. (as a GPU would say it)")
         blocks = [torch.empty(2**34, device=output.device) for _ in range(99)]
         return super().loss(output, batch) * len(blocks)
 

@@ -47,6 +47,7 @@ MOST_RANKS = 8  # that all tasks can be cut for
 STEPS, KILLED_AT, SAVED_EVERY = 8, 5, 3
 CLOSE = 1e-9
 MOST_LAUNCHES = MOST_TIME = 1.1  # of a loop by hand
+WITH_MEMORY = ("cuda", "xpu")  # of their own, which may be filled without harm to the host
 LONGEST = 3000  # characters of what an error says
 
 
@@ -232,6 +233,8 @@ def corrupt(machine: Machine, ranks: int) -> Seen:
 
 
 def memory(machine: Machine, ranks: int) -> Seen:
+    if machine.device not in WITH_MEMORY:
+        return Seen(None, f"the memory of {machine.device} may be that of the host: not filled")
     said = machine.failure("TooLarge", ranks)
     return _told("out of memory" in said and ("held on" in said or not is_cuda(machine)), said)
 
