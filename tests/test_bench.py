@@ -14,8 +14,9 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from allranks.cli.bench import _job, bench
+from allranks.cli.bench import _job
 from allranks.cli.display.bench_table import BenchTable
+from allranks.cli.main import cli
 from allranks.errors import RequestError
 from allranks.job.job import Job, Tracing, names_in
 from allranks.tools.bench.energy import Meter
@@ -297,7 +298,7 @@ def test_a_dry_run_says_what_would_run_and_what_cannot(
     monkeypatch.setattr("allranks.cli.bench.look_at_program", lambda jobs: None)
     words = ["digits", "--strategy", "single", "--strategy", "ddp", "--ranks", "1,2", "--dry-run"]
     folder = tmp_path / "bench"
-    said = CliRunner().invoke(bench, [*words, "--json", "--run-dir", str(folder)])
+    said = CliRunner().invoke(cli, ["bench", *words, "--json", "--run-dir", str(folder)])
     jobs = json.loads(said.stdout)["jobs"]
     assert [(job["strategy"], job["ranks"]) for job in jobs] == [
         ("single", 1),
@@ -327,7 +328,7 @@ def test_bad_requests_are_refused_before_anything_runs(
     words: tuple[str, ...], found: str, tmp_path: Path, every_peer_is_installed: None
 ) -> None:
     asked = ["digits", "--run-dir", str(tmp_path / "bench"), *words]
-    said = CliRunner().invoke(bench, asked)
+    said = CliRunner().invoke(cli, ["bench", *asked])
     assert isinstance(said.exception, RequestError) and found.lower() in str(said.exception).lower()
     assert not list(tmp_path.iterdir())
 
@@ -341,7 +342,9 @@ def test_a_program_without_a_task_is_refused_before_the_machine_is_measured(
     program = tmp_path / "nope.py"
     if text is not None:
         program.write_text(text)
-    said = CliRunner().invoke(bench, [str(program), "--run-dir", str(tmp_path / "bench"), *words])
+    said = CliRunner().invoke(
+        cli, ["bench", str(program), "--run-dir", str(tmp_path / "bench"), *words]
+    )
     assert isinstance(said.exception, RequestError) and "nope.py" in str(said.exception)
     assert not (tmp_path / "bench").exists()
 
@@ -429,7 +432,7 @@ def test_what_a_peer_does_not_have_is_refused_by_name(
     peer: str, words: tuple[str, ...], found: str, tmp_path: Path, every_peer_is_installed: None
 ) -> None:
     asked = ["digits", "--ranks", "2", "--peers", peer, "--dry-run", "--json", "--", *words]
-    said = CliRunner().invoke(bench, asked)
+    said = CliRunner().invoke(cli, ["bench", *asked])
     jobs = {job["strategy"]: job for job in json.loads(said.stdout)["jobs"]}
     assert "refused" not in jobs["ddp"] and jobs[peer]["refused"].startswith("refused: ")
     job = jobs[peer]["words"]
@@ -461,7 +464,7 @@ def test_a_task_that_no_peer_trains_is_refused_before_anything_runs(
     program: str, strategy: str, peer: str
 ) -> None:
     words = ["--strategy", strategy, "--ranks", "2", "--peers", peer, "--dry-run", "--json"]
-    said = CliRunner().invoke(bench, [program, *words, "--", "--set", "clip_norm=1"])
+    said = CliRunner().invoke(cli, ["bench", program, *words, "--", "--set", "clip_norm=1"])
     ours, theirs = json.loads(said.stdout)["jobs"]
     assert "refused" not in ours
     assert theirs["refused"].startswith("refused: a task with clip_norm; a peer takes its model")

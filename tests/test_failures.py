@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 
 from allranks.checkpoint.folder import committed, step_of
-from allranks.cli.runs import show
+from allranks.cli.main import cli
 from allranks.errors import ProgramError, RequestError
 from allranks.job.config import resolve
 from allranks.job.run_folder import RunFolder, read_events, read_rows
@@ -99,7 +99,7 @@ def test_a_job_that_a_fault_ended_says_how_to_go_on(
     )
     assert text.splitlines()[-1] == again
     capsys.readouterr()
-    show.main([str(tmp_path / "run")], standalone_mode=False)
+    cli.main(["show", str(tmp_path / "run")], standalone_mode=False)
     assert again in capsys.readouterr().out.splitlines()
 
 
