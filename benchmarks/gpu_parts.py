@@ -30,9 +30,9 @@ from allranks.programs.models.gpt import GPT2_124M, gpt
 from allranks.tools.doctor import gpus
 from allranks.tools.doctor.gpus import Machine, Promise, Seen, is_cuda, rows_of
 from allranks.torch import Trainer
-from allranks.torch.comm import Comm
-from allranks.torch.groups import flattened
-from allranks.torch.groups.pending import TIMEOUT
+from allranks.torch.comm import subgroups as flattened
+from allranks.torch.comm.comm import Comm
+from allranks.torch.comm.subgroups import TIMEOUT
 
 NO_TIME = "times of a rehearsal say nothing"
 

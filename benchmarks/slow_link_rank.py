@@ -13,7 +13,7 @@ from turns import answer_asked
 from allranks.job.job import Job
 from allranks.launcher.world import World
 from allranks.torch import Trainer
-from allranks.torch.joining import join
+from allranks.torch.comm.join import join
 
 STEPS_LIMIT = 10**9
 

@@ -20,7 +20,7 @@ import contract_tasks
 from allranks.job.job import Job
 from allranks.launcher.world import World
 from allranks.torch import Trainer
-from allranks.torch.ahead import steps
+from allranks.torch.step import in_flight as steps
 from allranks.training.progress import Progress, StepResult
 from guard_tasks import Counting
 

@@ -25,8 +25,8 @@ from allranks.job.job import Job
 from allranks.launcher.world import World
 from allranks.strategies.mesh import Agreement
 from allranks.torch.checkpoint.checkpointer import Checkpointer
-from allranks.torch.comm import CPU, Comm
-from allranks.torch.joining import join
+from allranks.torch.comm.comm import CPU, Comm
+from allranks.torch.comm.join import join
 from allranks.torch.saving import Saving
 from kinds_tasks import Rows
 from small_disk import small_disk

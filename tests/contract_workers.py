@@ -17,7 +17,7 @@ from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.launcher.world import World
 from allranks.torch import Trainer
-from allranks.torch.model.digest import weights_sha256
+from allranks.torch.model.weights import weights_sha256
 
 
 def _trainer(argument: dict[str, Any], attempt: str = "") -> Trainer:

@@ -14,8 +14,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from allranks.errors import PeerLost
 from allranks.launcher.heartbeat import Heartbeat
 from allranks.launcher.world import World
-from allranks.torch.comm import CPU, Comm
-from allranks.torch.joining import join
+from allranks.torch.comm.comm import CPU, Comm
+from allranks.torch.comm.join import join
 
 
 def what_torch_sends_itself(argument: None) -> None:

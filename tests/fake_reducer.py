@@ -14,7 +14,7 @@ from allranks.catalog import REDUCERS
 from allranks.strategies.card import Card
 from allranks.strategies.reduction_tree import Span
 from allranks.strategies.torch_cards import CARDS
-from allranks.torch.groups.pending import Pending
+from allranks.torch.comm.subgroups import Pending
 from allranks.torch.reducers.base import Bucket, Reducer
 
 NAME, GRAIN = "fake-coarse", 1 / 64

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from allranks.catalog import REDUCERS, load
 from allranks.launcher.world import World
-from allranks.torch.comm import CPU
-from allranks.torch.joining import join
+from allranks.torch.comm.comm import CPU
+from allranks.torch.comm.join import join
 from allranks.torch.reducers.buckets import Buckets
 
 KINDS = {"fp16": torch.float16, "bf16": torch.bfloat16}

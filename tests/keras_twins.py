@@ -30,7 +30,7 @@ from allranks.programs.mnist_keras import MnistKeras
 from allranks.strategies.shards import even_sizes
 from allranks.tensorflow import Task
 from allranks.torch import Trainer
-from allranks.torch.model.digest import weights_sha256
+from allranks.torch.model.weights import weights_sha256
 from allranks.training.order import Order
 from contract_tasks import made
 

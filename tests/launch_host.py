@@ -168,7 +168,8 @@ def be_launched(request: dict[str, Any]) -> NoReturn:
 def be_launched_from(source: str, request: dict[str, Any]) -> NoReturn:
     """In the child: the same with the copy of allranks in `source` in the place of the host's."""
     try:
-        sys.modules["allranks.torch.draws.keys"]._OPERATORS._destroy()  # torch has names but once
+        keys = sys.modules["allranks.torch.random.keyed_rng"]
+        keys._OPERATORS._destroy()  # torch has names but once
         for name in [name for name in sys.modules if name.partition(".")[0] == "allranks"]:
             del sys.modules[name]
         sys.path.insert(0, source)

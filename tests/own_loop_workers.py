@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import contract_tasks
 from allranks.errors import PeerLost, RequestError
 from allranks.job.job import Job
-from allranks.torch import Trainer, comm
+from allranks.torch import Trainer
+from allranks.torch.comm import comm
 
 
 def _leader_evaluates_alone() -> None:

@@ -10,8 +10,8 @@ import torch
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import contract_workers
-from allranks.torch.comm import Comm
-from allranks.torch.model.digest import weights_sha256
+from allranks.torch.comm.comm import Comm
+from allranks.torch.model.weights import weights_sha256
 
 
 def as_torch_pipelining(argument: dict[str, Any]) -> None:

@@ -198,7 +198,7 @@ PLANTED = {
     "a schedule that every rank moves on": Planted(
         line(
             (
-                "torch/step/rates.py",
+                "torch/step/step.py",
                 "self.task.schedule(update)",
                 "self.task.schedule(update * int(__import__('os').environ.get('WORLD_SIZE', 1)))",
             ),
@@ -252,7 +252,7 @@ PLANTED = {
     "equal random numbers on all ranks": Planted(
         line(
             (
-                "torch/draws/counter.py",
+                "torch/random/counter.py",
                 "tuple((p.shard, p.start, p.stop) for p in pieces)",
                 f"tuple((p.shard - ({RANKS} > 1) * pieces[0].shard, p.start, p.stop) "
                 "for p in pieces)",

@@ -14,8 +14,8 @@ from allranks.errors import PeerLost
 from allranks.launcher.world import World
 from allranks.strategies.card import Workload
 from allranks.strategies.torch_cards import CARDS
-from allranks.torch.comm import CPU, Comm
-from allranks.torch.joining import join
+from allranks.torch.comm.comm import CPU, Comm
+from allranks.torch.comm.join import join
 from allranks.torch.reducers.base import Bucket, Reducer
 from allranks.torch.reducers.buckets import Buckets
 

@@ -9,7 +9,7 @@ import torch
 
 from allranks.errors import ReplicasDiffer
 from allranks.launcher.world import World
-from allranks.torch.joining import join
+from allranks.torch.comm.join import join
 from allranks.torch.witness.replicas import compare_replicas
 
 

@@ -26,7 +26,7 @@ import contract_tasks
 from allranks.job.job import Job
 from allranks.launcher.world import World
 from allranks.torch import Trainer
-from allranks.torch.model.digest import weights_sha256
+from allranks.torch.model.weights import weights_sha256
 from allranks.training.callback import Callback
 from allranks.training.schedules import Plateau
 from contract_tasks import Images, Plain

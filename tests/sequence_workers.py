@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from allranks.launcher.world import World
 from allranks.programs.models.gpt import Block, GPTShape
-from allranks.torch.comm import CPU, Comm
+from allranks.torch.comm.comm import CPU, Comm
+from allranks.torch.comm.join import join
 from allranks.torch.context_parallel.exchange import Span
-from allranks.torch.joining import join
 from allranks.torch.tensor_parallel.cutting import cut_model
 from allranks.torch.tensor_parallel.exchange import Exchange
 from allranks.torch.tensor_parallel.plan import default_plan

@@ -26,9 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 from allranks.errors import PeerLost
 from allranks.launcher.processes.fork_server import SEGMENT_FD
 from allranks.launcher.world import World
-from allranks.torch.comm import CPU
-from allranks.torch.groups.counting import all_gather_single, reduce_scatter_single
-from allranks.torch.joining import join
+from allranks.torch.comm.comm import CPU
+from allranks.torch.comm.counting_group import all_gather_single, reduce_scatter_single
+from allranks.torch.comm.join import join
 from allranks.torch.shared_memory import attaching, backend, cards
 from allranks.torch.shared_memory.segment import Segment
 from allranks.torch.shared_memory.work import RankLost

@@ -67,7 +67,7 @@ FAULTS = {
         options=("--strategy", "ddp:bucket_mb=0.001"),
     ),
     "one stream for all ranks": Fault(
-        "torch/draws/counter.py",
+        "torch/random/counter.py",
         "tuple((p.shard, p.start, p.stop) for p in pieces)",
         "tuple((p.shard - pieces[0].shard, p.start, p.stop) for p in pieces)",
         step=0,

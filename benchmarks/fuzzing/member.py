@@ -20,7 +20,7 @@ from allranks.job.job import Job
 from allranks.launcher.world import World
 from allranks.torch import Trainer
 from allranks.torch.data.sources import seed_generators
-from allranks.torch.model.digest import weights_sha256
+from allranks.torch.model.weights import weights_sha256
 from allranks.torch.state import saved_names
 from allranks.training.fit import fit
 

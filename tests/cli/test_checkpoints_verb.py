@@ -19,7 +19,7 @@ from allranks.cli.main import main
 from allranks.job.job import Job
 from allranks.launcher.supervisor import Ended
 from allranks.torch.checkpoint.checkpointer import Checkpointer
-from allranks.torch.comm import Comm
+from allranks.torch.comm.comm import Comm
 
 Door = Callable[..., tuple[int, str, str]]
 FILE = "rank-000-of-001.a0.safetensors"

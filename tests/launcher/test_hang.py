@@ -192,7 +192,7 @@ def test_if_all_stand_alike_nobody_is_accused(ranks: int, step: int, count: int)
 def test_who_is_in_a_call_of_the_user_s_is_named_and_not_who_waits_in_the_step() -> None:
     """The leader alone saves: the others have as many collectives, and are a step ahead."""
     package = str(Path(find_hang.__code__.co_filename).parents[1])
-    frames = [f"{package}/torch/comm.py", f"{package}/torch/trainer.py", f"{package}/fit.py"]
+    frames = [f"{package}/torch/comm/comm.py", f"{package}/torch/trainer.py", f"{package}/fit.py"]
     engine = "".join(f'  File "{file}", line 1 in one\n' for file in frames)
     user = engine.replace(
         f'  File "{frames[2]}"',

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from allranks.errors import RequestError
-from allranks.torch.data.rows import joined, own_rows, taken_apart
+from allranks.torch.data.collate import joined, own_rows, taken_apart
 from conftest import Train
 
 FLAGS = {"precision": "fp64", "steps": 6, "threads": 1}

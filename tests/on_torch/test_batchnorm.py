@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from allranks.errors import RequestError
 from allranks.strategies.shards import Micro, Piece
 from allranks.torch.batchnorm import by_library, in_c
-from allranks.torch.batchnorm.running_statistics import RunningStatistics
+from allranks.torch.batchnorm.shard import RunningStatistics
 from allranks.torch.model.layers import Scope, shard_norms
 from allranks.torch.model.swapping import swap_layers
 

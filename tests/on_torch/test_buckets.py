@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from allranks.errors import RequestError
 from allranks.strategies.reduction_tree import Span
-from allranks.torch.comm import Comm
+from allranks.torch.comm.comm import Comm
 from allranks.torch.model.reals import reals
 from allranks.torch.reducers.base import Reducer
 from allranks.torch.reducers.buckets import ALIGNED_BYTES, Buckets

@@ -22,7 +22,7 @@ from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.torch import Task, Trainer
 from allranks.torch.checkpoint.checkpointer import Checkpointer
-from allranks.torch.comm import Comm
+from allranks.torch.comm.comm import Comm
 from checkpoint_workers import check, own, state
 
 FILE = "rank-000-of-001.a0.safetensors"

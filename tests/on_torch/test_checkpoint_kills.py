@@ -20,7 +20,7 @@ from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.process import Process
 from allranks.launcher.supervisor import supervise
 from allranks.torch.checkpoint.checkpointer import Checkpointer
-from allranks.torch.comm import Comm
+from allranks.torch.comm.comm import Comm
 from checkpoint_workers import LEADER_POINTS, POINTS, check, own, state
 
 WATCHED_S = 0.03

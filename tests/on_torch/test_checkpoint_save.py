@@ -19,7 +19,7 @@ from allranks.errors import PeerLost, RequestError
 from allranks.torch import accelerator
 from allranks.torch.checkpoint.checkpointer import Checkpointer
 from allranks.torch.checkpoint.tree import DTYPES
-from allranks.torch.comm import Comm
+from allranks.torch.comm.comm import Comm
 from checkpoint_workers import LEADER_POINTS, POINTS, check, own, state
 
 

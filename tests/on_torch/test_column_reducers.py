@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from allranks.torch.comm import Comm
+from allranks.torch.comm.comm import Comm
 from allranks.torch.compression.columns import ColumnQuantizer
 from allranks.torch.reducers.buckets import Buckets
 from allranks.torch.reducers.compressed.columns import OneBit

@@ -21,8 +21,8 @@ from allranks.torch import Trainer
 from allranks.torch.data.batches import GlobalBatches
 from allranks.torch.data.evaluate import evaluate
 from allranks.torch.data.open_data import open_data
-from allranks.torch.model.digest import weights_sha256
 from allranks.torch.model.precision import Precision
+from allranks.torch.model.weights import weights_sha256
 from allranks.training.progress import Progress
 
 FP64 = Precision(torch.device("cpu"), torch.float64)

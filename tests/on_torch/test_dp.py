@@ -27,7 +27,7 @@ from allranks.errors import BadStep, RequestError
 from allranks.job.job import Job
 from allranks.strategies.shards import even_sizes, micro_batches
 from allranks.torch import Trainer
-from allranks.torch.data.shares import shares_of
+from allranks.torch.data.batch import shares_of
 from allranks.torch.machine import check_devices
 from conftest import Train
 from in_this_process import STEPS, assert_equal, one_thread_each, trained, with_model

@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from torch.cuda.jiterator import _CodeParser
 
 from allranks.strategies.shards import Piece, micro_batches
-from allranks.torch.draws import counter, kernel
-from allranks.torch.draws.keys import drawn
-from allranks.torch.draws.sampling import kept
 from allranks.torch.model.layers import Scope
-from allranks.torch.model.shard_dropout import Part, ShardDropout
 from allranks.torch.model.swapping import swap_layers
+from allranks.torch.random import counter, kernel
+from allranks.torch.random.dropout import Part, ShardDropout
+from allranks.torch.random.keyed_rng import drawn, kept
 
 SIZES = {0: 4, 1: 4, 2: 3, 3: 1}
 CPU = torch.device("cpu")

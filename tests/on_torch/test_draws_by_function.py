@@ -17,11 +17,11 @@ from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.strategies.shards import Micro, Piece
 from allranks.torch import Trainer
-from allranks.torch.data.shares import samples_in
-from allranks.torch.draws.caught import catch
-from allranks.torch.draws.keys import Keys, keys_here
-from allranks.torch.draws.readings import ALL, COLUMNS, ROWS, Readings
+from allranks.torch.data.batch import samples_in
 from allranks.torch.model.layers import Scope
+from allranks.torch.random.keyed_rng import Keys, keys_here
+from allranks.torch.random.readings import ALL, COLUMNS, ROWS, Readings
+from allranks.torch.random.torch_functions import catch
 from conftest import Train
 
 CPU = torch.device("cpu")

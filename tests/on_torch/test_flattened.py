@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from allranks.torch import comm as communication
-from allranks.torch.comm import Comm
-from allranks.torch.groups import flattened
+from allranks.torch.comm import comm as communication
+from allranks.torch.comm import subgroups as flattened
+from allranks.torch.comm.comm import Comm
 from counting import calls_of
 
 

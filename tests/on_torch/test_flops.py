@@ -7,8 +7,8 @@ import pytest
 import trainer_tasks
 from allranks.job.job import Job
 from allranks.torch import Trainer
-from allranks.torch.model.digest import weights_sha256
 from allranks.torch.model.flops import TERA, Meter, peak_flops
+from allranks.torch.model.weights import weights_sha256
 
 
 def test_the_peak_of_a_device() -> None:

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from allranks.strategies.shards import Piece
 from allranks.torch.data.batch import Batch, MicroBatch
 from allranks.torch.model.layers import Scope
-from allranks.torch.step.apart import Apart
-from allranks.torch.step.for_others import PassesForOthers
+from allranks.torch.step.passes import Apart, PassesForOthers
 
 
 class Step:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from allranks.errors import RequestError
-from allranks.torch.comm import Comm
+from allranks.torch.comm.comm import Comm
 from allranks.torch.tensor_parallel.cutting import cut_model
 from allranks.torch.tensor_parallel.exchange import Exchange
 from allranks.torch.tensor_parallel.plan import default_plan

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from allranks.errors import RequestError
 from allranks.strategies.shards import Piece, micro_batches
-from allranks.torch.batchnorm.running_statistics import RunningStatistics
+from allranks.torch.batchnorm.shard import RunningStatistics
 from allranks.torch.model.layers import Scope, shard_norms
 from allranks.torch.model.swapping import swap_layers
 

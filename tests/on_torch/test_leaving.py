@@ -21,17 +21,19 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import contract_tasks
 from allranks.launcher.processes.ports import Reservation
 from allranks.launcher.world import World
-from allranks.torch import Trainer, joining
-from allranks.torch.comm import CPU, Comm
-from allranks.torch.groups import counting, lent
-from allranks.torch.groups.pending import TIMEOUT
+from allranks.torch import Trainer
+from allranks.torch.comm import counting_group as counting
+from allranks.torch.comm import join as joining
+from allranks.torch.comm import subgroups as lent
+from allranks.torch.comm.comm import CPU, Comm
+from allranks.torch.comm.subgroups import TIMEOUT
 from allranks.torch.model.layers import Swapped
 
 OnRanks = Callable[..., Any]
 
 THREADS_AFTER_LEAVING = """
 import os, time
-import allranks.torch.comm
+import allranks.torch.comm.comm
 import torch, torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 torch.optim.AdamW([torch.zeros(1, requires_grad=True)])

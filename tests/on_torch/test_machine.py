@@ -20,7 +20,8 @@ from allranks.job.run_folder import rank_events_path, read_rows
 from allranks.launcher.nodes.rendezvous import Rendezvous
 from allranks.launcher.start import plan_only
 from allranks.launcher.world import World
-from allranks.torch import joining, worker
+from allranks.torch import worker
+from allranks.torch.comm import join as joining
 from allranks.torch.machine import (
     DECIDES_BITS,
     TRIED,

@@ -30,10 +30,10 @@ from allranks.errors import BadStep, RequestError
 from allranks.job.job import Job
 from allranks.job.placement import RankPlacement
 from allranks.torch import Trainer
-from allranks.torch.data.nested import map_arguments
+from allranks.torch.data.collate import map_arguments
 from allranks.torch.machine import check_devices
-from allranks.torch.model.device_map import balanced, by_hand, runs_of, units_of
-from allranks.torch.model.digest import weights_sha256
+from allranks.torch.model.partition import balanced, by_hand, runs_of, units_of
+from allranks.torch.model.weights import weights_sha256
 from conftest import Train
 from in_this_process import STEPS, assert_equal, one_thread_each, trained, with_model
 

@@ -12,7 +12,7 @@ import contract_tasks
 import plain_tasks
 from allranks.errors import RequestError
 from allranks.strategies.reduction_tree import Span
-from allranks.torch.comm import Comm
+from allranks.torch.comm.comm import Comm
 from allranks.torch.reducers import buckets as buckets_module
 from allranks.torch.reducers.base import Reducer
 from allranks.torch.reducers.buckets import Buckets

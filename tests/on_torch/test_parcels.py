@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from allranks.torch.comm import Comm
+from allranks.torch.comm.comm import Comm
 from allranks.torch.pipelining.looks import orders_of
 from allranks.torch.pipelining.parcels import Parcel, shape_of
 from allranks.torch.sharding import gradient_parts

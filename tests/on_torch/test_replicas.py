@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from allranks.errors import ProgramError, ReplicasDiffer
-from allranks.torch.comm import Comm
+from allranks.torch.comm.comm import Comm
 from allranks.torch.witness.replicas import SIDE_BY_SIDE, compare_replicas, digest
 from conftest import Train
 

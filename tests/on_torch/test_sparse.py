@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
 from allranks.errors import RequestError
-from allranks.torch.step.sparse import SparseRows, wanting_rows
+from allranks.torch.step.gradients import SparseRows, wanting_rows
 
 
 class Own(Optimizer):

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 import kinds_tasks
 from allranks.checkpoint.export import export_weights
 from allranks.checkpoint.folder import committed
-from allranks.torch.model.digest import weights_sha256
+from allranks.torch.model.weights import weights_sha256
 from conftest import Train
 
 

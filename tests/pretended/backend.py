@@ -15,8 +15,9 @@ from torch.utils import backend_registration
 from torch.utils._foreach_utils import _foreach_supported_types as clipped_in_lists
 
 import allranks.torch.accelerator as accelerator
-from allranks.torch.batchnorm import by_shard, in_c
-from allranks.torch.draws import kernel
+from allranks.torch.batchnorm import in_c
+from allranks.torch.batchnorm import shard as by_shard
+from allranks.torch.random import kernel
 from pretended import chip, collectives, streams
 from pretended.record import record
 from pretended.streams import NAME, Event, Stream

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from allranks.torch.draws.counter import mixed_tensor
-from allranks.torch.draws.kernel import FLAGS
+from allranks.torch.random.counter import mixed_tensor
+from allranks.torch.random.kernel import FLAGS
 from pretended import streams
 from pretended.record import Misuse, line, record
 from pretended.streams import NAME, Memory, Stream

@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from allranks.job.job import Job
 from allranks.launcher.world import World
-from allranks.torch import Trainer, joining
+from allranks.torch import Trainer
+from allranks.torch.comm import join as joining
 from allranks.torch.sharding.call_order import CallOrder
 from pretended.tasks import Small
 

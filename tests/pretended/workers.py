@@ -21,17 +21,17 @@ from allranks.job.job import Job
 from allranks.launcher.world import World
 from allranks.strategies.shards import Piece
 from allranks.torch import Trainer
-from allranks.torch.ahead import steps
 from allranks.torch.batchnorm import by_library
+from allranks.torch.comm.join import join
+from allranks.torch.comm.subgroups import Pending
 from allranks.torch.data.copying import Copying
-from allranks.torch.groups.pending import Pending
-from allranks.torch.joining import join
-from allranks.torch.model.digest import weights_sha256
 from allranks.torch.model.layers import Scope
 from allranks.torch.model.swapping import swap_layers
+from allranks.torch.model.weights import weights_sha256
 from allranks.torch.parameter_server.links import Links
 from allranks.torch.parameter_server.server import Server
 from allranks.torch.parameter_server.working.exchange import Exchange
+from allranks.torch.step import in_flight as steps
 from pretended import streams, tasks
 from pretended.backend import install
 from pretended.record import Misuse, Told, Watched, phase_of, watch

@@ -17,7 +17,7 @@ from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.job.run_folder import read_events
 from allranks.torch import Trainer
-from allranks.torch.model.digest import weights_sha256
+from allranks.torch.model.weights import weights_sha256
 from conftest import Train
 from trainer_tasks import Block, Blocks, Residual
 

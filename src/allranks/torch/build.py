@@ -26,19 +26,19 @@ from allranks.strategies.mesh import DATA, EXPERT
 from allranks.strategies.resolve import resolved_strategy
 from allranks.strategies.roles import TRAINER
 from allranks.torch.accelerator import is_accelerator
-from allranks.torch.comm import Comm
+from allranks.torch.comm.comm import Comm
 from allranks.torch.data.sources import seed_generators
 from allranks.torch.deferred_init.recorded import Recorded, fill, record
-from allranks.torch.draws.caught import catch
 from allranks.torch.keras.layers import check_keras
 from allranks.torch.keras.setting import check_types, of_keras_type
 from allranks.torch.keras.shards import is_keras, swap_keras_layers
 from allranks.torch.model.activation_checkpointing import recompute_blocks
-from allranks.torch.model.bounded_tables import swap_tables
 from allranks.torch.model.layers import Scope
+from allranks.torch.model.max_norm import swap_tables
 from allranks.torch.model.precision import Precision
 from allranks.torch.model.reals import TensorFile
 from allranks.torch.model.swapping import swap_layers
+from allranks.torch.random.torch_functions import catch
 from allranks.torch.state import model_state
 from allranks.torch.strategies.base import Strategy
 from allranks.torch.strategies.context import StrategyContext

@@ -23,13 +23,12 @@ from allranks.job.faults import Faults
 from allranks.job.job import Job
 from allranks.launcher.heartbeat import Heartbeat
 from allranks.launcher.world import World
-from allranks.torch.ahead.rows import notes_on_update
-from allranks.torch.ahead.steps import OnSteps, Steps
-from allranks.torch.batchnorm.whole_norm import whole_norm
+from allranks.torch.batchnorm.across_ranks import whole_norm
 from allranks.torch.build import Built, build_model, build_strategy, job_for
+from allranks.torch.comm.join import join
+from allranks.torch.comm.rank_sync import AT_THE_END, EVALUATE
 from allranks.torch.data.batch import Batch
 from allranks.torch.data.task_data import TaskData
-from allranks.torch.joining import join
 from allranks.torch.keras.task import torch_task
 from allranks.torch.limits import check_limits
 from allranks.torch.loop import (
@@ -40,12 +39,11 @@ from allranks.torch.loop import (
     tell_ignored,
 )
 from allranks.torch.machine import device_of, flip_one_bit, notes_on_sharing, notes_on_torch
-from allranks.torch.meetings import AT_THE_END, EVALUATE
 from allranks.torch.model.compiling import compile_passes
 from allranks.torch.model.flops import Meter, peak_of
 from allranks.torch.model.initialising import initialise
 from allranks.torch.model.layers import Scope
-from allranks.torch.model.model_notes import notes_on
+from allranks.torch.model.placement import notes_on
 from allranks.torch.model.precision import KERNELS, set_kernels
 from allranks.torch.model.swapping import restore_layers
 from allranks.torch.optimizers.named import with_recipe
@@ -53,6 +51,8 @@ from allranks.torch.saving import Saving, contents_of, digest_of_state
 from allranks.torch.shared_memory.backend import notes_on_backend
 from allranks.torch.state import copied, random_streams, set_random_streams
 from allranks.torch.step.bad_step import guard_of
+from allranks.torch.step.deferred_results import notes_on_update
+from allranks.torch.step.in_flight import OnSteps, Steps
 from allranks.torch.step.trainable import check_no_scheduler
 from allranks.torch.step.user_buffers import written_in_forward
 from allranks.torch.taken import Taken

@@ -23,9 +23,8 @@ from allranks.torch.decoupled.learner import learn
 from allranks.torch.decoupled.trainer import SynchronizerTrainer
 from allranks.torch.keras.task import torch_task
 from allranks.torch.machine import check_devices, facts
-from allranks.torch.model.digest import weights_sha256
 from allranks.torch.model.placement import RecordPlacement, update_by_nothing
-from allranks.torch.model.weights_file import WeightsFile
+from allranks.torch.model.weights import WeightsFile, weights_sha256
 from allranks.torch.parameter_server.evaluator import evaluate_checkpoints
 from allranks.torch.parameter_server.serving import ServedTrainer, serve
 from allranks.torch.parameter_server.trainer import SchedulerTrainer

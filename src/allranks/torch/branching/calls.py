@@ -22,7 +22,7 @@ from allranks.errors import RequestError
 from allranks.torch.branching.later import Later, real
 from allranks.torch.branching.plan import Branch
 from allranks.torch.branching.run import Around, Call, Run, Together, versions_of
-from allranks.torch.data.nested import tensors_of_arguments
+from allranks.torch.data.collate import tensors_of_arguments
 
 Mode = tuple[bool, bool, bool, torch.dtype]
 

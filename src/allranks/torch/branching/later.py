@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from allranks.errors import RequestError
-from allranks.torch.data.nested import map_arguments, tensors_of_arguments
+from allranks.torch.data.collate import map_arguments, tensors_of_arguments
 
 
 class Later(Tensor):

@@ -16,7 +16,7 @@ from allranks.torch.branching.drawing import generators_kept
 from allranks.torch.branching.exchange import Exchange
 from allranks.torch.branching.later import Later
 from allranks.torch.branching.plan import Branch
-from allranks.torch.data.nested import map_arguments, tensors_of_arguments
+from allranks.torch.data.collate import map_arguments, tensors_of_arguments
 from allranks.torch.model.layers import Scope
 from allranks.torch.pipelining.looks import Looks, laid_out
 from allranks.torch.pipelining.stage_links import Received

@@ -24,7 +24,7 @@ from allranks.torch.checkpoint.loading import Reader, Templates
 from allranks.torch.checkpoint.plan import Planner
 from allranks.torch.checkpoint.storage import Snapshot
 from allranks.torch.checkpoint.tree import flatten
-from allranks.torch.comm import Comm
+from allranks.torch.comm.comm import Comm
 
 
 class TensorCopies:

@@ -22,7 +22,7 @@ from allranks.torch.context_parallel.sequence import BlockPasses, Call, CutPass
 from allranks.torch.expert_parallel.mixture import MixtureOfExperts
 from allranks.torch.model.layers import Scope, normalising_layers
 from allranks.torch.model.precision import Precision
-from allranks.torch.model.shard_dropout import Part, ShardDropout
+from allranks.torch.random.dropout import Part, ShardDropout
 from allranks.torch.task import Task
 
 

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from allranks.errors import RequestError
-from allranks.torch.comm import Comm
-from allranks.torch.groups.pending import Pending
+from allranks.torch.comm.comm import Comm
+from allranks.torch.comm.subgroups import Pending
 from allranks.torch.tensor_parallel.exchange import Exchange, part_sizes
 
 HEADS, ROWS = 1, 2  # dimensions of what attention is given: (sample, head, position, feature)

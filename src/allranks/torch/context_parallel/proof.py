@@ -34,7 +34,7 @@ from allranks.torch.context_parallel.sequence import (
     WholePass,
     hidden_of,
 )
-from allranks.torch.data.nested import map_arguments, tensors_of_arguments
+from allranks.torch.data.collate import map_arguments, tensors_of_arguments
 from allranks.torch.model.layers import Scope
 from allranks.torch.state import kept_random_streams
 from allranks.torch.step.user_buffers import Copy, UserBuffers, put_back

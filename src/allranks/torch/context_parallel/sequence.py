@@ -33,9 +33,9 @@ from allranks.torch.context_parallel.refusals import (
     several_positions,
     several_tensors,
 )
-from allranks.torch.data.nested import map_arguments, tensors_of_arguments
+from allranks.torch.data.collate import map_arguments, tensors_of_arguments
 from allranks.torch.model.activation_checkpointing import recomputed
-from allranks.torch.model.shard_dropout import Part
+from allranks.torch.random.dropout import Part
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 DIMS = 3  # (sample, position, feature)

@@ -24,9 +24,8 @@ import numpy as np
 import allranks.torch.accelerator as accelerator
 from allranks.errors import RequestError
 from allranks.strategies.shards import even_sizes
-from allranks.torch.data.batch import Batch, Leaf, MicroBatch, samples_of, with_data
+from allranks.torch.data.batch import Batch, Cutting, Leaf, MicroBatch, samples_of, with_data
 from allranks.torch.data.copying import Copying
-from allranks.torch.data.cutting import Cutting
 from allranks.torch.data.loaders import SamplerOrder, WholeLoader, endless, rows_between
 from allranks.torch.data.sources import (
     COLLATE,

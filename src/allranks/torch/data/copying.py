@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 import allranks.torch.accelerator as accelerator
-from allranks.torch.data.nested import map_to_device, tensors_in
+from allranks.torch.data.collate import map_to_device, tensors_in
 from allranks.torch.model.precision import Precision
 
 

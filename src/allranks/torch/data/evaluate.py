@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 import allranks.torch.accelerator as accelerator
 from allranks.errors import RequestError, printable
-from allranks.torch.comm import Comm
+from allranks.torch.comm.comm import Comm
+from allranks.torch.data.collate import copied
 from allranks.torch.data.copying import Copying
-from allranks.torch.data.nested import copied
 from allranks.torch.data.sources import Source, seed_generators
 from allranks.torch.step.losses import forward, weighted_losses
 from allranks.torch.strategies.base import Strategy

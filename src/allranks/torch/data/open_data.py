@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from allranks.errors import RequestError
+from allranks.torch.data.collate import structure_of, tensors_in
 from allranks.torch.data.loaders import (
     ONLY_KEYED,
     Iterated,
@@ -26,7 +27,6 @@ from allranks.torch.data.loaders import (
     notes_on,
     order_of,
 )
-from allranks.torch.data.nested import structure_of, tensors_in
 from allranks.torch.data.sources import MapSource, Rows, Source, StreamSource, TensorSource
 from allranks.torch.task import Task
 

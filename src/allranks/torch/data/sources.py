@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Subset, default_collate
 from allranks.errors import RequestError
 from allranks.launcher.processes.leftovers import note_names
 from allranks.launcher.processes.linux import die_with_parent
-from allranks.torch.data.nested import map_tensors, tensors_in
+from allranks.torch.data.collate import map_tensors, tensors_in
 from allranks.torch.task import Task
 from allranks.training.order import Epochs, random_key
 from allranks.training.prefetch import staged

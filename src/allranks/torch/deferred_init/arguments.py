@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import allranks.torch.accelerator as accelerator
-from allranks.torch.data.nested import tensors_of_arguments
+from allranks.torch.data.collate import tensors_of_arguments
 from allranks.torch.deferred_init.program import NotRecordable, View
 
 _BASE: Any = torch.Tensor

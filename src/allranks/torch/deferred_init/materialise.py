@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from allranks.errors import RequestError
-from allranks.torch.comm import Comm
+from allranks.torch.comm.comm import Comm
 from allranks.torch.deferred_init.program import NotRecordable
 from allranks.torch.deferred_init.recorded import Recorded, on_device
-from allranks.torch.model.digest import digest_of
+from allranks.torch.model.weights import digest_of
 from allranks.torch.witness.same_model import check_same_model, check_same_weights
 
 

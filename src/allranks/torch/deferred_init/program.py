@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from allranks.torch.data.nested import tensors_of_arguments
+from allranks.torch.data.collate import tensors_of_arguments
 
 
 class NotRecordable(Exception):

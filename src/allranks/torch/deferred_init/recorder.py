@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode  # public: the docs name this path
 
-from allranks.torch.data.nested import map_arguments, tensors_of_arguments
+from allranks.torch.data.collate import map_arguments, tensors_of_arguments
 from allranks.torch.deferred_init.arguments import (
     KNOWN_LAYOUT,
     LIKE,

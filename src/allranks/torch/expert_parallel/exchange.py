@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from allranks.errors import RequestError
 from allranks.torch.accelerator import tensor_of
-from allranks.torch.comm import Comm
+from allranks.torch.comm.comm import Comm
 
 END = -1  # in place of a layer: the forward pass is over
 Compute = Callable[[Tensor, Sequence[int]], Tensor]

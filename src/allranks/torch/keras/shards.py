@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from allranks.errors import RequestError
-from allranks.torch.batchnorm.layer import NormOfShard, normalised
+from allranks.torch.batchnorm.shard import NormOfShard, normalised
 from allranks.torch.keras.setting import KerasSetting
 from allranks.torch.model.layers import (
     Normalising,
@@ -32,7 +32,7 @@ from allranks.torch.model.layers import (
     own_kind,
     swapped_kind,
 )
-from allranks.torch.model.shard_dropout import dropped
+from allranks.torch.random.dropout import dropped
 
 DROPOUTS = {  # axes beside samples and channels that share one draw
     "Dropout": 0,

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from allranks.catalog import load
 from allranks.errors import RequestError
-from allranks.torch.data.nested import map_tensors
+from allranks.torch.data.collate import map_tensors
 from allranks.torch.keras.optimizer import keras_optimizer
 from allranks.torch.keras.setting import KerasSetting, check_types
 from allranks.torch.task import Task

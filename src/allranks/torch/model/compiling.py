@@ -25,11 +25,11 @@ from torch import nn
 
 from allranks.errors import RequestError
 from allranks.job.job import Job
-from allranks.torch.batchnorm.layer import NormOfShard
+from allranks.torch.batchnorm.shard import NormOfShard
 from allranks.torch.keras.shards import is_keras
 from allranks.torch.model.activation_checkpointing import repeated_blocks
 from allranks.torch.model.layers import OfShard, Scope
-from allranks.torch.model.shard_dropout import ShardDropout
+from allranks.torch.random.dropout import ShardDropout
 from allranks.torch.strategies.base import Strategy
 from allranks.torch.task import Task
 

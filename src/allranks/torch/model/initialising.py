@@ -12,7 +12,7 @@ import torch
 
 from allranks.errors import RequestError
 from allranks.torch.data.batch import Batch
-from allranks.torch.data.rows import gathered, own_rows, rows_of_ranks
+from allranks.torch.data.collate import gathered, own_rows, rows_of_ranks
 from allranks.torch.data.sources import seed_generators
 from allranks.torch.state import kept_random_streams
 from allranks.torch.strategies.base import Strategy

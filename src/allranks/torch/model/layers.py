@@ -28,7 +28,7 @@ import allranks.torch.accelerator as accelerator
 from allranks.errors import RequestError
 from allranks.strategies.shards import Micro, Runs, runs_of
 from allranks.torch.data.sources import seed_generators
-from allranks.torch.draws.keys import Keys, rows_per_sample
+from allranks.torch.random.keyed_rng import Keys, rows_per_sample
 from allranks.training.order import random_key
 
 

@@ -29,7 +29,7 @@ from allranks.errors import FaultKind, RequestError
 from allranks.job.job import Job
 from allranks.launcher.plan import WORKSPACE_OF_CUBLAS
 from allranks.launcher.processes.foreign import classify, is_said
-from allranks.torch.data.nested import map_to_device
+from allranks.torch.data.collate import map_to_device
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WHOLE = (torch.int64, torch.int32, torch.uint8, torch.bool)  # types that stay what they are

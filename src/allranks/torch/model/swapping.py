@@ -6,8 +6,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm  # the public base of 1d, 2d and 3d
 
 from allranks.errors import RequestError
-from allranks.torch.batchnorm.layer import ShardBatchNorm
-from allranks.torch.draws.keys import slot_of
+from allranks.torch.batchnorm.shard import ShardBatchNorm
 from allranks.torch.expert_parallel.mixture import MixtureOfExperts, ShardMixture
 from allranks.torch.model.layers import (
     OF_SWAPPED,
@@ -17,7 +16,8 @@ from allranks.torch.model.layers import (
     own_kind,
     swapped_kind,
 )
-from allranks.torch.model.shard_dropout import DROPOUTS, ShardDropout
+from allranks.torch.random.dropout import DROPOUTS, ShardDropout
+from allranks.torch.random.keyed_rng import slot_of
 
 
 def swap_layers(model: nn.Module, scope: Scope) -> dict[str, list[str]]:

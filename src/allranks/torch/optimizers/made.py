@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from allranks.errors import RequestError
 from allranks.torch.checkpoint.tree import local
-from allranks.torch.model.digest import digest_of
+from allranks.torch.model.weights import digest_of
 
 SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from allranks.torch.comm import Comm
+from allranks.torch.comm.comm import Comm
+from allranks.torch.comm.subgroups import Pending
 from allranks.torch.compression.base import Codec
-from allranks.torch.groups.pending import Pending
 from allranks.torch.outer.global_weights import Flat, GlobalWeights
 from allranks.torch.outer.sums import CodedSums, Sums
 from allranks.training.progress import NOTHING, Asked, StepResult

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from allranks.torch.comm import Comm
+from allranks.torch.comm.comm import Comm
+from allranks.torch.comm.subgroups import Pending
 from allranks.torch.compression.base import Codec
 from allranks.torch.compression.error_feedback import ErrorFeedback
-from allranks.torch.groups.pending import Pending
 from allranks.torch.outer.global_weights import Flat, GlobalWeights
 
 WEIGHT_BYTES = 8

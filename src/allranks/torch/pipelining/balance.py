@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from allranks.torch.comm import Comm
-from allranks.torch.model.block_costs import seconds_of
+from allranks.torch.comm.comm import Comm
 from allranks.torch.model.layers import Scope
+from allranks.torch.model.partition import seconds_of
 from allranks.torch.model.precision import Precision
 from allranks.torch.task import Task
 

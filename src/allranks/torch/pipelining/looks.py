@@ -15,7 +15,7 @@ from torch import Tensor
 
 from allranks.errors import RequestError
 from allranks.torch.checkpoint.tree import DTYPES, NAMES
-from allranks.torch.data.nested import tensors_in
+from allranks.torch.data.collate import tensors_in
 
 TENSOR = "tensor"
 PLAIN = (bool, int, float, str, type(None))

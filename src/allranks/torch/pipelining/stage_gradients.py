@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from allranks.torch.accelerator import is_accelerator
-from allranks.torch.comm import Comm
+from allranks.torch.comm.comm import Comm
 from allranks.torch.model.reals import real_type
 from allranks.torch.reducers.exact_norm import exact_norm
 from allranks.torch.step.gradients import Gradients, make_dense

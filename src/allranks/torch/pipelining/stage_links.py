@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from allranks.errors import RequestError
-from allranks.torch.comm import Comm
-from allranks.torch.data.nested import tensors_in
-from allranks.torch.groups.pending import Pending
+from allranks.torch.comm.comm import Comm
+from allranks.torch.comm.subgroups import Pending
+from allranks.torch.data.collate import tensors_in
 from allranks.torch.pipelining.looks import Looks, laid_out, orders_of
 from allranks.torch.pipelining.parcels import Parcel, shape_of
 

@@ -14,8 +14,8 @@ from torch import nn
 from allranks.errors import RequestError
 from allranks.strategies.shards import balanced_ends
 from allranks.torch.model.layers import OfShard, Swapped, is_chain, own_kind
-from allranks.torch.model.shard_dropout import DROPOUTS
 from allranks.torch.pipelining.balance import Costs, bytes_of
+from allranks.torch.random.dropout import DROPOUTS
 from allranks.torch.task import Task
 
 FOLLOWS_SHARDS = (*DROPOUTS, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from allranks.strategies.reduction_tree import Span
-from allranks.torch.comm import Comm
+from allranks.torch.comm.comm import Comm
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from allranks.errors import RequestError
 from allranks.strategies.reduction_tree import Span
 from allranks.strategies.shards import owned_shards
-from allranks.torch.comm import Comm
+from allranks.torch.comm.comm import Comm
 from allranks.torch.data.batch import Batch
 from allranks.torch.reducers.tree import TreeSum
 

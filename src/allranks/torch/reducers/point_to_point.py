@@ -15,8 +15,8 @@ from torch import Tensor
 
 from allranks.strategies.reduction_tree import Span
 from allranks.strategies.reductions.schedules import SCHEDULES, Part, Turn, chunks_of, cut
-from allranks.torch.comm import Comm
-from allranks.torch.groups.pending import Pending
+from allranks.torch.comm.comm import Comm
+from allranks.torch.comm.subgroups import Pending
 from allranks.torch.reducers.base import Reducer
 
 

@@ -28,8 +28,8 @@ from allranks.strategies.reduction_tree import (
     uses_pairs,
 )
 from allranks.strategies.shards import owned_shards
-from allranks.torch.comm import Comm
-from allranks.torch.groups.pending import Pending
+from allranks.torch.comm.comm import Comm
+from allranks.torch.comm.subgroups import Pending
 from allranks.torch.reducers.base import Bucket, Reducer
 from allranks.torch.reducers.tree_in_place import TreeInPlace
 from allranks.torch.shared_memory.in_place import share_memory

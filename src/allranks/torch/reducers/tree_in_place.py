@@ -18,8 +18,8 @@ from allranks.strategies.reduction_tree import (
     uses_pairs,
 )
 from allranks.strategies.shards import owned_shards
-from allranks.torch.comm import Comm
-from allranks.torch.groups.pending import Pending
+from allranks.torch.comm.comm import Comm
+from allranks.torch.comm.subgroups import Pending
 from allranks.torch.shared_memory.in_place import addresses_of, plan_of_sum
 
 

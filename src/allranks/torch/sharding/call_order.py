@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from allranks.errors import RequestError
-from allranks.torch.comm import Comm
+from allranks.torch.comm.comm import Comm
 
 DIGITS = 4
 NUMBERS = 2 * DIGITS

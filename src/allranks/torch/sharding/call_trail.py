@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from allranks.errors import PeerLost, RequestError
-from allranks.torch.meetings import Meetings
+from allranks.torch.comm.rank_sync import Meetings
 
 THE_SUM = "sums up the step"
 PATIENCE_S, PAUSE_S = 1.0, 0.05  # for the trails of ranks whose waits end a moment later

@@ -21,7 +21,7 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from allranks.torch.comm import Comm
+from allranks.torch.comm.comm import Comm
 from allranks.torch.tensor_parallel.exchange import Along
 
 __all__ = ["Replicate", "Shard", "device_mesh", "distribute_tensor", "dtensor", "mesh_of"]

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from allranks.errors import RequestError
-from allranks.torch.comm import Comm
-from allranks.torch.data.nested import tensors_in
+from allranks.torch.comm.comm import Comm
+from allranks.torch.data.collate import tensors_in
 from allranks.torch.sharding.unit_sums import UnitSum
-from allranks.torch.step.sparse import one_number_a_row
+from allranks.torch.step.gradients import one_number_a_row
 
 At = Callable[[], AbstractContextManager[None]]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from allranks.torch.accelerator import is_accelerator
 from allranks.torch.checkpoint.tree import local
-from allranks.torch.comm import Comm
+from allranks.torch.comm.comm import Comm
 from allranks.torch.model.reals import reals
 from allranks.torch.reducers.exact_norm import exact_norm
 from allranks.torch.step.gradients import ROW, Gradients, as_tensor, gradients_of, multiply_

@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from allranks.errors import RequestError
 from allranks.torch.checkpoint.tree import local
-from allranks.torch.data.nested import tensors_in
+from allranks.torch.data.collate import tensors_in
 from allranks.torch.model.precision import Casts, with_casts
 from allranks.torch.sharding.fsdp_collectives import Filling
 from allranks.torch.step.changes import unfrozen_on_the_way

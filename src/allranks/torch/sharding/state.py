@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from allranks.checkpoint.tree import unflatten
 from allranks.errors import RequestError
 from allranks.torch.checkpoint.tree import DTYPES, NAMES, flatten
-from allranks.torch.comm import Comm
+from allranks.torch.comm.comm import Comm
 from allranks.torch.state import saved_names
 
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from allranks.errors import RequestError
 from allranks.strategies.mesh import SHARD, TENSOR
-from allranks.torch.comm import Comm
+from allranks.torch.comm.comm import Comm
 from allranks.torch.optimizers.asked import Asked
 from allranks.torch.optimizers.elementwise import Cut, groups_of_whole
 from allranks.torch.sharding.dtensors import dtensor, mesh_over, shard_of

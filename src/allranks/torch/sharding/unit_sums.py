@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from allranks.strategies.card import Picked
 from allranks.strategies.reductions.compressed import PIECES, SIGNED
 from allranks.torch.checkpoint.tree import local
-from allranks.torch.comm import Comm
+from allranks.torch.comm.comm import Comm
 from allranks.torch.compression.base import Codec
 from allranks.torch.compression.error_feedback import ErrorFeedback
 from allranks.torch.compression.named import codec_of

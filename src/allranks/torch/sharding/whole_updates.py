@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from allranks.errors import RequestError
 from allranks.torch.checkpoint.tree import local
-from allranks.torch.comm import Comm
+from allranks.torch.comm.comm import Comm
 from allranks.torch.model.reals import real_type, reals
 from allranks.torch.optimizers.asked import Asked
 from allranks.torch.optimizers.elementwise import Cut, groups_of_whole

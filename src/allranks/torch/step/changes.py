@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 
 from allranks.errors import RequestError
 from allranks.strategies.reduction_tree import Span
-from allranks.torch.comm import Comm
+from allranks.torch.comm.comm import Comm
 from allranks.torch.data.batch import Batch, Leaf
 from allranks.torch.model.reals import real_type, reals
-from allranks.torch.step.sparse import wanting_rows
+from allranks.torch.step.gradients import wanting_rows
 from allranks.torch.step.trainable import trainable
 
 Gradients = dict[int, Tensor]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from allranks.errors import FaultKind, ProgramError
-from allranks.torch.batchnorm.running_statistics import RunningStatistics
+from allranks.torch.batchnorm.shard import RunningStatistics
 from allranks.torch.checkpoint.tree import local
 from allranks.torch.model.layers import Scope, shard_norms
 from allranks.torch.model.reals import reals

@@ -22,7 +22,7 @@ from allranks.strategies.card import Card, Workload
 from allranks.strategies.mesh import DATA, Agreement
 from allranks.strategies.reduction_tree import Span
 from allranks.strategies.torch_cards import CARDS
-from allranks.torch.comm import Comm
+from allranks.torch.comm.comm import Comm
 from allranks.torch.data.batch import Batch
 from allranks.torch.deferred_init.materialise import take_up
 from allranks.torch.deferred_init.recorded import Recorded

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from allranks.job.loss_scale import LossScale
-from allranks.torch.comm import Comm
+from allranks.torch.comm.comm import Comm
 from allranks.torch.model.layers import Scope
 from allranks.torch.model.precision import Precision
 from allranks.torch.task import Task

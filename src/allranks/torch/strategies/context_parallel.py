@@ -21,7 +21,7 @@ from torch import nn
 
 from allranks.strategies.card import Workload
 from allranks.strategies.mesh import CONTEXT
-from allranks.torch.comm import Comm
+from allranks.torch.comm.comm import Comm
 from allranks.torch.context_parallel.attention import Intercepted, attention_of
 from allranks.torch.context_parallel.blocks import CutBlocks, blocks_of
 from allranks.torch.context_parallel.exchange import ContextExchange, Span

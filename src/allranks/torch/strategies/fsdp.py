@@ -54,9 +54,8 @@ from allranks.torch.sharding.unit_sums import UnitSums
 from allranks.torch.sharding.whole_updates import Divided, WholeUpdates
 from allranks.torch.state import put_whole
 from allranks.torch.step.changes import unfrozen_on_the_way
-from allranks.torch.step.gradients import Gradients
+from allranks.torch.step.gradients import Gradients, tables_of
 from allranks.torch.step.losses import forward
-from allranks.torch.step.sparse import tables_of
 from allranks.torch.step.tally import Tally
 from allranks.torch.strategies.context import StrategyContext
 from allranks.torch.strategies.single import Single

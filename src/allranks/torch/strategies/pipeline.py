@@ -29,7 +29,7 @@ from allranks.strategies.mesh import PIPELINE
 from allranks.strategies.pipeline_schedules import SCHEDULES, Action, places
 from allranks.strategies.reduction_tree import Span
 from allranks.torch.data.batch import Batch
-from allranks.torch.data.nested import tensors_in
+from allranks.torch.data.collate import tensors_in
 from allranks.torch.data.sources import drawn_from
 from allranks.torch.model.layers import Moment, computed_again
 from allranks.torch.pipelining.split_backward import backward_to_inputs, check_kept

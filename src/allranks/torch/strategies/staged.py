@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from allranks.errors import RequestError
 from allranks.job.placement import Placed
-from allranks.torch.comm import Comm
+from allranks.torch.comm.comm import Comm
 from allranks.torch.optimizers.asked import Asked
 from allranks.torch.optimizers.elementwise import check_by_parameter
 from allranks.torch.pipelining.balance import bytes_of, measured

@@ -25,7 +25,7 @@ from allranks.job.placement import Placed
 from allranks.strategies.cards.activation import LEAVES
 from allranks.strategies.mesh import REPLICATE, TENSOR
 from allranks.torch.checkpoint.tree import is_dtensor
-from allranks.torch.comm import Comm
+from allranks.torch.comm.comm import Comm
 from allranks.torch.context_parallel.blocks import blocks_of
 from allranks.torch.data.batch import Batch
 from allranks.torch.model.reals import reals

@@ -26,8 +26,8 @@ from allranks.strategies.card import Workload
 from allranks.strategies.mesh import SHARD
 from allranks.strategies.reduction_tree import Span
 from allranks.torch.checkpoint.tree import is_dtensor
+from allranks.torch.comm.subgroups import Pending
 from allranks.torch.data.batch import Batch, Leaf
-from allranks.torch.groups.pending import Pending
 from allranks.torch.model.reals import reals
 from allranks.torch.reducers.base import Bucket, Reducer
 from allranks.torch.reducers.in_order import InOrder

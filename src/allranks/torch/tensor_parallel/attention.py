@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from allranks.errors import RequestError
-from allranks.torch.draws.caught import bernoulli_of_part
+from allranks.torch.random.torch_functions import bernoulli_of_part
 from allranks.torch.tensor_parallel.exchange import Joined
 from allranks.torch.tensor_parallel.layers import CutLayer, Region, RowLinear, aligned
 from allranks.torch.tensor_parallel.scattered import ScatteredExchange

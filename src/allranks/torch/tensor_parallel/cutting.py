@@ -17,8 +17,8 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from allranks.errors import RequestError
 from allranks.job.placement import Placed
 from allranks.torch.model.layers import own_kind
-from allranks.torch.model.shard_dropout import ShardDropout
 from allranks.torch.optimizers.elementwise import Cut
+from allranks.torch.random.dropout import ShardDropout
 from allranks.torch.sharding.parameters import check_no_hooks
 from allranks.torch.task import Task
 from allranks.torch.tensor_parallel.attention import HeadsOfAttention, HeadsOutput

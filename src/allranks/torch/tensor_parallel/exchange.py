@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active
 
-from allranks.torch.comm import Comm
+from allranks.torch.comm.comm import Comm
 
 
 def part_sizes(size: int, ranks: int) -> list[int]:

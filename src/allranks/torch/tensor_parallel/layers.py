@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from allranks.errors import RequestError
 from allranks.torch.context_parallel.exchange import POSITIONS
 from allranks.torch.model.layers import Swapped, own_kind
-from allranks.torch.model.shard_dropout import Part
+from allranks.torch.random.dropout import Part
 from allranks.torch.tensor_parallel.exchange import Along, Exchange, Joined, part_sizes
 from allranks.torch.tensor_parallel.scattered import AllRows, ScatteredExchange
 from allranks.torch.tensor_parallel.whole_weight import WholeWeight, shown

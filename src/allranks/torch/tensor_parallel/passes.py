@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from allranks.torch.comm import Comm
+from allranks.torch.comm.comm import Comm
 from allranks.torch.context_parallel.blocks import CutBlocks
 from allranks.torch.model.layers import Scope
 from allranks.torch.model.precision import Precision

@@ -26,7 +26,7 @@ from torch._C import _are_functorch_transforms_active
 from torch.nn import functional as F
 
 from allranks.torch.checkpoint.tree import local
-from allranks.torch.comm import Comm
+from allranks.torch.comm.comm import Comm
 from allranks.torch.context_parallel.exchange import POSITIONS, SequenceExchange, Span
 from allranks.torch.model.layers import own_kind
 from allranks.torch.tensor_parallel.exchange import part_sizes

@@ -22,7 +22,7 @@ from allranks.errors import AllranksError, RequestError
 from allranks.torch.checkpoint.tree import local
 from allranks.torch.data.batch import Batch, Leaf, MicroBatch
 from allranks.torch.data.batches import NO_IDS
-from allranks.torch.data.nested import copied, tensors_in
+from allranks.torch.data.collate import copied, tensors_in
 from allranks.torch.step.gradients import length_of_each
 from allranks.torch.strategies.base import Strategy
 from allranks.torch.witness.observed import digest_of

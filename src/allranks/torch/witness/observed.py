@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 import allranks.torch.accelerator as accelerator
-from allranks.torch.draws.keys import BY_FUNCTION
-from allranks.torch.model.bounded_tables import BoundedTable
+from allranks.torch.model.max_norm import BoundedTable
+from allranks.torch.random.keyed_rng import BY_FUNCTION
 from allranks.torch.state import kept_random_streams
 from allranks.torch.step.step import SharedStep
 from allranks.torch.witness.plain_state import Kept, Roots, Token, read

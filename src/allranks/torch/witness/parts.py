@@ -28,7 +28,7 @@ from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.strategies.shards import Piece, owned_shards
 from allranks.torch.data.batch import Batch, MicroBatch
-from allranks.torch.data.nested import copied
+from allranks.torch.data.collate import copied
 from allranks.torch.model.layers import shard_norms
 from allranks.torch.state import kept_random_streams
 from allranks.torch.step.losses import forward, weighted_losses

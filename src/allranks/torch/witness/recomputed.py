@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from allranks.strategies.shards import Micro, Piece
 from allranks.torch.data.batch import Batch
+from allranks.torch.data.collate import tensors_in
 from allranks.torch.data.loaders import rows_between
-from allranks.torch.data.nested import tensors_in
 from allranks.torch.data.sources import MapSource, Source
 from allranks.torch.state import kept_random_streams
 from allranks.torch.step.gradients import length, length_of_each

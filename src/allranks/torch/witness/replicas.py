@@ -21,7 +21,7 @@ import allranks.torch.accelerator as accelerator
 from allranks.errors import ReplicasDiffer
 from allranks.strategies.mesh import REPLICATE
 from allranks.torch.checkpoint.tree import is_dtensor, local
-from allranks.torch.comm import Comm
+from allranks.torch.comm.comm import Comm
 from allranks.torch.strategies.base import Strategy
 
 DIGEST_BYTES = 16

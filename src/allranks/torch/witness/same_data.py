@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from allranks.torch.data.nested import DATA, map_tensors, tensors_in
+from allranks.torch.data.collate import DATA, map_tensors, tensors_in
 from allranks.training import same_data
 from allranks.training.same_data import DIGEST_BYTES, rows_to_compare
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from allranks.errors import RequestError
-from allranks.torch.comm import Comm
+from allranks.torch.comm.comm import Comm
 
 DIGEST_BYTES = 16
 WHY = "weights and gradients are exchanged by their position, so they would be mixed"

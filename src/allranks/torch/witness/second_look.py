@@ -17,10 +17,10 @@ from allranks.errors import RequestError
 from allranks.strategies.shards import Piece
 from allranks.torch.data.batch import Batch
 from allranks.torch.data.batches import GlobalBatches
+from allranks.torch.data.collate import copied
 from allranks.torch.data.loaders import WholeLoader
-from allranks.torch.data.nested import copied
 from allranks.torch.data.sources import StreamSource
-from allranks.torch.draws.readings import UnclearDraw
+from allranks.torch.random.readings import UnclearDraw
 from allranks.torch.strategies.base import Strategy
 from allranks.torch.witness.plain_state import Roots
 from allranks.torch.witness.recomputed import (

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from allranks.strategies.reduction_tree import Span
-from allranks.torch.comm import Comm
-from allranks.torch.groups.pending import Pending
+from allranks.torch.comm.comm import Comm
+from allranks.torch.comm.subgroups import Pending
 from allranks.torch.reducers.base import Bucket, Reducer
 
 

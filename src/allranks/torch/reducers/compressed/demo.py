@@ -13,7 +13,7 @@ blocks of 64 x 64, k = 32 and beta = 0.999.
 
 from __future__ import annotations
 
-from allranks.torch.comm import Comm
+from allranks.torch.comm.comm import Comm
 from allranks.torch.compression.base import Codec
 from allranks.torch.compression.cosines import CosineBlocks, Parts
 from allranks.torch.reducers.base import Bucket

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from allranks.strategies.reductions.compressed import whole_words
-from allranks.torch.comm import Comm
+from allranks.torch.comm.comm import Comm
+from allranks.torch.comm.subgroups import Pending
 from allranks.torch.compression.base import Codec
 from allranks.torch.compression.error_feedback import ErrorFeedback
 from allranks.torch.compression.top_k import TopK as TopKCodec
 from allranks.torch.compression.two_bit import TwoBit as TwoBitCodec
-from allranks.torch.groups.pending import Pending
 from allranks.torch.reducers.base import Bucket
 from allranks.torch.reducers.compressed.base import Compressed, Exchange, views_into
 

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from allranks.strategies.reductions.compressed import factor_rank
-from allranks.torch.comm import Comm
+from allranks.torch.comm.comm import Comm
+from allranks.torch.comm.subgroups import Pending
 from allranks.torch.compression.orthonormal import orthonormal
-from allranks.torch.groups.pending import Pending
 from allranks.torch.reducers.base import Bucket
 from allranks.torch.reducers.compressed.base import Compressed, Exchange, real_view
 

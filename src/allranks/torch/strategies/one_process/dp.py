@@ -31,9 +31,8 @@ import allranks.torch.accelerator as accelerator
 from allranks.errors import explained
 from allranks.job.placement import GATHERED, Placed
 from allranks.strategies.shards import Micro
-from allranks.torch.data.batch import Batch
-from allranks.torch.data.nested import tensors_in
-from allranks.torch.data.shares import (
+from allranks.torch.data.batch import (
+    Batch,
     Cut,
     check_first_batch,
     gathered,
@@ -41,12 +40,13 @@ from allranks.torch.data.shares import (
     scattered,
     shares_of,
 )
+from allranks.torch.data.collate import tensors_in
 from allranks.torch.model.layers import Scope, computed_again
 from allranks.torch.model.placement import held, row
 from allranks.torch.sharding.parameters import check_no_hooks
-from allranks.torch.step.apart import UNRELATED, unrelated_input
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.losses import forward
+from allranks.torch.step.passes import UNRELATED, unrelated_input
 from allranks.torch.step.step import SharedStep
 from allranks.torch.step.tally import Tally
 from allranks.torch.strategies.base import Strategy

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from allranks.torch.data.nested import replaced, tensors_in
+from allranks.torch.data.collate import replaced, tensors_in
 from allranks.torch.model.layers import Scope, computed_again
 
 END = 2**31

@@ -30,9 +30,8 @@ from torch.utils.hooks import RemovableHandle
 import allranks.torch.accelerator as accelerator
 from allranks.errors import RequestError, explained
 from allranks.job.placement import Placed
-from allranks.torch.data.batch import Batch
-from allranks.torch.data.nested import map_arguments, map_tensors, tensors_in, tensors_of_arguments
-from allranks.torch.data.shares import (
+from allranks.torch.data.batch import (
+    Batch,
     Cut,
     check_first_batch,
     gathered,
@@ -40,12 +39,12 @@ from allranks.torch.data.shares import (
     scattered,
     shares_of,
 )
+from allranks.torch.data.collate import map_arguments, map_tensors, tensors_in, tensors_of_arguments
 from allranks.torch.model.activation_checkpointing import Recomputed, recomputed
-from allranks.torch.model.block_costs import seconds_of
-from allranks.torch.model.device_map import DeviceMap, balanced, by_hand, units_of
 from allranks.torch.model.layers import OfShard, Scope, every_layer, own_kind
-from allranks.torch.step.apart import UNRELATED, unrelated_input
+from allranks.torch.model.partition import DeviceMap, balanced, by_hand, seconds_of, units_of
 from allranks.torch.step.losses import forward
+from allranks.torch.step.passes import UNRELATED, unrelated_input
 from allranks.torch.step.tally import Tally
 from allranks.torch.strategies.context import StrategyContext
 from allranks.torch.strategies.one_process.in_flight import InFlight, Turns, apart, in_threads

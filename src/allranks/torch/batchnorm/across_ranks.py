@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from allranks.errors import RequestError
-from allranks.torch.batchnorm.layer import no_variance
-from allranks.torch.comm import Comm
-from allranks.torch.groups.pending import Pending
+from allranks.torch.batchnorm.shard import no_variance
+from allranks.torch.comm.comm import Comm
+from allranks.torch.comm.subgroups import Pending
 from allranks.torch.model.layers import Normalising, Scope, full_type
 from allranks.torch.task import Task
 

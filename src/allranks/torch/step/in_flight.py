@@ -21,12 +21,11 @@ import torch
 
 from allranks.job.job import Job
 from allranks.torch.accelerator import is_accelerator
-from allranks.torch.ahead.rows import Rows, can_be_held_back
-from allranks.torch.ahead.sent import Sent
 from allranks.torch.checkpoint.tree import is_dtensor
 from allranks.torch.data.batch import Batch
 from allranks.torch.model.reals import real_type
 from allranks.torch.optimizers.asked import hook_of
+from allranks.torch.step.deferred_results import Rows, Sent, can_be_held_back
 from allranks.torch.strategies.base import Strategy
 from allranks.training.progress import NOTHING, Asked, Progress, StepResult, UnreadResult
 

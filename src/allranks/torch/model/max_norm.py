@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from allranks.errors import RequestError
-from allranks.torch.comm import Comm
+from allranks.torch.comm.comm import Comm
 from allranks.torch.model.layers import OfShard, Scope, own_kind
 
 KIND = "rows"

@@ -16,16 +16,19 @@ derivatives and transforms of `torch.func` get an `expression` of the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm  # the public base of 1d, 2d and 3d
 
+from allranks.errors import RequestError
 from allranks.strategies.shards import Run, Runs
 from allranks.torch.batchnorm import by_library, in_c
-from allranks.torch.batchnorm.expression import expression
+from allranks.torch.batchnorm.compiled import expression
 from allranks.torch.batchnorm.moments import (
     along,
     is_alone,
@@ -34,7 +37,8 @@ from allranks.torch.batchnorm.moments import (
     summed,
     weighted_moments,
 )
-from allranks.torch.model.layers import Normalising, full_type
+from allranks.torch.model.layers import Normalising, OfShard, ShardNorm, full_type
+from allranks.torch.random.keyed_rng import rows_per_sample
 
 MEAN_THEN_SQUARES = {"cpu"}
 """The devices on which a mean, and then the squares around it, take a tenth of Welford's time."""
@@ -269,3 +273,189 @@ def _format(tensor: Tensor) -> torch.memory_format:
 
 def _dense(tensor: Tensor, format: torch.memory_format | None = None) -> Tensor:
     return tensor.contiguous(memory_format=format or _format(tensor))
+
+
+# --- layer ---------------------------------------------------------------------------------------
+# BatchNorm layers that belong to shards, of torch here, of Keras in `keras.shards`.
+#
+# Each shard is normalised by its own moments, which are left in the scope: the running statistics
+# take one update per step, from the sample-weighted moments of all shards of all ranks
+# (`running_statistics`). A shard of one sample is normalised by the running statistics and adds
+# nothing to them. With `batchnorm = "whole"` the global batch is normalised instead (`whole_norm`).
+
+
+class NormOfShard(OfShard):
+    """A layer that is normalised; where it is compiled, its moments are `left` behind in it."""
+
+    left: list[Tensor]
+
+
+def normalised(layer: NormOfShard, input: Tensor, by: Normalising) -> Tensor:
+    """`input`, (rows, channels, …), normalised shard by shard; leaves the moments in the scope.
+
+    Those of a layer that keeps no running statistics are of no use to anybody, and not left there.
+    """
+    scope = layer.scope
+    if input.shape[1] != by.features:  # one feature would go along all channels
+        raise _other_channels(input, by)
+    if scope.whole is not None:
+        return scope.whole.normalised(scope, layer.index, input, by)
+    per_sample = rows_per_sample(input.shape, scope.samples, "BatchNorm")
+    runs = scope.runs if torch.compiler.is_compiling() else scope.lay_out()
+    at = 0
+    for run in runs:
+        values = run.samples * per_sample * (input.numel() // (input.shape[0] * by.features))
+        if values == 1 and not is_alone(run, by):
+            raise no_variance(f"shard {scope.pieces[at].shard}")
+        at += run.pieces
+    if torch.compiler.is_compiling():
+        output, found = normalised_runs(input, runs, per_sample, by)
+        if by.running is not None:
+            layer.left.append(found)  # not in the scope: a number of the layer would be guarded
+        return output
+    if len(scope.pieces) == 1:
+        return _by_torch(layer, input, runs[0], by)
+    both = None
+    if by_library.takes(input):
+        kind, shards = full_type(input.dtype), len(scope.pieces)
+        both = scope.unweighted.room(shards, by.features, kind, input.device)
+    output, found = normalised_runs(input, runs, per_sample, by, both)
+    if by.running is None:
+        return output
+    if both is None:
+        scope.add_moments(layer.index, found)
+    else:
+        lone = [(run.pieces, 0 if is_alone(run, by) else run.samples) for run in runs]
+        samples = tuple(samples for pieces, samples in lone for _ in range(pieces))
+        scope.leave_moments(layer.index, both, samples)
+    return output
+
+
+def _by_torch(layer: NormOfShard, input: Tensor, run: Run, by: Normalising) -> Tensor:
+    """One shard alone: what a plain model computes, to the bit."""
+    if is_alone(run, by):
+        assert by.running is not None
+        return F.batch_norm(input, *by.running, by.weight, by.bias, False, 0.0, by.eps)
+    scope, kind = layer.scope, full_type(input.dtype)
+    both = scope.unweighted.room(1, by.features, kind, input.device)
+    mean, var = both[:, 0].unbind()
+    output = F.batch_norm(input, mean, var, by.weight, by.bias, True, 1.0, by.eps)
+    if by.running is None:
+        return output
+    if by.biased:
+        values = input.numel() // by.features
+        weight = mean.new_ones(1)
+        found = torch.cat((weight, mean, var)).mul_(run.samples)
+        found[1 + by.features :] *= (values - 1) / values
+        scope.add_moments(layer.index, found)
+    else:
+        scope.leave_moments(layer.index, both, (run.samples,))
+    return output
+
+
+def _other_channels(input: Tensor, by: Normalising) -> RequestError:
+    return RequestError(
+        asked=f"BatchNorm over {by.features} channels",
+        found=f"an input of shape {tuple(input.shape)}",
+        why="channels are dimension 1, and each has statistics of its own",
+        do=f"num_features={input.shape[1]}, or another layer before it",
+    )
+
+
+def no_variance(what: str) -> RequestError:
+    """The refusal of a BatchNorm of one value per channel without running statistics."""
+    return RequestError(
+        asked="BatchNorm with track_running_stats=False",
+        found=f"one value for each channel in {what}",
+        why="one value has no variance, and no running statistics stand in for it",
+        do="--set last_batch=drop, fewer shards, or running statistics in that layer",
+    )
+
+
+class ShardBatchNorm(NormOfShard, _BatchNorm):
+    """BatchNorm over each shard by itself. Made from a BatchNorm layer by `swap_layers`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        scope = self.scope
+        inside = scope.runs if torch.compiler.is_compiling() else scope.pieces
+        if not (self.training and inside):
+            return super().forward(input)
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        running = None
+        if self.track_running_stats:
+            assert self.running_mean is not None and self.running_var is not None
+            running = self.running_mean, self.running_var
+        by = Normalising(self.num_features, running, self.weight, self.bias, self.eps)
+        return normalised(self, input, by)
+
+    def running_statistics(self) -> list[Tensor]:
+        assert self.running_mean is not None and self.running_var is not None
+        assert self.num_batches_tracked is not None
+        return [self.running_mean, self.running_var, self.num_batches_tracked]
+
+    def running_rate(self) -> float | None:
+        return self.momentum
+
+
+# --- running statistics --------------------------------------------------------------------------
+# The running statistics of all BatchNorm layers, updated at once from the moments of a step.
+#
+# `moments` are those of all layers, one after the other: weight, weighted mean, weighted variance.
+# Nothing is read on the host. A layer that no shard had moments for keeps what it has. No
+# communication: every rank has the same sums.
+
+
+class RunningStatistics:
+    """Those of `norms`, whose moments stand in this order in a tensor on the device of `like`."""
+
+    def __init__(self, norms: Sequence[ShardNorm], like: Tensor) -> None:
+        self.norms, self.like = norms, like
+        self.sizes = [n for norm in norms for n in (1, norm.num_features, norm.num_features)]
+        own = torch.tensor([1 + 2 * norm.num_features for norm in norms], dtype=torch.long)
+        self.layer = torch.arange(len(norms)).repeat_interleave(own).to(like.device)
+        self.weights = (own.cumsum(0) - own).to(like.device)
+        self._asked: list[float | None] = []
+
+    @torch.no_grad()
+    def update(self, moments: Tensor) -> None:
+        """One update of all layers that any shard was normalised by in this step."""
+        if not self.norms:
+            return
+        weights = moments[self.weights]
+        had_some = weights > 0
+        statistics = [norm.running_statistics() for norm in self.norms]
+        counted = [number for number, own in enumerate(statistics) if len(own) > 2]
+        counts = [statistics[number][2] for number in counted]
+        if counts:
+            more = had_some.to(counts[0].dtype)
+            by_layer = more.unbind()
+            torch._foreach_add_(counts, [_to(by_layer[n], statistics[n][2]) for n in counted])
+        rates = self._rates(statistics) * had_some
+        ones = torch.ones_like(weights)
+        found = moments / torch.where(had_some, weights, ones)[self.layer]
+        new, rate = (x.split(self.sizes) for x in (found, rates[self.layer]))
+        running = [tensor for own in statistics for tensor in own[:2]]
+        places = [at for at in range(len(self.sizes)) if at % 3]
+        torch._foreach_lerp_(
+            running,
+            [_to(new[at], tensor) for at, tensor in zip(places, running, strict=True)],
+            [_to(rate[at], tensor) for at, tensor in zip(places, running, strict=True)],
+        )
+
+    def _rates(self, statistics: list[list[Tensor]]) -> Tensor:
+        """How far each layer goes: its momentum, or one over its updates, this one included."""
+        asked = [norm.running_rate() for norm in self.norms]
+        if asked != self._asked:
+            self._asked = asked
+            self._given = self.like.new_tensor([rate or 0.0 for rate in asked])
+            self._cumulative = torch.tensor(
+                [rate is None for rate in asked], device=self.like.device
+            )
+        if None not in asked:
+            return self._given
+        done = torch.stack([_to(own[-1].reshape(-1)[0], self.like) for own in statistics])
+        return torch.where(self._cumulative, done.clamp(min=1).reciprocal(), self._given)
+
+
+def _to(tensor: Tensor, like: Tensor) -> Tensor:
+    return tensor.to(like, non_blocking=True)

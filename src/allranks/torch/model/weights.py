@@ -8,6 +8,7 @@ and since each is written by itself, tensors may share memory.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor, nn
 
+from allranks.checkpoint.digest import digest_of_weights
 from allranks.checkpoint.tensor_file import COMPLEX, PAIR, Piece, as_written, lay_out
 from allranks.errors import RequestError
 from allranks.torch.checkpoint.tree import NAMES
@@ -75,3 +77,28 @@ def _piece(name: str, tensor: Tensor) -> Piece:
 def _content(tensor: Tensor) -> memoryview:
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
     return flat.view(torch.uint8).numpy().data
+
+
+# --- digest --------------------------------------------------------------------------------------
+# Digests in torch, of a model and of a tensor: equal exactly when every bit is equal.
+
+
+def weights_sha256(tensors: Iterator[tuple[str, Tensor]]) -> str:
+    """SHA-256 over name, dtype and contiguous little-endian bytes of each tensor, as they come.
+
+    Give them by name in sorted order (`Strategy.full_state`); one tensor is held at a time.
+    """
+    return digest_of_weights((name, *_bytes_of(tensor)) for name, tensor in tensors)
+
+
+def digest_of(tensor: Tensor) -> str:
+    """BLAKE2 over dtype and bytes of a tensor that this rank holds whole."""
+    kind, content = _bytes_of(tensor)
+    return f"{kind} {hashlib.blake2b(content, digest_size=16).hexdigest()}"
+
+
+def _bytes_of(tensor: Tensor) -> tuple[str, memoryview]:
+    flat = (
+        tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    )
+    return str(tensor.dtype).removeprefix("torch."), flat.numpy().data

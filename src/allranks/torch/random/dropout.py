@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from allranks.torch.draws.counter import Words
-from allranks.torch.draws.keys import drawn, drawn_flags, row_keys
-from allranks.torch.draws.sampling import kept, scale_of, threshold
 from allranks.torch.model.layers import OfShard, Scope
+from allranks.torch.random.counter import Words
+from allranks.torch.random.keyed_rng import drawn, drawn_flags, kept, row_keys, scale_of, threshold
 
 DROPOUTS: dict[type[nn.Module], int] = {
     nn.Dropout: 0,  # dimensions after (sample, channel) that share one draw

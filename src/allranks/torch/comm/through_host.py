@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import allranks.torch.accelerator as accelerator
-from allranks.torch.groups.counting import FOR_EVER, SENT
+from allranks.torch.comm.counting_group import FOR_EVER, SENT
 from allranks.torch.shared_memory.posting import Named, gloo_group
 
 BACKEND, GLOO = "shared_device", "gloo"

@@ -21,18 +21,28 @@ from torch import Tensor
 from allranks.errors import PeerLost
 from allranks.launcher.heartbeat import Heartbeat, SaveThreadHeartbeat
 from allranks.torch.accelerator import is_accelerator
-from allranks.torch.groups.counting import (
+from allranks.torch.comm.counting_group import (
     all_gather_single,
     counting_group,
     leave_counting_group,
     reduce_scatter_single,
 )
-from allranks.torch.groups.flattened import messages_of, packed, unpack
-from allranks.torch.groups.lent import borrow, end, give_back, new_group
-from allranks.torch.groups.pending import TIMEOUT, Pending, in_exchange, translated
-from allranks.torch.groups.texts import texts_of_all
-from allranks.torch.groups.through_host import goes_through_host
-from allranks.torch.meetings import Meetings
+from allranks.torch.comm.rank_sync import Meetings
+from allranks.torch.comm.subgroups import (
+    TIMEOUT,
+    Pending,
+    borrow,
+    end,
+    give_back,
+    in_exchange,
+    messages_of,
+    new_group,
+    packed,
+    texts_of_all,
+    translated,
+    unpack,
+)
+from allranks.torch.comm.through_host import goes_through_host
 from allranks.torch.model.reals import reals
 from allranks.torch.shared_memory.in_place import share_memory, shared_zeros, sum_in_place
 

@@ -20,11 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from allranks.torch.draws import keys as keyed
-from allranks.torch.draws.counter import HALF, Finish
-from allranks.torch.draws.keys import BY_FUNCTION, Keys
-from allranks.torch.draws.readings import ALL, ROWS
-from allranks.torch.draws.sampling import kept, normal, threshold, uniform, unit, whole_numbers
+from allranks.torch.random import keyed_rng as keyed
+from allranks.torch.random.counter import HALF, Finish
+from allranks.torch.random.keyed_rng import (
+    BY_FUNCTION,
+    Keys,
+    kept,
+    normal,
+    threshold,
+    uniform,
+    unit,
+    whole_numbers,
+)
+from allranks.torch.random.readings import ALL, ROWS
 
 MOST = 1 << 31
 Draw = Callable[..., Any]

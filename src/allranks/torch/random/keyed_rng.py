@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,8 +20,10 @@ from torch import Tensor
 from allranks.errors import RequestError
 from allranks.strategies.shards import Micro
 from allranks.torch.accelerator import is_accelerator, pinned
-from allranks.torch.draws.counter import (
+from allranks.torch.random.counter import (
     DRAWS,
+    HALF,
+    WORD,
     Finish,
     Words,
     coordinates,
@@ -31,8 +34,8 @@ from allranks.torch.draws.counter import (
     unsigned,
     words,
 )
-from allranks.torch.draws.kernel import flags_from, has_kernel
-from allranks.torch.draws.readings import Readings
+from allranks.torch.random.kernel import flags_from, has_kernel
+from allranks.torch.random.readings import Readings
 
 CPU = torch.device("cpu")
 NO_SHARD = -1
@@ -205,3 +208,63 @@ def _fake_row_keys(input: Tensor, slot: Tensor) -> Tensor:
 _OPERATORS.impl("row_keys", _row_keys, "CompositeExplicitAutograd")
 torch.library.register_fake("allranks::row_keys", _fake_row_keys, lib=_OPERATORS)
 row_keys: Any = torch.ops.allranks.row_keys.default
+
+
+# --- sampling ------------------------------------------------------------------------------------
+# What is made of random bits: masks, and numbers of the distributions that torch draws from.
+
+
+def threshold(rate: float) -> int:
+    """The int32 below which are random bits with this probability, in steps of 2^-32."""
+    return min(round(rate * WORD), WORD - 1) - HALF
+
+
+def kept(rate: float, dtype: torch.dtype) -> Finish:
+    """A mask of dropout: 0 with this probability, else what the mean stays the same by."""
+
+    def finish(bits: Tensor) -> Tensor:
+        if rate >= 1:
+            return torch.zeros(bits.shape, dtype=dtype, device=bits.device)
+        if torch.compiler.is_compiling():
+            return bits.ge(threshold(rate)).to(dtype) / (1 - rate)
+        mask = torch.empty(bits.shape, dtype=dtype, device=bits.device)
+        return torch.ge(bits, threshold(rate), out=mask).div_(1 - rate)
+
+    return finish
+
+
+@cache
+def scale_of(rate: float, dtype: torch.dtype) -> float:
+    """What a mask of dropout has where it is not 0, rounded to this type."""
+    return 0.0 if rate >= 1 else torch.ones((), dtype=dtype).div_(1 - rate).item()
+
+
+def unit(bits: Tensor) -> Tensor:
+    """Numbers of float64 between 0 and 1, neither of them: 2^32 of them, evenly apart."""
+    return bits.to(torch.float64).add_(HALF + 0.5).mul_(1 / WORD)
+
+
+def uniform(low: float, high: float, dtype: torch.dtype) -> Finish:
+    """Numbers of [low, high), of as many bits as `dtype` has between 0 and 1."""
+    size = torch.finfo(dtype).eps / 2
+
+    def finish(bits: Tensor) -> Tensor:
+        numbers = unit(bits).div_(size).floor_().mul_(size * (high - low)).add_(low)
+        return numbers.to(dtype)
+
+    return finish
+
+
+def normal(bits: Tensor) -> Tensor:
+    """Numbers of the standard normal distribution, by its inverse: none beyond 6.4 deviations."""
+    numbers: Tensor = torch.special.ndtri(unit(bits))
+    return numbers
+
+
+def whole_numbers(low: int, high: int) -> Finish:
+    """Whole numbers of [low, high), at most 2^31 of them, as int64."""
+
+    def finish(bits: Tensor) -> Tensor:
+        return bits.to(torch.int64).add_(HALF).mul_(high - low).bitwise_right_shift_(32).add_(low)
+
+    return finish

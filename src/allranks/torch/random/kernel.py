@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from allranks.torch.accelerator import WITH_KERNELS, compile_kernel
-from allranks.torch.draws.counter import (
+from allranks.torch.random.counter import (
     HALF,
     LAST_SHIFT,
     ROUNDS,

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import allranks.torch.accelerator as accelerator
-from allranks.torch.groups.lent import new_group
+from allranks.torch.comm.subgroups import new_group
 
 BACKEND = "allranks-counting"
 

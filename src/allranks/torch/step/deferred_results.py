@@ -11,8 +11,9 @@ updates: once for all numbers of the step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +23,10 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 import allranks.torch.accelerator as accelerator
 from allranks.launcher.heartbeat import Heartbeat, SaveThreadHeartbeat
 from allranks.torch.accelerator import is_accelerator
-from allranks.torch.groups.pending import in_exchange
+from allranks.torch.comm.subgroups import in_exchange
+from allranks.torch.data.batch import Batch
+from allranks.torch.step.tally import TallyLayout, Totals
+from allranks.training.progress import StepResult
 
 SLOTS = 2
 FUSED = (SGD, Adam, AdamW)  # those of torch with a fused kernel on devices
@@ -114,3 +118,70 @@ def notes_on_update(optimizer: Optimizer, device: torch.device) -> list[str]:
         f"optimizer {name} is not fused: the host waits for the numbers of each step before its "
         f"update, and the device waits for the host; make it with {name}(…, fused=True)"
     ]
+
+
+# --- sent ----------------------------------------------------------------------------------------
+# What the row of a step says, once it is read: the numbers of a `StepResult`, and of the tally.
+
+
+HELD = "held back: the next step says what is wrong with it"
+OWN = 4  # numbers before those of the tally
+
+
+def numbers_of(
+    held: Tensor, loss: Tensor, norm: Tensor, regularizer: float | Tensor, head: Tensor
+) -> Tensor:
+    """The row of a step, in 64 bits; nobody waits."""
+    own = torch.stack([number.to(head) for number in (held, loss, norm)])
+    if not isinstance(regularizer, Tensor):
+        regularizer = torch.full((), regularizer, dtype=head.dtype, device=head.device)
+    return torch.cat([own, regularizer.to(head).view(1), head])
+
+
+def is_held(numbers: Sequence[float]) -> bool:
+    """Whether the device has held this step back."""
+    return numbers[0] > 0
+
+
+@dataclass(frozen=True)
+class Sent:
+    """The row of a step on `batch`. Called, it reads the result; no communication."""
+
+    row: Row
+    layout: TallyLayout
+    batch: Batch
+    rate: float
+    loss_scale: float | None
+    heartbeat: Heartbeat | SaveThreadHeartbeat | None
+
+    def _numbers(self) -> list[float]:
+        return self.row.read(self.heartbeat)
+
+    @property
+    def is_held(self) -> bool:
+        return is_held(self._numbers())
+
+    @property
+    def regularizer(self) -> float:
+        """What this rank gave for the regularizer, of the step before."""
+        return self._numbers()[3]
+
+    def totals(self) -> Totals:
+        """The sums of all ranks; raises `ProgramError` if they are not all of this step."""
+        return self.layout.totals(self._numbers()[OWN:], self.batch.index)
+
+    def __call__(self) -> StepResult:
+        held, loss, norm, _, _, weight, samples, *_ = self._numbers()
+        bad = f"step {self.batch.index}: {HELD}" if held else ""
+        return StepResult(
+            self.batch.index,
+            self.batch.epoch,
+            loss,
+            int(samples),
+            weight,
+            self.rate,
+            not held,
+            norm,
+            bad=bad,
+            loss_scale=self.loss_scale,
+        )

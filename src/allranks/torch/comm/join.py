@@ -21,16 +21,16 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
 import allranks.torch.accelerator as accelerator
-import allranks.torch.groups.through_host as through_host
+import allranks.torch.comm.through_host as through_host
 import allranks.torch.shared_memory.backend as shared_memory
 from allranks.errors import RequestError
 from allranks.launcher.heartbeat import Heartbeat
 from allranks.launcher.world import World, master_endpoint
 from allranks.strategies.roles import TRAINER
-from allranks.torch.comm import Comm
-from allranks.torch.groups.pending import TIMEOUT, translated
+from allranks.torch.comm.comm import Comm
+from allranks.torch.comm.rank_sync import Meetings
+from allranks.torch.comm.subgroups import TIMEOUT, translated
 from allranks.torch.machine import check_own_device
-from allranks.torch.meetings import Meetings
 
 PATIENCE_S = 5.0
 NCCL = "nccl"

@@ -1,1 +1,0 @@
-"""What a forward pass draws: random numbers that belong to a sample, whoever computes it."""
