@@ -35,7 +35,7 @@ from allranks.torch.compression.columns import ColumnQuantizer
 from allranks.torch.compression.four_bit import FourBit
 from allranks.torch.compression.top_k import TopK
 from allranks.torch.compression.two_bit import TwoBit
-from allranks.torch.reducers.packed import packed_buckets
+from allranks.torch.parallel.data.half import packed_buckets
 
 COLUMN = 4096
 COPY, C, TORCH = "copy", "C", "torch"

@@ -15,7 +15,7 @@ from allranks.strategies.card import Card
 from allranks.strategies.reduction_tree import Span
 from allranks.strategies.torch_cards import CARDS
 from allranks.torch.comm.subgroups import Pending
-from allranks.torch.reducers.base import Bucket, Reducer
+from allranks.torch.parallel.data.reducer import Bucket, Reducer
 
 NAME, GRAIN = "fake-coarse", 1 / 64
 

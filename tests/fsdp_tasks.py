@@ -22,7 +22,7 @@ from allranks.torch import Task, Trainer
 from allranks.torch.checkpoint.tree import local
 from allranks.torch.optimizers.lamb import LAMB
 from allranks.torch.optimizers.lars import LARS
-from allranks.torch.sharding.dtensors import mesh_over
+from allranks.torch.parallel.sharded.state import mesh_over
 from allranks.training.callback import Callback
 
 OPTIMIZERS = {

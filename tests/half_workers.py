@@ -11,7 +11,7 @@ from allranks.catalog import REDUCERS, load
 from allranks.launcher.world import World
 from allranks.torch.comm.comm import CPU
 from allranks.torch.comm.join import join
-from allranks.torch.reducers.buckets import Buckets
+from allranks.torch.parallel.data.buckets import Buckets
 
 KINDS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 # no bucket is a multiple of the ranks

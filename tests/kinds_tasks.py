@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 
 from allranks.torch import Task
+from allranks.torch.parallel.data.ddp import DDP
 from allranks.torch.strategies.base import Strategy
-from allranks.torch.strategies.ddp import DDP
 
 SAMPLES = 101  # with batches of 22: the last of an epoch is of 13, on 8 shards
 

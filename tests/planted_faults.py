@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from test_planted_faults import FAULTS, RANKS, Fault
 
 RANK = "(torch.distributed.is_initialized() and torch.distributed.get_rank() or 0)"
-MEAN, PASSES, STEP = "torch/reducers/mean.py", "torch/step/passes.py", "torch/step/step.py"
+MEAN, PASSES, STEP = "torch/parallel/data/reducer.py", "torch/step/passes.py", "torch/step/step.py"
 REDUCED = "self.comm.all_reduce(flat)"
 GRADIENTS = "self.buckets[bucket].gradients"
 OF_TALLY = f"{GRADIENTS}.numel() :"
@@ -87,7 +87,7 @@ PLANTED = {
     "a norm of one stage": Planted(
         line(
             (
-                "torch/pipelining/stage_gradients.py",
+                "torch/parallel/pipeline/gradients.py",
                 "norms = self._norms(None)",
                 "norms = self.own()[0].tolist()",
             ),
@@ -133,7 +133,7 @@ PLANTED = {
     "a bias whose gradient is divided by the tensor ranks": Planted(
         line(
             (
-                "torch/tensor_parallel/layers.py",
+                "torch/parallel/tensor/layers.py",
                 "else output + bias",
                 "else output + bias.detach() + (bias - bias.detach()) / self.exchange.comm.size",
             ),
@@ -147,7 +147,7 @@ PLANTED = {
     "a pipeline that nobody normalises": Planted(
         line(
             (
-                "torch/strategies/pipeline.py",
+                "torch/parallel/pipeline/strategy.py",
                 "self._ends[stage, number] = backward\n",
                 "backward.gradients = [g * len(self.micros) for g in backward.gradients]\n"
                 "            self._ends[stage, number] = backward\n",
@@ -161,7 +161,7 @@ PLANTED = {
     "gradients scaled again by each stage": Planted(
         line(
             (
-                "torch/strategies/pipeline.py",
+                "torch/parallel/pipeline/strategy.py",
                 "gradients = links.receive_gradients(stage, number, ends)",
                 "gradients = [g if g is None else g / len(self.micros) "
                 "for g in links.receive_gradients(stage, number, ends)]",

@@ -16,8 +16,8 @@ from allranks.strategies.card import Workload
 from allranks.strategies.torch_cards import CARDS
 from allranks.torch.comm.comm import CPU, Comm
 from allranks.torch.comm.join import join
-from allranks.torch.reducers.base import Bucket, Reducer
-from allranks.torch.reducers.buckets import Buckets
+from allranks.torch.parallel.data.buckets import Buckets
+from allranks.torch.parallel.data.reducer import Bucket, Reducer
 
 SHAPES = [(3,), (40, 7), (1,), (), (5, 5), (13,), (2,)]
 SIZES = (1, 24, 2**20)

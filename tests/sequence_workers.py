@@ -12,10 +12,10 @@ from allranks.programs.models.gpt import Block, GPTShape
 from allranks.torch.comm.comm import CPU, Comm
 from allranks.torch.comm.join import join
 from allranks.torch.context_parallel.exchange import Span
-from allranks.torch.tensor_parallel.cutting import cut_model
-from allranks.torch.tensor_parallel.exchange import Exchange
-from allranks.torch.tensor_parallel.plan import default_plan
-from allranks.torch.tensor_parallel.scattered import ScatteredExchange
+from allranks.torch.parallel.tensor.cutting import cut_model
+from allranks.torch.parallel.tensor.exchange import Exchange
+from allranks.torch.parallel.tensor.plan import default_plan
+from allranks.torch.parallel.tensor.scattered import ScatteredExchange
 
 SAMPLES, POSITIONS, WIDTH, HEADS = 4, 32, 32, 4
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from allranks.errors import ProgramError, RequestError
 from allranks.torch import MixtureOfExperts
-from allranks.torch.expert_parallel.routing import balance_losses, choose, route
+from allranks.torch.parallel.expert.mixture import balance_losses, choose, route
 from conftest import Train
 from expert_tasks import WIDTH
 from test_check import Check, check

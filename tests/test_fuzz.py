@@ -216,7 +216,7 @@ def test_a_planted_fault_ends_in_a_script_that_shows_it_from_a_checkout(tmp_path
         shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("fuzz.py", "harness.py"):
         shutil.copy(ROOT / "benchmarks" / name, tmp_path / "benchmarks")
-    mean = tmp_path / "src/allranks/torch/reducers/mean.py"
+    mean = tmp_path / "src/allranks/torch/parallel/data/reducer.py"
     right = "pending.wait()"
     assert mean.read_text().count(right) == 1
     wrong = (

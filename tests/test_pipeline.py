@@ -15,7 +15,7 @@ from allranks.job.config import resolve
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.tools.check.against_single import check_against_one
 from allranks.tools.check.plan import Plan
-from allranks.torch.strategies import staged
+from allranks.torch.parallel.pipeline import staged
 from conftest import Train
 from test_check import Check, check
 from test_every_strategy import (

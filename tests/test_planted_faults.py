@@ -57,7 +57,7 @@ FAULTS = {
         hint="a sum where the mean is wanted",
     ),
     "stale bucket": Fault(
-        "torch/reducers/buckets.py",
+        "torch/parallel/data/buckets.py",
         "torch._foreach_zero_(self._zeroed)",
         "[part.zero_() for part in self._zeroed[1:]]",
         step=1,
@@ -76,7 +76,7 @@ FAULTS = {
         hint="other random numbers",
     ),
     "statistics per rank": Fault(
-        "torch/reducers/mean.py",
+        "torch/parallel/data/reducer.py",
         "self.comm.all_reduce(flat)",
         "self.comm.all_reduce(flat[:-98])",  # the moments of two layers of 16 and 32 channels
         step=0,
@@ -110,7 +110,7 @@ FAULTS = {
         options=("--set", "ema=0.9"),
     ),
     "norm of one rank's rows": Fault(
-        "torch/sharding/gradient_parts.py",
+        "torch/parallel/sharded/gradients.py",
         "self._everywhere(own).sum().sqrt()",
         "own.sum().sqrt()",
         step=0,
@@ -120,7 +120,7 @@ FAULTS = {
         options=("--strategy", "zero1", "--set", "clip_norm=0.1"),
     ),
     "rows of others never refreshed": Fault(
-        "torch/strategies/zero.py",
+        "torch/parallel/sharded/zero.py",
         "bucket.unpack(flat)",
         "bucket.parameters[0].sum()",
         step=0,
@@ -140,7 +140,7 @@ FAULTS = {
         options=("--ranks", "1", "--strategy", "model-parallel:by=size,split=4"),
     ),
     "norm of the parts of one rank": Fault(
-        "torch/sharding/gradient_parts.py",
+        "torch/parallel/sharded/gradients.py",
         "self._everywhere(own).sum().sqrt()",
         "own.sum().sqrt()",
         step=0,
@@ -150,7 +150,7 @@ FAULTS = {
         options=("--strategy", "fsdp", "--set", "clip_norm=0.1"),
     ),
     "gradients of one rank in its parts": Fault(
-        "torch/sharding/fsdp_collectives.py",
+        "torch/parallel/sharded/collectives.py",
         "self.sums.add(output_tensor, input_tensor)",
         "output_tensor.copy_(input_tensor.view(self.shards.size, -1)[self.shards.rank])",
         step=0,
@@ -160,7 +160,7 @@ FAULTS = {
         options=("--strategy", "fsdp"),
     ),
     "a pipeline whose gradients nobody normalises": Fault(
-        "torch/strategies/pipeline.py",
+        "torch/parallel/pipeline/strategy.py",
         "[gradient for _, gradient in pairs])",
         "[gradient * len(pairs) * 8 for _, gradient in pairs])",
         step=0,
@@ -170,7 +170,7 @@ FAULTS = {
         options=("--strategy", "gpipe"),
     ),
     "the last micro-batch of a pipeline is the one before": Fault(
-        "torch/strategies/pipeline.py",
+        "torch/parallel/pipeline/strategy.py",
         "self.strategy.stages.call, stage, self._received[stage, micro][0])\n",
         "self.strategy.stages.call, stage, "
         "self._received[stage, min(micro, len(self.micros) - 2)][0])\n",
@@ -181,7 +181,7 @@ FAULTS = {
         options=("--strategy", "gpipe"),
     ),
     "a pipeline counts its last micro-batch as a full one": Fault(
-        "torch/strategies/pipeline.py",
+        "torch/parallel/pipeline/strategy.py",
         "tally.add(loss, weight, micro.samples, scope)",
         "tally.add(loss, *2 * [self.micros[0].samples], scope)",
         step=5,  # the first batch whose micro-batches are uneven
@@ -191,7 +191,7 @@ FAULTS = {
         options=("--strategy", "gpipe"),
     ),
     "samples counted by every stage": Fault(
-        "torch/strategies/pipeline.py",
+        "torch/parallel/pipeline/strategy.py",
         "tally.add_moments(scope)",
         "tally.add(tally.tensor.new_zeros(()), *2 * [micro.samples], scope)",
         step=0,
@@ -201,7 +201,7 @@ FAULTS = {
         options=("--strategy", "1f1b"),
     ),
     "a weight has no gradient of the last micro-batch": Fault(
-        "torch/strategies/pipeline.py",
+        "torch/parallel/pipeline/strategy.py",
         "self._to_weights(*at, self._later.pop(at))",
         "action.micro < len(self.micros) - 1 and self._to_weights(*at, self._later.pop(at))",
         step=0,
@@ -232,7 +232,7 @@ FAULTS = {
         program="branch_tasks:Towers",
     ),
     "an owner that does not send a matrix back": Fault(
-        "torch/sharding/whole_updates.py",
+        "torch/parallel/sharded/whole_optimizers.py",
         "tensor.copy_(piece.view(tensor.shape))",
         "tensor.copy_(piece.view(tensor.shape) if tensor is not tensors[0] else tensor)",
         step=0,
@@ -243,7 +243,7 @@ FAULTS = {
         program="whole_tasks:Whole",
     ),
     "a lost tensor reduction": Fault(
-        "torch/tensor_parallel/exchange.py",
+        "torch/parallel/tensor/exchange.py",
         "(ctx.exchange.summed if torch.is_grad_enabled() else ctx.exchange.sum_)(own)",
         "own",
         step=0,
@@ -254,7 +254,7 @@ FAULTS = {
         program="tensor_tasks:Stack",
     ),
     "a bias added on every tensor rank": Fault(
-        "torch/tensor_parallel/layers.py",
+        "torch/parallel/tensor/layers.py",
         "else output + bias",
         "else output + self.exchange.comm.size * bias",
         step=0,
@@ -265,7 +265,7 @@ FAULTS = {
         program="tensor_tasks:Stack",
     ),
     "a lost tensor reduction before a scattered one": Fault(
-        "torch/tensor_parallel/exchange.py",
+        "torch/parallel/tensor/exchange.py",
         "(ctx.exchange.summed if torch.is_grad_enabled() else ctx.exchange.sum_)(own)",
         "own",
         step=0,
@@ -276,7 +276,7 @@ FAULTS = {
         program="tensor_tasks:Stack",
     ),
     "what all tensor ranks hold counted by each": Fault(
-        "torch/strategies/fsdp.py",
+        "torch/parallel/sharded/fsdp.py",
         "self.copies = {id(p) for name, p in names if name not in self.cut.dims}",
         "self.copies = {id(p) for name, p in names if name is None}",
         step=0,
@@ -287,7 +287,7 @@ FAULTS = {
         program="tensor_tasks:Stack",
     ),
     "what comes round the ring takes the place of what is there": Fault(
-        "torch/reducers/point_to_point.py",
+        "torch/parallel/data/point_to_point.py",
         "place.add_(new)",
         "place.copy_(new)",
         step=0,
@@ -297,7 +297,7 @@ FAULTS = {
         options=("--strategy", "ddp:reduce=ring"),
     ),
     "a norm of one tensor rank": Fault(
-        "torch/strategies/tensor.py",
+        "torch/parallel/tensor/strategy.py",
         "super().norm(clips=clips or self.exact, left_out=left_out)",
         "Gradients.norm(self, clips=clips, left_out=left_out)",
         step=0,
@@ -308,7 +308,7 @@ FAULTS = {
         program="tensor_tasks:Stack",
     ),
     "gradients of norms that are those of one rank's positions": Fault(
-        "torch/tensor_parallel/passes.py",
+        "torch/parallel/tensor/passes.py",
         "            self.exchange.sum_gradients(self.see_positions(names, parameters))\n",
         "            pass\n",
         step=0,
@@ -341,7 +341,7 @@ FAULTS = {
         program="context_tasks:Sentences",
     ),
     "a norm undercounted over a mesh": Fault(
-        "torch/pipelining/stage_gradients.py",
+        "torch/parallel/pipeline/gradients.py",
         '                self.parts.all_reduce(squares, "control").wait()\n',
         "",
         step=0,
@@ -352,7 +352,7 @@ FAULTS = {
         program="mesh_tasks:Stack",
     ),
     "a loss that every tensor rank of a mesh counts": Fault(
-        "torch/strategies/mesh.py",
+        "torch/parallel/mesh.py",
         "            local.leave_samples()\n",
         "            pass\n",
         step=0,
@@ -363,7 +363,7 @@ FAULTS = {
         program="mesh_tasks:Stack",
     ),
     "copies of a stage that never meet": Fault(
-        "torch/strategies/mesh.py",
+        "torch/parallel/mesh.py",
         "        sum_over_copies(self.own, self.copies)\n",
         "",
         step=0,
@@ -374,7 +374,7 @@ FAULTS = {
         program="mesh_tasks:Stack",
     ),
     "an expert's gradient times the expert ranks": Fault(
-        "torch/strategies/expert.py",
+        "torch/parallel/expert/strategy.py",
         "            buckets.finish(shards)\n",
         "            buckets.finish(shards)\n"
         "            if buckets is self.own:\n"
@@ -387,7 +387,7 @@ FAULTS = {
         program="expert_tasks:Alike",
     ),
     "tokens of a rank in place of a shard": Fault(
-        "torch/expert_parallel/mixture.py",
+        "torch/parallel/expert/mixture.py",
         'rows = self.scope.rows("MixtureOfExperts", input)',
         "rows = [input.shape[0]]",
         step=0,
@@ -398,7 +398,7 @@ FAULTS = {
         program="expert_tasks:Averaged",
     ),
     "a norm of one rank's experts": Fault(
-        "torch/strategies/expert.py",
+        "torch/parallel/expert/strategy.py",
         "SomeCut(self.step.parameters, self.axis(EXPERT), cut, exact=False)",
         "Gradients(self.step.parameters)",
         step=0,
@@ -409,7 +409,7 @@ FAULTS = {
         program="expert_tasks:Averaged",
     ),
     "a weight that is whole counted on each rank": Fault(
-        "torch/sharding/gradient_parts.py",
+        "torch/parallel/sharded/gradients.py",
         "if id(p) in self.cut or self.comm.rank == 0]",
         "]",
         step=0,
@@ -430,7 +430,7 @@ FAULTS = {
         options=("--strategy", "fsdp"),
     ),
     "a tied weight untied": Fault(
-        "torch/strategies/pipeline.py",
+        "torch/parallel/pipeline/strategy.py",
         "        self.sum_tied()\n",
         "",
         step=0,
@@ -444,7 +444,7 @@ FAULTS = {
 IN_32_BITS_ONLY = {
     # float64 does not see them; sums over ranks are made in float32 in every other precision
     "rounded to 16 bits": Fault(
-        "torch/reducers/mean.py",
+        "torch/parallel/data/reducer.py",
         "self.comm.all_reduce(flat)",
         "self.comm.all_reduce(flat.copy_(flat.bfloat16()) if flat.itemsize == 4 else flat)",
         step=0,
@@ -462,7 +462,7 @@ IN_32_BITS_ONLY = {
         hint="",  # in bf16 the factor itself is rounded
     ),
     "statistics per rank": Fault(
-        "torch/reducers/mean.py",
+        "torch/parallel/data/reducer.py",
         "self.comm.all_reduce(flat)",
         "self.comm.all_reduce(flat[:-98] if flat.itemsize == 4 else flat)",
         step=0,

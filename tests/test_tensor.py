@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from allranks.cli.display.progress import follows_ranks
 from allranks.errors import ProgramError, RequestError
-from allranks.torch.strategies.tensor import sum_over_copies
-from allranks.torch.tensor_parallel.plan import default_plan
+from allranks.torch.parallel.tensor.plan import default_plan
+from allranks.torch.parallel.tensor.strategy import sum_over_copies
 from conftest import Train
 from tensor_tasks import OUT, Hooked, OwnForward
 from test_check import Check, check

@@ -124,25 +124,25 @@ ENGINES = {
 
 STRATEGIES = {
     TORCH: {
-        "single": "allranks.torch.strategies.single:Single",
+        "single": "allranks.torch.parallel.data.single:Single",
         "dp": "allranks.torch.strategies.one_process.dp:DP",
         "model-parallel": "allranks.torch.strategies.one_process.model_parallel:ModelParallel",
-        "ddp-plain": "allranks.torch.strategies.ddp_plain:DDPPlain",
-        "ddp": "allranks.torch.strategies.ddp:ddp",
-        "zero1": "allranks.torch.strategies.zero:ZeRO1",
-        "zero2": "allranks.torch.strategies.zero:ZeRO2",
-        "fsdp": "allranks.torch.strategies.fsdp:FSDP",
-        "hsdp": "allranks.torch.strategies.fsdp:HSDP",
+        "ddp-plain": "allranks.torch.parallel.data.ddp_plain:DDPPlain",
+        "ddp": "allranks.torch.parallel.data.ddp:ddp",
+        "zero1": "allranks.torch.parallel.sharded.zero:ZeRO1",
+        "zero2": "allranks.torch.parallel.sharded.zero:ZeRO2",
+        "fsdp": "allranks.torch.parallel.sharded.fsdp:FSDP",
+        "hsdp": "allranks.torch.parallel.sharded.fsdp:HSDP",
         "branches": "allranks.torch.strategies.branches:Branches",
-        "gpipe": "allranks.torch.strategies.pipeline:GPipe",
-        "1f1b": "allranks.torch.strategies.pipeline:OneForwardOneBackward",
-        "interleaved": "allranks.torch.strategies.pipeline:Interleaved",
-        "zero-bubble": "allranks.torch.strategies.pipeline:ZeroBubble",
+        "gpipe": "allranks.torch.parallel.pipeline.strategy:GPipe",
+        "1f1b": "allranks.torch.parallel.pipeline.strategy:OneForwardOneBackward",
+        "interleaved": "allranks.torch.parallel.pipeline.strategy:Interleaved",
+        "zero-bubble": "allranks.torch.parallel.pipeline.strategy:ZeroBubble",
         "independent": "allranks.torch.strategies.apart.independent:Independent",
-        "tensor": "allranks.torch.strategies.tensor:Tensors",
+        "tensor": "allranks.torch.parallel.tensor.strategy:Tensors",
         "context": "allranks.torch.strategies.context_parallel:ContextParallel",
-        "mesh": "allranks.torch.strategies.mesh:ThreeAxes",
-        "expert": "allranks.torch.strategies.expert:Experts",
+        "mesh": "allranks.torch.parallel.mesh:ThreeAxes",
+        "expert": "allranks.torch.parallel.expert.strategy:Experts",
         "local-sgd": "allranks.torch.strategies.apart.local_sgd:LocalSGD",
         "slowmo": "allranks.torch.strategies.apart.local_sgd:SlowMomentum",
         "block-momentum": "allranks.torch.strategies.apart.local_sgd:BlockMomentumFiltering",
@@ -162,21 +162,21 @@ STRATEGIES = {
 }
 
 REDUCERS = {
-    "mean": "allranks.torch.reducers.mean:Mean",
-    "tree": "allranks.torch.reducers.tree:Tree",
-    "fp16": "allranks.torch.reducers.half:FP16",
-    "bf16": "allranks.torch.reducers.half:BF16",
-    "ring": "allranks.torch.reducers.point_to_point:Ring",
-    "halving-doubling": "allranks.torch.reducers.point_to_point:HalvingDoubling",
-    "binary-tree": "allranks.torch.reducers.point_to_point:BinaryTree",
-    "star": "allranks.torch.reducers.point_to_point:Star",
-    "hierarchical": "allranks.torch.reducers.point_to_point:Hierarchical",
-    "top-k": "allranks.torch.reducers.compressed.gathered:TopK",
-    "two-bit": "allranks.torch.reducers.compressed.gathered:TwoBit",
-    "demo": "allranks.torch.reducers.compressed.demo:DeMo",
-    "power-sgd": "allranks.torch.reducers.compressed.power_sgd:PowerSGD",
-    "one-bit": "allranks.torch.reducers.compressed.columns:OneBit",
-    "n-bit": "allranks.torch.reducers.compressed.columns:NBit",
+    "mean": "allranks.torch.parallel.data.reducer:Mean",
+    "tree": "allranks.torch.parallel.data.tree:Tree",
+    "fp16": "allranks.torch.parallel.data.half:FP16",
+    "bf16": "allranks.torch.parallel.data.half:BF16",
+    "ring": "allranks.torch.parallel.data.point_to_point:Ring",
+    "halving-doubling": "allranks.torch.parallel.data.point_to_point:HalvingDoubling",
+    "binary-tree": "allranks.torch.parallel.data.point_to_point:BinaryTree",
+    "star": "allranks.torch.parallel.data.point_to_point:Star",
+    "hierarchical": "allranks.torch.parallel.data.point_to_point:Hierarchical",
+    "top-k": "allranks.torch.parallel.data.compressed.gathered:TopK",
+    "two-bit": "allranks.torch.parallel.data.compressed.gathered:TwoBit",
+    "demo": "allranks.torch.parallel.data.compressed.gathered:DeMo",
+    "power-sgd": "allranks.torch.parallel.data.compressed.power_sgd:PowerSGD",
+    "one-bit": "allranks.torch.parallel.data.compressed.columns:OneBit",
+    "n-bit": "allranks.torch.parallel.data.compressed.columns:NBit",
 }
 
 PLACES = {
@@ -192,7 +192,7 @@ PLACE_CHECK = "allranks.launcher.places.base:check_job"
 FIRST_CHECK = "allranks.tools.check.first:first_check"
 
 PLANNER = "allranks.torch.checkpoint.dcp"
-DTENSORS = "allranks.torch.sharding.dtensors"
+DTENSORS = "allranks.torch.parallel.sharded.state"
 """What only jobs pay for whose ranks hold parts of tensors: importing it takes a second."""
 
 PROGRAMS = {

@@ -13,9 +13,9 @@ from allranks.errors import RequestError
 from allranks.strategies.reduction_tree import Span
 from allranks.torch.comm.comm import Comm
 from allranks.torch.model.reals import reals
-from allranks.torch.reducers.base import Reducer
-from allranks.torch.reducers.buckets import ALIGNED_BYTES, Buckets
-from allranks.torch.reducers.packed import PackedBucket, own_rows
+from allranks.torch.parallel.data.buckets import ALIGNED_BYTES, Buckets
+from allranks.torch.parallel.data.half import PackedBucket, own_rows
+from allranks.torch.parallel.data.reducer import Reducer
 from counting import calls_of
 
 TALLY = 3

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from allranks.torch.comm.comm import Comm
 from allranks.torch.compression.columns import ColumnQuantizer
-from allranks.torch.reducers.buckets import Buckets
-from allranks.torch.reducers.compressed.columns import OneBit
+from allranks.torch.parallel.data.buckets import Buckets
+from allranks.torch.parallel.data.compressed.columns import OneBit
 from compressed_simulation import STEPS, simulated
 from conftest import Train
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from allranks.torch.reducers.exact_norm import exact_norm
+from allranks.torch.parallel.data.reducer import exact_norm
 
 
 def numbers(kind: torch.dtype, count: int = 200_003) -> Tensor:

@@ -16,7 +16,7 @@ from allranks.errors import ProgramError, RequestError
 from allranks.job.config import resolve
 from allranks.strategies.shards import even_sizes, owned_shards
 from allranks.tools.check.approximate import is_approximate
-from allranks.torch.reducers.half import _matching
+from allranks.torch.parallel.data.half import _matching
 from allranks.training.order import Order
 from conftest import Train
 from half_workers import KINDS, plain_sum

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from allranks.errors import RequestError
 from allranks.torch.comm.comm import Comm
-from allranks.torch.tensor_parallel.cutting import cut_model
-from allranks.torch.tensor_parallel.exchange import Exchange
-from allranks.torch.tensor_parallel.plan import default_plan
+from allranks.torch.parallel.tensor.cutting import cut_model
+from allranks.torch.parallel.tensor.exchange import Exchange
+from allranks.torch.parallel.tensor.plan import default_plan
 
 N, HEADS, T, S, E = 3, 2, 5, 4, 8
 

@@ -12,7 +12,7 @@ import torch
 from allranks.errors import ProgramError, RequestError
 from allranks.strategies.card import Reference
 from allranks.strategies.torch_cards import CARDS
-from allranks.torch.reducers.late import OnItsWay
+from allranks.torch.parallel.data.late import OnItsWay
 from conftest import Train
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from allranks.torch.reducers import moved
-from allranks.torch.reducers.moved import Moved
+from allranks.torch.parallel.data import buckets as moved
+from allranks.torch.parallel.data.buckets import Moved
 
 
 class Small:

@@ -13,9 +13,9 @@ import plain_tasks
 from allranks.errors import RequestError
 from allranks.strategies.reduction_tree import Span
 from allranks.torch.comm.comm import Comm
-from allranks.torch.reducers import buckets as buckets_module
-from allranks.torch.reducers.base import Reducer
-from allranks.torch.reducers.buckets import Buckets
+from allranks.torch.parallel.data import buckets as buckets_module
+from allranks.torch.parallel.data.buckets import Buckets
+from allranks.torch.parallel.data.reducer import Reducer
 from conftest import Train
 from in_this_process import trained
 

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from allranks.torch.comm.comm import Comm
-from allranks.torch.pipelining.looks import orders_of
-from allranks.torch.pipelining.parcels import Parcel, shape_of
-from allranks.torch.sharding import gradient_parts
-from allranks.torch.sharding.gradient_parts import ROW, SomeCut, squares_of
+from allranks.torch.parallel.pipeline.links import Parcel, shape_of
+from allranks.torch.parallel.pipeline.tensor_meta import orders_of
+from allranks.torch.parallel.sharded import gradients as gradient_parts
+from allranks.torch.parallel.sharded.gradients import ROW, SomeCut, squares_of
 
 
 def test_a_gradient_may_come_in_any_order_of_its_dimensions() -> None:

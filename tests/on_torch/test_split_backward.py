@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from allranks.errors import RequestError
-from allranks.torch.pipelining.split_backward import backward_to_inputs
-from allranks.torch.pipelining.stage_links import Received
+from allranks.torch.parallel.pipeline.links import Received
+from allranks.torch.parallel.pipeline.split_backward import backward_to_inputs
 from allranks.torch.step.gradients import Backward
 
 

@@ -27,8 +27,8 @@ from allranks.torch.optimizers.elementwise import (
 )
 from allranks.torch.optimizers.lamb import LAMB
 from allranks.torch.optimizers.lars import LARS
-from allranks.torch.sharding.state import with_parameters
-from allranks.torch.sharding.whole_updates import Divided
+from allranks.torch.parallel.sharded.state import with_parameters
+from allranks.torch.parallel.sharded.whole_optimizers import Divided
 from allranks.torch.state import random_streams, set_random_streams
 from conftest import Train
 from tensor_tasks import OfAll

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from allranks.strategies.pipeline_schedules import SCHEDULES, places
-from allranks.torch.pipelining.stage_links import Links, lanes_of
+from allranks.torch.parallel.pipeline.links import Links, lanes_of
+from allranks.torch.parallel.pipeline.strategy import Pipeline
 from allranks.torch.step.gradients import Backward
-from allranks.torch.strategies.pipeline import Pipeline
 
 
 class StandsStill(RuntimeError):

@@ -19,7 +19,7 @@ from allranks.job.job import Job
 from allranks.launcher.world import World
 from allranks.torch import Trainer
 from allranks.torch.comm import join as joining
-from allranks.torch.sharding.call_order import CallOrder
+from allranks.torch.parallel.sharded.call_order import CallOrder
 from pretended.tasks import Small
 
 Trail = list[tuple[str, int]]

@@ -4,9 +4,9 @@ What a user imports: `Task` to describe a training, `Trainer` for a loop of one'
 `MixtureOfExperts` as a layer of a model, `cross_entropy` for one whose output layer is cut.
 """
 
-from allranks.torch.expert_parallel.mixture import MixtureOfExperts
+from allranks.torch.parallel.expert.mixture import MixtureOfExperts
+from allranks.torch.parallel.tensor.layers import cross_entropy
 from allranks.torch.task import Task
-from allranks.torch.tensor_parallel.vocabulary_loss import cross_entropy
 from allranks.torch.trainer import Trainer
 
 __all__ = ["MixtureOfExperts", "Task", "Trainer", "cross_entropy"]

@@ -13,9 +13,9 @@ from allranks.strategies.reductions import compressed
 from allranks.strategies.reductions.option import is_late
 from allranks.strategies.shards import even_sizes, largest_shard
 from allranks.torch.data.collate import rows_of_ranks
-from allranks.torch.expert_parallel.mixture import MixtureOfExperts
 from allranks.torch.model.layers import normalising_layers, shard_norms
 from allranks.torch.outer.limits import for_learners
+from allranks.torch.parallel.expert.mixture import MixtureOfExperts
 from allranks.torch.step.ema import TwoModes
 from allranks.torch.strategies.base import Strategy
 from allranks.torch.task import Task

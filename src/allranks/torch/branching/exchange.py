@@ -11,7 +11,7 @@ from torch import Tensor
 from allranks.errors import RequestError
 from allranks.torch.branching.plan import Branch
 from allranks.torch.comm.comm import Comm
-from allranks.torch.pipelining.looks import Looks, flat
+from allranks.torch.parallel.pipeline.tensor_meta import Looks, flat
 
 
 class Exchange:

@@ -18,8 +18,8 @@ from allranks.torch.branching.later import Later
 from allranks.torch.branching.plan import Branch
 from allranks.torch.data.collate import map_arguments, tensors_of_arguments
 from allranks.torch.model.layers import Scope
-from allranks.torch.pipelining.looks import Looks, laid_out
-from allranks.torch.pipelining.stage_links import Received
+from allranks.torch.parallel.pipeline.links import Received
+from allranks.torch.parallel.pipeline.tensor_meta import Looks, laid_out
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from allranks.torch.context_parallel.exchange import SequenceExchange, Span
 from allranks.torch.context_parallel.proof import Proof
 from allranks.torch.context_parallel.refusals import nothing_to_cut
 from allranks.torch.context_parallel.sequence import BlockPasses, Call, CutPass
-from allranks.torch.expert_parallel.mixture import MixtureOfExperts
 from allranks.torch.model.layers import Scope, normalising_layers
 from allranks.torch.model.precision import Precision
+from allranks.torch.parallel.expert.mixture import MixtureOfExperts
 from allranks.torch.random.dropout import Part, ShardDropout
 from allranks.torch.task import Task
 

@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 from allranks.errors import RequestError
 from allranks.torch.comm.comm import Comm
 from allranks.torch.comm.subgroups import Pending
-from allranks.torch.tensor_parallel.exchange import Exchange, part_sizes
+from allranks.torch.parallel.tensor.exchange import Exchange, part_sizes
 
 HEADS, ROWS = 1, 2  # dimensions of what attention is given: (sample, head, position, feature)
 POSITIONS = 1  # the dimension of what a block is given: (sample, position, feature)

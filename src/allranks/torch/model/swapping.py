@@ -7,7 +7,6 @@ from torch.nn.modules.batchnorm import _BatchNorm  # the public base of 1d, 2d a
 
 from allranks.errors import RequestError
 from allranks.torch.batchnorm.shard import ShardBatchNorm
-from allranks.torch.expert_parallel.mixture import MixtureOfExperts, ShardMixture
 from allranks.torch.model.layers import (
     OF_SWAPPED,
     Scope,
@@ -16,6 +15,7 @@ from allranks.torch.model.layers import (
     own_kind,
     swapped_kind,
 )
+from allranks.torch.parallel.expert.mixture import MixtureOfExperts, ShardMixture
 from allranks.torch.random.dropout import DROPOUTS, ShardDropout
 from allranks.torch.random.keyed_rng import slot_of
 

@@ -27,11 +27,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from allranks.strategies.cards.parameter_server import COMPENSATED, PLAIN, STALENESS_AWARE
+from allranks.torch.parallel.sharded.gradients import squares_of
 from allranks.torch.parameter_server.flat import MANY, Flat, FlatLayout, are_squares
 from allranks.torch.parameter_server.memory import ReadWeights
 from allranks.torch.parameter_server.placement import Piece
 from allranks.torch.parameter_server.state import Kept, cut_state, join_state
-from allranks.torch.sharding.gradient_parts import squares_of
 from allranks.torch.step.trainable import update
 
 

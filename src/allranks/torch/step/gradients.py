@@ -15,7 +15,7 @@ from torch.optim import Optimizer, SparseAdam
 from allranks.errors import RequestError
 from allranks.torch.accelerator import holds
 from allranks.torch.model.reals import real_type, reals
-from allranks.torch.reducers.exact_norm import exact_norm
+from allranks.torch.parallel.data.reducer import exact_norm
 
 ROW = 4096  # numbers whose squares are added in their own type
 LONG = 2**20

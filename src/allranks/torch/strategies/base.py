@@ -28,9 +28,9 @@ from allranks.torch.deferred_init.materialise import take_up
 from allranks.torch.deferred_init.recorded import Recorded
 from allranks.torch.model.placement import held
 from allranks.torch.optimizers.made import made_on_parts
-from allranks.torch.reducers.tree import TreeSum
-from allranks.torch.sharding.parameters import refuse_copies
-from allranks.torch.sharding.state import with_parameters
+from allranks.torch.parallel.data.tree import TreeSum
+from allranks.torch.parallel.sharded.gradients import refuse_copies
+from allranks.torch.parallel.sharded.state import with_parameters
 from allranks.torch.state import (
     TrainedSet,
     load_model_state,

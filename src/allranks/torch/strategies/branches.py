@@ -29,10 +29,10 @@ from allranks.torch.branching.later import real, wait_before
 from allranks.torch.branching.plan import Branch, Plan, holds, plan_of
 from allranks.torch.branching.run import Around
 from allranks.torch.data.batch import Batch
+from allranks.torch.parallel.pipeline.staged import Staged
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.losses import forward
 from allranks.torch.step.tally import Tally
-from allranks.torch.strategies.staged import Staged
 
 ELSEWHERE = re.compile(r"\bmeta\b", re.IGNORECASE)
 

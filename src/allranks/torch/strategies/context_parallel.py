@@ -26,9 +26,9 @@ from allranks.torch.context_parallel.attention import Intercepted, attention_of
 from allranks.torch.context_parallel.blocks import CutBlocks, blocks_of
 from allranks.torch.context_parallel.exchange import ContextExchange, Span
 from allranks.torch.data.batch import Batch
+from allranks.torch.parallel.data.ddp import DDP
 from allranks.torch.step.losses import forward
 from allranks.torch.step.tally import Tally
-from allranks.torch.strategies.ddp import DDP
 
 
 class ContextParallel(DDP):

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from allranks.torch.parallel.data.buckets import MOVED_BYTES, Moved
 from allranks.torch.parameter_server.flat import Flat
-from allranks.torch.reducers.moved import MOVED_BYTES, Moved
 
 
 class LaidOut:

@@ -43,7 +43,7 @@ from allranks.torch.data.batch import (
 from allranks.torch.data.collate import tensors_in
 from allranks.torch.model.layers import Scope, computed_again
 from allranks.torch.model.placement import held, row
-from allranks.torch.sharding.parameters import check_no_hooks
+from allranks.torch.parallel.sharded.gradients import check_no_hooks
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.losses import forward
 from allranks.torch.step.passes import UNRELATED, unrelated_input

@@ -43,12 +43,12 @@ from allranks.torch.data.collate import map_arguments, map_tensors, tensors_in, 
 from allranks.torch.model.activation_checkpointing import Recomputed, recomputed
 from allranks.torch.model.layers import OfShard, Scope, every_layer, own_kind
 from allranks.torch.model.partition import DeviceMap, balanced, by_hand, seconds_of, units_of
+from allranks.torch.parallel.data.single import Single
 from allranks.torch.step.losses import forward
 from allranks.torch.step.passes import UNRELATED, unrelated_input
 from allranks.torch.step.tally import Tally
 from allranks.torch.strategies.context import StrategyContext
 from allranks.torch.strategies.one_process.in_flight import InFlight, Turns, apart, in_threads
-from allranks.torch.strategies.single import Single
 
 CUT = Cut("--strategy model-parallel:split", "the pieces in flight")
 TWO_DEVICES = re.compile(r"to be on the same device|is not on the expected device")

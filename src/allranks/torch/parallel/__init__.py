@@ -1,0 +1,1 @@
+"""Parallel strategies, one room for each family: data, sharded, tensor, pipeline, expert."""

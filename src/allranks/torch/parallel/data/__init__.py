@@ -1,0 +1,1 @@
+"""Data parallelism: every rank holds the whole model; gradients are summed in buckets."""

@@ -1,0 +1,305 @@
+"""Gradients in a few flat buckets, in the order in which backward finishes them.
+
+The `.grad` of every parameter is a view into its bucket, so nothing is copied to be sent; the tally
+stands at the end of the bucket that leaves last. Every view begins at a multiple of 128 bytes, as a
+gradient of its own would: kernels follow where a tensor begins, down to the last bit. Buckets leave
+in one fixed order on all ranks, each as soon as its gradients are finished and those before it have
+left.
+
+Backward adds to the `.grad` that it finds, so a bucket begins as zeros; where it `moves`, large
+gradients are made anew, and moved there (`moved`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from allranks.errors import RequestError
+from allranks.torch.model.reals import real_type, reals
+from allranks.torch.parallel.data.reducer import Bucket, Reducer
+from allranks.torch.shared_memory.library import library
+from allranks.torch.step.gradients import gradient_taken
+
+# --- moved ---------------------------------------------------------------------------------------
+# Gradients that are written where they belong as soon as backward has made them.
+#
+# Backward adds to the `.grad` that it finds, which begins as zeros: a write and a read more than to
+# keep what it makes. Where it finds none, what it makes is moved: the same bits, 0 + g.
+
+
+LIBRARY = library()
+MOVED_BYTES = 2**16  # from here on a pass through memory takes longer than a call from Python
+
+
+class Moved:
+    """The `homes` of gradients, by the positions of their parameters.
+
+    A pass, or several, begins with `begin` and ends with `settle`; `finished` is called for each
+    gradient that a backward pass has finished. Where all of them are read after the passes alone,
+    `read_later`, and no cache holds them, they are written past it.
+    """
+
+    def __init__(
+        self, homes: Mapping[int, tuple[nn.Parameter, Tensor]], *, read_later: bool = False
+    ) -> None:
+        self._homes = homes
+        self._past_caches = read_later and self._outgrow_caches()
+        self._awaited: dict[int, tuple[nn.Parameter, Tensor]] = {}
+
+    def begin(self) -> None:
+        """Let backward make all of them anew."""
+        self._awaited = dict(self._homes)
+        for parameter, _ in self._homes.values():
+            parameter.grad = None
+
+    def finished(self, position: int) -> None:
+        """Backward has finished a gradient (called during backward): the first one is moved."""
+        if position in self._awaited:
+            self._move(*self._awaited.pop(position))
+
+    def _move(self, parameter: nn.Parameter, home: Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is None:
+            raise gradient_taken(parameter)
+        if gradient.is_sparse:
+            home.zero_().add_(gradient)
+        elif self._past_caches and _lie_alike(gradient, home):
+            at = home.data_ptr(), gradient.data_ptr(), home.numel()
+            LIBRARY.move(*at, home.dtype == torch.float64)  # type: ignore[union-attr]
+        else:
+            torch.add(gradient, 0, out=home)  # no copy: 0 + -0.0 is 0.0
+        parameter.grad = home
+
+    def _outgrow_caches(self) -> bool:
+        """Whether no cache holds them; without the library nobody asks."""
+        nbytes = sum(home.nbytes for _, home in self._homes.values())
+        return LIBRARY is not None and nbytes > LIBRARY.cache_bytes()
+
+    def settle(self) -> None:
+        """Let gradients be zero that no pass has made."""
+        for parameter, home in self._awaited.values():
+            if parameter.grad is not None:
+                raise gradient_taken(parameter)
+            parameter.grad = home.zero_()
+        self._awaited = {}
+
+
+def _lie_alike(gradient: Tensor, home: Tensor) -> bool:
+    """Whether both are runs of numbers of one type, in memory that the library can read."""
+    kinds = gradient.dtype == home.dtype in (torch.float32, torch.float64)
+    cpu = gradient.device.type == home.device.type == "cpu"
+    runs = gradient.is_contiguous() and home.is_contiguous()
+    return kinds and cpu and runs and not gradient.is_neg() and not gradient.is_conj()
+
+
+# --- in order ------------------------------------------------------------------------------------
+# The order in which buckets leave: one for all ranks, each as soon as backward has finished it.
+
+
+class InOrder:
+    """Calls `leave(bucket)` for the buckets 0, 1, 2, … of one backward pass, never out of turn.
+
+    `bucket_of` says in which bucket each parameter lies. The last `held_back` buckets leave with
+    `finish` only.
+    """
+
+    def __init__(
+        self, bucket_of: Sequence[int], leave: Callable[[int], None], *, held_back: int = 0
+    ) -> None:
+        self._bucket_of, self._leave = bucket_of, leave
+        self._buckets = max(bucket_of, default=-1) + 1
+        self._members = [0] * self._buckets
+        for bucket in bucket_of:
+            self._members[bucket] += 1
+        self._may_leave = self._buckets - held_back
+        self._pending: list[int] = []
+        self._finished: set[int] = set()
+        self._is_open = False
+        self._left = 0
+
+    def begin(self) -> None:
+        """Nothing has left, and nothing may until it is `released`."""
+        self._is_open, self._left = False, 0
+
+    def release(self) -> None:
+        """A bucket may leave once the next backward pass has finished it."""
+        self._is_open, self._pending = True, list(self._members)
+        self._finished.clear()
+
+    def finished(self, position: int) -> None:
+        """Backward has finished the gradient of a parameter (called during backward)."""
+        if not self._is_open:
+            return
+        if position in self._finished:
+            raise RequestError(
+                asked="one backward pass",
+                found="it finished the gradient of a parameter twice",
+                why="its bucket may have left after the first time",
+                do="use checkpoint(…, use_reentrant=False)",
+            )
+        self._finished.add(position)
+        self._pending[self._bucket_of[position]] -= 1
+        while self._left < self._may_leave and self._pending[self._left] == 0:
+            self._let_leave()
+
+    def finish(self) -> None:
+        """Let the rest leave."""
+        while self._left < self._buckets:
+            self._let_leave()
+        self._is_open = False
+
+    def _let_leave(self) -> None:
+        self._leave(self._left)
+        self._left += 1
+
+
+ALIGNED_BYTES = 128
+
+
+class Buckets:
+    """The buckets of one model on one rank. A step calls `begin`, `release` and `finish`.
+
+    Who says that it `moves` calls `gradient_finished` in every backward pass of a step.
+    """
+
+    def __init__(
+        self,
+        names: list[str],
+        parameters: list[nn.Parameter],
+        *,
+        tally_size: int,
+        bucket_bytes: int,
+        reducer: Reducer,
+        moves: bool = False,
+    ) -> None:
+        self.reducer = reducer
+        self.buckets: list[Bucket] = []
+        self._views: list[tuple[nn.Parameter, Tensor]] = []
+        moved: dict[int, tuple[nn.Parameter, Tensor]] = {}
+        self._zeroed: list[Tensor] = []
+        self._bucket_of = [0] * len(parameters)
+        groups = grouped(parameters, bucket_bytes)
+        for bucket, positions in enumerate(groups):
+            extra = tally_size if bucket == len(groups) - 1 else 0
+            sizes = [_room_for(parameters[position]) for position in positions]
+            size = sum(sizes)
+            flat = reducer.room(size + extra, reals(parameters[positions[0]].detach()))
+            parts = flat[:size].split(sizes)
+            views, kept = {}, 0
+            for position, part in zip(positions, parts, strict=True):
+                parameter = parameters[position]
+                view = views[names[position]] = _laid_out_as(parameter, part)
+                self._views.append((parameter, view))
+                self._bucket_of[position] = bucket
+                if moves and parameter.nbytes >= MOVED_BYTES:
+                    moved[position] = parameter, view
+                    start = part.storage_offset() - flat.storage_offset()
+                    self._zeroed.append(flat[kept:start])
+                    kept = start + parameter.nbytes // flat.element_size()
+            self._zeroed.append(flat[kept:])
+            self.buckets.append(Bucket(flat, flat[:size], views))
+        self.tally = self.buckets[-1].flat[size : size + tally_size]
+        self._zeroed = [part for part in self._zeroed if part.numel()]
+        self._moved = Moved(moved)
+        reducer.prepare(self.buckets)
+        self._leave = _Leave(reducer)
+        self._order = InOrder(self._bucket_of, self._leave, held_back=1)
+
+    @property
+    def flats(self) -> list[Tensor]:
+        """What is sent, message by message."""
+        return [bucket.flat for bucket in self.buckets]
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        """The gradients of each bucket, without what rides on it."""
+        return [bucket.gradients for bucket in self.buckets]
+
+    def begin(self) -> None:
+        """All gradients and the tally are zero, or yet to be made."""
+        if self._zeroed:
+            torch._foreach_zero_(self._zeroed)
+        for parameter, view in self._views:
+            parameter.grad = view
+        self._moved.begin()
+        self._order.begin()
+
+    def add_leaf(self, shards: range) -> None:
+        """Take in a leaf that is not the last; gradients and tally are zero again."""
+        self._moved.settle()
+        for bucket in range(len(self.buckets)):
+            self.reducer.launch(bucket, (shards.start, shards.stop), last=False)
+        self._moved.begin()
+
+    def release(self, shards: range) -> None:
+        """The next backward pass is the last: a bucket may leave once it is finished."""
+        self._leave.shards = shards
+        self._order.release()
+
+    def gradient_finished(self, position: int) -> None:
+        """Backward has finished the gradient of a parameter (called during backward)."""
+        self._moved.finished(position)
+        self._order.finished(position)
+
+    def finish(self, shards: range) -> None:
+        """Let the rest leave and wait: gradients and tally are the sums over all ranks."""
+        self.leave(shards)
+        self.reducer.finish()
+
+    def leave(self, shards: range) -> None:
+        """Let the rest leave."""
+        self._moved.settle()
+        self._leave.shards = shards
+        self._order.finish()
+        for parameter, view in self._views:
+            if parameter.grad is not view:
+                raise gradient_taken(parameter)
+
+
+class _Leave:
+    """Gives a bucket to the reducer with the last of this rank's `shards`.
+
+    It does not know the buckets: when others are laid out their memory goes at once.
+    """
+
+    def __init__(self, reducer: Reducer) -> None:
+        self.reducer, self.shards = reducer, range(0)
+
+    def __call__(self, bucket: int) -> None:
+        self.reducer.launch(bucket, (self.shards.start, self.shards.stop), last=True)
+
+
+def _room_for(parameter: Tensor) -> int:
+    """How many real numbers a gradient takes up in its bucket."""
+    item = reals(parameter.detach()).element_size()
+    return -(-parameter.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES // item
+
+
+def _laid_out_as(parameter: Tensor, flat: Tensor) -> Tensor:
+    """The start of `flat` as a parameter's shape, in its memory format (channels-last)."""
+    if parameter.is_complex():
+        flat = torch.view_as_complex(flat.view(-1, 2))
+    flat = flat[: parameter.numel()]
+    if parameter.is_contiguous():
+        return flat.view(parameter.shape)
+    return flat.as_strided(
+        parameter.shape, torch.empty_like(parameter).stride(), flat.storage_offset()
+    )
+
+
+def grouped(parameters: list[nn.Parameter], bucket_bytes: int) -> list[list[int]]:
+    """Positions of the parameters of each bucket, last parameter first, one type per bucket."""
+    groups: list[list[int]] = []
+    filled, kind = 0, torch.float32
+    for position in reversed(range(len(parameters))):
+        parameter = parameters[position]
+        own = real_type(parameter.dtype)
+        if not groups or filled + parameter.nbytes > bucket_bytes or own != kind:
+            groups.append([])
+            filled, kind = 0, own
+        groups[-1].append(position)
+        filled += parameter.nbytes
+    return groups

@@ -1,0 +1,136 @@
+"""1-bit SGD: columns of each matrix in a few bits a number, quantised twice, with two residuals.
+
+    1. every rank quantises its gradients with its residual, and gives stripe r of the columns to
+       rank r
+    2. rank r adds up what all gave it, its own quantised one too, in the order of the ranks
+    3. it quantises the sum with a second residual, of its stripe, and gives it to all
+
+A column is what one output has: a row of a linear layer's weight, the weights of one output channel
+of a convolution (OIHW). Vectors and numbers are summed as they are. Stripes are of one size, the
+last ones padded; whose a column is changes no result. Seide et al. 2014, 1-Bit Stochastic Gradient
+Descent; CNTK's `AllReduceDistGradAggregator.h`. One rank alone quantises twice too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from allranks.strategies.reductions.compressed import is_matrix
+from allranks.torch.comm.comm import Comm
+from allranks.torch.comm.subgroups import Pending
+from allranks.torch.compression.columns import ColumnQuantizer
+from allranks.torch.parallel.data.compressed.gathered import Compressed, Exchange, real_view
+from allranks.torch.parallel.data.reducer import Bucket
+
+
+class NBit(Compressed):
+    """An all-to-all, an all-gather and an all-reduce (of what is no matrix) per bucket.
+
+    Sends 2(N-1)/N of `bits` a number and 8 bytes a column, of vectors and the tally.
+    """
+
+    def __init__(self, comm: Comm, shards: int, *, bits: str, after: int) -> None:
+        super().__init__(comm, shards, after)
+        self.quantizer = ColumnQuantizer(int(bits))
+
+    def exchange_of(self, bucket: Bucket) -> Exchange:
+        return _Striped(self.comm, bucket, self.quantizer)
+
+
+class OneBit(NBit):
+    """The same with a sign for each number."""
+
+    def __init__(self, comm: Comm, shards: int, *, after: int) -> None:
+        super().__init__(comm, shards, bits="1", after=after)
+
+
+@dataclass
+class _Matrix:
+    """Columns of one gradient, a row each here: residuals of all, and of the sum of a stripe."""
+
+    view: Tensor
+    ranks: int
+    quantizer: ColumnQuantizer
+    residual: Tensor = field(init=False)
+    of_sum: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.count, self.length = self.view.shape[0], self.view[0].numel()
+        self.stripe = -(-self.count // self.ranks)
+        self.residual = self.view.new_zeros((self.ranks * self.stripe, self.length))
+        self.of_sum = self.view.new_zeros((self.stripe, self.length))
+
+    def given(self) -> Tensor:
+        """(rank, bytes) of this rank's gradient."""
+        own = self.residual[: self.count]
+        own.add_(self.view.reshape(own.shape))
+        return self._encoded(self.residual).view(self.ranks, -1)
+
+    def summed(self, received: Tensor) -> Tensor:
+        """(bytes,) of the sum of this rank's stripe, of (rank, bytes)."""
+        for message in received:
+            self.quantizer.add_decoded(message.reshape(self.stripe, -1), self.of_sum)
+        return self._encoded(self.of_sum).flatten()
+
+    def take(self, every: Tensor) -> None:
+        """Lay the sums of all stripes, (rank, bytes), into the bucket."""
+        columns = every.reshape(self.ranks * self.stripe, -1)[: self.count]
+        total = self.quantizer.decode(columns, self.length, self.view.dtype)
+        self.view.copy_(total.view(self.view.shape))
+
+    def _encoded(self, residual: Tensor) -> Tensor:
+        message = self.quantizer.encode(residual)
+        self.quantizer.add_decoded(message, residual, alpha=-1)
+        residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        return message
+
+
+class _Striped(Exchange):
+    """One bucket, its matrices by columns."""
+
+    def __init__(self, comm: Comm, bucket: Bucket, quantizer: ColumnQuantizer) -> None:
+        self.comm = comm
+        self.plain: list[Tensor] = []
+        self.matrices: dict[str, _Matrix] = {}
+        for name, view in bucket.views.items():
+            if view.is_complex() or not is_matrix(tuple(view.shape)):
+                self.plain.append(real_view(view))
+            else:
+                self.matrices[name] = _Matrix(view, comm.size, quantizer)
+        self.plain.append(bucket.flat[bucket.gradients.numel() :])
+
+    def messages(self) -> Iterator[Pending]:
+        rest = torch.cat([tensor.flatten() for tensor in self.plain])
+        rest_is_there = self.comm.all_reduce(rest)
+        matrices = list(self.matrices.values())
+        if matrices:
+            rows = [matrix.given() for matrix in matrices]
+            sizes = [row.shape[1] for row in rows]
+            received = given = torch.cat(rows, 1)
+            if self.comm.size > 1:
+                received = torch.empty_like(given)
+                parts = [given.shape[1]] * self.comm.size
+                yield self.comm.all_to_all(received.view(-1), given.view(-1), parts, parts)
+            stripes = received.split(sizes, 1)
+            sums = [matrix.summed(own) for matrix, own in zip(matrices, stripes, strict=True)]
+            own = every = torch.cat(sums)
+            if self.comm.size > 1:
+                every = torch.empty_like(given).view(-1)
+                yield self.comm.all_gather(every, own)
+            totals = every.view(self.comm.size, -1).split(sizes, 1)
+            for matrix, total in zip(matrices, totals, strict=True):
+                matrix.take(total)
+        yield rest_is_there
+        parts_of_rest = rest.split([tensor.numel() for tensor in self.plain])
+        for tensor, part in zip(self.plain, parts_of_rest, strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+    def kept(self) -> dict[str, dict[str, Tensor]]:
+        return {
+            name: {"residual": matrix.residual, "residual_of_sum": matrix.of_sum}
+            for name, matrix in self.matrices.items()
+        }

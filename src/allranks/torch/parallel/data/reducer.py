@@ -1,0 +1,178 @@
+"""What every reducer is: it sums one bucket at a time over all ranks, and may do so in the back.
+
+A step gives each bucket to the reducer leaf by leaf; with the last leaf its exchange may begin; at
+the end the bucket holds the sum over all leaves of all ranks, the same on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from allranks.strategies.reduction_tree import Span
+from allranks.torch.comm.comm import Comm
+from allranks.torch.comm.subgroups import Pending
+from allranks.torch.model.reals import reals
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """What is summed in one message: a flat tensor, which begins with the gradients of parameters.
+
+    `views` are these gradients in the shape of their parameters, by name. What follows them in
+    `flat` is the tally: numbers that must never be rounded.
+    """
+
+    flat: Tensor
+    gradients: Tensor
+    views: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class Reducer(ABC):
+    """Sums buckets over the ranks of `comm`. Buckets are told apart by their index."""
+
+    def __init__(self, comm: Comm, shards: int) -> None:
+        self.comm, self.shards = comm, shards
+        self.buckets: Sequence[Bucket] = ()
+
+    @property
+    def multiple(self) -> int:
+        """The number of elements of a bucket must be a multiple of this."""
+        return 1
+
+    def room(self, count: int, like: Tensor) -> Tensor:
+        """Zeros for the `flat` of a bucket that has to hold so many; every rank calls this."""
+        return like.new_zeros(-(-count // self.multiple) * self.multiple, requires_grad=False)
+
+    def prepare(self, buckets: Sequence[Bucket]) -> None:
+        """Learn the buckets, whenever they change; what was not sent yet is loaded after it."""
+        self.buckets = buckets
+
+    @abstractmethod
+    def launch(self, bucket: int, leaf: Span, *, last: bool) -> None:
+        """Take in a leaf of this rank, in the same order of buckets on all ranks.
+
+        With the `last` the exchange begins; after any other one the bucket is zero again.
+        """
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait until every bucket holds its sum over all ranks."""
+
+    def sum_apart(self, leaves: Sequence[tuple[Span, Tensor]]) -> Tensor:
+        """The sum of flat tensors, one for each leaf of this rank, in the order of every sum.
+
+        Every rank calls this, between the sums of two steps. The buckets are to be prepared again.
+        """
+        size = leaves[0][1].numel()
+        flat = self.room(size, leaves[0][1])
+        self.prepare([Bucket(flat, flat)])
+        for span, tensor in leaves:
+            flat[:size].copy_(tensor)
+            self.launch(0, span, last=span is leaves[-1][0])
+        self.finish()
+        return flat[:size]
+
+    def state(self) -> dict[str, Any]:
+        """What the next steps depend on, of this rank alone: residuals that were not sent yet."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take up what `state` returned, perhaps of other parameters: of those that are there.
+
+        Of `{}` nothing.
+        """
+
+
+# --- mean ----------------------------------------------------------------------------------------
+# The plain sum of an all-reduce; with the division that the engine has done before, the mean.
+#
+# The order of additions is the collective's own and follows the number of ranks: equal to one
+# process up to rounding.
+
+
+class Mean(Reducer):
+    """One all-reduce per bucket. Sends 2(N-1)/N of its bytes."""
+
+    def __init__(self, comm: Comm, shards: int) -> None:
+        super().__init__(comm, shards)
+        self._under_way: list[Pending] = []
+
+    def room(self, count: int, like: Tensor) -> Tensor:
+        return self.comm.zeros(count, like)
+
+    def launch(self, bucket: int, leaf: Span, *, last: bool) -> None:
+        assert last, "gradients of all shards add up in the bucket: one leaf per rank"
+        flat = self.buckets[bucket].flat
+        self._under_way.append(self.comm.all_reduce(flat))
+
+    def finish(self) -> None:
+        for pending in self._under_way:
+            pending.wait()
+        self._under_way.clear()
+
+
+# --- exact norm ----------------------------------------------------------------------------------
+# The norm of a gradient, to the last bit the same whoever holds which part of it.
+#
+# A sum of floating-point numbers follows their order, and the order follows how tensors are cut.
+# Here each square is split at fixed powers of two into three numbers, and each of those is a
+# multiple of a unit that is coarse enough for all of them to add up without rounding: a sum that no
+# order changes. Demmel and Nguyen 2015, Parallel Reproducible Summation, IEEE Transactions on
+# Computers 64(7).
+
+
+SPLITS = 3
+MANTISSA = 52  # bits of a float64, of which those of the count of elements are kept free
+BLOCK = 1 << 16  # elements that are split at once, while they are in the cache
+
+Everywhere = Callable[[Tensor], Tensor]
+"""The row that each rank gives, (ranks, row); every rank calls it alike."""
+
+
+def exact_norm(tensors: Sequence[Tensor], everywhere: Everywhere = lambda row: row[None]) -> float:
+    """The 2-norm of all `tensors` of all ranks, of which each holds a part of its own.
+
+    Not finite exactly if one of the elements is not. With `everywhere` it communicates twice, five
+    numbers from each rank in all.
+    """
+    flats = [reals(tensor.detach()).reshape(-1) for tensor in tensors if tensor.numel()]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    count = sum(flat.numel() for flat in flats)
+    own = torch.tensor([0.0, count], dtype=torch.float64, device=device)
+    if flats:
+        own[0] = torch.stack([flat.abs().amax().double() for flat in flats]).amax()
+    rows = everywhere(own)
+    largest, count = float(rows[:, 0].amax()), int(rows[:, 1].sum())
+    if largest == 0 or not math.isfinite(largest):
+        return largest
+    exponent = math.frexp(largest)[1]
+    sums = torch.zeros(SPLITS, dtype=torch.float64, device=device)
+    for flat in flats:
+        for block in flat.split(BLOCK):
+            sums += _split_sums(block.double() * 2.0**-exponent, count.bit_length())
+    total = everywhere(sums).sum(dim=0)
+    return math.sqrt(math.fsum(total.tolist())) * 2.0**exponent
+
+
+def _split_sums(values: Tensor, bits: int) -> Tensor:
+    """The sums of the squares of `values`, all below 1, split at units; none of them is rounded.
+
+    `bits` is how many the count of all elements has.
+    """
+    rest = values.square_()
+    sums = []
+    power = bits - MANTISSA
+    for _ in range(SPLITS):
+        shift = 1.5 * 2.0 ** (MANTISSA + power)  # what is added to it is rounded to 2 ** power
+        high = rest.add(shift).sub_(shift)
+        rest = rest.sub_(high)
+        sums.append(high.sum())
+        power += bits - MANTISSA - 1
+    return torch.stack(sums)

@@ -1,0 +1,49 @@
+"""One process does the whole global batch: what every other strategy must equal.
+
+With `--bitwise` each shard goes through the model alone, and shard gradients are added along the
+fixed tree, exactly as the ranks of `ddp:reduce=tree` add them together.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from allranks.torch.data.batch import Batch, Leaf
+from allranks.torch.parallel.data.tree import TreeSum
+from allranks.torch.step.gradients import Gradients, all_gradients
+from allranks.torch.step.tally import Tally
+from allranks.torch.strategies.base import Strategy
+
+
+class Single(Strategy):
+    """Forward, backward, update. Nothing is sent."""
+
+    name = "single"
+    can_run_ahead = True
+
+    def forward_backward(self, batch: Batch) -> Tally:
+        return self._along_the_tree(batch) if self.shard_alone else super().forward_backward(batch)
+
+    def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
+        return local, Gradients(self.step.parameters, exact=self.shard_alone)
+
+    def _along_the_tree(self, batch: Batch) -> Tally:
+        """Leave in `.grad` the sum of the shards' gradients; returns the sum of their tallies."""
+        tree = TreeSum(self.task.shards)
+        tally = self.step.layout.tally()
+
+        def start(leaf: Leaf) -> Tally:
+            tally.tensor.zero_()
+            for parameter in self.step.parameters:
+                parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+            return tally
+
+        def add(leaf: Leaf) -> None:
+            gradients = all_gradients(self.step.parameters)
+            tree.add((leaf.shards.start, leaf.shards.stop), [*gradients, tally.tensor])
+
+        self.step.accumulate(batch, start, add)
+        *gradients, total = tree.total()
+        for parameter, gradient in zip(self.step.parameters, gradients, strict=True):
+            parameter.grad = gradient
+        return self.step.layout.tally(total)

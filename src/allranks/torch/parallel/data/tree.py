@@ -1,0 +1,479 @@
+"""Sums along one fixed binary tree over all shards, whoever owns them: equal bits on any ranks.
+
+Inside a rank, shard gradients are added as soon as both children of a node are there. The ranks
+finish the tree from the roots of the complete subtrees that they hold, in one of three ways:
+
+* in place, where ranks share memory: each adds up its chunk of all roots and writes it to all;
+* in pairs, where ranks are siblings in the tree and the bucket is small: round k sums over two
+  ranks, 2^k apart, and log2(N) rounds are all there is to wait for;
+* in chunks otherwise: an all-to-all gives chunk r of every root of every rank to rank r, which
+  finishes the tree for its chunk, and an all-gather brings the sums together.
+
+Nothing is divided here: 1/3 is not exact.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from allranks.errors import RequestError
+from allranks.strategies.reduction_tree import (
+    Span,
+    are_siblings,
+    merges,
+    rounds_of_pairs,
+    subtree_roots,
+    uses_pairs,
+)
+from allranks.strategies.shards import owned_shards
+from allranks.torch.comm.comm import Comm
+from allranks.torch.comm.subgroups import Pending
+from allranks.torch.data.batch import Batch
+from allranks.torch.parallel.data.half import PackedBucket
+from allranks.torch.parallel.data.reducer import Bucket, Reducer
+from allranks.torch.shared_memory.in_place import addresses_of, plan_of_sum, share_memory
+
+# --- tree in place -------------------------------------------------------------------------------
+# The end of the fixed tree where ranks share memory: one sum of all their roots, where they lie.
+#
+# Every rank adds up its chunk of all roots along the tree, and writes it to every rank: the work of
+# a plain sum. The last root of a rank lies in the bucket itself, others in memory beside it: there
+# are none where the ranks are siblings in the tree.
+
+
+class TreeInPlace:
+    """The sums of buckets over the ranks of `comm`, who share memory."""
+
+    def __init__(self, comm: Comm, shards: int) -> None:
+        self.comm, self.shards = comm, shards
+        self._spans = [
+            subtree_roots(owned_shards(shards, comm.size, rank), shards)
+            for rank in range(comm.size)
+        ]
+        self._order = merges(tuple(span for spans in self._spans for span in spans), shards)
+        self._leaves: list[list[int]] = []
+
+    def prepare(self, flats: Sequence[Tensor]) -> None:
+        """Learn the buckets; every rank calls this."""
+        most = max(len(spans) for spans in self._spans)
+        self._flats = list(flats)
+        self._beside = [[self.comm.zeros(f.numel(), f) for _ in range(most - 1)] for f in flats]
+        self._leaves = [
+            self._places(flat, beside)
+            for flat, beside in zip(self._flats, self._beside, strict=True)
+        ]
+
+    def _places(self, flat: Tensor, beside: list[Tensor]) -> list[int]:
+        """Where each root of each rank lies; nothing if not all can read all of them."""
+        own, *others = [addresses_of(self.comm.of_torch, one) for one in (flat, *beside)]
+        if not all([own, *others]):
+            return []
+        return [
+            (own if root == len(spans) - 1 else others[root])[rank]
+            for rank, spans in enumerate(self._spans)
+            for root in range(len(spans))
+        ]
+
+    def has(self, bucket: int) -> bool:
+        """Whether all ranks can read this bucket."""
+        return bool(self._leaves[bucket])
+
+    def begin(self, bucket: int, roots: Sequence[Tensor]) -> Pending:
+        """Begin the sum of a bucket, of which this rank holds these roots, the last one in it.
+
+        Counted as what the messages of a tree would be.
+        """
+        flat, size = self._flats[bucket], self.comm.size
+        for place, root in zip(self._beside[bucket], roots[:-1], strict=False):
+            place.copy_(root)
+        sent = (len(roots) + 1) * flat.nbytes * (size - 1) / size
+        if uses_pairs(self.shards, size, flat.nbytes):
+            sent = flat.nbytes * (rounds_of_pairs(self.shards, size) or 0)
+        plan = plan_of_sum(self.comm.of_torch, flat, self._leaves[bucket], self._order)
+        return self.comm.begin_sum(plan, sent)
+
+
+class TreeSum:
+    """Adds what belongs to the nodes of the tree, given from left to right.
+
+    Holds at most one partial sum per level of the tree. What is added is `borrowed`, and copied
+    where it must be kept, or given away: then the node that it completes lies there.
+    """
+
+    def __init__(self, shards: int) -> None:
+        self.shards = shards
+        self.roots: list[tuple[Span, list[Tensor]]] = []
+
+    def add(self, span: Span, tensors: list[Tensor], *, borrowed: bool = True) -> None:
+        while self.roots and are_siblings(self.roots[-1][0], span, self.shards):
+            (low, _), left = self.roots.pop()
+            into, other = (left, tensors) if borrowed else (tensors, left)
+            for total, tensor in zip(into, other, strict=True):
+                total.add_(tensor)  # of two numbers the order is free
+            span, tensors, borrowed = (low, span[1]), into, False
+        self.roots.append((span, [t.clone() for t in tensors] if borrowed else tensors))
+
+    def total(self) -> list[Tensor]:
+        """The sum over all shards, once every shard was added."""
+        ((span, tensors),) = self.roots
+        assert span == (0, self.shards), span
+        return tensors
+
+
+class TreeChunks:
+    """The end of the tree over the ranks of `comm`: chunk r of every sum is finished by rank r."""
+
+    def __init__(self, comm: Comm, shards: int) -> None:
+        self.comm, self.shards = comm, shards
+        self._roots = [
+            subtree_roots(owned_shards(shards, comm.size, rank), shards)
+            for rank in range(comm.size)
+        ]
+
+    def give(self, roots: list[Tensor]) -> tuple[Tensor, Pending]:
+        """Send chunk r of each of this rank's roots to rank r; what comes is for `total`."""
+        chunk = roots[0].numel() // self.comm.size
+        given = roots[0]
+        if len(roots) > 1:  # (root, rank, chunk) -> (rank, root, chunk)
+            given = torch.stack([root.view(-1, chunk) for root in roots], dim=1).flatten()
+        sizes = [len(spans) * chunk for spans in self._roots]
+        received = given.new_empty(sum(sizes))
+        own = [len(roots) * chunk] * self.comm.size
+        return received, self.comm.all_to_all(received, given, sizes, own)
+
+    def total(self, received: Tensor, chunk: int) -> Tensor:
+        """The sum over all shards of this rank's chunk, once all roots were received."""
+        spans = [span for roots in self._roots for span in roots]
+        tree = TreeSum(self.shards)
+        for span, part in zip(spans, received.split(chunk), strict=True):
+            tree.add(span, [part])
+        return tree.total()[0]
+
+
+class Tree(Reducer):
+    """Fixed order of sums. Sends what the card of `ddp` says for `reduce=tree`."""
+
+    def __init__(self, comm: Comm, shards: int) -> None:
+        super().__init__(comm, shards)
+        self._trees: dict[int, TreeSum] = {}
+        self._under_way: list[_Exchange] = []
+        self._chunks = TreeChunks(comm, shards)
+        self._in_place = TreeInPlace(comm, shards) if share_memory(comm.of_torch) else None
+        rounds = rounds_of_pairs(shards, comm.size) or 0
+        pairs = 0 if self._in_place else rounds
+        self._pairs = [comm.pair(comm.rank ^ (1 << k)) for k in range(pairs)]
+
+    @property
+    def multiple(self) -> int:
+        return self.comm.size
+
+    def room(self, count: int, like: Tensor) -> Tensor:
+        return self.comm.zeros(-(-count // self.multiple) * self.multiple, like)
+
+    def prepare(self, buckets: Sequence[Bucket]) -> None:
+        super().prepare(buckets)
+        if self._in_place:
+            self._in_place.prepare([bucket.flat for bucket in buckets])
+
+    def launch(self, bucket: int, leaf: Span, *, last: bool) -> None:
+        flat = self.buckets[bucket].flat
+        if not last:
+            self._trees.setdefault(bucket, TreeSum(self.shards)).add(leaf, [flat])
+            flat.zero_()
+            return
+        tree = self._trees.pop(bucket, None)
+        if tree is None:  # this rank owns one shard: its root is the bucket itself
+            roots = [flat]
+        else:
+            tree.add(leaf, [flat], borrowed=False)
+            roots = [tensors[0] for _, tensors in tree.roots]
+        if self.comm.size == 1:
+            exchange = _Exchange(flat, roots[0], Pending())
+        elif self._in_place and self._in_place.has(bucket):
+            exchange = _Exchange(flat, flat, self._in_place.begin(bucket, roots), is_whole=True)
+        elif self._pairs and uses_pairs(self.shards, self.comm.size, flat.nbytes):
+            first = self.comm.add_in_pair(roots[0], self._pairs[0])
+            exchange = _Exchange(flat, roots[0], first, in_pairs=True, is_whole=True)
+        else:
+            exchange = _Exchange(flat, *self._chunks.give(roots))
+        self._under_way.append(exchange)
+
+    def finish(self) -> None:
+        for exchange in self._under_way:
+            exchange.pending.wait()
+            if self.comm.size > 1 and not exchange.is_whole:
+                chunk = exchange.flat.numel() // self.comm.size
+                total = self._chunks.total(exchange.held, chunk)
+                exchange.pending = self.comm.all_gather(exchange.flat, total)
+        paired = [exchange for exchange in self._under_way if exchange.in_pairs]
+        for pair in self._pairs[1:]:
+            for exchange in paired:
+                exchange.pending = self.comm.add_in_pair(exchange.held, pair)
+            for exchange in paired:
+                exchange.pending.wait()
+        for exchange in self._under_way:
+            exchange.pending.wait()
+            if exchange.in_pairs and exchange.held is not exchange.flat:
+                exchange.flat.copy_(exchange.held)
+        self._under_way.clear()
+
+
+@dataclass
+class _Exchange:
+    """A bucket under way: `held` is this rank's root, or what it received of all roots.
+
+    Where it `is_whole` the sum comes whole, not by chunks.
+    """
+
+    flat: Tensor
+    held: Tensor
+    pending: Pending
+    in_pairs: bool = False
+    is_whole: bool = False
+
+
+# --- chunk tree ----------------------------------------------------------------------------------
+# Gradients of one unit, cut over the ranks, added along the fixed tree: equal bits on any ranks.
+#
+# Every pass of every rank is a part of one leaf of the tree, or counts for nothing. After each an
+# all-to-all gives chunk r of what every rank has to rank r, which adds up the leaves of each rank
+# and, after the last pass, the whole tree for its chunk. Sends what a reduce-scatter does.
+
+
+NO_LEAF = -1
+
+
+class PassPlan:
+    """Of which shard each pass of each rank of `comm` is, in the step that is under way.
+
+    `holders` are the ranks that hold a model together, `replicas` those with the same part of it.
+    """
+
+    def __init__(self, comm: Comm, shards: int, holders: Comm, replicas: Comm) -> None:
+        self.comm, self.shards = comm, shards
+        self.holders, self.replicas = holders, replicas
+        self.passes = 0
+        self.rows: list[list[int]] = []
+        self._trees: list[ChunkTree] = []
+
+    def tree(self) -> ChunkTree:
+        """The sums of one more unit."""
+        self._trees.append(ChunkTree(self))
+        return self._trees[-1]
+
+    def begin(self, batch: Batch) -> None:
+        """A step begins; every rank calls this. Sends 8 bytes for each pass to every rank."""
+        own = [leaf.shards.start for leaf in batch.leaves for _ in leaf.micros]
+        own += [NO_LEAF] * batch.passes_without_weight
+        self.passes = len(own)
+        mine = torch.tensor(own, dtype=torch.int64, device=self.comm.device)
+        whole = mine.new_empty(self.comm.size * self.passes)
+        if self.passes:
+            self.comm.all_gather(whole, mine, "control").wait()
+        with self.comm.reading():
+            self.rows = whole.view(self.comm.size, self.passes).tolist()
+        for tree in self._trees:
+            tree.begin()
+
+    def end(self) -> None:
+        """The passes are over; raises `RequestError` if one of them was not one for a unit."""
+        for tree in self._trees:
+            if tree.done not in (0, self.passes):  # 0: all of it is frozen
+                raise not_once_a_pass(tree.done, self.passes)
+
+
+class ChunkTree:
+    """The sums of one unit on this rank, step by step."""
+
+    def __init__(self, plan: PassPlan) -> None:
+        self.plan = plan
+        self.done = 0
+
+    def begin(self) -> None:
+        """A step begins."""
+        comm, shards = self.plan.comm, self.plan.shards
+        owned = (owned_shards(shards, comm.size, rank) for rank in range(comm.size))
+        self._leaves = [_Leaves(span, shards) for span in owned]
+        self.done = 0
+
+    def add(self, given: Tensor) -> Tensor | None:
+        """Take in one pass: `given` is (holder, chunk), flat.
+
+        Returns the total after the last pass, to the first of the replicas alone: what the others
+        add to it is nothing. Every rank calls this. Sends (K-1)/K of `given` to K holders, and
+        (R-1) times as much as it to R replicas.
+        """
+        plan = self.plan
+        if self.done == plan.passes:
+            raise not_once_a_pass(self.done + 1, plan.passes)
+        chunks = self._exchanged(given).view(plan.comm.size, -1)
+        for rank, leaves in enumerate(self._leaves):
+            leaves.add(plan.rows[rank][self.done], chunks[rank])
+        self.done += 1
+        if self.done < plan.passes:
+            return None
+        whole = TreeSum(plan.shards)
+        for leaves in self._leaves:
+            for span, tensors in leaves.roots(like=chunks[0]):
+                whole.add(span, tensors)
+        self._leaves = []
+        return whole.total()[0] if plan.replicas.rank == 0 else None
+
+    def _exchanged(self, given: Tensor) -> Tensor:
+        """This rank's chunk of what every rank has given, in rank order."""
+        holders, replicas = self.plan.holders, self.plan.replicas
+        received = torch.empty_like(given)
+        sizes = [given.numel() // holders.size] * holders.size
+        holders.all_to_all(received, given, sizes, sizes).wait()
+        if replicas.size == 1:
+            return received
+        every = received.new_empty(replicas.size * received.numel())
+        replicas.all_gather(every, received).wait()
+        return every
+
+
+def not_once_a_pass(found: int, passes: int) -> RequestError:
+    """The error for a part of the model that is not called once in every forward pass."""
+    return RequestError(
+        asked="equal bits on any number of ranks (reduce=tree)",
+        found=f"a block of the model with {found} gradients in {passes} passes: it is not called "
+        "once in every pass",
+        why="each pass is a part of one leaf of the tree",
+        do="leave that block out of fsdp_units(model) in the task, or drop --bitwise",
+    )
+
+
+class _Leaves:
+    """What one rank has sent so far: the roots of its part of the tree, and a leaf in progress."""
+
+    def __init__(self, owned: range, shards: int) -> None:
+        self._tree = TreeSum(shards)
+        self._ahead = list(owned)
+        self._leaf: Tensor | None = None
+
+    def add(self, shard: int, chunk: Tensor) -> None:
+        if shard == NO_LEAF:
+            return
+        while self._ahead[0] != shard:
+            self._close(chunk)
+        if self._leaf is None:
+            self._leaf = torch.zeros_like(chunk)  # as in one process: no leaf begins with -0.0
+        self._leaf.add_(chunk)
+
+    def roots(self, like: Tensor) -> list[tuple[Span, list[Tensor]]]:
+        """Once all has come: shards without a sample are zeros."""
+        while self._ahead:
+            self._close(like)
+        return self._tree.roots
+
+    def _close(self, like: Tensor) -> None:
+        shard, leaf = self._ahead.pop(0), self._leaf
+        self._tree.add((shard, shard + 1), [torch.zeros_like(like) if leaf is None else leaf])
+        self._leaf = None
+
+
+# --- sections ------------------------------------------------------------------------------------
+# Sums of packed buckets of which each rank is left with its own section alone.
+#
+# `MeanSections` adds by reduce-scatter, as often as a bucket is launched; `TreeSections` along the
+# fixed tree over all shards, so that every element has the bits that `ddp:reduce=tree` gives it.
+
+
+IN_FLIGHT = 2  # buckets that are sent while backward fills the next one
+
+
+class Sections(ABC):
+    """The sections of this rank of all buckets. Every rank makes the same calls in one order."""
+
+    def __init__(self, comm: Comm, shards: int) -> None:
+        self.comm, self.shards = comm, shards
+
+    @abstractmethod
+    def prepare(self, buckets: Sequence[PackedBucket]) -> None:
+        """Learn the buckets, whenever they change."""
+
+    @abstractmethod
+    def launch(self, bucket: int, flat: Tensor, leaf: Span, *, last: bool) -> None:
+        """Take in what this rank has for a bucket, of which nobody else keeps anything.
+
+        After the `last` leaf nothing more comes for it in this step.
+        """
+
+    @abstractmethod
+    def finish(self) -> list[Tensor]:
+        """Wait; returns the sum of each bucket in this rank's section, and forgets it."""
+
+
+class MeanSections(Sections):
+    """Reduce-scatter, in whatever order it adds. What is launched twice adds up."""
+
+    def prepare(self, buckets: Sequence[PackedBucket]) -> None:
+        self._buckets = list(buckets)
+        self._sums: dict[int, Tensor] = {}
+        self._under_way: deque[tuple[int, Pending, Tensor, Tensor]] = deque()
+
+    def launch(self, bucket: int, flat: Tensor, leaf: Span, *, last: bool) -> None:
+        if self.comm.size == 1:
+            self._take(bucket, flat)
+            return
+        while len(self._under_way) >= IN_FLIGHT:
+            self._wait()
+        part = flat.new_empty(self._buckets[bucket].section)
+        self._under_way.append((bucket, self.comm.reduce_scatter(part, flat), part, flat))
+
+    def finish(self) -> list[Tensor]:
+        while self._under_way:
+            self._wait()
+        sums, self._sums = self._sums, {}
+        return [self._sum_of(sums, number) for number in range(len(self._buckets))]
+
+    def _sum_of(self, sums: dict[int, Tensor], number: int) -> Tensor:
+        """Zeros, where no rank had a pass."""
+        bucket = self._buckets[number]
+        if number in sums:
+            return sums[number]
+        return torch.zeros(bucket.section, dtype=bucket.dtype, device=bucket.device)
+
+    def _wait(self) -> None:
+        bucket, pending, part, _ = self._under_way.popleft()
+        pending.wait()
+        self._take(bucket, part)
+
+    def _take(self, bucket: int, part: Tensor) -> None:
+        if bucket in self._sums:
+            self._sums[bucket].add_(part)
+        else:
+            self._sums[bucket] = part
+
+
+class TreeSections(Sections):
+    """The fixed tree, without the all-gather at its end. Holds every bucket whole."""
+
+    def prepare(self, buckets: Sequence[PackedBucket]) -> None:
+        self._sizes = [bucket.section for bucket in buckets]
+        self._trees = [TreeSum(self.shards) for _ in buckets]
+        self._received: dict[int, tuple[Tensor, Pending]] = {}
+        self._chunks = TreeChunks(self.comm, self.shards)
+
+    def launch(self, bucket: int, flat: Tensor, leaf: Span, *, last: bool) -> None:
+        tree = self._trees[bucket]
+        tree.add(leaf, [flat], borrowed=False)
+        if last:
+            roots = [tensors[0] for _, tensors in tree.roots]
+            alone = self.comm.size == 1
+            self._received[bucket] = (roots[0], Pending()) if alone else self._chunks.give(roots)
+            self._trees[bucket] = TreeSum(self.shards)
+
+    def finish(self) -> list[Tensor]:
+        sums = []
+        for bucket, size in enumerate(self._sizes):
+            received, pending = self._received.pop(bucket)
+            pending.wait()
+            sums.append(received if self.comm.size == 1 else self._chunks.total(received, size))
+        return sums

@@ -1,0 +1,322 @@
+"""A mixture of experts: a layer of many MLPs, of which each token goes through a few.
+
+In one process, and under every strategy but `expert`, a rank computes all experts: that is what the
+result means. `expert` gives the layer an `exchange`, and leaves it this rank's experts. Nothing
+here follows the ranks: what is dropped and balanced is counted over shards of the global batch, or
+over samples, so the loss, the gradient and its norm are those of one process. Shazeer et al. 2017,
+arXiv 1701.06538.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from allranks.errors import RequestError
+from allranks.torch.accelerator import holds, tensor_of
+from allranks.torch.model.layers import OfShard, full_type
+from allranks.torch.parallel.expert.exchange import ExpertExchange
+
+# --- routing -------------------------------------------------------------------------------------
+# Which experts a token goes to, and what of it is balanced: pure functions of tensors.
+#
+# Tokens lie in groups, runs of rows that no number of ranks changes. Within a group an expert takes
+# its `capacity` of tokens and drops the rest: first choices before second ones, and of these the
+# first tokens. Of equal probabilities the expert with the lower number is chosen. Lepikhin et al.
+# 2020, GShard, arXiv 2006.16668; Fedus et al. 2021, Switch Transformers, arXiv 2101.03961.
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Of each token, (tokens, experts): its probabilities; (tokens, k): experts, gates, best first.
+
+    `counted` says which tokens are no padding; `None`: all.
+    """
+
+    probabilities: Tensor
+    experts: Tensor
+    gates: Tensor
+    counted: Tensor | None
+
+
+@dataclass(frozen=True)
+class Routed:
+    """The rows that go to experts, sorted by expert, then by group, choice and token.
+
+    `tokens` are those of each row; `places` says where a token's choice is among the rows,
+    (tokens, k), and one behind the last row for what is dropped.
+    """
+
+    tokens: Tensor
+    places: Tensor
+
+
+@dataclass(frozen=True)
+class Routes:
+    """How many rows each expert takes, (experts,), where the device has it.
+
+    `order` are all choices, (tokens · k), sorted as rows are; the `kept` ones become rows.
+    """
+
+    counts: Tensor
+    order: Tensor
+    kept: Tensor
+    top_k: int
+
+    def rows(self, count: int) -> Routed:
+        """The rows, of which the host knows by now how many there are: it waits for nothing."""
+        if holds(self.order):
+            rows = self.order[torch.nonzero_static(self.kept, size=count).squeeze(1)]
+        else:
+            rows = self.order[self.kept]
+        places = rows.new_full(self.order.shape, count)
+        places[rows] = torch.arange(count, device=rows.device)
+        return Routed(rows // self.top_k, places.view(-1, self.top_k))
+
+
+def choose(logits: Tensor, top_k: int, counted: Tensor | None) -> Chosen:
+    """The softmax over all experts, and the `top_k` of each token.
+
+    The gate of one is its probability; those of several are divided by their sum.
+    """
+    probabilities = logits.softmax(-1)
+    ranked, experts = probabilities.sort(dim=-1, descending=True, stable=True)
+    gates = ranked[:, :top_k]
+    if top_k > 1:
+        gates = gates / gates.sum(-1, keepdim=True)
+    return Chosen(probabilities, experts[:, :top_k], gates, counted)
+
+
+def route(chosen: Chosen, groups: list[int], capacity_factor: float | None) -> Routes:
+    """Give rows to experts; `groups` are the tokens of each group, in order."""
+    tokens, top_k = chosen.experts.shape
+    experts, device = chosen.probabilities.shape[1], chosen.experts.device
+    group = torch.arange(len(groups), device=device)
+    group = group.repeat_interleave(tensor_of(groups, device), output_size=tokens)
+    choice = torch.arange(top_k, device=device).expand(tokens, top_k)
+    key = (chosen.experts * len(groups) + group[:, None]) * top_k + choice
+    if chosen.counted is not None:
+        key = key.masked_fill(~chosen.counted[:, None], experts * len(groups) * top_k)
+    order = key.flatten().argsort(stable=True)
+    slot = key.flatten()[order] // top_k  # (expert, group) of each row
+    slots = experts * len(groups)
+    starts = torch.searchsorted(slot, torch.arange(slots + 1, device=device))
+    kept, sizes = slot < slots, starts.diff().view(experts, len(groups))
+    if capacity_factor is not None:
+        position = torch.arange(len(order), device=device) - starts[slot]
+        limits = capacities(group_sizes(chosen, groups), top_k, experts, capacity_factor)
+        kept &= position < limits[slot % len(groups)]
+        sizes = sizes.minimum(limits)
+    return Routes(sizes.sum(1), order, kept, top_k)
+
+
+def capacities(sizes: Tensor, top_k: int, experts: int, factor: float) -> Tensor:
+    """How many rows an expert takes of groups of so many tokens: `factor` times its even share.
+
+    In whole rows, at least one.
+    """
+    share = sizes.double() * (factor * top_k / experts)
+    return (share - 1e-9).ceil().clamp(min=1).long()
+
+
+def group_sizes(chosen: Chosen, groups: list[int]) -> Tensor:
+    """The tokens of each group that count."""
+    if chosen.counted is None:
+        return tensor_of(groups, chosen.experts.device)
+    return torch.stack([part.sum() for part in chosen.counted.split(groups)])
+
+
+def balance_losses(chosen: Chosen, groups: list[int]) -> Tensor:
+    """Of each group the loss that is 1 where experts share it evenly, and more where they do not.
+
+    experts · sum over the experts of (its share of what was chosen · its mean probability). Choices
+    count that are dropped, and none of padding; a group without a token has 0.
+    """
+    experts = chosen.probabilities.shape[1]
+    chose = torch.zeros_like(chosen.probabilities)
+    chose = chose.scatter(1, chosen.experts, 1 / chosen.experts.shape[1])
+    probabilities = chosen.probabilities
+    if chosen.counted is not None:
+        chose = chose * chosen.counted[:, None]
+        probabilities = probabilities * chosen.counted[:, None]
+    share = torch.stack([part.sum(0) for part in chose.split(groups)])
+    mean = torch.stack([part.sum(0) for part in probabilities.split(groups)])
+    size = group_sizes(chosen, groups).clamp(min=1).to(mean.dtype)[:, None]
+    return experts * (share / size * (mean / size)).sum(1)
+
+
+def z_losses(logits: Tensor, counted: Tensor | None, rows: int) -> Tensor:
+    """Of each row of the input the mean over its tokens of log(sum of exp(logits)), squared.
+
+    Zoph et al. 2022, ST-MoE, arXiv 2202.08906.
+    """
+    squares = logits.logsumexp(-1).square().view(rows, -1)
+    if counted is None:
+        return squares.mean(1)
+    of_row = counted.view(rows, -1)
+    return (squares * of_row).sum(1) / of_row.sum(1).clamp(min=1)
+
+
+def bound(width: int) -> float:
+    """The range of initial weights of layers with so many inputs, as those of `nn.Linear`."""
+    return 1 / math.sqrt(width)
+
+
+OF_EXPERTS = ("up", "up_bias", "gate", "down", "down_bias")
+"""The parameters whose first dimension is the experts, where a layer has them."""
+
+
+class MixtureOutput(NamedTuple):
+    """What a mixture returns: `output` in the shape of the input, and losses of its router.
+
+    `balance` and `z` have a value for each row of dimension 0, which is each sample. `balance` is
+    that of the whole shard, the same for all of its samples, so that their mean over the batch is
+    what one process computes. The model returns them, and the task adds them to its losses.
+    """
+
+    output: Tensor
+    balance: Tensor
+    z: Tensor
+
+
+class MixtureOfExperts(nn.Module):
+    """A router (`nn.Linear`, softmax, top k) and `experts` MLPs: width -> hidden -> width.
+
+    Takes (samples, …, width), samples first. With a `capacity_factor` an expert takes no more than
+    `capacity_factor · top_k · tokens / experts` tokens of a shard in training (`over="sample"`: of
+    a sample); what is dropped has an output of 0, so put the layer beside a residual connection.
+    Without, and in evaluation, nothing is dropped. `counted`, (samples, …), says which tokens are
+    no padding: others go to no expert and are in no loss. `gated` multiplies the hidden features by
+    a second product, as in SwiGLU. Dropout and norms belong before the layer or after it.
+    """
+
+    exchange: ExpertExchange | None = None
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        experts: int,
+        *,
+        top_k: int = 2,
+        capacity_factor: float | None = None,
+        over: Literal["shard", "sample"] = "shard",
+        activation: Callable[[Tensor], Tensor] = F.gelu,
+        gated: bool = False,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        _check(experts, top_k, capacity_factor, over)
+        self.width, self.hidden, self.experts = width, hidden, experts
+        self.top_k, self.capacity_factor, self.over = top_k, capacity_factor, over
+        self.activation = activation
+        self.router = nn.Linear(width, experts, bias=False)
+        self.up = _weights(experts, width, hidden, inputs=width)
+        self.up_bias = _weights(experts, hidden, inputs=width) if bias else None
+        self.gate = _weights(experts, width, hidden, inputs=width) if gated else None
+        self.down = _weights(experts, hidden, width, inputs=hidden)
+        self.down_bias = _weights(experts, width, inputs=hidden) if bias else None
+
+    def forward(self, input: Tensor, counted: Tensor | None = None) -> MixtureOutput:
+        """`output`, `balance` and `z` for (samples, …, width); under `expert` all ranks call it."""
+        rows = input.shape[0]
+        tokens = input.reshape(-1, self.width)
+        mask = None if counted is None else counted.reshape(-1).bool()
+        with torch.autocast(input.device.type, enabled=False):  # 16 bits choose other experts
+            kind = self.up.dtype
+            logits = self.router(tokens.to(kind)).to(full_type(kind))
+        rows_of_groups = self._groups(input)
+        groups = [count * (len(tokens) // rows) for count in rows_of_groups]
+        chosen = given = choose(logits, self.top_k, mask)
+        if self.exchange is not None and self.exchange.is_idle():
+            nothing = torch.zeros(len(tokens), dtype=torch.bool, device=input.device)
+            given = dataclasses.replace(chosen, counted=nothing)
+        routes = route(given, groups, self.capacity_factor if self.training else None)
+        if self.exchange is None:
+            counts: list[int] = routes.counts.tolist()
+            routed = routes.rows(sum(counts))
+            computed = self._compute(tokens[routed.tokens], counts)
+        else:
+            sizes_of_ranks = self.exchange.sizes(routes.counts, getattr(self, "index", 0))
+            counts = sizes_of_ranks[self.exchange.comm.rank]
+            routed = routes.rows(sum(counts))
+            picked = tokens[routed.tokens]
+            computed = self.exchange.computed(picked, sizes_of_ranks, self._compute)
+        computed = torch.cat([computed, computed.new_zeros(1, self.width)])
+        output = (computed[routed.places] * chosen.gates[..., None]).sum(1)
+        balance = balance_losses(chosen, groups)
+        sizes = tensor_of(rows_of_groups, input.device)
+        return MixtureOutput(
+            output.to(input.dtype).view(input.shape),
+            balance.repeat_interleave(sizes, output_size=rows),
+            z_losses(logits, mask, rows),
+        )
+
+    def _groups(self, input: Tensor) -> list[int]:
+        """How many rows of dimension 0 each group has, outside of a training: one, or each row."""
+        return [1] * input.shape[0] if self.over == "sample" else [input.shape[0]]
+
+    def _compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """What the experts that this layer holds make of rows that are sorted by expert.
+
+        An expert without a row is computed, too: its gradient is zero, on any number of ranks.
+        """
+        per_expert = [p.unbind() for p in (self.up, self.down)]
+        gate, up_bias, down_bias = (
+            [None] * len(counts) if p is None else p.unbind()
+            for p in (self.gate, self.up_bias, self.down_bias)
+        )
+        outputs = []
+        for number, some in enumerate(rows.split(list(counts))):
+            up, down = per_expert[0][number], per_expert[1][number]
+            hidden = self.activation(_product(some, up, up_bias[number]))
+            if (weight := gate[number]) is not None:
+                hidden = hidden * _product(some, weight, None)
+            outputs.append(_product(hidden, down, down_bias[number]))
+        return torch.cat(outputs)
+
+
+class ShardMixture(OfShard, MixtureOfExperts):
+    """Counts over shards, or samples, while a step is in progress. Made by `swap_layers`."""
+
+    def _groups(self, input: Tensor) -> list[int]:
+        if not (self.training and self.scope.pieces):
+            return super()._groups(input)
+        rows = self.scope.rows("MixtureOfExperts", input)
+        if self.over == "shard":
+            return rows
+        return [input.shape[0] // self.scope.samples] * self.scope.samples
+
+
+def _weights(*shape: int, inputs: int) -> nn.Parameter:
+    limit = bound(inputs)
+    return nn.Parameter(torch.empty(shape).uniform_(-limit, limit))
+
+
+def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return rows @ weight if bias is None else torch.addmm(bias, rows, weight)
+
+
+def _check(experts: int, top_k: int, capacity_factor: float | None, over: str) -> None:
+    found = ""
+    if not 1 <= top_k <= experts:
+        found = f"top_k = {top_k} of {experts} experts"
+    elif capacity_factor is not None and not 0 < capacity_factor < float("inf"):
+        found = f"capacity_factor = {capacity_factor}"
+    elif over not in ("shard", "sample"):
+        found = f"over = {over!r}"
+    if found:
+        raise RequestError(
+            asked="MixtureOfExperts",
+            found=found,
+            why="a token goes to 1 expert or more, all of them at most; the factor is a number "
+            "above 0 or None; what is counted are tokens of a shard or of a sample",
+            do="for example MixtureOfExperts(64, 256, 8, top_k=2, capacity_factor=1.25)",
+        )

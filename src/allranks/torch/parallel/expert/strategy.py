@@ -1,0 +1,272 @@
+"""Expert parallelism: data parallelism in which each rank holds some experts of every mixture.
+
+    forward, backward     rows go to the ranks of their experts, and back   `expert_parallel`
+    reduce     gradients of experts over their copies, if there are several; of the rest over all
+    norm       squares of all experts summed over the axis, of the rest counted once
+
+Every rank reads its own part of the global batch, and all make as many passes, because each of them
+communicates. An expert has the rows of all ranks of the axis: its gradient is their sum already.
+Lepikhin et al. 2020, GShard, arXiv 2006.16668.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from allranks.errors import RequestError
+from allranks.strategies.mesh import EXPERT, REPLICATE
+from allranks.torch.checkpoint.tree import is_dtensor
+from allranks.torch.data.batch import Batch
+from allranks.torch.optimizers.asked import Asked
+from allranks.torch.optimizers.elementwise import Cut, check_elementwise
+from allranks.torch.parallel.data.buckets import Buckets
+from allranks.torch.parallel.data.reducer import Mean
+from allranks.torch.parallel.expert.exchange import ExpertExchange
+from allranks.torch.parallel.expert.mixture import OF_EXPERTS, MixtureOfExperts
+from allranks.torch.parallel.sharded.gradients import SomeCut, check_no_hooks
+from allranks.torch.parallel.sharded.state import Replicate, Shard, dtensor, mesh_of
+from allranks.torch.parallel.tensor.cutting import held_part
+from allranks.torch.parallel.tensor.exchange import Along, Exchange
+from allranks.torch.step.gradients import Gradients
+from allranks.torch.step.losses import forward
+from allranks.torch.step.tally import Tally
+from allranks.torch.strategies.base import Strategy
+
+NAME = "--strategy expert"
+
+
+class Experts(Strategy):
+    """Cut the experts over the axis `expert`. Sends rows of tokens, and what the card says."""
+
+    name = "expert"
+    equal_passes = can_run_ahead = True
+    can_be_compiled = False
+
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        axis = self.axis(EXPERT)
+        self.exchange = ExpertExchange(axis, lambda: self.step.for_others.is_on)
+        self.weights = Exchange(axis)  # of whole ones, for a regularizer
+        self.steps = 0
+        self.whole: dict[str, Tensor] = {}  # of what is cut, on meta
+        self.slots: list[tuple[nn.Module, str, int]] = []
+        if self.comm.size == 1:
+            return model
+        mixtures = {n: m for n, m in model.named_modules() if isinstance(m, MixtureOfExperts)}
+        self._check(model, mixtures)
+        if axis.size == 1:
+            return model
+        self.device_mesh = mesh_of(
+            [(name, self.axis(name)) for name in (REPLICATE, EXPERT)], self.comm.size
+        )
+        self._cut(model, list(mixtures.values()))
+        return model
+
+    def _check(self, model: nn.Module, mixtures: dict[str, MixtureOfExperts]) -> None:
+        """Raise `RequestError` for a model whose experts cannot be cut."""
+        if not mixtures:
+            raise _no_mixture()
+        if self.task.overrides("initialise"):
+            raise _no_whole_weights()
+        if self.context.scope.looked_up:
+            raise _bounded_tables()
+        check_no_hooks(model, NAME)
+        ranks = self.axis(EXPERT).size
+        for name, mixture in mixtures.items():
+            if mixture.experts % ranks:
+                raise _uneven(name, mixture.experts, ranks)
+        slots = {(m, n) for m in mixtures.values() for n in OF_EXPERTS}
+        cut = {id(module._parameters.get(name)) for module, name in slots} - {id(None)}
+        for where, module in model.named_modules():
+            for name, parameter in module._parameters.items():
+                if id(parameter) in cut and (module, name) not in slots:
+                    raise _used_elsewhere(f"{where}.{name}".strip("."))
+
+    def _cut(self, model: nn.Module, mixtures: list[MixtureOfExperts]) -> None:
+        """Leave each mixture with this rank's experts."""
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        done: dict[int, nn.Parameter] = {}
+        for mixture in mixtures:
+            mixture.exchange = self.exchange
+            for name in OF_EXPERTS:
+                whole = mixture._parameters.get(name)
+                if whole is None:
+                    continue
+                if id(whole) not in done:
+                    done[id(whole)] = held_part(whole, 0, self.weights)
+                    self.whole[names[id(whole)]] = torch.empty_like(whole, device="meta")
+                mixture._parameters[name] = done[id(whole)]
+                self.slots.append((mixture, name, mixture.experts))
+        self.cut = {id(part) for part in done.values()}
+        self.exchange.room = max(mixture.experts for mixture in mixtures)
+
+    def whole_shapes(self) -> dict[int, torch.Size]:
+        held = dict(self.model.named_parameters())
+        return {id(held[name]): whole.shape for name, whole in self.whole.items()}
+
+    def prepare(self) -> None:
+        if self.whole:
+            self.step.forward = self._forward
+            self.asked = Asked(self.step.optimizer)
+            self._check_updates()
+
+    def _check_updates(self) -> None:
+        if self.whole and self.asked.is_new():
+            parts = partial(Along(0).parts, self.axis(EXPERT).size)
+            held, whole = dict(self.model.named_parameters()), self.whole.items()
+            cuts = {id(held[name]): Cut(tuple(one.shape), parts) for name, one in whole}
+            check_elementwise(self.step.optimizer, NAME, cuts)
+
+    def lay_out(self) -> None:
+        """Gradients of experts are summed over their copies, those of the rest over all ranks."""
+        cut = self.cut if self.whole else set()
+        named = list(zip(self.step.names, self.step.parameters, strict=True))
+        rest = [(name, p) for name, p in named if id(p) not in cut]
+        experts = [(name, p) for name, p in named if id(p) in cut]
+        self.shared = self._buckets(rest, Mean(self.comm, self.task.shards), self.step.layout.size)
+        self.own = self._buckets(experts, Mean(self.axis(REPLICATE), self.task.shards), 0)
+        layout = self.step.layout
+        self.tally = layout.tally(None if self.shared is None else self.shared.tally)
+
+    def _buckets(
+        self, named: list[tuple[str, nn.Parameter]], reducer: Mean, tally_size: int
+    ) -> Buckets | None:
+        if not named:
+            return None
+        names, parameters = map(list, zip(*named, strict=True))
+        size = int(self.context.options["bucket_mb"] * 2**20)
+        return Buckets(names, parameters, tally_size=tally_size, bucket_bytes=size, reducer=reducer)
+
+    # --- a step ---------------------------------------------------------------------------
+
+    def forward_backward(self, batch: Batch) -> Tally:
+        self.tally.tensor.zero_()
+        for buckets in filter(None, (self.shared, self.own)):
+            buckets.begin()
+        with self.exchange.opened("gradients"):
+            self.step.accumulate(batch, lambda leaf: self.tally)
+        self.steps += 1
+        return self.tally
+
+    def recompute(self, batch: Batch) -> Tally:
+        with self.exchange.opened("control"):
+            return super().recompute(batch)
+
+    def _forward(self, data: Any) -> Any:
+        output = forward(self.task, self.step.call, data)
+        self.exchange.close_pass()
+        return output
+
+    def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
+        """After the last pass: ranks finish a gradient in different ones of their passes."""
+        self._check_updates()
+        shards = batch.leaves[-1].shards
+        for buckets in filter(None, (self.shared, self.own)):
+            buckets.finish(shards)
+        if self.shared is None:
+            self.comm.all_reduce(local.tensor).wait()
+        cut = self.cut if self.whole else ()
+        return local, SomeCut(self.step.parameters, self.axis(EXPERT), cut, exact=False)
+
+    def eval_step(self, data: Any, forward: Callable[[Callable[..., Any], Any], Any]) -> Any:
+        """All ranks call this equally often: rows go to the ranks of their experts."""
+        with self.exchange.opened("control"):
+            output = super().eval_step(data, forward)
+            if self.whole:
+                self.exchange.close_pass()
+        return output
+
+    @contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        """Gathers the experts; autograd leads back to the parts."""
+        held: list[Any] = [module._parameters[name] for module, name, _ in self.slots]
+        with self.weights.remembered():
+            for module, name, experts in self.slots:
+                part: Any = module._parameters[name]
+                gathered: Any = self.weights.whole_weight(part, Along(0), experts)
+                module._parameters[name] = gathered
+        try:
+            yield
+        finally:
+            for (module, name, _), parameter in zip(self.slots, held, strict=True):
+                module._parameters[name] = parameter
+
+    def messages(self) -> tuple[int, ...]:
+        """Rows sent to other ranks, gradients and tally summed over all ranks, and over copies.
+
+        Of all steps: the first follow what the router chose.
+        """
+        tally = self.tally.tensor.nbytes if self.shared is None else 0
+        shared = tally + _bytes_of(self.shared)
+        return self.exchange.exchanged, self.steps * shared, self.steps * _bytes_of(self.own)
+
+    def promised_bytes(self) -> int:
+        """The mean over the steps that were made."""
+        return round(super().promised_bytes() / max(1, self.steps))
+
+    # --- what a state holds ---------------------------------------------------------------
+
+    def as_saved(self, name: str, tensor: Tensor) -> Tensor:
+        if name not in self.whole:
+            return tensor
+        return dtensor(tensor, self.device_mesh, [Replicate(), Shard(0)], self.whole[name])
+
+    def as_held(self, name: str, saved: Tensor) -> Tensor:
+        if is_dtensor(saved):
+            local: Tensor = saved.to_local()  # type: ignore[attr-defined]
+            return local
+        return self.weights.own(saved, 0).contiguous() if name in self.whole else saved
+
+
+def _bytes_of(buckets: Buckets | None) -> int:
+    return 0 if buckets is None else sum(flat.nbytes for flat in buckets.flats)
+
+
+def _no_mixture() -> RequestError:
+    return RequestError(
+        asked=NAME,
+        found="no allranks.torch.MixtureOfExperts in the model",
+        why="there are no experts to give to the ranks",
+        do="make the layer one, or --strategy ddp",
+    )
+
+
+def _uneven(name: str, experts: int, ranks: int) -> RequestError:
+    return RequestError(
+        asked=f"{NAME} on {ranks} ranks for each copy of the experts",
+        found=f"{experts} experts in {name!r}",
+        why="each rank holds as many experts as any other",
+        do=f"a number of ranks that divides {experts}, or replicas=… so that N/replicas does",
+    )
+
+
+def _used_elsewhere(name: str) -> RequestError:
+    return RequestError(
+        asked=NAME,
+        found=f"{name!r}, which is a weight of the experts of a mixture, too",
+        why="a rank holds the weights of its own experts only",
+        do="let no other layer share them, or --strategy ddp",
+    )
+
+
+def _bounded_tables() -> RequestError:
+    return RequestError(
+        asked=NAME,
+        found="a table with max_norm, whose rows are shortened where they are looked up",
+        why="a rank without a sample goes through the model with those of others, for its experts",
+        do="--strategy ddp, or no max_norm",
+    )
+
+
+def _no_whole_weights() -> RequestError:
+    return RequestError(
+        asked=f"{NAME} with initialise(model, inputs) of the task",
+        found="weights that are set from the first batch",
+        why="each rank holds a part of them by then",
+        do="set them in model(), or --strategy ddp",
+    )

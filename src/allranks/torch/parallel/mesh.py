@@ -1,0 +1,246 @@
+"""Three axes at once: layers cut over `tensor`, stages along `pipeline`, copies along `data`.
+
+    cut        the weights of every stage, over the tensor axis            `tensor_parallel.cutting`
+    stages     along the pipeline axis, where each line runs the schedule     `strategies.pipeline`
+    passes     of the samples of the line alone: one with fewer micro-batches makes fewer;
+               `sequence=yes` cuts positions in the blocks of a stage     `tensor_parallel.passes`
+    reduce     gradients over the copies of a stage, tied weights over stages, the tally over all;
+               under `reduce=tree` along one tree over all shards, and nothing may be cut
+    norm       a part on each rank of the tensor axis, all else once
+
+The grid is one arange, pipeline x data x tensor, the last varies fastest: ranks that exchange most
+are neighbours. The ranks of a tensor axis make the same passes of the same samples. Narayanan et
+al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters, arXiv 2104.04473.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from allranks.job.placement import Placed
+from allranks.strategies.mesh import REPLICATE, TENSOR
+from allranks.torch.context_parallel.blocks import blocks_of
+from allranks.torch.context_parallel.refusals import nothing_to_cut as no_sequences
+from allranks.torch.data.batch import Batch
+from allranks.torch.optimizers.elementwise import check_elementwise
+from allranks.torch.parallel.data.tree import Tree, TreeSum
+from allranks.torch.parallel.pipeline.gradients import StagedGradients
+from allranks.torch.parallel.pipeline.staged import not_alike
+from allranks.torch.parallel.pipeline.strategy import Pipeline
+from allranks.torch.parallel.sharded.gradients import check_no_hooks
+from allranks.torch.parallel.sharded.state import device_mesh, dtensor, shard_of
+from allranks.torch.parallel.tensor.cutting import CutModel, cut_model, nothing_to_cut
+from allranks.torch.parallel.tensor.passes import CutPasses, exchange_of
+from allranks.torch.parallel.tensor.plan import Plan, default_plan, given_plan, refused
+from allranks.torch.parallel.tensor.strategy import sum_over_copies
+from allranks.torch.step.gradients import Gradients
+from allranks.torch.step.tally import Tally
+from allranks.torch.strategies.context import StrategyContext
+
+ASKED = "--strategy mesh"
+
+
+class ThreeAxes(Pipeline):
+    """Pipelines of cut stages, in copies. Sends what pipelines and tensor parallelism send."""
+
+    name = "mesh"
+
+    def __init__(self, context: StrategyContext) -> None:
+        super().__init__(context)
+        if not self.shard_alone:  # along the tree it is added up as in one process, in its type
+            self.tally_type = torch.float64
+
+    @property
+    def shard_alone(self) -> bool:
+        return bool(self.context.options["reduce"] == "tree")
+
+    def asked_schedule(self) -> tuple[str, int]:
+        asked = self.context.options["schedule"]
+        return asked.name, int(asked.options.get("chunks", 1))
+
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        self.copies = not_alike(self.axis(REPLICATE), self.comm)
+        axis, sequence = not_alike(self.axis(TENSOR), self.comm), self.context.options["sequence"]
+        self.exchange = exchange_of(axis, self.name, sequence=sequence)
+        self.cut, self.blocks = CutModel(), dict[str, nn.Module]()
+        self.tree = Tree(self.copies, self.task.shards)
+        return super().parallelize(model)
+
+    def cut_stages(self, model: nn.Module) -> None:
+        """All of them on every rank, so that all know the shapes of what the others hold."""
+        ranks = self.exchange.comm.size
+        if ranks > 1:
+            self._cut_layers(model, ranks)
+        how = self.context.precision, self.context.scope
+        self.cut_passes = CutPasses(self.cut, self.exchange, model, self.blocks, *how)
+        inside = [set(stage.modules()) for stage in self.stages.modules]
+        found = set(self.blocks.values())
+        self.cut_passes.stages = [at for at, modules in enumerate(inside) if found & modules]
+
+    def _cut_layers(self, model: nn.Module, ranks: int) -> None:
+        check_no_hooks(model, ASKED)
+        if self.context.options["sequence"]:
+            self.blocks = self._blocks_in_stages(model)
+        stages = nn.ModuleList(self.stages.modules)
+        plan = _plan_of(stages, model, self.task.tensor_plan(model), ranks)
+        if not plan.cuts:
+            raise nothing_to_cut(ASKED, ranks)
+        self.cut = cut_model(stages, plan, self.exchange, model)
+        self.parts = device_mesh(self.exchange.comm, TENSOR)
+
+    def _blocks_in_stages(self, model: nn.Module) -> dict[str, nn.Module]:
+        """The blocks of which a stage has all."""
+        asked = f"{ASKED}:sequence=yes"
+        whole = {module for stage in self.stages.modules for module in stage.modules()}
+        found = blocks_of(self.task, model, asked)
+        blocks = {name: block for name, block in found.items() if block in whole}
+        if not blocks:
+            raise no_sequences(asked, f"no block of {type(model).__name__} in one stage")
+        return blocks
+
+    def whole_shapes(self) -> dict[int, torch.Size]:
+        return self.cut.whole_shapes(self.model)
+
+    def check_updates(self) -> None:
+        super().check_updates()
+        if self.cut.dims:
+            cuts = self.cut.cuts(self.model, self.exchange.comm.size)
+            check_elementwise(self.step.optimizer, ASKED, cuts)
+
+    # --- a step ---------------------------------------------------------------------------
+
+    def forward_backward(self, batch: Batch) -> Tally:
+        with self.exchange.opened("gradients"):
+            tally = super().forward_backward(batch)
+            names = [name for name in self.step.names if name in self.held]
+            self.cut_passes.sum_over_positions(names, self.own)
+        return tally
+
+    def recompute(self, batch: Batch) -> Tally:
+        with self.exchange.opened("control"):
+            return super().recompute(batch)
+
+    def passed(self, run: Callable[[], Any], stage: int) -> Any:
+        return self.cut_passes.passed(run, stage)
+
+    def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
+        if self.shard_alone:  # what copies have is added already, shard by shard
+            return super().reduce(batch, local)
+        sum_over_copies(self.own, self.copies)
+        self.sum_tied()
+        if self.exchange.comm.rank:
+            local.leave_samples()
+        self.comm.all_reduce(local.tensor).wait()
+        return local, self.gradients()
+
+    def gradients(self) -> StagedGradients:
+        cut = [at for at, name in enumerate(self.step.names) if name in self.cut.dims]
+        return StagedGradients(
+            self.own,
+            self._counted,
+            self.step.parameters,
+            self.line,
+            exact=self.shard_alone,
+            parts=self.exchange.comm,
+            cut=cut,
+        )
+
+    def total_of(self, tree: TreeSum) -> list[Tensor]:
+        """The tree over the shards of all copies, one message for each type of number."""
+        if self.copies.size == 1:
+            return super().total_of(tree)
+        total = list(tree.roots[0][1])
+        for kind in dict.fromkeys(tensor.dtype for tensor in total):
+            own = [at for at, tensor in enumerate(total) if tensor.dtype == kind]
+            roots = [(span, [tensors[at].flatten() for at in own]) for span, tensors in tree.roots]
+            flat = self.tree.sum_apart([(span, torch.cat(tensors)) for span, tensors in roots])
+            for at, part in zip(own, flat.split([total[at].numel() for at in own]), strict=True):
+                total[at] = part.view_as(total[at])
+        return total
+
+    def held_weights(self) -> AbstractContextManager[None]:
+        return self.exchange.closed()
+
+    def evaluation_pass(self) -> AbstractContextManager[None]:
+        return self.exchange.opened("control")
+
+    def close(self) -> None:
+        self.cut_passes.close()
+        super().close()
+
+    # --- whole tensors and state ----------------------------------------------------------
+
+    def full(self, name: str, tensor: Tensor) -> Tensor:
+        """Put together along the tensor axis where its home is, and sent along the line."""
+        along = self.cut.dims.get(name)
+        if along is not None:
+            shape = self.cut.shapes[name]
+            if self.home[name] == self.line.rank:
+                tensor = self.exchange.all(tensor.detach(), along, shape[along.dim])
+            else:
+                tensor = torch.empty(shape, dtype=tensor.dtype, device="meta")
+        return super().full(name, tensor)
+
+    def whole_weight(self, name: str, parameter: nn.Parameter) -> Tensor:
+        found, along = super().whole_weight(name, parameter), self.cut.dims.get(name)
+        if along is None or name not in self.held:
+            return found
+        return self.exchange.whole(parameter, along, self.cut.shapes[name][along.dim])
+
+    def as_saved(self, name: str, tensor: Tensor) -> Tensor:
+        along = self.cut.dims.get(name)
+        if along is None:
+            return tensor
+        whole = torch.empty(self.cut.shapes[name], dtype=tensor.dtype, device="meta")
+        return whole if tensor.is_meta else dtensor(tensor, self.parts, [shard_of(along)], whole)
+
+    def as_held(self, name: str, saved: Tensor) -> Tensor:
+        if isinstance(saved, DTensor):
+            return saved.to_local()
+        return self.cut.part_of(name, super().as_held(name, saved), self.exchange)
+
+    def placement(self, *, updated: bool) -> list[Placed]:
+        return self.cut.placed(super().placement(updated=updated))
+
+    # --- bytes ----------------------------------------------------------------------------
+
+    def messages(self) -> tuple[int, ...]:
+        """Of each rank what it sends in a step, by axis, then the tally, as copies and as ranks of
+        a line sum it; every rank calls this."""
+        crossed, steps = self.crossed(), max(1, self.steps)
+        own = [
+            sum(crossed[2 * stage] for stage in self.own_stages if stage < self.last)
+            + sum(crossed[2 * stage - 1] for stage in self.own_stages if stage),
+            self.exchange.reduced / steps,
+            self.exchange.gathered / steps,
+            sum(parameter.nbytes for parameter in self.own),
+            sum(2 * (1 - 1 / comm.size) * p.nbytes for p, comm in self._summed),
+        ]
+        rows = map(json.loads, self.comm.gather_texts(json.dumps(own)))
+        tally = self.step.layout.size * self.step.layout.like.element_size()
+        along = self.tally_bytes() if self.shard_alone else tally
+        return (*(round(sent) for row in rows for sent in row), tally, along)
+
+
+def _plan_of(
+    stages: nn.ModuleList, model: nn.Module, given: Mapping[str, Any] | None, ranks: int
+) -> Plan:
+    """How the layers of all stages are cut; a block is one where a single stage has all of it."""
+    if given is None:
+        return default_plan(stages, ranks)
+    names = {id(module): name for name, module in stages.named_modules()}
+    ways: dict[str, Any] = {}
+    for pattern, way in given.items():
+        found = [m for name, m in model.named_modules() if fnmatchcase(name, pattern)]
+        if not found:
+            raise refused(f"{pattern!r}", "no module has such a name", "look at named_modules()")
+        ways |= {names[id(module)]: way for module in found if id(module) in names}
+    return given_plan(stages, ranks, ways)

@@ -1,0 +1,1 @@
+"""Pipeline and model parallelism: the layers of one model on different ranks."""

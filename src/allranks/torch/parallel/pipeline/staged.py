@@ -1,0 +1,318 @@
+"""What strategies share whose ranks each hold some of the tensors: names, state, whole tensors.
+
+Each rank keeps the weights of its own parts; those of the others are meta tensors of the same
+names and shapes, so that optimizer, tally and state have the layout of one process on every rank.
+Buffers are kept on all ranks, where the engine writes them alike.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from allranks.errors import RequestError
+from allranks.job.placement import Placed
+from allranks.torch.comm.comm import Comm
+from allranks.torch.optimizers.asked import Asked
+from allranks.torch.optimizers.elementwise import check_by_parameter
+from allranks.torch.parallel.pipeline.gradients import StagedGradients
+from allranks.torch.parallel.pipeline.stages import bytes_of, measured, stages_of
+from allranks.torch.parallel.sharded.state import known_to_all
+from allranks.torch.step.gradients import Gradients
+from allranks.torch.step.user_buffers import written_in_forward
+from allranks.torch.strategies.base import Strategy
+
+
+class Staged(Strategy):
+    """Stages of a model on the ranks of a `line`; `last` is the number of the last stage."""
+
+    line: Comm
+    _tied: Mapping[str, str] = MappingProxyType({})
+    last: int
+    own_stages: range
+    takes_batch_loss: ClassVar[bool] = False
+    """Whether the outputs of all samples are there before a backward pass begins."""
+
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        asked = f"--strategy {self.name} --ranks {self.comm.size}"
+        self.check_task(asked)
+        scope, precision = self.context.scope, self.context.precision
+        seconds = measured(model, self.task, scope, precision, self.comm, self.name)
+        costs = seconds if self.context.options["by"] == "cost" else bytes_of
+        self.stages = stages_of(self.task, model, self.last + 1, asked, costs)
+        self.cut_stages(model)
+        ranks_of = {
+            name: sorted({stage % self.line.size for stage in self.stages.holders(parameter)})
+            for name, parameter in model.named_parameters()
+        }
+        shared = {name: tuple(ranks) for name, ranks in ranks_of.items() if len(ranks) > 1}
+        if self.shard_alone and shared:
+            raise _tied_bits(asked, next(iter(shared)))
+        meeting = _joined(shared)
+        self._tied = {n: f"tied {r}" for n, r in meeting.items() if self.line.rank in r}
+        for ranks in {r for r in meeting.values() if self.line.rank in r}:
+            self._axes[f"tied {ranks}"] = not_alike(self.line.among(ranks), self.line)
+        self.hold(model, ranks_of)
+        return model
+
+    def hold(self, model: nn.Module, ranks_of: Mapping[str, Sequence[int]]) -> None:
+        """Keep the weights of this rank; the first that holds one is its home."""
+        self.home = {name: ranks[0] for name, ranks in ranks_of.items()}
+        self.held = {n for n, ranks in ranks_of.items() if self.line.rank in ranks}
+        self._ranks_of = ranks_of
+        _leave_to_others(model, self.held)
+        self._crossed: dict[int, int] = {}
+        self.steps = 0
+
+    def cut_stages(self, model: nn.Module) -> None:
+        """Cut the weights of all stages, where several ranks hold a stage together."""
+
+    def check_task(self, asked: str) -> None:
+        """Raise `RequestError` for what stages have no way to do."""
+        found = why = do = ""
+        if self.task.loss_over == "batch" and not self.takes_batch_loss:
+            found = 'loss_over = "batch"'
+            why = "a schedule begins backward passes before the outputs of all samples are there"
+            do = "--strategy ddp"
+        elif self.task.overrides("initialise"):
+            found = "initialise(model, inputs) in the task"
+            why = "it goes through the whole model, of which each rank holds a part"
+            do = "set the weights in model(), or --strategy ddp"
+        elif self.context.scope.looked_up:
+            found = "a table with max_norm, whose rows are shortened where they are looked up"
+            why = "all ranks shorten rows together, and some do not hold the table"
+            do = "--strategy ddp"
+        if found:
+            raise RequestError(asked=asked, found=found, why=why, do=do)
+
+    def lay_out(self) -> None:
+        step = self.step
+        self.asked = Asked(step.optimizer)
+        self._ask()
+        if step.sparse.positions:
+            raise RequestError(
+                asked=f"--strategy {self.name}",
+                found=f"{type(step.optimizer).__name__}, which takes gradients row by row",
+                why="the rows that a step touches are counted by all ranks",
+                do="a dense optimizer, or --strategy ddp",
+            )
+        pairs = list(enumerate(zip(step.names, step.parameters, strict=True)))
+        own = [(at, name, p) for at, (name, p) in pairs if name in self.held]
+        self.own = [parameter for _, _, parameter in own]
+        step.own_positions = [at for at, _, _ in own]
+        self.trained = {id(parameter) for parameter in self.own}
+        self._counted = [(at, p) for at, name, p in own if self.home[name] == self.line.rank]
+        tied = [(p, self._tied[name]) for _, (name, p) in pairs if name in self._tied]
+        self._summed = [(p, self._axes[axis]) for p, axis in tied]
+
+    def _ask(self) -> None:
+        """Raise `RequestError` for an optimizer that needs what several ranks hold."""
+        if self.asked.is_new():
+            self.check_updates()
+
+    def check_updates(self) -> None:
+        if self.line.size > 1:
+            busy = {rank for name in self.step.names for rank in self._ranks_of[name]}
+            idle = len(busy) < self.line.size
+            check_by_parameter(self.step.optimizer, f"--strategy {self.name}", idle)
+
+    # --- a step ---------------------------------------------------------------------------
+
+    def updating(self, gradients: Gradients) -> AbstractContextManager[None]:
+        self._ask()  # hyper-parameters may have changed
+        return super().updating(gradients)
+
+    def passed(self, run: Callable[[], Any], stage: int) -> Any:
+        """The output of a stage for one micro-batch, or one batch that is evaluated."""
+        return run()
+
+    def sum_tied(self) -> None:
+        """Weights that several stages hold have the sum of their gradients on all of them.
+
+        Ranks that hold another tied weight of one of these stages bring in zeros.
+        """
+        for parameter, comm in self._summed:
+            if parameter.is_meta:
+                comm.all_reduce(torch.zeros_like(parameter, device=comm.device)).wait()
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+            comm.all_reduce(parameter.grad).wait()
+
+    def gradients(self) -> StagedGradients:
+        """Those of this rank, with a norm over all ranks."""
+        everywhere, exact = self.step.parameters, self.shard_alone
+        return StagedGradients(self.own, self._counted, everywhere, self.line, exact=exact)
+
+    def refuse_written_buffers(self, within: tuple[str, ...] = ("",)) -> None:
+        """Raise `RequestError` where the model writes buffers of its own in forward.
+
+        Those of names that begin so, which not all ranks go through.
+        """
+        if written := sorted(n for n in self.step.user_buffers.written if n.startswith(within)):
+            raise RequestError(
+                asked=f"--strategy {self.name}",
+                found=written_in_forward(written).found,
+                why="only the rank that goes through them would know what is written",
+                do="compute it from parameters, or --strategy ddp",
+            )
+
+    @contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        """Within, every weight is whole on every rank. Sends all weights (`control`)."""
+        slots = _slots(self.model)
+        held = dict(self.model.named_parameters())
+        whole = {name: self.whole_weight(name, parameter) for name, parameter in held.items()}
+        for name, places in slots.items():
+            for module, attribute in places:
+                module._parameters[attribute] = whole[name]  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            for name, places in slots.items():
+                for module, attribute in places:
+                    module._parameters[attribute] = held[name]
+
+    def whole_weight(self, name: str, parameter: nn.Parameter) -> Tensor:
+        """All of a weight, for a loss that every rank computes; every rank calls this."""
+        tensor = self.full(name, parameter.detach())
+        return parameter if name in self.held else _like(parameter, tensor)
+
+    # --- whole tensors and state ----------------------------------------------------------
+
+    def full(self, name: str, tensor: Tensor) -> Tensor:
+        """The whole of a parameter, or of its gradient, from the rank that holds it."""
+        if self.line.size == 1:
+            return tensor
+        home = self.home[name]
+        whole = tensor.detach().contiguous() if home == self.line.rank else None
+        if whole is None:
+            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.line.device)
+        self.line.broadcast(whole, source=home)
+        return whole
+
+    def as_held(self, name: str, saved: Tensor) -> Tensor:
+        return saved if name in self.held else torch.empty_like(saved, device="meta")
+
+    def state(self) -> dict[str, Any]:
+        """As of one process, with meta tensors for what other ranks hold; every rank calls this."""
+        state = super().state()
+        kept = state["optimizer"]["state"]
+        own = [name for name in kept if self.home[name] == self.line.rank]
+        here = {name: values for name, values in kept.items() if name in self.held}
+        found = known_to_all(here, own, self.line)
+        order = [name for name, _ in self.model.named_parameters() if name in found]
+        state["optimizer"] = {
+            **state["optimizer"],
+            "state": {name: found[name] for name in order},
+        }
+        return state
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        optimizer = state["optimizer"]
+        kept = {n: values for n, values in optimizer["state"].items() if n in self.held}
+        super().load_state({**state, "optimizer": {**optimizer, "state": kept}})
+
+    def placement(self, *, updated: bool) -> list[Placed]:
+        return [row for row in super().placement(updated=updated) if row.device != "meta"]
+
+    # --- bytes ----------------------------------------------------------------------------
+
+    def count_crossing(self, stage: int, tensors: list[Tensor]) -> None:
+        """A stage has returned these to the next one."""
+        sent = sum(t.nbytes for t in tensors)
+        back = sum(t.nbytes for t in tensors if t.requires_grad)
+        self._crossed[2 * stage] = self._crossed.get(2 * stage, 0) + sent
+        self._crossed[2 * stage + 1] = self._crossed.get(2 * stage + 1, 0) + back
+
+    def crossed(self) -> list[float]:
+        """Of each pair of stages what goes forward and what comes back in a step, in bytes.
+
+        The mean over the steps that were made, as it follows the samples of a step; every rank
+        calls this.
+        """
+        crossed = [0.0] * (2 * self.last)
+        for text in self.line.gather_texts(json.dumps(self._crossed)):
+            for at, sent in json.loads(text).items():
+                crossed[int(at)] += sent / max(1, self.steps)
+        return crossed
+
+    def tally_bytes(self) -> int:
+        """The bytes of the tally with what each rank tells of its gradients."""
+        numbers = self.step.layout.size + 2 * len(self.step.parameters)
+        return numbers * torch.float64.itemsize
+
+    def messages(self) -> tuple[int, ...]:
+        """What crosses, then what is summed; a tied weight counts as if all ranks summed it."""
+        ranks, summed = self.line.size, float(self.tally_bytes())
+        for parameter, comm in self._summed:
+            summed += parameter.nbytes * (1 - 1 / comm.size) / (1 - 1 / ranks)
+        return (*map(round, self.crossed()), round(summed))
+
+
+def not_alike(some: Comm, ranks: Comm) -> Comm:
+    """`some` of the `ranks`, which make other collectives than the rest.
+
+    How many of them a rank has begun says nothing of whether it will come (`meetings`).
+    """
+    if some is not ranks:
+        some.meetings = None
+    return some
+
+
+def _slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+    """Where each parameter of a model is, by its first name; a tied one is in several places."""
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    found: dict[str, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                found.setdefault(name_of[id(parameter)], []).append((module, attribute))
+    return found
+
+
+def _leave_to_others(model: nn.Module, held: set[str]) -> None:
+    """Put meta tensors in the places of the weights that this rank does not hold."""
+    places, named = _slots(model), dict(model.named_parameters())
+    for name, parameter in named.items():
+        if name not in held:
+            meta = torch.empty_like(parameter, device="meta", requires_grad=False)
+            elsewhere = _like(parameter, meta)
+            for module, attribute in places[name]:
+                setattr(module, attribute, elsewhere)  # an RNN keeps a list of its own
+
+
+def _like(parameter: nn.Parameter, tensor: Tensor) -> nn.Parameter:
+    """A parameter of these numbers, with what its owner has written on the other one."""
+    made = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+    vars(made).update(vars(parameter))
+    return made
+
+
+def _joined(shared: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The ranks that sum each of these weights, so that no rank is in two such groups.
+
+    Torch names a group by how many its ranks have made before: of two that overlap, ranks that have
+    made one and ranks that have not would wait for each other.
+    """
+    groups: list[set[int]] = []
+    for ranks in shared.values():
+        own = set(ranks).union(*(group for group in groups if group & set(ranks)))
+        groups = [*(group for group in groups if not group & own), own]
+    found = {rank: tuple(sorted(group)) for group in groups for rank in group}
+    return {name: found[ranks[0]] for name, ranks in shared.items()}
+
+
+def _tied_bits(asked: str, name: str) -> RequestError:
+    return RequestError(
+        asked=f"{asked} --bitwise",
+        found=f"{name!r} in several stages",
+        why="its gradient is summed within a stage first, and then over the stages",
+        do="leave --bitwise out, tie no weights across stages, or --strategy ddp",
+    )

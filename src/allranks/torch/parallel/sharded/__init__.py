@@ -1,0 +1,1 @@
+"""FSDP and ZeRO: each rank holds a part of the weights, gradients or optimizer state."""

@@ -1,0 +1,390 @@
+"""The gradient of a step of which each rank holds a part."""
+
+from __future__ import annotations
+
+import copy
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from allranks.errors import RequestError
+from allranks.strategies.reduction_tree import Span
+from allranks.torch.accelerator import is_accelerator
+from allranks.torch.checkpoint.tree import local
+from allranks.torch.comm.comm import Comm
+from allranks.torch.model.reals import reals
+from allranks.torch.parallel.data.reducer import Bucket, Reducer, exact_norm
+from allranks.torch.parallel.sharded.call_order import NUMBERS, CallOrder
+from allranks.torch.step.gradients import ROW, Gradients, as_tensor, gradients_of, multiply_
+from allranks.torch.step.tally import Tally, TallyLayout
+
+TOGETHER_BYTES = 2**26  # assumed, not measured
+
+
+class PartsOfRanks(Gradients):
+    """What every such gradient is: each element counts once in the norm, whoever holds it.
+
+    The ranks of `comm` hold it together. Parts of no dimension are the same on all of them.
+    `squares` is the sum of all squares where it is known already.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], comm: Comm, *, exact: bool) -> None:
+        super().__init__(parameters, exact=exact)
+        self.comm = comm
+        self.squares: Tensor | None = None
+
+    @abstractmethod
+    def held(self) -> list[Tensor]:
+        """The memory of this rank's parts."""
+
+    def counted(self) -> list[Tensor]:
+        """Of these, what this rank counts in the norm."""
+        return [part for part in self.held() if part.ndim or self.comm.rank == 0]
+
+    def counted_for_norm(self, *, clips: bool, left_out: bool) -> list[Tensor]:
+        """The same; in fewer tensors where nothing is clipped by the norm."""
+        return self.counted()
+
+    def scale_(self, factor: float | Tensor) -> None:
+        multiply_(self.flats or self.held(), factor)
+        if self.squares is not None:
+            self.squares = self.squares * factor**2
+
+    def sign_(self) -> None:
+        for part in self.flats or self.held():
+            part.sign_()
+
+    def follow(self, parameters: list[nn.Parameter]) -> None:
+        super().follow(parameters)
+        self.squares = None
+
+    def add(self, value: Tensor) -> None:
+        super().add(value)
+        self.squares = None
+
+    def norm(self, *, clips: bool, left_out: bool) -> float:
+        """Squares of short rows in float64, added in the order of the ranks.
+
+        Sends 8 bytes to each other rank, as `control`; five numbers for one that is exact.
+        """
+        if clips and self.exact:
+            return exact_norm(self.counted(), self._everywhere)
+        norm = float(self.norm_unread(clips=clips, left_out=left_out))
+        return norm if math.isfinite(norm) else self._norm_of_doubles(self.counted())
+
+    def _norm_of_doubles(self, counted: Sequence[Tensor]) -> float:
+        """The same where squares may be too large for the type of the gradient."""
+        wide = [part.to(torch.promote_types(part.dtype, torch.float64)) for part in counted]
+        return math.sqrt(self._everywhere(squares_of(wide, self.comm.device)).sum())
+
+    def norm_unread(self, *, clips: bool, left_out: bool) -> Tensor:
+        if self.squares is not None:
+            return self.squares.sum().sqrt()
+        counted = self.counted_for_norm(clips=clips, left_out=left_out)
+        own = squares_of(counted, self.comm.device)
+        return self._everywhere(own).sum().sqrt()
+
+    def clip_(self, limit: float, norm: float | Tensor) -> None:
+        total = as_tensor(norm, self.parameters[0])
+        factor = (limit / (total + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
+        multiply_(self.flats or self.held(), factor)
+
+    def _everywhere(self, row: Tensor) -> Tensor:
+        """The rows of all ranks, (ranks, row)."""
+        if self.comm.size == 1:
+            return row[None]
+        rows = row.new_empty(self.comm.size * row.numel())
+        self.comm.all_gather(rows, row, "control").wait()
+        return rows.view(self.comm.size, -1)
+
+
+class SomeCut(PartsOfRanks):
+    """Those in `.grad`, which may be DTensors: parts of some parameters, and all of the others.
+
+    The parts that this rank counts are those of the parameters in `cut` (their ids). What is whole
+    is the same on every rank of `comm`: the first one counts it.
+    """
+
+    def __init__(
+        self, parameters: list[nn.Parameter], comm: Comm, cut: Container[int], *, exact: bool
+    ) -> None:
+        super().__init__(parameters, comm, exact=exact)
+        self.cut = cut
+
+    def held(self) -> list[Tensor]:
+        return [local(gradient) for gradient in gradients_of(self.parameters)]
+
+    def counted(self) -> list[Tensor]:
+        own = [p for p in self.parameters if id(p) in self.cut or self.comm.rank == 0]
+        return [local(gradient) for gradient in gradients_of(own)]
+
+
+class GradientParts(PartsOfRanks):
+    """`parts` are what this rank holds of the gradients; the `.grad` of the parameters are empty.
+
+    `cut` gives this rank's part of a whole gradient: its own rows. `flats` are what they are views
+    of, and hold nothing else but padding.
+    """
+
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        parts: Sequence[Tensor | None],
+        cut: Callable[[Tensor], Tensor],
+        flats: Sequence[Tensor],
+        comm: Comm,
+        *,
+        exact: bool,
+    ) -> None:
+        super().__init__(parameters, comm, exact=exact)
+        self.parts, self.cut, self.flats = list(parts), cut, list(flats)
+
+    def settle(self, unused: Sequence[int]) -> None:
+        for position in unused:
+            self.parts[position] = None
+
+    def follow(self, parameters: list[nn.Parameter]) -> None:
+        known = {id(p): part for p, part in zip(self.parameters, self.parts, strict=True)}
+        self.parameters = parameters
+        self.parts, self.flats = [known.get(id(parameter)) for parameter in parameters], []
+        self._take()
+
+    def add(self, value: Tensor) -> None:
+        value.backward()
+        self._take()
+
+    def _take(self) -> None:
+        """Add the own part of what stands in `.grad`, which is empty then."""
+        for position, parameter in enumerate(self.parameters):
+            if (gradient := parameter.grad) is not None:
+                own, part = self.cut(gradient), self.parts[position]
+                if part is None:
+                    self.parts[position], self.flats = own.clone(), []
+                else:
+                    part.add_(own)
+                parameter.grad = None
+
+    def tensors(self) -> list[Tensor | None]:
+        return self.parts
+
+    def held(self) -> list[Tensor]:
+        return [part for part in self.parts if part is not None]
+
+    def counted_for_norm(self, *, clips: bool, left_out: bool) -> list[Tensor]:
+        if clips or left_out or not self.flats:
+            return self.counted()
+        return [flat for flat in self.flats if flat.ndim or self.comm.rank == 0]
+
+
+def squares_of(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The sum of all squares, (1,) in float64.
+
+    Norms of short rows in the type of the parts, which lose nothing that it can tell; a copy of all
+    of it in float64 takes four times as long.
+    """
+    start = torch.zeros(1, dtype=torch.float64, device=device)
+    if (norms_of_short := _norms_of_short(parts)) is not None:
+        each = norms_of_short.to(device, torch.float64)
+        return torch.cat([start, each]).square_().sum(0, keepdim=True)
+    flats = [reals(part.to_dense() if part.is_sparse else part).flatten() for part in parts]
+    norms: dict[tuple[int, bool], Tensor] = {}  # of which part, and whether it is of its rest
+    for alike in _of_one_kind(flats).values():
+        kind = torch.promote_types(flats[alike[0]].dtype, torch.float32)
+        ends = {at: flats[at].numel() // ROW * ROW for at in alike}
+        rests = {at: flats[at][end:] for at, end in ends.items() if end < flats[at].numel()}
+        if rests:
+            found = torch.stack(torch._foreach_norm(list(rests.values()), 2, kind))
+            each = found.to(device, torch.float64).split(1)
+            norms |= {(at, True): norm for at, norm in zip(rests, each, strict=True)}
+        wholes = {at: flats[at][:end].view(-1, ROW) for at, end in ends.items() if end}
+        if wholes:
+            rows = [
+                torch.linalg.vector_norm(some, dim=1, dtype=kind)
+                for some in _in_few(list(wholes.values()))
+            ]
+            sizes = [len(one) for one in wholes.values()]
+            split = torch.cat(rows).to(device, torch.float64).split(sizes)
+            norms |= {(at, False): norm for at, norm in zip(wholes, split, strict=True)}
+    return torch.cat([start, *(norms[at] for at in sorted(norms))]).square_().sum(0, keepdim=True)
+
+
+def _norms_of_short(parts: Sequence[Tensor]) -> Tensor | None:
+    """The norm of each that is not empty, where they are short, alike, and lie in one piece."""
+    some = [part for part in parts if part.numel()]
+    if not some:
+        return None
+    kind, device = some[0].dtype, some[0].device
+    for part in some:
+        is_alike = part.dtype is kind and part.layout is torch.strided and part.device == device
+        if not is_alike or kind.is_complex or part.numel() >= ROW or not part.is_contiguous():
+            return None
+    return torch.stack(torch._foreach_norm(some, 2, torch.promote_types(kind, torch.float32)))
+
+
+def _of_one_kind(flats: Sequence[Tensor]) -> dict[tuple[torch.dtype, torch.device], list[int]]:
+    """The positions of those that one launch can take."""
+    found: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for at, flat in enumerate(flats):
+        found.setdefault((flat.dtype, flat.device), []).append(at)
+    return found
+
+
+def _in_few(wholes: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The same rows in fewer tensors, where each is a launch: on an accelerator.
+
+    What is copied for it at a time is at most `TOGETHER_BYTES`.
+    """
+    if not is_accelerator(wholes[0].device):
+        yield from wholes
+        return
+    groups: list[list[Tensor]] = [[]]
+    size = 0
+    for rows in wholes:
+        size += rows.nbytes
+        if groups[-1] and size > TOGETHER_BYTES:
+            groups.append([])
+            size = rows.nbytes
+        groups[-1].append(rows)
+    for group in groups:
+        yield group[0] if len(group) == 1 else torch.cat(group)
+
+
+# --- with tally ----------------------------------------------------------------------------------
+# What every rank finds by itself at the end of its passes, and all want the sum of: one message.
+#
+# The norm of a gradient needs a sum over the ranks that hold parts of it. Where these numbers are
+# there as soon as the passes are over, they go with the tally, and the step waits once.
+
+
+def summed_with_tally(local: Tally, row: Tensor, comm: Comm) -> tuple[Tally, Tensor]:
+    """The sums of a tally and of a `row` in float64; every rank of `comm` calls this."""
+    tally = local.tensor
+    message = torch.cat([tally.to(torch.float64), row.flatten().to(tally.device)])
+    comm.all_reduce(message).wait()
+    return local.layout.tally(message[: tally.numel()].to(tally.dtype)), (
+        message[tally.numel() :].view(row.shape)
+    )
+
+
+# --- parameters ----------------------------------------------------------------------------------
+# What may not be done to a model, and what its parameters may not carry, where it is in parts.
+
+
+HOLDS_A_PART = "a rank holds a part of a parameter, and the hook expects the whole gradient"
+
+
+def check_no_hooks(
+    model: nn.Module,
+    asked: str,
+    why: str = HOLDS_A_PART,
+    engine: Iterable[RemovableHandle] = (),
+) -> None:
+    """Raise `RequestError` for a parameter with a hook of its own; no communication.
+
+    A hook is given the gradient of what a rank holds, and a parameter that is cut is a new one.
+    Those of the `engine` are none of that.
+    """
+    known = {handle.id for handle in engine}
+    for name, parameter in model.named_parameters():
+        hooks = *(parameter._backward_hooks or ()), *(parameter._post_accumulate_grad_hooks or ())
+        if not known.issuperset(hooks):
+            raise RequestError(
+                asked=asked,
+                found=f"a hook on the parameter {name!r}",
+                why=why,
+                do="change gradients in the optimizer, or --strategy single",
+            )
+
+
+def refuse_copies(model: nn.Module, strategy: str) -> None:
+    """From now on `copy.deepcopy` of the model, or a module of it, raises `RequestError`.
+
+    As `torch.optim.swa_utils.AveragedModel` makes one. What copies an optimizer says in the memo
+    which parameters are to stay as they are: there modules are copied as ever.
+    """
+
+    def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        if not any(id(parameter) in memo for parameter in model.parameters()):
+            raise RequestError(
+                asked=f"copy.deepcopy of a {type(module).__name__} of the model, under {strategy}",
+                found="a model of which each rank holds a part",
+                why="the copy would be a part as well, and its average, or output, that of a part",
+                do="the field ema of the task keeps an average (--set ema=0.99), trainer.weights() "
+                "gives whole weights; or --strategy zero1",
+            )
+        own = vars(module).pop("__deepcopy__")
+        try:
+            return copy.deepcopy(module, memo)
+        finally:
+            vars(module)["__deepcopy__"] = own
+
+    for module in model.modules():
+        vars(module)["__deepcopy__"] = partial(copied, module)
+
+
+# --- beside --------------------------------------------------------------------------------------
+# What is summed over all ranks beside the parts of weights: one message of a few numbers.
+#
+# [ tally | gradients of weights of no dimension, which are not cut | the order of calls ]
+
+
+class Beside:
+    """The message of one rank. `copies` are the ids of weights that another rank counts."""
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        layout: TallyLayout,
+        parameters: Sequence[nn.Parameter],
+        copies: Collection[int],
+    ) -> None:
+        self.reducer, self.copies = reducer, copies
+        self.uncut = [p for p in parameters if not p.ndim]
+        size = layout.size + len(self.uncut) + NUMBERS
+        self.flat = reducer.room(size, layout.like)
+        self.tally = layout.tally(self.flat[: layout.size])
+        self._gradients = self.flat[layout.size : size - NUMBERS]
+        self._calls = self.flat[size - NUMBERS : size]
+        self._orders: dict[int, Tensor] = {}
+        reducer.prepare([Bucket(self.flat, self.flat)])
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.flat.zero_()
+
+    def take_gradients(self) -> None:
+        """Take those of a leaf; they are empty then."""
+        for parameter, number in zip(self.uncut, self._gradients, strict=True):
+            if parameter.grad is not None and id(parameter) not in self.copies:
+                number.copy_(parameter.grad)
+            parameter.grad = None
+
+    def leaf_done(self, leaf: Span) -> None:
+        """Take in a leaf that is not the last."""
+        self.reducer.launch(0, leaf, last=False)
+
+    def sum_up(self, leaf: Span, order: CallOrder, ranks: int, *, unread: bool) -> None:
+        """The sums over so many ranks, with the last leaf; every rank calls this.
+
+        Raises `RequestError` unless units were called in one `order` on all of them; where sums
+        are to stay `unread`, the tally is not right then.
+        """
+        if order.digest not in self._orders:
+            self._orders = {order.digest: self._calls.new_tensor(order.numbers())}
+        self._calls.copy_(self._orders[order.digest])
+        self.reducer.launch(0, leaf, last=True)
+        self.reducer.finish()
+        if unread:
+            self.tally.is_right = order.sums_agree(self._calls, ranks)
+        else:
+            with self.reducer.comm.reading():
+                calls = self._calls.tolist()
+            order.check_sums(calls, ranks)
+        for parameter, number in zip(self.uncut, self._gradients, strict=True):
+            parameter.grad = number.to(parameter.dtype, copy=True)

@@ -1,0 +1,270 @@
+"""The state of a training of which ranks hold parts: which of its tensors follow parameters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import (
+    DTensor,
+    Placement,
+    Replicate,
+    Shard,
+    debug,
+    distribute_tensor,
+)
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.optim import Optimizer
+
+from allranks.checkpoint.tree import unflatten
+from allranks.errors import RequestError
+from allranks.strategies.mesh import SHARD, TENSOR
+from allranks.torch.checkpoint.tree import DTYPES, NAMES, flatten
+from allranks.torch.comm.comm import Comm
+from allranks.torch.optimizers.asked import Asked
+from allranks.torch.optimizers.elementwise import Cut, groups_of_whole
+from allranks.torch.parallel.tensor.cutting import CutModel
+from allranks.torch.parallel.tensor.exchange import Along, Exchange
+from allranks.torch.state import saved_names, whole
+
+
+def with_parameters(
+    state: dict[str, Any],
+    model: nn.Module,
+    change: Callable[[str, Tensor], Tensor],
+    kept_whole: Mapping[str, bool],
+) -> dict[str, Any]:
+    """A state of a training in which `change(name, tensor)` stands for all that follows parameters.
+
+    Those are the weights, what the optimizer keeps in their shape, and their averages. What it
+    keeps for parameters that are `kept_whole` is as it is, or left out where that is not here.
+    Raises `RequestError` for a weight that the state dict of the model does not hold by its name.
+    """
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    own_name = {alias: own for own, names in saved_names(model).items() for alias in names}
+    if missing := sorted(shapes.keys() - set(own_name.values())):
+        raise RequestError(
+            asked="a checkpoint of weights that ranks hold parts of",
+            found=f"{missing[0]!r}, which stands in no state dict under that name",
+            why="nobody could tell which weight of a checkpoint is which",
+            do="take the wrapper that renames it off, or --strategy ddp",
+        )
+
+    def changed(named: dict[str, Any]) -> dict[str, Any]:
+        return {
+            n: change(own_name[n], t) if own_name.get(n) in shapes else t for n, t in named.items()
+        }
+
+    optimizer = dict(state["optimizer"])
+    of_held = {name: state["model"][alias].shape for alias, name in own_name.items()}
+    cut = {n: values for n, values in optimizer["state"].items() if n not in kept_whole}
+    kept = {n: values for n, values in optimizer["state"].items() if kept_whole.get(n)}
+    plain = _kept_otherwise(cut, of_held)
+    for name, values in cut.items():
+        kept[name] = {
+            key: change(name, value)
+            if is_tensor_of(value, of_held[name]) and not (key in plain and len(of_held[name]) < 2)
+            else value
+            for key, value in values.items()
+        }
+    optimizer["state"] = kept
+    found = {**state, "model": changed(state["model"]), "optimizer": optimizer}
+    for weights in ("average", "evaluated"):
+        if weights in state:
+            found[weights] = changed(state[weights])
+    return found
+
+
+def known_to_all(kept: dict[str, Any], own: Iterable[str], comm: Comm) -> dict[str, Any]:
+    """What an optimizer keeps, with meta tensors for what others keep of their `own` names.
+
+    Every rank calls this; sends names and shapes (`control`).
+    """
+    skeleton, tensors = flatten({name: kept[name] for name in own if name in kept}, "kept")
+    looks = {path: [NAMES[t.dtype], list(t.shape)] for path, t in tensors.items()}
+    found: dict[str, Any] = {}
+    for text in comm.gather_texts(json.dumps([skeleton, looks])):
+        theirs, looks = json.loads(text)
+        metas = {
+            path: torch.empty(shape, dtype=DTYPES[kind], device="meta")
+            for path, (kind, shape) in looks.items()
+        }
+        found.update(unflatten(theirs, metas))
+    return {**found, **kept}
+
+
+def _kept_otherwise(kept: dict[str, Any], shapes: dict[str, torch.Size]) -> set[str]:
+    """What an optimizer keeps in another shape than that of matrices, by its name.
+
+    A rank may hold one number of a vector, in the shape of a counter: only matrices can tell.
+    """
+    return {
+        key
+        for name, values in kept.items()
+        for key, value in values.items()
+        if len(shapes[name]) > 1 and not is_tensor_of(value, shapes[name])
+    }
+
+
+def is_tensor_of(value: Any, shape: torch.Size) -> bool:
+    return isinstance(value, Tensor) and value.shape == shape
+
+
+# --- dtensors ------------------------------------------------------------------------------------
+# DTensors of what ranks hold parts of: for states, checkpoints and traces.
+#
+# Loaded only where a job has some: importing their types takes a second.
+
+
+__all__ = ["Replicate", "Shard", "device_mesh", "distribute_tensor", "dtensor", "mesh_of"]
+
+
+def device_mesh(comm: Comm, axis: str) -> DeviceMesh:
+    """The ranks of `comm` as a mesh of one axis; every one of them calls this.
+
+    What torch sends there is counted by `comm`, as `control`.
+    """
+    group = comm.counting_group("control")
+    return mesh_over(group, comm.device.type, None, (axis,))
+
+
+def mesh_of(
+    axes: Sequence[tuple[str, Comm]], ranks: int, kinds: Mapping[str, str] | None = None
+) -> DeviceMesh:
+    """All `ranks` of the job as a mesh of these axes; every one of them calls this.
+
+    What torch sends there is counted by the axis, as `control` or what `kinds` say of it.
+    """
+    kinds = kinds or {}
+    groups = [comm.counting_group(kinds.get(name, "control")) for name, comm in axes]
+    grid = torch.arange(ranks).view([comm.size for _, comm in axes])
+    names = tuple(name for name, _ in axes)
+    return mesh_over(groups, axes[0][1].device.type, grid, names)
+
+
+def mesh_over(
+    groups: dist.ProcessGroup | list[dist.ProcessGroup],
+    device: str,
+    grid: Tensor | None,
+    names: tuple[str, ...],
+) -> DeviceMesh:
+    """A mesh of a group, or of one for each axis of `grid`; every rank of them calls this.
+
+    torch keeps of each operation on what mesh its result lies, and finds it again for any mesh with
+    the same ranks: in a process that trained before, one whose groups are gone, or now others.
+    """
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)
+    if clear is not None:
+        clear()
+    return DeviceMesh.from_group(groups, device, grid, mesh_dim_names=names)
+
+
+def shard_of(along: Along) -> Placement:
+    """How a tensor that is cut so lies on the ranks."""
+    return (
+        Shard(along.dim) if along.runs == 1 else _StridedShard(along.dim, split_factor=along.runs)
+    )
+
+
+def dtensor(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], whole: Tensor
+) -> DTensor:
+    """What this rank holds of a tensor that looks like `whole`, which may be on meta.
+
+    No communication.
+    """
+    return DTensor.from_local(
+        local.detach(),
+        mesh,
+        placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=torch.empty_like(whole, device="meta").stride(),
+    )
+
+
+# --- two axes ------------------------------------------------------------------------------------
+# Weights that are cut twice: layers over the tensor axis, and the rows of each part over shards.
+#
+# `fully_shard` knows of the second cut alone: its DTensors are parts of parts. A state has DTensors
+# over both axes, tensor first, so that it can be taken up by any other strategy. On 2 x 2 ranks,
+# for a weight of 8 rows that is cut by rows twice:
+#
+#     tensor 0: shard 0 has rows 0-1, shard 1 rows 2-3      tensor 1: rows 4-5, rows 6-7
+
+
+class TwoAxes:
+    """What one rank holds of the weights of `cut`, on a mesh of both axes.
+
+    Every rank makes one. `shards` are the ranks with the same part of every layer.
+    """
+
+    def __init__(self, cut: CutModel, exchange: Exchange, shards: Comm) -> None:
+        self.cut, self.exchange, self.shards = cut, exchange, shards
+        self.asked: Asked | None = None
+        tensor = exchange.comm
+        groups = [comm.counting_group("control") for comm in (tensor, shards)]
+        ranks = torch.arange(shards.size * tensor.size).view(shards.size, tensor.size).t()
+        self.mesh = mesh_over(groups, shards.device.type, ranks.contiguous(), (TENSOR, SHARD))
+
+    def saved(self, name: str, held: Tensor) -> Tensor:
+        """What stands in a state for a DTensor of `fully_shard`; anything else is whole."""
+        if not isinstance(held, DTensor):
+            return held
+        along = self.cut.dims.get(name)
+        places: list[Placement] = [Replicate() if along is None else shard_of(along), Shard(0)]
+        like = torch.empty(self.cut.shapes[name], dtype=held.dtype, device="meta")
+        return dtensor(held.to_local(), self.mesh, places, like)
+
+    def held(self, name: str, saved: Tensor, like: DTensor) -> Tensor:
+        """What `saved` was given, or what it would be given of a whole tensor."""
+        if isinstance(saved, DTensor):
+            return dtensor(saved.to_local(), like.device_mesh, like.placements, like)
+        part = self.part(name, saved)
+        return distribute_tensor(part, like.device_mesh, like.placements, src_data_rank=None)
+
+    def full(self, name: str, held: Tensor) -> Tensor:
+        """The whole of what `saved` is given: over shards, then over the tensor axis."""
+        along, part = self.cut.dims.get(name), whole(held)
+        if along is None or not isinstance(held, DTensor):
+            return part
+        return self.exchange.all(part, along, self.cut.shapes[name][along.dim])
+
+    def part(self, name: str, given: Tensor) -> Tensor:
+        """What the ranks of a shard axis hold together of a whole tensor."""
+        return self.cut.part_of(name, given, self.exchange)
+
+    def check_updates(self, optimizer: Optimizer, model: nn.Module, asked: str) -> None:
+        """Raise `RequestError` for an optimizer that needs a parameter whole, on both axes.
+
+        It is asked at the first call, and where its hyper-parameters have changed.
+        """
+        self.asked = self.asked or Asked(optimizer)
+        if self.asked.is_new() and groups_of_whole(optimizer, asked, self._cuts(model)):
+            raise RequestError(
+                asked=f"{asked} with {type(optimizer).__name__}",
+                found="the update of some rows is another one by themselves",
+                why="a parameter is cut over two axes, and nobody gathers it over both",
+                do="--strategy fsdp or tensor, or an optimizer that updates every number by itself",
+            )
+
+    def _cuts(self, model: nn.Module) -> dict[int, Cut]:
+        """Of every parameter: along the tensor axis, and then each part by rows."""
+        shards = self.shards.size
+
+        def by_rows(parts: Callable[[Tensor], list[Tensor]], whole: Tensor) -> list[Tensor]:
+            return [rows for part in parts(whole) for rows in part.chunk(shards)]
+
+        once = self.cut.cuts(model, self.exchange.comm.size)
+        every = {id(p): Cut(tuple(p.shape), lambda whole: [whole]) for p in model.parameters()}
+        return {
+            key: Cut(cut.shape, partial(by_rows, cut.parts))
+            for key, cut in {**every, **once}.items()
+            if cut.shape
+        }

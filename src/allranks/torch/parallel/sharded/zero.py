@@ -1,0 +1,331 @@
+"""ZeRO: every rank has the whole weights, and updates its own rows of them alone.
+
+zero1   gradients are summed once a step, as in `ddp`, but each rank is given the sums of its own
+        rows only; what the optimizer keeps lies where the rows are
+zero2   the same after every backward pass, so that no rank holds all gradients whole
+
+A step is reduce-scatter, update, all-gather: as many bytes as the all-reduce of `ddp`. Between
+updates the model is whole, as under `ddp`. Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from allranks.catalog import DTENSORS, REDUCERS, load
+from allranks.errors import RequestError
+from allranks.job.placement import Placed
+from allranks.strategies.card import Workload
+from allranks.strategies.mesh import SHARD
+from allranks.strategies.reduction_tree import Span
+from allranks.torch.checkpoint.tree import is_dtensor
+from allranks.torch.comm.subgroups import Pending
+from allranks.torch.data.batch import Batch, Leaf
+from allranks.torch.model.reals import reals
+from allranks.torch.parallel.data.buckets import InOrder
+from allranks.torch.parallel.data.half import OwnRows, PackedBucket, own_rows, packed_buckets
+from allranks.torch.parallel.data.reducer import Bucket, Reducer
+from allranks.torch.parallel.data.tree import IN_FLIGHT, MeanSections, Sections, TreeSections
+from allranks.torch.parallel.sharded.gradients import GradientParts
+from allranks.torch.parallel.sharded.whole_optimizers import Divided, WholeUpdates
+from allranks.torch.step.gradients import Gradients
+from allranks.torch.step.tally import Tally
+from allranks.torch.strategies.base import Strategy
+
+
+class ZeRO1(Strategy):
+    """Reduce-scatter the gradients, update own rows, all-gather the weights."""
+
+    name = "zero1"
+    can_run_ahead = True
+
+    @property
+    def shard_alone(self) -> bool:
+        return bool(self.context.options["reduce"] == "tree")
+
+    @property
+    def each_pass(self) -> bool:
+        """Whether gradients are exchanged after every backward pass, and not once a step."""
+        return False
+
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        self._is_cut, self.passes = False, 1
+        self.buckets: list[PackedBucket] = []
+        self._device_mesh: Any = None
+        self._with_rows = {n: p for n, p in model.named_parameters() if p.ndim}
+        self._owned = OwnRows(list(self._with_rows.values()), self._own)
+        self._like = {
+            name: torch.empty_like(p.detach(), device="meta") for name, p in self._with_rows.items()
+        }
+        return model
+
+    def prepare(self) -> None:
+        self._cut_kept()
+        summed = load(REDUCERS[self.context.options["reduce"]])
+        self.summed: Reducer = summed(self.comm, self.task.shards)
+        sections = TreeSections if self.shard_alone else MeanSections
+        self.sections: Sections = sections(self.comm, self.task.shards)
+        cut = {n: Divided(p, self._like[n].shape) for n, p in self._with_rows.items()}
+        asked = f"--strategy {self.name}"
+        self.wholes = WholeUpdates(self.comm, self.step.optimizer, cut, asked)
+
+    def _cut_kept(self) -> None:
+        """What the optimizer keeps from the start was made for whole weights: own rows are left."""
+        for parameter, kept in self.step.optimizer.state.items():
+            for name, value in kept.items():
+                if isinstance(value, Tensor) and value.ndim and value.shape == parameter.shape:
+                    kept[name] = self._own(value).clone()
+
+    def lay_out(self) -> None:
+        """What has rows is cut; a parameter of no dimension is summed whole, beside the tally."""
+        if self.comm.size > 1:  # groups may have been added
+            self.kept_whole = self.wholes.find()
+            self._check_bits()
+        parameters, layout = self.step.parameters, self.step.layout
+        self._laid_out = parameters
+        cut = [position for position, p in enumerate(parameters) if p.ndim]
+        self.buckets, bucket_of = self._packed([parameters[i] for i in cut])
+        self.sections.prepare(self.buckets)
+        self._order = InOrder(bucket_of, self._leave)
+        self._turn = {position: i for i, position in enumerate(cut)}
+        self.step.on_gradient = self._finished
+        numbers = [p for p in parameters if not p.ndim]
+        self._whole = [self._flat(reals(p.detach()).numel(), p) for p in numbers]
+        self._numbers = [
+            (p, torch.view_as_complex(flat[:2]) if p.is_complex() else flat[0])
+            for p, flat in zip(numbers, self._whole, strict=True)
+        ]
+        self._whole.append(self._flat(layout.size, layout.like))
+        self.summed.prepare([Bucket(flat, flat) for flat in self._whole])
+        self.tally = layout.tally(self._whole[-1][: layout.size])
+
+    def _packed(self, parameters: list[nn.Parameter]) -> tuple[list[PackedBucket], list[int]]:
+        most = int(self.context.options["bucket_mb"] * 2**20)
+        return packed_buckets(parameters, most, self.comm.size)
+
+    def _check_bits(self) -> None:
+        """Raise for 16 bits: at the end of a piece of memory torch rounds them otherwise."""
+        short = [
+            n for n, p in zip(self.step.names, self.step.parameters, strict=True) if p.itemsize < 4
+        ]
+        if self.shard_alone and short:
+            raise RequestError(
+                asked=f"--strategy {self.name} with equal bits on any ranks",
+                found=f"weights of 16 bits: {short[0]!r}",
+                why="an update of some rows rounds them otherwise than an update of all",
+                do="keep the weights in float32 (--precision bf16 does), or --strategy ddp",
+            )
+
+    def _flat(self, size: int, like: Tensor) -> Tensor:
+        return self.summed.room(size, reals(like.detach()))
+
+    def sum_apart(self, leaves: list[tuple[Span, Tensor]]) -> Tensor:
+        return self.summed.sum_apart(leaves)  # everything is laid out anew after this
+
+    # --- gradients ------------------------------------------------------------------------
+
+    def forward_backward(self, batch: Batch) -> Tally:
+        for flat in self._whole:
+            flat.zero_()
+        for parameter in self.step.parameters:
+            parameter.grad = None
+        for parameter, view in self._numbers:
+            parameter.grad = view
+        self._leaf, self._is_last, self.passes = batch.leaves[-1], True, 0
+        self._order.begin()
+        if self.each_pass:
+            self._order.release()
+        self.step.accumulate(
+            batch,
+            lambda leaf: self.tally,
+            lambda leaf: None if leaf is batch.leaves[-1] else self._give(leaf),
+            before_last=lambda: None if self.each_pass else self._order.release(),
+        )
+        while self.each_pass and self.passes < batch.passes:  # other ranks have more of them
+            self.after_backward()
+        if self.each_pass:
+            self._order.begin()  # no backward pass that comes now is one of the step
+        return self.tally
+
+    def after_backward(self) -> None:
+        if self.each_pass:
+            self.passes += 1
+            self._order.finish()
+            self._order.begin()
+            self._order.release()
+
+    def _finished(self, position: int) -> None:
+        if position in self._turn:
+            self._order.finished(self._turn[position])
+
+    def _give(self, leaf: Leaf) -> None:
+        """Take in a leaf that is not the last: its gradients are empty again."""
+        last, self._leaf, self._is_last = self._leaf, leaf, False
+        for number in range(len(self.buckets)):
+            self._leave(number)
+        for number in range(len(self._whole)):
+            self.summed.launch(number, self._span, last=False)
+        self._leaf, self._is_last = last, True
+
+    def _leave(self, number: int) -> None:
+        bucket = self.buckets[number]
+        flat = bucket.packed([parameter.grad for parameter in bucket.parameters])
+        for parameter in bucket.parameters:
+            parameter.grad = None
+        self.sections.launch(number, flat, self._span, last=self._is_last)
+
+    @property
+    def _span(self) -> tuple[int, int]:
+        return self._leaf.shards.start, self._leaf.shards.stop
+
+    def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
+        if not self.each_pass:
+            self._order.finish()
+        for number in range(len(self._whole)):
+            self.summed.launch(number, self._span, last=True)
+        parts = {id(parameter): view for parameter, view in self._numbers}
+        sections = self.sections.finish()
+        for bucket, section in zip(self.buckets, sections, strict=True):
+            for parameter, part in bucket.parts(section, self.comm.rank):
+                parts[id(parameter)] = part
+        flats = [*sections, *(view for _, view in self._numbers)]
+        self.summed.finish()
+        parameters = self.step.parameters
+        for parameter, _ in self._numbers:
+            parameter.grad = None
+        own = [parts[id(parameter)] for parameter in parameters]
+        exact = self.shard_alone
+        return local, GradientParts(parameters, own, self._own, flats, self.comm, exact=exact)
+
+    # --- weights --------------------------------------------------------------------------
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        """This rank's rows of a whole tensor; all of it, if it has no dimension."""
+        return own_rows(tensor, self.comm.size, self.comm.rank) if tensor.ndim else tensor
+
+    @contextmanager
+    def owned(self, *, writes: bool = False) -> Iterator[None]:
+        if self._is_cut:
+            yield
+            return
+        parameters = self._owned.parameters
+        if self._owned.find():
+            for bucket in self.buckets:
+                bucket.forget()
+        whole, own = self._owned.whole, self._owned.rows
+        gradients = [parameter.grad for parameter in parameters]
+        self._is_cut = True
+        for parameter, rows in zip(parameters, own, strict=True):
+            parameter.grad = None
+            parameter.data = rows
+        try:
+            yield
+        finally:
+            self._is_cut = False
+            for parameter, weight, gradient in zip(parameters, whole, gradients, strict=True):
+                parameter.grad = None
+                parameter.data = weight
+                parameter.grad = gradient
+        if writes:
+            buckets, _ = self._packed(list(self._with_rows.values()))
+            self._gather(buckets, "control")
+
+    @contextmanager
+    def updating(self, gradients: Gradients) -> Iterator[None]:
+        if self.step.parameters is not self._laid_out:  # unfrozen in this step
+            self.lay_out()
+        with self.owned():
+            for parameter, part in zip(gradients.parameters, gradients.tensors(), strict=True):
+                parameter.grad = part
+            with self.wholes.gathered():
+                yield
+            for parameter in gradients.parameters:
+                parameter.grad = None
+        self._gather(self.buckets, "gradients")
+
+    @torch.no_grad()
+    def _gather(self, buckets: Iterable[PackedBucket], kind: str) -> None:
+        """Let every rank have all rows as their owners have them."""
+        if self.comm.size == 1:
+            return
+        sent: deque[tuple[PackedBucket, Tensor, Pending]] = deque()
+
+        def receive() -> None:
+            bucket, flat, pending = sent.popleft()
+            pending.wait()
+            bucket.unpack(flat)
+
+        for bucket in buckets:
+            section = bucket.section_of(self.comm.rank)
+            flat = bucket.room()
+            sent.append((bucket, flat, self.comm.all_gather(flat, section, kind)))
+            if len(sent) > IN_FLIGHT:
+                receive()
+        while sent:
+            receive()
+
+    # --- bytes and state ------------------------------------------------------------------
+
+    def messages(self) -> tuple[int, ...]:
+        """What is cut, with its padding, what is summed whole, and what goes to owners and back."""
+        cut, whole = (
+            sum(bucket.nbytes for bucket in self.buckets),
+            sum(f.nbytes for f in self._whole),
+        )
+        return cut, whole, self.wholes.most_sent()
+
+    def promised_bytes(self) -> int:
+        passes = self.passes if self.each_pass else 1
+        work = Workload(self.messages(), self.comm.size, self.task.shards, passes=passes)
+        return self.card.bytes_sent(work, self.context.options)
+
+    def placement(self, *, updated: bool) -> list[Placed]:
+        held = super().placement(updated=updated)
+        return held if not self.each_pass else [self._without_whole_gradient(row) for row in held]
+
+    def _without_whole_gradient(self, row: Placed) -> Placed:
+        if not row.gradient_bytes or row.name not in self._like:
+            return row
+        return replace(row, gradient_bytes=self._own(self._like[row.name]).nbytes)
+
+    def as_saved(self, name: str, tensor: Tensor) -> Tensor:
+        if self.comm.size == 1 or name not in self._like:
+            return tensor
+        dtensors = load(DTENSORS)
+        if self._device_mesh is None:
+            self._device_mesh = dtensors.device_mesh(self.comm, SHARD)
+        rows = [dtensors.Shard(0)]
+        found: Tensor = dtensors.dtensor(tensor, self._device_mesh, rows, self._like[name])
+        return found
+
+    def as_held(self, name: str, saved: Tensor) -> Tensor:
+        if is_dtensor(saved):
+            local: Tensor = saved.to_local()  # type: ignore[attr-defined]
+            return local
+        return self._own(saved) if name in self._like else saved
+
+    def state(self) -> dict[str, Any]:
+        return self.wholes.told(super().state())
+
+    def full_state(self) -> Iterator[tuple[str, Tensor]]:
+        tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        return ((name, tensors[name].detach()) for name in sorted(tensors))
+
+
+class ZeRO2(ZeRO1):
+    """As `zero1`, but the gradients of every backward pass are scattered, bucket by bucket."""
+
+    name = "zero2"
+    counts_passes = True
+
+    @property
+    def each_pass(self) -> bool:
+        """The leaves of a fixed tree are whole, as in `zero1`."""
+        return not self.shard_alone

@@ -1,0 +1,1 @@
+"""Tensor parallelism: which layers are cut, what they compute, and what they exchange."""

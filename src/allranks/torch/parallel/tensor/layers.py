@@ -1,0 +1,477 @@
+"""Layers of which each rank of the tensor axis holds a part: Linear by rows or columns, Embedding.
+
+    column       weight (out/N, in)    every rank computes some of the output's features
+    row          weight (out, in/N)    every rank computes a part of the sum; all-reduce, + bias
+    vocabulary   weight (rows/N, d)    every rank looks up the rows that it has; all-reduce
+
+Between the columns and the row of a `Region` activations stay cut, and one all-reduce in forward
+and one in backward is all that a block sends. Elsewhere a column gathers its output, and a row
+takes its part of the whole input. Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053.
+
+A weight that user code looks at within a pass is shown whole (`.whole_weight`). A layer that is
+given whole weights in place of its own, as by `torch.func.functional_call`, takes its part of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import _are_functorch_transforms_active
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from allranks.errors import RequestError
+from allranks.torch.context_parallel.exchange import POSITIONS
+from allranks.torch.model.layers import Swapped, has_hooks, own_kind
+from allranks.torch.parallel.tensor.exchange import Along, Exchange, Joined, part_sizes
+from allranks.torch.parallel.tensor.scattered import AllRows, ScatteredExchange
+from allranks.torch.parallel.tensor.whole_weight import WholeWeight, shown
+from allranks.torch.random.dropout import Part
+
+ATTENTION_DIMS = 4  # (sample, head, position, feature or position)
+
+
+class Region:
+    """From the columns of a block to its row: in between, activations are cut along `units`.
+
+    A unit is a feature, or a head of attention. Columns that are given the same input, as those of
+    query, key and value, send its gradient once. Columns and rows that are called while the region
+    is not active are layers by themselves.
+    """
+
+    def __init__(self, exchange: Exchange, units: int, *, are_heads: bool, name: str) -> None:
+        self.exchange, self.units, self.are_heads, self.name = exchange, units, are_heads, name
+        sizes = part_sizes(units, exchange.comm.size)
+        self.start, self.own = sum(sizes[: exchange.comm.rank]), sizes[exchange.comm.rank]
+        self._input: Tensor | None = None
+        self._copies: tuple[Tensor, ...] = ()
+        self.rows: AllRows | None = None  # where what enters are some positions of a sequence
+        self.is_open, self.is_active = False, True
+
+    def close(self) -> None:
+        """What follows is whole."""
+        self._input, self._copies, self.rows = None, (), None
+        self.is_open = False
+
+    def enter_rows(self, exchange: ScatteredExchange, input: Tensor) -> AllRows:
+        """The input of a column, which are this rank's positions."""
+        if self.rows is None or self._input is not input:
+            self._input, self.rows = input, exchange.rows_of_all(input)
+        self.is_open = True
+        return self.rows
+
+    def enter(self, input: Tensor) -> tuple[Tensor, ...]:
+        """The input of a column, once for each of its leaves."""
+        if self._input is not input:
+            self._input, self._copies = input, copies_of(self.exchange, input)
+        self.is_open = True
+        return self._copies
+
+    def part_of(self, tensor: Tensor) -> Part | None:
+        """Which part of a whole activation a tensor is; `None` if it is whole."""
+        if not self.is_open:
+            return None
+        if self.are_heads and tensor.ndim == ATTENTION_DIMS and tensor.shape[1] == self.own:
+            return Part(1, self.start, self.units)
+        each, rest = divmod(tensor.shape[-1], self.own)
+        if rest:
+            raise RequestError(
+                asked=f"a tensor-parallel block at {self.name!r}",
+                found=f"dropout on a tensor of shape {tuple(tensor.shape)}",
+                why=f"between its columns and its row this rank has {self.own} of {self.units} "
+                "features or heads",
+                do="leave the block out of tensor_plan(), or --strategy ddp",
+            )
+        return Part(-1, self.start * each, self.units * each)
+
+
+class Between:
+    """Where an element-wise layer is: it may be in several blocks, and beside them."""
+
+    def __init__(self) -> None:
+        self.regions: list[Region] = []
+
+    def open_region(self) -> Region | None:
+        """The region that activations are in right now, the innermost one."""
+        return next((region for region in reversed(self.regions) if region.is_open), None)
+
+    def part_of(self, tensor: Tensor) -> Part | None:
+        """Which part of a whole activation a tensor is; `None` if it is whole."""
+        region = self.open_region()
+        return None if region is None else region.part_of(tensor)
+
+
+class OpenChain(Swapped, nn.Sequential):
+    """An `nn.Sequential` with blocks in it: their regions are active while its forward runs.
+
+    Its members may be called by others, too, and so may a slice of it, which has no `regions`.
+    """
+
+    regions: list[Region]
+
+    def forward(self, input: Any) -> Any:
+        regions = vars(self).get("regions", ())
+        for region in regions:
+            region.is_active = True
+        try:
+            return super().forward(input)  # type: ignore[no-untyped-call]
+        finally:  # what is computed again in backward may stop early
+            for region in regions:
+                region.close()
+                region.is_active = False
+
+
+def copies_of(exchange: Exchange, input: Tensor) -> tuple[Tensor, ...]:
+    """The input of a column, once for each of its leaves."""
+    return exchange.copied_leaves(input) if exchange.leaves else (exchange.copied(input),)
+
+
+class CutLayer(Swapped):
+    """A layer of which this rank holds a part. `region` is that of its block, if it has one."""
+
+    exchange: Exchange
+    region: Region | None
+    dims: dict[str, Along]
+    sizes: dict[str, int]
+    lengths: dict[str, int]
+    _parameters: dict[str, nn.Parameter | None]
+
+    @property
+    def block(self) -> Region | None:
+        """The region that the layer is called in; `None` if it is by itself."""
+        region = self.region
+        return region if region is not None and region.is_active else None
+
+    @property
+    def kind(self) -> str:
+        """What the layer's own class is called."""
+        layer: Any = self
+        return own_kind(layer).__name__
+
+    def held(self, name: str) -> nn.Parameter | None:
+        """What this rank holds of a parameter."""
+        return dict.__getitem__(self._parameters, name)
+
+    def part(self, name: str) -> Tensor | None:
+        """What this rank computes with: what it holds, or its part of what somebody put there."""
+        held, along = self.held(name), self.dims.get(name)
+        if held is None or along is None or held.shape[along.dim] == self.lengths[name]:
+            return held
+        if held.shape[along.dim] != self.sizes[name]:
+            raise _not_a_weight(self, name, held)
+        return self.exchange.own_part(held, along)
+
+    def shown(self, name: str) -> Tensor | None:
+        """A parameter as user code sees it: whole in a pass, elsewhere what this rank holds."""
+        held, along = self.held(name), self.dims.get(name)
+        if held is None or along is None or not self.exchange.is_open:
+            return held
+        if isinstance(held, DTensor):  # in parts on another axis, too
+            return self._not_there(name, held) if self.exchange.refuses_parts else held
+        if held.shape[along.dim] != self.lengths[name]:
+            return held  # somebody has put it there
+        return shown(self.exchange, held, along, self.sizes[name])
+
+    def _not_there(self, name: str, held: Tensor) -> Tensor:
+        """Shape, type and device of the whole; an operation on it is refused."""
+        shape = list(held.shape)
+        shape[self.dims[name].dim] = self.sizes[name]
+
+        def collect() -> Tensor:
+            raise _not_gathered(self, name)
+
+        return WholeWeight.of(shape, held, collect)
+
+
+def aligned(leaf: Tensor) -> Tensor:
+    """A copy on its own: a product may round by where in memory its factors begin."""
+    return leaf.clone(memory_format=torch.contiguous_format)
+
+
+class ByLeaves(Swapped, nn.Module):
+    """An element-wise layer that goes leaf by leaf through what is cut.
+
+    Torch rounds the last elements of a tensor, those that fill no vector, in another way.
+    """
+
+    exchange: Exchange
+    between: Between
+
+    def forward(self, input: Tensor) -> Tensor:
+        leaves, apply = self.exchange.leaves, super().forward
+        if self.between.open_region() is None or input.shape[-1] % leaves:
+            return apply(input)  # type: ignore[no-any-return]
+        parts = (apply(aligned(leaf)) for leaf in input.chunk(leaves, -1))
+        output: Tensor = Joined.apply(*parts)  # type: ignore[no-untyped-call]
+        return output
+
+
+class PaddedEncoderLayer(Swapped, nn.TransformerEncoderLayer):
+    """An encoder layer with cut layers in it: a nested tensor goes through it padded.
+
+    `nn.TransformerEncoder` makes one of what its padding mask leaves, in evaluation.
+    """
+
+    def forward(self, src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not src.is_nested:
+            return super().forward(src, *args, **kwargs)
+        lengths = [len(sample) for sample in src.unbind()]
+        padded = src.to_padded_tensor(0.0)  # (sample, position, feature)
+        positions = torch.arange(padded.shape[1], device=padded.device)
+        is_padding = positions >= torch.tensor(lengths, device=padded.device)[:, None]
+        found = super().forward(padded, src_key_padding_mask=is_padding)
+        return torch._nested_tensor_from_mask(found, ~is_padding, mask_check=False)
+
+
+class ShownWhole(dict[str, Any]):
+    """The parameters of a cut layer, as `CutLayer.shown` gives them to all but the layer itself."""
+
+    def __init__(self, layer: CutLayer) -> None:
+        super().__init__(layer._parameters)
+        self.layer = layer
+
+    def __getitem__(self, name: str) -> Any:
+        return self.layer.shown(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        part = value.part if isinstance(value, WholeWeight) else None
+        super().__setitem__(name, value if part is None else part)
+
+    def __iter__(self) -> Iterator[str]:  # so that dict(…) asks for each of them
+        return super().__iter__()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if super().__contains__(name) else default
+
+    def items(self) -> Any:
+        return ((name, self[name]) for name in self)
+
+    def values(self) -> Any:
+        return (self[name] for name in self)
+
+
+class CutLinear(CutLayer):
+    """A Linear of which this rank holds rows or columns."""
+
+    in_features: int
+    out_features: int
+
+
+class ColumnLinear(CutLinear, nn.Linear):
+    """Rows of the weight and of the bias: some of the output's features. Input: whole."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight, bias = self.part("weight"), self.part("bias")
+        assert weight is not None
+        block, exchange = self.block, self.exchange
+        if isinstance(exchange, ScatteredExchange) and exchange.lies_along(self, input):
+            rows = block.enter_rows(exchange, input) if block else exchange.rows_of_all(input)
+            output = rows.linear(weight, bias)
+            return output if block else self._own_positions(exchange, output)
+        enter = partial(copies_of, self.exchange) if block is None else block.enter
+        copies = enter(input)
+        if self.exchange.leaves:
+            output = self._by_leaves(copies, weight, bias)
+        else:
+            output = F.linear(copies[0], weight, bias)
+        return output if block else self.exchange.whole(output, -1, self.out_features)
+
+    def _own_positions(self, exchange: ScatteredExchange, output: Tensor) -> Tensor:
+        """All features of this rank's positions."""
+        return exchange.own_part(exchange.whole(output, -1, self.out_features), POSITIONS)
+
+    def _by_leaves(self, copies: tuple[Tensor, ...], weight: Tensor, bias: Tensor | None) -> Tensor:
+        """A product for each leaf of features, of one shape on any number of ranks."""
+        weights = [aligned(rows) for rows in weight.chunk(len(copies))]
+        biases = [None] * len(copies) if bias is None else bias.chunk(len(copies))
+        output: Tensor = Joined.apply(*map(F.linear, copies, weights, biases))  # type: ignore[no-untyped-call]
+        return output
+
+
+class RowLinear(CutLinear, nn.Linear):
+    """Columns of the weight: a part of every sum. The bias is whole, and added once."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight, bias = self.part("weight"), self.part("bias")
+        assert weight is not None
+        block, exchange = self.block, self.exchange
+        scatters = False
+        if block is None:
+            if isinstance(exchange, ScatteredExchange) and exchange.lies_along(self, input):
+                assert exchange.span is not None
+                input, scatters = exchange.whole_rows(input, exchange.span, is_last=False), True
+            input = exchange.own_part(input, -1)
+        else:
+            scatters = block.rows is not None
+            block.close()
+        if input.shape[-1] != weight.shape[1]:
+            raise _not_cut(self, input)
+        if scatters:
+            assert isinstance(exchange, ScatteredExchange)
+            output = exchange.own_sum(F.linear(input, weight), block.name if block else "")
+        else:
+            output = self._sum(input, weight)
+        return output if bias is None else output + bias
+
+    def _sum(self, input: Tensor, weight: Tensor) -> Tensor:
+        """The product over the features of all ranks."""
+        leaves = self.exchange.leaves
+        if not leaves:
+            return self.exchange.summed(F.linear(input, weight))
+        pairs = zip(input.chunk(leaves, -1), weight.chunk(leaves, 1), strict=True)
+        parts = [F.linear(aligned(some), aligned(columns)) for some, columns in pairs]
+        return self.exchange.summed_leaves(parts)
+
+
+class VocabularyEmbedding(CutLayer, nn.Embedding):
+    """Rows of the table: those tokens are looked up that this rank has; the rest adds zero.
+
+    A token that no row is for is the first rank's, or the last one's, where torch refuses it.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight, comm = self.part("weight"), self.exchange.comm
+        assert weight is not None
+        sizes = part_sizes(self.num_embeddings, comm.size)
+        start, rows = sum(sizes[: comm.rank]), sizes[comm.rank]
+        own = input - start
+        elsewhere = torch.zeros_like(own, dtype=torch.bool)
+        if comm.rank > 0:
+            elsewhere |= own < 0
+        if comm.rank < comm.size - 1:
+            elsewhere |= own >= rows
+        padding = None if self.padding_idx is None else self.padding_idx - start
+        if padding is not None and not 0 <= padding < rows:
+            padding = None
+        found = F.embedding(own.masked_fill(elsewhere, 0), weight, padding)
+        return self.exchange.summed(found.masked_fill(elsewhere.unsqueeze(-1), 0))
+
+
+def _not_gathered(layer: CutLayer, name: str) -> RequestError:
+    return RequestError(
+        asked=f"{name!r} of a {layer.kind}, in forward, loss or metrics",
+        found="a layer whose unit of fsdp has let go of its weights",
+        why="each rank holds a part of a part of it outside of the forward of its unit",
+        do="let fsdp_units(model) return a module that does all of this within its forward, or [] "
+        "(then loss in training may read weights, too), or --strategy tensor",
+    )
+
+
+def _not_a_weight(layer: CutLayer, name: str, found: Tensor) -> RequestError:
+    dim, size = layer.dims[name].dim, layer.sizes[name]
+    return RequestError(
+        asked=f"a {layer.kind} that is cut over the ranks",
+        found=f"{name!r} of shape {tuple(found.shape)} in the place of its own",
+        why=f"it takes its part of a whole weight, with {size} along dimension {dim}",
+        do="give it a whole weight (parameters() has them within forward and loss), or leave the "
+        "layer out of tensor_plan()",
+    )
+
+
+def _not_cut(layer: RowLinear, input: Tensor) -> RequestError:
+    name = layer.region.name if layer.region is not None else ""
+    return RequestError(
+        asked=f"a row-parallel Linear in {name!r}",
+        found=f"an input of shape {tuple(input.shape)}, of {layer.in_features} features when whole",
+        why="between the columns and the row of a block each rank has its part of the features, "
+        "and something there has changed how many there are",
+        do="leave that block out of tensor_plan()",
+    )
+
+
+# --- vocabulary loss -----------------------------------------------------------------------------
+# Cross entropy of an output layer that is cut over its classes: no rank has all logits.
+#
+#     every rank    logits of its classes (tokens, classes/N), their maximum, what they sum up to
+#     exchanged     a maximum, a sum of exponentials and a target's logit for each token
+#
+# Logits for a large vocabulary are most of the activations of a small language model; gathered,
+# they are most of its messages, too. Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053, section 3.
+
+
+def cross_entropy(
+    head: nn.Linear, hidden: Tensor, target: Tensor, *, ignore_index: int = -100
+) -> Tensor:
+    """The cross entropy of `head(hidden)` for each target, (…): `hidden` is (…, features).
+
+    For the forward of a model, whose output is then the loss. Where `--strategy tensor` cuts `head`
+    over its classes, logits stay where they are computed, and three numbers for each target go over
+    the ranks; elsewhere, and with `exact=yes`, it is torch's own, of whole logits. A target that is
+    `ignore_index` has a loss of 0.
+    """
+    if not isinstance(head, ColumnLinear) or head.exchange.leaves or has_hooks(head):
+        logits = head(hidden).flatten(0, -2)
+        flat = target.flatten()
+        whole = F.cross_entropy(logits, flat, ignore_index=ignore_index, reduction="none")
+        return whole.view(target.shape)
+    if head.block is not None:
+        raise _within_a_block(head)
+    if _are_functorch_transforms_active():
+        raise _first_order("it is called within vmap, grad or another transform of torch.func")
+    weight, bias = head.part("weight"), head.part("bias")
+    assert weight is not None, "a Linear without one is not cut"
+    logits = F.linear(copies_of(head.exchange, hidden)[0], weight, bias).flatten(0, -2)
+    if logits.itemsize < 4:  # as torch's own does under autocast
+        logits = logits.float()
+    sizes = part_sizes(head.out_features, head.exchange.comm.size)
+    start = sum(sizes[: head.exchange.comm.rank])
+    apply: Any = _OverClasses.apply
+    losses: Tensor = apply(head.exchange, logits, target.flatten(), start, ignore_index)
+    return losses.view(target.shape)
+
+
+class _OverClasses(torch.autograd.Function):
+    """Logits of some classes (tokens, own) -> the loss of each token, the same on every rank."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, exchange: Exchange, logits: Tensor, target: Tensor, start: int, ignored: int
+    ) -> Tensor:
+        comm = exchange.comm
+        most = exchange.all(logits.amax(1)[None], 0, comm.size).amax(0)
+        exponentials = (logits - most[:, None]).exp_()
+        own, is_ignored = target - start, target == ignored
+        is_here = ~is_ignored
+        if comm.rank > 0:  # what is no class is the first rank's, or the last one's: torch tells
+            is_here &= own >= 0
+        if comm.rank < comm.size - 1:
+            is_here &= own < logits.shape[1]
+        at = own.masked_fill(~is_here, 0)[:, None]
+        picked = (logits.gather(1, at)[:, 0] - most).masked_fill(~is_here, 0)
+        total, of_target = exchange.sum_(torch.stack([exponentials.sum(1), picked]))
+        ctx.save_for_backward(exponentials.div_(total[:, None]), at, is_here, is_ignored)
+        losses: Tensor = (total.log() - of_target).masked_fill(is_ignored, 0)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise _first_order("its gradient is differentiated, as by create_graph=True")
+        probabilities, at, is_here, is_ignored = ctx.saved_tensors
+        each = gradient.masked_fill(is_ignored, 0)[:, None]
+        found = probabilities * each
+        found.scatter_add_(1, at, -each * is_here[:, None])
+        return None, found, None, None, None
+
+
+def _first_order(found: str) -> RequestError:
+    return RequestError(
+        asked="cross_entropy(head, …) of allranks.torch, with a head that is cut over its classes",
+        found=found,
+        why="no rank has all logits, and its gradient is made for one backward pass",
+        do="torch.nn.functional.cross_entropy(head(hidden), target), or --strategy ddp",
+    )
+
+
+def _within_a_block(head: ColumnLinear) -> RequestError:
+    name = head.region.name if head.region is not None else ""
+    return RequestError(
+        asked="cross_entropy(head, …) of allranks.torch",
+        found=f"a head that is a column of the block at {name!r}",
+        why="its output goes on in parts there, and is not the logits of a loss",
+        do="leave the head out of that block in tensor_plan()",
+    )

@@ -1,0 +1,99 @@
+"""Passes through a model whose layers are cut, and the sequences in its blocks if that is asked.
+
+Every strategy with a tensor axis makes one `CutPasses`, once its model is cut. Weights of blocks
+that are not cut see this rank's positions: after the passes of a step their gradients are summed
+over the tensor axis, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from allranks.torch.comm.comm import Comm
+from allranks.torch.context_parallel.blocks import CutBlocks
+from allranks.torch.model.layers import Scope
+from allranks.torch.model.precision import Precision
+from allranks.torch.parallel.tensor.cutting import CutModel
+from allranks.torch.parallel.tensor.exchange import Exchange
+from allranks.torch.parallel.tensor.scattered import ScatteredExchange
+
+
+def exchange_of(axis: Comm, strategy: str, *, sequence: bool, leaves: int = 0) -> Exchange:
+    """What the ranks of the axis exchange; one rank has no positions to cut."""
+    if sequence and axis.size > 1:
+        return ScatteredExchange(axis, f"--strategy {strategy}:sequence=yes")
+    return Exchange(axis, leaves)
+
+
+class CutPasses:
+    """The passes of one rank. `blocks` are those that work on its positions, by name.
+
+    Every rank of the axis makes one, and the same passes.
+    """
+
+    def __init__(
+        self,
+        cut: CutModel,
+        exchange: Exchange,
+        model: nn.Module,
+        blocks: Mapping[str, nn.Module],
+        precision: Precision,
+        scope: Scope,
+    ) -> None:
+        self.cut, self.exchange = cut, exchange
+        self.precision, self.scope = precision, scope
+        self.blocks: CutBlocks | None = None
+        self.stages: Container[int] | None = None  # those with blocks, where there are stages
+        self.summed: frozenset[str] = frozenset()  # the names of weights that see some positions
+        scope.keys.is_part = cut.is_in_region
+        if isinstance(exchange, ScatteredExchange) and blocks:
+            exchange.cut = cut.ids
+            self.blocks = CutBlocks(exchange, exchange.within, model, dict(blocks))
+            self.blocks.check_own_weights(exchange.is_summed)
+            own = {id(weight) for weight in self.blocks.weights()} - cut.ids()
+            self.summed = frozenset(n for n, p in model.named_parameters() if id(p) in own)
+
+    def passed(self, run: Callable[[], Any], stage: int = 0) -> Any:
+        """The output of the model, or of a stage, by a pass that begins with whole activations.
+
+        A stage without blocks has no sequences to cut.
+        """
+
+        def begun() -> Any:
+            self.cut.begin_pass()
+            self.exchange.weights.clear()
+            return run()
+
+        if self.blocks is None or (self.stages is not None and stage not in self.stages):
+            return begun()
+        return self.blocks.passed(begun, self.precision, self.scope, stage)
+
+    def entered(self, module: nn.Module) -> list[RemovableHandle]:
+        """Called after `fully_shard`: what it does in front of a block is no one's between two."""
+        if self.blocks is None or module not in self.blocks.blocks.values():
+            return []
+        return [module.register_forward_pre_hook(self.blocks.passes.enter, prepend=True)]
+
+    def sum_over_positions(self, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
+        """Sum what each rank has of gradients in blocks: that of its positions.
+
+        Called once a step, while the exchange is open.
+        """
+        if isinstance(self.exchange, ScatteredExchange):
+            self.exchange.sum_gradients(self.see_positions(names, parameters))
+
+    def see_positions(
+        self, names: Sequence[str], parameters: Sequence[nn.Parameter]
+    ) -> list[nn.Parameter]:
+        """Those that see this rank's positions."""
+        pairs = zip(names, parameters, strict=True)
+        return [parameter for name, parameter in pairs if name in self.summed]
+
+    def close(self) -> None:
+        """The model's own blocks again."""
+        if self.blocks is not None:
+            self.blocks.restore()

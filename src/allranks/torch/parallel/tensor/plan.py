@@ -1,0 +1,280 @@
+"""Which layers of a model are cut over the tensor axis, and how: said by the task, or found.
+
+A plan maps names of modules (with `*`) to `column`, `row`, `vocabulary` or `heads`, or to (way,
+unit) where `unit` features belong together, as those of a head. The default cuts every `nn.Linear`,
+`nn.Embedding` and `nn.MultiheadAttention` that can be: as blocks of columns and a row where a
+module says so itself (`tensor_plan`), in attention by its heads, and where a plain `nn.Sequential`
+has two Linear with nothing but element-wise layers in between; all others by themselves, with whole
+inputs and outputs, but the smallest ones, which cost more messages than they save. No block has a
+layer with hooks, which would see a part, or a Linear that is in several places.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from allranks.errors import RequestError
+from allranks.torch.model.layers import has_hooks, is_chain, own_kind
+from allranks.torch.parallel.tensor.cut import (
+    COLUMN,
+    HEADS,
+    ROW,
+    VOCABULARY,
+    WAYS,
+    Cut,
+    by_heads,
+    can_be_cut,
+    has_heads,
+)
+
+FEED_FORWARD = {"linear1": COLUMN, "linear2": ROW}
+BLOCKS: dict[type[nn.Module], Mapping[str, Any]] = {
+    nn.TransformerEncoderLayer: FEED_FORWARD,
+    nn.TransformerDecoderLayer: FEED_FORWARD,
+}
+"""Blocks inside of torch's own modules."""
+
+ELEMENTWISE = (
+    *(nn.Identity, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU),
+    *(nn.Mish, nn.Sigmoid, nn.Tanh, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Softplus),
+    *(nn.Softsign, nn.LogSigmoid, nn.Tanhshrink, nn.Softshrink, nn.Hardshrink, nn.Dropout),
+)
+"""What treats every feature alike and by itself, and has no weights."""
+
+LEAST_SHARE = 20
+"""Layers by themselves that are less than 1/20 of what a rank holds are whole on every rank."""
+
+
+@dataclass
+class Plan:
+    """The layers that are cut, by name, in the order of the model."""
+
+    ranks: int
+    even: bool = False
+    cuts: dict[str, Cut] = field(default_factory=dict)
+
+    def add_block(self, cuts: list[Cut]) -> bool:
+        """Take columns and a row as a block, if they go together; returns whether they did."""
+        units = {cut.units for cut in cuts}
+        ways = {cut.way for cut in cuts}
+        if len(units) > 1 or ROW not in ways or ways == {ROW}:
+            return False
+        if not all(cut.fits(self.ranks, even=self.even) for cut in cuts):
+            return False
+        for cut in cuts:
+            cut.block = cuts[0].name
+            self.cuts[cut.name] = cut
+        return True
+
+
+def default_plan(model: nn.Module, ranks: int, *, even: bool = False) -> Plan:
+    """What can be cut of a model, into `even` parts alone if asked."""
+    plan = Plan(ranks, even)
+    holders = holders_of_weights(model)
+    torn = {
+        name
+        for names in holders.values()
+        if len(names) > 1 and not all(can_be_cut(model.get_submodule(n)) for n in names)
+        for name in names
+    }
+    tied = {name for names in holders.values() if len(names) > 1 for name in names}
+    uses = _uses(model)
+    for name, parent in model.named_modules():
+        for block in _blocks_in(name, parent):
+            if _can_be_block(block, parent, uses) and not tied & {cut.name for cut in block}:
+                plan.add_block(block)
+    alone = []
+    for name, module in model.named_modules():
+        if name in plan.cuts or name in torn or not can_be_cut(module):
+            continue
+        ways = [Cut(name, module, way) for way in _ways_of(module, is_tied=name in tied)]
+        alone += [cut for cut in ways if cut.fits(ranks, even=even)][:1]
+    small = _left_whole(alone, sum(p.numel() for p in model.parameters()), ranks)
+    worth = [cut for cut in alone if id(cut.module.weight) not in small]
+    if not plan.cuts:  # else there would be nothing to cut
+        worth = worth or alone
+    plan.cuts.update((cut.name, cut) for cut in worth)
+    return plan
+
+
+def _left_whole(alone: list[Cut], weights: int, ranks: int) -> set[int]:
+    """The ids of the weights that are not worth the messages of a layer by itself.
+
+    The smallest ones: together at most a twentieth of what a rank holds of the model.
+    """
+    left, found = weights // (LEAST_SHARE * ranks), set[int]()
+    sizes = {id(cut.module.weight): cut.module.weight.numel() for cut in alone}
+    for weight, size in sorted(sizes.items(), key=lambda pair: pair[1]):
+        left -= size
+        if left < 0:
+            break
+        found.add(weight)
+    return found
+
+
+def given_plan(
+    model: nn.Module, ranks: int, given: Mapping[str, Any], *, even: bool = False
+) -> Plan:
+    """What a task says is cut; raises `RequestError` where that cannot be."""
+    plan, cuts, uses = Plan(ranks, even), dict[str, Cut](), _uses(model)
+    for pattern, how in given.items():
+        names = [name for name, _ in model.named_modules() if fnmatchcase(name, pattern)]
+        if not names:
+            raise refused(f"{pattern!r}", "no module has such a name", "look at named_modules()")
+        for name in names:
+            cuts[name] = _checked(name, model.get_submodule(name), how, plan)
+    for name, parent in model.named_modules():
+        own = [cuts[n] for n, _ in _children(name, parent) if n in cuts]
+        own = [cut for cut in own if cut.way in (COLUMN, ROW)]
+        rows = [cut for cut in own if cut.way == ROW]
+        if isinstance(parent, nn.Sequential):
+            for pair in _pairs_in(name, parent, {n: cut.way for n, cut in cuts.items()}):
+                if _can_be_block(pair, parent, uses):
+                    plan.add_block([cuts[cut.name] for cut in pair])
+        elif 0 < len(rows) < len(own) and _can_be_block(own, parent, uses):
+            if plan.add_block(own):
+                continue
+            found = ", ".join(f"{cut.name}: {cut.way} of {cut.units}" for cut in own)
+            why = "the columns and the row of a block are cut into the same parts"
+            raise refused(found, why, "give them the same number of features or heads")
+    for name, cut in cuts.items():
+        if cut.way == HEADS:
+            plan.add_block(by_heads(name, cut.module))
+        plan.cuts.setdefault(name, cut)
+    _check_tied(model, plan)
+    return plan
+
+
+def holders_of_weights(model: nn.Module) -> dict[int, list[str]]:
+    """By the id of each parameter the names of the modules that hold it."""
+    found: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                found.setdefault(id(parameter), []).append(name)
+    return found
+
+
+def refused(found: str, why: str, do: str) -> RequestError:
+    """What to say of a plan that cannot be."""
+    return RequestError(asked="tensor_plan() for --strategy tensor", found=found, why=why, do=do)
+
+
+def _checked(name: str, module: Any, how: Any, plan: Plan) -> Cut:
+    way, unit = how if isinstance(how, tuple) else (how, getattr(module, "head_dim", 1))
+    if way not in WAYS:
+        raise refused(f"{name}: {how!r}", f"a way is one of {', '.join(WAYS)}", "name one of them")
+    can = has_heads(module) if way == HEADS else can_be_cut(module)
+    if own_kind(module) is not WAYS[way] or not can:
+        found = f"{name}: {way}, which is a {own_kind(module).__name__}"
+        without = "add_bias_kv, add_zero_attn" if way == HEADS else "max_norm, sparse"
+        why = f"it cuts an nn.{WAYS[way].__name__} without {without} or a forward of its own"
+        raise refused(found, why, "leave it out: it is then the same on every rank")
+    cut = Cut(name, module, way, unit)
+    if not cut.fits(plan.ranks, even=plan.even):
+        parts = f"{plan.ranks} leaves" if plan.even else f"{plan.ranks} ranks"
+        found = f"{name}: {way} of {cut.units} features, rows or heads, for {parts}"
+        why = "every rank must have a part, and all the same number of heads"
+        raise refused(found, why, "fewer ranks, or leave it out of the plan")
+    return cut
+
+
+def _check_tied(model: nn.Module, plan: Plan) -> None:
+    """A weight of several modules is cut in all of them, by its rows, or in none."""
+    for names in holders_of_weights(model).values():
+        cuts = [plan.cuts.get(name) for name in names]
+        if len(names) == 1 or not any(cuts):
+            continue
+        if any(cut is None or cut.way == ROW or cut.block for cut in cuts):
+            found = " and ".join(names) + ", which share a weight"
+            why = "it is cut by its rows in all modules that hold it"
+            raise refused(found, why, "column for each Linear, vocabulary for the Embedding")
+
+
+def _uses(model: nn.Module) -> Counter[int]:
+    """In how many places each module is."""
+    return Counter(id(child) for parent in model.modules() for child in parent._modules.values())
+
+
+def _can_be_block(cuts: Sequence[Cut], parent: nn.Module, uses: Counter[int]) -> bool:
+    """Whether nobody sees the activations from the columns to the row but what is there itself."""
+    if any(uses[id(cut.module)] > 1 for cut in cuts):
+        return False
+    inside = [module for module in parent.modules() if module is not parent]
+    if isinstance(parent, nn.Sequential):
+        children = list(parent)
+        first, last = (children.index(cut.module) for cut in (cuts[0], cuts[-1]))
+        inside = children[first : last + 1]
+    return not any(has_hooks(module) for module in inside)
+
+
+def _children(name: str, parent: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for child, module in parent._modules.items():  # a layer may come twice
+        if module is None:
+            continue
+        yield (f"{name}.{child}" if name else child), module
+
+
+def _blocks_in(name: str, parent: nn.Module) -> Iterator[list[Cut]]:
+    """Blocks of columns and a row directly below a module: those it has itself, or a stack."""
+    if isinstance(parent, nn.Sequential):
+        yield from _pairs_in(name, parent)
+        return
+    if has_heads(parent):
+        yield by_heads(name, parent)
+        return
+    said: Any = getattr(parent, "tensor_plan", None) or BLOCKS.get(own_kind(parent))
+    if not isinstance(said, Mapping):
+        return
+    below = {path.rpartition(".")[2]: (path, module) for path, module in _children(name, parent)}
+    found = [(*below[child], how) for child, how in said.items() if child in below]
+    activation = getattr(parent, "activation", F.relu)
+    if own_kind(parent) in BLOCKS and not _is_elementwise(activation):
+        return
+    if all(can_be_cut(module) for _, module, _ in found):
+        pairs = [(p, m, how if isinstance(how, tuple) else (how, 1)) for p, m, how in found]
+        yield [Cut(path, module, *how) for path, module, how in pairs]
+
+
+def _is_elementwise(function: Any) -> bool:
+    if isinstance(function, nn.Module):
+        return own_kind(function) in ELEMENTWISE and "forward" not in vars(function)
+    return function in (F.relu, F.gelu, F.silu, torch.relu, torch.tanh)
+
+
+def _pairs_in(
+    name: str, stack: nn.Sequential, ways: Mapping[str, str] | None = None
+) -> Iterator[list[Cut]]:
+    """Two Linear one after the other, with nothing but element-wise layers in between.
+
+    With `ways` the first is a column there, and the second a row. What a stack with a forward of
+    its own does in between nobody knows.
+    """
+    if not is_chain(stack):
+        return
+    first: Cut | None = None
+    for path, module in _children(name, stack):
+        linear: Any = module
+        if own_kind(module) is nn.Linear and can_be_cut(module):
+            if first is not None and (ways is None or ways.get(path) == ROW):
+                yield [first, Cut(path, linear, ROW)]
+                first = None
+            else:
+                is_first = ways is None or ways.get(path) == COLUMN
+                first = Cut(path, linear, COLUMN) if is_first else None
+        elif not _is_elementwise(module):
+            first = None
+
+
+def _ways_of(module: nn.Module, *, is_tied: bool) -> tuple[str, ...]:
+    if isinstance(module, nn.Embedding):
+        return (VOCABULARY,)
+    return (COLUMN,) if is_tied else (COLUMN, ROW)

@@ -1,0 +1,224 @@
+"""Tensor parallelism: every rank of the axis computes a part of each layer, for the same samples.
+
+    plan       which layers are cut, by the task (`tensor_plan`) or found     `tensor_parallel.plan`
+    cut        weights cut in place, layers swapped                        `tensor_parallel.cutting`
+    forward, backward     the layers exchange activations                   `tensor_parallel.layers`
+    sequence   with `sequence=yes` positions are cut between regions     `tensor_parallel.scattered`
+    reduce     gradients over copies of the cut model, if there are several; tally over all ranks
+    norm       squares of cut gradients, of others counted once: summed with the tally
+
+What is not cut is the same on every rank of the axis, computed alike from the same activations, and
+its gradient too. Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from allranks.job.placement import Placed
+from allranks.strategies.cards.activation import LEAVES
+from allranks.strategies.mesh import REPLICATE, TENSOR
+from allranks.torch.checkpoint.tree import is_dtensor
+from allranks.torch.comm.comm import Comm
+from allranks.torch.context_parallel.blocks import blocks_of
+from allranks.torch.data.batch import Batch
+from allranks.torch.model.reals import reals
+from allranks.torch.parallel.data.buckets import grouped
+from allranks.torch.parallel.sharded.gradients import SomeCut, squares_of, summed_with_tally
+from allranks.torch.parallel.sharded.state import Replicate, dtensor, mesh_of, shard_of
+from allranks.torch.parallel.sharded.whole_optimizers import Divided, WholeUpdates
+from allranks.torch.parallel.tensor.cutting import CutModel, cut_layers
+from allranks.torch.parallel.tensor.passes import CutPasses, exchange_of
+from allranks.torch.step.gradients import Gradients
+from allranks.torch.step.losses import forward
+from allranks.torch.step.tally import Tally
+from allranks.torch.strategies.base import Strategy
+
+BUCKET_BYTES = 25 * 2**20  # of gradients that copies of the model sum in one message
+
+
+class Tensors(Strategy):
+    """Cut layers over the axis `tensor`. Sends activations, and what the card says."""
+
+    name = "tensor"
+    equal_passes = True
+    tally_type = torch.float64
+    can_be_compiled = False
+
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        axis, context, exact = self.axis(TENSOR), self.context, self.context.options["exact"]
+        sequence, leaves = context.options["sequence"], LEAVES // axis.size if exact else 0
+        self.exchange = exchange_of(axis, self.name, sequence=sequence, leaves=leaves)
+        self.can_run_ahead = not exact  # whose norm the host adds up
+        self.cut = CutModel()
+        self.steps = 0
+        self.device_mesh: Any = None
+        found: dict[str, nn.Module] = {}
+        if axis.size > 1 or exact:
+            asked = "--strategy tensor" + (":sequence=yes" if sequence else "")
+            found = blocks_of(self.task, model, asked) if sequence else {}
+            self.cut = cut_layers(self.task, model, self.exchange, asked, LEAVES if exact else 0)
+        how = context.precision, context.scope
+        self.passes = CutPasses(self.cut, self.exchange, model, found, *how)
+        if axis.size > 1:
+            axes = [(name, self.axis(name)) for name, _ in self.mesh.axes]
+            self.device_mesh = mesh_of(axes, self.comm.size)
+        return model
+
+    def whole_shapes(self) -> dict[int, torch.Size]:
+        return self.cut.whole_shapes(self.model)
+
+    def prepare(self) -> None:
+        self.step.forward = self._forward
+        named = dict(self.model.named_parameters())
+        cut = {n: Divided(named[n], self.cut.shapes[n], how) for n, how in self.cut.dims.items()}
+        asked = "--strategy tensor"
+        self.wholes = WholeUpdates(self.axis(TENSOR), self.step.optimizer, cut, asked)
+
+    def lay_out(self) -> None:
+        if self.axis(TENSOR).size > 1:
+            self.kept_whole = self.wholes.find()
+
+    def updating(self, gradients: Gradients) -> AbstractContextManager[None]:
+        return self.wholes.gathered()
+
+    def _forward(self, data: Any) -> Any:
+        return self.passes.passed(partial(forward, self.task, self.step.call, data))
+
+    def forward_backward(self, batch: Batch) -> Tally:
+        with self.exchange.opened("gradients"):
+            tally = super().forward_backward(batch)
+            self.passes.sum_over_positions(self.step.names, self.step.parameters)
+        self.steps += 1
+        return tally
+
+    def recompute(self, batch: Batch) -> Tally:
+        with self.exchange.opened("control"):
+            return super().recompute(batch)
+
+    def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
+        copies, axis = self.axis(REPLICATE), self.axis(TENSOR)
+        sum_over_copies(self.step.parameters, copies)
+        names = dict(self.model.named_parameters())
+        cut = {id(names[name]) for name in self.cut.dims}
+        exact = bool(self.context.options["exact"])
+        gradients = CutGradients(self.step.parameters, axis, cut, exact=exact)
+        if exact:
+            self.comm.all_reduce(local.tensor).wait()
+            return local, gradients
+        counted = gradients.counted() if copies.rank == 0 else []
+        own = squares_of(counted, local.tensor.device)
+        tally, gradients.squares = summed_with_tally(local, own, self.comm)
+        return tally, gradients
+
+    def eval_step(self, data: Any, forward: Callable[[Callable[..., Any], Any], Any]) -> Any:
+        return self.passes.passed(partial(super().eval_step, data, forward))
+
+    def held_weights(self) -> AbstractContextManager[None]:
+        return self.exchange.closed()
+
+    def evaluation_pass(self) -> AbstractContextManager[None]:
+        return self.exchange.opened("control")
+
+    @contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        with self.exchange.opened("control"):
+            yield
+
+    def messages(self) -> tuple[int, ...]:
+        """All-reduced and all-gathered along the tensor axis, gradients, tally, what goes to owners
+        and back: of all steps.
+
+        The first two follow the samples of each step.
+        """
+        exchange, steps = self.exchange, max(1, self.steps)
+        gradients = sum(parameter.nbytes for parameter in self.step.parameters)
+        norm = not self.context.options["exact"]  # goes with the tally
+        tally = (self.step.layout.size + norm) * torch.float64.itemsize
+        moved = steps * self.wholes.most_sent()
+        return exchange.reduced, exchange.gathered, steps * gradients, steps * tally, moved
+
+    def promised_bytes(self) -> int:
+        """The mean over the steps that were made."""
+        return round(super().promised_bytes() / max(1, self.steps))
+
+    def placement(self, *, updated: bool) -> list[Placed]:
+        return self.cut.placed(super().placement(updated=updated))
+
+    def close(self) -> None:
+        self.passes.close()
+        super().close()
+
+    # --- what a state holds ---------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        return self.wholes.told(super().state())
+
+    def as_saved(self, name: str, tensor: Tensor) -> Tensor:
+        along = self.cut.dims.get(name)
+        if along is None or self.device_mesh is None:
+            return tensor
+        places = [Replicate()] * (len(self.mesh.axes) - 1) + [shard_of(along)]
+        whole = torch.empty(self.cut.shapes[name], device="meta")
+        return dtensor(tensor, self.device_mesh, places, whole)
+
+    def full(self, name: str, tensor: Tensor) -> Tensor:
+        along = self.cut.dims.get(name)
+        if along is None:
+            return tensor
+        return self.exchange.all(tensor.detach(), along, self.cut.shapes[name][along.dim])
+
+    def as_held(self, name: str, saved: Tensor) -> Tensor:
+        if is_dtensor(saved):
+            local: Tensor = saved.to_local()  # type: ignore[attr-defined]
+            return local
+        return self.cut.part_of(name, saved, self.exchange)
+
+
+class CutGradients(SomeCut):
+    """The gradients of one rank: parts of those that are cut, all of the others."""
+
+    def norm(self, *, clips: bool, left_out: bool) -> float:
+        """With `exact=yes` it is a sum that no order changes, whoever asks for it."""
+        return super().norm(clips=clips or self.exact, left_out=left_out)
+
+
+def sum_over_copies(parameters: list[nn.Parameter], copies: Comm) -> None:
+    """Sum gradients over the copies of a model, or of a stage; every rank of `copies` calls this.
+
+    A copy that has not used a parameter brings in zeros. Gradients go in messages of up to
+    `BUCKET_BYTES`, and stay in memory of their own: kernels follow where a tensor begins.
+    """
+    if copies.size == 1:
+        return
+    under_way = []
+    for positions in grouped(parameters, BUCKET_BYTES):
+        gradients = [_dense_gradient(parameters[position]) for position in positions]
+        if len(gradients) == 1:
+            under_way.append((copies.all_reduce(gradients[0]), gradients, gradients))
+            continue
+        numbers = [reals(gradient) for gradient in gradients]
+        flat = torch.cat([some.reshape(-1) for some in numbers])
+        parts = flat.split([some.numel() for some in numbers])
+        sums = [part.view(some.shape) for part, some in zip(parts, numbers, strict=True)]
+        under_way.append((copies.all_reduce(flat), numbers, sums))
+    for pending, numbers, sums in under_way:
+        pending.wait()
+        if sums is not numbers:
+            torch._foreach_copy_(numbers, sums)
+
+
+def _dense_gradient(parameter: nn.Parameter) -> Tensor:
+    """The gradient of a parameter, which has one then: zeros where it was not used."""
+    gradient = parameter.grad
+    if gradient is None:
+        gradient = torch.zeros_like(parameter, requires_grad=False)
+    gradient = gradient.to_dense() if gradient.is_sparse else gradient.resolve_conj()
+    parameter.grad = gradient
+    return gradient

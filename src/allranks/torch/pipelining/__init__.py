@@ -1,1 +1,0 @@
-"""What the strategies share that lay layers of one model on different ranks."""

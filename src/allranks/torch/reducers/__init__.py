@@ -1,1 +1,0 @@
-"""How gradients are summed across ranks: one file each, used bucket by bucket."""
