@@ -37,7 +37,7 @@ from hold import PROGRAM, is_sound  # noqa: E402
 from allranks.catalog import preload_for  # noqa: E402
 from allranks.errors import AllranksError, NotEqual, RequestError  # noqa: E402
 from allranks.job.config import resolve  # noqa: E402
-from allranks.launcher.preparing.proof import WHOLE_MODEL, first_check  # noqa: E402
+from allranks.launcher.describe import WHOLE_MODEL, first_check  # noqa: E402
 from allranks.launcher.processes.fork_server_client import ForkServer  # noqa: E402
 from allranks.launcher.start import Result, run_job  # noqa: E402
 from test_silent import RIGHT, TASKS, difference  # noqa: E402

@@ -33,7 +33,7 @@ from allranks.catalog import preload_for  # noqa: E402
 from allranks.errors import AllranksError, Interrupted, RequestError, Stopped  # noqa: E402
 from allranks.job.config import resolve  # noqa: E402
 from allranks.launcher.processes.fork_server_client import ForkServer  # noqa: E402
-from allranks.tools.check.plan import Plan  # noqa: E402
+from allranks.tools.check.against_single import Plan  # noqa: E402
 from allranks.tools.check.scratch import checked_in  # noqa: E402
 from launch_host import Host  # noqa: E402
 from planted_faults import PLANTED, Planted  # noqa: E402

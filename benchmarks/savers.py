@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from allranks.checkpoint.files import fsync_folder
 from allranks.checkpoint.folder import FOLDER, committed, verify_files
-from allranks.checkpoint.manifest import read_manifest
+from allranks.checkpoint.format import read_manifest
 from allranks.torch import Trainer
 
 

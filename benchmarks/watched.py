@@ -32,7 +32,7 @@ from harness import (
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.scripts.plan import WARM, CommandRequest
 from allranks.launcher.scripts.run import run_command
-from allranks.tools.watch.started import watched_request
+from allranks.tools.script_check.rules.facts import watched_request
 
 SCRIPT = Path(__file__).with_name("watched_script.py")
 WIDTHS = {"small": 32, "middling": 512}

@@ -18,16 +18,15 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from allranks.checkpoint.about import About
+from allranks.checkpoint.format import About
 from allranks.checkpoint.newest import Loaded
 from allranks.errors import PeerLost, RequestError
 from allranks.job.job import Job
 from allranks.launcher.world import World
 from allranks.strategies.mesh import Agreement
-from allranks.torch.checkpoint.checkpointer import Checkpointer
+from allranks.torch.checkpoint.saving import Checkpointer, Saving
 from allranks.torch.comm.comm import CPU, Comm
 from allranks.torch.comm.join import join
-from allranks.torch.saving import Saving
 from kinds_tasks import Rows
 from small_disk import small_disk
 

@@ -38,7 +38,7 @@ from allranks.catalog import preload_for
 from allranks.job.config import resolve
 from allranks.job.job import Job
 from allranks.launcher.nodes.cluster import Cluster, gathered
-from allranks.launcher.nodes.rendezvous import Rendezvous
+from allranks.launcher.nodes.join import Rendezvous
 from allranks.launcher.places.base import NodeRequest
 from allranks.launcher.plan import Shape
 from allranks.launcher.processes.fork_server_client import ForkServer

@@ -16,12 +16,9 @@ from allranks.job.config import resolve
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.start import run_job
 from allranks.strategies.mesh import Mesh, replicated_mesh
-from allranks.tools.check.causes.cause import Finding
-from allranks.tools.check.causes.diagnose import diagnosed
-from allranks.tools.check.causes.evidence import Evidence, read_parts
-from allranks.tools.check.causes.table import CAUSES
-from allranks.tools.check.compare import Trace, compare
-from allranks.tools.check.tolerances import FP64
+from allranks.tools.check.causes.cause import Evidence, Finding, read_parts
+from allranks.tools.check.causes.diagnose import CAUSES, diagnosed
+from allranks.tools.check.compare import FP64, Trace, compare
 from launch_host import Host
 from planted_faults import PLANTED
 from test_planted_faults import SOURCE, check_in_a_copy

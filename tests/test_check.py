@@ -21,11 +21,9 @@ import allranks
 from allranks.errors import RequestError
 from allranks.job.config import resolve
 from allranks.launcher.processes.fork_server_client import ForkServer
-from allranks.tools.check.against_single import check_against_one
-from allranks.tools.check.compare import Trace, compare
-from allranks.tools.check.plan import Plan, ranks_to_check
+from allranks.tools.check.against_single import Plan, check_against_one, ranks_to_check
+from allranks.tools.check.compare import BITS, CLOSE, FP64, Trace, compare
 from allranks.tools.check.sizes import number_difference
-from allranks.tools.check.tolerances import BITS, CLOSE, FP64
 from allranks.tools.check.verdict import Verdict
 
 CORRECT = [

@@ -35,8 +35,8 @@ from allranks.job.job_file import read_job_file, redacted, write_toml
 from allranks.job.program import find_program
 from allranks.job.run_folder import RunFolder, read_events
 from allranks.job.units import parse_duration
+from allranks.launcher.plan import LocalMachine
 from allranks.launcher.processes.fork_server_client import ForkServer
-from allranks.launcher.resources import LocalMachine
 from allranks.launcher.start import Watcher, new_run_dir, plan_job, run_job
 from allranks.strategies.choice import parse_choice
 from conftest import Train, _descendants

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from allranks.checkpoint.folder import committed
-from allranks.checkpoint.manifest import read_manifest
+from allranks.checkpoint.format import read_manifest
 from allranks.checkpoint.tensors import TensorFiles
 from conftest import Train
 

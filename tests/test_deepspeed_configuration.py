@@ -15,7 +15,7 @@ from allranks.job.config import Resolved, resolve
 from allranks.job.deepspeed.batch import KEYS, Batch, batch_of
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.start import run_job
-from allranks.training.named_schedules import factor_of
+from allranks.training.schedules import factor_of
 from conftest import Train
 
 ADAMW = {"type": "AdamW", "params": {"lr": 0.01, "betas": [0.8, 0.99], "weight_decay": 0.1}}

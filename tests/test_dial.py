@@ -12,8 +12,8 @@ import pytest
 from allranks.errors import RequestError
 from allranks.job.config import resolve
 from allranks.job.run_folder import read_rows
-from allranks.launcher.nodes.rendezvous import Rendezvous
-from allranks.launcher.preparing.dial import link_of
+from allranks.launcher.describe import link_of
+from allranks.launcher.nodes.join import Rendezvous
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.start import plan_only
 from allranks.strategies.dial import cost

@@ -18,7 +18,7 @@ from allranks.errors import EXIT_DIFFERENCE_FOUND, NotEqual, RequestError
 from allranks.job.config import resolve
 from allranks.job.job import Job
 from allranks.job.run_folder import read_rows
-from allranks.launcher.preparing.proof import first_check
+from allranks.launcher.describe import first_check
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.start import Result, run_job
 from allranks.tools.check import first

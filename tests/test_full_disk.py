@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from allranks.checkpoint import room
+from allranks.checkpoint import folder as room
 from allranks.errors import PlaceError, RequestError
 from allranks.job import run_folder
 from allranks.launcher.start import Result

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from allranks.checkpoint import folder as checkpoint_folder
-from allranks.checkpoint import manifest
+from allranks.checkpoint import format as manifest
 from allranks.checkpoint.folder import committed, prune, set_aside, sweep, verify_files
-from allranks.checkpoint.manifest import (
+from allranks.checkpoint.format import (
     NAME,
     BadCheckpoint,
     Chunk,

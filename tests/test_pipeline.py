@@ -13,8 +13,7 @@ from torch import nn
 from allranks.errors import AllranksError, RequestError
 from allranks.job.config import resolve
 from allranks.launcher.processes.fork_server_client import ForkServer
-from allranks.tools.check.against_single import check_against_one
-from allranks.tools.check.plan import Plan
+from allranks.tools.check.against_single import Plan, check_against_one
 from allranks.torch.parallel.pipeline import staged
 from conftest import Train
 from test_check import Check, check

@@ -22,8 +22,8 @@ from allranks.cli.main import main
 from allranks.job.config import resolve
 from allranks.job.job import Job
 from allranks.job.placement import Placed, RankPlacement, read_placements, write_placement
+from allranks.launcher.plan import LocalMachine
 from allranks.launcher.processes.fork_server_client import ForkServer
-from allranks.launcher.resources import LocalMachine
 from allranks.launcher.start import plan_job
 from allranks.strategies.mesh import replicated_mesh
 from allranks.strategies.resolve import strategy_spec

@@ -420,7 +420,7 @@ FAULTS = {
         program="expert_tasks:Alike",
     ),
     "equal shards at the start": Fault(
-        "torch/state.py",
+        "torch/checkpoint/state.py",
         "held.to_local().copy_(placed.to_local())",
         "held.to_local().copy_(given[: held.to_local().shape[0]])",
         step=-1,

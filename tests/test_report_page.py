@@ -20,8 +20,8 @@ import pytest
 from allranks.cli.main import main
 from allranks.job.run_folder import read_rows
 from allranks.launcher.start import Result
-from allranks.tools.report.charts import charts_of, constants_of
-from allranks.tools.report.curves import Series, thinned
+from allranks.tools.report.numbers import Series, thinned
+from allranks.tools.report.plot import charts_of, constants_of
 from allranks.tools.report.records import read_run
 from report_runs import DIGEST, event, job_toml, write_lines, write_phases, write_run
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from allranks.checkpoint.folder import committed
-from allranks.checkpoint.manifest import read_manifest, write_manifest
+from allranks.checkpoint.format import read_manifest, write_manifest
 from allranks.cli.display.progress import in_sentences
 from allranks.errors import PlaceError, ProgramError, RequestError
 from allranks.job.config import resolve

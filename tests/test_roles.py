@@ -7,8 +7,7 @@ import pytest
 from allranks.cli.display.event_text import anomalies_in, in_words
 from allranks.errors import RequestError
 from allranks.job.job import Job
-from allranks.launcher.plan import Seat, Shape, plan_of
-from allranks.launcher.resources import for_all_processes, shares
+from allranks.launcher.plan import Seat, Shape, for_all_processes, plan_of, shares
 from allranks.launcher.world import Visible, World
 from allranks.strategies.resolve import strategy_spec
 from allranks.strategies.torch_cards import CARDS

@@ -24,8 +24,7 @@ from allranks.job.config import resolve
 from allranks.job.run_folder import read_events
 from allranks.job.simulated_network import Network
 from allranks.launcher.nodes.cluster import Cluster
-from allranks.launcher.nodes.rendezvous import Rendezvous
-from allranks.launcher.nodes.ticket import Ticket
+from allranks.launcher.nodes.join import Rendezvous, Ticket
 from allranks.launcher.places.simulated import SimulatedNodes
 from allranks.launcher.plan import Shape
 from allranks.launcher.processes.fork_server_client import ForkServer
@@ -33,8 +32,7 @@ from allranks.launcher.processes.linux import started_at
 from allranks.launcher.processes.process import Process
 from allranks.launcher.start import Result, run_job
 from allranks.launcher.supervisor import supervise
-from allranks.tools.check.against_single import check_against_one
-from allranks.tools.check.plan import Plan
+from allranks.tools.check.against_single import Plan, check_against_one
 
 STEPS = 60
 NODE_FAULTS: dict[str, Any] = {"ranks": 4, "nodes": 2, "place": "simulated:link=1gbit"}

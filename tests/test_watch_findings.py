@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from allranks.errors import RequestError
-from allranks.tools.watch.facts import Rank, read_ranks
-from allranks.tools.watch.finding import Finding
-from allranks.tools.watch.watch import Watched, findings_of, watched_in
+from allranks.tools.script_check.rules.facts import Finding, Rank, read_ranks
+from allranks.tools.script_check.rules.watch import Watched, findings_of, watched_in
 
 LINE = ["train.py", 7]
 

@@ -15,8 +15,8 @@ import torch
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.scripts.plan import CommandRequest
 from allranks.launcher.scripts.run import run_command
-from allranks.tools.watch.started import FACTS, watched_request
-from allranks.tools.watch.watch import Watched, watched_in
+from allranks.tools.script_check.rules.facts import FACTS, watched_request
+from allranks.tools.script_check.rules.watch import Watched, watched_in
 
 SPAWNING = Path(__file__).parent / "scripts" / "imagenet_spawn.py"
 SCRIPT = Path(__file__).parent / "watched" / "tutorial.py"

@@ -33,8 +33,8 @@ from allranks.errors import (
 )
 from allranks.job.config import Resolved, resolve
 from allranks.job.run_folder import RunFolder
+from allranks.launcher.describe import first_check
 from allranks.launcher.plan import Shape, plan_of
-from allranks.launcher.preparing.proof import first_check
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.start import run_job
 from allranks.launcher.world import Visible

@@ -19,9 +19,9 @@ from allranks.job.fields import with_settings
 from allranks.job.job import Job
 from allranks.launcher.world import World
 from allranks.torch import Trainer
+from allranks.torch.checkpoint.state import saved_names
 from allranks.torch.data.sources import seed_generators
 from allranks.torch.model.weights import weights_sha256
-from allranks.torch.state import saved_names
 from allranks.training.fit import fit
 
 TRAINED, REFUSED, BROKEN = "trained", "refused", "broken"

@@ -138,17 +138,17 @@ STRATEGIES = {
         "1f1b": "allranks.torch.parallel.pipeline.strategy:OneForwardOneBackward",
         "interleaved": "allranks.torch.parallel.pipeline.strategy:Interleaved",
         "zero-bubble": "allranks.torch.parallel.pipeline.strategy:ZeroBubble",
-        "independent": "allranks.torch.strategies.apart.independent:Independent",
+        "independent": "allranks.torch.local_sgd.strategies:Independent",
         "tensor": "allranks.torch.parallel.tensor.strategy:Tensors",
         "context": "allranks.torch.strategies.context_parallel:ContextParallel",
         "mesh": "allranks.torch.parallel.mesh:ThreeAxes",
         "expert": "allranks.torch.parallel.expert.strategy:Experts",
-        "local-sgd": "allranks.torch.strategies.apart.local_sgd:LocalSGD",
-        "slowmo": "allranks.torch.strategies.apart.local_sgd:SlowMomentum",
-        "block-momentum": "allranks.torch.strategies.apart.local_sgd:BlockMomentumFiltering",
-        "diloco": "allranks.torch.strategies.apart.local_sgd:DiLoCo",
-        "sparse-loco": "allranks.torch.strategies.apart.local_sgd:SparseLoCo",
-        "decoupled": "allranks.torch.decoupled.strategy:Decoupled",
+        "local-sgd": "allranks.torch.local_sgd.strategies:LocalSGD",
+        "slowmo": "allranks.torch.local_sgd.strategies:SlowMomentum",
+        "block-momentum": "allranks.torch.local_sgd.strategies:BlockMomentumFiltering",
+        "diloco": "allranks.torch.local_sgd.strategies:DiLoCo",
+        "sparse-loco": "allranks.torch.local_sgd.strategies:SparseLoCo",
+        "decoupled": "allranks.torch.elastic.strategy:Decoupled",
         "ps": "allranks.torch.parameter_server.strategy:ParameterServer",
     },
     TENSORFLOW: {
@@ -191,7 +191,7 @@ BY_HAND = "allranks.launcher.places.manual:ManualNodes"
 PLACE_CHECK = "allranks.launcher.places.base:check_job"
 FIRST_CHECK = "allranks.tools.check.first:first_check"
 
-PLANNER = "allranks.torch.checkpoint.dcp"
+PLANNER = "allranks.torch.checkpoint.loading"
 DTENSORS = "allranks.torch.parallel.sharded.state"
 """What only jobs pay for whose ranks hold parts of tensors: importing it takes a second."""
 

@@ -13,12 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from allranks.checkpoint.about import About
-from allranks.checkpoint.manifest import NAME, read_manifest, step_folder
+from allranks.checkpoint.format import NAME, About, read_manifest, step_folder
 from allranks.cli.main import main
 from allranks.job.job import Job
 from allranks.launcher.supervisor import Ended
-from allranks.torch.checkpoint.checkpointer import Checkpointer
+from allranks.torch.checkpoint.saving import Checkpointer
 from allranks.torch.comm.comm import Comm
 
 Door = Callable[..., tuple[int, str, str]]

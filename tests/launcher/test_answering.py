@@ -16,10 +16,10 @@ import pytest
 from allranks.launcher.messages.answering import Answering
 from allranks.launcher.messages.connection import Connection
 from allranks.launcher.messages.meeting_point import connect_to
-from allranks.launcher.nodes import admission
-from allranks.launcher.nodes.admission import Admission
+from allranks.launcher.nodes import channel as admission
 from allranks.launcher.nodes.channel import (
     LARGEST_FROM_STRANGERS,
+    Admission,
     Channel,
     Disconnected,
     Message,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import allranks
-from allranks.launcher.folding import folded
+from allranks.launcher.fault_report import folded
 
 OURS = Path(allranks.__file__).parent
 TORCH = "/venv/lib/python3.11/site-packages/torch/nn"

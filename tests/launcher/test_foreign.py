@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from allranks.errors import BadStep, FaultKind, PeerLost, PlaceError, ProgramError, RequestError
-from allranks.launcher.processes.foreign import classify, is_said
+from allranks.launcher.processes.process import classify, is_said
 from allranks.training.record.failure import failure_of
 
 LOST = "shared memory: peer lost: rank 2 has left the group"

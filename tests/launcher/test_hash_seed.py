@@ -10,8 +10,7 @@ from allranks.errors import RequestError
 from allranks.job.config import resolve
 from allranks.job.run_folder import read_events
 from allranks.launcher.processes.fork_server_client import ForkServer
-from allranks.launcher.processes.hash_seed import VARIABLE, check_hash_seed, hash_seed
-from allranks.launcher.processes.process import Process
+from allranks.launcher.processes.process import VARIABLE, Process, check_hash_seed, hash_seed
 from allranks.launcher.start import run_job
 from allranks.launcher.supervisor import supervise
 

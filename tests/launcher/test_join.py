@@ -22,11 +22,9 @@ from allranks.launcher.nodes.channel import (
     Refused,
     authenticate,
 )
-from allranks.launcher.nodes.facts import Facts, differences, facts
-from allranks.launcher.nodes.interfaces import Doorbell, Ringing, candidates
-from allranks.launcher.nodes.join import Expected, JoinServer, preflight
+from allranks.launcher.nodes.facts import Doorbell, Facts, Ringing, candidates, differences, facts
+from allranks.launcher.nodes.join import Expected, JoinServer, Ticket, preflight
 from allranks.launcher.nodes.nodes import Node, Nodes
-from allranks.launcher.nodes.ticket import Ticket
 
 KEY = "the key of this job"
 HERE = "127.0.0.1"

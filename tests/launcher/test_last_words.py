@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from allranks.launcher.log_tail import last_words, stacks_in
+from allranks.launcher.fault_report import last_words, stacks_in
 
 CHAINED = """Traceback (most recent call last):
   File "a.py", line 1, in <module>

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from allranks.launcher.processes import oom
-from allranks.launcher.processes.oom import Kills
+from allranks.launcher.processes import linux as oom
+from allranks.launcher.processes.linux import Kills
 
 GROUP = "/jobs/mine"
 V1 = "9:name=systemd:/x\n4:cpu,memory:/jobs/mine\n0::/\n"

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from allranks.launcher.nodes.channel import Channel, Disconnected, Refused, authenticate
-from allranks.launcher.processes import oom
+from allranks.launcher.processes import linux as oom
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.tools.doctor import examination, probe
 from allranks.tools.doctor.diagnosis import MOST_IN_FULL, Endpoint

@@ -14,8 +14,7 @@ from allranks.errors import PlaceError, ProgramError, RequestError
 from allranks.job.run_folder import JsonLines, rank_events_path, rank_log_path
 from allranks.launcher.fault_report import first_fault, rank_to_blame, user_error
 from allranks.launcher.heartbeat import Beat
-from allranks.launcher.processes.foreign import kind_said_in
-from allranks.launcher.processes.process import Exit, Stand
+from allranks.launcher.processes.process import Exit, Stand, kind_said_in
 from allranks.launcher.supervisor import Ended
 
 HELD = "it held 2.0 MiB at most"

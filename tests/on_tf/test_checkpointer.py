@@ -15,13 +15,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from allranks.checkpoint.about import About
 from allranks.checkpoint.array_snapshot import KINDS
 from allranks.checkpoint.checkpointer import Checkpointer
 from allranks.checkpoint.commit import ALONE
 from allranks.checkpoint.export import export_weights
 from allranks.checkpoint.folder import committed, uncommitted, verify_files
-from allranks.checkpoint.manifest import NAME, read_manifest, step_folder
+from allranks.checkpoint.format import NAME, About, read_manifest, step_folder
 from allranks.errors import PeerLost, RequestError
 from allranks.job.faults import flip_bit
 from allranks.launcher.processes.fork_server_client import ForkServer

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from allranks.checkpoint.manifest import step_folder
+from allranks.checkpoint.format import step_folder
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.launcher.processes.fork_server_client import ForkServer

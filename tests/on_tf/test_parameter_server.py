@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from allranks.checkpoint.folder import committed
-from allranks.checkpoint.manifest import read_manifest
+from allranks.checkpoint.format import read_manifest
 from allranks.errors import ProgramError, RequestError, Stopped
 from allranks.job.config import resolve
 from allranks.job.placement import read_placements

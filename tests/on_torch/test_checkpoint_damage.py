@@ -14,14 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from allranks.checkpoint.about import About
-from allranks.checkpoint.manifest import NAME, digest, read_manifest, step_folder
+from allranks.checkpoint.format import NAME, About, digest, read_manifest, step_folder
 from allranks.checkpoint.newest import Loaded
 from allranks.checkpoint.tensor_file import read_layout
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.torch import Task, Trainer
-from allranks.torch.checkpoint.checkpointer import Checkpointer
+from allranks.torch.checkpoint.saving import Checkpointer
 from allranks.torch.comm.comm import Comm
 from checkpoint_workers import check, own, state
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from allranks.checkpoint.about import About
 from allranks.checkpoint.folder import committed, uncommitted
+from allranks.checkpoint.format import About
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.process import Process
 from allranks.launcher.supervisor import supervise
-from allranks.torch.checkpoint.checkpointer import Checkpointer
+from allranks.torch.checkpoint.saving import Checkpointer
 from allranks.torch.comm.comm import Comm
 from checkpoint_workers import LEADER_POINTS, POINTS, check, own, state
 

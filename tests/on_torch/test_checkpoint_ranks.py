@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from allranks.checkpoint.manifest import read_manifest, step_folder
+from allranks.checkpoint.format import read_manifest, step_folder
 from allranks.launcher.supervisor import Ended
 
 OnRanks = Callable[..., Ended]

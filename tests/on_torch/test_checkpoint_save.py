@@ -12,12 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from allranks.checkpoint.about import About
 from allranks.checkpoint.folder import committed
-from allranks.checkpoint.manifest import read_manifest, step_folder
+from allranks.checkpoint.format import About, read_manifest, step_folder
 from allranks.errors import PeerLost, RequestError
 from allranks.torch import accelerator
-from allranks.torch.checkpoint.checkpointer import Checkpointer
+from allranks.torch.checkpoint.saving import Checkpointer
 from allranks.torch.checkpoint.tree import DTYPES
 from allranks.torch.comm.comm import Comm
 from checkpoint_workers import LEADER_POINTS, POINTS, check, own, state

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from allranks.checkpoint.export import model_name
-from allranks.checkpoint.manifest import BadCheckpoint
-from allranks.checkpoint.tree import unflatten
+from allranks.checkpoint.format import BadCheckpoint, unflatten
 from allranks.errors import RequestError
 from allranks.torch.checkpoint.tree import DTYPES, flatten
 

@@ -32,21 +32,20 @@ from allranks.launcher.start import run_job
 from allranks.launcher.world import World
 from allranks.strategies.shards import even_sizes, owned_shards
 from allranks.torch.build import job_for
-from allranks.torch.decoupled.flat import FlatModel, Numbers
-from allranks.torch.decoupled.inner_state import (
+from allranks.torch.elastic.inner_state import (
     inner_state,
     load_inner_state,
     packed,
     unpacked,
 )
-from allranks.torch.decoupled.learner import Learner
-from allranks.torch.decoupled.merging import Clock, Merging, Work
-from allranks.torch.decoupled.rest import Rest
-from allranks.torch.decoupled.service import Service
-from allranks.torch.outer.optimizers import Nesterov
+from allranks.torch.elastic.learner import Learner
+from allranks.torch.elastic.merge import Clock, Merging, Rest, Work
+from allranks.torch.elastic.service import Service
+from allranks.torch.elastic.strategy import FlatModel, Numbers
+from allranks.torch.local_sgd.optimizers import Nesterov
 from allranks.torch.trainer import Trainer
-from allranks.training.dispatch.ledger import Ledger
 from allranks.training.order import Order
+from allranks.training.work_queue import Ledger
 from conftest import Train
 from decoupled_tasks import BATCH, SAMPLES, Plain, made
 from outer_simulation import nesterov
@@ -482,7 +481,7 @@ def test_a_learner_that_is_stalled_at_the_end_is_not_waited_for_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All chunks are done; it owes a rest, and says nothing."""
-    monkeypatch.setattr("allranks.torch.decoupled.service.REST_S", 0.05)
+    monkeypatch.setattr("allranks.torch.elastic.service.REST_S", 0.05)
     flat, told = FlatModel(nn.Linear(1, 1)), list[Any]()
     merging = Merging(flat.read(), flat.parameters, Nesterov(1.0, 0.0), Ledger(0, 2, 2))
     merging.owing = {1}

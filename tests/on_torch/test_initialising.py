@@ -13,8 +13,7 @@ from allranks.errors import RequestError
 from allranks.job.config import resolve
 from allranks.job.job import Job
 from allranks.launcher.processes.fork_server_client import ForkServer
-from allranks.tools.check.against_single import check_against_one
-from allranks.tools.check.plan import Plan
+from allranks.tools.check.against_single import Plan, check_against_one
 from allranks.torch import Trainer
 from conftest import Train
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from allranks.torch.outer.optimizers import (
+from allranks.torch.local_sgd.optimizers import (
     Average,
     BlockMomentum,
     Nesterov,

@@ -31,8 +31,7 @@ from allranks.launcher.nodes.channel import Disconnected
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.world import World
 from allranks.strategies.cards.parameter_server import COMPENSATED, STALENESS_AWARE
-from allranks.tools.check.against_single import check_against_one
-from allranks.tools.check.plan import Plan
+from allranks.tools.check.against_single import Plan, check_against_one
 from allranks.torch.parameter_server import flat as flat_module
 from allranks.torch.parameter_server.flat import Flat, FlatLayout
 from allranks.torch.parameter_server.handing_out import HandingOut
@@ -51,7 +50,7 @@ from allranks.torch.parameter_server.state import (
 from allranks.torch.parameter_server.working.exchange import Exchange, Stale
 from allranks.torch.shared_memory.segment import COPIES, READS
 from allranks.torch.trainer import Trainer
-from allranks.training.dispatch.ledger import Chunk, Ledger
+from allranks.training.work_queue import Chunk, Ledger
 from conftest import Train
 from decoupled_tasks import Plain
 from test_every_strategy import difference

@@ -27,7 +27,7 @@ from allranks.torch.parameter_server.state import hyper_parameters_said
 from allranks.torch.parameter_server.working.changes import Changes, ramp
 from allranks.torch.parameter_server.working.exchange import Exchange
 from allranks.torch.trainer import Trainer
-from allranks.training.dispatch.ledger import Chunk, Ledger
+from allranks.training.work_queue import Chunk, Ledger
 from conftest import Train
 from decoupled_tasks import Plain
 from test_every_strategy import difference

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
-from allranks.checkpoint.tree import unflatten
+from allranks.checkpoint.format import unflatten
 from allranks.errors import RequestError
-from allranks.torch.checkpoint.tree import flatten
-from allranks.torch.state import (
+from allranks.torch.checkpoint.state import (
     TrainedSet,
     hyper_parameters,
     kept_random_streams,
@@ -28,6 +27,7 @@ from allranks.torch.state import (
     random_streams,
     set_random_streams,
 )
+from allranks.torch.checkpoint.tree import flatten
 from resume_tasks import Odd
 
 CPU = torch.device("cpu")

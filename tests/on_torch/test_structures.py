@@ -19,15 +19,14 @@ from allranks.job.config import resolve
 from allranks.job.job import Job
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.tensorflow.data.nested import arrays_in, joined, mapped
-from allranks.tools.check.against_single import check_against_one
-from allranks.tools.check.plan import Plan
+from allranks.tools.check.against_single import Plan, check_against_one
 from allranks.torch import Trainer
 from allranks.torch.data.collate import copied, map_tensors, structure_of, taken_apart, tensors_in
 from allranks.torch.data.loaders import rows_between
 from allranks.torch.model.precision import Precision
 from allranks.torch.model.weights import weights_sha256
-from allranks.torch.witness.parts import write_parts
 from allranks.torch.witness.same_data import digest_of
+from allranks.torch.witness.trace import write_parts
 from batch_kinds import ALL, KINDS, Kinds, Locked, OverBatch, Plain, Shared, of, put
 from conftest import Train
 

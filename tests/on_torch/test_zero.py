@@ -20,6 +20,7 @@ from torch.optim.optimizer import (
 )
 
 from allranks.errors import RequestError
+from allranks.torch.checkpoint.state import random_streams, set_random_streams
 from allranks.torch.optimizers.elementwise import (
     check_by_parameter,
     check_fused,
@@ -29,7 +30,6 @@ from allranks.torch.optimizers.lamb import LAMB
 from allranks.torch.optimizers.lars import LARS
 from allranks.torch.parallel.sharded.state import with_parameters
 from allranks.torch.parallel.sharded.whole_optimizers import Divided
-from allranks.torch.state import random_streams, set_random_streams
 from conftest import Train
 from tensor_tasks import OfAll
 from test_every_strategy import STEPS, difference, reference_for, references

@@ -21,8 +21,7 @@ from allranks.errors import PlaceError, RequestError
 from allranks.job.config import resolve
 from allranks.job.faults import parse
 from allranks.launcher.nodes.cluster import gathered
-from allranks.launcher.nodes.rendezvous import Rendezvous
-from allranks.launcher.nodes.ticket import Ticket
+from allranks.launcher.nodes.join import Rendezvous, Ticket
 from allranks.launcher.places.agents import AGENT, Agents, listen_to_all, ticket_for
 from allranks.launcher.places.base import (
     AgentPlace,

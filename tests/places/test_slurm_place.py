@@ -12,7 +12,7 @@ import pytest
 
 from allranks.errors import RequestError
 from allranks.launcher.attempts import Attempts
-from allranks.launcher.nodes.rendezvous import Rendezvous
+from allranks.launcher.nodes.join import Rendezvous
 from allranks.launcher.places import slurm
 from allranks.launcher.places.agents import AGENT
 from allranks.launcher.places.base import NodeRequest, chosen_place

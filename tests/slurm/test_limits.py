@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from allranks.errors import RequestError
+from allranks.launcher.slurm.commands import parse_site_facts
 from allranks.launcher.slurm.limits import check_device, check_request, slurm_time
-from allranks.launcher.slurm.live import parse_site_facts
 from allranks.launcher.slurm.request import Asked, make_request
 from allranks.launcher.slurm.site import Site, load_site
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from allranks.errors import PlaceError
-from allranks.launcher.slurm.live import parse_fields, parse_site_facts, site_as_toml
+from allranks.launcher.slurm.commands import parse_fields, parse_site_facts, site_as_toml
 from allranks.launcher.slurm.site import Partition, parse_site
 from slurm_answers import CONFIG, NODES, PARTITIONS
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from allranks.errors import RequestError
-from allranks.launcher.slurm.sbatch_options import full_name
+from allranks.launcher.slurm.request import full_name
 from allranks.launcher.slurm.script import directive, render
 from fake_sbatch import read_script
 from site_requests import GOLDEN, golden_request

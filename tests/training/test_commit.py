@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from allranks.checkpoint.commit import Commit, Rules, Save
-from allranks.checkpoint.manifest import (
+from allranks.checkpoint.format import (
     Chunk,
     SavedTensor,
     digest,

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from allranks.checkpoint.folder import set_aside
-from allranks.checkpoint.manifest import (
+from allranks.checkpoint.format import (
     Manifest,
     SavedFile,
     digest,
@@ -20,8 +20,8 @@ from allranks.checkpoint.manifest import (
 from allranks.job.run_folder import JsonLines, rank_events_path, read_rows
 from allranks.launcher.heartbeat import Heartbeat
 from allranks.launcher.world import World
-from allranks.training.dispatch import evaluating
-from allranks.training.dispatch.evaluating import checkpoints_to_evaluate
+from allranks.training import work_queue as evaluating
+from allranks.training.work_queue import checkpoints_to_evaluate
 
 RANK = 5
 

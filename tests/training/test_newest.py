@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from allranks.checkpoint.manifest import (
+from allranks.checkpoint.format import (
     Chunk,
     Manifest,
     SavedFile,

@@ -14,14 +14,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from allranks.checkpoint import tree
+from allranks.checkpoint import format as tree
 from allranks.checkpoint.checkpointer import Planned
 from allranks.checkpoint.commit import Ranks
-from allranks.checkpoint.manifest import Chunk, Manifest, SavedTensor
+from allranks.checkpoint.format import Chunk, Manifest, SavedTensor, refused
 from allranks.checkpoint.newest import Loaded, is_below, values_of
 from allranks.checkpoint.tensor_file import Piece, lay_out
 from allranks.checkpoint.tensors import TensorFiles
-from allranks.checkpoint.tree import refused
 from allranks.errors import RequestError
 
 Array = NDArray[Any]

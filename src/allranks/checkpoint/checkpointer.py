@@ -14,11 +14,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from allranks.checkpoint import folder as checkpoint_folder
-from allranks.checkpoint.about import About, check_best
-from allranks.checkpoint.commit import Commit, Ranks, Rules, Save, Snapshot, named
-from allranks.checkpoint.manifest import Manifest, Reach, SavedTensor, nothing, step_folder
+from allranks.checkpoint.commit import Commit, Ranks, Rules, Save, Snapshot, Writers, named
+from allranks.checkpoint.format import (
+    About,
+    Manifest,
+    Reach,
+    SavedTensor,
+    check_best,
+    nothing,
+    step_folder,
+)
 from allranks.checkpoint.newest import Loaded, Search
-from allranks.checkpoint.writers import Writers
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from allranks.checkpoint.folder import verify_files
-from allranks.checkpoint.manifest import BadCheckpoint, Manifest, read_manifest
+from allranks.checkpoint.format import BadCheckpoint, Manifest, read_manifest
 from allranks.checkpoint.tensor_file import COMPLEX, PAIR, Layout, as_written, lay_out
 from allranks.checkpoint.tensors import TensorFiles
 from allranks.errors import RequestError

@@ -19,7 +19,7 @@ from typing import Any
 from allranks.checkpoint import folder as checkpoint_folder
 from allranks.checkpoint.commit import Ranks, named
 from allranks.checkpoint.folder import candidates, verify_files
-from allranks.checkpoint.manifest import (
+from allranks.checkpoint.format import (
     NAME,
     BadCheckpoint,
     Manifest,
@@ -27,7 +27,7 @@ from allranks.checkpoint.manifest import (
     read_manifest,
     seal,
 )
-from allranks.checkpoint.manifest import digest as digest_of
+from allranks.checkpoint.format import digest as digest_of
 from allranks.errors import AllranksError, RequestError
 
 NOT_AS_EXPECTED = (

@@ -7,11 +7,12 @@ aligned to its elements without a hole; the format allows none.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,3 +107,19 @@ def _check(name: str, pieces: Iterable[Piece], data_bytes: int) -> None:
             raise ValueError(f"{name}: a type of number that is not known: {piece.dtype!r}")
         if piece.end - piece.begin != piece.size or piece.end > data_bytes:
             raise ValueError(f"{name}: a tensor that does not fit into the file")
+
+
+# --- digest --------------------------------------------------------------------------------------
+# The digest of a model: equal exactly when every bit of every parameter and buffer is equal.
+
+
+def digest_of_weights(tensors: Iterator[tuple[str, str, memoryview]]) -> str:
+    """SHA-256 over name, dtype and contiguous little-endian bytes of each tensor, as they come.
+
+    Give them by name in sorted order; one is held at a time.
+    """
+    digest = hashlib.sha256()
+    for name, kind, data in tensors:
+        digest.update(f"{name}\0{kind}\0".encode())
+        digest.update(data)
+    return digest.hexdigest()

@@ -10,7 +10,7 @@ import math
 import mmap
 from pathlib import Path
 
-from allranks.checkpoint.manifest import BadCheckpoint, Chunk, SavedTensor, piece_name
+from allranks.checkpoint.format import BadCheckpoint, Chunk, SavedTensor, piece_name
 from allranks.checkpoint.tensor_file import ITEM_BYTES, Layout, as_written, read_layout
 
 

@@ -20,11 +20,11 @@ from allranks.job.place import LOCAL
 from allranks.launcher.places.base import NodeRequest
 from allranks.launcher.scripts.run import run_command, run_dir_of
 from allranks.launcher.scripts.torchrun import Asked
-from allranks.tools.check.plan import DEEP_STEPS, STEPS, default_ranks, usual_strategy
+from allranks.tools.check.against_single import DEEP_STEPS, STEPS, default_ranks, usual_strategy
 from allranks.tools.check.scratch import checked_in_scratch
 from allranks.tools.report.checks import RECORD
-from allranks.tools.watch.started import FACTS, watched_request
-from allranks.tools.watch.watch import watched_in
+from allranks.tools.script_check.rules.facts import FACTS, watched_request
+from allranks.tools.script_check.rules.watch import watched_in
 
 
 class CheckCommand(GroupedCommand):

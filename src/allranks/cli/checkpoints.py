@@ -20,7 +20,7 @@ from allranks.checkpoint.folder import (
     uncommitted,
     verify_files,
 )
-from allranks.checkpoint.manifest import NAME, BadCheckpoint, read_manifest
+from allranks.checkpoint.format import NAME, BadCheckpoint, read_manifest
 from allranks.errors import EXIT_DIFFERENCE_FOUND, RequestError, printable
 from allranks.job.loaded import file_sha256
 from allranks.job.units import format_bytes

@@ -10,8 +10,8 @@ import click
 from allranks.checkpoint.files import as_json
 from allranks.errors import printable
 from allranks.launcher.slurm import commands
+from allranks.launcher.slurm.commands import site_as_toml
 from allranks.launcher.slurm.limits import slurm_time
-from allranks.launcher.slurm.live import site_as_toml
 from allranks.launcher.slurm.site import Partition, Site, bundled_names, bundled_text, load_site
 
 

@@ -13,7 +13,7 @@ from allranks.job.config import Resolved, resolve
 from allranks.job.job_file import redacted
 from allranks.job.place import LOCAL
 from allranks.job.units import parse_duration
-from allranks.launcher.nodes.rendezvous import Rendezvous
+from allranks.launcher.nodes.join import Rendezvous
 from allranks.launcher.places.base import chosen_place
 
 Options = tuple[tuple[tuple[str, ...], dict[str, Any]], ...]

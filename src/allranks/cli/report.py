@@ -12,19 +12,19 @@ from allranks.errors import RequestError, printable
 from allranks.tools.report.benches.page import page_of_benches
 from allranks.tools.report.benches.records import read_bench
 from allranks.tools.report.checks.page import page_of_checks, read_check
-from allranks.tools.report.page import page_of
-from allranks.tools.report.records import labels_of, read_run, understood
-from allranks.tools.report.runs_to_data import run_to_data
-from allranks.tools.report.trace import trace_of
-from allranks.tools.report.writing import (
+from allranks.tools.report.page import (
     BENCHES,
     RUNS,
     kind_of,
+    page_of,
     page_path,
     run_folders,
     trace_path,
     write_file,
 )
+from allranks.tools.report.records import labels_of, read_run, understood
+from allranks.tools.report.runs_to_data import run_to_data
+from allranks.tools.report.timeline import trace_of
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

@@ -19,7 +19,7 @@ from allranks.job.run_folder import is_in_use, read_events
 from allranks.job.units import format_bytes
 from allranks.launcher.scripts.plan import CommandRequest
 from allranks.strategies.resolve import strategy_spec
-from allranks.tools.report.outcome import outcome_of, read_job
+from allranks.tools.report.records import outcome_of, read_job
 from allranks.training.record.held import held_in
 
 MOST_NOTES = 10

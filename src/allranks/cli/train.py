@@ -26,10 +26,10 @@ from allranks.errors import PlaceError, RequestError
 from allranks.job.config import Resolved
 from allranks.job.job import Job
 from allranks.job.resume import how_to_resume
+from allranks.launcher.describe import first_check
 from allranks.launcher.nodes.cluster import is_head, take_part
-from allranks.launcher.nodes.rendezvous import Rendezvous
+from allranks.launcher.nodes.join import Rendezvous
 from allranks.launcher.places.base import AgentPlace, find_place
-from allranks.launcher.preparing.proof import first_check
 from allranks.launcher.start import Watcher, plan_only, run_job
 from allranks.tools.placement_preview import place_ranks
 

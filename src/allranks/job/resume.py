@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from allranks.checkpoint.folder import FOLDER, committed, step_of
-from allranks.checkpoint.manifest import BadCheckpoint, read_manifest
+from allranks.checkpoint.format import BadCheckpoint, read_manifest
 from allranks.errors import RequestError
 from allranks.job.job import Job, Looking, Safety, Where, names_in
 from allranks.job.job_file import FOR_CHECK, job_values, read_given, read_job_file, redacted

@@ -34,8 +34,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from allranks.checkpoint.files import as_json, write_whole
-from allranks.checkpoint.folder import FOLDER, committed
-from allranks.checkpoint.room import FULL, give_back, reserve, take
+from allranks.checkpoint.folder import FOLDER, FULL, committed, give_back, reserve, take
 from allranks.errors import PlaceError, RequestError
 from allranks.job.config import Resolved
 from allranks.job.job_file import FOR_CHECK, SCHEMA, redacted, write_toml

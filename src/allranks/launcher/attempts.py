@@ -35,21 +35,20 @@ from allranks.launcher.fault_report import (
     events_of,
     first_fault,
     hang_report,
+    last_words,
     left_out,
     rank_to_blame,
     user_error,
 )
+from allranks.launcher.hang import Stragglers
 from allranks.launcher.heartbeat import Beat, HeartbeatTable
-from allranks.launcher.log_tail import last_words
-from allranks.launcher.plan import STORE, Plan, RankPlan
+from allranks.launcher.plan import STORE, Plan, RankPlan, Resources
 from allranks.launcher.processes.fork_server import HEARTBEAT_FD, LISTENER_FD, SEGMENT_FD
-from allranks.launcher.processes.oom import Kills
+from allranks.launcher.processes.linux import Kills
 from allranks.launcher.processes.process import Exit, Process
 from allranks.launcher.processes.rejoining import Rejoining
-from allranks.launcher.resources import Resources
 from allranks.launcher.same_program import SamePrograms
 from allranks.launcher.signals import Signals
-from allranks.launcher.straggler import Stragglers
 from allranks.launcher.supervisor import COMMIT_S, NEVER, Care, Ended, supervise
 from allranks.strategies.roles import LEADER
 

@@ -8,23 +8,201 @@ itself (`peer_lost`), and is named only when nobody else can be.
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
 import signal
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from allranks.errors import FaultKind, PlaceError, ProgramError, RequestError
 from allranks.job.run_folder import rank_events_path, rank_log_path, read_rows
 from allranks.job.units import format_bytes
-from allranks.launcher.folding import folded
 from allranks.launcher.hang import Hang, ranks_waited_for
 from allranks.launcher.heartbeat import Beat
-from allranks.launcher.log_tail import LastWords, last_words
 from allranks.launcher.mismatch import callers_alone, told_of_mismatch
+from allranks.launcher.processes.process import is_said
 from allranks.launcher.supervisor import Ended
+
+# --- folding -------------------------------------------------------------------------------------
+# A traceback for users: the lines of their own code, and how many others. Pure.
+#
+# The whole of it stays in the events of the rank.
+
+
+_FRAME = re.compile(r'  File "(?P<file>[^"]+)", line \d+, in ')
+_INSTALLED = re.compile(r"/(?:site|dist)-packages/(?P<package>[^/.]+)")
+_STANDARD = re.compile(r"/lib/python3[^/]*/|^<frozen ")
+
+
+def folded(traceback: str) -> str:
+    """The traceback without frames of installed packages; as it is if there are no others."""
+    lines = traceback.splitlines()
+    owners: list[str] = []
+    for line in lines:
+        frame = _FRAME.match(line)
+        if frame is not None:
+            owners.append(_owner_of(frame["file"]))
+        elif owners and owners[-1] != ROOT and line.startswith("    "):
+            owners.append(owners[-1])  # the line of code of that frame, and its marks
+        else:
+            owners.append(ROOT)
+    if USER not in owners:
+        return traceback
+    shown: list[str] = []
+    for is_folded, group in groupby(
+        zip(lines, owners, strict=True), lambda one: one[1] not in (USER, ROOT)
+    ):
+        part = list(group)
+        if not is_folded:
+            shown += [line for line, _ in part]
+            continue
+        count = sum(_FRAME.match(line) is not None for line, _ in part)
+        who = dict.fromkeys(owner for _, owner in part)
+        shown.append(f"  … {count} frame{'s' if count > 1 else ''} of {', '.join(who)}")
+    return "\n".join(shown)
+
+
+USER, ROOT = "the user", ""
+
+
+def _owner_of(file: str) -> str:
+    installed = _INSTALLED.search(file)
+    if installed is not None:
+        return installed["package"]
+    if _STANDARD.search(file):
+        return "Python"
+    return "allranks" if file.startswith(_PACKAGE_FOLDER) else USER
+
+
+_PACKAGE_FOLDER = __file__.rpartition("/launcher/")[0] + "/"
+
+
+# --- log tail ------------------------------------------------------------------------------------
+# What a process said last, read from its log: the cause of its end, or the loss of a peer.
+#
+# A script that is run unchanged leaves nothing but its output and its exit code. Of the output the
+# last traceback is taken, or the last lines; whoever speaks of a connection that broke is a victim.
+
+
+MOST_BYTES = 1 << 17
+MOST_LINES = 60
+FEW_LINES = 12
+TRACEBACK = "Traceback (most recent call last):"
+NO_FRAME = "<no Python frame>"
+EXTENSIONS = "Extension modules: "  # which faulthandler adds
+CURRENT = "Current thread 0x"
+FATAL = ("Fatal Python error:", CURRENT, "Thread 0x")
+_RANK = re.compile(r"^\[(?:rank)?\d+\]:\s?")  # torch puts it before each line of a traceback
+_ERROR = re.compile(r"^[A-Za-z_][\w.]*(?::|$)")
+
+
+@dataclass(frozen=True)
+class LastWords:
+    """`text` is the last traceback, or what was printed last; `error` is the line that says why.
+
+    `is_victim`: it lost the connection to another process.
+    """
+
+    text: str
+    error: str
+    is_victim: bool
+    is_out_of_memory: bool
+
+
+def stacks_in(log: Path, start: int = 0) -> str:
+    """The stacks that a fatal signal left, all of them, that of the running thread first."""
+    lines = _lines(log, start)
+    first = next((i for i, line in enumerate(lines) if line.startswith(FATAL)), len(lines))
+    return "\n".join(_current_first(lines[first:]))
+
+
+def last_words(log: Path, start: int = 0) -> LastWords:
+    """What was written into `log` from byte `start` on, in its last words."""
+    lines = _lines(log, start)
+    found = _last_traceback(lines) or lines[-FEW_LINES:]
+    error = _thrown(lines) if found[:1] and found[0].startswith(FATAL) else ""
+    error = error or _error_of(found)
+    said = "\n".join(lines[-MOST_LINES:]) if not _is_traceback(found) else "\n".join(found)
+    return LastWords(
+        "\n".join(found),
+        error,
+        is_said(FaultKind.PEER_LOST, error if _is_traceback(found) and error else said),
+        is_said(FaultKind.OUT_OF_MEMORY, said),
+    )
+
+
+def _lines(log: Path, start: int) -> list[str]:
+    """The last lines that are not empty, without the marks of torch and of progress bars."""
+    lines = [_RANK.sub("", line) for line in _tail(log, start).splitlines()]
+    lines = [line.rpartition("\r")[2].rstrip() for line in lines]
+    return [line for line in lines if line and not line.startswith(EXTENSIONS)]
+
+
+def _tail(log: Path, start: int) -> str:
+    try:
+        with open(log, "rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(start, end - MOST_BYTES))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _is_traceback(lines: list[str]) -> bool:
+    return bool(lines) and lines[0].lstrip().startswith((TRACEBACK, *FATAL))
+
+
+def _last_traceback(lines: list[str]) -> list[str]:
+    """The last traceback of Python, or the stacks that a fatal signal left, if any.
+
+    One that died of a signal when it was being taken apart had said before why it left.
+    """
+    fatal = next((i for i, line in enumerate(lines) if line.startswith(FATAL)), len(lines))
+    stacks, before = _current_first(lines[fatal:])[:MOST_LINES], lines[:fatal]
+    if not any(NO_FRAME in line for line in stacks):
+        return stacks or _python_traceback(before)
+    return _python_traceback(before) or stacks
+
+
+def _current_first(lines: list[str]) -> list[str]:
+    """The stacks of all threads, that of the one which was running before the others."""
+    start = next((i for i, line in enumerate(lines) if line.startswith(CURRENT)), None)
+    if start is None:
+        return lines
+    end = start + 1
+    while end < len(lines) and lines[end].startswith(" "):
+        end += 1
+    head = 1 if lines[0].startswith(FATAL[0]) else 0
+    return lines[:head] + lines[start:end] + lines[head:start] + lines[end:]
+
+
+def _python_traceback(lines: list[str]) -> list[str]:
+    starts = [i for i, line in enumerate(lines) if line.lstrip().startswith(TRACEBACK)]
+    if not starts:
+        return []
+    first, end = starts[-1], starts[-1] + 1
+    while end < len(lines) and (lines[end].startswith(" ") or not _ERROR.match(lines[end])):
+        end += 1
+    return lines[first : end + 1][:1] + lines[max(first + 1, end + 1 - MOST_LINES) : end + 1]
+
+
+def _thrown(lines: list[str]) -> str:
+    """What an exception of C++ said that nobody caught, before the stacks; "" if there was none."""
+    found = [line.partition("what():")[2].strip() for line in lines if "what():" in line]
+    return found[-1] if found else ""
+
+
+def _error_of(lines: list[str]) -> str:
+    """The line that names the error: the last one that is not part of a stack."""
+    if lines and lines[0].startswith(FATAL[0]):
+        return lines[0]
+    return next((line for line in reversed(lines) if not line.startswith(" ")), "")
+
 
 CRASH_SIGNALS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 GOOD_ENDS = ("done", "stopped", "described")

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 
 from allranks.errors import FaultKind
-from allranks.launcher.processes.foreign import is_said
+from allranks.launcher.processes.process import is_said
 
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>\S+)', re.M)
 _THREAD = re.compile(r"^(?:Current t|T)hread 0x", re.M)

@@ -26,17 +26,14 @@ from allranks.job.limits import checked
 from allranks.job.resume import CHECKPOINTS, changed, changed_fields
 from allranks.job.run_folder import RunFolder, read_rows
 from allranks.launcher.attempts import Attempts
+from allranks.launcher.describe import Proof, describe, note_of, turned
 from allranks.launcher.nodes.cluster import gathered
-from allranks.launcher.nodes.rendezvous import Rendezvous
+from allranks.launcher.nodes.join import Rendezvous
 from allranks.launcher.places.base import AgentPlace, NodeRequest, check_apart, find_place
-from allranks.launcher.plan import Plan, Shape
-from allranks.launcher.preparing.describing import describe
-from allranks.launcher.preparing.dial import note_of, turned
-from allranks.launcher.preparing.proof import Proof
+from allranks.launcher.plan import LocalMachine, Plan, PlannedNodes, Resources, Shape
 from allranks.launcher.processes.fork_server_client import ForkServer
-from allranks.launcher.processes.hash_seed import VARIABLE as HASH_SEED
 from allranks.launcher.processes.leftovers import sweep
-from allranks.launcher.resources import LocalMachine, PlannedNodes, Resources
+from allranks.launcher.processes.process import VARIABLE as HASH_SEED
 from allranks.launcher.signals import Signals
 from allranks.strategies.dial.choosing import Decision
 

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from allranks.errors import PeerLost, RequestError
-from allranks.launcher.nodes.admission import Admission
 from allranks.launcher.nodes.channel import (
+    Admission,
     Channel,
     Disconnected,
     Refused,

@@ -18,9 +18,8 @@ import tensorflow as tf
 
 from allranks.checkpoint.array_snapshot import ArrayCopies, flatten
 from allranks.checkpoint.checkpointer import Checkpointer
-from allranks.checkpoint.commit import Ranks
+from allranks.checkpoint.commit import LeaderAlone, Ranks
 from allranks.checkpoint.newest import Loaded
-from allranks.checkpoint.writers import LeaderAlone
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.job.loaded import program_facts

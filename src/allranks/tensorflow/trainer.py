@@ -43,9 +43,8 @@ from allranks.tensorflow.step.step_result import StepResultBuilder
 from allranks.tensorflow.step.user_variables import OwnWrites
 from allranks.tensorflow.strategies.base import Strategy, StrategyContext
 from allranks.training.callback import Callback, around_evaluation
-from allranks.training.engine.between_steps import BetweenSteps, total_steps
-from allranks.training.engine.callback_states import CallbackStates
-from allranks.training.engine.stopping import StopAgreement
+from allranks.training.engine.between_steps import BetweenSteps, StopAgreement, total_steps
+from allranks.training.engine.saved_job import CallbackStates
 from allranks.training.evaluation_plan import EvaluationPlan
 from allranks.training.keras_task import Task
 from allranks.training.order import random_key

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from allranks.checkpoint.array_snapshot import Snapshot
-from allranks.checkpoint.digest import digest_of_weights
+from allranks.checkpoint.tensor_file import digest_of_weights
 from allranks.job.job import Job
 from allranks.job.placement import Placed, write_placement
 from allranks.job.run_folder import JsonLines

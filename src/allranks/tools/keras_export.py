@@ -19,8 +19,8 @@ from allranks.job.engines import check_installed
 from allranks.job.job import Job
 from allranks.job.job_file import HIDDEN
 from allranks.job.resume import find_base
+from allranks.launcher.describe import answered
 from allranks.launcher.plan import backend_of_keras
-from allranks.launcher.preparing.asking import answered
 from allranks.launcher.processes.fork_server_client import ForkServer
 
 FORMATS = ("keras", "saved-model")

@@ -26,6 +26,7 @@ from allranks.strategies.mesh import DATA, EXPERT
 from allranks.strategies.resolve import resolved_strategy
 from allranks.strategies.roles import TRAINER
 from allranks.torch.accelerator import is_accelerator
+from allranks.torch.checkpoint.state import model_state
 from allranks.torch.comm.comm import Comm
 from allranks.torch.data.sources import seed_generators
 from allranks.torch.deferred_init.recorded import Recorded, fill, record
@@ -39,7 +40,6 @@ from allranks.torch.model.precision import Precision
 from allranks.torch.model.reals import TensorFile
 from allranks.torch.model.swapping import swap_layers
 from allranks.torch.random.torch_functions import catch
-from allranks.torch.state import model_state
 from allranks.torch.strategies.base import Strategy
 from allranks.torch.strategies.context import StrategyContext
 from allranks.torch.task import Task

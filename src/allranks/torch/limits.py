@@ -13,8 +13,8 @@ from allranks.strategies.reductions import compressed
 from allranks.strategies.reductions.option import is_late
 from allranks.strategies.shards import even_sizes, largest_shard
 from allranks.torch.data.collate import rows_of_ranks
+from allranks.torch.local_sgd.exchange import for_learners
 from allranks.torch.model.layers import normalising_layers, shard_norms
-from allranks.torch.outer.limits import for_learners
 from allranks.torch.parallel.expert.mixture import MixtureOfExperts
 from allranks.torch.step.ema import TwoModes
 from allranks.torch.strategies.base import Strategy

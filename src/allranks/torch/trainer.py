@@ -25,6 +25,8 @@ from allranks.launcher.heartbeat import Heartbeat
 from allranks.launcher.world import World
 from allranks.torch.batchnorm.across_ranks import whole_norm
 from allranks.torch.build import Built, build_model, build_strategy, job_for
+from allranks.torch.checkpoint.saving import Saving, contents_of, digest_of_state
+from allranks.torch.checkpoint.state import copied, random_streams, set_random_streams
 from allranks.torch.comm.join import join
 from allranks.torch.comm.rank_sync import AT_THE_END, EVALUATE
 from allranks.torch.data.batch import Batch
@@ -47,9 +49,7 @@ from allranks.torch.model.placement import notes_on
 from allranks.torch.model.precision import KERNELS, set_kernels
 from allranks.torch.model.swapping import restore_layers
 from allranks.torch.optimizers.named import with_recipe
-from allranks.torch.saving import Saving, contents_of, digest_of_state
 from allranks.torch.shared_memory.backend import notes_on_backend
-from allranks.torch.state import copied, random_streams, set_random_streams
 from allranks.torch.step.bad_step import guard_of
 from allranks.torch.step.deferred_results import notes_on_update
 from allranks.torch.step.in_flight import OnSteps, Steps
@@ -60,9 +60,8 @@ from allranks.torch.task import Task, task_of_parts
 from allranks.torch.witness.replicas import verify
 from allranks.torch.witness.witness import Witness, say_what_matters
 from allranks.training.callback import Callback, around_evaluation
-from allranks.training.engine.between_steps import BetweenSteps, total_steps
-from allranks.training.engine.callback_states import CallbackStates
-from allranks.training.engine.stopping import StopAgreement
+from allranks.training.engine.between_steps import BetweenSteps, StopAgreement, total_steps
+from allranks.training.engine.saved_job import CallbackStates
 from allranks.training.evaluation_plan import EvaluationPlan
 from allranks.training.keras_task import Task as KerasTask
 from allranks.training.progress import Asked, StepResult

@@ -19,8 +19,8 @@ from allranks.strategies.cards.parameter_server import SCHEDULER, SERVER
 from allranks.strategies.roles import EVALUATOR, LEARNER, WORKER
 from allranks.torch.accelerator import peak_bytes
 from allranks.torch.data.sources import seed_generators
-from allranks.torch.decoupled.learner import learn
-from allranks.torch.decoupled.trainer import SynchronizerTrainer
+from allranks.torch.elastic.learner import learn
+from allranks.torch.elastic.trainer import SynchronizerTrainer
 from allranks.torch.keras.task import torch_task
 from allranks.torch.machine import check_devices, facts
 from allranks.torch.model.placement import RecordPlacement, update_by_nothing

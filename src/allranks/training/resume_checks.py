@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from allranks.checkpoint.about import About
+from allranks.checkpoint.format import About
 from allranks.checkpoint.newest import Loaded
 from allranks.errors import RequestError
 from allranks.job.job import Job

@@ -18,7 +18,7 @@ from allranks.cli.notebook.launch import (
 )
 from allranks.cli.notebook.program import prepare_program
 from allranks.job.config import resolve
-from allranks.tools.check.plan import DEEP_STEPS, STEPS, default_ranks, usual_strategy
+from allranks.tools.check.against_single import DEEP_STEPS, STEPS, default_ranks, usual_strategy
 from allranks.tools.check.scratch import checked_in_scratch
 from allranks.tools.check.verdict import Verdict
 

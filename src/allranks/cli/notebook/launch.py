@@ -24,7 +24,7 @@ from allranks.job.config import Resolved, resolve
 from allranks.job.fields import read_value
 from allranks.job.job import Job
 from allranks.job.job_file import NOT_SETTABLE
-from allranks.launcher.preparing.proof import first_check
+from allranks.launcher.describe import first_check
 from allranks.launcher.processes.leftovers import belongs_to_a_job
 from allranks.launcher.signals import Signals
 from allranks.launcher.start import Result, Watcher, run_job

@@ -15,8 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from allranks.launcher.messages.connection import Connection
-from allranks.launcher.nodes.admission import Admission
-from allranks.launcher.nodes.channel import Disconnected, Message, wait_for
+from allranks.launcher.nodes.channel import Admission, Disconnected, Message, wait_for
 
 ANSWER_S = 120.0
 """For so long a peer may move nothing of a message that it has begun."""

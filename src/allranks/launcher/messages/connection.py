@@ -8,7 +8,7 @@ neither encrypted nor signed: they are as safe as the network.
 
 A peer that is gone is noticed by the kernel: at once where its process ended, and where its link is
 cut after `SILENT_S`, by probes of TCP. All that goes wrong is `Disconnected` or `Refused`. No other
-thread may use a connection at the same time. Used by `torch/decoupled`; it knows no framework.
+thread may use a connection at the same time. Used by `torch/elastic`; it knows no framework.
 """
 
 from __future__ import annotations

@@ -38,14 +38,13 @@ from allranks.launcher.nodes.channel import (
     authenticate,
     wait_for,
 )
-from allranks.launcher.nodes.facts import digest_of, facts
-from allranks.launcher.nodes.interfaces import Doorbell, Ringing, candidates
-from allranks.launcher.nodes.node_ranks import NodeRanks
-from allranks.launcher.nodes.ticket import ANY, Ticket
+from allranks.launcher.nodes.facts import Doorbell, Ringing, candidates, digest_of, facts
+from allranks.launcher.nodes.join import ANY, Ticket
+from allranks.launcher.nodes.nodes import NodeRanks
 from allranks.launcher.processes.fork_server_client import ForkServer
-from allranks.launcher.processes.hash_seed import check_hash_seed
 from allranks.launcher.processes.linux import die_with_parent
 from allranks.launcher.processes.ports import Reservation
+from allranks.launcher.processes.process import check_hash_seed
 from allranks.launcher.world import World
 
 TICK_S = 0.1

@@ -22,13 +22,19 @@ from allranks.job.faults import MEND
 from allranks.job.job import Job
 from allranks.launcher.heartbeat import Beat
 from allranks.launcher.nodes.agent import serve
-from allranks.launcher.nodes.join import Expected, JoinServer, preflight
+from allranks.launcher.nodes.join import ANY, Expected, JoinServer, Rendezvous, Ticket, preflight
 from allranks.launcher.nodes.nodes import Node, Nodes
-from allranks.launcher.nodes.rendezvous import Rendezvous
-from allranks.launcher.nodes.ticket import ANY, Ticket
 from allranks.launcher.places.base import AgentPlace, NodeRequest, Started, find_place
-from allranks.launcher.plan import Plan, Seat, Shape, plan_of
-from allranks.launcher.resources import for_all_processes, seats_of, shares, with_rendezvous
+from allranks.launcher.plan import (
+    Plan,
+    Seat,
+    Shape,
+    for_all_processes,
+    plan_of,
+    seats_of,
+    shares,
+    with_rendezvous,
+)
 from allranks.launcher.scripts.topology import Host
 from allranks.launcher.supervisor import EVIDENCE_S, NEVER
 from allranks.launcher.world import Visible

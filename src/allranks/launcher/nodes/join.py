@@ -9,23 +9,63 @@ other? What is wrong is said by name, once, for all nodes.
 from __future__ import annotations
 
 import dataclasses
+import json
 import secrets
 import shlex
 import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from allranks.errors import EXIT_BAD_REQUEST, Interrupted, PlaceError, RequestError
-from allranks.launcher.nodes.admission import Admission
-from allranks.launcher.nodes.channel import Channel, Disconnected, Message, wait_for
-from allranks.launcher.nodes.facts import Facts, differences
-from allranks.launcher.nodes.interfaces import Interface
+from allranks.launcher.nodes.channel import Admission, Channel, Disconnected, Message, wait_for
+from allranks.launcher.nodes.facts import Facts, Interface, differences
 from allranks.launcher.nodes.nodes import Node, Nodes
-from allranks.launcher.nodes.ticket import ANY
+
+# --- ticket --------------------------------------------------------------------------------------
+# What an agent must know to come to its job: one line on its standard input.
+
+
+ANY = -1
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """What a node must know to come to its job.
+
+    The head listens at one of `addresses`. `node` is the number of this one (`None`: that of the
+    task that a scheduler started it as; `ANY`: one that is free). `words` are
+    those of the command line that describe the job, the same on every node. An agent of which
+    `follows` is true dies with the process that started it.
+    """
+
+    addresses: tuple[str, ...]
+    port: int
+    key: str
+    node: int | None
+    words: tuple[str, ...] = ()
+    program: str = ""
+    interface: str = ""
+    join_timeout_s: float = 300.0
+    node_timeout_s: float = 15.0
+    follows: bool = True
+
+    def to_line(self) -> str:
+        return json.dumps(asdict(self)) + "\n"
+
+    @classmethod
+    def from_line(cls, line: str) -> Ticket:
+        data = json.loads(line)
+        words, addresses = tuple(data["words"]), tuple(data["addresses"])
+        return cls(**{**data, "words": words, "addresses": addresses})
+
+    def for_task(self) -> Ticket:
+        """The same for all tasks of a scheduler."""
+        return dataclasses.replace(self, node=None)
+
 
 ALIVE_EVERY_S = 1.0
 
@@ -260,3 +300,64 @@ def _unreachable(node: Node, others: list[Node], seen: dict[int, dict[str, list[
         reached = ", ".join(seen[other.number][str(node.number)]) or "none"
         lines.append(f"  from node {other.number} ({other.name}): {reached}")
     return "\n".join([*lines, "name the network that joins them with --interface, or open it"])
+
+
+# --- rendezvous ----------------------------------------------------------------------------------
+# How the nodes of a job come together, as the command line says it. Frozen data.
+#
+# It is not part of the job: the same job on the same nodes is the same, however these were found.
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Nodes that a user starts one by one, or hosts that are reached by ssh; else the place knows.
+
+    Nodes that are started one by one come to `endpoint` ("host:port", of node 0), and `key` is the
+    name of the job that all of them give. Without a `node_rank` the one that has the address of the
+    endpoint is node 0, and the others get their numbers as they come. `hosts` is a file of hosts.
+    `interface` is the network that joins the nodes. A node that does not come within
+    `join_timeout_s`, or is silent for `node_timeout_s`, is lost. With `per_rank` a scheduler starts
+    a task for every rank instead of one for every node.
+    """
+
+    node_rank: int | None = None
+    endpoint: str = ""
+    key: str = ""
+    hosts: str = ""
+    interface: str = ""
+    join_timeout_s: float = 300.0
+    node_timeout_s: float = 15.0
+    per_rank: bool = False
+
+    @property
+    def by_hand(self) -> bool:
+        return bool(self.endpoint)
+
+    @property
+    def names_nodes(self) -> bool:
+        """Whether the user says which nodes, and not the place."""
+        return self.by_hand or bool(self.hosts)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of the endpoint."""
+        host, _, port = self.endpoint.rpartition(":")
+        return host.strip("[]"), int(port)
+
+
+def check_parts(rendezvous: Rendezvous, nodes: int) -> None:
+    """Raise `RequestError` unless its parts fit each other."""
+    if rendezvous.node_rank is not None and not rendezvous.by_hand:
+        raise RequestError(
+            asked=f"--nodes {nodes} --node-rank {rendezvous.node_rank}",
+            found="no --rendezvous",
+            why="nodes that are started one by one need a place to meet",
+            do="--rendezvous HOST:PORT --id NAME, the same on every node",
+        )
+    if rendezvous.by_hand and rendezvous.hosts:
+        raise RequestError(
+            asked=f"--hosts {rendezvous.hosts} --rendezvous {rendezvous.endpoint}",
+            found="two ways to find the nodes",
+            why="with --hosts all nodes are started from here, with --rendezvous each by itself",
+            do="give one of them",
+        )

@@ -14,9 +14,8 @@ from contextlib import ExitStack, suppress
 from typing import IO
 
 from allranks.errors import PlaceError
-from allranks.launcher.nodes.interfaces import candidates
-from allranks.launcher.nodes.rendezvous import Rendezvous
-from allranks.launcher.nodes.ticket import Ticket
+from allranks.launcher.nodes.facts import candidates
+from allranks.launcher.nodes.join import Rendezvous, Ticket
 from allranks.launcher.places.base import NodeRequest
 from allranks.launcher.processes import leftovers
 

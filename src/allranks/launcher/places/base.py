@@ -20,10 +20,9 @@ from allranks.errors import RequestError
 from allranks.job import faults
 from allranks.job.job import Job
 from allranks.job.place import place_spec
-from allranks.launcher.nodes.rendezvous import Rendezvous, check_parts
+from allranks.launcher.nodes.join import Rendezvous, check_parts
 from allranks.launcher.other_launchers import launched_by
-from allranks.launcher.plan import Seat
-from allranks.launcher.resources import seats_of, shares
+from allranks.launcher.plan import Seat, seats_of, shares
 from allranks.launcher.scripts.topology import Host
 
 NAMED = "hosts"

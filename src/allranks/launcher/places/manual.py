@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from allranks.errors import RequestError
-from allranks.launcher.nodes.interfaces import candidates, interfaces
+from allranks.launcher.nodes.facts import candidates, interfaces
 from allranks.launcher.places.agents import AGENT, Agents, ticket_for
 from allranks.launcher.places.base import AgentPlace, NodeRequest, Started, seats_on
 from allranks.launcher.places.ssh import SshHosts

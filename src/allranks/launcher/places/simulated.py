@@ -19,7 +19,7 @@ from typing import Any, Self
 from allranks.errors import PlaceError, RequestError
 from allranks.job.faults import MEND, Fault
 from allranks.job.simulated_network import NODE_ETH, Link, Network, parse_network
-from allranks.launcher.nodes.ticket import Ticket
+from allranks.launcher.nodes.join import Ticket
 from allranks.launcher.places.agents import ticket_for
 from allranks.launcher.places.base import AgentPlace, NodeRequest, Started, shared_out
 from allranks.launcher.plan import Seat

@@ -17,10 +17,9 @@ from allranks.errors import PlaceError, RequestError
 from allranks.launcher.heartbeat import HeartbeatTable
 from allranks.launcher.processes import leftovers
 from allranks.launcher.processes.fork_server import MESSAGE_LIMIT
-from allranks.launcher.processes.hash_seed import VARIABLE as HASH_SEED
-from allranks.launcher.processes.hash_seed import hash_seed
 from allranks.launcher.processes.linux import state_of
-from allranks.launcher.processes.process import Exit, Process, Stand
+from allranks.launcher.processes.process import VARIABLE as HASH_SEED
+from allranks.launcher.processes.process import Exit, Process, Stand, hash_seed
 from allranks.launcher.processes.stacks import stacks_of
 
 CLOSE_TIMEOUT_S = 10.0

@@ -19,7 +19,7 @@ from allranks.launcher.scripts.plan import WARM, CommandRequest, RankCommand, sc
 
 IN_SCRIPTS = "allranks.torch.shared_memory.in_scripts"
 IN_PLACE_OF_GLOO = f"{IN_SCRIPTS}:in_place_of_gloo"
-WATCHER, WATCHED_IN = "allranks.tools.watching.install:watch_here", "ALLRANKS_WATCHED"
+WATCHER, WATCHED_IN = "allranks.tools.script_check.record.install:watch_here", "ALLRANKS_WATCHED"
 OUTCOME, OUTCOME_IN = "collectives.json", "ALLRANKS_IN_PLACE_OF_GLOO"
 WITHOUT_HOOKS = "IES"  # options of Python with which it reads no PYTHONPATH, or no sitecustomize
 

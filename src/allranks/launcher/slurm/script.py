@@ -13,8 +13,7 @@ import shlex
 
 from allranks.errors import EXIT_STOPPED, RequestError
 from allranks.launcher.slurm.limits import slurm_time
-from allranks.launcher.slurm.request import SlurmRequest
-from allranks.launcher.slurm.sbatch_options import DECIDED, full_name
+from allranks.launcher.slurm.request import DECIDED, SlurmRequest, full_name
 
 PLAIN = re.compile(r"[A-Za-z0-9_./,:=@%+^-]+")
 SPECIAL = re.compile(r"([\\\"'#`$])")

@@ -13,7 +13,7 @@ from allranks.tensorflow.data.batches import Arrays, Samples, augmenting
 from allranks.tensorflow.data.nested import arrays_in, mapped
 from allranks.tensorflow.data.tf_dataset import WholeDataset
 from allranks.tensorflow.machine import described
-from allranks.training.evaluation_sets import sets_of
+from allranks.training.evaluation_plan import sets_of
 from allranks.training.keras_task import Task
 
 Source = Arrays | Samples | WholeDataset

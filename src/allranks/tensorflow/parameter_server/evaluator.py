@@ -1,7 +1,7 @@
 """The evaluator of a job with servers: it judges each checkpoint while the training goes on.
 
 It evaluates the weights of each newest checkpoint in one process, each sample once, and writes the
-event `evaluated`. Which checkpoints those are, `training/dispatch/evaluating.py` says.
+event `evaluated`. Which checkpoints those are, `training/work_queue.py` says.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from allranks.checkpoint.array_snapshot import read_checkpoint
-from allranks.checkpoint.manifest import Manifest
+from allranks.checkpoint.format import Manifest
 from allranks.job.job import Job
 from allranks.job.run_folder import JsonLines
 from allranks.launcher.heartbeat import Heartbeat
@@ -24,8 +24,8 @@ from allranks.tensorflow.names import set_weights
 from allranks.tensorflow.rendezvous import meet
 from allranks.tensorflow.strategies.base import StrategyContext
 from allranks.tensorflow.strategies.one_process import Single
-from allranks.training.dispatch.evaluating import checkpoints_to_evaluate
 from allranks.training.keras_task import Task
+from allranks.training.work_queue import checkpoints_to_evaluate
 
 
 def evaluate_checkpoints(task: Task, job: Job, world: World, events: JsonLines) -> None:

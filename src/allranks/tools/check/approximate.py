@@ -17,11 +17,9 @@ from allranks.job.job import Job
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.strategies.card import Approximate, Exact
 from allranks.strategies.resolve import at_setting
-from allranks.tools.check.against_single import Check, in_one, undisturbed
-from allranks.tools.check.compare import Tolerance, Trace
+from allranks.tools.check.against_single import Check, Plan, in_one, undisturbed
+from allranks.tools.check.compare import FP64, Tolerance, Trace
 from allranks.tools.check.drift import Drift, drift_between
-from allranks.tools.check.plan import Plan
-from allranks.tools.check.tolerances import FP64
 from allranks.tools.check.verdict import Look, Verdict
 from allranks.training.record.trace import START
 

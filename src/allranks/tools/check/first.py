@@ -44,17 +44,15 @@ from allranks.job.loaded import State, changed_reads, environment_of
 from allranks.job.place import LOCAL
 from allranks.job.run_folder import rank_events_path, read_events, read_rows
 from allranks.job.units import format_bytes
-from allranks.launcher.plan import Plan
-from allranks.launcher.preparing.describing import asked_of_task
-from allranks.launcher.preparing.proof import Proof
+from allranks.launcher.describe import Proof, asked_of_task
+from allranks.launcher.plan import LocalMachine, Plan, Resources
 from allranks.launcher.processes.fork_server_client import ForkServer
-from allranks.launcher.resources import LocalMachine, Resources
 from allranks.launcher.signals import Signals
 from allranks.strategies.card import Approximate, Exact
 from allranks.strategies.resolve import resolved_strategy
 from allranks.tools.check.against_single import Check, Run, undisturbed
+from allranks.tools.check.against_single import Plan as CheckPlan
 from allranks.tools.check.approximate import exact_setting, exact_tolerance
-from allranks.tools.check.plan import Plan as CheckPlan
 from allranks.tools.check.verdict import Look, Verdict
 
 STEPS = 2

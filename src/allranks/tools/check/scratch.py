@@ -16,13 +16,12 @@ from allranks.job.config import Resolved
 from allranks.job.engines import trained_also_by
 from allranks.job.job import Job
 from allranks.job.place import LOCAL
-from allranks.launcher.preparing.describing import describe
+from allranks.launcher.describe import describe
+from allranks.launcher.plan import LocalMachine
 from allranks.launcher.processes.fork_server_client import ForkServer
-from allranks.launcher.resources import LocalMachine
 from allranks.strategies.resolve import has_mesh
-from allranks.tools.check.against_single import check_against_one
+from allranks.tools.check.against_single import TRACE_BYTES, Plan, check_against_one, ranks_to_check
 from allranks.tools.check.approximate import check_approximate, is_approximate
-from allranks.tools.check.plan import TRACE_BYTES, Plan, ranks_to_check
 from allranks.tools.check.verdict import Verdict
 
 

@@ -23,14 +23,13 @@ from pathlib import Path
 
 from allranks.errors import EXIT_DONE, EXIT_PLACE_FAILED, PlaceError, RequestError
 from allranks.job.place import LOCAL
-from allranks.launcher.nodes.facts import facts
-from allranks.launcher.nodes.interfaces import Interface, interfaces
+from allranks.launcher.nodes.facts import Interface, facts, interfaces
 from allranks.launcher.nodes.join import Expected, JoinServer, choose_addresses
 from allranks.launcher.nodes.nodes import Node, Nodes
 from allranks.launcher.places.base import AgentPlace, NodeRequest, find_place
+from allranks.launcher.plan import shares
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.process import Processes
-from allranks.launcher.resources import shares
 from allranks.launcher.slurm.allocation import Allocation
 from allranks.tools.doctor.diagnosis import (
     MOST_IN_FULL,

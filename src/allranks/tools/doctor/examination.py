@@ -20,8 +20,8 @@ from typing import Any
 
 import psutil
 
-from allranks.launcher.nodes.interfaces import interfaces
-from allranks.launcher.processes.oom import GROUPS, MOUNT
+from allranks.launcher.nodes.facts import interfaces
+from allranks.launcher.processes.linux import GROUPS, MOUNT
 
 WORKS = "works"
 SHARED_MEMORY = Path("/dev/shm")

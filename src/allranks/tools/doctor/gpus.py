@@ -25,14 +25,13 @@ from allranks.checkpoint.files import as_json, write_whole
 from allranks.errors import AllranksError, Interrupted, ProgramError, RequestError, Stopped
 from allranks.job.config import Resolved, resolve
 from allranks.job.engines import check_installed
+from allranks.launcher.describe import answered
 from allranks.launcher.nodes.facts import facts
-from allranks.launcher.nodes.rendezvous import Rendezvous
+from allranks.launcher.nodes.join import Rendezvous
 from allranks.launcher.places.base import AgentPlace, find_place
-from allranks.launcher.preparing.asking import answered
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.start import Result, run_job
-from allranks.tools.check.against_single import Check, Run, undisturbed
-from allranks.tools.check.plan import TRACE_BYTES, Plan
+from allranks.tools.check.against_single import TRACE_BYTES, Check, Plan, Run, undisturbed
 
 PROGRAM = "allranks.programs.gpus"
 RECORD, PAGE = "gpus.json", "gpus.md"

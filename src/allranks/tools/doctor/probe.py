@@ -20,8 +20,8 @@ from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from allranks.launcher.nodes.admission import Admission
 from allranks.launcher.nodes.channel import (
+    Admission,
     Channel,
     Disconnected,
     Message,

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from allranks.errors import PlaceError
-from allranks.launcher.nodes.admission import Admission
-from allranks.launcher.nodes.channel import Channel, Disconnected, Message, wait_for
+from allranks.launcher.nodes.channel import Admission, Channel, Disconnected, Message, wait_for
 from allranks.launcher.processes.process import Process, Processes
 
 MODULE = "allranks.tools.doctor.probe"

@@ -9,19 +9,19 @@ from allranks.tools.report.bars import ONE_GRAPH, lanes_of
 from allranks.tools.report.numbers import counted, format_seconds
 from allranks.tools.report.plot import Tick, nice_ticks
 from allranks.tools.report.records import Run
-from allranks.tools.report.steps import (
+from allranks.tools.report.tables import RIGHT, Table
+from allranks.tools.report.timeline import (
     COLUMNS,
     EXCHANGE,
     KINDS,
     Step,
+    Timeline,
     complete,
     seconds_per_step,
     share_a_clock,
     steps_of,
     window,
 )
-from allranks.tools.report.tables import RIGHT, Table
-from allranks.tools.report.timeline import Timeline
 
 
 @dataclass(frozen=True)

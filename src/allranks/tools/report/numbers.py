@@ -1,8 +1,129 @@
-"""Numbers as a page shows them: few digits, a thin count of seconds, and what is not known."""
+"""The curves of a run: loss, rates and metrics by step, and samples per second from their clock.
+
+Steps count as people count: `step` of them are done. A row's clock is the moment at which the
+leader wrote it down. What is not finite is kept as such: a plot shows where.
+"""
 
 from __future__ import annotations
 
 import math
+from array import array
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from allranks.tools.report.records import Run
+
+MEAN_FROM_STEPS = 100
+MEANS = 40  # a curve of means has about as many points
+LEAST_WINDOW = 5
+MOST_POINTS = 600
+
+
+@dataclass(frozen=True)
+class Series:
+    """Numbers by step; `window` is over how many steps each of them is a mean."""
+
+    name: str
+    xs: Sequence[float]
+    ys: Sequence[float]
+    window: int = 1
+
+    def __bool__(self) -> bool:
+        return bool(self.xs)
+
+    def nearest(self, x: float) -> tuple[float, float] | None:
+        """The point that lies nearest to `x`."""
+        if not self.xs:
+            return None
+        place = bisect_left(self.xs, x)
+        near = [i for i in (place - 1, place) if 0 <= i < len(self.xs)]
+        best = min(near, key=lambda i: abs(self.xs[i] - x))
+        return self.xs[best], self.ys[best]
+
+
+def column(run: Run, name: str) -> Series:
+    """A column of `metrics.jsonl`, of the steps that have it."""
+    return Series(name, *run.rows.column(name))
+
+
+def means(series: Series) -> Series:
+    """The mean of each few steps, where there are so many that single ones hide the trend."""
+    window = len(series.xs) // MEANS
+    if len(series.xs) < MEAN_FROM_STEPS or window < 2:
+        return Series(series.name, (), ())
+    sums = array("d", accumulate(series.ys, initial=0.0))
+    if not math.isfinite(sums[-1]):
+        return Series(series.name, (), ())
+    ends = range(window, len(series.xs) + 1, window)
+    found = [(series.xs[end - 1], (sums[end] - sums[end - window]) / window) for end in ends]
+    return _series(series.name, found, window)
+
+
+def evaluations(run: Run) -> dict[str, Series]:
+    """Each metric of the evaluations: those on the way, and that of the end.
+
+    The leader's. Where a step was made twice, because its first attempt was lost, the last counts.
+    """
+    found: dict[str, dict[int, float]] = {}
+    for event in run.of("evaluated", 0):
+        for name, value in event["metrics"].items():
+            found.setdefault(str(name), {})[int(event["step"])] = float(value)
+    last = run.rows.steps[-1] if run.rows else run.summary.get("steps")
+    for name, value in run.summary.get("eval", {}).items():
+        if last is not None:
+            found.setdefault(str(name), {})[int(last)] = float(value)
+    return {name: _series(name, sorted(points.items())) for name, points in found.items()}
+
+
+def samples_per_s(run: Run) -> Series:
+    """Samples of all ranks in a second, as the mean of a few steps each.
+
+    The time of evaluations and checkpoints on the way is in it. The first step of an attempt, which
+    has no step before it, is not; no window reaches over a restart.
+    """
+    per_call = int(run.job.get("steps_per_call") or 1)
+    rows = run.rows
+    window = max(LEAST_WINDOW, per_call, len(rows) // MEANS)
+    found, since, samples, steps = [], None, 0, 0
+    for row in rows:
+        if since is None or row.step - 1 in run.starts or row.monotonic < since:
+            since, samples, steps = row.monotonic, 0, 0
+            continue
+        samples, steps = samples + row.samples, steps + 1
+        if steps >= window and row.monotonic > since:
+            found.append((row.step, samples / (row.monotonic - since)))
+            since, samples, steps = row.monotonic, 0, 0
+    return _series("samples/s", found, window)
+
+
+def thinned(series: Series, most: int = MOST_POINTS) -> Series:
+    """The same curve with fewer points: of each stretch, its lowest and its highest."""
+    count = len(series.xs)
+    if count <= most:
+        return Series(series.name, tuple(series.xs), tuple(series.ys), series.window)
+    kept = {0, count - 1}
+    stretches = most // 2
+    for number in range(stretches):
+        places = range(number * count // stretches, (number + 1) * count // stretches)
+        finite = [i for i in places if math.isfinite(series.ys[i])]
+        odd = [i for i in places if not math.isfinite(series.ys[i])][:1]
+        if finite:
+            kept |= {min(finite, key=series.ys.__getitem__), max(finite, key=series.ys.__getitem__)}
+        kept.update(odd)
+    order = sorted(kept)
+    xs, ys = ([values[i] for i in order] for values in (series.xs, series.ys))
+    return Series(series.name, tuple(xs), tuple(ys), series.window)
+
+
+def _series(name: str, points: Sequence[tuple[float, float]], window: int = 1) -> Series:
+    return Series(name, tuple(x for x, _ in points), tuple(y for _, y in points), window)
+
+
+# --- numbers -------------------------------------------------------------------------------------
+# Numbers as a page shows them: few digits, a thin count of seconds, and what is not known.
+
 
 UNKNOWN = "not recorded"
 MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86400

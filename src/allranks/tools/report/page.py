@@ -11,23 +11,166 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from jinja2 import DictLoader, Environment, StrictUndefined
 from markupsafe import Markup
 
 from allranks import __version__
+from allranks.checkpoint.files import write_whole
+from allranks.errors import RequestError
+from allranks.job.units import format_bytes
 from allranks.tools.report import tables
 from allranks.tools.report.bars import Bars, gauges, lanes_of, memory_bars, time_bars
-from allranks.tools.report.charts import COLOURS, charts_of, constants_of, letter_of
+from allranks.tools.report.benches.records import RECORD as BENCH
+from allranks.tools.report.checks import RECORD as CHECK
 from allranks.tools.report.closely import Closely, closely
-from allranks.tools.report.headline import Headline, headline_of, missing
-from allranks.tools.report.numbers import counted, format_seconds
-from allranks.tools.report.outcome import RUNNING
-from allranks.tools.report.plot import Chart, Tick, nice_ticks
-from allranks.tools.report.records import Event, Run
-from allranks.tools.report.tables import Table
+from allranks.tools.report.numbers import (
+    UNKNOWN,
+    counted,
+    evaluations,
+    format_number,
+    format_seconds,
+)
+from allranks.tools.report.plot import (
+    COLOURS,
+    Chart,
+    Tick,
+    charts_of,
+    constants_of,
+    letter_of,
+    nice_ticks,
+)
+from allranks.tools.report.records import KILLED, RUNNING, Event, Run
+from allranks.tools.report.tables import Table, sent_per_step, steps_of
 from allranks.tools.report.timeline import PHASES, Timeline, timeline_of
+
+# --- headline ------------------------------------------------------------------------------------
+# What stands on top of a run: what it was, how it ended, and its figures.
+
+
+STATES = {
+    "done": "done",
+    "stopped": "stopped after a checkpoint",
+    "failed": "failed",
+    "interrupted": "interrupted",
+    RUNNING: "running",
+    KILLED: "killed: its supervisor ended without a word",
+}
+GOOD = ("done", "stopped")
+BAD = ("failed", KILLED)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number with what it is; `note` says more of it."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Headline:
+    """A run in a few words and figures; `tone` is `good`, `bad` or `open`."""
+
+    title: str
+    words: tuple[str, ...]
+    state: str
+    tone: str
+    figures: tuple[Figure, ...]
+    weights: str
+
+
+def headline_of(run: Run, timeline: Timeline) -> Headline:
+    """The top of a page, or of one run among several."""
+    state = run.outcome.state
+    tone = "good" if state in GOOD else "bad" if state in BAD else "open"
+    return Headline(
+        str(run.job["program"]),
+        tuple(_words(run)),
+        STATES[state],
+        tone,
+        tuple(_figures(run, timeline)),
+        str(run.summary.get("weights_sha256") or ""),
+    )
+
+
+def _words(run: Run) -> list[str]:
+    job = run.job
+    told = [counted(run.ranks, "rank")]
+    nodes = int(job.get("nodes", 1))
+    if nodes > 1:
+        told[0] += f" on {nodes:,} nodes"
+    told += [str(job[name]) for name in ("strategy", "place", "device", "precision") if name in job]
+    if job.get("bitwise"):
+        told.append("bitwise")
+    return told
+
+
+def _figures(run: Run, timeline: Timeline) -> list[Figure]:
+    found = []
+    for name, series in evaluations(run).items():
+        at = f"after step {series.xs[-1]:,.0f}"
+        found.append(Figure(f"{name}, evaluated", format_number(series.ys[-1]), at))
+    if "train_loss" in run.summary and run.summary["train_loss"] is not None:
+        loss = format_number(float(run.summary["train_loss"]))
+        found.append(Figure("training loss", loss, "mean of the last epoch"))
+    elif run.rows:
+        found.append(Figure("training loss", format_number(run.rows.loss[-1]), "last step"))
+    speed = run.summary.get("samples_per_s")
+    if speed:
+        found.append(Figure("samples/s", f"{speed:,.0f}", "of all ranks, since the last start"))
+    if not run.is_command:
+        steps = steps_of(run)
+        is_known = steps != UNKNOWN
+        found.append(Figure("steps", steps if is_known else "–", "" if is_known else UNKNOWN))
+    note = "so far" if run.outcome.state == RUNNING else "with start and end"
+    found.append(Figure("time", format_seconds(timeline.seconds), note))
+    restarts = len(run.of("restart"))
+    lost = [int(event["lost_steps"]) for event in run.of("restart") if "lost_steps" in event]
+    note = f"{counted(sum(lost), 'step')} made again" if lost else ""
+    found.append(Figure("restarts", str(restarts), note))
+    for event in run.of("proof")[-1:]:
+        figure = "proved" if event["proved"] else "not proved"
+        found.append(Figure("equal to one process", figure, str(event["why"])))
+    sent = sent_per_step(run)
+    if sent:
+        found.append(Figure("sent in a step", sent, _promised(run)))
+    return found
+
+
+def _promised(run: Run) -> str:
+    promised = run.summary.get("card_bytes_per_step")
+    return f"by rank 0; its card says {format_bytes(promised)}" if promised else "by rank 0"
+
+
+def missing(run: Run) -> list[str]:
+    """What a page of this run cannot show, and why: each in a sentence."""
+    told = []
+    if run.is_command:
+        told.append(
+            "A script that `allranks run` starts writes no steps, metrics or phases into the run "
+            "folder: only when it began, and how each rank left."
+        )
+        return told
+    if not run.rows:
+        told.append("No step was written down: there are no curves.")
+    if run.rows and not evaluations(run):
+        told.append("No evaluation was made so far.")
+    seconds = [
+        rank for rank in range(run.ranks) if any("seconds" in e for e in run.of("done", rank))
+    ]
+    if len(seconds) < run.ranks:
+        told.append(
+            "The seconds of each phase are written by a rank when it is done; "
+            f"{len(seconds)} of {counted(run.ranks, 'rank')} did."
+        )
+    if not run.placements:
+        told.append("No rank has said what it holds, which it does after its first update.")
+    return told
+
 
 MARKER = "<!-- made by allranks report -->"
 TEMPLATES = ("frame.html", "page.html", "run.html", "parts.html", "benches.html", "checks.html")
@@ -210,3 +353,120 @@ def _notes(run: Run, timeline: Timeline, in_words: InWords) -> tuple[tuple[str, 
     return (
         (*told[:MOST_NOTES], ("", f"and {more} more: see events*.jsonl")) if more > 0 else (*told,)
     )
+
+
+# --- writing -------------------------------------------------------------------------------------
+# Which runs a report is of, and where its files go: whole or not at all, over nothing foreign.
+
+
+PAGE = "report.html"
+LOOKED_AT_BYTES = 200
+RUNS, BENCHES, CHECKS = "runs", "benches", "checks"
+
+
+def kind_of(names: Sequence[str]) -> str:
+    """What these names are all of: runs, benches or checks; raises `RequestError` for a mixture."""
+    kinds = dict.fromkeys(map(_kind, names))
+    if len(kinds) > 1:
+        raise RequestError(
+            asked=f"report {' '.join(names)}",
+            found=f"{' and '.join(kinds)}",
+            why="a page is of runs, of benches, or of checks",
+            do="report each kind by itself",
+        )
+    return next(iter(kinds))
+
+
+def _kind(name: str) -> str:
+    path = Path(name)
+    if (path / BENCH).is_file():
+        return BENCHES
+    if path.suffix == ".json" or (path / CHECK).is_file():
+        return CHECKS
+    return RUNS
+
+
+def run_folders(names: Sequence[str]) -> list[Path]:
+    """The run folders of these names, each once; the folder of a sweep stands for its runs."""
+    found: dict[Path, Path] = {}
+    for name in names:
+        path = Path(name)
+        if not path.is_dir():
+            raise RequestError(
+                asked=f"report {name}",
+                found="a file" if path.exists() else "nothing there",
+                why="a report is of a run folder",
+                do="see `allranks runs` for those there are",
+            )
+        inside = [] if (path / "job.toml").is_file() else sorted(path.glob("*/job.toml"))
+        for one in [job.parent for job in inside] or [path]:
+            found.setdefault(one.resolve(), one)
+    return list(found.values())
+
+
+def page_path(paths: Sequence[Path], out: str | None) -> Path:
+    """Where the page goes; raises `RequestError` over a file that is no report."""
+    beside = paths[0] if paths[0].is_dir() else paths[0].parent
+    path = Path(out) if out else beside / PAGE if len(paths) == 1 else Path(PAGE)
+    _check(path, "--out")
+    if path.is_file() and MARKER.encode() not in _beginning(path):
+        raise RequestError(
+            asked=f"--out {path}",
+            found="a file that is no report",
+            why="only an earlier report is written over",
+            do="name another file, or remove that one",
+        )
+    return path
+
+
+def trace_path(name: str | None) -> Path | None:
+    """Where the trace goes, if one is asked for; never over a file that is there."""
+    if name is None:
+        return None
+    path = Path(name)
+    _check(path, "--trace")
+    if path.exists() and b'"traceEvents"' not in _beginning(path):
+        raise RequestError(
+            asked=f"--trace {path}",
+            found="a file that is no trace",
+            why="only an earlier trace is written over",
+            do="name another file, or remove that one",
+        )
+    return path
+
+
+def write_file(path: Path, text: str, option: str) -> None:
+    """Write one file whole; raises `RequestError` where that cannot be."""
+    try:
+        write_whole(path, text.encode())
+    except OSError as error:
+        raise RequestError(
+            asked=f"{option} {path}",
+            found=str(error),
+            why="the file cannot be written there",
+            do=f"name another with {option} FILE",
+        ) from None
+
+
+def _check(path: Path, option: str) -> None:
+    """Raise `RequestError` unless a file of this name can be: its folder is there, and is one."""
+    if path.is_dir() or not path.parent.is_dir():
+        raise RequestError(
+            asked=f"{option} {path}",
+            found="a folder" if path.is_dir() else f"no folder {path.parent}",
+            why="a file is written there",
+            do="name a file in a folder that is there",
+        )
+
+
+def _beginning(path: Path) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read(LOOKED_AT_BYTES)
+    except OSError as error:
+        raise RequestError(
+            asked=f"to write {path}",
+            found=str(error),
+            why="the file that is there cannot be looked at",
+            do="name another file",
+        ) from None

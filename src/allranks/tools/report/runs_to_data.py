@@ -6,10 +6,9 @@ import dataclasses
 from typing import Any
 
 from allranks.tools.report.bars import bars_to_data
-from allranks.tools.report.charts import charts_of
+from allranks.tools.report.plot import charts_of
 from allranks.tools.report.records import Run
-from allranks.tools.report.steps import seconds_per_step, steps_of
-from allranks.tools.report.timeline import timeline_of
+from allranks.tools.report.timeline import seconds_per_step, steps_of, timeline_of
 
 
 def run_to_data(run: Run) -> dict[str, Any]:

@@ -12,9 +12,8 @@ from allranks.job.job_file import HIDDEN, write_toml
 from allranks.job.units import format_bytes
 from allranks.strategies.mesh import REPLICATE
 from allranks.strategies.resolve import strategy_spec
-from allranks.tools.report.charts import letter_of
-from allranks.tools.report.curves import evaluations
-from allranks.tools.report.numbers import UNKNOWN, format_number, format_seconds
+from allranks.tools.report.numbers import UNKNOWN, evaluations, format_number, format_seconds
+from allranks.tools.report.plot import letter_of
 from allranks.tools.report.records import Run
 from allranks.tools.report.timeline import timeline_of
 

@@ -9,19 +9,67 @@ here is what that planner makes of whole tensors, without a second of imports.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from allranks.catalog import PLANNER, load
 from allranks.checkpoint.commit import Ranks
-from allranks.checkpoint.manifest import Chunk, SavedTensor
-from allranks.checkpoint.tree import refused
+from allranks.checkpoint.format import Chunk, SavedTensor, refused
+from allranks.checkpoint.tensor_file import ITEM_BYTES
 from allranks.errors import RequestError
-from allranks.torch.checkpoint.parts import ELSEWHERE, SHARD, WHOLE, Part, Read, holds
 from allranks.torch.checkpoint.tree import NAMES, is_dtensor
+
+# --- parts ---------------------------------------------------------------------------------------
+# The parts of a checkpoint's plan: what a rank writes of a tensor, and reads of a chunk.
+
+
+WHOLE, SHARD, ELSEWHERE = "whole", "shard", "elsewhere"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank writes of one tensor: `shape` is the tensor's, the box its part of it.
+
+    A `kind` of WHOLE may be held by several ranks alike, and is written by one. What is ELSEWHERE
+    is known here and held by other ranks, whole or in parts.
+    """
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    kind: str = WHOLE
+
+    def __hash__(self) -> int:
+        return hash(self.path)  # a text keeps it; few parts share one
+
+    @property
+    def whole_bytes(self) -> int:
+        """The bytes of the tensor, not of the part."""
+        return ITEM_BYTES[self.dtype] * math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Read:
+    """What fills `target`: the `part` of a `chunk`."""
+
+    path: str
+    chunk: Chunk
+    part: tuple[slice, ...]
+    target: Tensor
+
+
+def holds(chunk: Chunk) -> bool:
+    """Whether there is any number in it: an empty one may lie where another begins."""
+    return 0 not in chunk.sizes
 
 
 @dataclass(frozen=True)
@@ -177,3 +225,72 @@ def load_plan(saved: dict[str, SavedTensor], targets: dict[str, Tensor]) -> list
 def _box(target: Tensor, chunk: Chunk) -> Tensor:
     box = zip(chunk.offsets, chunk.sizes, strict=True)
     return target[tuple(slice(start, start + size) for start, size in box)]
+
+
+# --- runs ----------------------------------------------------------------------------------------
+# What a rank holds of a tensor in several runs of rows: `_StridedShard` of torch.
+#
+#     rows of one weight      q q q q k k k k v v v v
+#     on rank 0 of 2          q q     k k     v v          three runs, side by side in its memory
+#
+# Loaded only for a state with DTensors.
+
+
+Box = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Rows that are side by side in the whole and here: where they begin there, and they."""
+
+    offsets: Box
+    held: Tensor
+
+    def overlap(self, offsets: Box, sizes: Box) -> tuple[tuple[slice, ...], Tensor] | None:
+        """What a box of the whole has of them: where in the box, and here; `None`: nothing."""
+        there, here = [], []
+        for own, size, start, length in zip(
+            self.offsets, self.held.shape, offsets, sizes, strict=True
+        ):
+            first, last = max(own, start), min(own + size, start + length)
+            if first >= last:
+                return None
+            there.append(slice(first - start, last - start))
+            here.append(slice(first - own, last - own))
+        return tuple(there), self.held[tuple(here)]
+
+
+def is_in_runs(tensor: Tensor) -> bool:
+    """Whether ranks hold several runs of rows each."""
+    placements: Any = getattr(tensor, "placements", ()) if is_dtensor(tensor) else ()
+    return any(isinstance(place, _StridedShard) for place in placements)
+
+
+def runs_of(tensor: Any) -> list[Run]:
+    """The runs that this rank holds of a DTensor that is cut along dimension 0 alone."""
+    rows = torch.arange(tensor.shape[0])
+    mesh = tensor.device_mesh
+    for place, ranks, rank in zip(
+        tensor.placements, mesh.shape, mesh.get_coordinate(), strict=True
+    ):
+        if isinstance(place, _StridedShard):
+            parts = [_chunk(run, ranks, rank) for run in rows.chunk(int(place.split_factor))]
+            rows = torch.cat(parts)
+        elif isinstance(place, Shard):
+            rows = _chunk(rows, ranks, rank)
+        if not place.is_replicate() and place.dim != 0:
+            raise AssertionError(f"{place} of {tuple(tensor.shape)}")
+    held, found, start = tensor.to_local(), [], 0
+    ends = [*((rows.diff() != 1).nonzero().flatten() + 1).tolist(), len(rows)]
+    for end in ends:
+        if end > start:
+            rest = (0,) * (tensor.dim() - 1)
+            found.append(Run((int(rows[start]), *rest), held[start:end]))
+        start = end
+    return found
+
+
+def _chunk(rows: Tensor, ranks: int, rank: int) -> Tensor:
+    """The part of a rank, as `Shard` cuts: the last ranks may have none."""
+    most = -(-len(rows) // ranks)
+    return rows[most * rank : most * (rank + 1)]

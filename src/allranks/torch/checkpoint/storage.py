@@ -15,10 +15,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 import allranks.torch.accelerator as accelerator
-from allranks.checkpoint.manifest import BadCheckpoint, SavedTensor, piece_name
+from allranks.checkpoint.format import BadCheckpoint, SavedTensor, piece_name
 from allranks.checkpoint.tensor_file import PAIR, as_written, lay_out
-from allranks.torch.checkpoint.parts import Part, Read
-from allranks.torch.checkpoint.plan import load_plan
+from allranks.torch.checkpoint.plan import Part, Read, load_plan
 from allranks.torch.checkpoint.tree import DTYPES
 from allranks.torch.model.reals import reals
 

@@ -1,6 +1,6 @@
 """What a tensor of a state may be, and how the manifest calls its type of number.
 
-A state is taken apart and put together by `allranks.checkpoint.tree`; here is what is torch's.
+A state is taken apart and put together by `allranks.checkpoint.format`; here is what is torch's.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from allranks.checkpoint import tree
-from allranks.checkpoint.tree import refused
+from allranks.checkpoint import format as tree
+from allranks.checkpoint.format import refused
 
 DTYPES = {
     **{"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16},

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from allranks.errors import FaultKind, PeerLost
 from allranks.launcher.heartbeat import Heartbeat, SaveThreadHeartbeat
-from allranks.launcher.processes.foreign import is_said
+from allranks.launcher.processes.process import is_said
 from allranks.torch.comm.rank_sync import LASTS, Meetings
 
 Key = tuple[tuple[int, ...], str | None]

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.strategies.shards import largest_shard
+from allranks.torch.checkpoint.state import kept_random_streams
 from allranks.torch.data.batches import COLLATES_ALONE, GlobalBatches
 from allranks.torch.data.evaluate import evaluate, try_evaluation
 from allranks.torch.data.loaders import SamplerOrder, WholeLoader
@@ -21,13 +22,11 @@ from allranks.torch.data.sources import (
     TensorSource,
     seed_generators,
 )
-from allranks.torch.state import kept_random_streams
 from allranks.torch.strategies.base import Strategy
 from allranks.torch.task import Task
 from allranks.torch.witness.probing import Probed, probe
 from allranks.torch.witness.same_data import digest_of_rows
-from allranks.training.evaluation_plan import check_metrics
-from allranks.training.evaluation_sets import named, sets_of
+from allranks.training.evaluation_plan import check_metrics, named, sets_of
 from allranks.training.same_data import HASHES, check_same, digest_of, identity
 
 COLLATE_DRAWS_IN_EVALUATION = (

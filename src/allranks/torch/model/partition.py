@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import allranks.torch.accelerator as accelerator
 from allranks.errors import RequestError
 from allranks.strategies.shards import balanced_ends
+from allranks.torch.checkpoint.state import kept_random_streams
 from allranks.torch.data.batch import MicroBatch
 from allranks.torch.data.batches import GlobalBatches
 from allranks.torch.data.collate import copied, map_arguments, tensors_of_arguments
@@ -27,7 +28,6 @@ from allranks.torch.data.open_data import open_data
 from allranks.torch.data.sources import seed_generators
 from allranks.torch.model.layers import Moment, Scope
 from allranks.torch.model.precision import Precision
-from allranks.torch.state import kept_random_streams
 from allranks.torch.step.losses import forward
 from allranks.torch.step.user_buffers import UserBuffers, put_back
 from allranks.torch.task import Task

@@ -28,7 +28,7 @@ import allranks.torch.accelerator as accelerator
 from allranks.errors import FaultKind, RequestError
 from allranks.job.job import Job
 from allranks.launcher.plan import WORKSPACE_OF_CUBLAS
-from allranks.launcher.processes.foreign import classify, is_said
+from allranks.launcher.processes.process import classify, is_said
 from allranks.torch.data.collate import map_to_device
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -17,11 +17,17 @@ from typing import BinaryIO
 import torch
 from torch import Tensor, nn
 
-from allranks.checkpoint.digest import digest_of_weights
-from allranks.checkpoint.tensor_file import COMPLEX, PAIR, Piece, as_written, lay_out
+from allranks.checkpoint.tensor_file import (
+    COMPLEX,
+    PAIR,
+    Piece,
+    as_written,
+    digest_of_weights,
+    lay_out,
+)
 from allranks.errors import RequestError
+from allranks.torch.checkpoint.state import saved_names
 from allranks.torch.checkpoint.tree import NAMES
-from allranks.torch.state import saved_names
 from allranks.training.record.keeping import write_where_room_is
 
 

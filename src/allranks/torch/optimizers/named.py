@@ -12,7 +12,7 @@ from allranks.errors import RequestError
 from allranks.job.deepspeed.recipe import OPTIMIZERS, read_recipe
 from allranks.job.job import Job
 from allranks.torch.task import Task
-from allranks.training.named_schedules import factor_of
+from allranks.training.schedules import factor_of
 
 
 def with_recipe(task: Task, job: Job) -> Task:

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode  # public: the docs name this path
 
 from allranks.alive import instances_of
+from allranks.torch.checkpoint.state import random_streams, set_random_streams
 from allranks.torch.deferred_init.arguments import address_of, written_by
-from allranks.torch.state import random_streams, set_random_streams
 
 Refuse = Callable[[str, str], Exception]
 WHY = "it is asked how it updates, by steps of a copy, and these would change what is trained"

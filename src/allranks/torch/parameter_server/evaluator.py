@@ -2,7 +2,7 @@
 
 It evaluates the weights of each newest checkpoint in this process alone, each sample once, and
 writes the event `evaluated`. It speaks to nobody, so nobody waits for it, and its death costs
-nothing but time. Which checkpoints those are, `training/dispatch/evaluating.py` says.
+nothing but time. Which checkpoints those are, `training/work_queue.py` says.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from allranks.checkpoint.manifest import Manifest
+from allranks.checkpoint.format import Manifest, unflatten
 from allranks.checkpoint.newest import is_below, values_of
-from allranks.checkpoint.tree import unflatten
 from allranks.job.job import Job
 from allranks.job.run_folder import JsonLines
 from allranks.launcher.world import World
+from allranks.torch.checkpoint.state import load_model_state
 from allranks.torch.checkpoint.storage import read_files
 from allranks.torch.checkpoint.tree import DTYPES
-from allranks.torch.state import load_model_state
 from allranks.torch.trainer import Trainer
-from allranks.training.dispatch.evaluating import checkpoints_to_evaluate
+from allranks.training.work_queue import checkpoints_to_evaluate
 
 MODEL = "common/model"
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from allranks.strategies.cards.parameter_server import ANY
-from allranks.training.dispatch.ledger import Chunk, Ledger
+from allranks.training.work_queue import Chunk, Ledger
 
 
 @dataclass

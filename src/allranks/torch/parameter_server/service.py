@@ -34,7 +34,7 @@ from allranks.strategies.cards.parameter_server import SERVER
 from allranks.torch.parameter_server.handing_out import HandingOut
 from allranks.torch.parameter_server.links import Address
 from allranks.torch.parameter_server.server import OVER
-from allranks.training.dispatch.ledger import Chunk
+from allranks.training.work_queue import Chunk
 
 LARGEST_TALLY = 1 << 26
 SETTLE = "settle"

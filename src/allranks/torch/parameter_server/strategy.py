@@ -46,6 +46,7 @@ from allranks.strategies.cards.parameter_server import (
 from allranks.strategies.reduction_tree import Span
 from allranks.torch.data.batch import Batch
 from allranks.torch.deferred_init.recorded import Recorded
+from allranks.torch.local_sgd.strategies import refuse_without_whole_steps
 from allranks.torch.model.layers import normalising_layers
 from allranks.torch.optimizers.elementwise import (
     MOST,
@@ -69,7 +70,6 @@ from allranks.torch.parameter_server.tables.served import ServedTables
 from allranks.torch.step.changes import unfrozen_on_the_way
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.tally import Tally
-from allranks.torch.strategies.apart.whole_steps import refuse_without_whole_steps
 from allranks.torch.strategies.base import MakeOptimizer, Strategy
 from allranks.training.progress import StepResult
 

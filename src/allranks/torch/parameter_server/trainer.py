@@ -25,8 +25,8 @@ from allranks.torch.parameter_server.links import Links
 from allranks.torch.parameter_server.service import Brought, Service
 from allranks.torch.parameter_server.strategy import ParameterServer
 from allranks.torch.trainer import Trainer
-from allranks.training.dispatch.ledger import Ledger
 from allranks.training.progress import Asked, StepResult
+from allranks.training.work_queue import Ledger
 
 
 class SchedulerTrainer(Trainer):

@@ -22,16 +22,7 @@ from allranks.strategies.card import Card, Workload
 from allranks.strategies.mesh import DATA, Agreement
 from allranks.strategies.reduction_tree import Span
 from allranks.strategies.torch_cards import CARDS
-from allranks.torch.comm.comm import Comm
-from allranks.torch.data.batch import Batch
-from allranks.torch.deferred_init.materialise import take_up
-from allranks.torch.deferred_init.recorded import Recorded
-from allranks.torch.model.placement import held
-from allranks.torch.optimizers.made import made_on_parts
-from allranks.torch.parallel.data.tree import TreeSum
-from allranks.torch.parallel.sharded.gradients import refuse_copies
-from allranks.torch.parallel.sharded.state import with_parameters
-from allranks.torch.state import (
+from allranks.torch.checkpoint.state import (
     TrainedSet,
     load_model_state,
     load_optimizer_state,
@@ -42,6 +33,15 @@ from allranks.torch.state import (
     put_whole,
     whole,
 )
+from allranks.torch.comm.comm import Comm
+from allranks.torch.data.batch import Batch
+from allranks.torch.deferred_init.materialise import take_up
+from allranks.torch.deferred_init.recorded import Recorded
+from allranks.torch.model.placement import held
+from allranks.torch.optimizers.made import made_on_parts
+from allranks.torch.parallel.data.tree import TreeSum
+from allranks.torch.parallel.sharded.gradients import refuse_copies
+from allranks.torch.parallel.sharded.state import with_parameters
 from allranks.torch.step.changes import unfrozen_on_the_way
 from allranks.torch.step.ema import MovingAverage, TwoModes
 from allranks.torch.step.gradients import Gradients

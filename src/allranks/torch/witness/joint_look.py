@@ -25,17 +25,17 @@ from allranks.torch.data.batches import NO_IDS
 from allranks.torch.data.collate import copied, tensors_in
 from allranks.torch.step.gradients import length_of_each
 from allranks.torch.strategies.base import Strategy
-from allranks.torch.witness.observed import digest_of
-from allranks.torch.witness.plain_state import Roots
-from allranks.torch.witness.recomputed import (
+from allranks.torch.witness.observed import Roots, digest_of
+from allranks.torch.witness.recompute import (
+    NO_REREADING,
     Coarsest,
     Part,
     Passed,
+    SecondLook,
     Sketch,
     in_words,
     leaving_no_trace,
 )
-from allranks.torch.witness.second_look import NO_REREADING, SecondLook
 
 ALONE = "each shard goes through the model alone, and none was computed again by another rank"
 OVER_BATCH = "no shard was computed again: passes communicate, and the loss is over the batch"

@@ -42,14 +42,16 @@ from allranks.torch.witness.observed import (
     WRITES_WEIGHT,
     Named,
     Observer,
+    Roots,
+    Token,
     changed_by_reading,
     hook_makes_again,
+    plain_globals,
+    read,
     told_alike,
 )
-from allranks.torch.witness.plain_state import Roots, Token, plain_globals, read
-from allranks.torch.witness.recomputed import OF_TYPES, Recomputing
+from allranks.torch.witness.recompute import OF_TYPES, Offer, Recomputing, SecondLook
 from allranks.torch.witness.replicas import CAUSES, verify
-from allranks.torch.witness.second_look import Offer, SecondLook
 
 WITNESS_EVERY = 500  # steps between two looks, after the first two
 SHARE_OF_TIME = 0.002  # of a training, for all of its looks: in fp32 one may last 40 steps in bf16

@@ -5,15 +5,17 @@ Each engine saves and takes up its own state; here is what is said beside it, an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from allranks.checkpoint.about import About
-from allranks.checkpoint.manifest import Reach
+from allranks.checkpoint.commit import Ranks
+from allranks.checkpoint.format import About, Reach
 from allranks.checkpoint.newest import Loaded
+from allranks.errors import RequestError
 from allranks.job.job import Job
+from allranks.training.callback import Callback
 from allranks.training.resume_checks import (
     Changes,
     about_of,
@@ -75,3 +77,125 @@ class SavedJob:
             differs=changes.facts,
             random_streams_restored=random_streams_restored,
         )
+
+
+# --- callback states -----------------------------------------------------------------------------
+# The state of callbacks, in the checkpoints of a training.
+#
+# A callback with `state_dict()` and `load_state_dict(state)` has its state in every checkpoint:
+# once where it is the same on all ranks, else that of each rank, which goes on only on as many
+# ranks. It is loaded after `on_start`, before the first step. One that keeps numbers or tensors
+# without these two is named, once.
+
+
+Contents = Callable[[Callback], dict[str, Any]]
+
+
+class CallbackStates:
+    """The states of `callbacks`, of a rank of `comm`.
+
+    `digest(state, name)` tells two states apart, and raises for what no checkpoint can hold.
+    `contents(callback)` is what it keeps, by name. `report(event, **values)` hears the note.
+    """
+
+    def __init__(
+        self,
+        callbacks: Sequence[Callback],
+        comm: Ranks,
+        digest: Callable[[Any, str], str],
+        contents: Contents = lambda callback: {},
+        report: Callable[..., None] = lambda event, **values: None,
+    ) -> None:
+        self._comm, self._digest, self._contents, self._report = comm, digest, contents, report
+        self._stateful: dict[str, Any] = {}
+        self._others: list[Callback] = []
+        for callback in callbacks:
+            kind = type(callback)
+            if all(hasattr(callback, n) for n in ("state_dict", "load_state_dict")):
+                self._stateful[_unused(kind.__qualname__, self._stateful)] = callback
+            elif not kind.__module__.startswith("allranks."):
+                self._others.append(callback)
+        self._at_start: list[dict[str, Any]] | None = None
+        self._loaded: dict[str, Any] | None = None
+
+    def begin(self) -> None:
+        """The first step follows, `on_start` was called: take up what was loaded."""
+        if self._at_start is None:
+            self._load()
+            self._at_start = [self._contents(callback) for callback in self._others]
+
+    def check(self) -> None:
+        """Raise `RequestError` for a state that no checkpoint can hold. No communication."""
+        for name, callback in self._stateful.items():
+            self._digest(callback.state_dict(), name)
+
+    def state(self) -> dict[str, Any]:
+        """`callbacks`, alike on all ranks, and `callbacks_of_rank`; {} if none has a state.
+
+        Every rank calls this. Sends a digest of each state.
+        """
+        self._load()
+        self._note()
+        if not self._stateful:
+            return {}
+        states = {name: callback.state_dict() for name, callback in self._stateful.items()}
+        digests = [self._digest(state, name) for name, state in states.items()]
+        alike: list[bool] = [True] * len(digests)
+        if self._comm.size > 1:
+            columns = [text.split() for text in self._comm.gather_texts(" ".join(digests))]
+            alike = [len(set(column)) == 1 for column in zip(*columns, strict=True)]
+        of_all = dict(zip(states, alike, strict=True))
+        return {
+            "callbacks": {n: {"state": s} if of_all[n] else {} for n, s in states.items()},
+            "callbacks_of_rank": {n: s for n, s in states.items() if not of_all[n]},
+        }
+
+    def load_state(self, saved: dict[str, Any]) -> None:
+        """Take up what `state` returned, now or when the training begins."""
+        own, found = saved.get("callbacks_of_rank") or {}, {}
+        for name, entry in (saved.get("callbacks") or {}).items():
+            if name not in self._stateful:
+                continue
+            if "state" not in entry and name not in own:
+                raise RequestError(
+                    asked=f"to resume on {self._comm.size} ranks",
+                    found=f"a state of the callback {name} that was another on each rank",
+                    why="it belongs to one of the ranks that there were",
+                    do="resume on as many ranks as the checkpoint has, or let state_dict() return "
+                    "the same on all ranks",
+                )
+            found[name] = entry["state"] if "state" in entry else own[name]
+        self._loaded = found
+        if self._at_start is not None:
+            self._load()
+
+    def _load(self) -> None:
+        loaded, self._loaded = self._loaded or {}, None
+        for name, state in loaded.items():
+            self._stateful[name].load_state_dict(state)
+
+    def _note(self) -> None:
+        """Name once what callbacks have changed since the start and no checkpoint has."""
+        if not self._at_start:
+            return
+        changed = []
+        for callback, before in zip(self._others, self._at_start, strict=True):
+            now = self._contents(callback)
+            names = sorted(name for name in now if name not in before or now[name] != before[name])
+            changed += [f"{type(callback).__qualname__}.{name}" for name in names[:3]]
+        if changed:
+            self._at_start = []
+            if self._comm.rank == 0:
+                self._report("callback_notes", notes=[f"{', '.join(changed)}: {NOT_SAVED}"])
+
+
+NOT_SAVED = (
+    "in no checkpoint, so a resume begins it anew; state_dict() and load_state_dict(state) of the "
+    "callback put it there"
+)
+
+
+def _unused(name: str, names: dict[str, Any]) -> str:
+    """The name, or the first free one with a number behind it."""
+    number = sum(known.partition("#")[0] == name for known in names)
+    return f"{name}#{number}" if number else name

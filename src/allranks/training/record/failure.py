@@ -7,7 +7,7 @@ import traceback
 from typing import Any
 
 from allranks.errors import AllranksError, PeerLost, RequestError
-from allranks.launcher.processes.foreign import classify, is_of_transport, words_of
+from allranks.launcher.processes.process import classify, is_of_transport, words_of
 
 LONGEST_MESSAGE, LONGEST_STACK = 4_000, 32_000  # characters; it is written, told and shown
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # Keras paints its errors

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from allranks.checkpoint.room import FULL, Elsewhere
+from allranks.checkpoint.folder import FULL, Elsewhere
 from allranks.job.run_folder import REMOVED
 
 ALL = "all of it"

@@ -24,7 +24,7 @@ from typing import Any, Literal, Protocol
 
 from allranks.catalog import load
 from allranks.checkpoint.files import write_whole
-from allranks.checkpoint.room import FULL
+from allranks.checkpoint.folder import FULL
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.job.limits import logs_of

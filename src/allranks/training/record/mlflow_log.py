@@ -21,7 +21,7 @@ from typing import Any
 from mlflow.entities import Metric
 from mlflow.tracking import MlflowClient
 
-from allranks.checkpoint.room import FULL
+from allranks.checkpoint.folder import FULL
 from allranks.job.job_file import redacted
 from allranks.job.run_folder import rank_events_path, read_rows
 from allranks.training.record.logs import End, counted

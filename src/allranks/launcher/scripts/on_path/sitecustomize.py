@@ -20,7 +20,7 @@ from typing import Any
 OUTCOME = "ALLRANKS_IN_PLACE_OF_GLOO"
 HOOKS = {
     OUTCOME: ("allranks.torch.shared_memory.in_scripts", "in_place_of_gloo"),
-    "ALLRANKS_WATCHED": ("allranks.tools.watching.install", "watch_here"),
+    "ALLRANKS_WATCHED": ("allranks.tools.script_check.record.install", "watch_here"),
 }
 """A variable -> what is called with its value, once torch has been imported."""
 

@@ -7,14 +7,277 @@ of the stage within the tolerance of the look, is confirmed. What is not confirm
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import load_file
 
-from allranks.tools.check.causes.evidence import NUMBERS, Evidence
-from allranks.tools.check.sizes import Array, number_difference
+from allranks.strategies.mesh import REPLICATE, SHARD, Mesh
+from allranks.tools.check.compare import Difference, Tolerance, Trace
+from allranks.tools.check.sizes import (
+    Array,
+    norm,
+    number_difference,
+    tensor_difference,
+    usual_sizes,
+)
+from allranks.training.record.trace import START
+
+# --- evidence ------------------------------------------------------------------------------------
+# What a cause is found by: both traces of the step that differs, and the parts of its batch.
+#
+# Read from files alone. `right` is one process, `ours` the job on its ranks. The parts are those of
+# one process (`torch.witness.parts`): their sums over a rank are what that rank should bring in.
+
+
+Tensors = Mapping[str, Array]
+SAMPLE_WEIGHT = "sample weight"
+"""The sum of what samples weigh, which a difference calls `weight` as it does tensors."""
+NUMBERS = {
+    "samples": "samples",
+    SAMPLE_WEIGHT: "weight",
+    "loss": "loss",
+    "learning rate": "learning_rate",
+    "gradient norm": "grad_norm",
+}
+"""What a number of each stage is called in the rows of a trace."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a shard in a micro-batch, by itself: sums over its samples, and its gradients."""
+
+    rank: int
+    micro: int
+    shard: int
+    samples: int
+    values: int
+    loss: float
+    weight: float
+    tensors: Tensors = field(repr=False)
+
+    def gradient(self, name: str) -> Array | float:
+        """The gradient of the sum of its losses; 0 of a weight that it does not use."""
+        return self.tensors.get(f"gradient/{name}", 0.0)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """All parts of a batch, and the gradient of the regularizer, which is added once.
+
+    `otherwise` has the loss of the batch with a fault, `by_use` gradients with one.
+    """
+
+    each: tuple[Part, ...]
+    regularizer: Tensors
+    otherwise: Mapping[str, float]
+    by_use: Mapping[str, tuple[Array, ...]]
+
+    @property
+    def weight(self) -> float:
+        return math.fsum(part.weight for part in self.each)
+
+    def groups(self, key: Callable[[Part], int]) -> dict[int, tuple[Part, ...]]:
+        """The parts by rank or by micro-batch."""
+        found: dict[int, list[Part]] = {}
+        for part in self.each:
+            found.setdefault(key(part), []).append(part)
+        return {number: tuple(parts) for number, parts in found.items()}
+
+    @cached_property
+    def by_rank(self) -> dict[int, tuple[Part, ...]]:
+        return self.groups(lambda part: part.rank)
+
+    @cached_property
+    def by_micro(self) -> dict[int, tuple[Part, ...]]:
+        return self.groups(lambda part: part.micro)
+
+
+def read_parts(trace: Path, step: int) -> Parts | None:
+    """What was written of the parts of a step; `None` where they could not be told apart."""
+    path = trace / "parts" / f"step-{step:08d}"
+    if not path.with_suffix(".json").exists():
+        return None
+    told = json.loads(path.with_suffix(".json").read_text())
+    tensors = load_file(path.with_suffix(".safetensors"))
+    each = []
+    for number, row in enumerate(told["parts"]):
+        own = {n: t for key, t in tensors.items() if (n := _below(key, f"{number}/"))}
+        known = {name: row[name] for name in Part.__dataclass_fields__ if name in row}
+        each.append(Part(**known, tensors=own))
+    uses: dict[str, list[Array]] = {}
+    for key in sorted(tensors):
+        if (found := _below(key, "if/")) and (name := found.partition("/gradient/")[2]):
+            uses.setdefault(name, []).append(tensors[key])
+    by_use = {name: tuple(found) for name, found in uses.items()}
+    added = {n: t for key, t in tensors.items() if (n := _below(key, "regularizer/gradient/"))}
+    return Parts(tuple(each), added, told["if"], by_use)
+
+
+def _below(key: str, prefix: str) -> str:
+    return key.removeprefix(prefix) if key.startswith(prefix) else ""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One difference, and all that is known of its step.
+
+    `tensors_of_ranks` are those of every rank of the job, `facts` what its leader said before the
+    first step; `mesh` is how its ranks lie.
+    """
+
+    first: Difference
+    tolerance: Tolerance
+    mesh: Mesh
+    right: Trace
+    ours: Trace
+    tensors_of_ranks: tuple[Tensors, ...]
+    parts: Parts | None
+    facts: Mapping[str, Any]
+    cut: Trace | None = None
+    """One process whose batch is cut as the ranks cut theirs."""
+
+    @property
+    def step(self) -> int:
+        return self.first.step
+
+    @property
+    def stage(self) -> str:
+        is_sum = self.first.stage == "weight" and self.first.tensor is None
+        return SAMPLE_WEIGHT if is_sum else self.first.stage
+
+    @property
+    def ranks(self) -> int:
+        return len(self.ours.ranks)
+
+    @cached_property
+    def axes(self) -> dict[str, int]:
+        """The axes of the mesh along which there are several ranks."""
+        return {name: size for name, size in self.mesh.axes if size > 1}
+
+    def wanted(self, stage: str, step: int | None = None) -> dict[str, Array]:
+        """The tensors of a stage in one process, of the step that differs or another one."""
+        return _of(self.right.tensors(self.step if step is None else step), stage)
+
+    def found(self, stage: str, rank: int = 0) -> dict[str, Array]:
+        """Those of a rank of the job."""
+        if rank >= len(self.tensors_of_ranks):
+            return {}
+        return _of(self.tensors_of_ranks[rank], stage)
+
+    def before(self, stage: str) -> dict[str, Array]:
+        """The tensors of a stage as the step began with them, equal in both."""
+        return {} if self.step == START else self.wanted(stage, self.step - 1)
+
+    def row(self, rank: int = 0) -> Mapping[str, Any]:
+        """What a rank of the job said of the step."""
+        return self.ours.ranks[rank][self.step]
+
+    @property
+    def wanted_row(self) -> Mapping[str, Any]:
+        return self.right.ranks[0][self.step]
+
+    def words_of(self, axis: str) -> str:
+        """The ranks along an axis, in words."""
+        size = self.axes[axis]
+        if axis in (REPLICATE, SHARD) and len(self.axes) == 1:
+            return f"the {size} ranks"
+        return f"the {size} ranks along {axis!r}"
+
+    @cached_property
+    def scales(self) -> dict[str, float]:
+        """By what differences of the stage are divided, tensor by tensor."""
+        start = {} if self.step == START else _of(self.right.start, self.stage)
+        how = self.tolerance.small, self.tolerance.floor
+        return usual_sizes(self.stage, self.wanted(self.stage), start, *how)
+
+    @cached_property
+    def differing(self) -> tuple[str, ...]:
+        """The tensors of the stage that differ from one process on any rank."""
+        ranks = range(max(1, len(self.tensors_of_ranks)))
+        each = [self.beyond(self.found(self.stage, rank)) for rank in ranks]
+        return tuple(sorted({name for names in each for name in names}))
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether all that differs is there on both sides, of one shape, and finite."""
+        if self.stage in NUMBERS:
+            rows = self.row(), self.wanted_row
+            return all(isinstance(row.get(NUMBERS[self.stage]), (int, float)) for row in rows)
+        ours, wanted = self.found(self.stage), self.wanted(self.stage)
+        return bool(self.differing) and all(
+            name in ours
+            and name in wanted
+            and ours[name].shape == wanted[name].shape
+            and np.isfinite(ours[name]).all()
+            and np.isfinite(wanted[name]).all()
+            for name in self.differing
+        )
+
+    def size(self, name: str, tensor: Array) -> float:
+        """How far a tensor of the stage is from that of one process."""
+        wanted = self.wanted(self.stage)
+        if name not in wanted:
+            return math.inf
+        return tensor_difference(tensor, wanted[name]) / self.scales[name]
+
+    def size_now(self, name: str) -> float:
+        """How far a tensor of the stage is from that of one process, on any rank."""
+        each = [self.found(self.stage, rank) for rank in range(max(1, len(self.tensors_of_ranks)))]
+        return max((self.size(name, own[name]) for own in each if name in own), default=math.inf)
+
+    def beyond(self, tensors: Tensors) -> list[str]:
+        """Those of some tensors of the stage that differ from one process."""
+        return [n for n, tensor in tensors.items() if not self.size(n, tensor) <= self.limit(n)]
+
+    def limit(self, name: str) -> float:
+        """How far a tensor of the stage may be off."""
+        return max(self.tolerance.tensors, self.tolerance.noise.get(f"{self.stage}/{name}", 0.0))
+
+    # --- what the parts should add up to ---------------------------------------------------
+
+    def sum_of(
+        self, parts: Iterable[Part], name: str, by: Callable[[Part], float]
+    ) -> Array | float:
+        """The sum of the parts' gradients, each times what `by` says."""
+        total: Array | float = 0.0
+        for part in parts:
+            total = total + by(part) * part.gradient(name)
+        return total
+
+    @cached_property
+    def usable(self) -> Parts | None:
+        """The parts, if they add up to the gradient of one process; else they tell nothing."""
+        if self.parts is None or self.step == START or self.parts.weight <= 0:
+            return None
+        wanted = self.wanted("gradient")
+        squares = math.fsum(norm(tensor) ** 2 for tensor in wanted.values())
+        for name, tensor in wanted.items():
+            added = self._mean(name) + self.rest(name)
+            off = norm(np.asarray(tensor - added)) / max(math.sqrt(squares), 1e-300)
+            if not off <= max(self.tolerance.tensors, 1e-9):
+                return None
+        return self.parts
+
+    def _mean(self, name: str) -> Array | float:
+        parts = self.parts
+        assert parts is not None
+        return self.sum_of(parts.each, name, lambda part: 1 / parts.weight)
+
+    def rest(self, name: str) -> Array | float:
+        """What is in the gradient of a step beside the mean of its parts: a regularizer's."""
+        return 0.0 if self.parts is None else self.parts.regularizer.get(name, 0.0)
+
+
+def _of(tensors: Tensors, stage: str) -> dict[str, Array]:
+    return {n: t for key, t in tensors.items() if (n := _below(key, f"{stage}/"))}
+
 
 NUMBER = ""
 """The name under which a repaired number stands."""

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from allranks.strategies.shards import rows_of
-from allranks.tools.check.causes.cause import Account
-from allranks.tools.check.causes.evidence import Evidence, Part
-from allranks.tools.check.causes.weighting import Weighing, instead
+from allranks.tools.check.causes.cause import Account, Evidence, Part
+from allranks.tools.check.causes.updates import Weighing, instead
 
 
 def not_summed(evidence: Evidence) -> Iterator[Account]:

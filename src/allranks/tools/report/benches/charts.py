@@ -11,9 +11,8 @@ from allranks.tools.bench.results import ENOUGH, Row
 from allranks.tools.bench.statistics import Interval
 from allranks.tools.bench.tables import name_of
 from allranks.tools.report.benches.records import Bench
-from allranks.tools.report.charts import COLOURS
-from allranks.tools.report.curves import Series
-from allranks.tools.report.plot import IDEAL, Chart, Line
+from allranks.tools.report.numbers import Series
+from allranks.tools.report.plot import COLOURS, IDEAL, Chart, Line
 
 Value = Callable[[Row], Interval | float | None]
 LOG_FROM = 8.0  # the largest over the smallest value of a sweep

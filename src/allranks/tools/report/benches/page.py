@@ -14,11 +14,9 @@ from allranks.tools.bench.tables import SCALING, above, cells_of, head_of, name_
 from allranks.tools.report.bars import Bar, Bars, Part
 from allranks.tools.report.benches.charts import charts_of_bench, legend_of
 from allranks.tools.report.benches.records import Bench
-from allranks.tools.report.charts import letter_of
-from allranks.tools.report.headline import Figure
 from allranks.tools.report.numbers import counted, format_number, format_percent
-from allranks.tools.report.page import rendered
-from allranks.tools.report.plot import Chart
+from allranks.tools.report.page import Figure, rendered
+from allranks.tools.report.plot import Chart, letter_of
 from allranks.tools.report.tables import LEFT, RIGHT, Table
 
 SHARES = {COMPUTE: "compute", EXCHANGE: "communication and waiting", INPUT: "input"}

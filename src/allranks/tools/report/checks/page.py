@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from allranks.errors import RequestError
-from allranks.tools.report.charts import letter_of
 from allranks.tools.report.checks import RECORD
-from allranks.tools.report.curves import Series
-from allranks.tools.report.numbers import UNKNOWN
+from allranks.tools.report.numbers import UNKNOWN, Series
 from allranks.tools.report.page import rendered
-from allranks.tools.report.plot import Chart, Line
+from allranks.tools.report.plot import Chart, Line, letter_of
 from allranks.tools.report.tables import LEFT, RIGHT, Table
 
 NEEDED = ("equal", "program", "strategy", "looks", "not_checked")

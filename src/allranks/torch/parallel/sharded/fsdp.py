@@ -26,6 +26,7 @@ from allranks.strategies.card import Workload
 from allranks.strategies.mesh import REPLICATE, SHARD, TENSOR
 from allranks.strategies.reduction_tree import Span
 from allranks.torch.accelerator import is_accelerator
+from allranks.torch.checkpoint.state import put_whole
 from allranks.torch.context_parallel.blocks import blocks_of
 from allranks.torch.data.batch import Batch, Leaf
 from allranks.torch.model.precision import Casts
@@ -58,7 +59,6 @@ from allranks.torch.parallel.sharded.wrap import (
 )
 from allranks.torch.parallel.tensor.cutting import CutModel, cut_layers
 from allranks.torch.parallel.tensor.passes import CutPasses, exchange_of
-from allranks.torch.state import put_whole
 from allranks.torch.step.changes import unfrozen_on_the_way
 from allranks.torch.step.gradients import Gradients, tables_of
 from allranks.torch.step.losses import forward

@@ -22,16 +22,16 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
 
-from allranks.checkpoint.tree import unflatten
+from allranks.checkpoint.format import unflatten
 from allranks.errors import RequestError
 from allranks.strategies.mesh import SHARD, TENSOR
+from allranks.torch.checkpoint.state import saved_names, whole
 from allranks.torch.checkpoint.tree import DTYPES, NAMES, flatten
 from allranks.torch.comm.comm import Comm
 from allranks.torch.optimizers.asked import Asked
 from allranks.torch.optimizers.elementwise import Cut, groups_of_whole
 from allranks.torch.parallel.tensor.cutting import CutModel
 from allranks.torch.parallel.tensor.exchange import Along, Exchange
-from allranks.torch.state import saved_names, whole
 
 
 def with_parameters(

@@ -29,8 +29,8 @@ from allranks.torch.parameter_server.service import Done
 from allranks.torch.parameter_server.working.exchange import Exchange
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.tally import Tally
-from allranks.training.dispatch.ledger import Chunk
 from allranks.training.progress import StepResult
+from allranks.training.work_queue import Chunk
 
 
 def ramp(kind: str, start: float, over: int, rounds: int) -> float:

@@ -8,8 +8,8 @@ from typing import Any
 
 from allranks.torch.data.batch import Batch
 from allranks.torch.trainer import Trainer
-from allranks.training.dispatch.ledger import Chunk
 from allranks.training.progress import Progress
+from allranks.training.work_queue import Chunk
 
 
 class Reader:

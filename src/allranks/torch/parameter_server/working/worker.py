@@ -42,8 +42,8 @@ from allranks.torch.step.bad_step import own_part
 from allranks.torch.step.tally import Tally
 from allranks.torch.step.user_buffers import written_in_forward
 from allranks.torch.trainer import Trainer
-from allranks.training.dispatch.ledger import Chunk
 from allranks.training.progress import Progress
+from allranks.training.work_queue import Chunk
 
 LOOK_S = 0.05
 

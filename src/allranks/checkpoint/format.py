@@ -1,0 +1,446 @@
+"""The manifest of a checkpoint: what was saved, in which files, with the digest of each.
+
+    checkpoints/step-00000120/
+        rank-000-of-004.a0.safetensors    what rank 0 of 4 wrote, in attempt 0 of the job
+        manifest.json                     written last: no manifest, no checkpoint
+
+The manifest is JSON whose last member is the digest of everything before it. Read with no
+framework; what it says is checked before it is believed, for a folder may come from anywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from allranks.checkpoint.files import as_json, fsync_folder
+from allranks.checkpoint.tensor_file import ITEM_BYTES
+from allranks.errors import RequestError
+
+SCHEMA = 1
+NAME = "manifest.json"
+DIGEST_BYTES = 32
+LARGEST = 2**60  # elements of a tensor: no shape has more
+STEP_FOLDER = re.compile(r"step-([0-9]{8,})")
+RANK_FILE = re.compile(r"rank-([0-9]{3,})-of-([0-9]{3,})\.a[0-9]+\.safetensors")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_SEAL = b',"blake2b":"'
+_SEAL_LENGTH = len(_SEAL) + 2 * DIGEST_BYTES + len(b'"}\n')
+
+Reach = Callable[[str, int], None]
+
+
+class BadCheckpoint(Exception):
+    """A checkpoint that must not be loaded; the message says what is wrong, and with which file."""
+
+
+def nothing(*args: Any, **values: Any) -> None:
+    """Called where nobody asked to be told."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor, and the file that holds it."""
+
+    file: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A whole tensor: `dtype` as the safetensors format names it, and the chunks that fill it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def size(self) -> int:
+        return ITEM_BYTES[self.dtype] * math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """What a file has to be: its length in bytes, and the hexadecimal BLAKE2b digest of them."""
+
+    bytes: int
+    blake2b: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A checkpoint in full. `step` counts the global batches done; `created` is unix time.
+
+    `values` is the state without its tensors; `job`, `progress` and `facts` are for those who
+    resume, and mean nothing here.
+    """
+
+    step: int
+    created: float
+    ranks: int
+    files: dict[str, SavedFile]
+    tensors: dict[str, SavedTensor]
+    values: Any = None
+    job: dict[str, Any] = field(default_factory=dict)
+    progress: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    schema: int = SCHEMA
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all its files of tensors."""
+        return sum(file.bytes for file in self.files.values())
+
+
+def digest(data: bytes | memoryview) -> str:
+    """The digest that manifests use: on common processors faster than SHA-256, and as strong."""
+    return blake2b(data, digest_size=DIGEST_BYTES).hexdigest()
+
+
+def piece_name(
+    path: str, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]
+) -> str:
+    """The name of a chunk within its file: the path, and where it begins if it is not the whole."""
+    return path if sizes == shape else f"{path}@{','.join(map(str, offsets))}"
+
+
+def step_folder(checkpoints: Path, step: int) -> Path:
+    """Where the checkpoint of one step lies."""
+    return checkpoints / f"step-{step:08d}"
+
+
+def rank_file(rank: int, ranks: int, attempt: int) -> str:
+    """The name of what one rank writes: another attempt never touches it."""
+    return f"rank-{rank:03d}-of-{ranks:03d}.a{attempt}.safetensors"
+
+
+def seal(manifest: Manifest) -> bytes:
+    """The text of manifest.json. A metric that is not finite is written as text."""
+    scores = {name: float(score) for name, score in manifest.metrics.items()}
+    metrics = {name: s if math.isfinite(s) else str(s) for name, s in scores.items()}
+    values = {"schema": manifest.schema, **vars(manifest), "metrics": metrics}
+    body = json.dumps(values, allow_nan=False, default=_fields)[:-1].encode()
+    return body + _SEAL + digest(body).encode() + b'"}\n'
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """What JSON holds of a part of a manifest. There may be tens of thousands: none is copied."""
+    if isinstance(value, (SavedTensor, Chunk, SavedFile)):
+        return vars(value)
+    raise TypeError(f"{type(value).__name__} is not JSON")
+
+
+def unseal(text: bytes) -> dict[str, Any]:
+    """The values of a manifest whose digest holds; raises BadCheckpoint."""
+    body, end = text[:-_SEAL_LENGTH], text[-_SEAL_LENGTH:]
+    if len(text) < _SEAL_LENGTH or not end.startswith(_SEAL) or not end.endswith(b'"}\n'):
+        raise BadCheckpoint(f"{NAME} is torn: it does not end as a manifest does")
+    if digest(body).encode() != end[len(_SEAL) : -3]:
+        raise BadCheckpoint(f"{NAME}: its digest is not that of its text")
+    try:
+        values = json.loads(text, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        raise BadCheckpoint(f"{NAME} is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise BadCheckpoint(f"{NAME} is not an object")
+    return values
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is in it")
+
+
+def write_manifest(folder: Path, manifest: Manifest, reach: Reach = nothing) -> None:
+    """Commit a checkpoint: write beside, fsync, rename, fsync. Not committed if it raises OSError.
+
+    `reach` is told before the text is written, and before the name is given.
+    """
+    reach("save:manifest", manifest.step)
+    beside = folder / f".{NAME}.{os.getpid()}"
+    try:
+        with open(beside, "wb") as file:
+            file.write(seal(manifest))
+            file.flush()
+            os.fsync(file.fileno())
+        reach("save:rename", manifest.step)
+        os.replace(beside, folder / NAME)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
+    try:
+        fsync_folder(folder)
+    except OSError:
+        (folder / NAME).unlink()
+        raise
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint, checked; raises BadCheckpoint. Its files are not looked at."""
+    try:
+        text = (folder / NAME).read_bytes()
+    except FileNotFoundError:
+        raise BadCheckpoint(f"no {NAME}: it was never committed") from None
+    except OSError as error:
+        raise BadCheckpoint(f"{NAME} cannot be read: {error.strerror}") from None
+    values = unseal(text)
+    if values.pop("schema", None) != SCHEMA:
+        raise BadCheckpoint(f"{NAME}: its schema is not {SCHEMA}, the one that is known here")
+    try:
+        manifest = _manifest(values)
+        _check(manifest)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise BadCheckpoint(f"{NAME}: {error or type(error).__name__}") from None
+    named = STEP_FOLDER.fullmatch(folder.name)
+    if named and int(named[1]) != manifest.step:
+        raise BadCheckpoint(f"{NAME} is that of step {manifest.step}, in the folder {folder.name}")
+    return manifest
+
+
+def _manifest(values: dict[str, Any]) -> Manifest:
+    del values["blake2b"]
+    files = {name: SavedFile(**file) for name, file in values.pop("files").items()}
+    tensors = {path: _tensor(**tensor) for path, tensor in values.pop("tensors").items()}
+    metrics = {name: float(value) for name, value in values.pop("metrics").items()}
+    return Manifest(files=files, tensors=tensors, metrics=metrics, **values)
+
+
+def _tensor(dtype: Any, shape: Any, chunks: Any) -> SavedTensor:
+    boxes = (Chunk(c["file"], _whole(c["offsets"]), _whole(c["sizes"])) for c in chunks)
+    return SavedTensor(dtype, _whole(shape), tuple(boxes))
+
+
+def _whole(numbers: Any) -> tuple[int, ...]:
+    if type(numbers) is not list or not all(type(n) is int and n >= 0 for n in numbers):
+        raise TypeError("a shape, an offset or a size that is no list of whole numbers")
+    return tuple(numbers)
+
+
+def _check(manifest: Manifest) -> None:
+    for name in ("step", "ranks"):
+        value = getattr(manifest, name)
+        _claim(type(value) is int and value >= 0, f"{name} is no whole number: {value!r}")
+    is_time = type(manifest.created) in (int, float) and 0 <= manifest.created < 2**40
+    _claim(is_time, "created is no time")
+    for name in ("job", "progress", "facts"):
+        _claim(isinstance(getattr(manifest, name), dict), f"{name} is no table")
+    for name, file in manifest.files.items():
+        _claim(RANK_FILE.fullmatch(name), f"a file of a name that no rank writes: {name!r}")
+        _claim(type(file.bytes) is int and file.bytes >= 0, f"{name}: no number of bytes")
+        known = isinstance(file.blake2b, str) and _DIGEST.fullmatch(file.blake2b)
+        _claim(known, f"{name}: no digest")
+    for path, tensor in manifest.tensors.items():
+        _claim(tensor.dtype in ITEM_BYTES, f"{path}: an unknown type of number {tensor.dtype!r}")
+        _claim(all(c.file in manifest.files for c in tensor.chunks), f"{path}: an unknown file")
+        most = math.prod(max(length, 1) for length in tensor.shape)
+        _claim(most < LARGEST, f"{path}: a shape that no memory holds: {tensor.shape}")
+        _claim(_filled(tensor), f"{path}: its chunks do not fill it once")
+    for name, count in _bytes_in(manifest.tensors.values()).items():
+        there = manifest.files[name].bytes
+        _claim(count <= there, f"{name}: {count} bytes of tensors in a file of {there}")
+
+
+def _bytes_in(tensors: Iterable[SavedTensor]) -> dict[str, int]:
+    """The bytes of all chunks in each file, before anyone takes memory for them."""
+    counts: dict[str, int] = defaultdict(int)
+    for tensor in tensors:
+        for chunk in tensor.chunks:
+            counts[chunk.file] += ITEM_BYTES[tensor.dtype] * math.prod(chunk.sizes)
+    return counts
+
+
+def _claim(holds: Any, otherwise: str) -> None:
+    if not holds:
+        raise ValueError(otherwise)
+
+
+def _filled(tensor: SavedTensor) -> bool:
+    """Whether the chunks lie inside the tensor, do not overlap, and fill it."""
+    for chunk in tensor.chunks:
+        if not len(chunk.offsets) == len(chunk.sizes) == len(tensor.shape):
+            return False
+        ends = zip(chunk.offsets, chunk.sizes, tensor.shape, strict=True)
+        if any(offset + size > length for offset, size, length in ends):
+            return False
+    filled = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
+    if not tensor.chunks or filled != math.prod(tensor.shape):
+        return False
+    return not _any_overlap([chunk for chunk in tensor.chunks if 0 not in chunk.sizes])
+
+
+def _any_overlap(chunks: Sequence[Chunk], axis: int = 0) -> bool:
+    """Whether two boxes have an element in common, none of them empty.
+
+    A line across `axis` sweeps over them. Those whose edges are the same along it are looked at
+    along the next axis alone, so that a grid of boxes costs what it has boxes, and not the square.
+    """
+    if len(chunks) < 2:
+        return False
+    if axis == len(chunks[0].sizes):
+        return True
+    rows: dict[tuple[int, int], list[Chunk]] = defaultdict(list)
+    for chunk in chunks:
+        rows[chunk.offsets[axis], chunk.sizes[axis]].append(chunk)
+    reached: list[tuple[int, list[Chunk]]] = []
+    for (start, size), row in sorted(rows.items(), key=_edges):
+        reached = [(end, others) for end, others in reached if end > start]
+        together = [chunk for _, others in reached for chunk in others]
+        if _any_overlap([*together, *row], axis + 1):
+            return True
+        reached.append((start + size, row))
+    return False
+
+
+def _edges(row: tuple[tuple[int, int], list[Chunk]]) -> tuple[int, int]:
+    return row[0]
+
+
+# --- about ---------------------------------------------------------------------------------------
+# What the manifest of a checkpoint says beside the state, and the rule for which one is best.
+
+
+@dataclass(frozen=True)
+class About:
+    """What the manifest says beside the state. The leader's is written; all of it is plain JSON."""
+
+    job: dict[str, Any] = field(default_factory=dict)
+    progress: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def frozen(self) -> dict[str, Any]:
+        """A copy that later changes do not reach."""
+        names = ("job", "progress", "facts", "metrics")
+        copy: dict[str, Any] = json.loads(as_json({name: getattr(self, name) for name in names}))
+        return copy
+
+
+def check_best(best: str) -> None:
+    """Raise `RequestError` unless it is "", `max:METRIC` or `min:METRIC`."""
+    if best and best.partition(":")[0] not in ("max", "min"):
+        raise RequestError(
+            asked=f"to keep the best checkpoint by {best!r}",
+            found="neither max: nor min: before the name of a metric",
+            why="whether more is better is not told by a name",
+            do="write max:accuracy, or min:loss",
+        )
+
+
+# --- tree ----------------------------------------------------------------------------------------
+# A state as JSON and tensors: what is saved comes back with the same keys, types and numbers.
+#
+# A state is made of dicts (keys: text or whole numbers), lists, tuples, tensors, and of plain
+# values: bool, int, float, text, None. Anything else would need pickle, and is refused by its path.
+# What a tensor is, the engine says.
+#
+# In the JSON, `{"$tensor": path}` stands for a tensor; `$tuple`, `$dict` (keys that are not text,
+# or begin with `$`) and `$float` (nan, inf) for what JSON cannot say. A path joins keys with `/`.
+
+
+Tensor = TypeVar("Tensor")
+
+
+def flatten(
+    state: Any, prefix: str, tensor_of: Callable[[Any, str], Tensor | None]
+) -> tuple[Any, dict[str, Tensor]]:
+    """The state as JSON values, and its tensors by path; every path begins with `prefix`.
+
+    `tensor_of(value, path)` is the tensor that a value is, as it can be saved, or None if it is
+    none. Raises `RequestError` for what cannot be saved.
+    """
+    apart = _Apart(tensor_of)
+    return apart.to_json(state, prefix), apart.tensors
+
+
+def unflatten(skeleton: Any, tensors: Mapping[str, Any]) -> Any:
+    """The state that `flatten` took apart; raises `BadCheckpoint` for what it never writes."""
+    if isinstance(skeleton, list):
+        return [unflatten(item, tensors) for item in skeleton]
+    if not isinstance(skeleton, dict):
+        return skeleton
+    kind = next(iter(skeleton), "")
+    if not kind.startswith("$"):
+        return {key: unflatten(item, tensors) for key, item in skeleton.items()}
+    try:
+        return _special(kind, skeleton[kind], tensors)
+    except (TypeError, ValueError, KeyError) as error:
+        raise BadCheckpoint(f"its values cannot be read at {kind}: {error!r}") from None
+
+
+def _special(kind: str, value: Any, tensors: Mapping[str, Any]) -> Any:
+    if kind == "$tensor":
+        return tensors[value]
+    if kind == "$tuple":
+        return tuple(unflatten(item, tensors) for item in value)
+    if kind == "$dict":
+        return {key: unflatten(item, tensors) for key, item in value}
+    if kind == "$float":
+        return float(value)
+    raise ValueError("no such kind")
+
+
+@dataclass
+class _Apart(Generic[Tensor]):
+    """A state while it is taken apart: the tensors found so far."""
+
+    tensor_of: Callable[[Any, str], Tensor | None]
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    def to_json(self, value: Any, path: str) -> Any:
+        tensor = self.tensor_of(value, path)
+        if tensor is not None:
+            self.tensors[path] = tensor
+            return {"$tensor": path}
+        if value is None or isinstance(value, (bool, int, str)):
+            return _plain(value)
+        if isinstance(value, float):
+            return float(value) if math.isfinite(value) else {"$float": str(float(value))}
+        if type(value) in (list, tuple):
+            items = [self.to_json(item, f"{path}/{i}") for i, item in enumerate(value)]
+            return items if type(value) is list else {"$tuple": items}
+        if type(value) in (dict, OrderedDict):
+            items = [[_key(k, path), self.to_json(v, below(path, k))] for k, v in value.items()]
+            if any(not isinstance(key, str) or key.startswith("$") for key, _ in items):
+                return {"$dict": items}
+            return dict(items)
+        raise refused(path, f"a value of type {type(value).__qualname__}")
+
+
+def _plain(value: bool | int | str | None) -> bool | int | str | None:
+    """A subclass (an enumeration, a number of numpy) becomes the plain value that it equals."""
+    if value is None or isinstance(value, bool):
+        return value
+    return int(value) if isinstance(value, int) else str.__str__(value)
+
+
+def _key(key: Any, path: str) -> str | int:
+    if isinstance(key, bool) or not isinstance(key, (str, int)):
+        raise refused(path, f"the key {key!r} of type {type(key).__qualname__}")
+    return int(key) if isinstance(key, int) else str.__str__(key)
+
+
+def below(path: str, key: Any) -> str:
+    """The path of a member; `~` escapes `/`, `@`, `~` and text that looks like a number."""
+    if not isinstance(key, str):
+        return f"{path}/{key}"
+    written = key.replace("~", "~0").replace("/", "~1").replace("@", "~2")
+    return f"{path}/{'~3' if key.lstrip('-').isdecimal() else ''}{written}"
+
+
+def refused(path: str, found: str) -> RequestError:
+    """The error for a member of a state that no checkpoint can hold."""
+    return RequestError(
+        asked=f"a checkpoint of {path}",
+        found=found,
+        why="it cannot be checkpointed without pickle, and a pickle can run any program",
+        do="keep it in the state as tensors, numbers, text, lists and dicts",
+    )

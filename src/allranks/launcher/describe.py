@@ -1,0 +1,268 @@
+"""What a job's own task says of itself, asked in a process that is forked for that and ends."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from allranks.catalog import ENGINES, FIRST_CHECK, load
+from allranks.errors import Interrupted, PlaceError, RequestError
+from allranks.job.config import Resolved, threads_per_rank
+from allranks.job.job import Job
+from allranks.job.limits import checked
+from allranks.job.place import LOCAL
+from allranks.job.run_folder import rank_events_path, rank_log_path, read_rows
+from allranks.launcher.fault_report import first_fault, user_error
+from allranks.launcher.plan import Plan, Resources, Shape, backend_of_keras, devices_seen
+from allranks.launcher.processes.leftovers import scratch_folder
+from allranks.launcher.processes.process import Process, Processes
+from allranks.launcher.signals import Signals
+from allranks.launcher.supervisor import supervise
+from allranks.launcher.world import Visible
+from allranks.strategies.dial.candidates import Candidate
+from allranks.strategies.dial.choosing import Decision, choose
+from allranks.strategies.dial.facts import Facts
+from allranks.strategies.dial.link import Link
+from allranks.strategies.dial.request import DialRequest
+
+# --- asking --------------------------------------------------------------------------------------
+# A function that is called in a process forked for it, which answers by one event and ends.
+
+
+def answered(
+    server: Processes,
+    target: str,
+    argument_in: Callable[[str], dict[str, Any]],
+    event: str,
+    environment: Mapping[str, str],
+    *,
+    what: str,
+    if_interrupted: str,
+    shared: Path | None = None,
+    signals: Signals | None = None,
+) -> dict[str, Any]:
+    """The `event` that `target` ("module:function") wrote; it has a run folder that is removed.
+
+    `argument_in` makes its argument for that folder, which lies in `shared` if that is given.
+    Raises what the function raised; else the errors say `what` ended without an answer, and what
+    has come of it `if_interrupted`.
+    """
+    with scratch_folder(shared) as scratch:
+        run_dir = Path(scratch)
+        (run_dir / "logs").mkdir()
+        log = rank_log_path(run_dir, 0)
+        process = Process(0, target, argument_in(scratch), dict(environment), log)
+        ended = supervise(server, [process], signals=signals)
+        if ended.interrupted:
+            raise Interrupted(f"interrupted ({ended.reason}): {if_interrupted}")
+        fault = first_fault(ended, run_dir)
+        if fault is not None and fault.event:
+            raise user_error(fault, ended, run_dir)
+        for row in read_rows(rank_events_path(run_dir, 0)):
+            if row["event"] == event:
+                return dict(row)
+        said = log.read_text(errors="replace") if log.exists() else ""
+        raise PlaceError(f"{what} ended without an answer:\n{said}")
+
+
+def describe(resources: Resources, job: Job, signals: Signals | None = None) -> Shape:
+    """Load the task of `job` in a forked process and return what a place must know of it."""
+    return Shape(**asked_of_task(resources, job, "describe", "described", signals)["shape"])
+
+
+def asked_of_task(
+    resources: Resources, job: Job, function: str, event: str, signals: Signals | None = None
+) -> dict[str, Any]:
+    """The `event` that a `function` of the engine's worker writes of `job`, in a forked process.
+
+    It runs where rank 0 would. Raises what the function raised, and leaves no file.
+    """
+    return answered(
+        resources.server,
+        f"{ENGINES[job.engine].worker}:{function}",
+        lambda scratch: {**job.to_data(), "run_dir": scratch},
+        event,
+        {**devices_seen(job, Visible.from_environment()), **backend_of_keras(job)},
+        what=f"the process that loads {job.program!r}",
+        if_interrupted="nothing was started",
+        shared=resources.shared(Path(job.run_dir)),
+        signals=signals,
+    )
+
+
+# --- dial ----------------------------------------------------------------------------------------
+# `--strategy auto`, before the ranks start: a short measurement in one process, then the choice.
+#
+# The arithmetic is in `strategies.dial`. The outcome is in the plan, in `events.jsonl` and in
+# `job.toml`, which has the chosen strategy: a resumed run keeps it.
+
+
+STEPS = 30
+ALONE = "single"
+
+
+def turned(
+    resources: Resources,
+    resolved: Resolved,
+    job: Job,
+    shape: Shape,
+    signals: Signals | None = None,
+) -> Decision | None:
+    """The decision on `job`, or `None` where its strategy was named.
+
+    Raises `RequestError` where the link is not known, and what the measured steps raise.
+    """
+    request = resolved.dial
+    if request is None:
+        return None
+    link = link_of(request, job)
+    facts = _measured(resources, job, shape, link, signals)
+
+    def refusal(candidate: Candidate) -> str:
+        try:
+            checked(dataclasses.replace(job, strategy=candidate.text))
+        except RequestError as error:
+            return error.found
+        return ""
+
+    return choose(request.text, facts, exact=request.exact, refusal=refusal)
+
+
+def link_of(request: DialRequest, job: Job) -> Link:
+    """What joins the nodes of `job`; raises `RequestError` where nobody says it."""
+    options = job.place_spec.options
+    if job.nodes == 1:
+        if request.link is None:
+            return Link(source="one machine")
+        raise RequestError(
+            asked=f"--strategy {request.text}",
+            found="one node",
+            why="its ranks talk through the memory of one machine, and over no link",
+            do="--nodes 2 or more at a place with nodes, or --strategy auto",
+        )
+    if job.place_spec.name != "simulated":
+        if request.link is not None:
+            return request.link
+        raise RequestError(
+            asked=f"--strategy {request.text} --place {job.place}",
+            found="a link between the nodes that nobody has named",
+            why="what a method saves follows from it, and it is not measured before the start",
+            do=f"--strategy {request.text}{',' if ':' in request.text else ':'}link=1gbit",
+        )
+    there = Link(options.get("link", 0.0), 2 * options.get("delay", 0.0), "place")
+    said = request.link
+    if said is not None and (said.bits_per_s, said.one_way_s) != (there.bits_per_s, 0.0):
+        raise RequestError(
+            asked=f"--strategy {request.text} --place {job.place}",
+            found="two links",
+            why="simulated nodes are joined by the link that --place says",
+            do="--strategy auto: it takes that link",
+        )
+    return there
+
+
+def _measured(
+    resources: Resources, job: Job, shape: Shape, link: Link, signals: Signals | None
+) -> Facts:
+    """What one process finds out: the size of the model, and a step on the share of one rank."""
+    worlds = [rank.world for rank in resources.plan(job, shape).ranks]
+    sharing = worlds[0].on_machine or worlds[0].local_size
+    threads = threads_per_rank(job, sharing)
+    share = {
+        "batch_size": max(1, round(shape.batch_size / job.ranks)),
+        "shards": max(1, shape.shards // job.ranks),
+    }
+    alone = dataclasses.replace(_alone(job), threads=threads, task={**job.task, **share})
+    found = asked_of_task(resources, alone, "measure", "measured", signals)
+    of_one_node = [world.node for world in worlds].count(0)
+    alike = job.ranks == of_one_node * job.nodes
+    busy = max(1.0, sharing * threads / found["cores"]) if job.device == "cpu" else 1.0
+    return Facts(
+        parameters=found["parameters"],
+        compute_s=found["step_s"],
+        ranks=job.ranks,
+        nodes=job.nodes,
+        link=link,
+        per_node=of_one_node if alike else 0,
+        buffer_bytes=found["buffer_bytes"],
+        shards=shape.shards,
+        busy=busy,
+        steps=job.steps,
+        shapes=tuple(map(tuple, found["shapes"])),
+    )
+
+
+def _alone(job: Job) -> Job:
+    """The same training in one process: a few steps, of which nothing is kept."""
+    return dataclasses.replace(
+        job,
+        strategy=ALONE,
+        ranks=1,
+        nodes=1,
+        place=LOCAL,
+        steps=STEPS,
+        witness="off",
+        resume="",
+        inject="",
+        log="",
+        profile=False,
+        checkpoint_every=None,
+        verify_every=None,
+        eval_every="",
+        early_stop="",
+        until="",
+    )
+
+
+def note_of(decision: Decision) -> str:
+    """The decision as a note of the plan."""
+    return f"{decision.asked} -> {decision.did}: {decision.why}"
+
+
+# --- proof ---------------------------------------------------------------------------------------
+# Whether a job is proved: its first steps were compared with one process before it trains.
+#
+# The comparison itself is a tool, `tools.check.first`, and is loaded only where a job needs it.
+
+
+WHOLE_MODEL = ("single", "ddp")
+"""Strategies under which every rank holds the model as one process does."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Whether the first steps of a job equal those of one process; `why` says how, or why not.
+
+    A difference is no proof: it is the error `NotEqual`, and the job does not start.
+    """
+
+    proved: bool
+    why: str
+
+    def to_data(self) -> dict[str, Any]:
+        return {"proved": self.proved, "why": self.why}
+
+    def __str__(self) -> str:
+        return f"proved: {self.why}" if self.proved else f"not proved, because {self.why}"
+
+
+def first_check(
+    resolved: Resolved,
+    plan: Plan,
+    resources: Resources,
+    signals: Signals,
+    announce: Callable[[str], None] = lambda text: None,
+) -> Proof | None:
+    """The proof of a planned job, before its run folder is there; `None` where it needs none.
+
+    Raises `NotEqual` for a difference. `announce` hears when steps are compared.
+    """
+    if plan.job.strategy_spec.name in WHOLE_MODEL:
+        return None
+    if plan.job.first_check == "off":
+        return Proof(False, "--first-check off left it out")
+    proof: Proof = load(FIRST_CHECK)(resolved, plan, resources, signals, announce)
+    return proof

@@ -1,0 +1,289 @@
+"""Faults of the data: orders that never change, samples of several ranks, padded evaluations."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Any
+
+from allranks.tools.script_check.rules.facts import (
+    RESULT,
+    Fact,
+    Finding,
+    Rank,
+    groups_of_replicas,
+    groups_that_reduce,
+    line_of,
+    names_among,
+)
+
+DISTRIBUTED = "DistributedSampler"
+LEAST_SAMPLES = 8
+LEAST_SHARED = 0.2
+"""Of the samples of all ranks those that a rank has had already; padding repeats far fewer."""
+
+
+def orders_that_never_change(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
+    """A shuffling DistributedSampler that gives each epoch the same order."""
+    for loader, fact in loaders_of(ranks):
+        passes = [one for one in passes_of(ranks[0], loader) if one["ended"] and one["backwards"]]
+        orders = {one["order"] for one in passes}
+        shuffled = fact["sampler"] == DISTRIBUTED and fact["shuffle"]
+        if not shuffled or len(passes) < 2 or len(orders) > 1:
+            continue
+        if passes[0]["samples"] < LEAST_SAMPLES:  # two orders of few samples may be one by chance
+            continue
+        called = passes[-1]["epochs_set"]
+        why = f"set_epoch was called {called} times with one number" if called else "no set_epoch"
+        yield Finding(
+            "same-order-each-epoch",
+            RESULT,
+            line_of(fact["sampler_where"] or fact["where"]),
+            f"{len(passes)} epochs in one and the same order: {why}",
+            "samples are shuffled once, and each batch meets the same neighbours in every epoch",
+            "sampler.set_epoch(epoch) at the start of each epoch",
+        )
+
+
+def samples_of_several_ranks(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
+    """Ranks that train on the same samples in one epoch, and reduce their gradients."""
+    for group in groups_that_reduce(ranks):
+        for loader, fact in loaders_of(tuple(group)):
+            passes = [_first(rank, loader) for rank in group]
+            given = [one for one in passes if one is not None and one["ids"]]
+            if len(given) == len(group):
+                yield from _shared(fact, given)
+
+
+def _shared(loader: Fact, passes: list[Fact]) -> Iterator[Finding]:
+    if any(len(set(one["ids"])) < len(one["ids"]) for one in passes):
+        return  # drawn with replacement, or padded: a sample twice says nothing
+    size, ids = len(passes), [set(one["ids"]) for one in passes]
+    total, unique = sum(map(len, ids)), len(set().union(*ids))
+    if total - unique <= LEAST_SHARED * total or not _is_one_dataset(passes):
+        return
+    equal = len({one["order"] for one in passes}) == 1
+    yield Finding(
+        "same-samples-on-ranks",
+        RESULT,
+        line_of(loader["where"]),
+        f"{total} samples were taken by {size} ranks, {unique} different ones; "
+        f"the sampler is a {loader['sampler']}" + ", its order equal on all ranks" * equal,
+        f"{size} ranks do the work of one: the mean of equal gradients"
+        if equal
+        else f"an epoch takes samples up to {size} times: counts and schedules by epoch are wrong",
+        "DataLoader(…, sampler=DistributedSampler(dataset)), and shuffle=False",
+    )
+
+
+def samplers_of_other_ranks(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
+    """A DistributedSampler for another number of ranks than there are."""
+    sizes = {len(rank.by_id("replica")[number]["group"]) for number, members in
+             groups_of_replicas(ranks) for rank in members[:1]}  # fmt: skip
+    for loader, fact in loaders_of(ranks):
+        trained = any(one["backwards"] for one in passes_of(ranks[0], loader))
+        replicas = fact["replicas"]
+        if fact["sampler"] != DISTRIBUTED or not trained or len(sizes) != 1 or replicas in sizes:
+            continue
+        size = sizes.pop()
+        sizes = {size}
+        seen = {i for rank in ranks for i in (_first(rank, loader) or {"ids": ()})["ids"]}
+        yield Finding(
+            "sampler-for-other-ranks",
+            RESULT,
+            line_of(fact["sampler_where"] or fact["where"]),
+            f"num_replicas={replicas}, and {size} ranks train together: they saw {len(seen)} of "
+            f"{fact['length']} samples in the first epoch",
+            "samples are never seen" if replicas > size else "ranks train on the same samples",
+            "leave num_replicas and rank to DistributedSampler, which asks the process group",
+        )
+
+
+def padded_evaluations(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
+    """A metric over counts to which a sampler's repeated samples were added."""
+    for loader, fact in loaders_of(ranks):
+        for number in sorted({one["number"] for one in passes_of(ranks[0], loader)}):
+            passes = [_numbered(rank, loader, number) for rank in ranks]
+            given = [one for one in passes if one and one["ended"] and not one["backwards"]]
+            if len(given) < len(ranks) or any(one["grad"] for one in given):
+                continue
+            ids = list(chain.from_iterable(one["ids"] for one in given))
+            length, total = fact["length"], len(ids)
+            if length is None or not length == len(set(ids)) < total < 2 * length:
+                continue
+            reduced = _values_after(ranks, loader, number)
+            if total not in reduced or length in reduced:
+                continue
+            yield Finding(
+                "padded-evaluation",
+                RESULT,
+                line_of(fact["sampler_where"] or fact["where"]),
+                f"{length} samples were evaluated as {total}: the {fact['sampler']} repeats "
+                f"{total - length}, and the count that was reduced is {total}",
+                f"repeated samples count twice in the metric, and it changes with the ranks "
+                f"(they are {len(ranks)})",
+                "evaluate range(rank, len(dataset), ranks) of it, which repeats none; or leave "
+                "repeated samples out of the counts",
+            )
+            break
+
+
+def unequal_batches(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
+    """Mean of means: ranks whose batches differ in size, and whose gradients weigh the same."""
+    is_mean = any(fact["is_mean"] for one in ranks for fact in one.all("window"))
+    if not is_mean or not groups_of_replicas(ranks):
+        return
+    for loader, fact in loaders_of(ranks):
+        passes = [_first(rank, loader) for rank in ranks]
+        given = [one for one in passes if one is not None and one["samples"]]
+        sizes = [_sizes(one) for one in given]
+        if len(given) < len(ranks) or len(set(map(len, sizes))) > 1:
+            continue
+        at = next((i for i, row in enumerate(zip(*sizes, strict=True)) if len(set(row)) > 1), None)
+        if at is None:
+            continue
+        yield Finding(
+            "mean-of-unequal-means",
+            RESULT,
+            line_of(fact["where"]),
+            f"batch {at + 1} has {' and '.join(str(one[at]) for one in sizes)} samples on the "
+            "ranks, each takes the mean of its own, and DDP the mean of these",
+            "samples of the smaller batch count for more than others",
+            "equal batches (DistributedSampler, drop_last=True); or the sum of losses times ranks "
+            "over the samples of all ranks",
+        )
+
+
+def loaders_of(ranks: tuple[Rank, ...]) -> list[tuple[int, Fact]]:
+    """The loaders that stand in the same line, under one number, on every rank."""
+    tables = [rank.by_id("loader", "loader") for rank in ranks]
+    return [
+        (number, fact)
+        for number, fact in tables[0].items()
+        if all(table.get(number, {}).get("where") == fact["where"] for table in tables)
+    ]
+
+
+def passes_of(rank: Rank, loader: int) -> list[Fact]:
+    return [one for one in rank.all("pass") if one["loader"] == loader and one["samples"]]
+
+
+def _numbered(rank: Rank, loader: int, number: int) -> Fact | None:
+    return next((one for one in passes_of(rank, loader) if one["number"] == number), None)
+
+
+def _first(rank: Rank, loader: int) -> Fact | None:
+    """Its first pass in which something was trained; before it some look at a batch."""
+    return next((one for one in passes_of(rank, loader) if one["backwards"]), None)
+
+
+def _sizes(one: Fact) -> list[int]:
+    return [size for size, times in one["sizes"] for _ in range(times)]
+
+
+def _is_one_dataset(passes: list[Fact]) -> bool:
+    """Whether samples of one index are one sample: some tensor of them is, for all in common."""
+    first, *others = [one["rows"] for one in passes]
+    for other in others:
+        both = first.keys() & other.keys()
+        columns = list(zip(*(zip(first[i], other[i], strict=False) for i in both), strict=False))
+        alike = [column for column in columns if all(mine == its for mine, its in column)]
+        if len(both) < LEAST_SAMPLES or not any(len(set(column)) > 1 for column in alike):
+            return False
+    return True
+
+
+def _values_after(ranks: tuple[Rank, ...], loader: int, number: int) -> set[float]:
+    """The numbers that were reduced between the end of a pass and that of the next."""
+    return {
+        value
+        for rank in ranks
+        for fact in rank.all("reduced")
+        if fact["after"] == [loader, number]
+        for value in fact["values"]
+    }
+
+
+# --- workers -------------------------------------------------------------------------------------
+# Faults of random numbers in the workers of a loader: streams that are one and the same.
+
+
+LEAST_DRAWS = 2
+Table = dict[Any, dict[str, int]]
+"""The states of the generators that drew, by what they are compared at."""
+BY_WORKER = (
+    "let worker_init_fn seed by torch.initial_seed() % 2**32: another number in every worker, rank "
+    "and epoch"
+)
+BY_RANK = "torch.manual_seed(seed + rank) once the model is made"
+
+
+def equal_draws_of_workers(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
+    """Workers of one rank, or ranks, or epochs whose augmentation draws the same numbers."""
+    groups = groups_that_reduce(ranks)
+    for loader, fact in loaders_of(ranks):
+        if not any(one["backwards"] for one in passes_of(ranks[0], loader)):
+            continue
+        fix = BY_WORKER if fact.get("seeded") else BY_RANK
+        among_workers = _equal(_by(ranks[0], loader, "worker").values())
+        among_ranks: list[str] = []
+        for group in groups:
+            among_ranks += _equal(_whole(rank, loader) for rank in group)
+        if among_workers:
+            effect = "augmentation draws the same numbers in every worker, so samples of several "
+            effect += "batches are changed alike"
+            yield _finding("equal-random-streams", fact, among_workers, "workers", effect, fix)
+        elif among_ranks:
+            effect = f"augmentation draws the same numbers on all {len(ranks)} ranks, which have "
+            effect += "the variety of one"
+            yield _finding("equal-random-streams", fact, among_ranks, "ranks", effect, fix)
+        among_passes = _equal(_by(ranks[0], loader, "pass").values())
+        if among_passes:
+            effect = "augmentation changes each sample in one way for ever, if its place is the "
+            effect += "same, and else repeats its numbers in another order"
+            yield _finding("same-draws-each-epoch", fact, among_passes, "epochs", effect, BY_WORKER)
+
+
+def _finding(
+    name: str, fact: Fact, generators: list[str], among: str, effect: str, fix: str
+) -> Finding:
+    return Finding(
+        name,
+        RESULT,
+        line_of(fact["where"]),
+        f"the {fact['workers']} workers of the loader drew from {names_among(generators)}, each "
+        f"time in one state in all {among}",
+        effect,
+        fix,
+    )
+
+
+def _whole(rank: Rank, loader: int) -> Table:
+    return {
+        (one["pass"], one["worker"], one["number"]): one["before"]
+        for one in rank.all("worker")
+        if one["loader"] == loader
+    }
+
+
+def _by(rank: Rank, loader: int, name: str) -> dict[int, Table]:
+    """A table for each worker, or each pass; the others of the two are what is compared at."""
+    found: dict[int, Table] = defaultdict(dict)
+    place = ("pass", "worker").index(name)
+    for key, before in _whole(rank, loader).items():
+        found[key[place]][key[:place] + key[place + 1 :]] = before
+    return found
+
+
+def _equal(tables: Iterable[Table]) -> list[str]:
+    """The generators whose draws were all in one state; of one table alone nothing is said."""
+    known = list(tables)
+    if len(known) < 2:
+        return []
+    seen: dict[str, list[bool]] = defaultdict(list)
+    for key in set.intersection(*map(set, known)):
+        states = [table[key] for table in known]
+        for name in set.intersection(*map(set, states)):
+            seen[name].append(len({one[name] for one in states}) == 1)
+    return sorted(n for n, equal in seen.items() if all(equal) and len(equal) >= LEAST_DRAWS)

@@ -1,0 +1,191 @@
+"""The facts that the ranks of a watched script wrote, read from their folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from allranks.launcher.scripts.on_path import path_with_hooks
+from allranks.launcher.scripts.plan import CommandRequest
+from allranks.launcher.scripts.warm import WATCHED_IN
+
+Fact = Mapping[str, Any]
+WORKERS = "workers"
+END = -1
+"""The step of digests that were taken at the end."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What one rank told, in the order in which it did."""
+
+    rank: int
+    facts: tuple[Fact, ...]
+
+    def all(self, kind: str) -> list[Fact]:
+        """Its facts of a kind."""
+        return [fact for fact in self.facts if fact["fact"] == kind]
+
+    def by_id(self, kind: str, name: str = "id") -> dict[int, Fact]:
+        """Its facts of a kind by their numbers, the last of each."""
+        return {fact[name]: fact for fact in self.all(kind)}
+
+    def last(self, kind: str, name: str, default: Any) -> Any:
+        """A value of the last fact of a kind."""
+        found = self.all(kind)
+        return found[-1][name] if found else default
+
+
+def read_ranks(folder: Path) -> tuple[Rank, ...]:
+    """The ranks by number; of several processes of one number the one that told most.
+
+    Ranks are those of the process group. If no process made one, they are the launcher's.
+    """
+    read = ((path, read_facts(path.read_text())) for path in sorted(folder.glob("*.jsonl")))
+    told = [(*facts, *_of_workers(path)) for path, facts in read if facts]
+    grouped = any(_rank_in_group(facts) is not None for facts in told)
+    found: dict[int, tuple[Fact, ...]] = {}
+    for facts in told:
+        rank = _rank_in_group(facts) if grouped else facts[0].get("rank")
+        if rank is not None and len(facts) > len(found.get(int(rank), ())):
+            found[int(rank)] = facts
+    return tuple(Rank(rank, facts) for rank, facts in sorted(found.items()))
+
+
+def read_facts(text: str) -> tuple[Fact, ...]:
+    """The facts of one process; a last line that was cut is left out."""
+
+    def lines() -> Iterator[Fact]:
+        for line in text.splitlines():
+            try:
+                yield json.loads(line)
+            except ValueError:
+                return
+
+    return tuple(lines())
+
+
+def _of_workers(path: Path) -> list[Fact]:
+    """What the workers of loaders told, that the process of these facts had."""
+    files = sorted((path.parent / WORKERS).glob(f"{path.stem}-*.jsonl"))
+    return [fact for file in files for fact in read_facts(file.read_text())]
+
+
+def _rank_in_group(facts: Iterable[Fact]) -> int | None:
+    found = [fact["rank"] for fact in facts if fact["fact"] == "world"]
+    return found[-1] if found else None
+
+
+def line_of(value: Any) -> tuple[str, int] | None:
+    """A place in the script, as JSON has it."""
+    return None if value is None else (str(value[0]), int(value[1]))
+
+
+def groups_of_replicas(ranks: tuple[Rank, ...]) -> list[tuple[int, list[Rank]]]:
+    """Of each DDP its number, and the ranks that hold it in one group; more than one of them."""
+    found = []
+    known = {one.rank: one for one in ranks}
+    for one in ranks:
+        for number, fact in one.by_id("replica").items():
+            members = [known[rank] for rank in fact["group"] if rank in known]
+            alike = [
+                member
+                for member in members
+                if member.by_id("replica").get(number, {}).get("where") == fact["where"]
+            ]
+            if one.rank == min(fact["group"]) and len(alike) > 1:
+                found.append((number, alike))
+    return found
+
+
+def groups_that_reduce(ranks: tuple[Rank, ...]) -> list[list[Rank]]:
+    """The ranks among which gradients are reduced: by a DDP or FSDP, else by the script itself.
+
+    Of several axes a DDP has one; ranks along another may have the same samples.
+    """
+    found = {tuple(one.rank for one in group): group for _, group in groups_of_replicas(ranks)}
+    known = {one.rank: one for one in ranks}
+    for fact in (fact for one in ranks for fact in one.all("sharded")):
+        if len(fact["group"]) > 1 and known.keys() >= set(fact["group"]):
+            found[tuple(fact["group"])] = [known[rank] for rank in fact["group"]]
+    by_hand = any(fact["sent"] for one in ranks for fact in one.all("window"))
+    return list(found.values()) or ([list(ranks)] if by_hand and len(ranks) > 1 else [])
+
+
+# --- finding -------------------------------------------------------------------------------------
+# A finding: a fault of a script, where it is, what it does to the result, and what to do.
+
+
+RESULT, FILES, COST, OUTPUT = "result", "files", "cost", "output"
+ORDER = (RESULT, FILES, COST, OUTPUT)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`touches` says what is not as it should be: the result, files, only the cost, or output."""
+
+    name: str
+    touches: str
+    where: tuple[str, int] | None
+    found: str
+    effect: str
+    fix: str
+
+    def to_data(self) -> dict[str, Any]:
+        """As a mapping that JSON can carry."""
+        values = dataclasses.asdict(self)
+        file, line = self.where or (None, None)
+        values.pop("where")
+        return {**values, "file": file, "line": line}
+
+    def __str__(self) -> str:
+        lead = f"{place_of(self.where)}: {self.name} ({self.touches})"
+        return f"{lead}\n  found:  {self.found}\n  effect: {self.effect}\n  fix:    {self.fix}"
+
+
+def place_of(where: tuple[str, int] | None) -> str:
+    """`train.py:12`, from the working folder where it is below it."""
+    if where is None:
+        return "(no line of the script)"
+    near = os.path.relpath(where[0])
+    return f"{where[0] if near.startswith('..') else near}:{where[1]}"
+
+
+def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """What touches the result first, then by place; each once."""
+    once = dict.fromkeys(findings)
+    return tuple(sorted(once, key=lambda one: (ORDER.index(one.touches), one.where or ("", 0))))
+
+
+def names_among(names: Iterable[str], most: int = 3) -> str:
+    """Some of the names, and how many more there are."""
+    all_names = list(names)
+    more = len(all_names) - most
+    return ", ".join(all_names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+# --- started -------------------------------------------------------------------------------------
+# A request for a script, and the same that is watched: the variables that make it so.
+
+
+FACTS = "facts"
+
+
+def watched_request(
+    request: CommandRequest, run_dir: str, given: Mapping[str, str]
+) -> CommandRequest:
+    """The same command in `run_dir`, whose processes write facts to its folder `facts`.
+
+    `given` is the environment that they inherit; what its PYTHONPATH names still stands there.
+    """
+    environment = (
+        *request.environment,
+        ("PYTHONPATH", path_with_hooks(given)),
+        (WATCHED_IN, os.path.join(run_dir, FACTS)),
+    )
+    return dataclasses.replace(request, run_dir=run_dir, environment=environment)

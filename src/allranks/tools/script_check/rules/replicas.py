@@ -1,0 +1,198 @@
+"""Faults of what must be equal on ranks and is not, and of what must differ and does not."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+from allranks.tools.script_check.rules.facts import (
+    END,
+    RESULT,
+    Fact,
+    Finding,
+    Rank,
+    groups_of_replicas,
+    groups_that_reduce,
+    line_of,
+    names_among,
+)
+
+LEAST_DRAWS = 2
+AFTER_THE_MODEL = "torch.manual_seed(seed + rank) once the model is made"
+
+
+def replicas_that_drift(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
+    """A DDP whose parameters, or buffers that it does not broadcast, differ between ranks."""
+    for number, members in groups_of_replicas(ranks):
+        one, fact = members[0], members[0].by_id("replica")[number]
+        if any(number in rank.by_id("hooked") for rank in members) or _averages(members):
+            continue
+        for kind in ("parameters", "buffers"):
+            step, names = _first_difference(members, "replica", number, kind)
+            if not names:
+                continue
+            last = [row for row in _digests(one, "replica", number).values()][-1]
+            unused = last["forwards"] == 0
+            cause = "; no forward of the DDP ran in training" if unused else ""
+            yield Finding(
+                "replicas-drift",
+                RESULT,
+                line_of(fact["where"]),
+                f"{len(names)} {kind} differ between ranks {_when(step)}: {names_among(names)}"
+                f"{cause}",
+                "each rank has a model of its own; what is saved is that of one of them"
+                if kind == "parameters"
+                else "ranks evaluate with statistics of their own data; one of them is saved",
+                "call the DDP itself in training, not its .module, and change no weight by itself"
+                if kind == "parameters"
+                else "broadcast_buffers=True, or SyncBatchNorm",
+            )
+
+
+def parameters_outside(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
+    """Parameters that an optimizer trains, no DDP holds, and that differ between ranks."""
+    if len(ranks) < 2 or _averages(list(ranks)) or any(_total(ranks, "to_one")):
+        return
+    for number, fact in ranks[0].by_id("optimizer").items():
+        step, names = _first_difference(list(ranks), "loose", number, "parameters")
+        if not fact["outside"] or fact["sent"] or not names:
+            continue
+        by_ddp = bool(fact["replicas"] or ranks[0].all("replica"))
+        yield Finding(
+            "parameters-outside-ddp" if by_ddp else "gradients-of-one-rank",
+            RESULT,
+            line_of(fact["where"]),
+            f"{fact['name']} steps {len(fact['outside'])} parameters that "
+            f"{'no DDP holds' if by_ddp else 'nothing reduces'}, and {len(names)} of them differ "
+            f"between ranks {_when(step)}: {names_among(names)}",
+            "each rank trains them on its own samples alone",
+            "make them part of the module that DistributedDataParallel wraps"
+            if by_ddp
+            else "wrap the model: DistributedDataParallel(model)",
+        )
+
+
+def weights_that_begin_unequal(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
+    """Gradients reduced by the script itself, into weights that were never equal."""
+    for number, fact in ranks[0].by_id("optimizer").items() if len(ranks) > 1 else ():
+        step, names = _first_difference(list(ranks), "loose", number, "parameters")
+        if fact["sent"] and names and step == 0:
+            yield Finding(
+                "weights-begin-unequal",
+                RESULT,
+                line_of(fact["where"]),
+                f"{len(names)} parameters differ between ranks before the first step: "
+                f"{names_among(names)}",
+                "the mean of gradients is applied to different weights, which stay different",
+                "broadcast the weights of rank 0 before the first step, or use "
+                "DistributedDataParallel, which does",
+            )
+
+
+def equal_random_streams(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
+    """Random numbers drawn in training from generators that are in one state on all ranks."""
+    for number, members in groups_of_replicas(ranks):
+        tables = [_draws(rank, "replica", number) for rank in members]
+        names, times = _equal_draws(tables)
+        if names:
+            first = next(iter(tables[0].values()))
+            yield _equal_stream(names, times, len(members), line_of(first["where"]), "forward")
+    for group in groups_that_reduce(ranks):
+        yield from _equal_draws_of_loaders(group)
+
+
+def _equal_draws_of_loaders(ranks: list[Rank]) -> Iterator[Finding]:
+    for number, fact in ranks[0].by_id("loader", "loader").items():
+        tables = [_draws(rank, "loader", number) for rank in ranks]
+        names, times = _equal_draws(tables)
+        trained = any(one["backwards"] for one in ranks[0].all("pass") if one["loader"] == number)
+        if names and trained:
+            yield _equal_stream(names, times, len(ranks), line_of(fact["where"]), "loader")
+
+
+def _equal_stream(
+    names: list[str], times: int, size: int, where: tuple[str, int] | None, of: str
+) -> Finding:
+    what = "dropout" if of == "forward" else "augmentation"
+    fix = AFTER_THE_MODEL
+    if names == ["random"]:
+        fix = "random.seed(seed + rank)"
+    elif names == ["numpy.random"]:
+        fix = "numpy.random.seed(seed + rank)"
+    return Finding(
+        "equal-random-streams",
+        RESULT,
+        where,
+        f"the {of} drew from {names_among(names)} {times} times, each time in one state on all "
+        f"{size} ranks",
+        f"{what} draws the same numbers on every rank: {size} ranks have the variety of one",
+        fix,
+    )
+
+
+def _draws(rank: Rank, of: str, number: int) -> dict[int, Fact]:
+    return {
+        fact["number"]: fact
+        for fact in rank.all("draws")
+        if fact["of"] == of and fact["id"] == number
+    }
+
+
+def _equal_draws(tables: list[dict[int, Fact]]) -> tuple[list[str], int]:
+    """The generators whose draws were all equal on the ranks, and how many draws there were."""
+    numbers = set.intersection(*map(set, tables)) if tables else set()
+    seen: dict[str, list[bool]] = defaultdict(list)
+    for number in numbers:
+        states = [table[number]["before"] for table in tables]
+        for name in set.intersection(*map(set, states)):
+            seen[name].append(len({one[name] for one in states}) == 1)
+    names = sorted(n for n, equal in seen.items() if all(equal) and len(equal) >= LEAST_DRAWS)
+    return names, max((len(seen[name]) for name in names), default=0)
+
+
+def _digests(rank: Rank, of: str, number: int) -> dict[int, Fact]:
+    """By step, the end last."""
+    found = {
+        fact["step"]: fact
+        for fact in rank.all("digest")
+        if fact["of"] == of and fact["id"] == number
+    }
+    return dict(sorted(found.items(), key=lambda item: (item[0] == END, item[0])))
+
+
+def _first_difference(ranks: list[Rank], of: str, number: int, kind: str) -> tuple[int, list[str]]:
+    """The first step at which digests differ, if they still do at the end, and of what.
+
+    Buffers are compared at the end alone.
+    """
+    tables = [_digests(rank, of, number) for rank in ranks]
+    at_end = _differing([table.get(END) for table in tables], kind)
+    steps = list(tables[0]) if kind == "parameters" else [END]
+    for step in steps:
+        if _differing([table.get(step) for table in tables], kind):
+            return step, at_end
+    return END, at_end
+
+
+def _differing(rows: list[Fact | None], kind: str) -> list[str]:
+    given: list[dict[str, Any]] = [row[kind] for row in rows if row is not None]
+    if len(given) < len(rows):
+        return []
+    names = [name for name in given[0] if all(name in one for one in given)]
+    return [name for name in names if len({one[name] for one in given}) > 1]
+
+
+def _averages(ranks: list[Rank]) -> bool:
+    """Whether the script reduces large tensors by itself: then it may hold replicas equal so."""
+    return any(rank.last("collectives", "large", 0) for rank in ranks)
+
+
+def _total(ranks: tuple[Rank, ...], name: str) -> list[int]:
+    return [rank.last("collectives", name, 0) for rank in ranks]
+
+
+def _when(step: int) -> str:
+    return {END: "at the end", 0: "from the start"}.get(
+        step, f"from step {step} on, and at the end"
+    )

@@ -1,0 +1,259 @@
+"""Saving one training and resuming it: what is saved, and what must be as it was.
+
+The trainer decides when; `checkpoint` knows how it gets to the disk and back. What every rank holds
+is saved once; the random streams of user code, and everything of ranks that train apart, belong to
+one rank and are taken up again only where the number of ranks is the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from allranks.checkpoint import checkpointer
+from allranks.checkpoint.checkpointer import Planned
+from allranks.checkpoint.commit import EveryRank, Ranks
+from allranks.checkpoint.format import Manifest, refused
+from allranks.checkpoint.newest import Loaded
+from allranks.errors import RequestError
+from allranks.job.job import Job
+from allranks.torch.checkpoint.loading import Reader, Templates
+from allranks.torch.checkpoint.plan import Planner
+from allranks.torch.checkpoint.state import random_streams, set_random_streams
+from allranks.torch.checkpoint.storage import Snapshot
+from allranks.torch.checkpoint.tree import flatten, is_dtensor
+from allranks.torch.comm.comm import Comm
+from allranks.torch.machine import DECIDES_BITS, facts
+from allranks.torch.step.trainable import check_no_scheduler
+from allranks.torch.strategies.base import Strategy
+from allranks.torch.task import Task
+from allranks.training.callback import Callback
+from allranks.training.engine.saved_job import SavedJob
+
+# --- checkpointer --------------------------------------------------------------------------------
+# The checkpoints of a training with torch: every rank writes its part, as all have agreed.
+#
+# What a save and a load are is in `allranks.checkpoint`; which tensors a rank reads is in
+# `loading`, who writes what in `plan`, the copy in memory in `storage`, what a tensor may be in
+# `tree`.
+
+
+class TensorCopies:
+    """Copies of tensors in memory, and which rank writes which; one for each rank."""
+
+    def __init__(self) -> None:
+        self._snapshot = Snapshot()
+        self._planner: Planner | None = None
+
+    def plan(self, ranks: Ranks, step: int, common: Any, own: Any) -> Planned:
+        """Sends one digest; the plans too, when one has changed."""
+        skeleton, tensors = flatten(common, "common")
+        own_skeleton, own_tensors = _own(ranks, own)
+        plan, writes = self._planning(ranks).plan(step, {**own_tensors, **tensors})
+        take = partial(self._snapshot.take, writes)
+        return Planned(skeleton, own_skeleton, plan.tensors, self._snapshot, take)
+
+    def preparation(self, ranks: Ranks, common: Any, own: Any) -> Callable[[], None]:
+        """What a thread does before the first save: it plans, and takes the memory for a copy."""
+        tensors = {**_own(ranks, own)[1], **flatten(common, "common")[1]}
+
+        def act() -> None:
+            writes = self._planning(ranks).plan(-1, tensors)[1]
+            with suppress(MemoryError):  # the save tries again, and tells
+                self._snapshot.make_room(writes)
+
+        return act
+
+    def reader(
+        self, ranks: Ranks, templates: Templates | None
+    ) -> Callable[[Path, Manifest], Loaded]:
+        """Reads what all ranks hold, and what is this rank's, if as many ranks have saved it."""
+        return Reader(ranks.rank, ranks.size, templates or {}).read
+
+    def _planning(self, ranks: Ranks) -> Planner:
+        if self._planner is None or self._planner.comm is not ranks:
+            self._planner = Planner(ranks)
+        return self._planner
+
+
+class Checkpointer(checkpointer.Checkpointer):
+    """The checkpoints of one run of torch; `rules` are those of all engines.
+
+    A thread of each rank has a communicator of its own, beside `comm`.
+    """
+
+    def __init__(self, folder: Path, comm: Comm, **rules: Any) -> None:
+        self._tensors = TensorCopies()
+        super().__init__(folder, EveryRank(comm), self._tensors, **rules)
+
+    def prepare(self, common: Any, own: Any) -> None:
+        """Plan, and take the memory of the snapshot, so that the first save is like all others.
+
+        All ranks call this once the state has all its tensors (after the first step); a thread
+        does it.
+        """
+        self.wait()
+        self.writers.thread.start(self._tensors.preparation(self._ready(), common, own))
+
+
+def _own(ranks: Ranks, own: Any) -> tuple[Any, dict[str, Tensor]]:
+    return flatten(own, f"own/{ranks.rank}")
+
+
+OF_RANK = "callbacks_of_rank"
+DEEPEST, MOST_ITEMS = 3, 64  # of what callbacks keep
+
+
+class Saving:
+    """The checkpoints of one training, in the run folder of its job. Every rank makes one."""
+
+    def __init__(
+        self,
+        task: Task,
+        job: Job,
+        strategy: Strategy,
+        attempt: int,
+        reach: Callable[[str, int], None],
+        report: Callable[..., None],
+    ) -> None:
+        self.saved = SavedJob(task, job, facts, DECIDES_BITS, attempt, reach, report)
+        self.strategy, self._told_of_rates = strategy, False
+        own_folder, *_ = self.saved.sources
+        self.checkpointer = Checkpointer(own_folder, strategy.comm, **self.saved.rules)
+
+    def save(self, step: int, rest: dict[str, Any], metrics: dict[str, float]) -> None:
+        """Save the strategy's state and the `rest` of the training; a thread goes on with it."""
+        self.checkpointer.save(step, *self._parts(rest), self.saved.about(rest, metrics))
+
+    def look_at_rates(self) -> None:
+        """Before a step: refuse, or tell once, what sets rates and would not be saved."""
+        step = self.strategy.step
+        check_no_scheduler(step.optimizer, "to train with checkpoints")
+        if step.rates.told and not self._told_of_rates:
+            self._told_of_rates = True
+            if self.strategy.comm.rank == 0:
+                self.saved.report("rate_notes", notes=[step.rates.told])
+
+    def prepare(self, rest: dict[str, Any]) -> None:
+        """After the first step: a thread takes the memory that saves need."""
+        self.checkpointer.prepare(*self._parts(rest))
+
+    def _parts(self, rest: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What all ranks hold, and what is this rank's own."""
+        rest = dict(rest)
+        own = {
+            "random": random_streams(self.strategy.comm.device),
+            "strategy": self.strategy.own_state(),
+            OF_RANK: rest.pop(OF_RANK, {}),
+        }
+        state = {**self.strategy.state(), **rest}
+        if self.strategy.agreement.is_one_training:
+            return state, own
+        return {}, {**own, **state}
+
+    def load(self, load_rest: Callable[[dict[str, Any]], None]) -> int | None:
+        """Load the newest good checkpoint; returns its step, or `None`.
+
+        That of this run folder if it has one, else that of `job.resume`. Raises `RequestError` if
+        the job is another one.
+        """
+
+        def take(loaded: Loaded) -> None:
+            self.saved.check(loaded)
+            state, own = self._state_in(loaded), loaded.own or {}
+            self.strategy.load_state(state)
+            self.strategy.load_own_state(own.get("strategy", {}))
+            load_rest({**state, OF_RANK: own.get(OF_RANK), "step": loaded.step})
+            if (random := own.get("random")) is not None:
+                set_random_streams(random, self.strategy.comm.device)
+
+        loaded = self.checkpointer.load(self.saved.sources, self._templates(), take)
+        if loaded is None:
+            self.saved.check_not_asked_for()
+            return None
+        if self.strategy.comm.rank == 0:
+            has_streams = (loaded.own or {}).get("random") is not None
+            self.saved.resumed(loaded, random_streams_restored=has_streams)
+        return loaded.step
+
+    def _templates(self) -> dict[str, Tensor]:
+        """By path, where this rank's part of each tensor goes that not every rank holds whole.
+
+        New memory for that part alone (none for a meta tensor, which is not read): the training
+        holds what it held until all of a checkpoint is read and found to be of the same job.
+        """
+        prefix = "common"
+        if not self.strategy.agreement.is_one_training:
+            prefix = f"own/{self.strategy.comm.rank}"
+        tensors = flatten(self.strategy.state(), prefix)[1]
+        return {
+            path: torch.empty_like(t) for path, t in tensors.items() if is_dtensor(t) or t.is_meta
+        }
+
+    def _state_in(self, loaded: Loaded) -> dict[str, Any]:
+        if self.strategy.agreement.is_one_training:
+            return dict(loaded.common)
+        if loaded.own is None:
+            raise RequestError(
+                asked=f"to resume from {loaded.path} on {self.strategy.comm.size} ranks",
+                found=f"the states of {loaded.manifest.ranks} ranks that trained apart",
+                why="each of them is a training of its own",
+                do=f"--ranks {loaded.manifest.ranks}",
+            )
+        return dict(loaded.own)
+
+
+# --- callbacks ------------------------------------------------------------------------------------
+
+
+def digest_of_state(state: Any, name: str) -> str:
+    """A digest of the state of a callback; raises `RequestError` for what cannot be saved."""
+    skeleton, tensors = flatten(state, f"callbacks/{name}")
+    digest = hashlib.blake2b(json.dumps(skeleton).encode(), digest_size=16)
+    for path, tensor in tensors.items():
+        if is_dtensor(tensor):
+            raise refused(path, "a part of a tensor that ranks share (DTensor)")
+        digest.update(f"{path} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def contents_of(callback: Callback, model: nn.Module) -> dict[str, Any]:
+    """What tells whether a callback has changed what it keeps beside the `model`, by name."""
+    found: dict[str, Any] = {}
+    known = {id(module) for module in model.modules()}
+    waiting = [(name, value, 1) for name, value in vars(callback).items()]
+    while waiting:
+        name, value, depth = waiting.pop()
+        if id(value) in known or type(value).__module__.startswith("allranks."):
+            continue
+        known |= {id(value)} if hasattr(value, "__dict__") else set()
+        if isinstance(value, nn.Module):
+            found[name] = [t._version for t in (*value.parameters(), *value.buffers())]
+        elif isinstance(value, Tensor):
+            found[name] = id(value), value._version
+        elif isinstance(value, (int, float, np.number)):
+            found[name] = value
+        elif isinstance(value, np.ndarray):
+            found[name] = hashlib.blake2b(np.ascontiguousarray(value).data).digest()
+        elif isinstance(value, (list, tuple, dict, set, deque)):
+            found[name] = len(value)
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            if depth < DEEPEST:
+                items = islice(pairs, MOST_ITEMS)
+                waiting += [(f"{name}[{key!r}]", item, depth + 1) for key, item in items]
+        elif depth < DEEPEST and not callable(value):
+            own = getattr(value, "__dict__", {})
+            waiting += [(f"{name}.{key}", item, depth + 1) for key, item in own.items()]
+    return found

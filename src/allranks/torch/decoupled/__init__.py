@@ -1,1 +1,0 @@
-"""Learners that come and go, and the synchronizer that merges what they have found."""

@@ -1,0 +1,198 @@
+"""`decoupled`: learners that come and go, and a synchronizer that merges what they have found.
+
+The processes of a job are a synchronizer, which leads it, and learners (`--ranks` of them). Neither
+is in a process group: they exchange framed messages (`launcher/messages`), so the death of one is
+nothing that another waits for.
+
+    learner        service                merging                 trainer of the synchronizer
+    train a chunk -> found, samples   ->  quorum or grace: merge -> metrics, evaluation, checkpoint
+    begin again   <- weights, chunk   <-  theta, version, ledger <- taken up again after a restart
+
+`ledger` hands out the samples, so that each counts once in an epoch; `merging` is the arithmetic;
+`service` answers learners, each in a thread; `learner` is their loop, `wire` its end of the
+connection; `trainer` is the leader's, for which a step is a merge, so that record, evaluation and
+checkpoints are those of every strategy.
+What the launcher does for it: a learner that is lost is no failure while `least` are left, and is
+started again; so is the synchronizer, from its checkpoint, while learners wait for it (`Role`).
+
+This class is what both have of a strategy: a step of one process alone. The inner optimizers are
+the learners' own; a checkpoint has what each was after its last chunk that is in the weights
+(`inner_state`), and a learner that comes again begins with that of the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from allranks.launcher.messages.connection import Buffer
+from allranks.strategies.card import Workload
+from allranks.torch.data.batch import Batch
+from allranks.torch.local_sgd.strategies import refuse_without_whole_steps
+from allranks.torch.model.reals import real_type, reals
+from allranks.torch.step.gradients import Gradients
+from allranks.torch.step.tally import Tally
+from allranks.torch.strategies.base import Strategy
+
+# --- flat ----------------------------------------------------------------------------------------
+# The weights of a model as flat numbers: what is subtracted, merged and sent.
+#
+#     | parameters | buffers of real numbers | buffers of whole numbers |
+#
+# The first two are of one type, at least 32 bits wide, so that a sum of small changes is not
+# rounded to that of a half; the third one is int64. Its order is that of the model, alike in all
+# processes.
+
+
+@dataclass
+class Numbers:
+    """Flat numbers of one model: `weights` (n,) with the buffers behind them, `counts` (m,)."""
+
+    weights: Tensor
+    counts: Tensor
+
+    def copied(self) -> Numbers:
+        return Numbers(self.weights.clone(), self.counts.clone())
+
+    @property
+    def buffers(self) -> tuple[Buffer, Buffer]:
+        """The bytes of both, where they lie; to be used before they change."""
+        return _bytes(self.weights), _bytes(self.counts)
+
+    def part(self, parts: Sequence[slice], rest: int) -> list[Buffer]:
+        """The bytes of these parts of the weights, of those from `rest` on, and of the counts."""
+        pieces = [self.weights[part] for part in (*parts, slice(rest, None))]
+        return [_bytes(one) for one in (*pieces, self.counts)]
+
+    @property
+    def nbytes(self) -> int:
+        return self.weights.nbytes + self.counts.nbytes
+
+
+class FlatModel:
+    """A model whose weights are read and written as flat numbers, on the host."""
+
+    def __init__(self, model: nn.Module, changed: Callable[[], None] = lambda: None) -> None:
+        self._changed = changed
+        self._trained = [p for p in model.parameters() if p.requires_grad]
+        own = {id(p) for p in model.parameters()}
+        buffers = [b for b in model.buffers() if id(b) not in own]
+        self._real = [b for b in buffers if b.is_floating_point() or b.is_complex()]
+        self._whole = [b for b in buffers if not (b.is_floating_point() or b.is_complex())]
+        types = {real_type(t.dtype) for t in (*self._trained, *self._real)}
+        self.type = torch.float64 if torch.float64 in types else torch.float32
+        self.parameters = sum(reals(p).numel() for p in self._trained)
+        """How many of the numbers are weights that are trained; buffers follow."""
+        shapes = [(tuple(t.shape), str(t.dtype)) for t in self._tensors]
+        self.digest = hashlib.sha256(repr((shapes, self.type)).encode()).hexdigest()
+        """What two processes must have in common to exchange numbers."""
+
+    @property
+    def _tensors(self) -> list[Tensor]:
+        return [*self._trained, *self._real, *self._whole]
+
+    @torch.no_grad()
+    def read(self) -> Numbers:
+        """A copy of what the model holds now."""
+        real = [reals(t.detach()).reshape(-1).to("cpu", self.type) for t in self._trained]
+        real += [reals(t.detach()).reshape(-1).to("cpu", self.type) for t in self._real]
+        whole = [t.detach().reshape(-1).to("cpu", torch.int64) for t in self._whole]
+        weights = torch.cat(real) if real else torch.empty(0, dtype=self.type)
+        counts = torch.cat(whole) if whole else torch.empty(0, dtype=torch.int64)
+        return Numbers(weights, counts)
+
+    @torch.no_grad()
+    def write(self, numbers: Numbers) -> None:
+        """Let the model hold these numbers."""
+        for tensors, flat in (
+            ((*self._trained, *self._real), numbers.weights),
+            (self._whole, numbers.counts),
+        ):
+            at = 0
+            for tensor in tensors:
+                seen = reals(tensor.detach())
+                seen.copy_(flat[at : at + seen.numel()].view(seen.shape))
+                at += seen.numel()
+        self._changed()
+
+    def empty(self) -> Numbers:
+        """Memory for numbers of this model."""
+        found = self.read()
+        return Numbers(torch.empty_like(found.weights), torch.empty_like(found.counts))
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its numbers, as they are sent."""
+        real = self.parameters + sum(reals(b).numel() for b in self._real)
+        return real * self.type.itemsize + 8 * sum(b.numel() for b in self._whole)
+
+    def fragments(self, count: int) -> list[slice]:
+        """The parameters among the numbers, cut into so many parts of equal size but for one."""
+        ends = [round(self.parameters * n / count) for n in range(count + 1)]
+        return [slice(*pair) for pair in pairwise(ends)]
+
+    def take(self, body: memoryview, parameters: int | None = None) -> Numbers:
+        """The numbers in the bytes of a message, in the same memory: of so many parameters."""
+        left_out = 0 if parameters is None else self.parameters - parameters
+        nbytes = self.nbytes - left_out * self.type.itemsize
+        if len(body) != nbytes:
+            raise ValueError(f"{len(body)} bytes for weights of {nbytes}")
+        whole = 8 * sum(b.numel() for b in self._whole)
+        flat = torch.frombuffer(body, dtype=torch.uint8)
+        cut = len(body) - whole
+        return Numbers(flat[:cut].view(self.type), _int64(flat[cut:]))
+
+
+def _int64(flat: Tensor) -> Tensor:
+    return flat.clone().view(torch.int64)  # it may not be aligned
+
+
+def _bytes(tensor: Tensor) -> Buffer:
+    array: Any = tensor.numpy()
+    return memoryview(array).cast("B") if tensor.numel() else b""
+
+
+class Decoupled(Strategy):
+    """Forward, backward, update, alone. The synchronizer makes no step; it holds `merged`."""
+
+    name = "decoupled"
+    learners = 1
+    merged: dict[str, Any] | None = None
+    """What of the state is the synchronizer's, beside the weights; set by its trainer."""
+
+    def prepare(self) -> None:
+        task = self.task
+        asked = {
+            "ema of the task": task.ema is not None,
+            "plateau() of the task": task.plateau() is not None,
+            "loss_over = 'batch'": task.loss_over == "batch",
+        }
+        found = "learners that each make steps of their own"
+        why = "it follows from every step of the whole job, which nobody makes here"
+        refuse_without_whole_steps(self.name, asked, found=found, why=why)
+
+    def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
+        return local, Gradients(self.step.parameters)
+
+    def messages(self) -> tuple[int, ...]:
+        flat = FlatModel(self.model)
+        weights = flat.parameters * flat.type.itemsize
+        return weights, flat.nbytes - weights
+
+    def promised_bytes(self) -> int:
+        work = Workload(self.messages(), self.learners, self.task.shards)
+        return self.card.bytes_sent(work, self.context.options)
+
+    def state(self) -> dict[str, Any]:
+        state = super().state()
+        return state if self.merged is None else {**state, "merged": self.merged}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        super().load_state(state)
+        self.merged = state.get("merged")

@@ -1,0 +1,501 @@
+"""Learners that train apart and meet: one wrapper for every outer optimizer, around any strategy.
+
+    a step       of a learner: by its `inner` strategy, on its part of the global batch
+    a meeting    every H steps: the mean of what learners have found, weighted by what each has
+                 trained on, moves the global weights (`outer.optimizers`), and learners go on from
+                 there; what a supervisor wants of a rank rides on it
+    near         between two meetings learners of a node take the mean of their weights
+    after        before, gradients are summed over all learners in every step, as `ddp` does
+    fragments    parts of the model meet at times of their own, and may be under way for some steps
+
+All agree on the global weights: these are evaluated, saved and exported. The weights of a learner
+between two meetings, and what its optimizer keeps, are its own, and saved beside them; on other
+ranks a training goes on from its last meeting. Shards, rates and epochs are those of any strategy:
+a step is a step of all. Of streams nobody knows how long they are, so learners hear in each of
+these steps whether any of them has samples left, and end their epoch together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from allranks.catalog import STRATEGIES, TORCH, load
+from allranks.errors import RequestError
+from allranks.job.placement import GLOBAL, Placed
+from allranks.strategies.card import Workload
+from allranks.strategies.cards.outer import learner_options, near_of
+from allranks.strategies.mesh import LEARNER, Agreement
+from allranks.torch.checkpoint.state import copied
+from allranks.torch.checkpoint.tree import local
+from allranks.torch.compression.base import Codec
+from allranks.torch.compression.four_bit import FourBit
+from allranks.torch.compression.top_k import TopK
+from allranks.torch.data.batch import Batch
+from allranks.torch.deferred_init.recorded import Recorded
+from allranks.torch.local_sgd.exchange import (
+    SAID_BYTES,
+    WEIGHT_BYTES,
+    Exchange,
+    Said,
+    check_stream,
+    of_all,
+)
+from allranks.torch.local_sgd.global_weights import (
+    GlobalWeights,
+    as_it_was,
+    as_parts,
+    by_type,
+    in_fragments,
+)
+from allranks.torch.local_sgd.optimizers import (
+    Average,
+    BlockMomentum,
+    Nesterov,
+    OuterOptimizer,
+    SlowMo,
+)
+from allranks.torch.model.placement import row
+from allranks.torch.model.reals import reals
+from allranks.torch.step.changes import unfrozen_on_the_way
+from allranks.torch.step.gradients import Gradients
+from allranks.torch.step.tally import Tally
+from allranks.torch.strategies.base import MakeOptimizer, Strategy
+from allranks.torch.strategies.context import StrategyContext
+from allranks.training.progress import NOTHING, Asked, StepResult, UnreadResult
+
+OF_THE_INNER = (
+    *("built_with", "equal_passes", "passes_meet_readers", "counts_passes", "cuts_by_shard"),
+    *("can_be_compiled", "builds_deferred", "cuts_micro_batches", "has_one_model"),
+)
+
+
+class Outer(Strategy):
+    """Train by `inner` in each learner, and meet every so many steps."""
+
+    def __init__(self, context: StrategyContext) -> None:
+        super().__init__(context)
+        self.options, within = context.options, learner_options(context.options)
+        size = self.comm.size // self.mesh.size(LEARNER)
+        first = self.comm.rank // size * size
+        line = self.comm.among(tuple(range(first, first + size)))
+        self._line = line if line is self.comm else replace(line, meetings=None)
+        self._groups = [] if line is self.comm else [self._line]
+        kind = load(STRATEGIES[TORCH][within.name])
+        self.inner: Strategy = kind(replace(context, comm=self._line, options=within.options))
+        for name in OF_THE_INNER:
+            setattr(self, name, getattr(self.inner, name))
+        self.after, self.near = int(self.options["after"]), int(self.options.get("near", 0))
+        self.fragments = int(self.options.get("fragments", 1))
+        self._at = 0  # the step that was made last, from the first apart on
+        self._exchange: Exchange | None = None
+        self._asked = NOTHING
+
+    def made_optimizer(self) -> OuterOptimizer:
+        """What moves one flat tensor of the global weights."""
+        raise NotImplementedError
+
+    def made_codec(self) -> Codec | None:
+        """The messages that stand for what is found; `None`: it is sent as it is."""
+        return None
+
+    @property
+    def agreement(self) -> Agreement:
+        return self.inner.agreement
+
+    @property
+    def learner(self) -> Strategy:
+        return self.inner
+
+    @property
+    def shard_alone(self) -> bool:
+        return self.inner.shard_alone
+
+    @property
+    def can_run_ahead(self) -> bool:  # type: ignore[override]
+        return self.inner.can_run_ahead
+
+    def reads_at_once(self, batch: Batch) -> bool:
+        if self._exchange is None:
+            return batch.index >= self.after  # from this step on learners train apart
+        at = batch.index + 1 - self.after
+        return self._exchange.moves(at) or self._is_near(at)
+
+    def _is_near(self, at: int) -> bool:
+        """Whether learners of a node take their mean after step `at`, if they do not all meet."""
+        return bool(self.near) and at % self.near == 0
+
+    def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
+        sums, gradients = self.inner.reduce(batch, local)
+        if self._exchange is None and self.learners.size > 1:
+            for parameter in self.step.parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+                elif parameter.grad.is_sparse:  # summed dense, as in buckets
+                    parameter.grad = parameter.grad.to_dense()
+            self._add_up((sums.tensor, *gradients.tensors()))
+        return sums, gradients
+
+    def _add_up(self, tensors: Iterable[Tensor | None]) -> None:
+        """Sum over the learners, in place; of a tensor that ranks share, what this one holds."""
+        for tensor in tensors:
+            assert tensor is not None
+            self.learners.all_reduce(local(tensor)).wait()
+
+    def forward_backward(self, batch: Batch) -> Tally:
+        if batch.sizes is None:
+            check_stream(self.task, self)
+        if batch.index >= self.after and self._exchange is None:
+            self._exchange = self._made_exchange()
+            self.step.layout.leaves = None  # those of the learner alone, from here on
+        return self.inner.forward_backward(batch)
+
+    def after_update(self, batch: Batch, result: StepResult) -> StepResult:
+        """Meet where it is time. Sends what the card says; of a stream, 56 bytes in each step."""
+        if self._exchange is None:
+            return result
+        if self.step.names != self._names:
+            raise unfrozen_on_the_way(self.name)
+        self.step.user_buffers.write_into(self._buffers)
+        if isinstance(result, UnreadResult):
+            self._at = batch.index + 1 - self.after
+            result.then(partial(_of_all, batch, said=None, heard=None))
+            return result
+        self._hear(result.asked)
+        heard = of_all(self.learners, result) if batch.sizes is None else None
+        if heard is not None and not heard.samples:
+            return replace(result, asked=NOTHING)  # for all alike: an epoch is over
+        self._at = at = batch.index + 1 - self.after
+        sends = self._exchange.asks(at)
+        self._exchange.count(result)
+        said = self._exchange.meet(at, result, self._asked)
+        if sends:
+            self._asked = NOTHING
+        elif self._is_near(at):
+            self._average_near()
+        return _of_all(batch, result, said=said, heard=heard)
+
+    def after_read(self, result: StepResult, asked: Asked) -> Asked:
+        """Until the next meeting it is this learner's alone."""
+        if self._exchange is None:
+            return asked
+        self._exchange.count(result)
+        self._hear(asked)
+        return NOTHING
+
+    def _hear(self, asked: Asked) -> None:
+        self._asked = Asked.of(self._asked.stop or asked.stop, self._asked.save or asked.save)
+
+    def finish(self) -> bool:
+        if self._exchange is None:
+            return False
+        rate = float(self.step.optimizer.param_groups[0]["lr"])
+        return self._exchange.meet_for_good(self._at, rate)
+
+    def _average_near(self) -> None:
+        """The mean of the weights and buffers of the learners of a node; they all call this."""
+        assert self._exchange is not None
+        with torch.no_grad():
+            for flat in self._exchange.weights.flats:
+                torch.cat([live.flatten() for live in flat.live], out=flat.found)
+                self._neighbours.all_reduce(flat.found.div_(self._neighbours.size)).wait()
+                for live, mean in zip(flat.live, flat.views(flat.found), strict=True):
+                    live.copy_(mean)
+
+    # --- the model ------------------------------------------------------------------------
+
+    def setup(
+        self, model: nn.Module, make_optimizer: MakeOptimizer, recorded: Recorded | None = None
+    ) -> None:
+        inner = self.inner
+        inner.setup(model, make_optimizer, recorded)
+        self.model, self.step, self.made = inner.model, inner.step, inner.made
+        self.kept_whole, self._names = inner.kept_whole, list(inner.step.names)
+        self.learners = self.axis(LEARNER)
+        beside = int(self.options.get("overlap", 0)) and self.learners.size > 1
+        self._meeting = self.learners.beside() if beside else self.learners
+        group = near_of(self.comm.size, self.options)
+        first = self.learners.rank // group * group
+        self._neighbours = self.learners.among(tuple(range(first, first + group)))
+        made = (self._meeting, self._neighbours)
+        self._groups += [comm for comm in made if comm is not self.learners]
+        held = [local(t.detach()) for t in (*self.model.parameters(), *self.model.buffers())]
+        with torch.no_grad():
+            self.learners.broadcast(*(tensor for tensor in held if not tensor.is_meta))
+
+    def _agreed(self) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
+        """The parameters and buffers that learners agree on, as far as this rank holds them."""
+        parameters = zip(self.step.names, self.step.parameters, strict=True)
+        buffers = [(n, b) for n, b in self.model.named_buffers() if b.is_floating_point()]
+        return (
+            [(n, local(p.detach())) for n, p in parameters if not p.is_meta],
+            [(n, b) for n, b in buffers if not b.is_meta],
+        )
+
+    def _made_exchange(self) -> Exchange:
+        """Begin to train apart; every rank calls this, where all learners hold the same."""
+        every, count = int(self.options["every"]), self.fragments
+        parameters, buffers = self._agreed()
+        self._buffers = dict(buffers)
+        weights = GlobalWeights(
+            parameters,
+            buffers,
+            self.made_optimizer,
+            Average,
+            offsets=[at * every // count for at in range(count)],
+            zeros=self._meeting.zeros,
+        )
+        return Exchange(
+            self._meeting,
+            weights,
+            every=every,
+            overlap=int(self.options.get("overlap", 0)),
+            mix=float(self.options.get("mix", 0.0)),
+            codec=self.made_codec(),
+            decay=float(self.options.get("decay", 1.0)),
+            moved=self._reset if self.options.get("state") == "reset" else lambda: None,
+        )
+
+    def _reset(self) -> None:
+        self.step.optimizer.state.clear()
+        self.step.layout.was_updated = False
+
+    @contextmanager
+    def evaluated_weights(self) -> Iterator[None]:
+        """Within, the live weights and buffers are the global ones. Sends nothing."""
+        if self._exchange is None:
+            yield
+            return
+        weights = self._exchange.weights
+        weights.swap()
+        try:
+            yield
+        finally:
+            weights.swap()
+
+    def eval_step(self, data: Any, forward: Callable[[Callable[..., Any], Any], Any]) -> Any:
+        return self.inner.eval_step(data, forward)
+
+    def evaluation_pass(self) -> AbstractContextManager[None]:
+        return self.inner.evaluation_pass()
+
+    def placement(self, *, updated: bool) -> list[Placed]:
+        """Beside what `inner` has: the global weights, what is sent of them, and their momentum."""
+        keeps = self.made_optimizer().keeps
+        rows = [row(GLOBAL, name, tensor) for named in self._agreed() for name, tensor in named]
+        more = [
+            replace(one, gradient_bytes=one.bytes, optimizer_bytes=keeps * (one.bytes or 0))
+            for one in rows
+        ]
+        return [*self.inner.placement(updated=updated), *more]
+
+    def messages(self) -> tuple[int, ...]:
+        """Of a learner in each step; what it finds, as it is and in messages; what it says."""
+        parameters, buffers = (sum(t.nbytes for _, t in named) for named in self._agreed())
+        within, said = self.inner.promised_bytes(), SAID_BYTES * self.fragments
+        codec = self.made_codec()
+        if codec is None:
+            return within, parameters + buffers, 0, said
+        cut = in_fragments(self._agreed()[0], self.fragments)
+        flats = [[reals(t) for _, t in same] for named in cut for same in by_type(named)]
+        sizes = [(sum(t.numel() for t in flat), flat[0].itemsize) for flat in flats]
+        coded = sum(codec.size_bytes(*size) + WEIGHT_BYTES for size in sizes)
+        return within, buffers, coded, said
+
+    def promised_bytes(self) -> int:
+        work = Workload(self.messages(), self.comm.size, self.task.shards)
+        return self.card.bytes_sent(work, self.options)
+
+    # --- state ----------------------------------------------------------------------------
+
+    def owned(self, *, writes: bool = False) -> AbstractContextManager[None]:
+        return self.inner.owned(writes=writes)
+
+    def as_saved(self, name: str, tensor: Tensor) -> Tensor:
+        return self.inner.as_saved(name, tensor)
+
+    def full(self, name: str, tensor: Tensor) -> Tensor:
+        return self.inner.full(name, tensor)
+
+    def full_state(self) -> Iterator[tuple[str, Tensor]]:
+        with self.evaluated_weights():
+            yield from self.inner.full_state()
+
+    def state(self) -> dict[str, Any]:
+        if self._exchange is None:
+            return self.inner.state()
+        weights = self._exchange.weights
+        with self.evaluated_weights():
+            state = self.inner.state()
+            state["model"] = copied(state["model"])
+        outer: dict[str, Any] = {"at": self._at, "under_way": self._exchange.state()}
+        if weights.has_momentum:
+            with weights.momentum_in_place():
+                model = self.inner.state()["model"]
+                outer["momentum"] = copied({n: t for n, t in model.items() if n in self._names})
+        return {**state, "outer": outer}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """From another strategy: the weights are those of a meeting. Every rank calls this."""
+        inner, outer = self.inner, state.get("outer")
+        self._exchange = None if outer is None else self._made_exchange()
+        if self._exchange is None or outer is None:
+            inner.load_state(state)
+            return
+        weights, self._at = self._exchange.weights, int(outer["at"])
+        if "momentum" in outer:
+            inner.load_state({**state, "model": {**state["model"], **outer["momentum"]}})
+            weights.take_momentum()
+        inner.load_state(state)
+        weights.begin_anew()
+        self._exchange.load_state(outer["under_way"])
+
+    def own_state(self) -> dict[str, Any]:
+        own: dict[str, Any] = {"inner": self.inner.own_state()}
+        if self._exchange is not None:
+            own["exchange"] = self._exchange.own_state()
+            own["live"] = self._exchange.weights.live()
+            own["optimizer"] = as_parts(self.inner.state()["optimizer"])
+        return own
+
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        if not state:
+            return
+        self.inner.load_own_state(state["inner"])
+        if self._exchange is None or "live" not in state:
+            return
+        if self._exchange.weights.take_live(state["live"]):
+            self._exchange.load_own_state(state["exchange"])
+            now = self.inner.state()
+            optimizer = as_it_was(state["optimizer"], now["optimizer"])
+            live = self._exchange.weights.live()
+            self.inner.load_state({**now, "optimizer": optimizer})
+            self._exchange.weights.take_live(live)
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def leave(self, *, failed: bool = False) -> None:
+        self.inner.leave(failed=failed)
+        for comm in self._groups:
+            comm.leave(failed=failed)
+        super().leave(failed=failed)
+
+
+def _of_all(
+    batch: Batch, result: StepResult, *, said: Said | None, heard: Said | None
+) -> StepResult:
+    """What there is to say of a step of all: its loss is that of this learner between meetings."""
+    asked = NOTHING if said is None else said.asked
+    of_all = int(heard.samples) if batch.sizes is None and heard else sum(batch.sizes or ())
+    result = replace(result, asked=asked, samples=of_all)
+    if not result.taken:  # the others had samples
+        result = replace(result, updated=True, loss=0.0, weight=0.0)
+    told = heard or said
+    if told is not None and told.weight:
+        result = replace(result, loss=told.mean_loss, weight=told.weight)
+    return result
+
+
+# --- local sgd -----------------------------------------------------------------------------------
+# Learners that meet every few steps, by the outer optimizer that joins what they found.
+
+
+class LocalSGD(Outer):
+    """Learners take the mean of their weights."""
+
+    name = "local-sgd"
+
+    def made_optimizer(self) -> OuterOptimizer:
+        return Average()
+
+
+class SlowMomentum(Outer):
+    """Means move the global weights with a slow momentum."""
+
+    name = "slowmo"
+
+    def made_optimizer(self) -> OuterOptimizer:
+        return SlowMo(self.options["alpha"], self.options["beta"])
+
+
+class BlockMomentumFiltering(Outer):
+    """Blocks move the global weights with momentum."""
+
+    name = "block-momentum"
+
+    def made_optimizer(self) -> OuterOptimizer:
+        momentum = self.options["momentum"]
+        if momentum < 0:
+            momentum = 1 - 1 / self.learners.size
+        return BlockMomentum(momentum, self.options["block_rate"], self.options["form"])
+
+
+class DiLoCo(Outer):
+    """What learners found is a gradient of an outer SGD with Nesterov momentum."""
+
+    name = "diloco"
+
+    def made_optimizer(self) -> OuterOptimizer:
+        return Nesterov(self.options["lr"], self.options["momentum"])
+
+    def made_codec(self) -> Codec | None:
+        return FourBit() if self.options["bits"] == "4" else None
+
+
+class SparseLoCo(Outer):
+    """What learners found is sent as the largest of each chunk, in 2 bits; the rest is kept."""
+
+    name = "sparse-loco"
+
+    def made_optimizer(self) -> OuterOptimizer:
+        return Nesterov(self.options["lr"], 0.0)
+
+    def made_codec(self) -> Codec:
+        options = self.options
+        values = "two-bit" if options["bits"] == "2" else "raw"
+        return TopK(options["keep"], options["chunk"], values)
+
+
+# --- independent ---------------------------------------------------------------------------------
+# No exchange at all: each rank trains alone, on its own shards. The upper bound of throughput.
+#
+# Rank r does what `single` would do on a data set of the samples of its shards. Ranks that draw
+# apart are the point; nobody should mistake this for training together.
+
+
+class Independent(Strategy):
+    """Forward, backward, update, on every rank for itself. Nothing is sent."""
+
+    name = "independent"
+    can_run_ahead = True
+
+    def reads_at_once(self, batch: Batch) -> bool:
+        return not batch.own_samples
+
+    def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
+        return local, Gradients(self.step.parameters)
+
+
+# --- whole steps ---------------------------------------------------------------------------------
+# What is refused where no process sees a whole step: under servers, and learners on their own.
+
+
+def refuse_without_whole_steps(
+    strategy: str, asked: Mapping[str, bool], *, found: str, why: str
+) -> None:
+    """Raise `RequestError` for the first that is `asked` of what needs all of a step."""
+    for what, is_asked in asked.items():
+        if is_asked:
+            raise RequestError(
+                asked=f"--strategy {strategy} with {what}",
+                found=found,
+                why=why,
+                do="leave it out, or --strategy ddp",
+            )

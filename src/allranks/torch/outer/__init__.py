@@ -1,1 +1,0 @@
-"""What learners that train apart for some steps do with their weights when they meet."""

@@ -1,1 +1,0 @@
-"""Strategies whose ranks train apart: for ever, or between two meetings."""
