@@ -18,7 +18,7 @@ from harness import order_of
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from allranks.programs.readers.image_folder import ImageFolder
+from allranks.programs.readers.images import ImageFolder
 from allranks.torch.data.batches import GlobalBatches
 from allranks.torch.data.open_data import open_data
 from allranks.torch.model.precision import Precision

@@ -31,10 +31,7 @@ from torch import Tensor
 
 from allranks.programs.models.resnet import resnet50
 from allranks.torch.compression import kernels
-from allranks.torch.compression.columns import ColumnQuantizer
-from allranks.torch.compression.four_bit import FourBit
-from allranks.torch.compression.top_k import TopK
-from allranks.torch.compression.two_bit import TwoBit
+from allranks.torch.compression.codecs import ColumnQuantizer, FourBit, TopK, TwoBit
 from allranks.torch.parallel.data.half import packed_buckets
 
 COLUMN = 4096

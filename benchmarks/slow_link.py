@@ -68,8 +68,7 @@ from allranks.launcher.plan import RankPlan, Shape
 from allranks.launcher.processes.fork_server import LISTENER_FD
 from allranks.launcher.processes.process import Process
 from allranks.launcher.supervisor import Care, supervise
-from allranks.strategies.dial.facts import Facts
-from allranks.strategies.dial.link import Link
+from allranks.strategies.auto import Facts, Link
 
 HERE = Path(__file__).resolve().parent
 MODELS = {"char-GPT": "CharGPT", "ResNet-20": "ResNet20", "VGG-like": "VGGLike"}

@@ -10,9 +10,7 @@ from typing import Any
 from harness import Comparison, Interval, median_interval
 from trainings import Curves
 
-from allranks.strategies.dial.choosing import choose
-from allranks.strategies.dial.facts import Facts
-from allranks.strategies.dial.link import Link, parse_rate
+from allranks.strategies.auto import Facts, Link, choose, parse_rate
 from allranks.tools.bench.figure import Curve, plot
 
 LINKS = ("100mbit", "1gbit", "10gbit", "")

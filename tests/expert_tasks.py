@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from allranks.torch import MixtureOfExperts, Task
-from allranks.torch.optimizers.lamb import LAMB
+from allranks.torch.optimizers.layerwise import LAMB
 from contract_tasks import SAMPLES, Mixture, UnevenStream, made
 
 WIDTH, HIDDEN, EXPERTS = 6, 8, 12

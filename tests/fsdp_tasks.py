@@ -20,8 +20,7 @@ from allranks.launcher.world import World
 from allranks.strategies.mesh import SHARD, TENSOR
 from allranks.torch import Task, Trainer
 from allranks.torch.checkpoint.tree import local
-from allranks.torch.optimizers.lamb import LAMB
-from allranks.torch.optimizers.lars import LARS
+from allranks.torch.optimizers.layerwise import LAMB, LARS
 from allranks.torch.parallel.sharded.state import mesh_over
 from allranks.training.callback import Callback
 

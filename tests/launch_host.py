@@ -35,7 +35,7 @@ import allranks.launcher.start
 import allranks.tools.sweep.slots
 from allranks.catalog import preload_for
 from allranks.cli import main as door
-from allranks.job.loaded import remember_modules
+from allranks.job.program import remember_modules
 from allranks.job.run_folder import read_rows
 from allranks.launcher.processes import fork_server, leftovers
 from allranks.launcher.processes.fork_server_client import ForkServer

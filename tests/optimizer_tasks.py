@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.optim import Optimizer
 
-from allranks.torch.optimizers.lamb import LAMB
-from allranks.torch.optimizers.lars import LARS
+from allranks.torch.optimizers.layerwise import LAMB, LARS
 from allranks.training.schedules import linear_scaling, polynomial, product
 from contract_tasks import Images
 

@@ -29,7 +29,8 @@ from allranks.launcher.world import World
 from allranks.torch.comm.comm import CPU
 from allranks.torch.comm.counting_group import all_gather_single, reduce_scatter_single
 from allranks.torch.comm.join import join
-from allranks.torch.shared_memory import attaching, backend, cards
+from allranks.torch.shared_memory import attaching, backend
+from allranks.torch.shared_memory import operands as cards
 from allranks.torch.shared_memory.segment import Segment
 from allranks.torch.shared_memory.work import RankLost
 

@@ -150,7 +150,7 @@ def test_what_is_asked_for_is_taken_apart_in_one_file_each() -> None:
         "job/place.py",
         "strategies/card.py",
         "strategies/choice.py",
-        "strategies/dial/request.py",
+        "strategies/auto.py",
         "strategies/resolve.py",
     }
 

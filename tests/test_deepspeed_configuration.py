@@ -12,7 +12,7 @@ import pytest
 
 from allranks.errors import RequestError
 from allranks.job.config import Resolved, resolve
-from allranks.job.deepspeed.batch import KEYS, Batch, batch_of
+from allranks.job.deepspeed.sections import KEYS, Batch, batch_of
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.start import run_job
 from allranks.training.schedules import factor_of

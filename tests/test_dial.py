@@ -16,12 +16,8 @@ from allranks.launcher.describe import link_of
 from allranks.launcher.nodes.join import Rendezvous
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.start import plan_only
-from allranks.strategies.dial import cost
-from allranks.strategies.dial.candidates import Candidate, candidates
-from allranks.strategies.dial.choosing import SLACK, choose
-from allranks.strategies.dial.facts import Facts
-from allranks.strategies.dial.link import Link
-from allranks.strategies.dial.request import parse_dial
+from allranks.strategies import auto as cost
+from allranks.strategies.auto import SLACK, Candidate, Facts, Link, candidates, choose, parse_dial
 from allranks.strategies.torch_cards import CARDS
 from allranks.tools.check.scratch import checked_in_scratch
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from allranks.errors import RequestError
-from allranks.job.fields import read_value, with_settings
+from allranks.job.job import read_value, with_settings
 
 
 @dataclass(kw_only=True)

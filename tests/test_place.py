@@ -6,8 +6,7 @@ import pytest
 
 from allranks.errors import RequestError
 from allranks.job.job import Job
-from allranks.job.place import place_spec
-from allranks.job.simulated_network import Link, parse_network
+from allranks.job.place import Link, parse_network, place_spec
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from allranks.cli.display.placement import as_data, table
 from allranks.cli.main import main
 from allranks.job.config import resolve
 from allranks.job.job import Job
-from allranks.job.placement import Placed, RankPlacement, read_placements, write_placement
+from allranks.job.place import Placed, RankPlacement, read_placements, write_placement
 from allranks.launcher.plan import LocalMachine
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.start import plan_job

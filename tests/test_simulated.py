@@ -21,8 +21,8 @@ import pytest
 
 from allranks.errors import PlaceError, ProgramError, RequestError
 from allranks.job.config import resolve
+from allranks.job.place import Network
 from allranks.job.run_folder import read_events
-from allranks.job.simulated_network import Network
 from allranks.launcher.nodes.cluster import Cluster
 from allranks.launcher.nodes.join import Rendezvous, Ticket
 from allranks.launcher.places.simulated import SimulatedNodes

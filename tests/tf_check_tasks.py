@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from allranks.tensorflow import Task
-from allranks.tensorflow.names import value_of
+from allranks.tensorflow.build import value_of
 from allranks.training.callback import Callback
 from tf_faults import FAULTS, Fault
 from tf_tasks import Convolutions, Dense

@@ -18,8 +18,8 @@ from allranks.checkpoint.commit import ALONE
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.tensorflow import Task
+from allranks.tensorflow.build import names_of, set_weights, streams_of, value_of, values_of
 from allranks.tensorflow.machine import set_arithmetic
-from allranks.tensorflow.names import names_of, set_weights, streams_of, value_of, values_of
 from allranks.tensorflow.saving import Saving
 from allranks.training.task_fields import task_of
 

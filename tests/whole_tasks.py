@@ -11,11 +11,10 @@ from torch import nn
 from torch.optim import Adafactor, Muon, Optimizer
 
 from allranks.job.job import Job
-from allranks.job.placement import PARAMETER
+from allranks.job.place import PARAMETER
 from allranks.launcher.world import World
 from allranks.torch import Trainer
-from allranks.torch.optimizers.lamb import LAMB
-from allranks.torch.optimizers.lars import LARS
+from allranks.torch.optimizers.layerwise import LAMB, LARS
 from allranks.torch.optimizers.rowwise_adagrad import RowwiseAdagrad
 from allranks.training.callback import Callback
 from tensor_tasks import Stack

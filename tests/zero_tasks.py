@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 from allranks.job.job import Job
-from allranks.job.placement import PARAMETER
+from allranks.job.place import PARAMETER
 from allranks.launcher.world import World
 from allranks.torch import Task, Trainer
 from allranks.torch.data.batch import Batch

@@ -15,8 +15,7 @@ from drawn_task import Drawn
 from torch import Tensor
 
 from allranks.errors import AllranksError, RequestError
-from allranks.job.fields import with_settings
-from allranks.job.job import Job
+from allranks.job.job import Job, with_settings
 from allranks.launcher.world import World
 from allranks.torch import Trainer
 from allranks.torch.checkpoint.state import saved_names

@@ -28,8 +28,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from allranks.cli.display.following import Anomaly, Evaluation, Follower, State
-from allranks.cli.display.live import Picture, drawn
-from allranks.cli.display.terminal import Line, Terminal
+from allranks.cli.display.live import Line, Picture, Terminal, drawn
 from allranks.job.job import Job
 from allranks.job.run_folder import JsonLines, rank_events_path, rank_log_path
 from allranks.launcher.plan import Plan, Shape

@@ -13,7 +13,7 @@ from allranks.checkpoint.folder import committed
 from allranks.checkpoint.format import read_manifest
 from allranks.errors import ProgramError, RequestError, Stopped
 from allranks.job.config import resolve
-from allranks.job.placement import read_placements
+from allranks.job.place import read_placements
 from allranks.job.run_folder import read_events, read_rows
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.process import Process

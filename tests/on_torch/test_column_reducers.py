@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from allranks.torch.comm.comm import Comm
-from allranks.torch.compression.columns import ColumnQuantizer
+from allranks.torch.compression.codecs import ColumnQuantizer
 from allranks.torch.parallel.data.buckets import Buckets
 from allranks.torch.parallel.data.compressed.columns import OneBit
 from compressed_simulation import STEPS, simulated

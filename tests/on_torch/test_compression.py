@@ -8,12 +8,8 @@ from torch import Tensor
 
 from allranks.errors import RequestError
 from allranks.torch.compression import kernels
-from allranks.torch.compression.base import Codec
-from allranks.torch.compression.columns import ColumnQuantizer
+from allranks.torch.compression.codecs import Codec, ColumnQuantizer, FourBit, TopK, TwoBit
 from allranks.torch.compression.error_feedback import ErrorFeedback
-from allranks.torch.compression.four_bit import FourBit
-from allranks.torch.compression.top_k import TopK
-from allranks.torch.compression.two_bit import TwoBit
 from outer_simulation import four_bits, largest
 
 

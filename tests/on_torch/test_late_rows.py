@@ -15,7 +15,7 @@ from ahead_workers import Ahead, Unfreezes, Words, check_the_same, numbers_read,
 from allranks.errors import BadStep
 from allranks.job.job import Job
 from allranks.torch import Trainer
-from allranks.torch.optimizers.lamb import LAMB
+from allranks.torch.optimizers.layerwise import LAMB
 from allranks.torch.step.deferred_results import Rows, can_be_held_back, notes_on_update
 from allranks.torch.step.in_flight import Steps
 from allranks.training.progress import Asked

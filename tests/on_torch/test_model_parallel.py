@@ -28,7 +28,7 @@ import contract_tasks
 import trainer_tasks
 from allranks.errors import BadStep, RequestError
 from allranks.job.job import Job
-from allranks.job.placement import RankPlacement
+from allranks.job.place import RankPlacement
 from allranks.torch import Trainer
 from allranks.torch.data.collate import map_arguments
 from allranks.torch.machine import check_devices

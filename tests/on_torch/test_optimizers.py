@@ -15,8 +15,7 @@ from allranks.checkpoint.format import unflatten
 from allranks.errors import RequestError
 from allranks.torch.checkpoint.state import hyper_parameters, load_optimizer_state, optimizer_state
 from allranks.torch.checkpoint.tree import flatten
-from allranks.torch.optimizers.lamb import LAMB
-from allranks.torch.optimizers.lars import LARS
+from allranks.torch.optimizers.layerwise import LAMB, LARS
 from conftest import Train
 
 Make = Callable[[list[nn.Parameter]], Optimizer]

@@ -26,8 +26,7 @@ from allranks.torch.optimizers.elementwise import (
     check_fused,
     groups_of_whole,
 )
-from allranks.torch.optimizers.lamb import LAMB
-from allranks.torch.optimizers.lars import LARS
+from allranks.torch.optimizers.layerwise import LAMB, LARS
 from allranks.torch.parallel.sharded.state import with_parameters
 from allranks.torch.parallel.sharded.whole_optimizers import Divided
 from conftest import Train

@@ -15,7 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from allranks.errors import RequestError
-from allranks.job.fields import with_settings
+from allranks.job.job import with_settings
 from allranks.job.program import find_program
 from allranks.programs.text import Text
 from allranks.torch.task import Task

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from allranks.programs.readers.bad_record import BadRecord
+from allranks.programs.readers.stream import BadRecord
 
 
 def flipped(path: Path, bits: Iterable[int]) -> Iterator[int]:

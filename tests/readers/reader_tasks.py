@@ -11,8 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 
-from allranks.programs.readers.example import make_example, parse_example
-from allranks.programs.readers.tfrecord import TFRecords, write_tfrecords
+from allranks.programs.readers.tfrecord import (
+    TFRecords,
+    make_example,
+    parse_example,
+    write_tfrecords,
+)
 from allranks.torch.task import Task
 
 FILES, PER_FILE, FEATURES = 3, 20, 5

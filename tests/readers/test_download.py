@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from allranks.errors import RequestError
-from allranks.programs.readers.download import LOCK, Remote, fetch
+from allranks.programs.readers.stream import LOCK, Remote, fetch
 
 CONTENT = bytes(range(256)) * 4000
 FETCHING = """
 import sys
-from allranks.programs.readers.download import Remote, fetch
+from allranks.programs.readers.stream import Remote, fetch
 print("started", flush=True)
 sys.stdin.readline()
 print(*fetch([Remote(sys.argv[1], sys.argv[2])], sys.argv[3]))

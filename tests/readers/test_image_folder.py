@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from allranks.errors import RequestError
-from allranks.programs.readers.bad_record import BadRecord
-from allranks.programs.readers.image_folder import ImageFolder
 from allranks.programs.readers.images import (
     CENTRE,
     DEVIATION,
     MEAN,
+    ImageFolder,
     centre_view,
     random_box,
     training_view,
 )
+from allranks.programs.readers.stream import BadRecord
 
 COLOURS = {"b/2.png": (200, 10, 10), "b/10.PNG": (10, 200, 10), "a/x/1.jpeg": (10, 10, 200)}
 ORDER = ["a/x/1.jpeg", "b/10.PNG", "b/2.png"]  # as text, not as numbers

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from allranks.errors import RequestError
-from allranks.programs.readers.bad_record import BadRecord
+from allranks.programs.readers.stream import BadRecord
 from allranks.programs.readers.tfrecord import TFRecords, write_tfrecords
 from conftest import Train
 

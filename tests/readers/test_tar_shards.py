@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from allranks.programs.readers.bad_record import BadRecord
+from allranks.programs.readers.stream import BadRecord
 from allranks.programs.readers.tar_shards import TarShards
 
 MEMBERS = [

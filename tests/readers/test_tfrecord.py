@@ -12,10 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from allranks.programs.readers.bad_record import BadRecord
-from allranks.programs.readers.crc32c import crc32c
-from allranks.programs.readers.example import make_example, parse_example
-from allranks.programs.readers.tfrecord import TFRecords, write_tfrecords
+from allranks.programs.readers.stream import BadRecord
+from allranks.programs.readers.tfrecord import (
+    TFRecords,
+    crc32c,
+    make_example,
+    parse_example,
+    write_tfrecords,
+)
 
 RECORDS = [b"", b"allranks", bytes(range(200)), b"last"]
 WRITTEN = bytes.fromhex(  # the first three of them, as TensorBoard's writer frames them

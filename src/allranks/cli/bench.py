@@ -11,7 +11,7 @@ import click
 
 from allranks.checkpoint.files import as_json, write_whole
 from allranks.cli.display.bench_table import BenchTable
-from allranks.cli.display.say import say
+from allranks.cli.display.progress import say
 from allranks.cli.train import job_of
 from allranks.errors import Interrupted, ProgramError, RequestError
 from allranks.job.job import Job

@@ -22,7 +22,7 @@ from allranks.checkpoint.folder import (
 )
 from allranks.checkpoint.format import NAME, BadCheckpoint, read_manifest
 from allranks.errors import EXIT_DIFFERENCE_FOUND, RequestError, printable
-from allranks.job.loaded import file_sha256
+from allranks.job.program import file_sha256
 from allranks.job.units import format_bytes
 from allranks.tools.keras_export import FORMATS, export_model
 

@@ -13,7 +13,7 @@ import click
 from allranks.catalog import load
 from allranks.checkpoint.files import as_json
 from allranks.cli.display.diagnosis import show
-from allranks.cli.display.say import say
+from allranks.cli.display.progress import say
 from allranks.cli.options import rendezvous_from, rendezvous_options, words_of
 from allranks.errors import EXIT_PLACE_FAILED, RequestError, printable
 from allranks.job.config import resolve

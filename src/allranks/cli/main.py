@@ -13,7 +13,7 @@ import click
 
 from allranks import __version__
 from allranks.catalog import VERBS, load
-from allranks.cli.display.say import say
+from allranks.cli.display.progress import say
 from allranks.errors import (
     EXIT_BAD_REQUEST,
     EXIT_INTERRUPTED,

@@ -14,8 +14,8 @@ from typing import Any
 import click
 
 from allranks.checkpoint.files import as_json
+from allranks.cli.display.progress import say
 from allranks.cli.display.rank_output import RankOutput
-from allranks.cli.display.say import say
 from allranks.cli.options import (
     RENDEZVOUS_NAMES,
     Duration,

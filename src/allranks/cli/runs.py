@@ -13,7 +13,7 @@ from allranks.cli.display.event_text import anomalies_in
 from allranks.cli.display.placement import as_data, table
 from allranks.cli.display.progress import in_sentences
 from allranks.errors import RequestError, printable
-from allranks.job.placement import read_placements
+from allranks.job.place import read_placements
 from allranks.job.resume import how_to_resume
 from allranks.job.run_folder import is_in_use, read_events
 from allranks.job.units import format_bytes

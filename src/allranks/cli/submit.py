@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from allranks.checkpoint.files import as_json
-from allranks.cli.display.say import say
+from allranks.cli.display.progress import say
 from allranks.cli.submitted import (
     Submitted,
     check_job,

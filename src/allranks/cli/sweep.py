@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from allranks.checkpoint.files import as_json
-from allranks.cli.display.say import say
+from allranks.cli.display.progress import say
 from allranks.cli.grouped_help import GroupedCommand
 from allranks.cli.options import training_options
 from allranks.cli.train import job_of

@@ -12,8 +12,7 @@ import click
 
 from allranks.checkpoint.files import as_json
 from allranks.cli.display.placement import as_data, table
-from allranks.cli.display.progress import in_sentences, lost_in, progress_here
-from allranks.cli.display.say import say
+from allranks.cli.display.progress import in_sentences, lost_in, progress_here, say
 from allranks.cli.grouped_help import GroupedCommand
 from allranks.cli.options import (
     rendezvous_from,

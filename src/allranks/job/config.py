@@ -20,7 +20,7 @@ from allranks.job.job_file import HIDDEN, NOT_SETTABLE, read_given, read_job_fil
 from allranks.job.limits import checked
 from allranks.job.place import place_spec
 from allranks.job.resume import Base, changed, find_base
-from allranks.strategies.dial.request import DialRequest, check_dial, is_auto, parse_dial
+from allranks.strategies.auto import DialRequest, check_dial, is_auto, parse_dial
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from allranks.errors import RequestError, nearest
-from allranks.job.fields import read_value
+from allranks.job.job import read_value
 
 POINTS = {
     "start": "the ranks have met, and nothing is trained yet",

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from allranks.errors import RequestError, nearest
-from allranks.job.fields import read_value
-from allranks.job.job import Job, Tracing, names_in
+from allranks.job.job import Job, Tracing, names_in, read_value
 
 SCHEMA = 1
 FOR_CHECK = names_in(Tracing)

@@ -3,16 +3,228 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import importlib
 import importlib.util
+import json
+import os
+import re
 import sys
+import sysconfig
+from collections.abc import Iterable, Mapping
+from importlib.util import source_from_cache
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from allranks.catalog import ENGINES, PROGRAMS
 from allranks.errors import RequestError, nearest
-from allranks.job.loaded import remember_program
+
+# --- loaded --------------------------------------------------------------------------------------
+# Which files of the user's a program was loaded from, and what else it has read.
+#
+# A file may be edited while a job runs: what a checkpoint says of the program must be true of what
+# was loaded. So a file is read when it is imported, and never again. Files of this package, of
+# installed packages and of the standard library are not the user's: their versions stand elsewhere.
+#
+# A process that is there for a look alone can also say every file that it has asked for (`Reads`):
+# data, settings, modules that a function imports. Its result holds while they are as they were.
+
+
+INSTALLED = ("site-packages", "dist-packages")
+PROGRAM, MODULES = "program_sha256", "modules_sha256"
+MOST_READS = 10_000
+DIGEST_UP_TO = 1 << 20  # of bytes: a file that is written anew with the same content is the same
+QUOTED = re.compile(r"""(?<=["'])[A-Za-z_]\w*(?=["'])""")
+_digests: dict[str, tuple[Path, str]] = {}  # name of a module -> its file, as it was imported
+_programs: dict[str, str] = {}  # whole path of a file that is a program -> its digest
+_inherited: dict[str, int] = {}  # the last module before the fork -> how many there were
+
+
+def remember_program(path: Path, content: bytes) -> None:
+    """The file of a program is about to run, with this content."""
+    _programs[str(path.resolve())] = hashlib.sha256(content).hexdigest()
+
+
+def program_facts(program: str) -> dict[str, object]:
+    """The digest of the file of a program, as loaded, and those of the user's modules by name.
+
+    The first is `None` where the program is a module or a built-in one: then it is among the
+    modules, or among the files of this package.
+    """
+    path = Path(program if program.endswith(".py") else program.rpartition(":")[0]).resolve()
+    facts: dict[str, object] = {PROGRAM: _programs.get(str(path)) or file_sha256(program)}
+    if modules := _modules_besides(path):
+        facts[MODULES] = modules
+    return facts
+
+
+def file_sha256(program: str) -> str | None:
+    """The digest of the file of a program as it is on disk now; `None` where it is no file."""
+    path = Path(program if program.endswith(".py") else program.rpartition(":")[0])
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+
+
+def by_name(facts: dict[str, object]) -> dict[str, object]:
+    """The same facts, each module by itself: `module helpers` -> its digest."""
+    modules = facts.get(MODULES)
+    rest = {name: value for name, value in facts.items() if name != MODULES}
+    if isinstance(modules, dict):
+        rest |= {f"module {name}": digest for name, digest in modules.items()}
+    return rest
+
+
+def remember_modules() -> None:
+    """Take the digests of all modules so far. The fork server calls this before it forks.
+
+    A rank that looked through thousands of modules would copy the memory in which they lie.
+    """
+    _take_digests()
+    _inherited.clear()
+    _inherited[next(reversed(sys.modules))] = len(sys.modules)
+
+
+def _modules_besides(program: Path) -> dict[str, str]:
+    """Those that are imported by now; a digest is taken when a module is first seen here."""
+    _take_digests()
+    return {
+        name: digest
+        for name, (path, digest) in sorted(_digests.items())
+        if name in sys.modules and path != program
+    }
+
+
+def _take_digests() -> None:
+    for name, module in _imported_since():
+        path = _file_of_a_user(module)
+        if path is None or name == "__main__" or name in _digests:
+            continue
+        if path.is_file():
+            _digests[name] = path, hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _imported_since() -> list[tuple[str, ModuleType]]:
+    """What came after the modules that the fork server has looked at; without one, all there is."""
+    for last, count in _inherited.items():
+        new = list(islice(reversed(sys.modules.items()), max(0, len(sys.modules) - count) + 1))
+        if new[-1][0] == last:
+            return new
+    return list(sys.modules.items())
+
+
+def _file_of_a_user(module: ModuleType) -> Path | None:
+    """Paths are compared as texts first: a rank has thousands of modules, and few are a user's."""
+    file = getattr(module, "__file__", None)
+    if not isinstance(file, str) or not file.endswith(".py") or _is_known(file):
+        return None
+    path = Path(file).resolve()
+    return None if _is_known(str(path)) else path
+
+
+def _is_known(file: str) -> bool:
+    return file.startswith(_KNOWN) or any(f"{os.sep}{part}{os.sep}" in file for part in INSTALLED)
+
+
+# --- what else it has read ------------------------------------------------------------------------
+
+State = list[Any] | None  # bytes, time of the last change, digest if small; `None`: no such file
+
+
+class Reads:
+    """Every file and folder that this process asks for from now on, and its state at that moment.
+
+    For a process that ends soon: Python's audit hooks stay for good. What the process writes itself
+    does not count, nor do the folders of modules, nor what a library opens without Python.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[str, State] = {}
+        self._written: set[str] = set()
+        sys.addaudithook(self._hear)
+
+    def files(self) -> dict[str, State]:
+        """By their whole paths, `MOST_READS` at most."""
+        states = {path: s for path, s in self._states.items() if path not in self._written}
+        for path, state in states.items():
+            if state is not None and _state(path) == state:
+                state.append(_digest(path, state[0]))
+        return states
+
+    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open":
+            self._take(arguments[0], arguments[2])
+        elif event == "os.rename":
+            self._take(arguments[1], os.O_WRONLY)
+        elif event in ("os.listdir", "os.scandir") and arguments[0] not in sys.path:
+            self._take(arguments[0], os.O_RDONLY)
+
+    def _take(self, path: Any, flags: int) -> None:
+        try:
+            whole = os.path.abspath(os.fsdecode(path))
+        except (OSError, ValueError, TypeError):  # a descriptor; or who asks for it hears that
+            return
+        if flags & (os.O_WRONLY | os.O_RDWR):
+            self._written.add(whole)
+        elif len(self._states) < MOST_READS and not whole.startswith((*_KNOWN, *SYSTEM)):
+            whole = _source(whole)
+            self._states.setdefault(whole, _state(whole))
+
+
+def changed_reads(files: Mapping[str, State]) -> list[str]:
+    """Those that are not as they were when they were read."""
+    return [path for path, state in files.items() if not _is_as_then(path, state)]
+
+
+def environment_of(files: Iterable[str]) -> str:
+    """The digest of the variables whose names stand quoted in the user's files among `files`."""
+    names: set[str] = set()
+    for file in files:
+        if file.endswith(".py") and not _is_known(file) and os.path.isfile(file):
+            names |= set(QUOTED.findall(Path(file).read_text(errors="replace")))
+    given = {name: os.environ[name] for name in sorted(names - {"_"}) if name in os.environ}
+    return hashlib.sha256(json.dumps(given).encode()).hexdigest()
+
+
+def _is_as_then(path: str, then: State) -> bool:
+    now = _state(path)
+    if then is None or now is None or now == then[:2]:
+        return now == (then and then[:2])
+    return bool(then[2:] and then[2] and then[2] == _digest(path, now[0]))
+
+
+def _digest(path: str, size: int) -> str:
+    """That of a small file which is no installed one; "" for others."""
+    if size > DIGEST_UP_TO or _is_known(path):
+        return ""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError:  # a folder too
+        return ""
+
+
+def _state(path: str) -> State:
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return [found.st_size, found.st_mtime_ns]
+
+
+def _source(path: str) -> str:
+    """The file that a compiled module was made of."""
+    try:
+        return source_from_cache(path) if path.endswith(".pyc") else path
+    except ValueError:
+        return path
+
+
+SYSTEM = ("/proc/", "/sys/", "/dev/")
+_FOLDERS = (
+    Path(__file__).parents[1],
+    *(Path(sysconfig.get_path(n)) for n in ("stdlib", "platstdlib")),
+)
+_KNOWN = tuple(f"{path}{os.sep}" for folder in _FOLDERS for path in (folder, folder.resolve()))
 
 
 def find_program(program: str, *bases: type) -> Any:

@@ -22,11 +22,7 @@ from allranks.launcher.processes.process import Process, Processes
 from allranks.launcher.signals import Signals
 from allranks.launcher.supervisor import supervise
 from allranks.launcher.world import Visible
-from allranks.strategies.dial.candidates import Candidate
-from allranks.strategies.dial.choosing import Decision, choose
-from allranks.strategies.dial.facts import Facts
-from allranks.strategies.dial.link import Link
-from allranks.strategies.dial.request import DialRequest
+from allranks.strategies.auto import Candidate, Decision, DialRequest, Facts, Link, choose
 
 # --- asking --------------------------------------------------------------------------------------
 # A function that is called in a process forked for it, which answers by one event and ends.
@@ -96,7 +92,7 @@ def asked_of_task(
 # --- dial ----------------------------------------------------------------------------------------
 # `--strategy auto`, before the ranks start: a short measurement in one process, then the choice.
 #
-# The arithmetic is in `strategies.dial`. The outcome is in the plan, in `events.jsonl` and in
+# The arithmetic is in `strategies.auto`. The outcome is in the plan, in `events.jsonl` and in
 # `job.toml`, which has the chosen strategy: a resumed run keeps it.
 
 

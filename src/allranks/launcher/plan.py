@@ -23,7 +23,7 @@ from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.process import Processes
 from allranks.launcher.supervisor import EVIDENCE_S
 from allranks.launcher.world import Visible, World
-from allranks.strategies.dial.choosing import Decision
+from allranks.strategies.auto import Decision
 from allranks.strategies.roles import RANKS, Member, ProcessSet
 from allranks.strategies.shards import busy_fraction
 

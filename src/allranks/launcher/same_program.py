@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from allranks.errors import PlaceError
-from allranks.job.loaded import MODULES, PROGRAM, by_name
+from allranks.job.program import MODULES, PROGRAM, by_name
 from allranks.job.run_folder import JsonLines, rank_events_path, read_rows
 
 LOOK_EVERY_S = 0.5

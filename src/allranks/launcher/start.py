@@ -35,7 +35,7 @@ from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.leftovers import sweep
 from allranks.launcher.processes.process import VARIABLE as HASH_SEED
 from allranks.launcher.signals import Signals
-from allranks.strategies.dial.choosing import Decision
+from allranks.strategies.auto import Decision
 
 SETTINGS = ("CUDA_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_", "MKL_")
 """How the variables begin that are settings of the libraries below the ranks."""

@@ -19,10 +19,8 @@ from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 
 from allranks.programs.models import resnet20
-from allranks.programs.readers.bad_record import OnBadRecord
 from allranks.programs.readers.cifar import ARCHIVE, CLASSES, TEST, CifarImages
-from allranks.programs.readers.download import Remote, fetch
-from allranks.programs.readers.files import require
+from allranks.programs.readers.stream import OnBadRecord, Remote, fetch, require
 from allranks.torch.task import Task
 from allranks.training.order import Order
 from allranks.training.schedules import steps

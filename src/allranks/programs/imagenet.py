@@ -20,8 +20,8 @@ from torch.optim import SGD, Optimizer
 
 from allranks.errors import RequestError
 from allranks.programs.models import resnet50
-from allranks.programs.readers.bad_record import OnBadRecord
-from allranks.programs.readers.image_folder import ImageFolder
+from allranks.programs.readers.images import ImageFolder
+from allranks.programs.readers.stream import OnBadRecord
 from allranks.torch.task import Task
 from allranks.training.order import Order
 from allranks.training.schedules import linear_scaling, product, steps

@@ -25,7 +25,7 @@ from allranks.programs.mnist_data import (
     Files,
 )
 from allranks.programs.models import mnist_cnn
-from allranks.programs.readers.bad_record import OnBadRecord
+from allranks.programs.readers.stream import OnBadRecord
 from allranks.torch.task import Task
 
 

@@ -13,10 +13,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from allranks.programs.readers.bad_record import OnBadRecord
-from allranks.programs.readers.download import Remote, fetch
-from allranks.programs.readers.files import require
-from allranks.programs.readers.idx import read_labelled
+from allranks.programs.readers.images import read_labelled
+from allranks.programs.readers.stream import OnBadRecord, Remote, fetch, require
 
 CLASSES = 10
 TRAINING = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from allranks.programs.keras_starts import adamw, convolution, linear
 from allranks.programs.mnist_data import CLASSES, MNIST, TEST, TRAINING, Files
-from allranks.programs.readers.bad_record import OnBadRecord
+from allranks.programs.readers.stream import OnBadRecord
 from allranks.tensorflow import Task
 
 Labelled = tuple[NDArray[np.float32], NDArray[np.int64]]

@@ -21,14 +21,19 @@ from allranks.strategies.card import (
     replicas_of,
 )
 from allranks.strategies.cards.activation import CONTEXT_CARD, TENSOR_CARD
-from allranks.strategies.cards.bytes_sent import EVERYTHING, RING, no_bytes, ring_bytes
 from allranks.strategies.cards.decoupled import DECOUPLED_CARD
 from allranks.strategies.cards.fsdp import FSDP_CARDS
 from allranks.strategies.cards.outer import outer_cards
 from allranks.strategies.cards.parameter_server import PARAMETER_SERVER_CARD
 from allranks.strategies.cards.pipeline import MESH_CARD, PIPELINE_CARDS
-from allranks.strategies.cards.placed import PLACED_CARDS
-from allranks.strategies.cards.sharded import SHARDED_CARDS
+from allranks.strategies.cards.placed import (
+    EVERYTHING,
+    PLACED_CARDS,
+    RING,
+    SHARDED_CARDS,
+    no_bytes,
+    ring_bytes,
+)
 from allranks.strategies.cards.tensorflow import TENSORFLOW_CARDS
 from allranks.strategies.mesh import Agreement
 from allranks.strategies.reductions.option import (

@@ -6,7 +6,11 @@ TensorFlow takes all this once in a process, before its first operation. Where i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -15,7 +19,38 @@ import tensorflow as tf
 
 from allranks.errors import RequestError
 from allranks.job.job import Job
-from allranks.tensorflow.quiet import quietly
+from allranks.training.keras_task import Task
+
+# --- quiet ---------------------------------------------------------------------------------------
+# What TensorFlow's C++ says to standard error while it begins: kept back, and told if it fails.
+#
+# Its notes on instructions and on drivers that are not there cannot be turned off, and would stand
+# above every run. They are written past Python, so the file descriptor itself is turned aside. This
+# file imports no TensorFlow: `preload` needs it for that import.
+
+
+STDERR = 2
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Within, nothing is written to standard error; what was, is written after all if it raises."""
+    sys.stderr.flush()
+    kept = os.dup(STDERR)
+    with tempfile.TemporaryFile() as aside:
+        os.dup2(aside.fileno(), STDERR)
+        try:
+            yield
+        except BaseException:
+            sys.stderr.flush()
+            aside.seek(0)
+            os.write(kept, aside.read())
+            raise
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, STDERR)
+            os.close(kept)
+
 
 POLICIES = {
     "fp32": "float32",
@@ -141,3 +176,32 @@ def flip_one_bit(variable: Any) -> None:
     values = np.array(variable)
     values.reshape(-1)[:1].view(np.uint8)[-2] ^= 1
     variable.assign(values)
+
+
+# --- limits --------------------------------------------------------------------------------------
+# What of a task this engine does not do: refused by name, before anything is built.
+
+
+def check_task_limits(task: Task) -> None:
+    """Raise `RequestError` for what only the torch engine does."""
+    if task.ema is not None:
+        raise RequestError(
+            asked=f"ema = {task.ema} with the TensorFlow engine",
+            found="a moving average of the weights",
+            why="this engine keeps none, and evaluates the weights themselves",
+            do="--set ema=none, or --engine torch",
+        )
+    if task.loss_over != "sample":
+        raise RequestError(
+            asked=f'loss_over = "{task.loss_over}" with the TensorFlow engine',
+            found="a loss that couples the samples of all ranks",
+            why="outputs are not gathered here",
+            do="--engine torch",
+        )
+    if task.overrides("plateau"):
+        raise RequestError(
+            asked="plateau() of the task with the TensorFlow engine",
+            found="a learning rate that follows the evaluations",
+            why="this engine takes its rate from schedule(step) alone",
+            do="--engine torch, or schedule(step)",
+        )

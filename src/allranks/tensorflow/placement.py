@@ -8,8 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from allranks.job.placement import BUFFER, OPTIMIZER, PARAMETER, Placed
-from allranks.tensorflow.names import names_of, unique_names
+from allranks.job.place import BUFFER, OPTIMIZER, PARAMETER, Placed
+from allranks.tensorflow.build import names_of, unique_names
 from allranks.tensorflow.trainer import Trainer
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 
 from allranks.catalog import STRATEGIES, TENSORFLOW, load
-from allranks.tensorflow.quiet import quietly
+from allranks.tensorflow.machine import quietly
 
 os.environ["KERAS_BACKEND"] = "tensorflow"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # no page of notes in the log of every rank

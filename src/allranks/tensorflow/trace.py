@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from allranks.tensorflow.build import Array, copies_of, names_of
 from allranks.tensorflow.data.batches import Batch
-from allranks.tensorflow.names import Array, copies_of, names_of
-from allranks.tensorflow.step.insides import MAGNITUDE
+from allranks.tensorflow.step.inputs import MAGNITUDE
 from allranks.tensorflow.strategies.parameter_server import pieces_of
 from allranks.tensorflow.trainer import Trainer
 from allranks.training.record import trace

@@ -27,19 +27,20 @@ from allranks.launcher.heartbeat import Heartbeat
 from allranks.launcher.world import World
 from allranks.strategies.resolve import resolved_strategy
 from allranks.strategies.roles import TRAINER
-from allranks.tensorflow.build import build, let_sum_again
+from allranks.tensorflow.build import build, let_sum_again, names_of, value_of
 from allranks.tensorflow.built import Built
 from allranks.tensorflow.data.batches import Batch
 from allranks.tensorflow.data.task_data import TaskData
-from allranks.tensorflow.limits import check_task_limits
-from allranks.tensorflow.machine import check_backend, flip_one_bit, set_arithmetic
-from allranks.tensorflow.names import names_of, value_of
-from allranks.tensorflow.saving import Saving, digest_of_state
-from allranks.tensorflow.state import State
+from allranks.tensorflow.machine import (
+    check_backend,
+    check_task_limits,
+    flip_one_bit,
+    set_arithmetic,
+)
+from allranks.tensorflow.saving import Saving, State, digest_of_state
 from allranks.tensorflow.step.inputs import StepInputs, StepSums
 from allranks.tensorflow.step.layers import restore_layers
-from allranks.tensorflow.step.step import Graphs
-from allranks.tensorflow.step.step_result import StepResultBuilder
+from allranks.tensorflow.step.step import Graphs, StepResultBuilder
 from allranks.tensorflow.step.user_variables import OwnWrites
 from allranks.tensorflow.strategies.base import Strategy, StrategyContext
 from allranks.training.callback import Callback, around_evaluation

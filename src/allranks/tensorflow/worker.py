@@ -14,15 +14,13 @@ from numpy.typing import NDArray
 from allranks.checkpoint.array_snapshot import Snapshot
 from allranks.checkpoint.tensor_file import digest_of_weights
 from allranks.job.job import Job
-from allranks.job.placement import Placed, write_placement
+from allranks.job.place import Placed, write_placement
 from allranks.job.run_folder import JsonLines
 from allranks.launcher.world import World
 from allranks.strategies.roles import EVALUATOR, WORKER
 from allranks.tensorflow.comm import meant_by
-from allranks.tensorflow.limits import check_task_limits
-from allranks.tensorflow.machine import set_threads
-from allranks.tensorflow.parameter_server.evaluator import evaluate_checkpoints
-from allranks.tensorflow.parameter_server.server import CHIEF, SERVER, serve
+from allranks.tensorflow.machine import check_task_limits, set_threads
+from allranks.tensorflow.parameter_server.server import CHIEF, SERVER, evaluate_checkpoints, serve
 from allranks.tensorflow.parameter_server.trainer import ServedTrainer
 from allranks.tensorflow.placement import rows_of
 from allranks.tensorflow.saving import facts

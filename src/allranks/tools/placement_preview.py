@@ -11,7 +11,7 @@ from pathlib import Path
 
 from allranks.catalog import ENGINES
 from allranks.errors import Interrupted, PlaceError, RequestError
-from allranks.job.placement import RankPlacement, read_placements
+from allranks.job.place import RankPlacement, read_placements
 from allranks.job.run_folder import rank_log_path
 from allranks.launcher.fault_report import first_fault, user_error
 from allranks.launcher.plan import STORE, Plan, RankPlan

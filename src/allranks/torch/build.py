@@ -30,9 +30,13 @@ from allranks.torch.checkpoint.state import model_state
 from allranks.torch.comm.comm import Comm
 from allranks.torch.data.sources import seed_generators
 from allranks.torch.deferred_init.recorded import Recorded, fill, record
-from allranks.torch.keras.layers import check_keras
-from allranks.torch.keras.setting import check_types, of_keras_type
-from allranks.torch.keras.shards import is_keras, swap_keras_layers
+from allranks.torch.keras.shards import (
+    check_keras,
+    check_types,
+    is_keras,
+    of_keras_type,
+    swap_keras_layers,
+)
 from allranks.torch.model.activation_checkpointing import recompute_blocks
 from allranks.torch.model.layers import Scope
 from allranks.torch.model.max_norm import swap_tables
@@ -40,8 +44,7 @@ from allranks.torch.model.precision import Precision
 from allranks.torch.model.reals import TensorFile
 from allranks.torch.model.swapping import swap_layers
 from allranks.torch.random.torch_functions import catch
-from allranks.torch.strategies.base import Strategy
-from allranks.torch.strategies.context import StrategyContext
+from allranks.torch.strategies.base import Strategy, StrategyContext
 from allranks.torch.task import Task
 
 WHOLE_PASSES = frozenset(

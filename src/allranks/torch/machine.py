@@ -10,7 +10,7 @@ from torch import Tensor
 import allranks.torch.accelerator as accelerator
 from allranks.errors import RequestError, nearest
 from allranks.job.job import Job
-from allranks.job.loaded import program_facts
+from allranks.job.program import program_facts
 from allranks.launcher.world import World
 from allranks.strategies.roles import TRAINER
 from allranks.torch.checkpoint.tree import local

@@ -48,7 +48,7 @@ from allranks.torch.model.layers import Scope
 from allranks.torch.model.placement import notes_on
 from allranks.torch.model.precision import KERNELS, set_kernels
 from allranks.torch.model.swapping import restore_layers
-from allranks.torch.optimizers.named import with_recipe
+from allranks.torch.optimizers.made import with_recipe
 from allranks.torch.shared_memory.backend import notes_on_backend
 from allranks.torch.step.bad_step import guard_of
 from allranks.torch.step.deferred_results import notes_on_update

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from allranks.job.config import threads_per_rank
 from allranks.job.job import Job
-from allranks.job.placement import Placed
+from allranks.job.place import Placed
 from allranks.job.run_folder import JsonLines
 from allranks.launcher.world import World
 from allranks.strategies.cards.decoupled import SYNCHRONIZER

@@ -17,8 +17,8 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 from allranks.errors import AllranksError
 from allranks.job.config import threads_per_rank
 from allranks.job.job import Job
-from allranks.job.loaded import Reads, program_facts
-from allranks.job.placement import Placed, write_placement
+from allranks.job.place import Placed, write_placement
+from allranks.job.program import Reads, program_facts
 from allranks.job.run_folder import JsonLines, rank_events_path
 from allranks.launcher.world import World
 from allranks.training.callback import Callback

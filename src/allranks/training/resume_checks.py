@@ -16,7 +16,7 @@ from allranks.checkpoint.newest import Loaded
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.job.job_file import redacted
-from allranks.job.loaded import by_name
+from allranks.job.program import by_name
 from allranks.job.resume import CHECKPOINTS, Base, changed, changed_fields, checkpoint_folders
 from allranks.training.task_fields import TaskFields, plain_fields
 

@@ -19,8 +19,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import numpy as np
 
 from allranks.errors import RequestError
-from allranks.job.fields import with_settings
-from allranks.job.job import Job
+from allranks.job.job import Job, with_settings
 from allranks.job.program import find_program
 from allranks.training.schedules import Plateau
 

@@ -14,8 +14,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from allranks.cli.display.progress import DUMB_TERMINALS
-from allranks.cli.display.say import say
+from allranks.cli.display.progress import DUMB_TERMINALS, say
 from allranks.errors import printable
 from allranks.job.units import format_bytes
 from allranks.tools.bench.measuring import Watcher

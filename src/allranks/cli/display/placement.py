@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from allranks.errors import printable
-from allranks.job.placement import PARAMETER, Placed, RankPlacement, Totals
+from allranks.job.place import PARAMETER, Placed, RankPlacement, Totals
 from allranks.job.units import format_bytes, format_count
 from allranks.strategies.mesh import DATA, REPLICATE, SHARD, Mesh
 

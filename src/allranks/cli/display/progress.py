@@ -13,14 +13,26 @@ from abc import ABC, abstractmethod
 from contextlib import suppress
 from typing import Any, Protocol
 
+import click
+
 from allranks.catalog import load
 from allranks.cli.display.event_text import NOT_SEEN, not_in_the_run_folder
 from allranks.cli.display.following import Follower, State
-from allranks.cli.display.say import say
 from allranks.errors import printable
 from allranks.job.run_folder import REMOVED
 from allranks.job.units import format_bytes, format_count
 from allranks.launcher.plan import Plan
+
+# --- say -----------------------------------------------------------------------------------------
+# What a verb tells a person, on standard error.
+
+
+def say(text: str) -> None:
+    """Write the lines of `text` to standard error; a reader that is gone ends nothing."""
+    with suppress(OSError, ValueError):
+        for line in text.splitlines():
+            click.echo(printable(line), err=True)
+
 
 MOST_OF_A_LINE = 1000  # in UTF-8 within what a writable pipe takes whole
 DISPLAY = "allranks.cli.display.live:open_display"

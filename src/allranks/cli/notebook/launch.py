@@ -21,8 +21,7 @@ from allranks.cli.notebook.notebook import NotebookDisplay, has_outputs
 from allranks.cli.notebook.program import prepare_program
 from allranks.errors import Interrupted, PlaceError, RequestError, nearest
 from allranks.job.config import Resolved, resolve
-from allranks.job.fields import read_value
-from allranks.job.job import Job
+from allranks.job.job import Job, read_value
 from allranks.job.job_file import NOT_SETTABLE
 from allranks.launcher.describe import first_check
 from allranks.launcher.processes.leftovers import belongs_to_a_job

@@ -24,7 +24,7 @@ import psutil
 
 import allranks
 from allranks.errors import RequestError, nearest
-from allranks.job.loaded import file_sha256
+from allranks.job.program import file_sha256
 
 # --- interfaces ----------------------------------------------------------------------------------
 # The network interfaces of this machine, and whether an address of another one answers.

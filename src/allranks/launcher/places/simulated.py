@@ -18,13 +18,13 @@ from typing import Any, Self
 
 from allranks.errors import PlaceError, RequestError
 from allranks.job.faults import MEND, Fault
-from allranks.job.simulated_network import NODE_ETH, Link, Network, parse_network
+from allranks.job.place import NODE_ETH, Link, Network, parse_network
 from allranks.launcher.nodes.join import Ticket
 from allranks.launcher.places.agents import ticket_for
 from allranks.launcher.places.base import AgentPlace, NodeRequest, Started, shared_out
 from allranks.launcher.plan import Seat
 from allranks.launcher.processes import leftovers
-from allranks.strategies.dial.link import parse_rate
+from allranks.strategies.auto import parse_rate
 
 CLOSE_TIMEOUT_S = 10.0
 MESSAGE_LIMIT = 1 << 17

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from allranks.job.simulated_network import NODE_ETH, Link, Network
+from allranks.job.place import NODE_ETH, Link, Network
 from allranks.launcher.processes.linux import (
     CLONE_NEWNET,
     CLONE_NEWNS,

@@ -31,7 +31,7 @@ import time
 import traceback
 from typing import Any, NoReturn
 
-from allranks.job.loaded import remember_modules
+from allranks.job.program import remember_modules
 from allranks.launcher.processes.leftovers import (
     name_folder_of_sockets,
     remove_loader_files,

@@ -11,10 +11,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from allranks.programs.readers.bad_record import BadRecord, OnBadRecord
-from allranks.programs.readers.files import opened, require
-from allranks.programs.readers.pixels import Pixels, standardised
-from allranks.programs.readers.staged import Staged
+from allranks.programs.readers.images import Pixels, standardised
+from allranks.programs.readers.stream import BadRecord, OnBadRecord, Staged, opened, require
 from allranks.programs.readers.tar_shards import Archive
 
 CLASSES = 10

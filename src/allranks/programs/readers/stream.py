@@ -8,20 +8,129 @@ what a stopped job had read is read again and thrown away.
 
 from __future__ import annotations
 
+import fcntl
+import gzip
+import hashlib
+import http.client
+import io
 import math
+import os
+import sys
+import urllib.error
+import urllib.request
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Literal, cast
 
 import numpy as np
 
+from allranks.checkpoint.files import fsync_folder
 from allranks.errors import RequestError
-from allranks.programs.readers.bad_record import BadRecord, BadRecords, OnBadRecord
-from allranks.programs.readers.files import require
 from allranks.training.order import random_key
+
+# --- bad record ----------------------------------------------------------------------------------
+# A record that is not what its format says: which file, where in it, and what is done about it.
+#
+# Every reader raises `BadRecord`, which ends the job; a reader that was told to skip hands it to
+# its `BadRecords` instead, which counts it and writes one line to stderr, the log of the rank.
+
+
+OnBadRecord = Literal["stop", "skip"]
+LISTED = 100  # bad records that are listed and logged; the rest are only counted
+
+
+class BadRecord(RequestError):
+    """The record at `place` of `file` ("byte 1234", "member 7.jpg at byte 512") has a `problem`."""
+
+    def __init__(self, file: str | Path, place: str, problem: str) -> None:
+        self.file, self.place, self.problem = str(file), place, problem
+        super().__init__(
+            asked="to read the next record of the data",
+            found=f"{file}, {place}: {problem}",
+            why="it is not what its format says, and what would be learned from it nobody knows",
+            do='mend the file or fetch it again; on_bad_record="skip" passes over such records',
+        )
+        self.args = (self.file, place, problem)  # so that it can be pickled
+
+
+class BadRecords:
+    """What a reader does with a bad record: raise it, or pass over it and remember.
+
+    `count` is the number of different ones passed over in this process, `listed` the first
+    hundred. Several threads may use it at once.
+    """
+
+    def __init__(self, policy: OnBadRecord) -> None:
+        if policy not in ("stop", "skip"):
+            raise RequestError(
+                asked=f"on_bad_record = {policy!r}",
+                found=repr(policy),
+                why="a bad record ends the job, or is passed over and counted",
+                do='on_bad_record="stop" or on_bad_record="skip"',
+            )
+        self.policy = policy
+        self.listed: list[BadRecord] = []
+        self._known: dict[tuple[str, str], BadRecord] = {}
+
+    @property
+    def count(self) -> int:
+        return len(self._known)
+
+    def pass_over(self, error: BadRecord) -> None:
+        """Raise `error`, or note it the first time that it is met."""
+        if self.policy == "stop":
+            raise error
+        noted = BadRecord(error.file, error.place, error.problem)  # the error holds its traceback
+        if self._known.setdefault((error.file, error.place), noted) is not noted:
+            return
+        if len(self.listed) < LISTED:
+            self.listed.append(noted)
+            print(f"bad record passed over: {error.found}", file=sys.stderr, flush=True)
+
+
+# --- files ---------------------------------------------------------------------------------------
+# Opening data files, packed with gzip (by the name `.gz`) or plain, with damage told by place.
+
+
+class _Unpacked(gzip.GzipFile):
+    """A packed file that says where it is damaged; places count what has been unpacked."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        return cast(bytes, self._at(super().read, size))
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return cast(int, self._at(super().seek, offset, whence))
+
+    def _at(self, act: object, *arguments: int | None) -> object:
+        try:
+            return act(*arguments)  # type: ignore[operator]
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            problem = f"it cannot be unpacked further: {error}"
+            raise BadRecord(str(self.name), f"unpacked byte {self.tell()}", problem) from error
+
+
+def opened(path: str | Path) -> IO[bytes]:
+    """The file, to be read from its start; what is packed is unpacked on the way."""
+    if str(path).endswith((".gz", ".tgz")):
+        return cast(IO[bytes], _Unpacked(path))
+    return open(path, "rb")
+
+
+def require(asked: str, files: list[Path], do: str) -> None:
+    """Raise `RequestError` that names the files that are not there, if any."""
+    missing = [str(path) for path in files if not path.exists()]
+    if missing:
+        raise RequestError(
+            asked=asked,
+            found=f"no {', no '.join(missing[:8])}" + (" …" if len(missing) > 8 else ""),
+            why="these files are read by the training, on every rank",
+            do=do,
+        )
 
 
 @dataclass(frozen=True)
@@ -129,3 +238,183 @@ class FileStream(ABC):
                 self.bad_records.pass_over(bad)
                 continue
             yield sample
+
+
+# --- staged --------------------------------------------------------------------------------------
+# A map-style data set in two stages, read and decode, in which good samples stand in for bad ones.
+#
+# A reader adds `__len__`, `read_record` and `decode_record`. If a record turns out bad and the
+# reader was told to skip, the next good one by number (from the end, on to the start) takes its
+# place: that is a pure function of the files, so every rank sees the same samples.
+
+
+@dataclass(frozen=True)
+class Raw:
+    """A record as it lies on the disk, and the number of the sample that it is."""
+
+    number: int
+    record: Any
+
+
+class Staged(ABC):
+    """Samples by number, each read and then decoded; `bad_records` says what was passed over."""
+
+    def __init__(self, on_bad_record: OnBadRecord = "stop") -> None:
+        self.bad_records = BadRecords(on_bad_record)
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def read_record(self, number: int) -> Any:
+        """The record of sample `number`, off the disk; raises `BadRecord`."""
+
+    @abstractmethod
+    def decode_record(self, number: int, record: Any, random: np.random.Generator | None) -> Any:
+        """The sample that a record is; raises `BadRecord`."""
+
+    def read(self, number: int) -> Raw:
+        """The record of sample `number`, or of the next one that can be read."""
+        for ahead in range(len(self)):
+            at = (number + ahead) % len(self)
+            try:
+                return Raw(at, self.read_record(at))
+            except BadRecord as error:
+                self.bad_records.pass_over(error)
+        raise self._nothing_good()
+
+    def decode(self, raw: Raw, random: np.random.Generator | None) -> Any:
+        """The sample that `raw` is, or the next one that can be decoded."""
+        for _ in range(len(self)):
+            try:
+                return self.decode_record(raw.number, raw.record, random)
+            except BadRecord as error:
+                self.bad_records.pass_over(error)
+                raw = self.read(raw.number + 1)
+        raise self._nothing_good()
+
+    def __getitem__(self, number: int) -> Any:
+        if not 0 <= number < len(self):
+            raise IndexError(f"sample {number} of {len(self)}")
+        return self.decode(self.read(number), None)
+
+    def _nothing_good(self) -> RequestError:
+        last = self.bad_records.listed[-1:]
+        return RequestError(
+            asked="to pass over bad records",
+            found=f"{len(self)} samples, all of them bad" + "".join(f"; {e.found}" for e in last),
+            why="there is no good sample that could stand in",
+            do="look at the first of the records that were passed over",
+        )
+
+
+# --- download ------------------------------------------------------------------------------------
+# The files of a data set, fetched once per node: whoever comes first fetches, the others wait.
+#
+# A file is written under another name, its digest is checked, and only then it gets its own name;
+# so a file that has its name is whole, whatever was killed when. Digests of files that somebody put
+# there by hand are checked too.
+
+
+BLOCK_BYTES = 1 << 20
+SILENCE_S = 60.0  # after which a server is taken for dead
+LOCK = ".fetch.lock"
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A file to be had from `url`; `digest` is "sha256:…" or "md5:…", over its bytes."""
+
+    url: str
+    digest: str
+
+    @property
+    def name(self) -> str:
+        return self.url.rpartition("/")[2]
+
+
+def fetch(files: Sequence[Remote], folder: str | Path) -> list[Path]:
+    """The paths of all files in `folder`, where those that are missing are fetched first.
+
+    Raises `RequestError` if one cannot be had, or is not what its digest says.
+    """
+    folder = Path(folder)
+    if not all((folder / file.name).exists() for file in files):
+        with _alone_on_this_node(folder):
+            for file in files:
+                if not (folder / file.name).exists():
+                    _download(file, folder, files)
+    for file in files:
+        _check(file, _digest(file, folder / file.name), folder)
+    return [folder / file.name for file in files]
+
+
+@contextmanager
+def _alone_on_this_node(folder: Path) -> Iterator[None]:
+    """Hold the lock of this folder, so that one process fetches; its end releases the lock."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(folder / LOCK, "wb")
+    except OSError as error:
+        raise RequestError(
+            asked=f"to fetch data into {folder}",
+            found=str(error),
+            why="files of the data set are missing there, and it cannot be written to",
+            do="--set data=… names a folder that has them, or that can be written to",
+        ) from error
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _download(file: Remote, folder: Path, files: Sequence[Remote]) -> None:
+    print(f"fetching {file.url} into {folder}", file=sys.stderr, flush=True)
+    beside = folder / f".{file.name}.part"
+    try:
+        _copy(file.url, beside)
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        if isinstance(error, urllib.error.HTTPError):
+            error.close()
+        beside.unlink(missing_ok=True)
+        names = ", ".join(f"{other.name} ({other.digest})" for other in files)
+        raise RequestError(
+            asked=f"to fetch {file.url}",
+            found=f"{type(error).__name__}: {error}",
+            why=f"the data set is not whole without it, and {folder} does not have it",
+            do=f"try again, or put these files into {folder}: {names}",
+        ) from error
+    try:
+        _check(file, _digest(file, beside), folder)
+    except RequestError:
+        beside.unlink()
+        raise
+    beside.rename(folder / file.name)
+    fsync_folder(folder)
+
+
+def _copy(url: str, path: Path) -> None:
+    """What is at `url`, as a file that would outlive a loss of power."""
+    request = urllib.request.Request(url, headers={"User-Agent": "allranks"})
+    with urllib.request.urlopen(request, timeout=SILENCE_S) as source, open(path, "wb") as target:
+        while block := source.read(BLOCK_BYTES):
+            target.write(block)
+        target.flush()
+        os.fsync(target.fileno())
+
+
+def _digest(file: Remote, path: Path) -> str:
+    kind = file.digest.partition(":")[0]
+    with open(path, "rb") as content:  # against damage, not against an attacker
+        found = hashlib.file_digest(content, lambda: hashlib.new(kind, usedforsecurity=False))
+    return found.hexdigest()
+
+
+def _check(file: Remote, found: str, folder: Path) -> None:
+    kind, _, expected = file.digest.partition(":")
+    if found != expected:
+        raise RequestError(
+            asked=f"{file.name} with {kind} {expected}",
+            found=f"{kind} {found}",
+            why="it was cut short, changed, or is another file of that name",
+            do=f"remove {folder / file.name} if it is there, and try again; it is from {file.url}",
+        )

@@ -15,9 +15,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import IO, Any, cast
 
-from allranks.programs.readers.bad_record import BadRecord
-from allranks.programs.readers.files import opened
-from allranks.programs.readers.stream import FileStream, Record
+from allranks.programs.readers.stream import BadRecord, FileStream, Record, opened
 
 NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)", re.S)
 END = bytes(tarfile.BLOCKSIZE)

@@ -10,7 +10,7 @@ from typing import Any
 
 from allranks.errors import RequestError
 from allranks.strategies.card import Card, Contents, Exact, Option, Stored, Workload
-from allranks.strategies.cards.bytes_sent import EVERYTHING
+from allranks.strategies.cards.placed import EVERYTHING
 from allranks.strategies.mesh import CONTEXT, TENSOR, Agreement, Mesh, in_copies
 
 LEAVES = 8

@@ -19,7 +19,7 @@ from allranks.strategies.card import (
     Workload,
 )
 from allranks.strategies.cards.activation import SEQUENCE, check_sequence
-from allranks.strategies.cards.bytes_sent import ring_bytes, tree_bytes
+from allranks.strategies.cards.placed import ring_bytes, tree_bytes
 from allranks.strategies.mesh import REPLICATE, SHARD, TENSOR, Agreement, Mesh
 from allranks.strategies.reductions import compressed
 

@@ -11,7 +11,7 @@ from typing import Any
 from allranks.errors import RequestError
 from allranks.strategies.card import Card, Contents, Exact, Option, Stored, Workload
 from allranks.strategies.cards.activation import SEQUENCE, check_sequence
-from allranks.strategies.cards.bytes_sent import tree_bytes
+from allranks.strategies.cards.placed import tree_bytes
 from allranks.strategies.mesh import PIPELINE, REPLICATE, TENSOR, Agreement, Mesh
 
 

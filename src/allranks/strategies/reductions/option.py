@@ -12,7 +12,7 @@ from typing import Any
 
 from allranks.errors import RequestError
 from allranks.strategies.card import Contents, Option, Picked, Reference, Stored, Workload
-from allranks.strategies.cards.bytes_sent import RING, ring_bytes, tree_bytes
+from allranks.strategies.cards.placed import RING, ring_bytes, tree_bytes
 from allranks.strategies.mesh import Mesh, replicated_mesh
 from allranks.strategies.reductions import compressed
 from allranks.strategies.reductions.schedules import power_below

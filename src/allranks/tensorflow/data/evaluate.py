@@ -21,8 +21,8 @@ from allranks.tensorflow.comm import translated
 from allranks.tensorflow.data.nested import mapped
 from allranks.tensorflow.data.open_data import Source
 from allranks.tensorflow.data.tf_dataset import WholeDataset
-from allranks.tensorflow.step.autograph import InGraph
-from allranks.tensorflow.step.losses import full, weighted_losses
+from allranks.tensorflow.step.layers import InGraph
+from allranks.tensorflow.step.step import full, weighted_losses
 from allranks.tensorflow.strategies.base import Strategy
 from allranks.training.keras_task import Task
 

@@ -26,9 +26,8 @@ from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.tensorflow.built import Built
 from allranks.tensorflow.data.batches import Arrays, Batch
-from allranks.tensorflow.parameter_server.dispatch import RemoteStep, RemoteSteps
-from allranks.tensorflow.parameter_server.in_flight import Ahead
-from allranks.tensorflow.state import State
+from allranks.tensorflow.parameter_server.dispatch import Ahead, RemoteStep, RemoteSteps
+from allranks.tensorflow.saving import State
 from allranks.tensorflow.step.inputs import StepSums
 from allranks.tensorflow.strategies.parameter_server import ParameterServer, pieces_of
 from allranks.tensorflow.trainer import Trainer

@@ -14,9 +14,10 @@ Samples are expected along axis 0; a layer may see several rows per sample (toke
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import keras
@@ -24,6 +25,7 @@ import tensorflow as tf
 
 from allranks.errors import RequestError
 from allranks.strategies.shards import Micro
+from allranks.training.keras_task import Task
 
 _here = threading.local()  # tf.distribute makes the graph of each replica in a thread of its own
 
@@ -236,3 +238,36 @@ def _unlike(layer: Any, found: str, why: str) -> RequestError:
         why=why,
         do=f"use keras.layers.{type(layer).__mro__[1].__name__} without it",
     )
+
+
+# --- autograph -----------------------------------------------------------------------------------
+# A task's own methods as graphs: Python's `if` and `len` in them work on tensors, by AutoGraph.
+#
+# The engine's own functions are not rewritten by it: that takes a second on every rank, and they
+# need none of it. As with `fit`, layers are not either.
+
+
+METHODS = ("inputs", "loss", "weight", "regularizer", "metrics")
+
+
+class InGraph:
+    """A task whose `METHODS` are called while a graph is made; all else is the task's own."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        for name in METHODS:
+            setattr(self, name, _rewritten(task, name))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._task, name)
+
+
+def _rewritten(task: Task, name: str) -> Callable[..., Any]:
+    """A method with AutoGraph's control flow; as it is where its source cannot be read."""
+    plain: Callable[..., Any] = getattr(task, name)
+    if not task.overrides(name):
+        return plain
+    try:
+        return partial(tf.autograph.to_graph(getattr(type(task), name)), task)
+    except (ValueError, TypeError, OSError, NotImplementedError):
+        return plain

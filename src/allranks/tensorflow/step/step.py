@@ -30,11 +30,13 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
+from allranks.errors import RequestError
+from allranks.job.job import Job
+from allranks.job.loss_scale import parse_loss_scale
 from allranks.strategies.shards import Micro
 from allranks.tensorflow.comm import translated
+from allranks.tensorflow.data.batches import Batch
 from allranks.tensorflow.data.nested import mapped
-from allranks.tensorflow.step.autograph import InGraph
-from allranks.tensorflow.step.gradients import added, length, or_zeros, times
 from allranks.tensorflow.step.inputs import (
     ASKED_SAVE,
     ASKED_STOP,
@@ -42,6 +44,7 @@ from allranks.tensorflow.step.inputs import (
     HEAD,
     LIMIT,
     LOSS,
+    MAGNITUDE,
     NOMINAL,
     POISON,
     RATE,
@@ -49,14 +52,92 @@ from allranks.tensorflow.step.inputs import (
     SUM,
     WEIGHT,
     Cut,
+    Insides,
+    Probe,
     StepInputs,
     StepSums,
+    by_replica,
+    named,
     pack,
 )
-from allranks.tensorflow.step.insides import MAGNITUDE, Insides, Probe, by_replica, named
-from allranks.tensorflow.step.layers import Passing, passing, shard_norms
-from allranks.tensorflow.step.losses import check_layer_losses, weighted_losses
+from allranks.tensorflow.step.layers import InGraph, Passing, passing, shard_norms
+from allranks.training.guard import Finding, Guard, weightless
 from allranks.training.keras_task import Task
+from allranks.training.progress import Asked, StepResult
+
+# --- gradients -----------------------------------------------------------------------------------
+# Arithmetic on the gradients of a replica: a list, with `None` where the loss does not reach.
+
+
+def or_zeros(gradient: Any, variable: Any) -> Any:
+    """The gradient of a variable, or zeros in its shape."""
+    return tf.zeros(variable.shape, variable.dtype) if gradient is None else gradient
+
+
+def times(gradients: list[Any], factor: Any) -> list[Any]:
+    """Each gradient times one factor."""
+    return [None if g is None else g * tf.cast(factor, g.dtype) for g in gradients]
+
+
+def added(one: Any, other: Any) -> Any:
+    """Their sum, where `None` is nothing."""
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other
+
+
+def length(gradients: list[Any]) -> Any:
+    """The length of all gradients together."""
+    there = [g for g in gradients if g is not None]
+    return tf.linalg.global_norm(there) if there else tf.zeros(())
+
+
+# --- losses --------------------------------------------------------------------------------------
+# The losses of a micro-batch, one for each sample, and what is not taken for one.
+
+
+def weighted_losses(
+    task: Task, output: Any, batch: Any, samples: int, kind: Any
+) -> tuple[Any, Any]:
+    """The weighted losses of a micro-batch, a row per sample, and the sum of their weights."""
+    losses = tf.cast(tf.convert_to_tensor(task.loss(full(output, kind), batch)), kind)
+    if losses.ndim == 0 or losses.shape[0] != samples:
+        raise RequestError(
+            asked="loss(output, batch) of the task",
+            found=f"values of shape {tuple(losses.shape)} for {samples} samples",
+            why="the engine divides by the weight of the whole global batch, so it takes no mean",
+            do="return one value for each sample: reduction='none', or a function of keras.losses",
+        )
+    weights = task.weight(batch)
+    if weights is None:
+        return losses, tf.cast(tf.size(losses), kind)
+    weights = tf.cast(tf.convert_to_tensor(weights), kind)
+    if weights.shape != losses.shape:
+        raise RequestError(
+            asked="weight(batch) of the task",
+            found=f"shape {tuple(weights.shape)} for losses of shape {tuple(losses.shape)}",
+            why="each value that loss() returns has its own weight",
+            do="return the weights in the shape of the losses",
+        )
+    return losses * weights, tf.reduce_sum(weights)
+
+
+def full(output: Any, kind: Any) -> Any:
+    """An output with numbers of 16 bits as `kind`: no loss and no metric is computed in them."""
+    short = (tf.float16, tf.bfloat16)
+    return mapped(lambda t: tf.cast(t, kind) if t.dtype in short else t, output)
+
+
+def check_layer_losses(model: Any) -> None:
+    """Raise `RequestError` if a layer has added a loss in the forward pass that was just made."""
+    names = [layer.name for layer in model._flatten_layers() if getattr(layer, "_losses", ())]
+    if names:
+        raise RequestError(
+            asked="to train a model whose layers add losses",
+            found=f"add_loss, or an activity regularizer, in {', '.join(names)}",
+            why="they are means over what one replica sees, so they follow the replicas",
+            do="compute them in loss(output, batch), a value for each sample",
+        )
 
 
 class Graphs:
@@ -335,3 +416,64 @@ def _replica_number() -> int:
     """Which of all replicas the graph is being made for."""
     number = tf.distribute.get_replica_context().replica_id_in_sync_group
     return number if isinstance(number, int) else int(tf.get_static_value(number))
+
+
+# --- step result ---------------------------------------------------------------------------------
+# The sums of one step become its `StepResult`: overflow, bad-step policy, loss scale.
+#
+# All ranks hold the same sums after a step, so all decide alike without a message.
+
+
+class StepResultBuilder:
+    """Of the steps of one job. `whose` is what a part of a batch belongs to: rank, replica."""
+
+    def __init__(self, job: Job, whose: str) -> None:
+        self.whose = whose
+        self.guard = Guard(job.on_bad_step, job.spike, self._who)
+        self.loss_scale = parse_loss_scale(job.loss_scale) if job.precision == "fp16" else None
+        self.updates_bad = job.on_bad_step == "warn" and self.loss_scale is None
+        self._bad: tuple[int, ...] = ()
+
+    @property
+    def scale(self) -> float:
+        """By what the loss of the next step is multiplied."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
+
+    def result(self, batch: Batch, found: StepSums) -> StepResult:
+        """The result of a step. Raises `BadStep` where the job ends with it."""
+        if found.weight <= 0:
+            raise weightless(batch, found.weight)
+        scale, updated, text = self.loss_scale, found.fine, ""
+        overflow = scale is not None and scale.explains(found.loss, found.norm)
+        used = None if scale is None else scale.value
+        if not overflow:
+            self._bad = found.bad
+            bad = self.guard.judge(found.loss, found.norm)
+            if bad is not None:
+                text = self.guard.decide(batch, bad).text
+            updated = found.fine or self.updates_bad
+        if scale is not None and overflow:
+            scale.overflowed()
+        elif scale is not None and updated:
+            scale.went_well()
+        return StepResult(
+            batch.index,
+            batch.epoch,
+            found.loss,
+            found.samples,
+            found.weight,
+            found.rate,
+            updated,
+            found.norm,
+            Asked(found.stop, found.save),
+            text,
+            used,
+            overflow,
+        )
+
+    def _who(self, batch: Any, spiked: bool) -> tuple[Finding, ...]:
+        """Which replicas brought a bad step in, as they said themselves with the sum."""
+        if spiked or not self._bad:
+            return ()
+        names = ", ".join(f"{self.whose} {number}" for number in self._bad)
+        return (Finding(f"it came in with {names}"),)

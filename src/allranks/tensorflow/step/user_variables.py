@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from allranks.tensorflow.names import names_of, value_of, values_of
+from allranks.tensorflow.build import names_of, value_of, values_of
 from allranks.tensorflow.step.layers import shard_norms
 
 

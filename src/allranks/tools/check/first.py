@@ -40,8 +40,8 @@ from allranks.checkpoint.files import as_json, write_whole
 from allranks.errors import Interrupted, NotEqual, ProgramError, RequestError, Stopped
 from allranks.job.config import Resolved
 from allranks.job.job import Job
-from allranks.job.loaded import State, changed_reads, environment_of
 from allranks.job.place import LOCAL
+from allranks.job.program import State, changed_reads, environment_of
 from allranks.job.run_folder import rank_events_path, read_events, read_rows
 from allranks.job.units import format_bytes
 from allranks.launcher.describe import Proof, asked_of_task

@@ -2,24 +2,182 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import json
+import math
+import random
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+import allranks.torch.accelerator as accelerator
 from allranks.errors import RequestError
-from allranks.torch.branching.drawing import generators_kept
-from allranks.torch.branching.exchange import Exchange
-from allranks.torch.branching.later import Later
 from allranks.torch.branching.plan import Branch
+from allranks.torch.comm.comm import Comm
 from allranks.torch.data.collate import map_arguments, tensors_of_arguments
 from allranks.torch.model.layers import Scope
 from allranks.torch.parallel.pipeline.links import Received
-from allranks.torch.parallel.pipeline.tensor_meta import Looks, laid_out
+from allranks.torch.parallel.pipeline.tensor_meta import Looks, flat, laid_out
+
+# --- later ---------------------------------------------------------------------------------------
+# A tensor that a branch has not computed yet: whoever looks at it waits, and gets the real one.
+
+
+class Later(Tensor):
+    """Stands for an output of a branch. Any operation on it calls `wait`, and takes what came.
+
+    Only what reads tensors beneath `__torch_function__` sees the object itself: an
+    `autograd.Function` that is applied to it. Its gradient would go nowhere, so it is refused.
+    """
+
+    found: Tensor | None
+    wait: Callable[[], None]
+
+    @staticmethod
+    def make(
+        like: Tensor, device: torch.device, wait: Callable[[], None], *, wants_gradient: bool
+    ) -> Later:
+        """One that is there (`found`) once `wait` has returned; `like` it but for the numbers.
+
+        Read by mistake, it is NaN.
+        """
+        nan = math.nan if like.is_floating_point() or like.is_complex() else 0
+        empty = torch.full((), nan, dtype=like.dtype, device=device).expand(like.shape)
+        made: Any = Tensor._make_subclass(Later, empty, wants_gradient)
+        made.found, made.wait = None, wait
+        if wants_gradient:
+            with torch._C.DisableTorchFunctionSubclass():
+                made.register_hook(_refuse)
+        found: Later = made
+        return found
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return func(*real(args), **real(dict(kwargs or {})))
+
+
+def real(value: Any) -> Any:
+    """The same with the real tensors; waits for those that are not there yet."""
+    if any(type(tensor) is Later for tensor in tensors_of_arguments(value)):
+        return map_arguments(_real, value)
+    return value
+
+
+def _real(tensor: Tensor) -> Tensor:
+    if type(tensor) is not Later:
+        return tensor
+    if tensor.found is None:
+        tensor.wait()
+    assert tensor.found is not None
+    return tensor.found
+
+
+def wait_before(module: nn.Module, args: Any, keywords: Any) -> Any:
+    """A hook before the forward of a module that holds no branch: it is given real tensors."""
+    return real(args), real(keywords)
+
+
+def _refuse(_: Tensor) -> None:
+    raise RequestError(
+        asked="--strategy branches",
+        found="an autograd.Function that forward applies to what a branch has returned",
+        why="it takes tensors without waiting for them, and its gradient would be lost",
+        do="call it in a module of its own (an nn.Module whose forward applies it)",
+    )
+
+
+# --- drawing -------------------------------------------------------------------------------------
+# What user code draws in a branch is apart from what it draws elsewhere.
+
+
+@contextmanager
+def generators_kept(scope: Scope) -> Iterator[None]:
+    """Within, anything may be drawn; afterwards all generators are where they were.
+
+    The rest of the model draws the same on every rank then, whichever branches ran there.
+    """
+    devices = list(filter(accelerator.is_accelerator, {scope.device, *scope.more_devices}))
+    of_python, of_numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    on_devices = [accelerator.rng_state(device) for device in devices]
+    try:
+        yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+        torch.set_rng_state(of_torch)
+        for device, state in zip(devices, on_devices, strict=True):
+            accelerator.set_rng_state(state, device)
+
+
+# --- exchange ------------------------------------------------------------------------------------
+# What the ranks of a line exchange for branches: what these return, and gradients of inputs.
+
+
+class Exchange:
+    """The ranks that run branches. `sent` and `reduced` count the bytes of whole tensors that steps
+    have broadcast and all-reduced; `known` is what branches return, by what they are given.
+    """
+
+    def __init__(self, line: Comm) -> None:
+        self.line = line
+        self.kind, self.sent, self.reduced = "control", 0, 0
+        self.known: dict[Hashable, Looks] = {}
+
+    @contextmanager
+    def opened(self, kind: str) -> Iterator[None]:
+        """Within, passes go through the model; what they send is of that kind."""
+        self.kind = kind
+        try:
+            yield
+        finally:
+            self.kind = "control"
+
+    def agree(self, keys: Sequence[tuple[Branch, Hashable]], own: dict[int, Looks]) -> list[Looks]:
+        """What each call returns; `own` are those of this rank, by number.
+
+        Sends what was not known yet (`control`).
+        """
+        for number, looks in own.items():
+            branch, key = keys[number]
+            known = self.known.get(key)
+            if known is not None and known != looks:
+                raise _changed(branch, known, looks)
+        if any(key not in self.known for _, key in keys):
+            mine = json.dumps({number: looks.text for number, looks in own.items()})
+            for text in self.line.gather_texts(mine):
+                for number, told in json.loads(text).items():
+                    self.known[keys[int(number)][1]] = Looks(told)
+        return [self.known[key] for _, key in keys]
+
+    def spread(self, tensor: Tensor, home: int) -> None:
+        """The tensor of rank `home` on all."""
+        if self.kind == "gradients":
+            self.sent += tensor.nbytes
+        if tensor.numel():
+            self.line.broadcast(flat(tensor), source=home, kind=self.kind)
+
+    def sum_(self, tensor: Tensor) -> None:
+        """Sum over the ranks, in place."""
+        if self.kind == "gradients":
+            self.reduced += tensor.nbytes
+        self.line.all_reduce(tensor, self.kind).wait()
+
+
+def _changed(branch: Branch, known: Looks, looks: Looks) -> RequestError:
+    return RequestError(
+        asked="--strategy branches",
+        found=f"{branch.name!r} returned {looks.text} for inputs of the shapes for which it had "
+        f"returned {known.text}"[:300],
+        why="the other ranks have made room for what came the first time",
+        do="let the shapes that a branch returns follow from the shapes of its inputs",
+    )
 
 
 @dataclass(frozen=True)
@@ -211,4 +369,118 @@ def _written(branch: Branch, when: str) -> RequestError:
         found=f"what goes into {branch.name!r} is written in place {when}",
         why="other ranks have a tensor of their own there, and branches run when all are called",
         do="write into a copy: no inplace=True, no x += … on what branches are given",
+    )
+
+
+# --- calls ---------------------------------------------------------------------------------------
+# Calls of branches that wait, and then run at the same time: each rank its own.
+#
+#     forward     each rank runs the calls of its branches; all outputs are broadcast
+#     backward    each rank goes back through its branches; the gradients of what all branches were
+#                 given are all-reduced, once
+#
+# A call returns `Later` tensors. The first operation on one of them closes the region: all calls
+# that wait are run as one differentiable function, with its own backward passes within. Every rank
+# goes through the same forward, so all of them close it at the same place. What a branch returns is
+# told the first time that it is called with inputs of such shapes; that time nothing waits.
+
+
+Mode = tuple[bool, bool, bool, torch.dtype]
+
+
+class Calls:
+    """The calls that wait on this rank; those before them in this forward pass are counted."""
+
+    def __init__(self, around: Around) -> None:
+        self.around, self.exchange = around, around.exchange
+        self._waiting: list[Call] = []
+        self._made = 0
+        self._mode: Mode | None = None
+        self._anchor = torch.zeros((), requires_grad=True)  # what makes outputs differentiable
+
+    def begin(self) -> None:
+        """A forward pass begins."""
+        self._made = 0
+        self._waiting.clear()
+
+    def call(self, branch: Branch, forward: Callable[..., Any], args: Any, keywords: Any) -> Any:
+        """What a branch returns: all of it may be `Later`."""
+        if torch._C._current_graph_task_id() != -1:
+            raise _again(branch)
+        arguments, mode = real((args, keywords)), self._mode_now()
+        if mode != self._mode:
+            self.close()
+            self._mode = mode
+        tensors = list(tensors_of_arguments(arguments))
+        looks = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
+        key = branch.number, branch.module.training, mode, looks, _words(arguments)
+        call = Call(branch, forward, arguments, key, versions_of(tensors))
+        self._waiting.append(call)
+        known = self.exchange.known.get(key)
+        if known is None:
+            self.close()
+            return call.value
+        call.looks = known
+        device = self.exchange.line.device
+        call.laters = [
+            Later.make(like, device, self.close, wants_gradient=wants and mode[0])
+            for like, wants in known.tensors(torch.device("meta"))
+        ]
+        return known.value(iter(call.laters))
+
+    def close(self) -> None:
+        """Run all calls that wait; every rank calls this at the same place of its forward."""
+        calls, self._waiting = self._waiting, []
+        if not calls:
+            return
+        assert self._mode is not None
+        for call in calls:
+            call.check_unwritten("after it is called")
+        with self._mode_again(self._mode):
+            run = Run(self.around, calls, self._made)
+            if torch.is_grad_enabled():
+                apply: Any = Together.apply
+                found = iter(apply(run, self._anchor, *run.inputs, *run.shared))
+            else:
+                found = iter(run.forward())
+        self._made += len(calls)
+        for call in calls:
+            assert call.looks is not None
+            own = [next(found) for _ in call.looks.rows]
+            for later, tensor in zip(call.laters, own, strict=False):
+                later.found = tensor
+            call.value = call.looks.value(iter(own))
+
+    def _mode_now(self) -> Mode:
+        kind = self.exchange.line.device.type
+        grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        return grad, inference, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+    @contextmanager
+    def _mode_again(self, mode: Mode) -> Iterator[None]:
+        grad, inference, casts, kind = mode
+        device = self.exchange.line.device.type
+        with (
+            torch.inference_mode(inference),
+            torch.set_grad_enabled(grad),
+            torch.autocast(device, kind, enabled=casts),
+        ):
+            yield
+
+
+def _words(value: Any) -> Hashable:
+    """What else may decide over what a branch returns: flags and words, where they stand."""
+    if isinstance(value, Mapping):
+        return tuple((str(key), _words(item)) for key, item in value.items())
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_words, value))
+    return value if isinstance(value, (bool, str, type(None))) else type(value).__name__
+
+
+def _again(branch: Branch) -> RequestError:
+    return RequestError(
+        asked="activation checkpointing around a branch",
+        found=f"{branch.name!r} is called again during backward",
+        why="the ranks exchange what it returns, each time that it is called",
+        do="checkpoint within the branch: blocks(model) of the task",
     )

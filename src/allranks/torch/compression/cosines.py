@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from allranks.strategies.reductions.compressed import cosine_block
-from allranks.torch.compression.base import Codec
-from allranks.torch.compression.top_k import TopK
+from allranks.torch.compression.codecs import Codec, TopK
 
 
 @lru_cache(maxsize=256)
@@ -94,3 +93,30 @@ class Parts(Codec):
             size = codec.size_bytes(own, into.element_size())
             codec.add_decoded(message[begun : begun + size], into[at : at + own], alpha)
             begun += size
+
+
+# --- orthonormal ---------------------------------------------------------------------------------
+# Orthonormal columns by Gram-Schmidt, for many tall matrices of few columns at once.
+
+
+PASSES = 2  # "twice is enough": Giraud et al. 2005
+
+
+def orthonormal(matrices: Tensor) -> Tensor:
+    """Of (b, n, r): each column less its parts along those before it, of length 1.
+
+    A column that lies in the span of those before it, up to rounding, becomes zero. One order of
+    operations, so equal inputs give equal bits; no value comes back to the host.
+    """
+    found = torch.zeros_like(matrices)
+    least = 100 * torch.finfo(matrices.dtype).eps
+    for k in range(matrices.shape[2]):
+        column = matrices[:, :, k : k + 1]
+        size = column.norm(dim=1, keepdim=True)
+        before = found[:, :, :k]
+        for _ in range(PASSES if k else 0):
+            column = column - before @ (before.mT @ column)
+        left = column.norm(dim=1, keepdim=True)
+        is_new = (left > least * size) | left.isnan()
+        found[:, :, k : k + 1] = torch.where(is_new, column / left, torch.zeros_like(column))
+    return found

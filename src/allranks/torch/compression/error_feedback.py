@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from allranks.torch.compression.base import Codec
+from allranks.torch.compression.codecs import Codec
 
 
 class ErrorFeedback:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from allranks.errors import RequestError
-from allranks.torch.keras.setting import KerasSetting
+from allranks.torch.keras.shards import KerasSetting
 
 SHARED = "of no weight"
 

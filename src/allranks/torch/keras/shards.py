@@ -12,16 +12,20 @@ swaps them in place, as it does torch's own (`layers`), and puts them back at th
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 from allranks.errors import RequestError
 from allranks.torch.batchnorm.shard import NormOfShard, normalised
-from allranks.torch.keras.setting import KerasSetting
 from allranks.torch.model.layers import (
     Normalising,
     OfShard,
@@ -33,6 +37,94 @@ from allranks.torch.model.layers import (
     swapped_kind,
 )
 from allranks.torch.random.dropout import dropped
+from allranks.torch.task import Task
+
+# --- setting -------------------------------------------------------------------------------------
+# What Keras keeps for a whole process, put in force for one call and then taken back.
+#
+# On torch Keras makes tensors on a device of its own choice, a GPU if there is one, and rounds what
+# it computes to 32 bits, whatever goes in. A job says both itself. Nothing here imports Keras: the
+# user's program did.
+
+
+TYPES = "keras.src.backend.common.dtypes"
+ROUNDED = "BIT64_TO_BIT32_DTYPE"
+
+
+@dataclass(frozen=True)
+class KerasSetting:
+    """The `device` on which Keras makes tensors, and the type of its numbers."""
+
+    device: str = "cpu"
+    floatx: str = "float32"
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Within, Keras does as this says; a policy of mixed precision stays in force."""
+        keras: Any = sys.modules["keras"]
+        with keras.device(self.device):
+            if keras.config.floatx() == self.floatx == "float32":
+                yield
+                return
+            with _of_type(keras, self.floatx):
+                yield
+
+
+@contextmanager
+def of_keras_type(floatx: str) -> Iterator[None]:
+    """Within, a task of torch makes its Keras layers of this type, if its program has Keras."""
+    keras: Any = sys.modules.get("keras")
+    backend = getattr(getattr(keras, "backend", None), "backend", None)
+    if floatx == "float32" or backend is None or backend() != "torch":
+        yield
+        return
+    with _of_type(keras, floatx):
+        yield
+
+
+@contextmanager
+def _of_type(keras: Any, floatx: str) -> Iterator[None]:
+    before, policy = keras.config.floatx(), keras.config.dtype_policy()
+    rounded: dict[str, str] = getattr(sys.modules.get(TYPES), ROUNDED, {})
+    kept = dict(rounded)
+    keras.config.set_floatx(floatx)
+    if policy.name == before:
+        keras.config.set_dtype_policy(floatx)
+    try:
+        rounded["float64"] = floatx
+        if floatx == "float64" != keras.backend.result_type("float64", "float32"):
+            raise _rounds(keras)
+        yield
+    finally:
+        rounded.clear()
+        rounded.update(kept)
+        keras.config.set_floatx(before)
+        keras.config.set_dtype_policy(policy)
+
+
+def _rounds(keras: Any) -> RequestError:
+    return RequestError(
+        asked="--precision fp64 for a Keras task on the torch engine",
+        found=f"Keras {keras.__version__}, which rounds what it computes to 32 bits",
+        why="on torch it does as on JAX, and this version has no table that says otherwise",
+        do="--engine tensorflow, or --precision fp32",
+    )
+
+
+def check_types(model: Any, floatx: str) -> None:
+    """Raise `RequestError` for weights of 32 bits in a job of 64: they would be both by turns."""
+    if floatx != "float64":
+        return
+    for variable in getattr(model, "weights", ()):
+        if variable.dtype.startswith("float") and variable.dtype != floatx:
+            raise RequestError(
+                asked="--precision fp64",
+                found=f"the weight {variable.path}, which the model makes as {variable.dtype}",
+                why="Keras would compute with it in that type",
+                do="leave dtype out of the layers, set no policy of mixed precision, and make "
+                "them in model(), with keras imported at the top of the file",
+            )
+
 
 DROPOUTS = {  # axes beside samples and channels that share one draw
     "Dropout": 0,
@@ -215,3 +307,92 @@ def _check_names(model: Any) -> None:
             why="weights are saved and summed by their names",
             do="give the layers names of their own: keras.layers.Dense(8, name='head')",
         )
+
+
+# --- layers --------------------------------------------------------------------------------------
+# A Keras model in the torch engine: what would go wrong there is refused, by name.
+#
+# Most of what Keras does by itself the engine takes over (`keras_shards`). What is refused here are
+# layers that draw random numbers or count in a way that it cannot give to shards, and losses that
+# only Keras' own `fit` takes in.
+
+
+ROUND_KERAS = "put it between Keras layers in an nn.Sequential or nn.Module of torch"
+RATES = ("rate", "dropout", "recurrent_dropout")
+
+
+def check_keras(task: Task, model: nn.Module) -> None:
+    """Raise `RequestError` for a Keras layer that would not be trained as Keras trains it.
+
+    Lets torch see all weights of those that it has: Keras shows it only those made by then.
+    """
+    for module in list(model.modules()):
+        if not is_keras(module):
+            continue
+        keras_layer: Any = module
+        for layer in keras_layer._flatten_layers():
+            found = _what_differs(layer)
+            if found is not None:
+                raise _refused(layer, *found)
+        _show_all_weights(keras_layer)
+        regularized = any(v.regularizer is not None for v in keras_layer.trainable_variables)
+        if regularized and not task.overrides("regularizer"):
+            why = (
+                "the engine takes losses from the task alone, "
+                "so its weights would not be kept small"
+            )
+            raise _refused(module, "regularizers", why, "let regularizer(model) return their sum")
+
+
+def _show_all_weights(layer: Any) -> None:
+    known = {id(parameter) for parameter in nn.Module.parameters(layer)}
+    if any(id(variable.value) not in known for variable in layer.variables):
+        layer._track_variables()
+
+
+def _what_differs(layer: Any) -> tuple[str, str, str] | None:
+    """What of one layer goes wrong: what was found, why, what to do; `None` if nothing does."""
+    if not layer.built:
+        why = "its weights would be made in the first step, after the optimizer"
+        return "no weights yet", why, "begin the model with keras.Input(shape), or build(shape) it"
+    kind = own_kind(layer)
+    if belongs_to_shards(kind):
+        return _what_differs_in_shards(layer)
+    if any(base.__name__ in (BATCH_NORM, "SpectralNormalization") for base in kind.__mro__):
+        why = "each rank would keep statistics of its own"
+        return "running statistics", why, f"use keras.layers.{BATCH_NORM} itself"
+    if getattr(layer, "_seed_generators", ()) and _draws(layer):
+        why = "Keras would draw the same on every rank, whichever samples it has"
+        return "random numbers of its own", why, "use keras.layers.Dropout, which belongs to shards"
+    inner = getattr(layer, "module", None)
+    if kind.__name__ == "TorchModuleWrapper" and isinstance(inner, nn.Module):
+        hidden = [m for m in inner.modules() if isinstance(m, (_BatchNorm, _DropoutNd))]
+        if hidden:
+            found = f"a torch {type(hidden[0]).__name__}"
+            return found, "inside a Keras layer the engine does not see it", ROUND_KERAS
+    if getattr(layer, "activity_regularizer", None) is not None:
+        why = "the engine takes losses from the task alone"
+        return "an activity regularizer", why, "compute it in loss(output, batch)"
+    return None
+
+
+def _what_differs_in_shards(layer: Any) -> tuple[str, str, str] | None:
+    if getattr(layer, "renorm", False):
+        why = "its corrections follow the batch of one rank"
+        return "renorm=True", why, "leave it out"
+    shape = getattr(layer, "noise_shape", None)
+    if shape is not None and shape[0] == 1:
+        why = "one mask for all samples would be the same in no two shards"
+        return f"noise_shape={tuple(shape)}", why, "write None for the samples"
+    return None
+
+
+def _draws(layer: Any) -> bool:
+    """Whether a layer with a generator draws from it: a recurrent one has it in any case."""
+    rates = [getattr(layer, name) for name in RATES if hasattr(layer, name)]
+    return not rates or any(rates)
+
+
+def _refused(layer: Any, found: str, why: str, do: str) -> RequestError:
+    name = f"the Keras {own_kind(layer).__name__} {layer.name!r}"
+    return RequestError(asked=f"to train {name}", found=f"{found} in it", why=why, do=do)

@@ -20,7 +20,7 @@ from allranks.catalog import load
 from allranks.errors import RequestError
 from allranks.torch.data.collate import map_tensors
 from allranks.torch.keras.optimizer import keras_optimizer
-from allranks.torch.keras.setting import KerasSetting, check_types
+from allranks.torch.keras.shards import KerasSetting, check_types
 from allranks.torch.task import Task
 from allranks.training.keras_task import Task as KerasTask
 from allranks.training.schedules import Plateau

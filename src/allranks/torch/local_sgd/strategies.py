@@ -28,15 +28,13 @@ from torch import Tensor, nn
 
 from allranks.catalog import STRATEGIES, TORCH, load
 from allranks.errors import RequestError
-from allranks.job.placement import GLOBAL, Placed
+from allranks.job.place import GLOBAL, Placed
 from allranks.strategies.card import Workload
 from allranks.strategies.cards.outer import learner_options, near_of
 from allranks.strategies.mesh import LEARNER, Agreement
 from allranks.torch.checkpoint.state import copied
 from allranks.torch.checkpoint.tree import local
-from allranks.torch.compression.base import Codec
-from allranks.torch.compression.four_bit import FourBit
-from allranks.torch.compression.top_k import TopK
+from allranks.torch.compression.codecs import Codec, FourBit, TopK
 from allranks.torch.data.batch import Batch
 from allranks.torch.deferred_init.recorded import Recorded
 from allranks.torch.local_sgd.exchange import (
@@ -66,8 +64,7 @@ from allranks.torch.model.reals import reals
 from allranks.torch.step.changes import unfrozen_on_the_way
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.tally import Tally
-from allranks.torch.strategies.base import MakeOptimizer, Strategy
-from allranks.torch.strategies.context import StrategyContext
+from allranks.torch.strategies.base import MakeOptimizer, Strategy, StrategyContext
 from allranks.training.progress import NOTHING, Asked, StepResult, UnreadResult
 
 OF_THE_INNER = (

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from allranks.job.placement import AVERAGE, BUFFER, OPTIMIZER, PARAMETER, Placed, write_placement
+from allranks.job.place import AVERAGE, BUFFER, OPTIMIZER, PARAMETER, Placed, write_placement
 from allranks.strategies.shards import largest_shard
 from allranks.torch.checkpoint.tree import local
 from allranks.torch.data.collate import tensors_of_arguments

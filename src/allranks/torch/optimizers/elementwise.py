@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Optimizer
 
 from allranks.errors import RequestError
-from allranks.torch.optimizers.asked import hook_of, is_by_number
-from allranks.torch.optimizers.side_effects import no_side_effects
+from allranks.torch.optimizers.made import hook_of, is_by_number, no_side_effects
 
 SMALL = (6, 4)  # a weight for an optimizer whose formula is known
 LARGE = {1: (330,), 2: (144, 132)}  # for others, by dimensions; of more of them:

@@ -2,18 +2,44 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
+from torch.optim import optimizer as of_all
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode  # public: the docs name this path
 
+from allranks.alive import instances_of
 from allranks.errors import RequestError
+from allranks.job.deepspeed.recipe import OPTIMIZERS, read_recipe
+from allranks.job.job import Job
+from allranks.torch.checkpoint.state import random_streams, set_random_streams
 from allranks.torch.checkpoint.tree import local
+from allranks.torch.deferred_init.arguments import address_of, written_by
 from allranks.torch.model.weights import digest_of
+from allranks.torch.task import Task
+from allranks.training.schedules import factor_of
 
 SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]
 
@@ -88,3 +114,180 @@ class _WholeShapes(TorchFunctionMode):
             if func is Tensor.__len__:
                 return shape[0]
         return func(*args, **(kwargs or {}))
+
+
+# --- named ---------------------------------------------------------------------------------------
+# Optimizers by name, where the job says one in place of the task's.
+
+
+def with_recipe(task: Task, job: Job) -> Task:
+    """The task with the optimizer and the schedule of the job, where that names them.
+
+    Raises `RequestError` for a Keras task, and where the task plans its rate by the evaluations.
+    """
+    if not job.optimizer:
+        return task
+    asked = f"--optimizer {job.optimizer}"
+    if task.as_written is not task:
+        raise RequestError(
+            asked=asked,
+            found="a Keras task",
+            why="its optimizer is one of Keras, which its model is compiled with",
+            do="set it in the task, or write a torch task",
+        )
+    if job.schedule and task.overrides("plateau"):
+        raise RequestError(
+            asked=f"{asked} --schedule {job.schedule}",
+            found="a task with plateau()",
+            why="the rate would follow from two plans at once",
+            do="leave one of them out",
+        )
+    task = copy.copy(task)
+    object.__setattr__(task, "optimizer", partial(make_optimizer, job.optimizer))
+    own = partial(factor_of, job.schedule, job.optimizer) if job.schedule else None
+    if own is not None:
+        object.__setattr__(task, "schedule", own)
+    return task
+
+
+def make_optimizer(text: str, model: nn.Module) -> Optimizer:
+    """The optimizer that a text names, for all parameters of a model that are trained."""
+    picked = read_recipe("--optimizer", text, OPTIMIZERS)
+    values = dict(picked.options)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if picked.name == "sgd":
+        return SGD(parameters, **values)
+    betas = values.pop("beta1"), values.pop("beta2")
+    if picked.name == "adam":
+        return Adam(parameters, betas=betas, **values)
+    return AdamW(parameters, betas=betas, **values)
+
+
+# --- asked ---------------------------------------------------------------------------------------
+# When an optimizer is asked how it updates (`elementwise`): first, and when what decides changes.
+#
+# Some optimizers look at a whole tensor only with a weight decay, or a bound of a norm: a callback
+# may set one on the way. Rates are not looked at, and of other numbers the sign, so that a schedule
+# asks for nothing.
+
+
+BY_NUMBER = frozenset(
+    {ASGD, SGD, Adadelta, Adagrad, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop}
+)
+
+
+def is_by_number(optimizer: Optimizer) -> bool:
+    """Whether each number is updated by itself, by the formula: of torch."""
+    return type(optimizer) in BY_NUMBER
+
+
+def hook_of(optimizer: Optimizer) -> str:
+    """What a step of it calls that its class does not say; empty where there is no such thing.
+
+    It may look at whole weights, of others too, and change them.
+    """
+    hooks = {
+        "register_step_pre_hook": optimizer._optimizer_step_pre_hooks,
+        "register_step_post_hook": optimizer._optimizer_step_post_hooks,
+        "register_optimizer_step_pre_hook": of_all._global_optimizer_pre_hooks,
+        "register_optimizer_step_post_hook": of_all._global_optimizer_post_hooks,
+    }
+    if "step" in vars(optimizer):
+        return "a function in the place of its step()"
+    return next((f"a hook on its step ({name})" for name, hook in hooks.items() if hook), "")
+
+
+class Asked:
+    """The hyper-parameters with which an optimizer was asked."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._seen: set[str] = set()
+
+    def is_new(self) -> bool:
+        """Whether it is to be asked: never as it is now. The next answer is no."""
+        key = str([hook_of(self.optimizer), *map(_key, self._groups())])
+        is_new = key not in self._seen
+        self._seen.add(key)
+        return is_new
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [] if is_by_number(self.optimizer) else self.optimizer.param_groups
+
+
+def _key(group: dict[str, Any]) -> dict[str, Any]:
+    return {n: _kind(v) for n, v in group.items() if n not in ("params", "lr", "initial_lr")}
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _kind(value.item()) if value.numel() == 1 else tuple(value.shape)
+    if isinstance(value, (tuple, list)):
+        return [_kind(one) for one in value]
+    if isinstance(value, (bool, str)) or not isinstance(value, (int, float)):
+        return value if isinstance(value, (bool, str)) else type(value).__name__
+    return (value > 0) - (value < 0), math.isinf(value)
+
+
+# --- side effects --------------------------------------------------------------------------------
+# To ask an optimizer how it updates changes nothing but the copies that it is asked on.
+#
+# A copy of an optimizer may know more than its parameters: a function that it calls, a module, a
+# global name. What it would write there, it would write into what is trained.
+
+
+Refuse = Callable[[str, str], Exception]
+WHY = "it is asked how it updates, by steps of a copy, and these would change what is trained"
+
+
+@contextmanager
+def no_side_effects(device: torch.device, refuse: Refuse) -> Iterator[None]:
+    """Within, raise `refuse(found, why)` before a tensor is written that was there before.
+
+    Generators of random numbers go on afterwards where they were. A thread is not seen, nor what
+    NumPy writes.
+    """
+    streams, watch = random_streams(device), _Watch(refuse)
+    try:
+        with watch:
+            yield
+    finally:
+        set_random_streams(streams, device)
+    if watch.found or watch.moved():  # the program may have caught what was raised
+        raise refuse(watch.found or "another memory that it gave a tensor", WHY)
+
+
+class _Watch(TorchDispatchMode):
+    """Knows all tensors that are there when it is made."""
+
+    def __init__(self, refuse: Refuse) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.refuse, self.found = refuse, ""
+        every = instances_of(Tensor)
+        self._there = [(one, held) for one in every if (held := _storage(one)) is not None]
+        self._addresses = {address_of(held) for _, held in self._there}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for tensor in written_by(func, args, kwargs or {}):
+            storage = _storage(tensor)
+            if storage is not None and address_of(storage) in self._addresses:
+                self.found = f"a write into a tensor of shape {tuple(tensor.shape)}, which is none"
+                self.found += " of its parameters or of its state"
+                raise self.refuse(self.found, WHY)
+        return func(*args, **(kwargs or {}))
+
+    def moved(self) -> bool:
+        """Whether one of them lies elsewhere now: `weight.data = …`."""
+        return any(
+            (now := _storage(one)) is None or address_of(now) != address_of(held)
+            for one, held in self._there
+        )
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError, ValueError):  # sparse, or of a lazy layer
+        return None

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from allranks.job.placement import Placed
+from allranks.job.place import Placed
 from allranks.strategies.mesh import REPLICATE, TENSOR
 from allranks.torch.context_parallel.blocks import blocks_of
 from allranks.torch.context_parallel.refusals import nothing_to_cut as no_sequences
@@ -43,7 +43,7 @@ from allranks.torch.parallel.tensor.plan import Plan, default_plan, given_plan, 
 from allranks.torch.parallel.tensor.strategy import sum_over_copies
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.tally import Tally
-from allranks.torch.strategies.context import StrategyContext
+from allranks.torch.strategies.base import StrategyContext
 
 ASKED = "--strategy mesh"
 

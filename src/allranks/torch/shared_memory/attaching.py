@@ -17,8 +17,8 @@ from typing import Any
 
 import allranks.torch.shared_memory.futures as futures
 from allranks.strategies.reduction_tree import merges
-from allranks.torch.shared_memory.cards import Card, one_given
 from allranks.torch.shared_memory.library import library
+from allranks.torch.shared_memory.operands import Card, one_given
 from allranks.torch.shared_memory.segment import Segment
 
 NOT_GIVEN = -1

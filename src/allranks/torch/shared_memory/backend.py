@@ -22,10 +22,10 @@ from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr
 
 from allranks.torch.shared_memory import attaching
 from allranks.torch.shared_memory.attaching import Attached
-from allranks.torch.shared_memory.cards import Card, exchanged, hosts_of, own_card, told_to_all
 from allranks.torch.shared_memory.group import SharedMemoryGroup
 from allranks.torch.shared_memory.hierarchical import HierarchicalGroup
 from allranks.torch.shared_memory.library import NOT_BUILT, library
+from allranks.torch.shared_memory.operands import Card, exchanged, hosts_of, own_card, told_to_all
 from allranks.torch.shared_memory.posting import BACKEND, Named
 
 SHARED, HIERARCHICAL, GLOO = BACKEND, "hierarchical", "gloo"

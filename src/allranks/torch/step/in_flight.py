@@ -24,7 +24,7 @@ from allranks.torch.accelerator import is_accelerator
 from allranks.torch.checkpoint.tree import is_dtensor
 from allranks.torch.data.batch import Batch
 from allranks.torch.model.reals import real_type
-from allranks.torch.optimizers.asked import hook_of
+from allranks.torch.optimizers.made import hook_of
 from allranks.torch.step.deferred_results import Rows, Sent, can_be_held_back
 from allranks.torch.strategies.base import Strategy
 from allranks.training.progress import NOTHING, Asked, Progress, StepResult, UnreadResult

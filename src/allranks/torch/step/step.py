@@ -22,7 +22,7 @@ from allranks.torch.checkpoint.state import hyper_parameters
 from allranks.torch.comm.subgroups import in_exchange
 from allranks.torch.data.batch import Batch, Leaf
 from allranks.torch.model.max_norm import shorten_alike
-from allranks.torch.optimizers.asked import hook_of
+from allranks.torch.optimizers.made import hook_of
 from allranks.torch.step.deferred_results import Rows, Sent, fused_update, is_held, numbers_of
 from allranks.torch.step.ema import MovingAverage
 from allranks.torch.step.gradients import Gradients, multiplied

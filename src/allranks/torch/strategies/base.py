@@ -7,17 +7,19 @@ card, its ranks from `comm`, and the parts of a step that all share from `Shared
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
-from typing import Any, final
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from allranks.job.placement import Placed
+from allranks.job.loss_scale import LossScale
+from allranks.job.place import Placed
 from allranks.strategies.card import Card, Workload
 from allranks.strategies.mesh import DATA, Agreement
 from allranks.strategies.reduction_tree import Span
@@ -37,7 +39,9 @@ from allranks.torch.comm.comm import Comm
 from allranks.torch.data.batch import Batch
 from allranks.torch.deferred_init.materialise import take_up
 from allranks.torch.deferred_init.recorded import Recorded
+from allranks.torch.model.layers import Scope
 from allranks.torch.model.placement import held
+from allranks.torch.model.precision import Precision
 from allranks.torch.optimizers.made import made_on_parts
 from allranks.torch.parallel.data.tree import TreeSum
 from allranks.torch.parallel.sharded.gradients import refuse_copies
@@ -48,10 +52,63 @@ from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.passes import StepParts
 from allranks.torch.step.step import SharedStep
 from allranks.torch.step.tally import Tally
-from allranks.torch.strategies.context import StrategyContext
-from allranks.torch.strategies.traits import Traits
+from allranks.torch.task import Task
 from allranks.torch.witness.same_model import check_same_groups
 from allranks.training.progress import Asked, StepResult
+
+# --- traits --------------------------------------------------------------------------------------
+# What others must know of a strategy: how it passes through the model, and what it keeps.
+
+
+class Traits:
+    """Set by the class of a strategy, or by itself when it is made."""
+
+    name: ClassVar[str]
+    can_be_compiled: bool = True
+    """Whether forward passes may go through what a compiler made of the model."""
+    has_one_model: bool = True
+    """Whether a rank has one model: copies in threads meet in no forward."""
+    can_run_ahead: bool = False
+    """Whether a step that updates nothing leaves nothing behind, and no host reads its norm."""
+    cuts_micro_batches: bool = False  # whether they go through the model piece by piece
+    equal_passes: bool = False
+    """Whether all ranks make the same number of passes, because a pass communicates.
+
+    A strategy that sums gradients within a pass brings in zeros while `step.for_others.is_on`.
+    """
+    computes_alone: bool = False
+    """Whether forward and backward wait for nothing that other ranks send in them, or before."""
+    passes_meet_readers: bool = True
+    """Whether such a pass communicates with ranks that read other samples."""
+    counts_passes: bool = False
+    """Whether batches say how many passes the rank with the most makes, though not all make so
+    many."""
+    cuts_by_shard: bool = False
+    """Whether each shard is a micro-batch of its own, where nobody says `--micro-batch`."""
+    tally_type: torch.dtype | None = None
+    """The type of the tally, where it is a message of its own; else it rides on gradients."""
+    kept_whole: Mapping[str, bool] = MappingProxyType({})
+    """The parameters that one rank each updates whole: whether this one does."""
+    builds_deferred: bool = False
+    """Whether `parallelize` may be given a model on meta, whose weights come one by one."""
+
+
+# --- context -------------------------------------------------------------------------------------
+# What a strategy is given, whichever it is.
+
+
+@dataclass(frozen=True)
+class StrategyContext:
+    """What a strategy is given: the task, the ranks, the options of its card with their values."""
+
+    task: Task
+    comm: Comm
+    scope: Scope
+    options: Mapping[str, Any]
+    precision: Precision
+    bitwise: bool = False
+    loss_scale: LossScale | None = None
+
 
 NOTHING = nullcontext()
 MakeOptimizer = Callable[[nn.Module], Optimizer]

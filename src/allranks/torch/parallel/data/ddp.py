@@ -27,8 +27,7 @@ from allranks.torch.parallel.data.reducer import Bucket, Mean, Reducer
 from allranks.torch.parallel.data.tree import Tree
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.tally import Tally
-from allranks.torch.strategies.base import Strategy
-from allranks.torch.strategies.context import StrategyContext
+from allranks.torch.strategies.base import Strategy, StrategyContext
 
 
 class DDP(Strategy):

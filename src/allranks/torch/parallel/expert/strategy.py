@@ -23,8 +23,8 @@ from allranks.errors import RequestError
 from allranks.strategies.mesh import EXPERT, REPLICATE
 from allranks.torch.checkpoint.tree import is_dtensor
 from allranks.torch.data.batch import Batch
-from allranks.torch.optimizers.asked import Asked
 from allranks.torch.optimizers.elementwise import Cut, check_elementwise
+from allranks.torch.optimizers.made import Asked
 from allranks.torch.parallel.data.buckets import Buckets
 from allranks.torch.parallel.data.reducer import Mean
 from allranks.torch.parallel.expert.exchange import ExpertExchange

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from allranks.errors import RequestError
-from allranks.job.placement import Placed
+from allranks.job.place import Placed
 from allranks.torch.comm.comm import Comm
-from allranks.torch.optimizers.asked import Asked
 from allranks.torch.optimizers.elementwise import check_by_parameter
+from allranks.torch.optimizers.made import Asked
 from allranks.torch.parallel.pipeline.gradients import StagedGradients
 from allranks.torch.parallel.pipeline.stages import bytes_of, measured, stages_of
 from allranks.torch.parallel.sharded.state import known_to_all

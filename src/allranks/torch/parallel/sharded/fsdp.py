@@ -63,7 +63,7 @@ from allranks.torch.step.changes import unfrozen_on_the_way
 from allranks.torch.step.gradients import Gradients, tables_of
 from allranks.torch.step.losses import forward
 from allranks.torch.step.tally import Tally
-from allranks.torch.strategies.context import StrategyContext
+from allranks.torch.strategies.base import StrategyContext
 
 
 class FSDP(Single):

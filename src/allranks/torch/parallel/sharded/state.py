@@ -28,8 +28,8 @@ from allranks.strategies.mesh import SHARD, TENSOR
 from allranks.torch.checkpoint.state import saved_names, whole
 from allranks.torch.checkpoint.tree import DTYPES, NAMES, flatten
 from allranks.torch.comm.comm import Comm
-from allranks.torch.optimizers.asked import Asked
 from allranks.torch.optimizers.elementwise import Cut, groups_of_whole
+from allranks.torch.optimizers.made import Asked
 from allranks.torch.parallel.tensor.cutting import CutModel
 from allranks.torch.parallel.tensor.exchange import Along, Exchange
 

@@ -26,8 +26,8 @@ from allranks.errors import RequestError
 from allranks.torch.checkpoint.tree import local
 from allranks.torch.comm.comm import Comm
 from allranks.torch.model.reals import real_type, reals
-from allranks.torch.optimizers.asked import Asked
 from allranks.torch.optimizers.elementwise import Cut, groups_of_whole
+from allranks.torch.optimizers.made import Asked
 from allranks.torch.parallel.sharded.state import known_to_all
 from allranks.torch.parallel.tensor.exchange import Along, part_sizes
 

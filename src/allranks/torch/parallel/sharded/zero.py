@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from allranks.catalog import DTENSORS, REDUCERS, load
 from allranks.errors import RequestError
-from allranks.job.placement import Placed
+from allranks.job.place import Placed
 from allranks.strategies.card import Workload
 from allranks.strategies.mesh import SHARD
 from allranks.strategies.reduction_tree import Span

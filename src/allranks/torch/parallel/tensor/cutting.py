@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from allranks.errors import RequestError
-from allranks.job.placement import Placed
+from allranks.job.place import Placed
 from allranks.torch.model.layers import own_kind
 from allranks.torch.optimizers.elementwise import Cut
 from allranks.torch.parallel.sharded.gradients import check_no_hooks

@@ -22,7 +22,7 @@ from torch import Tensor
 from allranks.strategies.reductions.compressed import is_matrix
 from allranks.torch.comm.comm import Comm
 from allranks.torch.comm.subgroups import Pending
-from allranks.torch.compression.columns import ColumnQuantizer
+from allranks.torch.compression.codecs import ColumnQuantizer
 from allranks.torch.parallel.data.compressed.gathered import Compressed, Exchange, real_view
 from allranks.torch.parallel.data.reducer import Bucket
 

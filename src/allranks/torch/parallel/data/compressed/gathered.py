@@ -23,11 +23,11 @@ from allranks.strategies.reduction_tree import Span
 from allranks.strategies.reductions.compressed import whole_words
 from allranks.torch.comm.comm import Comm
 from allranks.torch.comm.subgroups import Pending
-from allranks.torch.compression.base import Codec
+from allranks.torch.compression.codecs import Codec
+from allranks.torch.compression.codecs import TopK as TopKCodec
+from allranks.torch.compression.codecs import TwoBit as TwoBitCodec
 from allranks.torch.compression.cosines import CosineBlocks, Parts
 from allranks.torch.compression.error_feedback import ErrorFeedback
-from allranks.torch.compression.top_k import TopK as TopKCodec
-from allranks.torch.compression.two_bit import TwoBit as TwoBitCodec
 from allranks.torch.parallel.data.reducer import Bucket, Reducer
 
 

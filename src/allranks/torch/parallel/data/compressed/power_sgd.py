@@ -25,7 +25,7 @@ from torch import Tensor
 from allranks.strategies.reductions.compressed import factor_rank
 from allranks.torch.comm.comm import Comm
 from allranks.torch.comm.subgroups import Pending
-from allranks.torch.compression.orthonormal import orthonormal
+from allranks.torch.compression.cosines import orthonormal
 from allranks.torch.parallel.data.compressed.gathered import Compressed, Exchange, real_view
 from allranks.torch.parallel.data.reducer import Bucket
 

@@ -23,11 +23,8 @@ from torch.utils.hooks import RemovableHandle
 
 from allranks.errors import RequestError, explained
 from allranks.strategies.mesh import BRANCH
-from allranks.torch.branching.calls import Calls
-from allranks.torch.branching.exchange import Exchange
-from allranks.torch.branching.later import real, wait_before
 from allranks.torch.branching.plan import Branch, Plan, holds, plan_of
-from allranks.torch.branching.run import Around
+from allranks.torch.branching.run import Around, Calls, Exchange, real, wait_before
 from allranks.torch.data.batch import Batch
 from allranks.torch.parallel.pipeline.staged import Staged
 from allranks.torch.step.gradients import Gradients
