@@ -30,7 +30,7 @@ from harness import RECORDS, Comparison, finish_record, order_of, ratio, say, st
 from torch import Tensor
 
 from allranks.programs.models.resnet import resnet50
-from allranks.torch.compression import kernels
+from allranks.torch.compression import codecs as kernels
 from allranks.torch.compression.codecs import ColumnQuantizer, FourBit, TopK, TwoBit
 from allranks.torch.parallel.data.half import packed_buckets
 

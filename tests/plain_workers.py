@@ -15,7 +15,7 @@ from allranks.job.job import Job
 from allranks.launcher.world import World
 from allranks.torch import Trainer
 from allranks.torch.model.reals import write_tensors
-from allranks.training.fit import fit
+from allranks.training.rank_program import fit
 
 
 def trained(task: Any, job: Job, world: World) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from allranks.errors import RequestError
-from allranks.launcher.places.hostfile import HostSlots, parse_hostfile, read_hostfile
+from allranks.launcher.places.ssh import HostSlots, parse_hostfile, read_hostfile
 
 
 def hosts(text: str) -> list[tuple[str, int | None]]:

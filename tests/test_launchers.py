@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import pytest
 
 from allranks.errors import RequestError
-from allranks.launcher.other_launchers import (
+from allranks.launcher.slurm.allocation import first_port
+from allranks.launcher.world import (
+    World,
     launched_by,
     missing_master_address,
     standard_variables,
 )
-from allranks.launcher.slurm.allocation import first_port
-from allranks.launcher.world import World
 
 
 @dataclass(frozen=True)

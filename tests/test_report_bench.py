@@ -17,8 +17,7 @@ from allranks.tools.bench.plan import Combination, Plan
 from allranks.tools.bench.reading import Measured
 from allranks.tools.bench.results import rows_of, to_data
 from allranks.tools.bench.statistics import Steps
-from allranks.tools.report.benches.charts import charts_of_bench
-from allranks.tools.report.benches.page import page_of_benches
+from allranks.tools.report.benches.page import charts_of_bench, page_of_benches
 from allranks.tools.report.benches.records import read_bench
 from test_report_in_a_browser import brightness, look
 from test_report_page import Door, Elements, words_of

@@ -20,8 +20,8 @@ from allranks.errors import PlaceError, ProgramError, RequestError
 from allranks.job.config import resolve
 from allranks.job.faults import flip_bit
 from allranks.job.run_folder import JsonLines, rank_events_path, read_events, read_rows
+from allranks.launcher.attempts import SamePrograms
 from allranks.launcher.processes.fork_server_client import ForkServer
-from allranks.launcher.same_program import SamePrograms
 from allranks.launcher.start import Result, run_job
 from conftest import Train
 

@@ -113,7 +113,7 @@ FAULTS = {
         "ranks read the same data",
     ),
     "an evaluation of one rank": Fault(
-        "allranks.tensorflow.data.evaluate:Evaluator.run",
+        "allranks.tensorflow.data.task_data:Evaluator.run",
         "self.strategy.comm.sum(np.array(rows, np.float64))",
         "np.array(rows, np.float64)",
         "evaluation",

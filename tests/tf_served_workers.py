@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from allranks.tensorflow.parameter_server.dispatch import RemoteStep, RemoteSteps
+from allranks.tensorflow.parameter_server.trainer import RemoteStep, RemoteSteps
 from allranks.tensorflow.step.inputs import HEAD
 
 

@@ -21,7 +21,7 @@ from allranks.torch import Trainer
 from allranks.torch.checkpoint.state import saved_names
 from allranks.torch.data.sources import seed_generators
 from allranks.torch.model.weights import weights_sha256
-from allranks.training.fit import fit
+from allranks.training.rank_program import fit
 
 TRAINED, REFUSED, BROKEN = "trained", "refused", "broken"
 AVERAGE = "average of "

@@ -191,7 +191,7 @@ BY_HAND = "allranks.launcher.places.manual:ManualNodes"
 PLACE_CHECK = "allranks.launcher.places.base:check_job"
 FIRST_CHECK = "allranks.tools.check.first:first_check"
 
-PLANNER = "allranks.torch.checkpoint.loading"
+PLANNER = "allranks.torch.checkpoint.saving"
 DTENSORS = "allranks.torch.parallel.sharded.state"
 """What only jobs pay for whose ranks hold parts of tensors: importing it takes a second."""
 

@@ -19,8 +19,8 @@ import pytest
 
 import allranks
 from allranks.catalog import VERBS, load
-from allranks.cli.grouped_help import option_groups
 from allranks.cli.main import main
+from allranks.cli.options import option_groups
 from allranks.job.config import Resolved, resolve
 from allranks.job.job import Job
 from allranks.job.run_folder import JsonLines, RunFolder, rank_events_path, read_events

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from allranks.launcher.processes import rejoining
+from allranks.launcher import attempts as rejoining
 from allranks.launcher.processes.process import Exit
 
 VICTIM = {"event": "failed", "peer_lost": True, "passing": True}

@@ -270,7 +270,7 @@ def test_a_lost_node_is_named_before_its_victims(
 MISMATCH = "shared memory: collective mismatch: rank 0 makes another collective than rank 1"
 PACKAGE = str(Path(first_fault.__code__.co_filename).parents[1])
 IN_A_STEP = f"""Traceback (most recent call last):
-  File "{PACKAGE}/training/fit.py", line 24, in _fit
+  File "{PACKAGE}/training/rank_program.py", line 24, in _fit
   File "{PACKAGE}/torch/trainer.py", line 203, in steps
   File "{PACKAGE}/torch/comm/comm.py", line 9, in all_reduce
   File "/usr/lib/python3/site-packages/torch/distributed/c10d.py", line 1, in all_reduce
@@ -288,13 +288,13 @@ CALLED = {
   File "{PACKAGE}/torch/comm/comm.py", line 276 in gather_texts
   File "{PACKAGE}/torch/trainer.py", line 276 in save
   File "/home/me/task.py", line 28 in on_step
-  File "{PACKAGE}/training/fit.py", line 28 in _fit
+  File "{PACKAGE}/training/rank_program.py", line 28 in _fit
 """,
     "of torch": f"""Thread 0x1 (most recent call first):
   File "{PACKAGE}/torch/shared_memory/backend.py", line 9 in allreduce
   File "/usr/lib/python3/site-packages/torch/distributed/c10d.py", line 1 in all_reduce
   File "/home/me/task.py", line 28 in on_step
-  File "{PACKAGE}/training/fit.py", line 28 in _fit
+  File "{PACKAGE}/training/rank_program.py", line 28 in _fit
 """,
 }
 

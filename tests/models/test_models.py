@@ -26,8 +26,8 @@ from allranks.programs.models import (
 )
 from allranks.programs.models.efficientnet import EfficientNet, MBConv, StochasticDepth
 from allranks.strategies.shards import micro_batches
+from allranks.torch.build import swap_layers
 from allranks.torch.model.layers import Scope
-from allranks.torch.model.swapping import swap_layers
 from conftest import Train
 
 SMALL = GPTShape(vocabulary=40, context=24, width=32, layers=2, heads=4)

@@ -17,8 +17,8 @@ from allranks.errors import RequestError
 from allranks.strategies.shards import Micro, Piece
 from allranks.torch.batchnorm import by_library, in_c
 from allranks.torch.batchnorm.shard import RunningStatistics
+from allranks.torch.build import swap_layers
 from allranks.torch.model.layers import Scope, shard_norms
-from allranks.torch.model.swapping import swap_layers
 
 EVEN = tuple(Piece(shard, 0, 4, 4) for shard in range(8))
 UNEVEN = (*(Piece(shard, 0, 3, 3) for shard in range(3)), *(Piece(s, 0, 2, 2) for s in (3, 4)))

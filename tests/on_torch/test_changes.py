@@ -21,7 +21,7 @@ from allranks.launcher.world import World
 from allranks.torch import Task, Trainer
 from allranks.torch.model.reals import read_tensors
 from allranks.torch.step.ema import MovingAverage
-from allranks.training.fit import fit
+from allranks.training.rank_program import fit
 from conftest import Train
 from plain_workers import trained
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from allranks.checkpoint.commit import ALONE
 from allranks.errors import RequestError
-from allranks.torch.checkpoint import loading as dcp
+from allranks.torch.checkpoint import saving as dcp
 from allranks.torch.checkpoint.plan import ELSEWHERE, Part, Planner, _global, _read_parts
 from allranks.torch.checkpoint.storage import Snapshot
 from counting import calls_of

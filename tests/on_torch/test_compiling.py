@@ -21,9 +21,9 @@ from allranks.job.job import Job
 from allranks.programs.models.gpt import GPTShape, gpt
 from allranks.programs.models.resnet import Bottleneck, resnet20
 from allranks.torch import Task, Trainer
+from allranks.torch.build import swap_layers
 from allranks.torch.model.compiling import _check, compiled
 from allranks.torch.model.layers import Scope
-from allranks.torch.model.swapping import swap_layers
 from conftest import Train
 
 pytestmark = [

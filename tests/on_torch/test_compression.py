@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from allranks.errors import RequestError
-from allranks.torch.compression import kernels
+from allranks.torch.compression import codecs as kernels
 from allranks.torch.compression.codecs import Codec, ColumnQuantizer, FourBit, TopK, TwoBit
 from allranks.torch.compression.error_feedback import ErrorFeedback
 from outer_simulation import four_bits, largest

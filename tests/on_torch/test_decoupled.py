@@ -32,15 +32,15 @@ from allranks.launcher.start import run_job
 from allranks.launcher.world import World
 from allranks.strategies.shards import even_sizes, owned_shards
 from allranks.torch.build import job_for
-from allranks.torch.elastic.inner_state import (
+from allranks.torch.elastic.learner import Learner
+from allranks.torch.elastic.merge import Clock, Merging, Rest, Work
+from allranks.torch.elastic.service import (
+    Service,
     inner_state,
     load_inner_state,
     packed,
     unpacked,
 )
-from allranks.torch.elastic.learner import Learner
-from allranks.torch.elastic.merge import Clock, Merging, Rest, Work
-from allranks.torch.elastic.service import Service
 from allranks.torch.elastic.strategy import FlatModel, Numbers
 from allranks.torch.local_sgd.optimizers import Nesterov
 from allranks.torch.trainer import Trainer

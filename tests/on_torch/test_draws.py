@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.cuda.jiterator import _CodeParser
 
 from allranks.strategies.shards import Piece, micro_batches
+from allranks.torch.build import swap_layers
 from allranks.torch.model.layers import Scope
-from allranks.torch.model.swapping import swap_layers
-from allranks.torch.random import counter, kernel
+from allranks.torch.random import counter
+from allranks.torch.random import counter as kernel
 from allranks.torch.random.dropout import Part, ShardDropout
 from allranks.torch.random.keyed_rng import drawn, kept
 

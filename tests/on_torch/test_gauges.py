@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import allranks.torch.accelerator as accelerator
-from allranks.torch.witness.gauges import RecordGauges, gauges_of
+from allranks.torch.worker import RecordGauges, gauges_of
 
 
 class NVMLError(Exception):

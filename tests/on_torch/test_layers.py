@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from allranks.errors import RequestError
 from allranks.strategies.shards import Piece, micro_batches
 from allranks.torch.batchnorm.shard import RunningStatistics
+from allranks.torch.build import swap_layers
 from allranks.torch.model.layers import Scope, shard_norms
-from allranks.torch.model.swapping import swap_layers
 
 SIZES = {0: 4, 1: 4, 2: 3, 3: 1}
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from allranks.errors import ProgramError, RequestError
-from allranks.torch.witness.same_data import digest_of, digest_of_rows
+from allranks.torch.witness.probing import digest_of, digest_of_rows
 from allranks.training.same_data import DIGEST_BYTES
 from conftest import Train
 from contract_tasks import made

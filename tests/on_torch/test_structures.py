@@ -25,7 +25,7 @@ from allranks.torch.data.collate import copied, map_tensors, structure_of, taken
 from allranks.torch.data.loaders import rows_between
 from allranks.torch.model.precision import Precision
 from allranks.torch.model.weights import weights_sha256
-from allranks.torch.witness.same_data import digest_of
+from allranks.torch.witness.probing import digest_of
 from allranks.torch.witness.trace import write_parts
 from batch_kinds import ALL, KINDS, Kinds, Locked, OverBatch, Plain, Shared, of, put
 from conftest import Train

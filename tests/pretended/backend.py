@@ -17,7 +17,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as clipped_in_li
 import allranks.torch.accelerator as accelerator
 from allranks.torch.batchnorm import in_c
 from allranks.torch.batchnorm import shard as by_shard
-from allranks.torch.random import kernel
+from allranks.torch.random import counter as kernel
 from pretended import chip, collectives, streams
 from pretended.record import record
 from pretended.streams import NAME, Event, Stream

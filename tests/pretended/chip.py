@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from allranks.torch.random.counter import mixed_tensor
-from allranks.torch.random.kernel import FLAGS
+from allranks.torch.random.counter import FLAGS, mixed_tensor
 from pretended import streams
 from pretended.record import Misuse, line, record
 from pretended.streams import NAME, Memory, Stream

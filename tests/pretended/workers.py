@@ -22,11 +22,11 @@ from allranks.launcher.world import World
 from allranks.strategies.shards import Piece
 from allranks.torch import Trainer
 from allranks.torch.batchnorm import by_library
+from allranks.torch.build import swap_layers
 from allranks.torch.comm.join import join
 from allranks.torch.comm.subgroups import Pending
 from allranks.torch.data.copying import Copying
 from allranks.torch.model.layers import Scope
-from allranks.torch.model.swapping import swap_layers
 from allranks.torch.model.weights import weights_sha256
 from allranks.torch.parameter_server.links import Links
 from allranks.torch.parameter_server.server import Server

@@ -8,8 +8,7 @@ import torch
 from safetensors.numpy import load_file
 
 from allranks.errors import RequestError
-from allranks.programs.clicks import BINS, ClickThrough
-from allranks.programs.clicks_data import CATEGORIES, COUNTS, ClickLaw
+from allranks.programs.clicks import BINS, CATEGORIES, COUNTS, ClickLaw, ClickThrough
 from conftest import Train
 
 SMALL = ("rows=50", "samples=600", "held_out=100", "batch_size=64", "width=8", "dim=3")

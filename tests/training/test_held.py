@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from allranks.job.run_folder import read_events
-from allranks.training.record.held import Held, held_at_most, held_in
+from allranks.training.record.phases import Held, held_at_most, held_in
 from conftest import Train
 
 

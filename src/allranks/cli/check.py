@@ -12,8 +12,7 @@ import click
 from allranks.checkpoint.files import as_json, write_whole
 from allranks.cli.display.progress import say
 from allranks.cli.display.rank_output import RankOutput
-from allranks.cli.grouped_help import GroupedCommand
-from allranks.cli.options import Duration, job_options, resolved_from
+from allranks.cli.options import Duration, GroupedCommand, job_options, resolved_from
 from allranks.cli.run import command_watcher, request_from
 from allranks.errors import EXIT_DIFFERENCE_FOUND, ProgramError, RequestError
 from allranks.job.place import LOCAL

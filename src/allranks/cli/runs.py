@@ -20,7 +20,7 @@ from allranks.job.units import format_bytes
 from allranks.launcher.scripts.plan import CommandRequest
 from allranks.strategies.resolve import strategy_spec
 from allranks.tools.report.records import outcome_of, read_job
-from allranks.training.record.held import held_in
+from allranks.training.record.phases import held_in
 
 MOST_NOTES = 10
 HEADING_FIELDS = ("schema", "kind", "program", "processes", "run_dir")

@@ -15,8 +15,7 @@ import click
 
 from allranks.checkpoint.files import as_json
 from allranks.cli.display.progress import say
-from allranks.cli.grouped_help import GroupedCommand
-from allranks.cli.options import training_options
+from allranks.cli.options import GroupedCommand, training_options
 from allranks.cli.train import job_of
 from allranks.errors import Interrupted, ProgramError, RequestError, Stopped, printable
 from allranks.job.job import Job

@@ -13,8 +13,8 @@ import click
 from allranks.checkpoint.files import as_json
 from allranks.cli.display.placement import as_data, table
 from allranks.cli.display.progress import in_sentences, lost_in, progress_here, say
-from allranks.cli.grouped_help import GroupedCommand
 from allranks.cli.options import (
+    GroupedCommand,
     rendezvous_from,
     rendezvous_options,
     resolved_from,

@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,9 @@ from allranks.errors import (
     RequestError,
     Stopped,
 )
+from allranks.job.program import MODULES, PROGRAM, by_name
 from allranks.job.resume import CHECKPOINTS, checkpoint_folders, how_to_resume, resume_command
-from allranks.job.run_folder import RunFolder, rank_log_path
+from allranks.job.run_folder import JsonLines, RunFolder, rank_events_path, rank_log_path, read_rows
 from allranks.launcher.fault_report import (
     Fault,
     describe_cause,
@@ -46,11 +48,159 @@ from allranks.launcher.plan import STORE, Plan, RankPlan, Resources
 from allranks.launcher.processes.fork_server import HEARTBEAT_FD, LISTENER_FD, SEGMENT_FD
 from allranks.launcher.processes.linux import Kills
 from allranks.launcher.processes.process import Exit, Process
-from allranks.launcher.processes.rejoining import Rejoining
-from allranks.launcher.same_program import SamePrograms
 from allranks.launcher.signals import Signals
 from allranks.launcher.supervisor import COMMIT_S, NEVER, Care, Ended, supervise
 from allranks.strategies.roles import LEADER
+
+# --- rejoining -----------------------------------------------------------------------------------
+# Processes that are started again while the others go on: learners that come back, a leader that
+# takes up its checkpoint while they wait.
+#
+# Which roles do so stands on the card. One that said itself why it failed, and would again, does
+# not.
+
+
+@dataclass
+class Rejoining:
+    """How often each process of an attempt was started again."""
+
+    faults: int = 0
+    """Of processes that resume: those that failed by themselves."""
+    victims: int = 0
+    """Of processes that resume: those that lost a peer."""
+    times: Counter[int] = field(default_factory=Counter)
+    has_begun: bool = False
+    """Whether the leader was started again: its heartbeat begins anew, the training does not."""
+    plan: Plan | None = None
+    make: Callable[..., Process] | None = None
+
+    @property
+    def resumed(self) -> int:
+        """How many faults it took: a process that falls with another one is not another fault."""
+        return max(self.faults, self.victims)
+
+    def begin(self, plan: Plan, make: Callable[..., Process]) -> None:
+        """An attempt begins: `make(rank_plan, again=n)` is the process that comes back."""
+        self.plan, self.make, self.has_begun = plan, make, False
+        self.times.clear()
+
+    def again(self, run_dir: Path, attempt: int, rank: int, exit_: Exit) -> Process | None:
+        """What is started in the place of a process that failed; `None` where nothing is."""
+        assert self.plan is not None and self.make is not None
+        role = self.plan.process_set.members[rank].role
+        said = self._said(run_dir, rank, attempt)
+        is_victim = bool(said.get("peer_lost"))
+        if role.resumes:
+            most = self.plan.job.max_restarts - (self.victims if is_victim else self.faults)
+        else:
+            most = role.rejoins - self.times[rank]
+        if most <= 0 or not said.get("passing", True):
+            return None
+        self.times[rank] += 1
+        if role.resumes:
+            self.has_begun = True
+            self.victims += is_victim
+            self.faults += not is_victim
+        planned: RankPlan = self.plan.ranks[rank]
+        return self.make(planned, again=self.times[rank])
+
+    def may_pass(self, run_dir: Path, rank: int, attempt: int) -> bool:
+        """Whether a process may do better another time, as far as it has said itself."""
+        return bool(self._said(run_dir, rank, attempt).get("passing", True))
+
+    def _said(self, run_dir: Path, rank: int, attempt: int) -> dict[str, Any]:
+        """What it told when it failed; nothing, where it could not."""
+        rows = [row for row in events_of(run_dir, rank, attempt) if row["event"] == "failed"]
+        return rows[-1] if rows else {}
+
+
+# --- same program --------------------------------------------------------------------------------
+# Whether all ranks have loaded the same program, and the same as in the attempt before.
+#
+# Every rank says in its first event which files of the user's it was loaded from, with their
+# digests. Ranks with other files train something else, in silence: the job ends, and the file is
+# named. A program that was edited between two attempts is another one from there on: that is told.
+
+
+COMPARE_EVERY_S = 0.5
+PATIENCE_S = 60.0
+SHOWN = 12  # letters of a digest
+
+
+@dataclass
+class SamePrograms:
+    """The files that ranks were loaded from, attempt by attempt."""
+
+    run_dir: Path
+    events: JsonLines
+    _of_rank: dict[int, dict[str, object]] = field(default_factory=dict)
+    _before: dict[str, object] = field(default_factory=dict)
+    _looked_at: float = 0.0
+    _first_at: float = 0.0
+
+    def begin(self) -> None:
+        """Another attempt is about to start."""
+        self._before = next(iter(self._of_rank.values()), self._before)
+        self._of_rank, self._looked_at = {}, 0.0
+
+    def look(self, attempt: int, hosts: Sequence[str], at_once: bool = False) -> None:
+        """Take in what ranks have said since; raises `PlaceError` where they differ."""
+        now = time.monotonic()
+        all_have = len(self._of_rank) == len(hosts)
+        too_late = self._of_rank and now - self._first_at > PATIENCE_S  # some never say anything
+        if not at_once and (all_have or too_late or now - self._looked_at < COMPARE_EVERY_S):
+            return
+        self._looked_at = now
+        for rank in range(len(hosts)):
+            if rank in self._of_rank:
+                continue
+            for row in read_rows(rank_events_path(self.run_dir, rank)):
+                is_now = row["event"] == "ready" and row.get("attempt", 0) == attempt
+                if is_now and "machine" in row:  # servers of parameters say nothing of it
+                    self._take(rank, _files(row["machine"]), hosts)
+
+    def _take(self, rank: int, files: dict[str, object], hosts: Sequence[str]) -> None:
+        first = next(iter(self._of_rank), rank)
+        if first == rank:
+            self._of_rank[rank], self._first_at = files, self._looked_at
+            self._tell_what_changed(files)
+        unequal = _unequal(self._of_rank[first], files)
+        if unequal:
+            lines = []
+            for name, values in unequal.items():
+                who = sorted(zip((first, rank), values, strict=True), key=lambda one: one[0])
+                told = [f"rank {r}{_on(hosts[r])} has {_shown(digest)}" for r, digest in who]
+                lines.append(f"  {name}: {', '.join(told)}")
+            raise PlaceError(
+                "the ranks have not loaded the same program, and would not compute the same:\n"
+                + "\n".join(lines)
+                + "\nput the same files on every node, and edit none while a job starts"
+            )
+        self._of_rank[rank] = files  # else the look at the end, too, finds it
+
+    def _tell_what_changed(self, files: dict[str, object]) -> None:
+        changed = _unequal(self._before, files) if self._before else {}
+        if changed:
+            self.events.event("program_changed", differs={n: list(v) for n, v in changed.items()})
+
+
+def _files(machine: dict[str, object]) -> dict[str, object]:
+    return by_name({name: machine.get(name) for name in (PROGRAM, MODULES)})
+
+
+def _unequal(was: dict[str, object], now: dict[str, object]) -> dict[str, tuple[object, object]]:
+    """Name -> (was, now) of the files that both know; who imports later than others is no other."""
+    both = [name for name in was if name in now]
+    return {name: (was[name], now[name]) for name in both if was[name] != now[name]}
+
+
+def _on(host: str) -> str:
+    return f" on {host}" if host else ""
+
+
+def _shown(digest: object) -> str:
+    return str(digest)[:SHOWN] if digest else "none"
+
 
 LOOK_EVERY_S = 1.0
 SAME_FAULT_TWICE = "not started again: the same fault came twice, with no step between"

@@ -22,9 +22,8 @@ from typing import Any
 from allranks.errors import FaultKind, PlaceError, ProgramError, RequestError
 from allranks.job.run_folder import rank_events_path, rank_log_path, read_rows
 from allranks.job.units import format_bytes
-from allranks.launcher.hang import Hang, ranks_waited_for
+from allranks.launcher.hang import Hang, callers_alone, ranks_waited_for, told_of_mismatch
 from allranks.launcher.heartbeat import Beat
-from allranks.launcher.mismatch import callers_alone, told_of_mismatch
 from allranks.launcher.processes.process import is_said
 from allranks.launcher.supervisor import Ended
 

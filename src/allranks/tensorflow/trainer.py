@@ -27,7 +27,7 @@ from allranks.launcher.heartbeat import Heartbeat
 from allranks.launcher.world import World
 from allranks.strategies.resolve import resolved_strategy
 from allranks.strategies.roles import TRAINER
-from allranks.tensorflow.build import build, let_sum_again, names_of, value_of
+from allranks.tensorflow.build import build, let_sum_again, names_of, value_of, values_of
 from allranks.tensorflow.built import Built
 from allranks.tensorflow.data.batches import Batch
 from allranks.tensorflow.data.task_data import TaskData
@@ -39,9 +39,8 @@ from allranks.tensorflow.machine import (
 )
 from allranks.tensorflow.saving import Saving, State, digest_of_state
 from allranks.tensorflow.step.inputs import StepInputs, StepSums
-from allranks.tensorflow.step.layers import restore_layers
+from allranks.tensorflow.step.layers import restore_layers, shard_norms
 from allranks.tensorflow.step.step import Graphs, StepResultBuilder
-from allranks.tensorflow.step.user_variables import OwnWrites
 from allranks.tensorflow.strategies.base import Strategy, StrategyContext
 from allranks.training.callback import Callback, around_evaluation
 from allranks.training.engine.between_steps import BetweenSteps, StopAgreement, total_steps
@@ -51,6 +50,38 @@ from allranks.training.keras_task import Task
 from allranks.training.order import random_key
 from allranks.training.progress import Asked, Progress, StepResult
 from allranks.training.task_fields import check_task
+
+# --- user variables ------------------------------------------------------------------------------
+# Variables that a layer writes in its forward pass: they follow what one replica sees.
+#
+# Found by looking: what no update changes, and is another one after the first step, a layer wrote.
+
+
+class OwnWrites:
+    """Looks at `model` around its first step; `names` are the variables that were written."""
+
+    def __init__(self, model: Any) -> None:
+        self.names: list[str] = []
+        self._model, self._before = model, dict[str, Any]()
+        self._is_over = False
+
+    def before_step(self) -> None:
+        """Remember them. Moving statistics that the engine updates are not among them."""
+        if self._is_over:
+            return
+        ours = [v for n in shard_norms(self._model) for v in (n.moving_mean, n.moving_variance)]
+        known = {id(v) for v in (*self._model.trainable_variables, *ours)}
+        own = {name: v for name, v in names_of(self._model).items() if id(v) not in known}
+        self._before = values_of(own)
+
+    def after_step(self) -> None:
+        """Compare them, once."""
+        if self._is_over:
+            return
+        self._is_over = True
+        now = names_of(self._model)
+        self.names = [n for n, was in self._before.items() if (value_of(now[n]) != was).any()]
+        self._before.clear()
 
 
 class Trainer:

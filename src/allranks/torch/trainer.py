@@ -11,20 +11,25 @@ script or a notebook, and nothing that the command does is out of its reach:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import ExitStack
 from functools import partial
+from types import TracebackType
 from typing import Any, Self
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from allranks.checkpoint.commit import Alone
+from allranks.errors import RequestError
 from allranks.job.faults import Faults
 from allranks.job.job import Job
 from allranks.launcher.heartbeat import Heartbeat
-from allranks.launcher.world import World
+from allranks.launcher.world import Visible, World, tasks_not_started
 from allranks.torch.batchnorm.across_ranks import whole_norm
-from allranks.torch.build import Built, build_model, build_strategy, job_for
+from allranks.torch.build import Built, build_model, build_strategy, job_for, restore_layers
 from allranks.torch.checkpoint.saving import Saving, contents_of, digest_of_state
 from allranks.torch.checkpoint.state import copied, random_streams, set_random_streams
 from allranks.torch.comm.join import join
@@ -33,13 +38,6 @@ from allranks.torch.data.batch import Batch
 from allranks.torch.data.task_data import TaskData
 from allranks.torch.keras.task import torch_task
 from allranks.torch.limits import check_limits
-from allranks.torch.loop import (
-    check_own_loop,
-    no_batch,
-    nothing_left,
-    tell_alone,
-    tell_ignored,
-)
 from allranks.torch.machine import device_of, flip_one_bit, notes_on_sharing, notes_on_torch
 from allranks.torch.model.compiling import compile_passes
 from allranks.torch.model.flops import Meter, peak_of
@@ -47,7 +45,6 @@ from allranks.torch.model.initialising import initialise
 from allranks.torch.model.layers import Scope
 from allranks.torch.model.placement import notes_on
 from allranks.torch.model.precision import KERNELS, set_kernels
-from allranks.torch.model.swapping import restore_layers
 from allranks.torch.optimizers.made import with_recipe
 from allranks.torch.shared_memory.backend import notes_on_backend
 from allranks.torch.step.bad_step import guard_of
@@ -55,7 +52,6 @@ from allranks.torch.step.deferred_results import notes_on_update
 from allranks.torch.step.in_flight import OnSteps, Steps
 from allranks.torch.step.trainable import check_no_scheduler
 from allranks.torch.step.user_buffers import written_in_forward
-from allranks.torch.taken import Taken
 from allranks.torch.task import Task, task_of_parts
 from allranks.torch.witness.replicas import verify
 from allranks.torch.witness.witness import Witness, say_what_matters
@@ -64,8 +60,121 @@ from allranks.training.engine.between_steps import BetweenSteps, StopAgreement, 
 from allranks.training.engine.saved_job import CallbackStates
 from allranks.training.evaluation_plan import EvaluationPlan
 from allranks.training.keras_task import Task as KerasTask
-from allranks.training.progress import Asked, StepResult
+from allranks.training.progress import Asked, Progress, StepResult
 from allranks.training.task_fields import check_task
+
+# --- loop ----------------------------------------------------------------------------------------
+# What goes wrong in a loop of one's own over a `Trainer`, and what there is to say then.
+
+
+def check_own_loop(job: Job, ranks: int) -> None:
+    """Raise `RequestError` for what only `allranks train` and `launch` do with a job."""
+    if job.ranks not in (1, ranks):
+        raise RequestError(
+            asked=f"Trainer(task, Job(ranks={job.ranks}))",
+            found=f"{ranks} rank{'s' * (ranks > 1)} (WORLD_SIZE)",
+            why="a Trainer is one rank: it joins those that were started, and starts none",
+            do=f"torchrun --nproc-per-node {job.ranks} SCRIPT, or "
+            f"allranks.launch(task, ranks={job.ranks})",
+        )
+    if job.devices:
+        raise RequestError(
+            asked=f"Trainer(task, Job(devices={job.devices!r}))",
+            found="a loop of one's own",
+            why="which devices a process sees is decided before it is started, by its launcher",
+            do=f"{Visible.VARIABLE}={job.devices} python SCRIPT, or "
+            f"allranks.launch(task, devices={job.devices!r})",
+        )
+    if job.log:
+        raise RequestError(
+            asked=f"Trainer(task, Job(log={job.log!r}))",
+            found="a loop of one's own",
+            why="these files are written by the loop of `allranks train` and allranks.launch",
+            do="write what step(batch) returns, on the leader: trainer.world.is_leader",
+        )
+
+
+def tell_alone() -> None:
+    """Warn of a process that trains alone in a job of Slurm which asked for several tasks."""
+    if (tasks := tasks_not_started(os.environ)) > 1:
+        warnings.warn(
+            f"this process trains alone, and this job of Slurm asked for {tasks} tasks: "
+            "`srun python SCRIPT` starts one process for each",
+            stacklevel=3,
+        )
+
+
+def tell_ignored(job: Job, called: Set[str], done: Progress) -> None:
+    """Warn of what a job asked for and a loop of one's own never did."""
+    options: dict[str, dict[str, Any]] = {
+        "evaluate_if_due": {
+            "eval_every": job.eval_every,
+            "early_stop": job.early_stop,
+            "until": job.until,
+        },
+        "save_if_due": {"checkpoint_every": job.checkpoint_every},
+    }
+    for method, asked in options.items():
+        ignored = [f"{name}={value!r}" for name, value in asked.items() if value]
+        if ignored and method not in called and done.batch_index:
+            warnings.warn(
+                f"Job({', '.join(ignored)}) did nothing in this loop, which never called "
+                f"trainer.{method}(…) after a step",
+                stacklevel=3,
+            )
+
+
+def no_batch(given: Any) -> RequestError:
+    """What to say to who trains with data of his own."""
+    return RequestError(
+        asked="step(batch)",
+        found=f"a {type(given).__name__} for a batch",
+        why="which samples a step uses, and which rank has which of them, is decided by the engine",
+        do="for batch in trainer.batches(): trainer.step(batch); "
+        "the data is what train_data() gives",
+    )
+
+
+def nothing_left(asked: Sequence[str], done: Progress) -> RequestError:
+    """What to say to who asks again for what has been trained already."""
+    return RequestError(
+        asked=f"batches({', '.join(asked)})",
+        found=f"a training that has made {done.batch_index} steps, and is in epoch {done.epoch}",
+        why="epochs and steps count from the start of the job, so that one that was stopped ends "
+        "where it would have",
+        do="one loop over batches() for all of it, or batches(epochs=1), then batches(epochs=2), …",
+    )
+
+
+# --- taken ---------------------------------------------------------------------------------------
+# What a training has taken of its process: groups, threads, swapped layers, switches.
+
+
+class Taken:
+    """Gives back at the end, the last taken first; all of it, whatever one of them raises."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._has_failed = False
+
+    def undone_by(self, undo: Callable[[], None]) -> None:
+        """Something was changed that `undo` puts back."""
+        self._stack.callback(undo)
+
+    def left_by(self, leave: Callable[..., None]) -> None:
+        """Something is shared with other ranks: `leave(failed=…)` says whether to wait for them."""
+
+        def at_the_end(
+            kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+        ) -> None:
+            leave(failed=self._has_failed or error is not None)
+
+        self._stack.push(at_the_end)
+
+    def give_back(self, *, failed: bool) -> None:
+        """Undo and leave; a second call has nothing left to do."""
+        self._has_failed = failed
+        self._stack.close()
 
 
 class Trainer(OnSteps):

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.profiler import profile
 
+import allranks.torch.accelerator as accelerator
 from allranks.job.config import threads_per_rank
 from allranks.job.job import Job
 from allranks.job.place import Placed
@@ -17,7 +25,7 @@ from allranks.launcher.world import World
 from allranks.strategies.cards.decoupled import SYNCHRONIZER
 from allranks.strategies.cards.parameter_server import SCHEDULER, SERVER
 from allranks.strategies.roles import EVALUATOR, LEARNER, WORKER
-from allranks.torch.accelerator import peak_bytes
+from allranks.torch.accelerator import peak_bytes, synchronize
 from allranks.torch.data.sources import seed_generators
 from allranks.torch.elastic.learner import learn
 from allranks.torch.elastic.trainer import SynchronizerTrainer
@@ -29,18 +37,152 @@ from allranks.torch.parameter_server.evaluator import evaluate_checkpoints
 from allranks.torch.parameter_server.serving import ServedTrainer, serve
 from allranks.torch.parameter_server.trainer import SchedulerTrainer
 from allranks.torch.parameter_server.working.worker import work
-from allranks.torch.preparing.measuring import measure_step
-from allranks.torch.profiling import Profiling
 from allranks.torch.shared_memory.backend import told_of
 from allranks.torch.task import Task
 from allranks.torch.trainer import Trainer
-from allranks.torch.witness.gauges import RecordGauges
 from allranks.torch.witness.trace import Trace
 from allranks.training.callback import Callback
 from allranks.training.keras_task import Task as KerasTask
+from allranks.training.progress import StepResult
 from allranks.training.rank_program import RankProgram, Role
 from allranks.training.record.keeping import Keeping
 from allranks.training.task_fields import task_of
+
+# --- measuring -----------------------------------------------------------------------------------
+# How long a step takes in one process, and what the model holds: what `--strategy auto` asks.
+#
+# The job is one rank with the share of the batch that each rank of the real job will have. It
+# trains a few steps as any job does, and nothing of them is kept.
+
+
+WARM_STEPS = 2
+LEAST_STEPS = 5
+ENOUGH_S = 1.5
+
+
+def measure_step(task: Task, job: Job) -> dict[str, Any]:
+    """Seconds of the median step, what is trained, bytes of buffers, cores. Alone."""
+    with Trainer(task, job) as trainer:
+        model = trainer.strategy.model
+        shapes = [list(p.shape) for p in model.parameters() if p.requires_grad]
+        buffers = sum(buffer.nbytes for buffer in model.buffers())
+        times = [time.perf_counter()]
+        for batch in trainer.batches():
+            trainer.step(batch)
+            trainer.settle()
+            synchronize({trainer.device})
+            times.append(time.perf_counter())
+            measured = len(times) - 1 - WARM_STEPS
+            if measured >= LEAST_STEPS and times[-1] - times[WARM_STEPS] >= ENOUGH_S:
+                break
+    steps = [after - before for before, after in pairwise(times)]
+    kept = steps[WARM_STEPS:] or steps
+    return {
+        "step_s": statistics.median(kept),
+        "steps": len(kept),
+        "parameters": sum(map(math.prod, shapes)),
+        "shapes": shapes,
+        "buffer_bytes": buffers,
+        "cores": len(os.sched_getaffinity(0)),
+    }
+
+
+# --- profiling -----------------------------------------------------------------------------------
+# `--profile`: where a few steps of rank 0 spend their time, as a Chrome trace in the run folder.
+#
+# torch's profiler sees the operators of this process, and the kernels of its GPU. The first steps
+# are left out: they allocate, and choose kernels. What is written is read by
+# https://ui.perfetto.dev, or by chrome://tracing. It changes no result; while it looks on, steps
+# are slower.
+
+
+AFTER, STEPS = 2, 3
+PLACE = "profile/rank-000.json"
+
+
+class Profiling(Callback):
+    """Profiles `STEPS` steps after the first `AFTER` of this start; `tell` hears where it is."""
+
+    def __init__(self, run_dir: Path, tell: Callable[..., None]) -> None:
+        self.path, self.tell = run_dir / PLACE, tell
+        self._steps = self._first = self._last = 0
+        self._profile: profile | None = None
+
+    def on_step(self, trainer: Any, batch: Any, result: StepResult) -> None:
+        """A step is done, and the next one follows."""
+        self._steps += 1
+        self._last = trainer.progress.batch_index
+        if self._steps == AFTER:
+            self._profile = profile(activities=accelerator.activities(trainer.device))
+            self._profile.start()
+            self._first = self._last + 1
+        elif self._steps == AFTER + STEPS:
+            self._write()
+
+    def on_end(self, trainer: Any) -> None:
+        """A training that is shorter is profiled as far as it came."""
+        self._write()
+
+    def _write(self) -> None:
+        if self._profile is None:
+            return
+        done, self._profile = self._profile, None
+        done.stop()
+        if self._last >= self._first:
+            self.path.parent.mkdir(exist_ok=True)
+            done.export_chrome_trace(str(self.path))
+            self.tell("profiled", path=str(self.path), first=self._first, last=self._last)
+
+
+# --- gauges --------------------------------------------------------------------------------------
+# What the gauges of a rank's device show while it trains: an event `gauges` every few seconds.
+#
+# They are those that torch has for its device: how busy it is in percent, degrees Celsius, watts,
+# and bytes in use by all processes. For NVIDIA torch asks the driver (NVML), through a package that
+# is not always installed; what cannot be asked is `null`. A processor has none, and no event.
+
+
+EVERY_S = 10.0
+GAUGES = {
+    "busy_percent": ("utilization", 1.0),
+    "celsius": ("temperature", 1.0),
+    "watts": ("power_draw", 1e-3),  # torch says milliwatts
+    "used_bytes": ("device_memory_used", 1.0),
+}
+
+
+def gauges_of(device: torch.device) -> dict[str, float | None]:
+    """What each gauge shows now; `None` where it cannot be asked. Takes about a millisecond."""
+    module = accelerator.module_of(device)
+    found: dict[str, float | None] = {}
+    for name, (function, factor) in GAUGES.items():
+        try:
+            found[name] = factor * float(getattr(module, function)(device))
+        except Exception:  # who looks on ends no training, and NVML has errors of its own
+            found[name] = None  # its backend has none, its package is missing, or it refuses
+    return found
+
+
+class RecordGauges(Callback):
+    """Looks at the gauges after a step, if some seconds have passed; `tell` writes the event."""
+
+    def __init__(self, tell: Callable[..., None], every_s: float = EVERY_S) -> None:
+        self._tell, self._every_s, self._last = tell, every_s, 0.0
+        self._shows_any = True
+
+    def on_step(self, trainer: Any, batch: Any, result: StepResult) -> None:
+        """A device whose gauges all say nothing is not asked again."""
+        now = time.monotonic()
+        if not self._shows_any or now - self._last < self._every_s:
+            return
+        self._last = now
+        if not accelerator.is_accelerator(trainer.device):
+            self._shows_any = False
+            return
+        found = gauges_of(trainer.device)
+        self._shows_any = any(value is not None for value in found.values())
+        self._tell("gauges", step=trainer.progress.batch_index, **found)
+
 
 FLOAT64_BYTES = 8
 

@@ -9,6 +9,7 @@ writes what is its own: how it loads a task, its trainer, its numbers.
 from __future__ import annotations
 
 import socket
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -17,20 +18,218 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 from allranks.errors import AllranksError
 from allranks.job.config import threads_per_rank
 from allranks.job.job import Job
+from allranks.job.limits import logs_of
 from allranks.job.place import Placed, write_placement
 from allranks.job.program import Reads, program_facts
 from allranks.job.run_folder import JsonLines, rank_events_path
 from allranks.launcher.world import World
 from allranks.training.callback import Callback
-from allranks.training.engine.trainer import Trainer
-from allranks.training.fit import fit
+from allranks.training.engine.trainer import Loop, Trainer
+from allranks.training.progress import StepResult
 from allranks.training.record.failure import exit_code_of, failure_of
-from allranks.training.record.held import held_at_most
 from allranks.training.record.keeping import Keeping
-from allranks.training.record.logs import check_logs
-from allranks.training.record.rank_record import RankRecord
+from allranks.training.record.logs import End, Logs, check_logs, open_logs, open_metrics, row_of
+from allranks.training.record.phases import NAME as PHASES
+from allranks.training.record.phases import PhaseRecord, held_at_most
 from allranks.training.resume_checks import check_ends_later
 from allranks.training.task_fields import TaskFields, task_shape
+
+# --- fit -----------------------------------------------------------------------------------------
+# The loop of `allranks train`: what is done with a trainer from the first step to the last.
+#
+# A loop of one's own may leave out what it does not need; every call here is a public one.
+
+
+def fit(trainer: Loop) -> bool:
+    """The loop of `allranks train`; returns False if it was asked to stop before the end."""
+    finished = _fit(trainer)
+    for callback in trainer.callbacks:
+        callback.on_end(trainer)
+    return finished
+
+
+def _fit(trainer: Loop) -> bool:
+    callbacks = trainer.callbacks
+    for callback in callbacks:
+        callback.on_start(trainer)
+    for batches in trainer.calls():
+        results = trainer.steps(batches)
+        for batch, result in zip(batches, results, strict=True):
+            if result.taken:
+                for callback in callbacks:
+                    callback.on_step(trainer, batch, result)
+        metrics = trainer.evaluate_if_due()
+        if metrics is not None:
+            for callback in callbacks:
+                callback.on_evaluation(trainer, metrics)
+        if trainer.save_if_due(results[-1]):
+            return False
+    return not trainer.finish()
+
+
+# --- rank record ---------------------------------------------------------------------------------
+# The record of one rank: its events, and of the leader the metrics, the logs, the summary.
+
+
+LOOK_EVERY_S = 1.0
+
+
+class RankRecord(Callback):
+    """What one rank of `job` writes down while it trains."""
+
+    def __init__(self, job: Job, world: World, events: JsonLines) -> None:
+        self.job, self.world, self.events = job, world, events
+        self.run_dir = Path(job.run_dir)
+        self.keeping = Keeping(self.run_dir, events.event)
+        self.resumed_from: int | None = None
+        self._metrics: JsonLines | None = None
+        self._logs = Logs()
+        self._began_at = self._last_step_at = 0.0
+        self._first_step = True
+        self._unread: list[StepResult] = []
+        self._speaks = self._trains_apart = False
+        self._seen_before = 0
+        self.updates_before = 0
+        self._phases: PhaseRecord | None = None
+        self._reached_s: float | None = None
+        self._looked_at = time.monotonic()
+
+    def open(self, trainer: Trainer, resumed_from: int | None) -> None:
+        """Before the first step: the leader's files, without what came after the checkpoint."""
+        agreement = trainer.job.strategy_spec.card.agreement
+        self._trains_apart = not agreement.is_one_training
+        self._speaks = self.world.is_leader or self._trains_apart
+        self.resumed_from = resumed_from
+        self._seen_before = trainer.progress.samples_seen
+        if self.world.is_leader:
+            self._metrics = open_metrics(self.run_dir, trainer.progress.batch_index)
+            self._logs = open_logs(self.job, trainer.progress.batch_index)
+
+    def begin(self) -> None:
+        """The time of the training counts from here."""
+        self._began_at = self._last_step_at = time.perf_counter()
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Watch the phases of the steps, if the job asks for that."""
+        if PHASES in logs_of(self.job):
+            world = self.world
+            watched = (world.rank, world.attempt, trainer.heartbeat)
+            self._phases = PhaseRecord(self.run_dir, *watched)
+
+    def close(self, end: End) -> None:
+        """No more is written but events; what found no room in the run folder is kept elsewhere."""
+        self._write()
+        if self._metrics is not None:
+            self._metrics.flush()
+        self._look()
+        if self._phases is not None:
+            self._phases.close()
+        if self._metrics is not None:
+            self.keeping.rest("metrics.jsonl", self._metrics.close_with_rest())
+        self.keeping.incomplete += self._logs.close(end)
+        path = rank_events_path(self.run_dir, self.world.rank)
+        self.keeping.rest(path.name, self.events.take_waiting())
+
+    def fail(self) -> None:
+        """What the logs were given is in their files; nobody waits for a step that is unread."""
+        self._logs.fail()
+
+    def on_save(self, trainer: Trainer) -> None:
+        """No step is saved that the metrics do not know."""
+        self._write()
+        if self._metrics is not None:
+            self._metrics.flush()
+        self._logs.flush()
+
+    def on_evaluation(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+        """Record an evaluation on the way: the leader's, or each rank's own."""
+        self._write()
+        step, best = trainer.progress.batch_index, trainer.evaluation_plan.is_best
+        if trainer.evaluation_plan.reached_at == step and self.resumed_from is None:
+            self._reached_s = time.perf_counter() - self._began_at
+        if self._speaks:
+            self.events.event("evaluated", step=step, metrics=metrics, best=best)
+        self._logs.evaluation(step, metrics)
+
+    def on_step(self, trainer: Trainer, batch: Any, result: StepResult) -> None:
+        """Record a step, and the one before it if that was unread: nobody waits for the device."""
+        self._write()
+        self._last_step_at = time.perf_counter()
+        if self._first_step:
+            self._first_step = False
+            total = trainer.total_steps
+            self.events.event("training", step=result.batch_index, total_steps=total)
+        if self._phases is not None:
+            self._phases.on_step(result.batch_index)
+        self._unread.append(result)
+        if result.is_read:
+            self._write()
+
+    def _write(self) -> None:
+        for result in self._unread:
+            if result.bad and self._speaks:
+                told = {"bad": result.bad, "culprits": result.culprits}
+                self.events.event("bad_step", step=result.batch_index, **told)
+            if self._metrics is not None:
+                row = row_of(result)
+                self._metrics.row(row)
+                self._logs.row(row)
+        self._unread.clear()
+        if time.monotonic() - self._looked_at > LOOK_EVERY_S:
+            self._look()
+
+    def _look(self) -> None:
+        """Whether the files of this rank are still there."""
+        self._looked_at = time.monotonic()
+        self.events.flush()
+        for file in (self.events, *([] if self._metrics is None else [self._metrics])):
+            if file.was_removed:
+                file.was_removed = False
+                self.keeping.removed(file.path.name)
+
+    def samples_per_s(self, trainer: Trainer) -> float | None:
+        """The samples of all ranks in a second, up to the last step; every rank calls this."""
+        seen = trainer.progress.samples_seen - self._seen_before
+        if self._trains_apart:  # each rank has counted its own
+            seen = sum(map(int, trainer.comm.gather_texts(str(seen))))
+        return seen / (self._last_step_at - self._began_at) if seen else None
+
+    def summary(
+        self, trainer: Trainer, evaluation: dict[str, float], sha256: str | None
+    ) -> dict[str, Any]:
+        """What the event `done` says of a training, whatever engine made it."""
+        return {
+            "world_size": trainer.job.ranks,
+            "nodes": self.job.nodes,
+            "strategy": self.job.strategy,
+            "steps": trainer.progress.updates,
+            "train_loss": trainer.progress.mean_loss,
+            "eval": evaluation,
+            "samples_per_s": self.samples_per_s(trainer),
+            "flops_per_sample": None,
+            "mfu": None,
+            "weights_sha256": sha256,
+            "restarts": 0,
+            "resumed_from_step": self.resumed_from,
+            "sent_bytes": None,
+            "card_bytes_per_step": None,
+            "ended_early": trainer.evaluation_plan.is_over,
+            "until": self._until(trainer),
+            "user_randomness": trainer.built.swapped["user_randomness"],
+            "user_buffers": trainer.user_buffers,
+            **self.keeping.to_data(),
+        }
+
+    def _until(self, trainer: Trainer) -> dict[str, Any] | None:
+        """When `--until` was reached, in seconds since the first step began.
+
+        Evaluations until then are in it. A training that was resumed does not know the seconds.
+        """
+        if not self.job.until:
+            return None
+        step = trainer.evaluation_plan.reached_at
+        return {"asked": self.job.until, "step": step, "seconds": self._reached_s}
+
 
 DIGEST_LIMIT_BYTES = 16 * 2**30
 

@@ -21,9 +21,9 @@ from allranks.job import faults
 from allranks.job.job import Job
 from allranks.job.place import place_spec
 from allranks.launcher.nodes.join import Rendezvous, check_parts
-from allranks.launcher.other_launchers import launched_by
 from allranks.launcher.plan import Seat, seats_of, shares
 from allranks.launcher.scripts.topology import Host
+from allranks.launcher.world import launched_by
 
 NAMED = "hosts"
 

@@ -21,7 +21,7 @@ from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.strategies.shards import even_sizes, owned_shards
 from allranks.training.order import Order
-from allranks.training.record.held import held_at_most
+from allranks.training.record.phases import held_at_most
 from allranks.training.task_fields import TaskFields
 
 NOT_DONE = ("schedule", "regularizer", "plateau", "pretrained", "initialise", "weight", "augment")

@@ -11,7 +11,7 @@ from typing import Any
 
 from allranks.job.run_folder import read_events, read_rows
 from allranks.tools.bench.statistics import Steps, of_steps
-from allranks.training.record.held import Held, held_in
+from allranks.training.record.phases import Held, held_in
 
 COMPUTE, EXCHANGE, INPUT = "compute", "exchange", "data"
 PEER_STEPS, PEER_HELD = "steps.jsonl", "held-*.json"

@@ -26,8 +26,7 @@ from allranks.job.job_file import SCHEMA, redacted
 from allranks.job.place import RankPlacement, read_placements
 from allranks.job.run_folder import is_in_use, read_events, read_rows
 from allranks.launcher.heartbeat import PHASES
-from allranks.training.record.held import Held, held_in
-from allranks.training.record.phases import phases_path
+from allranks.training.record.phases import Held, held_in, phases_path
 
 # --- outcome -------------------------------------------------------------------------------------
 # How a run stands: its job, and from its events its state, its result and its first fault.

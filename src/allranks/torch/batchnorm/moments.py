@@ -5,10 +5,12 @@ Mean and variance of a run stand in one tensor, (2, pieces, 1, channels, 1, …)
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from allranks.strategies.shards import Run
+from allranks.strategies.shards import Run, Runs
 from allranks.torch.model.layers import Normalising, full_type
 
 
@@ -54,3 +56,106 @@ def summed(parts: list[Tensor]) -> Tensor:
 def along(channels: Tensor, like: Tensor) -> Tensor:
     """(channels,) -> (channels, 1, …), which goes along (pieces, rows, channels, …)."""
     return channels.view(-1, *[1] * (like.ndim - 3))
+
+
+# --- compiled ------------------------------------------------------------------------------------
+# BatchNorm of many shards as an expression of tensors, which a compiler can take apart and fuse.
+#
+# So is what a second derivative goes through, or a transform of `torch.func`: there autograd finds
+# the derivative. A compiler is given it. What autograd finds in an expression takes each sum over
+# the samples by itself, four of them in three loops over memory; written by hand it is two sums in
+# one loop, as in torch's own kernel.
+
+
+def expression(
+    input: Tensor, runs: Runs, per_sample: int, by: Normalising
+) -> tuple[Tensor, Tensor]:
+    """What `by_shard.normalised_runs` returns of the same."""
+    outputs, moments = [], []
+    at = 0
+    for run in runs:
+        size = run.pieces * run.samples * per_sample
+        part, at = input[at : at + size], at + size
+        if is_alone(run, by):
+            source = _pieces(part, run.pieces)
+            mean, var = running_moments(by, source.dtype, source.ndim).unbind()
+            output = _affine((source - mean) * (var + by.eps).rsqrt(), by.weight, by.bias)
+            outputs.append(output.to(input.dtype).flatten(0, 1))
+        else:
+            output, both = _normalised(part, run.pieces, by)
+            values = part.numel() // (run.pieces * by.features)
+            moments.append(weighted_moments(run, values, both, by))
+            outputs.append(output)
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return output, joined(moments, by, input)
+
+
+def _normalised(part: Tensor, pieces: int, by: Normalising) -> tuple[Tensor, Tensor]:
+    """The rows of a run normalised piece by piece; mean and variance of each, without gradient."""
+    if torch.compiler.is_compiling():
+        apply: Any = _Given.apply
+        found: tuple[Tensor, Tensor] = apply(part, by.weight, by.bias, pieces, by.eps)
+        return found
+    source = _pieces(part, pieces)
+    var, mean = torch.var_mean(source, _samples(source), correction=0, keepdim=True)
+    output = _affine((source - mean) * (var + by.eps).rsqrt(), by.weight, by.bias)
+    both = torch.stack((mean.detach(), var.detach()))
+    return output.to(part.dtype).flatten(0, 1), both
+
+
+class _Given(torch.autograd.Function):
+    """The same with its derivative: traced by a compiler, forward and backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        part: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        pieces: int,
+        eps: float,
+    ) -> tuple[Tensor, Tensor]:
+        source = _pieces(part, pieces)
+        var, mean = torch.var_mean(source, _samples(source), correction=0, keepdim=True)
+        inverse = (var + eps).rsqrt()
+        output = _affine((source - mean) * inverse, weight, bias)
+        both = torch.stack((mean, var))
+        ctx.save_for_backward(part, weight, bias, mean, inverse)
+        ctx.mark_non_differentiable(both)
+        return output.to(part.dtype).flatten(0, 1), both
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        part, weight, bias, mean, inverse = ctx.saved_tensors
+        source, gradient = (_pieces(of, len(mean)) for of in (part, gradients[0]))
+        around = source - mean
+        dims = _samples(source)
+        plain = gradient.sum(dims, keepdim=True)
+        product = (gradient * around).sum(dims, keepdim=True) * inverse
+        values = source.numel() // mean.numel()
+        scale = inverse if weight is None else inverse * along(weight, source)
+        found = scale * (gradient - plain / values - around * (product * inverse / values))
+        of_part = found.to(part.dtype).flatten(0, 1)
+        return of_part, _like(product, weight), _like(plain, bias), None, None
+
+
+def _pieces(part: Tensor, pieces: int) -> Tensor:
+    """(rows, channels, …) -> (pieces, rows, channels, …), in 32 bits or more."""
+    found: Tensor = part.to(full_type(part.dtype)).unflatten(0, (pieces, -1))
+    return found
+
+
+def _affine(found: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    if weight is not None:
+        found = found * along(weight, found)
+    return found if bias is None else found + along(bias, found)
+
+
+def _like(sums: Tensor, channels: Tensor | None) -> Tensor | None:
+    """Sums of each piece as the gradient of what goes along the channels."""
+    return None if channels is None else sums.sum(0).flatten().to(channels.dtype)
+
+
+def _samples(source: Tensor) -> tuple[int, ...]:
+    """The dimensions of (pieces, rows, channels, …) that a moment is over."""
+    return (1, *range(3, source.ndim))

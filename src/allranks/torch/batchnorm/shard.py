@@ -28,9 +28,9 @@ from torch.nn.modules.batchnorm import _BatchNorm  # the public base of 1d, 2d a
 from allranks.errors import RequestError
 from allranks.strategies.shards import Run, Runs
 from allranks.torch.batchnorm import by_library, in_c
-from allranks.torch.batchnorm.compiled import expression
 from allranks.torch.batchnorm.moments import (
     along,
+    expression,
     is_alone,
     joined,
     running_moments,

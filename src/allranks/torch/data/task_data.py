@@ -24,8 +24,7 @@ from allranks.torch.data.sources import (
 )
 from allranks.torch.strategies.base import Strategy
 from allranks.torch.task import Task
-from allranks.torch.witness.probing import Probed, probe
-from allranks.torch.witness.same_data import digest_of_rows
+from allranks.torch.witness.probing import Probed, digest_of_rows, probe
 from allranks.training.evaluation_plan import check_metrics, named, sets_of
 from allranks.training.same_data import HASHES, check_same, digest_of, identity
 

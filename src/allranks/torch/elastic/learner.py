@@ -27,8 +27,13 @@ from allranks.job.job import Job
 from allranks.job.run_folder import JsonLines
 from allranks.launcher.nodes.channel import Message
 from allranks.launcher.world import World
-from allranks.torch.elastic.inner_state import REST as REST_OF_STATE
-from allranks.torch.elastic.inner_state import (
+from allranks.torch.elastic.merge import Brought, Rest
+from allranks.torch.elastic.service import (
+    OVER,
+    REMAINDERS,
+    REST,
+    Heard,
+    Wire,
     inner_state,
     largest,
     load_inner_state,
@@ -36,8 +41,6 @@ from allranks.torch.elastic.inner_state import (
     with_rest,
     without_rest,
 )
-from allranks.torch.elastic.merge import Brought, Rest
-from allranks.torch.elastic.service import OVER, REST, Heard, Wire
 from allranks.torch.elastic.strategy import FlatModel, Numbers
 from allranks.torch.trainer import Trainer
 from allranks.training.progress import Progress, StepResult
@@ -254,7 +257,7 @@ class Learning:
                 learner.forget(unsent)
             if heard.inner is not None:
                 load_inner_state(learner.trainer.strategy, without_rest(heard.inner))
-                learner.rest.load(heard.inner.get(REST_OF_STATE))
+                learner.rest.load(heard.inner.get(REMAINDERS))
             asked = int(heard.answer["keep"])
             state = learner.kept.get(asked)
             learner.take(heard.answer, heard.body, unsent)

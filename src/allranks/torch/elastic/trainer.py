@@ -18,9 +18,8 @@ from torch import Tensor
 
 from allranks.launcher.messages.meeting_point import listen
 from allranks.strategies.shards import even_sizes, owned_shards
-from allranks.torch.elastic.inner_state import owes
 from allranks.torch.elastic.merge import Merged, Merging
-from allranks.torch.elastic.service import Service
+from allranks.torch.elastic.service import Service, owes
 from allranks.torch.elastic.strategy import Decoupled, FlatModel
 from allranks.torch.local_sgd.optimizers import Nesterov
 from allranks.torch.trainer import Trainer

@@ -61,9 +61,9 @@ from allranks.torch.local_sgd.optimizers import (
 )
 from allranks.torch.model.placement import row
 from allranks.torch.model.reals import reals
-from allranks.torch.step.changes import unfrozen_on_the_way
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.tally import Tally
+from allranks.torch.step.trainable import unfrozen_on_the_way
 from allranks.torch.strategies.base import MakeOptimizer, Strategy, StrategyContext
 from allranks.training.progress import NOTHING, Asked, StepResult, UnreadResult
 

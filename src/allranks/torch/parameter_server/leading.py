@@ -34,9 +34,9 @@ from allranks.torch.parameter_server.tables.carried import (
     load_tables,
     take_tables,
 )
-from allranks.torch.step.changes import unfrozen_on_the_way
 from allranks.torch.step.gradients import Gradients, clip_factor
 from allranks.torch.step.tally import Tally
+from allranks.torch.step.trainable import unfrozen_on_the_way
 from allranks.training.guard import Finding
 from allranks.training.progress import StepResult
 

@@ -67,9 +67,9 @@ from allranks.torch.parameter_server.tables.placed import (
 )
 from allranks.torch.parameter_server.tables.pulled import find_tables
 from allranks.torch.parameter_server.tables.served import ServedTables
-from allranks.torch.step.changes import unfrozen_on_the_way
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.tally import Tally
+from allranks.torch.step.trainable import unfrozen_on_the_way
 from allranks.torch.strategies.base import MakeOptimizer, Strategy
 from allranks.training.progress import StepResult
 

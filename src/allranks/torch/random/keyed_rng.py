@@ -27,6 +27,8 @@ from allranks.torch.random.counter import (
     Finish,
     Words,
     coordinates,
+    flags_from,
+    has_kernel,
     keys_of,
     on_cpu,
     on_device,
@@ -34,7 +36,6 @@ from allranks.torch.random.counter import (
     unsigned,
     words,
 )
-from allranks.torch.random.kernel import flags_from, has_kernel
 from allranks.torch.random.readings import Readings
 
 CPU = torch.device("cpu")

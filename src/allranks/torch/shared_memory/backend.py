@@ -22,7 +22,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr
 
 from allranks.torch.shared_memory import attaching
 from allranks.torch.shared_memory.attaching import Attached
-from allranks.torch.shared_memory.group import SharedMemoryGroup
+from allranks.torch.shared_memory.collectives import SharedMemoryGroup
 from allranks.torch.shared_memory.hierarchical import HierarchicalGroup
 from allranks.torch.shared_memory.library import NOT_BUILT, library
 from allranks.torch.shared_memory.operands import Card, exchanged, hosts_of, own_card, told_to_all

@@ -28,8 +28,8 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.distributed import PrefixStore, ReduceOp
 
+from allranks.torch.shared_memory.collectives import SharedMemoryGroup
 from allranks.torch.shared_memory.futures import future_of
-from allranks.torch.shared_memory.group import SharedMemoryGroup
 from allranks.torch.shared_memory.operands import (
     check_parts,
     flat,

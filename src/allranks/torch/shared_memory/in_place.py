@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from allranks.strategies.reduction_tree import merges
-from allranks.torch.shared_memory.group import SharedMemoryGroup
+from allranks.torch.shared_memory.collectives import SharedMemoryGroup
 from allranks.torch.shared_memory.segment import Segment
 from allranks.torch.shared_memory.work import SharedMemoryWork
 

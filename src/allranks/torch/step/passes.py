@@ -29,7 +29,6 @@ from allranks.torch.data.batch import Batch, Leaf, MicroBatch
 from allranks.torch.data.collate import copied, map_tensors, tensors_in
 from allranks.torch.model.layers import Scope, computed_again
 from allranks.torch.model.precision import Precision
-from allranks.torch.step.changes import Changes
 from allranks.torch.step.gradients import Backward, Gradients, SparseRows
 from allranks.torch.step.losses import (
     BatchLoss,
@@ -42,6 +41,7 @@ from allranks.torch.step.losses import (
     weighted_losses,
 )
 from allranks.torch.step.tally import Tally, TallyLayout
+from allranks.torch.step.trainable import Changes
 from allranks.torch.step.user_buffers import UserBuffers
 from allranks.torch.task import Task
 from allranks.torch.witness.regularizer import Regularizer

@@ -6,14 +6,22 @@ And its update, which costs no more than its arithmetic while nobody listens to 
 from __future__ import annotations
 
 import inspect
+import json
+from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 from torch.optim import optimizer as of_all
 
 from allranks.errors import RequestError
+from allranks.strategies.reduction_tree import Span
+from allranks.torch.comm.comm import Comm
+from allranks.torch.data.batch import Batch, Leaf
+from allranks.torch.model.reals import real_type, reals
+from allranks.torch.step.gradients import wanting_rows
 
 LABELLED = Optimizer.profile_hook_step(Optimizer.step).__code__  # of what torch puts around a step
 
@@ -86,3 +94,187 @@ def trainable(model: nn.Module, optimizer: Optimizer) -> tuple[list[str], list[n
             do="make it from the model it is given: torch.optim.AdamW(model.parameters(), …)",
         )
     return [name for name, _ in named], [parameter for _, parameter in named]
+
+
+# --- changes -------------------------------------------------------------------------------------
+# Which parameters are trained, seen anew in every step: layers are unfrozen, groups are added.
+#
+# A step goes through with the parameters that it was laid out for. Where a rank sees other ones,
+# its tally says so, and once the sums are there all ranks know: they tell each other the names, the
+# gradients of those that are new are summed in a message of their own, and the next step is laid
+# out for all. So a change costs messages when it comes, and nothing in any other step. Ranks that
+# see different changes end with an error that names the parameter.
+#
+# A change may be made between steps, or in a forward pass. A rank that had no sample in that step
+# has seen no forward pass, and follows the others.
+
+
+Gradients = dict[int, Tensor]
+"""By the id of the parameter."""
+
+
+class Changes:
+    """The parameters that the optimizer updates now, and those the step was built for."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.late: list[nn.Parameter] = []
+        self.parameters: list[nn.Parameter] = []
+        self._leaves: dict[Span, Gradients] = {}
+        self.lay_out()
+
+    def lay_out(self) -> None:
+        """From now on a step is laid out for the parameters as they are."""
+        before = self.parameters
+        self.names, self.parameters = trainable(self.model, self.optimizer)
+        self._laid = self._key()
+        self.late = []
+        trained = {id(parameter) for parameter in self.parameters}
+        for parameter in before:
+            if id(parameter) not in trained:
+                parameter.grad = None
+
+    def have_come(self) -> bool:
+        """Whether the optimizer updates other parameters than the step was laid out for."""
+        return self._key() != self._laid
+
+    def _key(self) -> list[int]:
+        groups = self.optimizer.param_groups
+        return [id(p) for group in groups for p in group["params"] if p.requires_grad]
+
+    def begin(self) -> None:
+        """A step begins: what is trained from now on has no gradient yet."""
+        self._leaves = {}
+        self.late = []
+        if self.have_come():
+            self._look()
+            for parameter in self.late:
+                parameter.grad = None
+
+    def _look(self) -> None:
+        known = {id(parameter) for parameter in self.parameters}
+        self.late = [p for p in trainable(self.model, self.optimizer)[1] if id(p) not in known]
+
+    def leaf_done(self, leaf: Leaf) -> bool:
+        """Keep the gradients that this leaf has for new parameters; returns whether any changed."""
+        if not self.have_come():
+            return False
+        self._look()
+        found = {id(p): p.grad for p in self.late if p.grad is not None}
+        self._leaves[(leaf.shards.start, leaf.shards.stop)] = found
+        for parameter in self.late:
+            parameter.grad = None
+        return True
+
+    def add(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+        """Take in what another device has for a new parameter, after the last leaf."""
+        if gradient is not None:
+            found = self._leaves[next(reversed(self._leaves))]
+            gradient, own = gradient.to(parameter.device), found.get(id(parameter))
+            found[id(parameter)] = gradient if own is None else own.add_(gradient)
+
+    def settle(
+        self,
+        comm: Comm,
+        batch: Batch,
+        like: Tensor,
+        sum_apart: Callable[[list[tuple[Span, Tensor]]], Tensor],
+    ) -> None:
+        """Agree on what is trained now, sum what is new over all ranks, and lay it out.
+
+        Every rank calls this, once the sums of a step say that something has changed.
+        """
+        self._agree(comm, saw_samples=batch.own_samples > 0, step=batch.index)
+        if wanting := wanting_rows(self.model, self.optimizer, self.late):
+            _check_no_rows(self.late, wanting, batch.index)
+        if self.late:
+            spans = [(leaf.shards.start, leaf.shards.stop) for leaf in batch.leaves]
+            self._take(sum_apart(self._rows(spans, like)))
+        self.lay_out()
+
+    def _agree(self, comm: Comm, *, saw_samples: bool, step: int) -> None:
+        """Find the new parameters, the same on all ranks. Sends all names."""
+        own: list[str] | None = trainable(self.model, self.optimizer)[0]
+        if not saw_samples and not self.have_come():
+            own = None
+        said = [json.loads(text) for text in comm.gather_texts(json.dumps(own))]
+        wanted = next(names for names in said if names is not None)
+        for rank, names in enumerate(said):
+            if names is not None and names != wanted:
+                raise _unlike(said.index(wanted), wanted, rank, names, step)
+        if own is None:
+            self._follow(wanted, step, comm.rank)
+        self._look()
+
+    def _follow(self, wanted: list[str], step: int, rank: int) -> None:
+        updated = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        for name, parameter in self.model.named_parameters():
+            if id(parameter) in updated and parameter.requires_grad != (name in wanted):
+                parameter.requires_grad_(name in wanted)
+        if (names := trainable(self.model, self.optimizer)[0]) != wanted:
+            raise _unlike(-1, wanted, rank, names, step)
+
+    def _rows(self, spans: list[Span], like: Tensor) -> list[tuple[Span, Tensor]]:
+        """For each leaf the gradients of the new parameters, one after another, and who has one."""
+        kind = real_type(like.dtype)
+        found = []
+        for span in spans:
+            have = self._leaves.get(span, {})
+            parts = [_flat(have.get(id(p)), p, kind).to(like.device) for p in self.late]
+            used = [float(id(p) in have) for p in self.late]
+            found.append((span, torch.cat([*parts, like.new_tensor(used, dtype=kind)])))
+        return found
+
+    def _take(self, total: Tensor) -> None:
+        """Let the new parameters have their sums; those that nobody used have no gradient."""
+        used = total[total.numel() - len(self.late) :].tolist()
+        start = 0
+        for parameter, flag in zip(self.late, used, strict=True):
+            size = reals(parameter.detach()).numel()
+            part = total[start : start + size].clone().to(parameter.device)
+            part = part.view(reals(parameter.detach()).shape)
+            start += size
+            gradient = torch.view_as_complex(part) if parameter.is_complex() else part
+            parameter.grad = gradient if flag else None
+
+
+def _check_no_rows(late: list[nn.Parameter], wanting: set[int], step: int) -> None:
+    for parameter in late:
+        if id(parameter) in wanting:
+            raise RequestError(
+                asked=f"to train a parameter of shape {tuple(parameter.shape)} from step {step} on",
+                found="an optimizer that takes its gradient row by row",
+                why="the rows that a step touches are counted from the first step on",
+                do="let it be trained from the start, with a rate of 0",
+            )
+
+
+def _flat(gradient: Tensor | None, parameter: Tensor, kind: torch.dtype) -> Tensor:
+    if gradient is None:
+        gradient = torch.zeros_like(parameter.detach(), memory_format=torch.contiguous_format)
+    dense = gradient.to_dense() if gradient.is_sparse else gradient
+    return reals(dense).contiguous().view(-1).to(kind)
+
+
+def _unlike(
+    rank: int, wanted: list[str], other_rank: int, names: list[str], step: int
+) -> RequestError:
+    name = sorted(set(wanted) ^ set(names))[0]
+    ones, others = (rank, other_rank) if name in wanted else (other_rank, rank)
+    who = [f"rank {r}" if r >= 0 else "another rank" for r in (ones, others)]
+    return RequestError(
+        asked=f"the same trained parameters on every rank, at step {step}",
+        found=f"{who[0]} trains {name!r} and {who[1]} does not",
+        why="a gradient is summed over all ranks",
+        do="let what freezes, unfreezes and adds parameters follow the step, not the rank",
+    )
+
+
+def unfrozen_on_the_way(name: str) -> RequestError:
+    """What to say where other parameters are trained than a strategy has cut."""
+    return RequestError(
+        asked=f"--strategy {name} with parameters frozen, unfrozen or added in mid-training",
+        found="other parameters than the strategy has laid out",
+        why="what each process holds, sums and sends is laid out at the start",
+        do="say in model() which are trained, or --strategy ddp",
+    )

@@ -46,12 +46,12 @@ from allranks.torch.optimizers.made import made_on_parts
 from allranks.torch.parallel.data.tree import TreeSum
 from allranks.torch.parallel.sharded.gradients import refuse_copies
 from allranks.torch.parallel.sharded.state import with_parameters
-from allranks.torch.step.changes import unfrozen_on_the_way
 from allranks.torch.step.ema import MovingAverage, TwoModes
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.passes import StepParts
 from allranks.torch.step.step import SharedStep
 from allranks.torch.step.tally import Tally
+from allranks.torch.step.trainable import unfrozen_on_the_way
 from allranks.torch.task import Task
 from allranks.torch.witness.same_model import check_same_groups
 from allranks.training.progress import Asked, StepResult

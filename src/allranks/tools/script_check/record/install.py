@@ -3,16 +3,124 @@
 from __future__ import annotations
 
 import atexit
+import builtins
 import importlib
 import os
+import sys
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
+from zlib import crc32
 
 from allranks.tools.script_check.record.collectives import Collectives, Losses
 from allranks.tools.script_check.record.data import Loaders, Workers
-from allranks.tools.script_check.record.facts import Facts, Progress
-from allranks.tools.script_check.record.files import Files
+from allranks.tools.script_check.record.facts import Facts, Progress, wrap
 from allranks.tools.script_check.record.replicas import Replicas
 from allranks.tools.script_check.record.stepping import Schedules, Stepping
+
+# --- files ---------------------------------------------------------------------------------------
+# Files that a rank writes and reads, lines that it prints, each with the line of the script.
+
+
+MOST_FILES, MOST_OF_A_FILE, MOST_OF_A_LINE, MOST_LINES = 1000, 8, 8, 200
+PASSING = ("/dev/", "/proc/", "/sys/")
+CODE = (".py", ".pyc", ".so")
+ENDINGS = (".lock", *CODE[1:], ".jsonl.part")
+LOCKS = ("fcntl.flock", "fcntl.lockf")
+
+
+class Files:
+    """What this process writes and reads where, and how far it had come."""
+
+    def __init__(self, torch: Any, facts: Facts, progress: Progress) -> None:
+        self.torch, self.facts, self.progress = torch, facts, progress
+        self._told: Counter[tuple[str, str]] = Counter()
+        self._paths: Counter[str] = Counter()
+        self._has_locked = False
+        self._lines: Counter[Any] = Counter()
+        self._inside = False
+        caches = (os.path.expanduser("~/.cache"), os.environ.get("XDG_CACHE_HOME"))
+        self._caches = tuple(os.path.join(one, "") for one in caches if one)
+
+    def install(self) -> None:
+        """Wrap `torch.save` and `print`; hear of every file that Python opens."""
+        saved, printed = self.facts.guarded(self._saved), self.facts.guarded(self._printed)
+        opened = self.facts.guarded(self._opened)
+        locked = self.facts.guarded(self._locked)
+
+        def saving(own: Callable[..., Any]) -> Callable[..., Any]:
+            def inner(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+                saved(f)
+                return own(obj, f, *args, **kwargs)
+
+            return inner
+
+        def printing(own: Callable[..., Any]) -> Callable[..., Any]:
+            def inner(*args: Any, **kwargs: Any) -> None:
+                file = kwargs.get("file")
+                if file is None or file is sys.stdout or file is sys.stderr:
+                    printed(args)
+                own(*args, **kwargs)
+
+            return inner
+
+        def heard(event: str, args: tuple[Any, ...]) -> None:
+            if event == "open" and not self._inside and isinstance(args[0], str | os.PathLike):
+                self._inside = True
+                try:
+                    opened(*args)
+                finally:
+                    self._inside = False
+            elif event in LOCKS and not self._has_locked:
+                self._has_locked = True
+                locked()
+
+        caches = (os.path.expanduser("~/.cache"), os.environ.get("XDG_CACHE_HOME"))
+        self._caches = tuple(os.path.join(one, "") for one in caches if one)
+
+        wrap(self.torch, "save", saving)
+        wrap(self.torch.serialization, "save", lambda own: self.torch.save)
+        wrap(builtins, "print", printing)
+        sys.addaudithook(heard)
+
+    def _saved(self, target: Any) -> None:
+        name = target if isinstance(target, str | os.PathLike) else getattr(target, "name", None)
+        if isinstance(name, str | os.PathLike):
+            self._tell("save", name)
+
+    def _opened(self, path: Any, mode: str | None, flags: int) -> None:
+        if bool(set(mode) & set("wx")) if mode else bool(flags & os.O_CREAT):
+            if not (flags & os.O_APPEND):
+                self._tell("open", path)
+        elif not (flags & os.O_APPEND) and not os.fspath(path).endswith(CODE):
+            self._tell("read", path)
+
+    def _locked(self) -> None:
+        self.facts.tell("lock")
+
+    def _tell(self, how: str, name: str | os.PathLike[str]) -> None:
+        if self._paths[how] >= MOST_FILES:
+            return
+        path = os.path.realpath(name)
+        passing = path.startswith(PASSING) or path.endswith(ENDINGS)
+        passing = passing or path.startswith((*self._caches, self.facts.folder))
+        told = self._told[how, path]
+        if passing or told >= MOST_OF_A_FILE:
+            return
+        where = self.facts.where()
+        if how == "read" and (where is None or path.startswith((sys.prefix, sys.base_prefix))):
+            return
+        self._told[how, path] += 1
+        self._paths[how] += told == 0
+        self.facts.tell("file", how=how, path=path, where=where, at=self.progress.met())
+
+    def _printed(self, args: tuple[Any, ...]) -> None:
+        where = self.facts.where()
+        if self._lines[where] < MOST_OF_A_LINE and self._lines.total() < MOST_LINES:
+            self._lines[where] += 1
+            text = " ".join(map(str, args))
+            self.facts.tell("print", where=where, text=text[:80], digest=crc32(text.encode()))
+
 
 WRAPPED = (
     *("torch.distributed", "torch.optim.lr_scheduler", "torch.utils.data.distributed"),

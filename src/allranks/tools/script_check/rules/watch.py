@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,18 @@ from allranks.tools.script_check.rules.data import (
     unequal_batches,
 )
 from allranks.tools.script_check.rules.evaluations import means_of_batch_means, means_of_ranks
-from allranks.tools.script_check.rules.facts import Finding, Rank, in_order, read_ranks
-from allranks.tools.script_check.rules.files import (
-    files_of_several_ranks,
-    files_read_too_early,
-    lines_of_all_ranks,
-    lines_of_each_node,
+from allranks.tools.script_check.rules.facts import (
+    COST,
+    FILES,
+    OUTPUT,
+    RESULT,
+    Fact,
+    Finding,
+    Rank,
+    in_order,
+    line_of,
+    place_of,
+    read_ranks,
 )
 from allranks.tools.script_check.rules.replicas import (
     equal_random_streams,
@@ -29,13 +37,246 @@ from allranks.tools.script_check.rules.replicas import (
     replicas_that_drift,
     weights_that_begin_unequal,
 )
-from allranks.tools.script_check.rules.stepping import (
-    needless_reductions,
-    schedules_ahead,
-    schedules_too_fast,
-    undivided_accumulation,
-    unreduced_steps,
+
+# --- files ---------------------------------------------------------------------------------------
+# Faults of what ranks write: one file by several, one read too early, one line by all of them.
+
+
+READ = "read"
+
+
+def files_of_several_ranks(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
+    """A path that two ranks or more write: a checkpoint, or what each of them downloads."""
+    writers: dict[tuple[str, str], dict[int, None]] = defaultdict(dict)
+    lines: dict[tuple[str, str], tuple[str, int] | None] = {}
+    for rank in ranks:
+        for fact in rank.all("file"):
+            if (how := fact["how"]) != READ:
+                writers[fact["path"], how][rank.rank] = None
+                lines.setdefault((fact["path"], how), line_of(fact["where"]))
+    for (path, how), who in writers.items():
+        if len(who) < 2 or (how == "open" and (path, "save") in writers):
+            continue
+        yield Finding(
+            "checkpoint-of-all-ranks" if how == "save" else "file-of-all-ranks",
+            FILES,
+            lines[path, how],
+            f"{path} is written by ranks {', '.join(map(str, who))}",
+            "they write into each other's file: it may be torn, and a reader may meet a part of it",
+            "if rank == 0: write it; then a barrier before anybody reads it",
+        )
+
+
+def files_read_too_early(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
+    """A path that one rank writes and another reads, with no collective between them.
+
+    Ranks that lock files are left out: they may wait for each other so.
+    """
+    written: dict[tuple[str, tuple[int, ...]], int] = {}
+    open_ranks = [rank for rank in ranks if not rank.all("lock")]
+    for rank in open_ranks:
+        for fact in rank.all("file"):
+            if fact["how"] != READ and fact["at"] is not None:
+                written.setdefault((fact["path"], tuple(fact["at"])), rank.rank)
+    found = dict[str, Finding]()
+    for rank in open_ranks:
+        own = {fact["path"] for fact in rank.all("file") if fact["how"] != READ}
+        for fact in rank.all("file"):
+            path = fact["path"]
+            writer = written.get((path, tuple(fact["at"] or ())))
+            if fact["how"] != READ or writer is None or path in own or path in found:
+                continue
+            found[path] = Finding(
+                "read-while-written",
+                FILES,
+                line_of(fact["where"]),
+                f"rank {rank.rank} reads {path}, which rank {writer} writes, and no collective"
+                " of all ranks lies between",
+                "it may meet a part of the file, an old one, or none",
+                "torch.distributed.barrier() after the write, before the others read",
+            )
+    yield from found.values()
+
+
+def lines_of_each_node(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
+    """Lines of the script that the first rank of each node prints, and no other."""
+    first = [rank for rank in ranks if rank.last("process", "local_rank", None) == "0"]
+    nodes = {rank.last("process", "group_rank", None) for rank in first}
+    others = [rank for rank in ranks if rank not in first]
+    if len(nodes) < 2 or len(nodes) != len(first) or not others:
+        return
+    common = _printed_by_all(first)
+    spoken = {str(fact["where"]) for rank in others for fact in rank.all("print")}
+    common = [fact for fact in common if str(fact["where"]) not in spoken]
+    if common:
+        yield Finding(
+            "printed-once-per-node",
+            OUTPUT,
+            line_of(common[0]["where"]),
+            f"the first ranks of {len(nodes)} nodes print the same,"
+            f" first {common[0]['text']!r}{_more(common)}",
+            "nothing to the result; a log holds it once per node, as what is written there is",
+            "if dist.get_rank() == 0: print(…), not LOCAL_RANK",
+        )
+
+
+def lines_of_all_ranks(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
+    """Lines of the script that print the same text on every rank."""
+    if len(ranks) < 2:
+        return
+    if common := _printed_by_all(ranks):
+        yield Finding(
+            "printed-by-all-ranks",
+            OUTPUT,
+            line_of(common[0]["where"]),
+            f"{len(ranks)} ranks print the same, first {common[0]['text']!r}{_more(common)}",
+            "nothing to the result; logs grow with the ranks",
+            "if rank == 0: print(…)",
+        )
+
+
+def _printed_by_all(ranks: Sequence[Rank]) -> list[Fact]:
+    """What each of them printed from one line, as the first of them told it."""
+    printed = [{(str(f["where"]), f["digest"]): f for f in rank.all("print")} for rank in ranks]
+    common = [printed[0][key] for key in printed[0] if all(key in one for one in printed)]
+    return [fact for fact in common if fact["text"].strip()]
+
+
+def _more(common: list[Fact]) -> str:
+    places = dict.fromkeys(place_of(line_of(fact["where"])) for fact in common)
+    return f", and from {len(places) - 1} more lines" if len(places) > 1 else ""
+
+
+# --- stepping ------------------------------------------------------------------------------------
+# Faults between two steps of an optimizer: schedules, accumulation, gradients not reduced.
+
+
+SCALE_FREE = (
+    *("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "SparseAdam", "Adagrad", "Adadelta", "RMSprop"),
+    *("Rprop", "Adafactor", "Muon"),
 )
+"""Optimizers whose step hardly changes when every gradient is multiplied by one number."""
+
+
+def schedules_too_fast(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
+    """A scheduler that goes several steps for one of its optimizer."""
+    for fact in _schedulers(ranks):
+        runs = {int(run): count for run, count in fact["between"].items()}
+        often = {run: count for run, count in runs.items() if run > 1}
+        if not often or sum(often.values()) * 2 <= sum(runs.values()):
+            continue
+        if sum(runs.values()) < 2 and _scaled(ranks):
+            continue
+        run = max(often, key=lambda one: often[one])
+        by_ranks = f", as many as there are ranks ({len(ranks)})" if run == len(ranks) else ""
+        yield Finding(
+            "schedule-too-fast",
+            RESULT,
+            line_of(fact["where"]),
+            f"{fact['name']} made {run} steps for one of the optimizer, {often[run]} times"
+            f"{by_ranks}",
+            f"the learning rate runs through its schedule {run} times as fast as it is written",
+            "one scheduler.step() behind each optimizer.step() (or one per epoch), whatever the "
+            "ranks and micro-batches",
+        )
+
+
+def schedules_ahead(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
+    """A scheduler that makes its step before the first of its optimizer."""
+    for fact in _schedulers(ranks):
+        steps = ranks[0].last("counts", "steps", {}).get(str(fact["optimizer"]), 0)
+        if fact["first"] == 1 and steps and not _scaled(ranks):
+            yield Finding(
+                "schedule-ahead",
+                RESULT,
+                line_of(fact["where"]),
+                f"{fact['name']} made a step before the first one of the optimizer",
+                "the first value of the schedule is never used, and all others come one step early",
+                "optimizer.step() first, then scheduler.step()",
+            )
+
+
+def undivided_accumulation(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
+    """Micro-batches whose mean losses are added up, and not divided by their number."""
+    rank = ranks[0]
+    names = {number: fact["name"] for number, fact in rank.by_id("optimizer").items()}
+    for fact in _one_of_each(rank, lambda one: one["accumulated"] and one["is_mean"]):
+        if fact["unchanged"] is not True or names.get(fact["optimizer"]) in SCALE_FREE:
+            continue
+        count = fact["backwards"]
+        yield Finding(
+            "accumulation-not-divided",
+            RESULT,
+            line_of(fact["backward_where"]),
+            f"{count} backward passes of a mean loss before one step, and the gradient of the "
+            "step is their sum",
+            f"steps are {count} times as long as with one batch of the same samples",
+            f"(loss / {count}).backward()",
+        )
+
+
+def unreduced_steps(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
+    """Steps whose last micro-batch ran under no_sync: no rank has the gradients of the others."""
+    if any(rank.last("collectives", "large", 0) for rank in ranks):
+        return  # it may average weights or gradients by itself
+    rank = ranks[0]
+    found = [
+        fact for fact in rank.all("window") if fact["forwards"] and not fact["forwards"][-1][1]
+    ]
+    counts = rank.last("counts", "windows", [])
+    if found:
+        times = sum(counts[fact["id"]] for fact in found if fact["id"] < len(counts))
+        total = sum(counts)
+        yield Finding(
+            "step-without-reduction",
+            RESULT,
+            line_of(found[0]["where"]),
+            f"{times} of {total} steps were made with the last micro-batch under no_sync; the "
+            f"first is step {found[0]['step']}",
+            "gradients of these micro-batches are reduced late or never: replicas drift apart",
+            "leave no_sync for the last micro-batch before each step, and for the last of an epoch",
+        )
+
+
+def needless_reductions(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
+    """Gradient accumulation that reduces at every micro-batch."""
+    rank = ranks[0]
+    for fact in _one_of_each(rank, lambda one: one["accumulated"] and len(ranks) > 1):
+        reduced = [synced for _, synced in fact["forwards"]]
+        if len(reduced) == fact["backwards"] and all(reduced):
+            yield Finding(
+                "reduced-at-each-micro-batch",
+                COST,
+                line_of(fact["backward_where"]),
+                f"{len(reduced)} reductions of all gradients before one step",
+                f"nothing to the result; {len(reduced)} times the communication that it needs",
+                "forward and backward of all but the last micro-batch under `with model.no_sync()`",
+            )
+
+
+def _one_of_each(rank: Rank, fits: object) -> list[Fact]:
+    """The first window that fits of each line with a backward; the longest there."""
+    found: dict[str, Fact] = {}
+    for fact in rank.all("window"):
+        key = str(fact["backward_where"])
+        if callable(fits) and fits(fact):
+            best = found.get(key)
+            if best is None or (fact["unchanged"] is True, fact["backwards"]) > (
+                best["unchanged"] is True,
+                best["backwards"],
+            ):
+                found[key] = fact
+    return list(found.values())
+
+
+def _schedulers(ranks: tuple[Rank, ...]) -> list[Fact]:
+    return [one for one in ranks[0].all("scheduler") if one["name"] != "ReduceLROnPlateau"]
+
+
+def _scaled(ranks: tuple[Rank, ...]) -> bool:
+    """Whether a GradScaler may have left steps of the optimizer out."""
+    return bool(ranks[0].last("counts", "scaled", False))
+
 
 LOOKED_FOR = (
     orders_that_never_change,

@@ -37,10 +37,10 @@ from allranks.torch.parallel.pipeline.links import Links, Received, lanes_of
 from allranks.torch.parallel.pipeline.split_backward import backward_to_inputs, check_kept
 from allranks.torch.parallel.pipeline.staged import Staged
 from allranks.torch.parallel.sharded.gradients import summed_with_tally
-from allranks.torch.step.changes import unfrozen_on_the_way
 from allranks.torch.step.gradients import Backward, Gradients, all_gradients
 from allranks.torch.step.losses import forward
 from allranks.torch.step.tally import Tally
+from allranks.torch.step.trainable import unfrozen_on_the_way
 
 
 class Pipeline(Staged):

@@ -59,10 +59,10 @@ from allranks.torch.parallel.sharded.wrap import (
 )
 from allranks.torch.parallel.tensor.cutting import CutModel, cut_layers
 from allranks.torch.parallel.tensor.passes import CutPasses, exchange_of
-from allranks.torch.step.changes import unfrozen_on_the_way
 from allranks.torch.step.gradients import Gradients, tables_of
 from allranks.torch.step.losses import forward
 from allranks.torch.step.tally import Tally
+from allranks.torch.step.trainable import unfrozen_on_the_way
 from allranks.torch.strategies.base import StrategyContext
 
 

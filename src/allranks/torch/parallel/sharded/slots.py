@@ -32,7 +32,7 @@ from allranks.torch.checkpoint.tree import local
 from allranks.torch.data.collate import tensors_in
 from allranks.torch.model.precision import Casts, with_casts
 from allranks.torch.parallel.sharded.collectives import Filling
-from allranks.torch.step.changes import unfrozen_on_the_way
+from allranks.torch.step.trainable import unfrozen_on_the_way
 
 BASE: Any = torch._C.TensorBase
 COMPUTES_AS_TENSORS: Any = torch._C._disabled_torch_function_impl

@@ -1,1 +1,0 @@
-"""Before the ranks start: what one process finds out for `--strategy auto`."""
