@@ -29,7 +29,7 @@ from torch.optim import SGD, Optimizer
 
 from allranks.job.job import Job
 from allranks.programs.gpus import SMALL as SMALL_GPT
-from allranks.programs.gpus import Workload, adamw, measure, task_of, tokens
+from allranks.programs.gpus import GpuWorkload, adamw, measure, task_of, tokens
 from allranks.programs.models.gpt import gpt2_124m
 from allranks.programs.models.resnet import resnet20, resnet50
 from allranks.torch import Trainer
@@ -51,16 +51,16 @@ def sgd(model: nn.Module, fused: bool) -> Optimizer:
 
 
 LARGE = (
-    Workload("ResNet-50", "images", 1, 256, resnet50, sgd, images(224, 1000), True),
-    Workload("GPT-2 124M", "tokens", 1024, 32, gpt2_124m, adamw, tokens(1024, 50257)),
+    GpuWorkload("ResNet-50", "images", 1, 256, resnet50, sgd, images(224, 1000), True),
+    GpuWorkload("GPT-2 124M", "tokens", 1024, 32, gpt2_124m, adamw, tokens(1024, 50257)),
 )
 SMALL = (
-    Workload("ResNet-20, small", "images", 1, 16, resnet20, sgd, images(32, 10), True),
+    GpuWorkload("ResNet-20, small", "images", 1, 16, resnet20, sgd, images(32, 10), True),
     SMALL_GPT,
 )
 
 
-def flops_per_sample(workload: Workload, device: torch.device) -> float | None:
+def flops_per_sample(workload: GpuWorkload, device: torch.device) -> float | None:
     """Counted by our trainer in its first step, where the device's peak is known."""
     job = Job(device=device.type, precision="bf16", channels_last=workload.channels_last)
     with Trainer(task_of(workload, device), job) as trainer:

@@ -25,7 +25,7 @@ from gpu_session import add_row
 from torch.utils.data import DataLoader, IterableDataset
 
 from allranks.job.job import Job
-from allranks.programs.gpus import Pictures, Workload, by_trainer, devices, measure, task_of
+from allranks.programs.gpus import GpuWorkload, Pictures, by_trainer, devices, measure, task_of
 from allranks.programs.models.gpt import GPT2_124M, gpt
 from allranks.tools.doctor import gpus
 from allranks.tools.doctor.gpus import Machine, Promise, Seen, is_cuda, rows_of
@@ -107,7 +107,7 @@ def nccl_alone(machine: Machine, ranks: int) -> Seen:
 # --- speed ----------------------------------------------------------------------------------------
 
 
-def _gpt2(dropout: float) -> Workload:
+def _gpt2(dropout: float) -> GpuWorkload:
     shape = replace(GPT2_124M, dropout=dropout)
     return replace(gpu.LARGE[1], name=f"GPT-2, dropout {dropout:g}", make_model=lambda: gpt(shape))
 
@@ -120,7 +120,7 @@ WORKLOADS = {  # and how many of the kernels by hand a step may launch
 }
 
 
-def _workload(name: str, machine: Machine, part: int) -> Workload:
+def _workload(name: str, machine: Machine, part: int) -> GpuWorkload:
     """A workload with `part` of its batch; on a CPU a small one."""
     if is_cuda(machine):
         return replace(WORKLOADS[name][0], batch=WORKLOADS[name][0].batch // part)

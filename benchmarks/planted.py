@@ -33,7 +33,7 @@ from allranks.catalog import preload_for  # noqa: E402
 from allranks.errors import AllranksError, Interrupted, RequestError, Stopped  # noqa: E402
 from allranks.job.config import resolve  # noqa: E402
 from allranks.launcher.processes.fork_server_client import ForkServer  # noqa: E402
-from allranks.tools.check.against_single import Plan  # noqa: E402
+from allranks.tools.check.against_single import CheckPlan  # noqa: E402
 from allranks.tools.check.scratch import checked_in  # noqa: E402
 from launch_host import Host  # noqa: E402
 from planted_faults import PLANTED, Planted  # noqa: E402
@@ -168,7 +168,7 @@ def checked(one: Combination, server: ForkServer) -> tuple[str, str, float]:
     flags |= {"strategy": leg.strategy, "ranks": leg.ranks}
     settings = tuple(f"{name}={value}" for name, value in one.settings.items())
     shards = int(one.settings.get("shards", 8))
-    plan = Plan((leg.ranks,), leg.ranks, shards)
+    plan = CheckPlan((leg.ranks,), leg.ranks, shards)
     with tempfile.TemporaryDirectory() as folder:
         try:
             verdict = checked_in(Path(folder), resolve(PROGRAM, flags, settings), server, plan)

@@ -68,7 +68,7 @@ from allranks.launcher.plan import RankPlan, Shape
 from allranks.launcher.processes.fork_server import LISTENER_FD
 from allranks.launcher.processes.process import Process
 from allranks.launcher.supervisor import Care, supervise
-from allranks.strategies.auto import Facts, Link
+from allranks.strategies.auto import LinkSpeed, ModelFacts
 
 HERE = Path(__file__).resolve().parent
 MODELS = {"char-GPT": "CharGPT", "ResNet-20": "ResNet20", "VGG-like": "VGGLike"}
@@ -189,7 +189,7 @@ def measure(
     return rows
 
 
-def facts_of(model: str, ranks: int) -> Facts:
+def facts_of(model: str, ranks: int) -> ModelFacts:
     """What the dial measures of this model, by its own command."""
     task = f"{HERE / 'sending_tasks.py'}:{MODELS[model]}"
     where = ["--ranks", str(ranks), "--nodes", str(ranks), "--place", "simulated:link=1gbit"]
@@ -197,7 +197,7 @@ def facts_of(model: str, ranks: int) -> Facts:
     words = ["--strategy", "auto", "--dry-run", "--json"]
     done = subprocess.run([*command, *words], capture_output=True, text=True, check=True)
     facts = json.loads(done.stdout.splitlines()[-1])["decision"]["facts"]
-    return Facts(**{**facts, "link": Link(**facts["link"])})
+    return ModelFacts(**{**facts, "link": LinkSpeed(**facts["link"])})
 
 
 def main() -> None:

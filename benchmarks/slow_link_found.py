@@ -10,7 +10,7 @@ from typing import Any
 from harness import Comparison, Interval, median_interval
 from trainings import Curves
 
-from allranks.strategies.auto import Facts, Link, choose, parse_rate
+from allranks.strategies.auto import LinkSpeed, ModelFacts, choose, parse_rate
 from allranks.tools.bench.figure import Curve, plot
 
 LINKS = ("100mbit", "1gbit", "10gbit", "")
@@ -60,9 +60,9 @@ class Timed:
         )
 
 
-def judged(facts: Facts, link: str, rows: list[Timed]) -> dict[str, Any]:
+def judged(facts: ModelFacts, link: str, rows: list[Timed]) -> dict[str, Any]:
     """The dial's choice over this link beside the fastest method that was measured."""
-    there = Link(parse_rate(link, link), source="place")
+    there = LinkSpeed(parse_rate(link, link), source="place")
     decision = choose("auto", replace(facts, link=there))
     measured = {row.method: row.step_s for row in rows if row.method != COMPUTE}
     fastest = min((name for name in measured if "whole" not in name), key=lambda n: measured[n])
@@ -81,11 +81,11 @@ def judged(facts: Facts, link: str, rows: list[Timed]) -> dict[str, Any]:
 
 def judged_again(then: dict[str, Any], rows: list[Timed]) -> dict[str, Any]:
     """The same of a record, by the dial as it is now."""
-    facts = {**then["facts"], "link": Link(**then["facts"]["link"])}
+    facts = {**then["facts"], "link": LinkSpeed(**then["facts"]["link"])}
     facts["shapes"] = tuple(map(tuple, facts["shapes"]))
     place = {name: then[name] for name in ("model", "ranks", "link")}
     own = [row for row in rows if all(getattr(row, n) == it for n, it in place.items())]
-    return {**place, **judged(Facts(**facts), then["link"], own)}
+    return {**place, **judged(ModelFacts(**facts), then["link"], own)}
 
 
 def comparisons(rows: list[Timed], dial: list[dict[str, Any]]) -> list[Comparison]:

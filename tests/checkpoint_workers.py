@@ -24,7 +24,7 @@ from allranks.errors import PeerLost, RequestError
 from allranks.job.job import Job
 from allranks.launcher.world import World
 from allranks.strategies.mesh import Agreement
-from allranks.torch.checkpoint.saving import Checkpointer, Saving
+from allranks.torch.checkpoint.saving import Saving, TorchCheckpointer
 from allranks.torch.comm.comm import CPU, Comm
 from allranks.torch.comm.join import join
 from kinds_tasks import Rows
@@ -88,7 +88,7 @@ def joined(attempt: str = "") -> Comm:
 def save_steps(argument: dict[str, Any]) -> None:
     """Save the steps in `steps`; each rank has something of its own."""
     comm = joined()
-    checkpointer = Checkpointer(Path(argument["folder"]), comm)
+    checkpointer = TorchCheckpointer(Path(argument["folder"]), comm)
     for step in argument["steps"]:
         checkpointer.save(step, state(step), own(step, comm.rank), About(metrics={"loss": 1.0}))
     assert checkpointer.wait()
@@ -98,7 +98,7 @@ def save_steps(argument: dict[str, Any]) -> None:
 def load_step(argument: dict[str, Any]) -> None:
     """Load on any number of ranks, and check all of it."""
     comm = joined()
-    loaded = Checkpointer(Path(argument["folder"]), comm).load([Path(argument["folder"])])
+    loaded = TorchCheckpointer(Path(argument["folder"]), comm).load([Path(argument["folder"])])
     assert loaded is not None and loaded.step == argument["step"]
     check(loaded, comm.rank, has_own=comm.size == argument["ranks"])
     comm.leave()
@@ -123,7 +123,7 @@ def _distributed(comm: Comm, tensors: dict[str, torch.Tensor]) -> dict[str, DTen
 
 def save_sharded(argument: dict[str, Any]) -> None:
     comm = joined()
-    checkpointer = Checkpointer(Path(argument["folder"]), comm)
+    checkpointer = TorchCheckpointer(Path(argument["folder"]), comm)
     for step in (1, 2):
         parts = _distributed(comm, {n: t * step for n, t in _sharded().items()})
         checkpointer.save(step, {"model": parts}, None, About())
@@ -139,7 +139,7 @@ def load_sharded(argument: dict[str, Any]) -> None:
         parts = _distributed(comm, parts)
     folder = Path(argument["folder"])
     templates = {f"common/model/{name}": tensor for name, tensor in parts.items()}
-    loaded = Checkpointer(folder, comm).load([folder], templates)
+    loaded = TorchCheckpointer(folder, comm).load([folder], templates)
     assert loaded is not None and loaded.step == 2
     for name, tensor in _sharded().items():
         found = parts[name].full_tensor() if comm.size > 1 else loaded.common["model"][name]
@@ -195,7 +195,7 @@ def job_of_halves(argument: dict[str, Any]) -> None:
 def disagree(argument: dict[str, Any]) -> None:
     """States that are not the same on all ranks are refused on all ranks, and nothing hangs."""
     comm = joined()
-    checkpointer = Checkpointer(Path(argument["folder"]), comm)
+    checkpointer = TorchCheckpointer(Path(argument["folder"]), comm)
     same = {"w": torch.zeros(3)}
     checkpointer.save(1, same, None, About(), blocking=True)
     other = torch.zeros(3 + comm.rank)
@@ -222,7 +222,7 @@ def one_rank_fails(argument: dict[str, Any]) -> None:
         if failing == [point] and comm.rank == argument["rank"]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    checkpointer = Checkpointer(
+    checkpointer = TorchCheckpointer(
         folder,
         comm,
         keep=100,
@@ -261,7 +261,7 @@ def dies_at(argument: dict[str, Any]) -> None:
         if (step, point, comm.rank) == (2, argument["point"], argument["rank"]):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    checkpointer = Checkpointer(Path(argument["folder"]), comm, keep=1, reach=reach)
+    checkpointer = TorchCheckpointer(Path(argument["folder"]), comm, keep=1, reach=reach)
     checkpointer.save(1, state(1), own(1, comm.rank), About(), blocking=True)
     try:
         checkpointer.save(2, state(2), own(2, comm.rank), About(), blocking=argument["blocking"])
@@ -279,7 +279,9 @@ def saves_for_ever(argument: dict[str, Any]) -> None:
 
         comm = joined()
         folder = Path(argument["folder"])
-        checkpointer = Checkpointer(folder, comm, keep=2, attempt=argument["attempt"], report=tell)
+        checkpointer = TorchCheckpointer(
+            folder, comm, keep=2, attempt=argument["attempt"], report=tell
+        )
         loaded = checkpointer.load([folder])
         step = loaded.step if loaded else 0
         if loaded is not None:
@@ -331,7 +333,7 @@ def _exit_with(run: Callable[[], None]) -> None:
 def _fill_the_disk(folder: Path) -> None:
     comm = joined()
     told: list[tuple[str, dict[str, Any]]] = []
-    checkpointer = Checkpointer(
+    checkpointer = TorchCheckpointer(
         folder / "checkpoints", comm, report=lambda event, **values: told.append((event, values))
     )
 

@@ -13,7 +13,7 @@ from allranks.torch.comm.comm import CPU, Comm
 from allranks.torch.comm.join import join
 from allranks.torch.context_parallel.exchange import Span
 from allranks.torch.parallel.tensor.cutting import cut_model
-from allranks.torch.parallel.tensor.exchange import Exchange
+from allranks.torch.parallel.tensor.exchange import TensorExchange
 from allranks.torch.parallel.tensor.plan import default_plan
 from allranks.torch.parallel.tensor.scattered import ScatteredExchange
 
@@ -38,7 +38,7 @@ def kept_by(block: nn.Module, hidden: Tensor) -> int:
     return sum(kept.values())
 
 
-def cut_block(exchange: Exchange) -> nn.Module:
+def cut_block(exchange: TensorExchange) -> nn.Module:
     torch.manual_seed(0)
     shape = GPTShape(vocabulary=4, context=4, width=WIDTH, layers=1, heads=HEADS)
     block = Block(shape)
@@ -51,8 +51,8 @@ def kept_activations(argument: dict[str, Any]) -> None:
     """A rank of 4 keeps a quarter in parts of sequences, and without them more than half."""
     comm = join(World.from_environment(), CPU)
     hidden = torch.randn(SAMPLES, POSITIONS, WIDTH, requires_grad=True)
-    alone = kept_by(cut_block(Exchange(Comm())), hidden)
-    whole = kept_by(cut_block(Exchange(comm)), hidden)
+    alone = kept_by(cut_block(TensorExchange(Comm())), hidden)
+    whole = kept_by(cut_block(TensorExchange(comm)), hidden)
     exchange = ScatteredExchange(comm, "--strategy tensor:sequence=yes")
     block, span = cut_block(exchange), Span.of(POSITIONS, comm)
     own = span.own_part(hidden, 1).detach().clone().requires_grad_()

@@ -19,19 +19,19 @@ from allranks.cli.display.bench_table import BenchTable
 from allranks.cli.main import cli
 from allranks.errors import RequestError
 from allranks.job.job import Job, Tracing, names_in
-from allranks.tools.bench.energy import Meter
+from allranks.tools.bench.energy import EnergyMeter
 from allranks.tools.bench.figure import sweep_curves, sweep_figure
 from allranks.tools.bench.machine import all_reduce_bytes_per_s, copy_bytes_per_s
 from allranks.tools.bench.measuring import Found
 from allranks.tools.bench.peers import SAME, check_job
-from allranks.tools.bench.plan import WEAK, Combination, Plan, checked_plan, swept, value_of
+from allranks.tools.bench.plan import WEAK, BenchPlan, Combination, checked_plan, swept, value_of
 from allranks.tools.bench.reading import EXCHANGE, Measured, timed
 from allranks.tools.bench.results import request_of, rows_of, to_data
-from allranks.tools.bench.statistics import Steps, interval, of_steps, ratio
+from allranks.tools.bench.statistics import StepSpeeds, interval, of_steps, ratio
 from allranks.tools.bench.tables import proposal, table
 from launch_host import Host
 
-PLAN = Plan(
+PLAN = BenchPlan(
     "digits",
     tuple(Combination(s, n) for s in ("ddp", "zero1") for n in (1, 2, 4)),
     steps=10,
@@ -68,7 +68,7 @@ def test_a_turn_has_each_combination_once_and_another_order_than_the_last() -> N
 def run(turn: int, speed: float) -> Measured:
     shares = {"compute": 0.5, EXCHANGE: 0.25, "data": 0.25}
     peaks = (2**20 * (1 + turn), None)
-    return Measured(turn, Steps(speed, 1, 2), 1 / speed, shares, 100, 100, "abc", *peaks)
+    return Measured(turn, StepSpeeds(speed, 1, 2), 1 / speed, shares, 100, 100, "abc", *peaks)
 
 
 def found_with(speeds: dict[tuple[str, int], list[float]]) -> list[Found]:
@@ -199,7 +199,7 @@ def test_a_sweep_is_each_strategy_that_has_the_option_with_each_value() -> None:
         *(f"model-parallel:parts=2,split={m}" for m in (1, 4, 16)),
         "gpipe",
     ] and (option == "split")
-    plan = Plan("digits", tuple(Combination(s, 1) for s in found), 5, 2, 2, swept="split")
+    plan = BenchPlan("digits", tuple(Combination(s, 1) for s in found), 5, 2, 2, swept="split")
     times = {"single": 10.0, found[1]: 9.0, found[2]: 6.0, found[3]: 12.0, "gpipe": 8.0}
     rows = rows_of(
         [
@@ -235,10 +235,10 @@ def test_energy_is_counted_by_package_over_the_end_of_the_counter(tmp_path: Path
             (tmp_path / name / "max_energy_range_uj").write_text("10000000\n")
 
     write({"intel-rapl:0": 1_000_000, "intel-rapl:1": 9_500_000, "intel-rapl:0:0": 5})
-    meter = Meter(tmp_path)
+    meter = EnergyMeter(tmp_path)
     write({"intel-rapl:0": 3_000_000, "intel-rapl:1": 500_000, "intel-rapl:0:0": 9_000_000})
     assert meter.joules() == pytest.approx(2.0 + 1.0)
-    assert Meter(tmp_path / "none").joules() is None
+    assert EnergyMeter(tmp_path / "none").joules() is None
     (tmp_path / "intel-rapl:1" / "energy_uj").unlink()
     assert meter.joules() is None, "of one package alone nobody asked"
 

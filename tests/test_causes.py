@@ -16,9 +16,9 @@ from allranks.job.config import resolve
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.start import run_job
 from allranks.strategies.mesh import Mesh, replicated_mesh
-from allranks.tools.check.causes.cause import Evidence, Finding, read_parts
+from allranks.tools.check.causes.cause import ConfirmedCause, Evidence, read_parts
 from allranks.tools.check.causes.diagnose import CAUSES, diagnosed
-from allranks.tools.check.compare import FP64, Trace, compare
+from allranks.tools.check.compare import FP64, RecordedTrace, compare
 from launch_host import Host
 from planted_faults import PLANTED
 from test_planted_faults import SOURCE, check_in_a_copy
@@ -53,7 +53,7 @@ def staged(tensors: Tensors) -> Tensors:
 
 def write_trace(
     folder: Path, step: int, ranks: list[Tensors], rows: Mapping[str, Any], before: Tensors
-) -> Trace:
+) -> RecordedTrace:
     """A trace of one step of so many ranks; `ranks` has the gradients of each."""
     for rank, tensors in enumerate(ranks):
         place = folder / "tensors" / (f"rank-{rank:03d}" if rank else "")
@@ -70,7 +70,7 @@ def write_trace(
         lines = [{"step": -1, "digests": {}}, row]
         text = "".join(json.dumps(one) + "\n" for one in lines)
         (folder / f"rank-{rank:03d}.jsonl").write_text(text)
-    return Trace(folder)
+    return RecordedTrace(folder)
 
 
 def told(
@@ -82,7 +82,7 @@ def told(
     before: Tensors | None = None,
     alone: Tensors | None = None,
     **row: Any,
-) -> Finding | None:
+) -> ConfirmedCause | None:
     """The cause of what two ranks have of the gradients beside one process."""
     gradients, losses = made()
     right = write_trace(tmp_path / "one", step, [alone or mixed(RIGHT)], {}, before or {})
@@ -220,7 +220,7 @@ def test_the_parts_of_a_step_add_up_to_its_gradient(server: ForkServer, tmp_path
     traced = {"trace": True, "parts_of": 1, "cut_for": 3, "run_dir": str(tmp_path / "run")}
     job = dataclasses.replace(resolved.job, **traced)
     result = run_job(dataclasses.replace(resolved, job=job), server)
-    trace = Trace(result.run_dir / "trace")
+    trace = RecordedTrace(result.run_dir / "trace")
     assert trace.steps == [-1, 0, 1]  # no step follows
     parts = read_parts(trace.path, 1)
     assert parts is not None and [len(own) for own in parts.by_rank.values()] == [3, 3, 2]

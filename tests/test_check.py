@@ -21,8 +21,8 @@ import allranks
 from allranks.errors import RequestError
 from allranks.job.config import resolve
 from allranks.launcher.processes.fork_server_client import ForkServer
-from allranks.tools.check.against_single import Plan, check_against_one, ranks_to_check
-from allranks.tools.check.compare import BITS, CLOSE, FP64, Trace, compare
+from allranks.tools.check.against_single import CheckPlan, check_against_one, ranks_to_check
+from allranks.tools.check.compare import BITS, CLOSE, FP64, RecordedTrace, compare
 from allranks.tools.check.sizes import number_difference
 from allranks.tools.check.verdict import Verdict
 
@@ -44,7 +44,7 @@ def check(server: ForkServer, tmp_path: Path) -> Check:
         flags = {"strategy": "ddp", "ranks": 2, "steps": 4, **flags}
         own = flags["ranks"]
         space = flags.pop("space", 0)
-        plan = Plan((own,), own, shards=8, trace_bytes=space, keep=flags.pop("keep", False))
+        plan = CheckPlan((own,), own, shards=8, trace_bytes=space, keep=flags.pop("keep", False))
         return check_against_one(resolve(program, flags, settings), tmp_path, server, plan)
 
     return run
@@ -139,7 +139,7 @@ def test_numbers_that_functions_draw_do_not_hide_equal_bits(check: Check) -> Non
 # --- what is compared, on traces made by hand -------------------------------------------------
 
 
-def trace(path: Path, tensors: dict[str, Any], **row: Any) -> Trace:
+def trace(path: Path, tensors: dict[str, Any], **row: Any) -> RecordedTrace:
     """A trace of one step: `tensors` before it are those with `start/` in their name, or zeros."""
     (path / "tensors").mkdir(parents=True)
     arrays = {name: np.asarray(value, np.float64) for name, value in tensors.items()}
@@ -155,7 +155,7 @@ def trace(path: Path, tensors: dict[str, Any], **row: Any) -> Trace:
     digests = {name: array.tobytes().hex() for name, array in step.items()}
     rows = [{"step": -1, "digests": {}}, {"step": 0, **usual, **row, "digests": digests}]
     (path / "rank-000.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    return Trace(path)
+    return RecordedTrace(path)
 
 
 @pytest.mark.parametrize("hides", [-math.inf, math.nan, -3.4e38, -1e9])

@@ -15,7 +15,7 @@ from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.strategies.card import Approximate
 from allranks.strategies.resolve import at_setting, strategy_spec
 from allranks.strategies.torch_cards import CARDS
-from allranks.tools.check.against_single import DEEP_STEPS, STEPS, Plan
+from allranks.tools.check.against_single import DEEP_STEPS, STEPS, CheckPlan
 from allranks.tools.check.approximate import check_approximate, is_approximate
 from allranks.tools.check.verdict import Verdict
 
@@ -26,7 +26,7 @@ Check = Callable[..., Verdict]
 def check(server: ForkServer, tmp_path: Path) -> Check:
     def run(strategy: str, **flags: Any) -> Verdict:
         flags = {"strategy": strategy, "ranks": 2, "steps": 5, **flags}
-        plan = Plan((2,), 2, shards=8)
+        plan = CheckPlan((2,), 2, shards=8)
         resolved = resolve("check_tasks:Points", flags, ())
         assert is_approximate(resolved.job, 2)
         return check_approximate(resolved, tmp_path, server, plan)
@@ -73,7 +73,7 @@ def test_the_exact_setting_is_equal_and_the_drift_as_asked_decides_nothing(
 def test_learners_that_hold_parts_are_checked_whole(server: ForkServer, tmp_path: Path) -> None:
     flags = {"strategy": "slowmo:every=3,learners=2,inner=zero2", "ranks": 4, "steps": 5}
     resolved = resolve("check_tasks:Points", flags, ())
-    verdict = check_approximate(resolved, tmp_path, server, Plan((4,), 4, shards=8))
+    verdict = check_approximate(resolved, tmp_path, server, CheckPlan((4,), 4, shards=8))
     assert verdict.equal is True, str(verdict)
 
 
@@ -96,7 +96,7 @@ def test_a_task_that_clips_is_not_at_the_exact_setting(server: ForkServer, tmp_p
     flags = {"strategy": "local-sgd:every=4", "ranks": 2, "steps": 3}
     resolved = resolve("tensor_tasks:Stack", flags, ())
     with pytest.raises(RequestError, match=r"clips gradients to 0\.3"):
-        check_approximate(resolved, tmp_path, server, Plan((2,), 2, shards=8))
+        check_approximate(resolved, tmp_path, server, CheckPlan((2,), 2, shards=8))
 
 
 def test_the_setting_of_every_card_is_one_that_it_takes() -> None:

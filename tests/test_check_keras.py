@@ -15,7 +15,7 @@ from allranks.errors import RequestError
 from allranks.job.config import resolve
 from allranks.job.run_folder import read_rows
 from allranks.launcher.processes.fork_server_client import ForkServer
-from allranks.tools.check.against_single import Plan, check_against_one, usual_strategy
+from allranks.tools.check.against_single import CheckPlan, check_against_one, usual_strategy
 from allranks.tools.check.approximate import check_approximate, is_approximate
 from allranks.tools.check.verdict import Verdict
 from tf_faults import FAULTS, FIRST
@@ -40,7 +40,7 @@ def check(tf_server: ForkServer, tmp_path: Path) -> Check:
         defaults = {"strategy": "multi-worker-mirrored", "ranks": 2, "steps": 5}
         flags = {"engine": "tensorflow", **defaults, **flags}
         own, keep = flags["ranks"], flags.pop("keep", False)
-        plan = Plan((own,), own, shards=8, keep=keep)
+        plan = CheckPlan((own,), own, shards=8, keep=keep)
         resolved = resolve(program, flags, settings)
         checked = check_approximate if is_approximate(resolved.job, own) else check_against_one
         return checked(resolved, tmp_path, tf_server, plan)

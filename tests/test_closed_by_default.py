@@ -37,7 +37,7 @@ from allranks.job.run_folder import RunFolder, read_events
 from allranks.job.units import parse_duration
 from allranks.launcher.plan import LocalMachine
 from allranks.launcher.processes.fork_server_client import ForkServer
-from allranks.launcher.start import Watcher, new_run_dir, plan_job, run_job
+from allranks.launcher.start import JobWatcher, new_run_dir, plan_job, run_job
 from allranks.strategies.choice import parse_choice
 from conftest import Train, _descendants
 from launch_host import Host
@@ -137,7 +137,7 @@ def test_a_local_job_can_not_be_reached_and_reaches_nobody(
     resolved = resolve(
         "resume_tasks:Counted", {**flags, "inject": slow, "run_dir": str(tmp_path / "run")}
     )
-    run_job(resolved, server, Watcher(tick=look))
+    run_job(resolved, server, JobWatcher(tick=look))
     assert most >= 9, "the fork server, four ranks, four loader workers"
     assert bool(seen) == (backend == "gloo"), "the ranks do talk to each other"
     assert [s for s in seen if not s.stays_here] == []

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from allranks.tools.check.compare import Comparison, Tolerance, Trace, compare
+from allranks.tools.check.compare import Comparison, RecordedTrace, Tolerance, compare
 from allranks.training.record.trace import START
 
 Rows = dict[int, dict[str, Any]]
@@ -51,7 +51,7 @@ def made() -> tuple[list[Rows], Tensors]:
     return rows, tensors
 
 
-def trace(folder: Path, rows: list[Rows], tensors: Tensors) -> Trace:
+def trace(folder: Path, rows: list[Rows], tensors: Tensors) -> RecordedTrace:
     """On disk; each rank holds the tensors of the leader, but for the `digests` of its own."""
     (folder / "tensors").mkdir(parents=True)
     for rank, own in enumerate(rows):
@@ -64,7 +64,7 @@ def trace(folder: Path, rows: list[Rows], tensors: Tensors) -> Trace:
     for step, found in tensors.items():
         name = "start" if step == START else f"step-{step:08d}"
         save_file(found, folder / "tensors" / f"{name}.safetensors")
-    return Trace(folder)
+    return RecordedTrace(folder)
 
 
 def digests_of(tensors: dict[str, Any]) -> dict[str, str]:

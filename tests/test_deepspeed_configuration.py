@@ -12,7 +12,7 @@ import pytest
 
 from allranks.errors import RequestError
 from allranks.job.config import Resolved, resolve
-from allranks.job.deepspeed.sections import KEYS, Batch, batch_of
+from allranks.job.deepspeed.sections import KEYS, DeepSpeedBatch, batch_of
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.start import run_job
 from allranks.training.schedules import factor_of
@@ -39,12 +39,12 @@ GOLDEN = (
 @pytest.mark.parametrize(
     ("said", "wanted"),
     [
-        ((24, 4, 3), Batch(24, 4, 3)),
-        ((24, 4, None), Batch(24, 4, 3)),
-        ((24, None, 3), Batch(24, 4, 3)),
-        ((None, 4, 3), Batch(24, 4, 3)),
-        ((24, None, None), Batch(24, 12, 1)),
-        ((None, 4, None), Batch(8, 4, 1)),
+        ((24, 4, 3), DeepSpeedBatch(24, 4, 3)),
+        ((24, 4, None), DeepSpeedBatch(24, 4, 3)),
+        ((24, None, 3), DeepSpeedBatch(24, 4, 3)),
+        ((None, 4, 3), DeepSpeedBatch(24, 4, 3)),
+        ((24, None, None), DeepSpeedBatch(24, 12, 1)),
+        ((None, 4, None), DeepSpeedBatch(8, 4, 1)),
         ((None, None, 3), None),
         ((24, 4, 2), None),
         ((25, None, None), None),
@@ -54,7 +54,7 @@ GOLDEN = (
     ],
 )
 def test_two_of_the_three_numbers_give_the_third(
-    said: tuple[int | None, ...], wanted: Batch | None
+    said: tuple[int | None, ...], wanted: DeepSpeedBatch | None
 ) -> None:
     """All 7 subsets, on 2 ranks; "auto" is as if it were not there. `None`: refused."""
     for absent in ({}, {key: "auto" for key in KEYS}):

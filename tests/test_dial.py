@@ -17,17 +17,25 @@ from allranks.launcher.nodes.join import Rendezvous
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.start import plan_only
 from allranks.strategies import auto as cost
-from allranks.strategies.auto import SLACK, Candidate, Facts, Link, candidates, choose, parse_dial
+from allranks.strategies.auto import (
+    SLACK,
+    Candidate,
+    LinkSpeed,
+    ModelFacts,
+    candidates,
+    choose,
+    parse_dial,
+)
 from allranks.strategies.torch_cards import CARDS
 from allranks.tools.check.scratch import checked_in_scratch
 
 MILLION = 1_000_000
 STREAMED = "diloco:every=50,bits=4,fragments=4,overlap=4"
-SLOW, FAST = Link(1e8), Link(1e10)
-FACTS = Facts(parameters=10 * MILLION, compute_s=0.4, ranks=4, nodes=4, link=SLOW)
+SLOW, FAST = LinkSpeed(1e8), LinkSpeed(1e10)
+FACTS = ModelFacts(parameters=10 * MILLION, compute_s=0.4, ranks=4, nodes=4, link=SLOW)
 
 
-def step_s(text: str, facts: Facts) -> float:
+def step_s(text: str, facts: ModelFacts) -> float:
     found = {p.strategy: p.step_s for p in choose("auto", facts).predictions}
     return found[text]
 
@@ -69,7 +77,7 @@ def test_what_is_under_way_while_learners_train_hides_behind_that() -> None:
     hidden = seconds - sent * cost.COPYING_S
     assert hidden < 16 / 50 * 0.1
     assert step_s(STREAMED, facts) == pytest.approx(expected - hidden, rel=1e-3)
-    slower = replace(facts, link=Link(1e7))
+    slower = replace(facts, link=LinkSpeed(1e7))
     assert step_s(STREAMED, slower) > 0.1 + 10 * moving - 16 / 50 * 0.1
 
 
@@ -97,7 +105,7 @@ def test_the_faster_the_link_the_less_is_lost() -> None:
     order = [candidate.text for candidate in candidates(FACTS)]
     places = []
     for rate in (1e7, 1e8, 1e9, 1e10, 1e11):
-        decision = choose("auto", replace(FACTS, link=Link(rate)))
+        decision = choose("auto", replace(FACTS, link=LinkSpeed(rate)))
         steps = {p.strategy: p.step_s for p in decision.predictions}
         good = [text for text in order if steps[text] <= SLACK * min(steps.values())]
         assert decision.did == good[0]
@@ -131,7 +139,7 @@ def test_exact_leaves_only_exact_ones() -> None:
 
 
 def test_the_sentence_has_the_arithmetic_and_the_price() -> None:
-    facts = replace(FACTS, compute_s=0.05, link=Link(1e8, 0.001))
+    facts = replace(FACTS, compute_s=0.05, link=LinkSpeed(1e8, 0.001))
     decision = choose("auto:link=100mbit", facts, refusal=lambda c: "no" * ("loco" in c.text))
     assert decision.did == "local-sgd:every=16"
     for words in (
@@ -184,7 +192,7 @@ def test_a_link_is_known_or_refused(strategy: str, more: dict[str, Any], found: 
 def test_simulated_nodes_say_their_link() -> None:
     place = {"nodes": 2, "place": "simulated:link=1mbit,delay=2ms"}
     job = resolve("digits", {"strategy": "ddp", "ranks": 2, **place}).job
-    assert link_of(parse_dial("auto"), job) == Link(1e6, 0.004, "place")
+    assert link_of(parse_dial("auto"), job) == LinkSpeed(1e6, 0.004, "place")
 
 
 def test_a_check_wants_a_name() -> None:

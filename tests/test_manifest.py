@@ -19,24 +19,24 @@ from allranks.checkpoint.folder import committed, prune, set_aside, sweep, verif
 from allranks.checkpoint.format import (
     NAME,
     BadCheckpoint,
-    Chunk,
     Manifest,
     SavedFile,
     SavedTensor,
+    TensorBox,
     digest,
     read_manifest,
     seal,
     step_folder,
     write_manifest,
 )
-from allranks.checkpoint.tensor_file import Piece, lay_out, read_layout
+from allranks.checkpoint.tensor_file import FileTensor, lay_out, read_layout
 from counting import calls_of
 
 FILE = "rank-000-of-001.a0.safetensors"
 
 
 def small(step: int, content: bytes = b"12345678", **changes: Any) -> Manifest:
-    tensor = SavedTensor("F32", (2,), (Chunk(FILE, (0,), (2,)),))
+    tensor = SavedTensor("F32", (2,), (TensorBox(FILE, (0,), (2,)),))
     plain = Manifest(
         step=step,
         created=1.5,
@@ -177,7 +177,7 @@ def test_the_parts_of_a_tensor_are_held_against_it_in_time_linear_in_them(across
         cut = [
             ((0, i), (3, Counted(1))) if across else ((i, 0), (Counted(1), 3)) for i in range(parts)
         ]
-        chunks = tuple(Chunk(FILE, *box) for box in cut)
+        chunks = tuple(TensorBox(FILE, *box) for box in cut)
         shape = (3, parts) if across else (parts, 3)
         assert manifest._filled(SavedTensor("F32", shape, chunks))
         counts.append(Counted.added)
@@ -189,7 +189,7 @@ def test_a_tensor_more_costs_a_manifest_no_copies() -> None:
     sealed = {}
     for count in (10, 110):
         tensors = {
-            f"w{n}": SavedTensor("F32", (2,), (Chunk(FILE, (0,), (2,)),)) for n in range(count)
+            f"w{n}": SavedTensor("F32", (2,), (TensorBox(FILE, (0,), (2,)),)) for n in range(count)
         }
         sealed[count] = calls_of(partial(seal, small(1, tensors=tensors)))
     assert (sealed[110] - sealed[10]) / 100 < 3
@@ -207,7 +207,7 @@ def test_a_tensor_more_costs_a_manifest_no_copies() -> None:
     ],
 )
 def test_boxes_fill_a_tensor_once(boxes: list[Any], fill: bool) -> None:
-    chunks = tuple(Chunk(FILE, *box) for box in boxes)
+    chunks = tuple(TensorBox(FILE, *box) for box in boxes)
     assert manifest._filled(SavedTensor("F32", (4, 3), chunks)) is fill
 
 
@@ -379,7 +379,9 @@ def test_sweeping_takes_what_is_ours_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_a_layout_is_read_as_it_was_written(tmp_path: Path) -> None:
-    layout = lay_out({"b": Piece("BOOL", (3,)), "é": Piece("F64", ()), "e": Piece("F32", (0, 2))})
+    layout = lay_out(
+        {"b": FileTensor("BOOL", (3,)), "é": FileTensor("F64", ()), "e": FileTensor("F32", (0, 2))}
+    )
     path = tmp_path / "file"
     path.write_bytes(layout.header + bytes(layout.data_bytes))
     assert read_layout(path) == layout

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from allranks.cli.display.following import State
+from allranks.cli.display.following import FollowedJob
 from allranks.cli.display.live import Picture
 from allranks.cli.notebook.notebook import as_output
 from conftest import ROOT
@@ -93,7 +93,7 @@ def test_a_notebook_trains_the_task_that_it_defines(tmp_path: Path) -> None:
 
 def test_what_was_told_and_the_picture_are_one_output() -> None:
     """As on a terminal of that width; what a program said is no markup, and steers nothing."""
-    picture = Picture(State(ranks=2))
+    picture = Picture(FollowedJob(ranks=2))
     output = as_output(["rank 0: <b>[red]\x1b[2J"], picture)
     paper = io.StringIO()
     Console(file=paper, width=100, color_system=None).print(picture)

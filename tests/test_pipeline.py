@@ -13,7 +13,7 @@ from torch import nn
 from allranks.errors import AllranksError, RequestError
 from allranks.job.config import resolve
 from allranks.launcher.processes.fork_server_client import ForkServer
-from allranks.tools.check.against_single import Plan, check_against_one
+from allranks.tools.check.against_single import CheckPlan, check_against_one
 from allranks.torch.parallel.pipeline import staged
 from conftest import Train
 from test_check import Check, check
@@ -85,7 +85,7 @@ def test_check_goes_without_a_number_of_ranks_that_nobody_asked_for(
     """A model of two layers has no third stage: the look on 3 ranks is left out, and said so."""
     flags = {"strategy": "1f1b", "ranks": 2, "steps": 2, "precision": "fp64"}
     job = resolve("pipeline_tasks:Pictures", flags)
-    verdict = check_against_one(job, tmp_path, server, Plan((2, 3), 2, shards=8))
+    verdict = check_against_one(job, tmp_path, server, CheckPlan((2, 3), 2, shards=8))
     assert verdict.equal, str(verdict)
     assert "3 ranks: refused, an nn.Sequential of 2 layers with weights" in str(verdict)
 

@@ -6,7 +6,7 @@ import pytest
 
 from allranks.errors import RequestError
 from allranks.job.job import Job
-from allranks.job.place import Link, parse_network, place_spec
+from allranks.job.place import NodeLink, parse_network, place_spec
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,6 @@ def test_what_is_no_place_is_refused(text: str, found: str) -> None:
 
 
 def test_the_network_is_made_of_the_options() -> None:
-    assert parse_network("simulated:delay=1ms", 2).link == Link(0.0, 1e-3)
+    assert parse_network("simulated:delay=1ms", 2).link == NodeLink(0.0, 1e-3)
     with pytest.raises(RequestError, match="201 nodes on one machine"):
         parse_network("simulated", 201)

@@ -13,10 +13,10 @@ import pytest
 from allranks.cli.main import main
 from allranks.job.run_folder import read_rows
 from allranks.tools.bench.measuring import Found
-from allranks.tools.bench.plan import Combination, Plan
+from allranks.tools.bench.plan import BenchPlan, Combination
 from allranks.tools.bench.reading import Measured
 from allranks.tools.bench.results import rows_of, to_data
-from allranks.tools.bench.statistics import Steps
+from allranks.tools.bench.statistics import StepSpeeds
 from allranks.tools.report.benches.page import charts_of_bench, page_of_benches
 from allranks.tools.report.benches.records import read_bench
 from test_report_in_a_browser import brightness, look
@@ -61,7 +61,7 @@ def door(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 def run_of(turn: int, speed: float, ranks: int) -> Measured:
     share = 0.1 * ranks
     shares = {"compute": 0.9 - share, "exchange": share, "data": 0.1}
-    steps = Steps(speed, 1.0, 1.0)
+    steps = StepSpeeds(speed, 1.0, 1.0)
     return Measured(turn, steps, 32 / speed, shares, 2048.0, 2048.0, "abc", 2**28 * ranks)
 
 
@@ -72,8 +72,10 @@ def found_of(strategy: str, ranks: int, speeds: tuple[float, ...]) -> Found:
     return Found(one, runs, "" if runs else "refused: <none>", losses)
 
 
-def write_bench(path: Path, plan: Plan | None = None, found: list[Found] | None = None) -> Path:
-    plan = plan or Plan("digits", (), 30, 10, 2)
+def write_bench(
+    path: Path, plan: BenchPlan | None = None, found: list[Found] | None = None
+) -> Path:
+    plan = plan or BenchPlan("digits", (), 30, 10, 2)
     found = found or [found_of(*key, speeds) for key, speeds in SPEEDS.items()]
     path.mkdir(parents=True)
     (path / "bench.json").write_text(json.dumps(to_data(plan, found, MACHINE)))
@@ -82,7 +84,7 @@ def write_bench(path: Path, plan: Plan | None = None, found: list[Found] | None 
 
 def swept_bench(path: Path) -> Path:
     """Pieces in flight by the formula of a pipeline of two parts: 2 (m + 1) (2 + 32 / m) ms."""
-    plan = Plan("waiting", (), 30, 10, 2, swept="split")
+    plan = BenchPlan("waiting", (), 30, 10, 2, swept="split")
     found = []
     for m in (1, 2, 4, 8, 16, 32):
         speed = 32e3 / (2 * (m + 1) * (2 + 32 / m))
@@ -94,7 +96,7 @@ def test_the_record_of_a_bench_is_read_as_it_was_written(tmp_path: Path) -> None
     bench = read_bench(write_bench(tmp_path / "b"), "b")
     found = [found_of(*key, speeds) for key, speeds in SPEEDS.items()]
     assert bench.rows == tuple(rows_of(found))
-    assert bench.plan == Plan("digits", (), 30, 10, 2)
+    assert bench.plan == BenchPlan("digits", (), 30, 10, 2)
 
 
 def test_scaling_is_drawn_beside_the_ideal_with_intervals(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from allranks.launcher.processes.linux import started_at
 from allranks.launcher.processes.process import Process
 from allranks.launcher.start import Result, run_job
 from allranks.launcher.supervisor import supervise
-from allranks.tools.check.against_single import Plan, check_against_one
+from allranks.tools.check.against_single import CheckPlan, check_against_one
 
 STEPS = 60
 NODE_FAULTS: dict[str, Any] = {"ranks": 4, "nodes": 2, "place": "simulated:link=1gbit"}
@@ -185,7 +185,7 @@ def test_a_check_compares_nodes_with_one_process(
         "allranks.launcher.start.resources_for", lambda *job: contextlib.nullcontext(nodes)
     )
     resolved = resolve("digits", {**NODE_FAULTS, "steps": 3, "precision": "fp64"})
-    verdict = check_against_one(resolved, tmp_path, server, Plan((4,), 4, shards=8))
+    verdict = check_against_one(resolved, tmp_path, server, CheckPlan((4,), 4, shards=8))
     assert verdict.equal and verdict.looks[0].comparison.steps == 3
     events = read_events(tmp_path / "fp64-4-ranks")
     assert {row["host"] for row in events if row["event"] == "ready"} == {

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from allranks.errors import RequestError
-from allranks.launcher.scripts.torchrun import FLAGS, Asked, processes_from, understand
+from allranks.launcher.scripts.torchrun import FLAGS, TorchrunFlags, processes_from, understand
 
 
 def test_every_flag_of_the_installed_torchrun_is_known() -> None:
@@ -22,34 +22,34 @@ def test_every_flag_of_the_installed_torchrun_is_known() -> None:
     assert theirs.items() <= ours.items()
 
 
-def asked(**given: Any) -> Asked:
+def asked(**given: Any) -> TorchrunFlags:
     return understand(given, {})
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({}, Asked()),
-        ({"nproc_per_node": "4"}, Asked(processes_per_node="4")),
-        ({"nproc_per_node": "gpu"}, Asked(processes_per_node="gpu")),
-        ({"nnodes": "2"}, Asked(least_nodes=2, most_nodes=2)),
-        ({"nnodes": "1:4"}, Asked(least_nodes=1, most_nodes=4)),
-        ({"nnodes": "4", "standalone": True}, Asked(least_nodes=1, most_nodes=1)),
-        ({"node_rank": "1", "rdzv_id": "job7"}, Asked(node_rank=1, run_id="job7")),
-        ({"rdzv_endpoint": "n1:29400"}, Asked(endpoint="n1:29400")),
-        ({"rdzv_id": "none", "max_restarts": "3"}, Asked(max_restarts=3)),
-        ({"rdzv_conf": "join_timeout=60"}, Asked(join_timeout_s=60.0)),
-        ({"role": "trainer", "module": True}, Asked(role_name="trainer", is_module=True)),
-        ({"no_python": True}, Asked(is_program=True)),
+        ({}, TorchrunFlags()),
+        ({"nproc_per_node": "4"}, TorchrunFlags(processes_per_node="4")),
+        ({"nproc_per_node": "gpu"}, TorchrunFlags(processes_per_node="gpu")),
+        ({"nnodes": "2"}, TorchrunFlags(least_nodes=2, most_nodes=2)),
+        ({"nnodes": "1:4"}, TorchrunFlags(least_nodes=1, most_nodes=4)),
+        ({"nnodes": "4", "standalone": True}, TorchrunFlags(least_nodes=1, most_nodes=1)),
+        ({"node_rank": "1", "rdzv_id": "job7"}, TorchrunFlags(node_rank=1, run_id="job7")),
+        ({"rdzv_endpoint": "n1:29400"}, TorchrunFlags(endpoint="n1:29400")),
+        ({"rdzv_id": "none", "max_restarts": "3"}, TorchrunFlags(max_restarts=3)),
+        ({"rdzv_conf": "join_timeout=60"}, TorchrunFlags(join_timeout_s=60.0)),
+        ({"role": "trainer", "module": True}, TorchrunFlags(role_name="trainer", is_module=True)),
+        ({"no_python": True}, TorchrunFlags(is_program=True)),
         (
             {"master_addr": "[::1]", "master_port": "29500", "local_addr": "::1"},
-            Asked(master_addr="::1", master_port=29500, local_addr="::1"),
+            TorchrunFlags(master_addr="::1", master_port=29500, local_addr="::1"),
         ),
-        ({"shutdown_timeout": "5"}, Asked(grace_s=5.0)),
-        ({"event_log_handler": "null", "logs_specs": "default"}, Asked()),
+        ({"shutdown_timeout": "5"}, TorchrunFlags(grace_s=5.0)),
+        ({"event_log_handler": "null", "logs_specs": "default"}, TorchrunFlags()),
     ],
 )
-def test_what_is_honoured(given: dict[str, Any], expected: Asked) -> None:
+def test_what_is_honoured(given: dict[str, Any], expected: TorchrunFlags) -> None:
     assert understand(given, {}) == expected
 
 
@@ -130,7 +130,7 @@ def test_an_operator_of_a_cluster_sets_the_same_flags_by_variables() -> None:
         "PET_MASTER_ADDR": "n1",
         "PET_STANDALONE": "0",
     }
-    expected = Asked(
+    expected = TorchrunFlags(
         processes_per_node="4", least_nodes=2, most_nodes=2, node_rank=1, master_addr="n1"
     )
     assert understand({"nproc_per_node": "4"}, environment) == expected

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from allranks.errors import RequestError
-from allranks.tools.script_check.rules.facts import Finding, Rank, read_ranks
+from allranks.tools.script_check.rules.facts import Rank, ScriptFinding, read_ranks
 from allranks.tools.script_check.rules.watch import Watched, findings_of, watched_in
 
 LINE = ["train.py", 7]
@@ -53,7 +53,7 @@ def names(*ranks: list[dict[str, Any]]) -> list[str]:
     return [one.name for one in of(*ranks)]
 
 
-def of(*ranks: list[dict[str, Any]]) -> tuple[Finding, ...]:
+def of(*ranks: list[dict[str, Any]]) -> tuple[ScriptFinding, ...]:
     return findings_of(tuple(Rank(i, tuple(facts)) for i, facts in enumerate(ranks)))
 
 
@@ -345,7 +345,7 @@ def test_without_facts_there_is_no_verdict(tmp_path: Path) -> None:
 
 
 def test_what_a_person_reads(tmp_path: Path) -> None:
-    found = Finding("a-fault", "result", (str(tmp_path / "train.py"), 3), "x", "y", "z")
+    found = ScriptFinding("a-fault", "result", (str(tmp_path / "train.py"), 3), "x", "y", "z")
     text = str(Watched(2, (found,), ("Loaders.install: gone",)))
     assert text.splitlines()[1:] == [
         "  found:  x",

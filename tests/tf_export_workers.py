@@ -20,7 +20,7 @@ from allranks.job.job import Job
 from allranks.tensorflow import Task
 from allranks.tensorflow.build import names_of, set_weights, streams_of, value_of, values_of
 from allranks.tensorflow.machine import set_arithmetic
-from allranks.tensorflow.saving import Saving
+from allranks.tensorflow.saving import TensorFlowSaving
 from allranks.training.task_fields import task_of
 
 INPUTS = np.linspace(-1, 1, 40, dtype=np.float32).reshape(5, 8)
@@ -54,7 +54,7 @@ def saves(argument: dict[str, Any]) -> None:
     assert "sequential_1/dense_2/kernel" in values, "its layers are numbered on"
     set_weights(model, values)
     state: Any = Held({"model": values_of(names_of(model)), "optimizer": {}})
-    saving = Saving(
+    saving = TensorFlowSaving(
         *(task, job, ALONE, state, 0, lambda point, step: None), lambda event, **values: None
     )
     saving.save(3, {"progress": {"batch_index": 3}}, {})
@@ -67,7 +67,7 @@ def resumes(argument: dict[str, Any]) -> None:
     job = Job.from_data(argument["job"])
     told: list[tuple[str, dict[str, Any]]] = []
     held: Any = Held({})
-    saving = Saving(
+    saving = TensorFlowSaving(
         *(task_of(job, Task), job, ALONE, held, 1, lambda point, step: None),
         lambda event, **values: told.append((event, values)),
     )

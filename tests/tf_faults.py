@@ -88,7 +88,7 @@ FAULTS = {
         "each rank updates by itself",
     ),
     "one stream for all replicas": Fault(
-        "allranks.tensorflow.step.layers:ShardDropout.call",
+        "allranks.tensorflow.step.layers:KerasShardDropout.call",
         "_mixed(piece.shard,",
         "_mixed(piece.shard - now.pieces[0].shard,",
         "loss",

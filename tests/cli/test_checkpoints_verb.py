@@ -17,7 +17,7 @@ from allranks.checkpoint.format import NAME, About, read_manifest, step_folder
 from allranks.cli.main import main
 from allranks.job.job import Job
 from allranks.launcher.supervisor import Ended
-from allranks.torch.checkpoint.saving import Checkpointer
+from allranks.torch.checkpoint.saving import TorchCheckpointer
 from allranks.torch.comm.comm import Comm
 
 Door = Callable[..., tuple[int, str, str]]
@@ -55,7 +55,7 @@ def weights(step: int) -> dict[str, torch.Tensor]:
 def run(tmp_path: Path) -> Path:
     """A run with checkpoints of steps 10 and 20."""
     path = tmp_path / "run"
-    checkpointer = Checkpointer(path / "checkpoints", Comm())
+    checkpointer = TorchCheckpointer(path / "checkpoints", Comm())
     for step in (10, 20):
         common = {"model": weights(step), "optimizer": {"state": {0: torch.zeros(9)}}}
         checkpointer.save(step, common, None, About(metrics={"accuracy": step / 100}))
@@ -181,7 +181,7 @@ def test_no_framework_is_needed(run: Path, tmp_path: Path) -> None:
 
 
 def test_a_keras_model_comes_of_the_tensorflow_engine_alone(door: Door, tmp_path: Path) -> None:
-    checkpointer = Checkpointer(tmp_path / "checkpoints", Comm())
+    checkpointer = TorchCheckpointer(tmp_path / "checkpoints", Comm())
     about = About(job=Job("digits", engine="torch", strategy="single").to_data())
     checkpointer.save(10, {"model": weights(10)}, None, about)
     checkpointer.close()

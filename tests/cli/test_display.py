@@ -27,11 +27,11 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from allranks.cli.display.following import Anomaly, Evaluation, Follower, State
-from allranks.cli.display.live import Line, Picture, Terminal, drawn
+from allranks.cli.display.following import Anomaly, Evaluation, FollowedJob, Follower
+from allranks.cli.display.live import Picture, PictureLine, Terminal, drawn
 from allranks.job.job import Job
 from allranks.job.run_folder import JsonLines, rank_events_path, rank_log_path
-from allranks.launcher.plan import Plan, Shape
+from allranks.launcher.plan import LaunchPlan, Shape
 from launch_host import Host, Launch, until
 
 ROW: dict[str, Any] = {
@@ -42,7 +42,7 @@ ROW: dict[str, Any] = {
     "learning_rate": 3e-4,
     "monotonic": 50.0,
 }
-FULL = State(
+FULL = FollowedJob(
     ranks=4,
     row=ROW,
     total_steps=2344,
@@ -60,7 +60,7 @@ FULL = State(
 )
 
 
-def text_of(state: State, width: int) -> str:
+def text_of(state: FollowedJob, width: int) -> str:
     """The picture as it is without colours."""
     paper = io.StringIO()
     Console(file=paper, width=width, color_system=None).print(Picture(state))
@@ -100,7 +100,7 @@ def test_the_picture_at_40_columns() -> None:
 
 
 def test_an_unknown_end_is_not_guessed() -> None:
-    state = State(ranks=2, row=ROW, samples_per_s=100.0, elapsed_s=59.6)
+    state = FollowedJob(ranks=2, row=ROW, samples_per_s=100.0, elapsed_s=59.6)
     assert text_of(state, 79) == (
         "2 ranks    step 1234  epoch 3  loss 0.1234  learning rate 0.0003  100 samples/s\n"
         "           1m00s so far\n"
@@ -110,24 +110,24 @@ def test_an_unknown_end_is_not_guessed() -> None:
 @pytest.mark.parametrize(
     ("state", "expected"),
     [
-        (State(ranks=3), "3 ranks    starting  0s so far\n"),
-        (State(), "1 rank     starting  0s so far\n"),
-        (State(ranks=3, agree=False), "rank 0     starting  0s so far\n"),
+        (FollowedJob(ranks=3), "3 ranks    starting  0s so far\n"),
+        (FollowedJob(), "1 rank     starting  0s so far\n"),
+        (FollowedJob(ranks=3, agree=False), "rank 0     starting  0s so far\n"),
     ],
 )
-def test_whom_the_line_is_of(state: State, expected: str) -> None:
+def test_whom_the_line_is_of(state: FollowedJob, expected: str) -> None:
     assert text_of(state, 79) == expected
 
 
 def test_many_anomalies_leave_room() -> None:
-    state = State(ranks=64, anomalies=tuple(Anomaly(rank, "slow") for rank in range(20)))
+    state = FollowedJob(ranks=64, anomalies=tuple(Anomaly(rank, "slow") for rank in range(20)))
     lines = text_of(state, 79).splitlines()
     assert lines[-2:] == ["rank 7     slow", "           and 12 more, told above"]
 
 
 WORDS = st.text("ab \t\n\r\x1b[\x9b\u202e\u0301日é", max_size=60)
 STATES = st.builds(
-    State,
+    FollowedJob,
     ranks=st.integers(1, 4096),
     agree=st.booleans(),
     row=st.none() | st.fixed_dictionaries({**dict.fromkeys(ROW, st.integers(0, 10**9))}),
@@ -145,7 +145,7 @@ STATES = st.builds(
 
 @settings(max_examples=30)
 @given(STATES, st.integers(1, 130))
-def test_the_picture_fits_and_steers_no_terminal(state: State, width: int) -> None:
+def test_the_picture_fits_and_steers_no_terminal(state: FollowedJob, width: int) -> None:
     for line in text_of(state, width).removesuffix("\n").split("\n"):
         assert cell_len(line) <= width
         assert all(c.isprintable() for c in line), repr(line)
@@ -154,9 +154,9 @@ def test_the_picture_fits_and_steers_no_terminal(state: State, width: int) -> No
 # --- what it is made of -----------------------------------------------------------------------
 
 
-def plan_of(run_dir: Path, **job: Any) -> Plan:
+def plan_of(run_dir: Path, **job: Any) -> LaunchPlan:
     job = {"program": "made.py", "strategy": "ddp", "run_dir": str(run_dir), **job}
-    return Plan(Job(**job), Shape({"epochs": 5}, 32, 8), (), ("a note",))
+    return LaunchPlan(Job(**job), Shape({"epochs": 5}, 32, 8), (), ("a note",))
 
 
 class Made:
@@ -185,7 +185,7 @@ class Made:
         return self.follower.look()
 
     @property
-    def state(self) -> State:
+    def state(self) -> FollowedJob:
         return self.follower.state
 
 
@@ -329,15 +329,15 @@ def test_a_terminal_that_became_narrower_is_cleared_of_the_broken_lines(
 ) -> None:
     ours, theirs = pair
     terminal = Terminal(theirs)
-    terminal.paint(["told"], [Line("a" * 50, 50), Line("b", 1)])
+    terminal.paint(["told"], [PictureLine("a" * 50, 50), PictureLine("b", 1)])
     assert shown(written(ours)) == f"told\n{'a' * 50}\nb\n"
-    terminal.paint([], [Line("a" * 50, 50), Line("b", 1)])
+    terminal.paint([], [PictureLine("a" * 50, 50), PictureLine("b", 1)])
     assert shown(written(ours)) == "", "nothing is new"
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 12, 20, 0, 0))
-    terminal.paint(["more"], [Line("c", 1)])
+    terminal.paint(["more"], [PictureLine("c", 1)])
     assert shown(written(ours)) == "\r\x1b[4A\x1b[Jmore\nc\n"
     terminal.forget()
-    terminal.paint([], [Line("d", 1)])
+    terminal.paint([], [PictureLine("d", 1)])
     assert shown(written(ours)) == "d\n"
     terminal.close()
 
@@ -352,11 +352,11 @@ def test_in_the_background_no_picture_is_drawn(
 ) -> None:
     ours, theirs = pair
     terminal = Terminal(theirs)
-    terminal.paint([], [Line("a", 1)])
+    terminal.paint([], [PictureLine("a", 1)])
     monkeypatch.setattr(os, "tcgetpgrp", lambda fd: os.getpgrp() + 1)
-    terminal.paint([], [Line("b", 1)])
+    terminal.paint([], [PictureLine("b", 1)])
     assert shown(written(ours)) == "a\n"
-    terminal.paint(["told"], [Line("b", 1)])
+    terminal.paint(["told"], [PictureLine("b", 1)])
     assert shown(written(ours)) == "told\n"
     terminal.close()
 
@@ -366,11 +366,11 @@ def test_a_halted_terminal_is_not_waited_for(pair: tuple[int, int]) -> None:
     ours, theirs = pair
     terminal = Terminal(theirs)
     for number in range(400):
-        terminal.paint([f"line {number} {'x' * 200}"], [Line(f"picture {number}", 11)])
+        terminal.paint([f"line {number} {'x' * 200}"], [PictureLine(f"picture {number}", 11)])
     content = written(ours)
     assert len(content) < 100_000
     for number in range(20):
-        terminal.paint([], [Line(f"later {number}", 8)])
+        terminal.paint([], [PictureLine(f"later {number}", 8)])
         content += written(ours)
     terminal.close()
     seen = shown(content)

@@ -20,7 +20,7 @@ import pytest
 from allranks.cli.display.diagnosis import show
 from allranks.cli.main import main
 from allranks.errors import PlaceError
-from allranks.launcher.nodes.facts import Facts
+from allranks.launcher.nodes.facts import NodeFacts
 from allranks.launcher.nodes.facts import facts as real_facts
 from allranks.launcher.places.simulated import Simulated
 from allranks.launcher.processes.fork_server_client import ForkServer
@@ -100,7 +100,7 @@ def test_of_this_machine_all_is_told_in_one_object(door: Door, tmp_path: Path) -
     }
     assert (data["place"], data["ranks"], data["asked_nodes"]) == ("local", 3, 1)
     (node,) = data["nodes"]
-    assert set(node) == names(NodeReport) and set(node["facts"]) == names(Facts)
+    assert set(node) == names(NodeReport) and set(node["facts"]) == names(NodeFacts)
     assert set(node["examination"]) == names(Examination)
     assert set(node["examination"]["folder"]) == names(Folder)
     assert (node["address"], node["facts"]["host"]) == ("127.0.0.1", socket.gethostname())
@@ -155,7 +155,7 @@ def test_the_command_imports_no_framework(tmp_path: Path) -> None:
 def test_what_would_stop_a_run_leaves_with_three(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def without_torch(program: str = "") -> Facts:
+    def without_torch(program: str = "") -> NodeFacts:
         found = real_facts(program)
         return replace(found, packages={"numpy": "2.4.6"})
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from allranks.launcher.nodes.facts import Facts, gpus_of_driver
+from allranks.launcher.nodes.facts import NodeFacts, gpus_of_driver
 from allranks.tools.doctor.diagnosis import (
     NOTE,
     STOP,
@@ -28,7 +28,7 @@ GIB = 1 << 30
 TORCH = "torch<2.14,>=2.13"
 TRIALS = (SEEN, SEEN_LOCK, "write", "fsync", "rename", "lock")
 FOLDER = Folder("/shared/runs", "lustre", 900 * GIB, 10**6, dict.fromkeys(TRIALS, WORKS))
-FACTS = Facts(
+FACTS = NodeFacts(
     host="node0",
     machine="one",
     python="3.11.7",

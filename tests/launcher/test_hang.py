@@ -20,7 +20,7 @@ from allranks.launcher.hang import Hang, find_hang, ranks_waited_for
 from allranks.launcher.heartbeat import PHASES, Beat
 from allranks.launcher.processes.fork_server_client import stacks_of
 from allranks.launcher.processes.linux import state_of
-from allranks.launcher.processes.process import Stand
+from allranks.launcher.processes.process import ProcessState
 
 TIMEOUT_S = 10.0
 
@@ -53,9 +53,11 @@ def files() -> Iterator[dict[int, int]]:
 def hang_of(
     beats: list[Beat], pids: dict[int, int], files: dict[int, int], awake_since: float = 0.0
 ) -> Hang | None:
-    def stands() -> dict[int, Stand]:
+    def stands() -> dict[int, ProcessState]:
         states = {rank: state_of(pid) for rank, pid in pids.items()}
-        return {rank: Stand(states[rank], text) for rank, text in stacks_of(pids, files).items()}
+        return {
+            rank: ProcessState(states[rank], text) for rank, text in stacks_of(pids, files).items()
+        }
 
     return find_hang(beats, pids, TIMEOUT_S, awake_since, stands)
 
@@ -198,7 +200,11 @@ def test_who_is_in_a_call_of_the_user_s_is_named_and_not_who_waits_in_the_step()
         f'  File "{frames[2]}"',
         f'  File "/home/me/task.py", line 28 in on_step\n  File "{frames[2]}"',
     )
-    stands = {0: Stand("S", user), 1: Stand("S", engine), 2: Stand("S", engine)}
+    stands = {
+        0: ProcessState("S", user),
+        1: ProcessState("S", engine),
+        2: ProcessState("S", engine),
+    }
     beats = [beat(0, step=3), beat(1, step=4), beat(2, step=4)]
     found = find_hang(beats, range(3), TIMEOUT_S, 0.0, lambda: stands)
     assert found is not None and found.missing == (0,)

@@ -22,7 +22,14 @@ from allranks.launcher.nodes.channel import (
     Refused,
     authenticate,
 )
-from allranks.launcher.nodes.facts import Doorbell, Facts, Ringing, candidates, differences, facts
+from allranks.launcher.nodes.facts import (
+    Doorbell,
+    NodeFacts,
+    Ringing,
+    candidates,
+    differences,
+    facts,
+)
 from allranks.launcher.nodes.join import Expected, JoinServer, Ticket, preflight
 from allranks.launcher.nodes.nodes import Node, Nodes
 
@@ -218,8 +225,8 @@ def test_a_place_is_free_again_when_its_node_has_gone(listener: socket.socket) -
 # --- what has to be the same, and what has to be reached ----------------------------------------
 
 
-def like(**other: Any) -> Facts:
-    return Facts.from_data({**facts().to_data(), **other})
+def like(**other: Any) -> NodeFacts:
+    return NodeFacts.from_data({**facts().to_data(), **other})
 
 
 def test_what_differs_is_listed_with_who_has_what() -> None:

@@ -14,7 +14,7 @@ from allranks.errors import PlaceError, ProgramError, RequestError
 from allranks.job.run_folder import JsonLines, rank_events_path, rank_log_path
 from allranks.launcher.fault_report import first_fault, rank_to_blame, user_error
 from allranks.launcher.heartbeat import Beat
-from allranks.launcher.processes.process import Exit, Stand, kind_said_in
+from allranks.launcher.processes.process import Exit, ProcessState, kind_said_in
 from allranks.launcher.supervisor import Ended
 
 HELD = "it held 2.0 MiB at most"
@@ -306,7 +306,9 @@ def test_who_called_a_collective_alone_is_named_and_not_who_saw_it(
 ) -> None:
     failed(tmp_path, 1, 9.0, step=4, kind="RankLost", message=MISMATCH, traceback=seen)
     found = ended([-15, 1, -15], stopped={0, 2})
-    found = replace(found, stands={0: Stand("S", CALLED[call]), 2: Stand("S", IN_A_STEP)})
+    found = replace(
+        found, stands={0: ProcessState("S", CALLED[call]), 2: ProcessState("S", IN_A_STEP)}
+    )
     text = report(found, tmp_path)
     assert text.startswith("rank 0 called a collective that the others did not at step 4; rank 1")
     assert "rank 0 called it: /home/me/task.py line 28 in on_step" in text

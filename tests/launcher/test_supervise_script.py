@@ -11,7 +11,7 @@ import pytest
 
 from allranks.errors import PlaceError
 from allranks.launcher.heartbeat import HeartbeatTable
-from allranks.launcher.processes.process import Exit, Process, Stand
+from allranks.launcher.processes.process import Exit, Process, ProcessState
 from allranks.launcher.scripts.supervise import (
     ForwardedSignals,
     ScriptsEnded,
@@ -54,7 +54,7 @@ class Fake:
     def started(self, ticket: int) -> bool:
         return ticket in self.alive
 
-    def stands(self, tickets: Mapping[int, int]) -> dict[int, Stand]:
+    def stands(self, tickets: Mapping[int, int]) -> dict[int, ProcessState]:
         return {}
 
     def wake(self) -> None:

@@ -19,7 +19,7 @@ from allranks.errors import PlaceError, RequestError
 from allranks.launcher.fault_report import first_fault, user_error
 from allranks.launcher.heartbeat import HeartbeatTable
 from allranks.launcher.processes.fork_server_client import ForkServer
-from allranks.launcher.processes.process import Exit, Process, Stand
+from allranks.launcher.processes.process import Exit, Process, ProcessState
 from allranks.launcher.supervisor import Care, Ended, supervise
 from allranks.strategies.resolve import strategy_spec
 from launch_workers import read_pid, write_pid
@@ -223,7 +223,7 @@ class LostNode:
     def started(self, ticket: int) -> bool:
         return True
 
-    def stands(self, tickets: Mapping[int, int]) -> dict[int, Stand]:
+    def stands(self, tickets: Mapping[int, int]) -> dict[int, ProcessState]:
         return {}
 
     def wake(self) -> None:

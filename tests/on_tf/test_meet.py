@@ -17,18 +17,18 @@ from allranks.errors import PeerLost, RequestError
 from allranks.launcher.nodes.channel import Channel, authenticate
 from allranks.launcher.processes.ports import Reservation
 from allranks.launcher.world import World
-from allranks.tensorflow.rendezvous import Held, meet
+from allranks.tensorflow.rendezvous import ReservedPorts, meet
 
 SECRET = "ab" * 32
 RANKS = 3
 Worlds = Callable[[int], World]
 
 
-def all_meet(world_of: Worlds) -> list[Held]:
+def all_meet(world_of: Worlds) -> list[ReservedPorts]:
     """Every rank in a thread of its own, the leader last."""
     with ThreadPoolExecutor(RANKS) as threads:
 
-        def one(rank: int) -> Held:
+        def one(rank: int) -> ReservedPorts:
             time.sleep(0.05 * (RANKS - rank))
             return meet(world_of(rank))
 

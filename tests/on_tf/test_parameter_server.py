@@ -18,7 +18,7 @@ from allranks.job.run_folder import read_events, read_rows
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.process import Process
 from allranks.launcher.signals import Signals
-from allranks.launcher.start import Result, Watcher, run_job
+from allranks.launcher.start import JobWatcher, Result, run_job
 from allranks.launcher.supervisor import supervise
 from conftest import Train
 from tf_runs import difference
@@ -166,7 +166,7 @@ def test_one_that_is_asked_to_stop_leaves_nothing_under_way(
 
     resolved = resolve(f"{TASKS}:Dense", {**flags, "steps": 10**6})
     with pytest.raises(Stopped, match="which is committed"):
-        run_job(resolved, tf_server, Watcher(tick=tick), signals)
+        run_job(resolved, tf_server, JobWatcher(tick=tick), signals)
     (stopped,) = [event for event in named(run_dir, "stopped") if event["rank"] == 0]
     at = int(stopped["step"])
     assert at > 20 and stopped["checkpoint"]

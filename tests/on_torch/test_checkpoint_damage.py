@@ -20,7 +20,7 @@ from allranks.checkpoint.tensor_file import read_layout
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.torch import Task, Trainer
-from allranks.torch.checkpoint.saving import Checkpointer
+from allranks.torch.checkpoint.saving import TorchCheckpointer
 from allranks.torch.comm.comm import Comm
 from checkpoint_workers import check, own, state
 
@@ -32,7 +32,7 @@ Told = list[tuple[str, dict[str, Any]]]
 def folder(tmp_path: Path) -> Path:
     """Two checkpoints, of steps 1 and 2."""
     path = tmp_path / "checkpoints"
-    checkpointer = Checkpointer(path, Comm())
+    checkpointer = TorchCheckpointer(path, Comm())
     for step in (1, 2):
         checkpointer.save(step, state(step), own(step, 0), About(), blocking=True)
     return path
@@ -40,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
 
 def load(folder: Path, *sources: Path) -> tuple[Loaded | None, Told]:
     told: Told = []
-    checkpointer = Checkpointer(
+    checkpointer = TorchCheckpointer(
         folder, Comm(), report=lambda event, **values: told.append((event, values))
     )
     return checkpointer.load(list(sources or [folder])), told
@@ -202,7 +202,7 @@ def test_what_lies_elsewhere_is_left_as_it_is(folder: Path, tmp_path: Path) -> N
 
 
 def test_a_model_of_another_shape_is_refused(folder: Path) -> None:
-    checkpointer = Checkpointer(folder, Comm())
+    checkpointer = TorchCheckpointer(folder, Comm())
     for template in (torch.zeros(6, dtype=torch.bfloat16), torch.zeros(5)):
         with pytest.raises(RequestError, match="common/half"):
             checkpointer.load([folder], {"common/half": template})

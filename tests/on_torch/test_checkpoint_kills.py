@@ -19,7 +19,7 @@ from allranks.checkpoint.format import About
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.process import Process
 from allranks.launcher.supervisor import supervise
-from allranks.torch.checkpoint.saving import Checkpointer
+from allranks.torch.checkpoint.saving import TorchCheckpointer
 from allranks.torch.comm.comm import Comm
 from checkpoint_workers import LEADER_POINTS, POINTS, check, own, state
 
@@ -64,7 +64,7 @@ def test_a_kill_at_any_point(
     assert ended.exits[rank].code == -signal.SIGKILL
     assert ended.exits[1 - rank].code == 0, (tmp_path / f"{1 - rank}.log").read_text()
     told: list[str] = []
-    again = Checkpointer(
+    again = TorchCheckpointer(
         folder, Comm(), attempt=1, report=lambda event, **values: told.append(event)
     )
     loaded = again.load([folder])

@@ -16,22 +16,22 @@ from torch import Tensor
 from allranks.checkpoint.commit import ALONE
 from allranks.errors import RequestError
 from allranks.torch.checkpoint import saving as dcp
-from allranks.torch.checkpoint.plan import ELSEWHERE, Part, Planner, _global, _read_parts
-from allranks.torch.checkpoint.storage import Snapshot
+from allranks.torch.checkpoint.plan import ELSEWHERE, Planner, WritePart, _global, _read_parts
+from allranks.torch.checkpoint.storage import TorchSnapshot
 from counting import calls_of
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 
 
-def whole(path: str, shape: tuple[int, ...]) -> Part:
-    return Part(path, "F32", shape, (0,) * len(shape), shape)
+def whole(path: str, shape: tuple[int, ...]) -> WritePart:
+    return WritePart(path, "F32", shape, (0,) * len(shape), shape)
 
 
-def elsewhere(part: Part) -> Part:
+def elsewhere(part: WritePart) -> WritePart:
     return replace(part, kind=ELSEWHERE)
 
 
-def planned(ranks: list[list[Part]]) -> list[list[Part]]:
+def planned(ranks: list[list[WritePart]]) -> list[list[WritePart]]:
     texts = [json.dumps([astuple(part) for part in parts]) for parts in ranks]
     return [list(parts) for parts in _global([_read_parts(text) for text in texts]).parts]
 
@@ -77,7 +77,9 @@ def test_what_ranks_hold_unlike_is_refused() -> None:
         planned([[whole("common/a", (2,))], []])
 
 
-def _saved(planner: Planner, snapshot: Snapshot, step: int, tensors: dict[str, Tensor]) -> None:
+def _saved(
+    planner: Planner, snapshot: TorchSnapshot, step: int, tensors: dict[str, Tensor]
+) -> None:
     snapshot.take(planner.plan(step, tensors)[1])
 
 
@@ -86,7 +88,7 @@ def test_a_tensor_more_costs_a_save_few_calls() -> None:
     first, again = {}, {}
     for count in (10, 110):
         tensors = {f"common/{n}": torch.full((2,), float(n)) for n in range(count)}
-        planner, snapshot = Planner(ALONE), Snapshot()
+        planner, snapshot = Planner(ALONE), TorchSnapshot()
         first[count] = calls_of(partial(_saved, planner, snapshot, 1, tensors))
         again[count] = calls_of(partial(_saved, planner, snapshot, 2, tensors))
         tensors["common/0"].fill_(7.0)

@@ -16,18 +16,18 @@ from allranks.checkpoint.folder import committed
 from allranks.checkpoint.format import About, read_manifest, step_folder
 from allranks.errors import PeerLost, RequestError
 from allranks.torch import accelerator
-from allranks.torch.checkpoint.saving import Checkpointer
+from allranks.torch.checkpoint.saving import TorchCheckpointer
 from allranks.torch.checkpoint.tree import DTYPES
 from allranks.torch.comm.comm import Comm
 from checkpoint_workers import LEADER_POINTS, POINTS, check, own, state
 
 
 def test_a_state_comes_back_whole(tmp_path: Path) -> None:
-    checkpointer = Checkpointer(tmp_path, Comm())
+    checkpointer = TorchCheckpointer(tmp_path, Comm())
     about = About({"program": "x"}, {"epoch": 1}, {"torch": "2"}, {"loss": float("nan")})
     checkpointer.save(7, state(7), own(7, 0), about)
     assert checkpointer.wait()
-    loaded = Checkpointer(tmp_path, Comm()).load([tmp_path])
+    loaded = TorchCheckpointer(tmp_path, Comm()).load([tmp_path])
     assert loaded is not None and loaded.path == step_folder(tmp_path, 7)
     check(loaded, 0, has_own=True)
     manifest = loaded.manifest
@@ -37,7 +37,7 @@ def test_a_state_comes_back_whole(tmp_path: Path) -> None:
         {"torch": "2"},
     )
     assert manifest.metrics["loss"] != manifest.metrics["loss"]
-    assert Checkpointer(tmp_path / "none", Comm()).load([tmp_path / "none"]) is None
+    assert TorchCheckpointer(tmp_path / "none", Comm()).load([tmp_path / "none"]) is None
 
 
 def test_every_type_of_number_in_any_shape(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_every_type_of_number_in_any_shape(tmp_path: Path) -> None:
             f"{name}/0": ones[1, 2],
         }
         tensors |= {f"{name}/s": ones[::2], f"{name}/x": ones[0].expand(2, 3)}
-    checkpointer = Checkpointer(tmp_path, Comm())
+    checkpointer = TorchCheckpointer(tmp_path, Comm())
     checkpointer.save(1, tensors, None, About(), blocking=True)
     loaded = checkpointer.load([tmp_path])
     assert loaded is not None
@@ -83,7 +83,7 @@ def test_training_goes_on_while_it_is_written(tmp_path: Path) -> None:
             writing.set()
             go_on.wait()
 
-    checkpointer = Checkpointer(
+    checkpointer = TorchCheckpointer(
         tmp_path, Comm(), reach=reach, report=lambda event, **values: told.append(event)
     )
     common, about = state(1), About(progress={"step": [1]})
@@ -107,7 +107,7 @@ def test_training_goes_on_while_it_is_written(tmp_path: Path) -> None:
 def test_the_points_are_reached_in_order(tmp_path: Path) -> None:
     reached: list[str] = []
     told: list[dict[str, Any]] = []
-    checkpointer = Checkpointer(
+    checkpointer = TorchCheckpointer(
         tmp_path,
         Comm(),
         reach=lambda point, step: reached.append(point),
@@ -125,14 +125,14 @@ def test_the_points_are_reached_in_order(tmp_path: Path) -> None:
 def test_a_step_that_is_there_is_not_saved_again(tmp_path: Path) -> None:
     told: list[str] = []
     for _ in range(2):
-        checkpointer = Checkpointer(
+        checkpointer = TorchCheckpointer(
             tmp_path, Comm(), report=lambda event, **values: told.append(event)
         )
         checkpointer.load([tmp_path])
         checkpointer.save(3, state(3), None, About(), blocking=True)
         checkpointer.save(3, state(3), None, About(), blocking=True)
     assert told == ["checkpoint"]
-    elsewhere = Checkpointer(tmp_path / "other", Comm())
+    elsewhere = TorchCheckpointer(tmp_path / "other", Comm())
     elsewhere.load([tmp_path])
     elsewhere.save(3, state(3), None, About(), blocking=True)
     assert len(committed(tmp_path / "other")) == 1, "what was loaded lies in another folder"
@@ -140,15 +140,15 @@ def test_a_step_that_is_there_is_not_saved_again(tmp_path: Path) -> None:
 
 def test_another_attempt_never_touches_the_files_of_the_last(tmp_path: Path) -> None:
     """Also when the same step is saved again: the name of the manifest changes hands at once."""
-    Checkpointer(tmp_path, Comm()).save(3, state(3), None, About(), blocking=True)
+    TorchCheckpointer(tmp_path, Comm()).save(3, state(3), None, About(), blocking=True)
     (first,) = step_folder(tmp_path, 3).glob("*.safetensors")
     inode = first.stat().st_ino
-    again = Checkpointer(tmp_path, Comm())
+    again = TorchCheckpointer(tmp_path, Comm())
     again.save(3, state(3), None, About(), blocking=True)
     assert not again.wait() and first.stat().st_ino == inode, "the same attempt: refused, and kept"
-    loaded = Checkpointer(tmp_path, Comm()).load([tmp_path])
+    loaded = TorchCheckpointer(tmp_path, Comm()).load([tmp_path])
     assert loaded is not None and loaded.step == 3
-    second = Checkpointer(tmp_path, Comm(), attempt=1)
+    second = TorchCheckpointer(tmp_path, Comm(), attempt=1)
     second.save(3, state(3), None, About(), blocking=True)
     assert second.wait()
     (only,) = step_folder(tmp_path, 3).glob("*.safetensors")
@@ -158,13 +158,13 @@ def test_another_attempt_never_touches_the_files_of_the_last(tmp_path: Path) -> 
 
 
 def test_the_best_is_kept_beside_the_newest(tmp_path: Path) -> None:
-    checkpointer = Checkpointer(tmp_path, Comm(), keep=2, best="min:loss")
+    checkpointer = TorchCheckpointer(tmp_path, Comm(), keep=2, best="min:loss")
     for step, loss in enumerate([3.0, 1.0, 2.0, float("nan"), 4.0]):
         checkpointer.save(step, state(step), None, About(metrics={"loss": loss}))
     checkpointer.close()
     assert [read_manifest(folder).step for folder in committed(tmp_path)] == [4, 3, 1]
     with pytest.raises(RequestError, match="max:accuracy"):
-        Checkpointer(tmp_path, Comm(), best="accuracy")
+        TorchCheckpointer(tmp_path, Comm(), best="accuracy")
 
 
 def test_no_failure_of_the_thread_is_silent(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_no_failure_of_the_thread_is_silent(tmp_path: Path) -> None:
                 raise PeerLost("connection closed")
             return [text]
 
-    checkpointer = Checkpointer(
+    checkpointer = TorchCheckpointer(
         tmp_path, Lost(), report=lambda event, **values: told.append((event, values["error"]))
     )
     checkpointer.save(1, state(1), None, About())
@@ -201,7 +201,7 @@ def test_a_save_that_fails_is_told_and_the_next_one_stands(tmp_path: Path) -> No
         if step == 2 and point == "save:half":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    checkpointer = Checkpointer(
+    checkpointer = TorchCheckpointer(
         tmp_path, Comm(), reach=reach, report=lambda event, **v: told.append((event, v["step"]))
     )
     for step in (1, 2, 3):
@@ -215,7 +215,7 @@ def test_a_save_that_fails_is_told_and_the_next_one_stands(tmp_path: Path) -> No
 def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file")
     told: list[str] = []
-    checkpointer = Checkpointer(
+    checkpointer = TorchCheckpointer(
         tmp_path / "checkpoints", Comm(), report=lambda event, **v: told.append(v["error"])
     )
     checkpointer.save(1, state(1), None, About())
@@ -224,7 +224,7 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    checkpointer = Checkpointer(tmp_path / "checkpoints", Comm())
+    checkpointer = TorchCheckpointer(tmp_path / "checkpoints", Comm())
     with pytest.raises(RequestError, match="without pickle"):
         checkpointer.save(1, {"model": object()}, None, About())
     assert not (tmp_path / "checkpoints").exists()
@@ -232,14 +232,14 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path: Pa
 
 
 def test_a_state_that_is_refused_was_not_saved_though_the_one_before_it_was(tmp_path: Path) -> None:
-    checkpointer = Checkpointer(tmp_path, Comm())
+    checkpointer = TorchCheckpointer(tmp_path, Comm())
     checkpointer.save(1, state(1), None, About(), blocking=True)
     with pytest.raises(RequestError, match="without pickle"):
         checkpointer.save(2, {"model": object()}, None, About())
     assert not checkpointer.wait()
     checkpointer.save(2, state(2), None, About())
     assert checkpointer.wait()
-    loaded = Checkpointer(tmp_path, Comm()).load([tmp_path])
+    loaded = TorchCheckpointer(tmp_path, Comm()).load([tmp_path])
     assert loaded is not None and loaded.step == 2
 
 
@@ -257,9 +257,9 @@ def test_a_state_is_saved_where_no_memory_can_be_pinned(
 
     monkeypatch.setattr(accelerator, "holds", lambda tensor: True)
     monkeypatch.setattr(accelerator, "pinned_zeros", refuse)
-    checkpointer = Checkpointer(tmp_path, Comm())
+    checkpointer = TorchCheckpointer(tmp_path, Comm())
     checkpointer.save(7, state(7), own(7, 0), About())
     assert checkpointer.wait() and asked == [True, False]
-    loaded = Checkpointer(tmp_path, Comm()).load([tmp_path])
+    loaded = TorchCheckpointer(tmp_path, Comm()).load([tmp_path])
     assert loaded is not None
     check(loaded, 0, has_own=True)

@@ -35,7 +35,7 @@ from allranks.torch.build import job_for
 from allranks.torch.elastic.learner import Learner
 from allranks.torch.elastic.merge import Clock, Merging, Rest, Work
 from allranks.torch.elastic.service import (
-    Service,
+    LearnerService,
     inner_state,
     load_inner_state,
     packed,
@@ -460,7 +460,7 @@ def test_an_optimizer_that_does_not_come_in_time_is_an_older_one_and_named() -> 
     merging.clocks = {0: Clock(3, 16), 1: Clock(4, 16), 2: Clock(5, 16)}
     mine, theirs = ends()
     with socket.create_server(("127.0.0.1", 0)) as listener, mine, theirs:
-        service = Service(
+        service = LearnerService(
             *(merging, flat, listener, "secret", 1.0),
             lambda event, **values: told.append((event, values)),
             keeps=True,
@@ -486,7 +486,7 @@ def test_a_learner_that_is_stalled_at_the_end_is_not_waited_for_for_ever(
     merging = Merging(flat.read(), flat.parameters, Nesterov(1.0, 0.0), Ledger(0, 2, 2))
     merging.owing = {1}
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        service = Service(
+        service = LearnerService(
             *(merging, flat, listener, "secret", 0.0),
             lambda event, **values: told.append({"event": event, **values}),
         )

@@ -19,7 +19,7 @@ from allranks.torch.build import swap_layers
 from allranks.torch.model.layers import Scope
 from allranks.torch.random import counter
 from allranks.torch.random import counter as kernel
-from allranks.torch.random.dropout import Part, ShardDropout
+from allranks.torch.random.dropout import ShardDropout, TensorPart
 from allranks.torch.random.keyed_rng import drawn, kept
 
 SIZES = {0: 4, 1: 4, 2: 3, 3: 1}
@@ -201,14 +201,14 @@ def test_ranks_that_hold_parts_of_an_activation_draw_their_part() -> None:
     data = torch.ones(8, 6, 10)
     pieces = (Piece(0, 0, 4, 4), Piece(1, 0, 4, 4))
 
-    def output(input: Tensor, part: Part | None) -> Tensor:
+    def output(input: Tensor, part: TensorPart | None) -> Tensor:
         layer.part_of = lambda tensor: part
         scope.enter(0, pieces, 8)
         return layer(input)  # type: ignore[no-any-return]
 
     whole = output(data, None)
-    assert torch.equal(output(data[:, 2:5], Part(1, 2, 6)), whole[:, 2:5])
-    assert torch.equal(output(data[..., 7:], Part(-1, 7, 10)), whole[..., 7:])
+    assert torch.equal(output(data[:, 2:5], TensorPart(1, 2, 6)), whole[:, 2:5])
+    assert torch.equal(output(data[..., 7:], TensorPart(-1, 7, 10)), whole[..., 7:])
 
 
 class Blocks(nn.Module):

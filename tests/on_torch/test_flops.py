@@ -7,7 +7,7 @@ import pytest
 import trainer_tasks
 from allranks.job.job import Job
 from allranks.torch import Trainer
-from allranks.torch.model.flops import TERA, Meter, peak_flops
+from allranks.torch.model.flops import TERA, FlopsMeter, peak_flops
 from allranks.torch.model.weights import weights_sha256
 
 
@@ -29,7 +29,7 @@ def test_the_peak_of_a_device() -> None:
 def test_the_operations_of_a_step() -> None:
     """A linear layer of 72 by 3: 2·72·3 forward, and as many for its weights; inputs need none."""
     with Trainer(trainer_tasks.Worse(), Job(threads=1)) as trainer:
-        trainer.meter = Meter(trainer.job, peak=1e6)
+        trainer.meter = FlopsMeter(trainer.job, peak=1e6)
         batches = trainer.batches()
         for _ in range(2):
             trainer.step(next(batches))
@@ -42,7 +42,7 @@ def test_counting_changes_nothing() -> None:
     digests = set()
     for peak in (None, 1e12):
         with Trainer(trainer_tasks.Blocks(), Job(threads=1)) as trainer:
-            trainer.meter = Meter(trainer.job, peak)
+            trainer.meter = FlopsMeter(trainer.job, peak)
             for batch in trainer.batches(steps=3):
                 trainer.step(batch)
             digests.add(weights_sha256(trainer.weights()))
@@ -52,7 +52,7 @@ def test_counting_changes_nothing() -> None:
 
 @pytest.mark.parametrize("job", [Job(compile="eager"), Job(activation_checkpointing=True)])
 def test_what_cannot_be_counted_is_unknown(job: Job) -> None:
-    meter = Meter(job, peak=1e12)
+    meter = FlopsMeter(job, peak=1e12)
     with meter.watching(8):
         pass
     assert meter.utilisation(1.0, 1) is None

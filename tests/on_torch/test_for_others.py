@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from allranks.strategies.shards import Piece
 from allranks.torch.data.batch import Batch, MicroBatch
 from allranks.torch.model.layers import Scope
-from allranks.torch.step.passes import Apart, PassesForOthers
+from allranks.torch.step.passes import PassesForOthers, UserBackwardGuard
 
 
 class Step:
     """Goes through a model of two layers, of which the second one is beside the loss."""
 
     def __init__(self) -> None:
-        self.scope, self.apart = Scope(0, torch.device("cpu")), Apart()
+        self.scope, self.apart = Scope(0, torch.device("cpu")), UserBackwardGuard()
         self.model = nn.ModuleList([nn.Linear(3, 2), nn.Linear(2, 1)])
         self.apart.parameters = list(self.model.parameters())
 

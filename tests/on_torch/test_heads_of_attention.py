@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from allranks.errors import RequestError
 from allranks.torch.comm.comm import Comm
 from allranks.torch.parallel.tensor.cutting import cut_model
-from allranks.torch.parallel.tensor.exchange import Exchange
+from allranks.torch.parallel.tensor.exchange import TensorExchange
 from allranks.torch.parallel.tensor.plan import default_plan
 
 N, HEADS, T, S, E = 3, 2, 5, 4, 8
@@ -84,7 +84,7 @@ FORMS: dict[str, Callable[[Any], Any]] = {
 
 def cut(attention: nn.Module, leaves: int = 0) -> Any:
     holder = nn.ModuleDict({"attention": copy.deepcopy(attention)})
-    exchange = Exchange(Comm(), leaves)
+    exchange = TensorExchange(Comm(), leaves)
     cut_model(holder, default_plan(holder, 1), exchange)
     return holder["attention"]
 
@@ -122,7 +122,7 @@ def test_a_fused_kernel_of_evaluation_is_given_no_parts(monkeypatch: pytest.Monk
         wanted = model(x, src_key_padding_mask=padding)
     for name in ("_transformer_encoder_layer_fwd", "_native_multi_head_attention"):
         monkeypatch.delattr(torch, name)
-    cut_model(model, default_plan(model, 1), Exchange(Comm()))
+    cut_model(model, default_plan(model, 1), TensorExchange(Comm()))
     with torch.no_grad():
         torch.testing.assert_close(model(x, src_key_padding_mask=padding), wanted)
 

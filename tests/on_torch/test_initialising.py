@@ -13,7 +13,7 @@ from allranks.errors import RequestError
 from allranks.job.config import resolve
 from allranks.job.job import Job
 from allranks.launcher.processes.fork_server_client import ForkServer
-from allranks.tools.check.against_single import Plan, check_against_one
+from allranks.tools.check.against_single import CheckPlan, check_against_one
 from allranks.torch import Trainer
 from conftest import Train
 
@@ -55,7 +55,7 @@ def test_it_is_done_once_and_not_when_a_training_goes_on() -> None:
 
 def test_check_begins_after_it(tmp_path: Path, server: ForkServer) -> None:
     resolved = resolve("kinds_tasks:ActNormed", {"ranks": 2, "steps": 3, "precision": "fp64"}, ())
-    verdict = check_against_one(resolved, tmp_path, server, Plan((2,), 2, shards=8))
+    verdict = check_against_one(resolved, tmp_path, server, CheckPlan((2,), 2, shards=8))
     assert verdict.equal, str(verdict)
     assert verdict.looks[0].comparison.largest < 1e-12
 

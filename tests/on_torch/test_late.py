@@ -12,7 +12,7 @@ import torch
 from allranks.errors import ProgramError, RequestError
 from allranks.strategies.card import Reference
 from allranks.strategies.torch_cards import CARDS
-from allranks.torch.parallel.data.late import OnItsWay
+from allranks.torch.parallel.data.late import PendingGradient
 from conftest import Train
 
 
@@ -36,7 +36,7 @@ def test_what_is_on_its_way_is_scaled_once() -> None:
     flat = torch.tensor([2.0, 4.0])
     reducer, bucket = SimpleNamespace(finish=lambda: None), SimpleNamespace(views={"w": flat})
     buckets: Any = SimpleNamespace(reducer=reducer, gradients=[flat], buckets=[bucket])
-    leaving = OnItsWay(buckets, step=0, factor=0.5)
+    leaving = PendingGradient(buckets, step=0, factor=0.5)
     for _ in range(2):
         assert leaving.wait(["w"])["w"].tolist() == [1.0, 2.0]
 

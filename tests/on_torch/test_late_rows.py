@@ -16,9 +16,9 @@ from allranks.errors import BadStep
 from allranks.job.job import Job
 from allranks.torch import Trainer
 from allranks.torch.optimizers.layerwise import LAMB
-from allranks.torch.step.deferred_results import Rows, can_be_held_back, notes_on_update
-from allranks.torch.step.in_flight import Steps
-from allranks.training.progress import Asked
+from allranks.torch.step.deferred_results import DeferredResults, can_be_held_back, notes_on_update
+from allranks.torch.step.in_flight import InFlightSteps
+from allranks.training.progress import RankRequests
 
 OVERFLOWS = {"precision": "fp16", "loss_scale": "dynamic:initial=1e9,every=2"}
 
@@ -48,7 +48,7 @@ def test_a_fused_optimizer_takes_the_flag_whatever_the_default_type_is() -> None
     optimizer: Any = AdamW([weight], fused=True)
     torch.set_default_dtype(torch.float64)
     try:
-        optimizer.found_inf, optimizer.grad_scale = Rows(torch.device("cpu")).held, None
+        optimizer.found_inf, optimizer.grad_scale = DeferredResults(torch.device("cpu")).held, None
         optimizer.step()
     finally:
         torch.set_default_dtype(default)
@@ -83,7 +83,7 @@ def test_what_a_rank_was_asked_for_is_heard_one_step_late() -> None:
         for batch in trainer.batches(steps=7):
             trainer.heartbeat._all[0] = float(batch.index == 4)
             heard.append(trainer.step(batch).asked)
-    assert [asked == Asked(stop=True) for asked in heard] == [False] * 5 + [True, False]
+    assert [asked == RankRequests(stop=True) for asked in heard] == [False] * 5 + [True, False]
 
 
 def test_what_a_rank_was_asked_for_in_a_step_that_is_held_back_is_heard() -> None:
@@ -98,7 +98,7 @@ def test_what_a_rank_was_asked_for_in_a_step_that_is_held_back_is_heard() -> Non
                 trainer.strategy.step.poison_next()
             trainer.heartbeat._all[1] += float(batch.index == 4)
             heard.append(trainer.step(batch).asked)
-    assert heard.count(Asked(save=True)) == 1 and heard[5] == Asked(save=True)
+    assert heard.count(RankRequests(save=True)) == 1 and heard[5] == RankRequests(save=True)
 
 
 def test_a_step_that_is_read_at_once_waits_for_the_one_before_it(
@@ -108,9 +108,11 @@ def test_a_step_that_is_read_at_once_waits_for_the_one_before_it(
     how: dict[str, Any] = {"bad": (5,), "on_bad_step": "skip"}
     with numbers_read(late=True):
         wanted = trained(Ahead(), **how)
-        can = Steps._can_stay_unread
+        can = InFlightSteps._can_stay_unread
         monkeypatch.setattr(
-            Steps, "_can_stay_unread", lambda self, b: b.index not in (6, 9) and can(self, b)
+            InFlightSteps,
+            "_can_stay_unread",
+            lambda self, b: b.index not in (6, 9) and can(self, b),
         )
         found = trained(Ahead(), **how)
     assert found.unread != wanted.unread
@@ -156,7 +158,9 @@ def test_numbers_read_before_an_update_bring_what_was_asked_for_with_their_step(
                 trainer.strategy.step.poison_next()
             trainer.heartbeat._all[0] = float(batch.index in (4, 5))
             heard.append(trainer.step(batch).asked)
-    assert [asked == Asked(stop=True) for asked in heard] == [index in (4, 5) for index in range(8)]
+    assert [asked == RankRequests(stop=True) for asked in heard] == [
+        index in (4, 5) for index in range(8)
+    ]
 
 
 def test_a_device_says_where_an_optimizer_could_be_fused() -> None:

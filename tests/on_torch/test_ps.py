@@ -31,7 +31,7 @@ from allranks.launcher.nodes.channel import Disconnected
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.world import World
 from allranks.strategies.cards.parameter_server import COMPENSATED, STALENESS_AWARE
-from allranks.tools.check.against_single import Plan, check_against_one
+from allranks.tools.check.against_single import CheckPlan, check_against_one
 from allranks.torch.parameter_server import flat as flat_module
 from allranks.torch.parameter_server.flat import Flat, FlatLayout
 from allranks.torch.parameter_server.handing_out import HandingOut
@@ -652,7 +652,7 @@ def test_a_check_sees_what_lies_on_servers(server: ForkServer, tmp_path: Path) -
     """Each step from the weights of the reference, which are put on the servers."""
     flags = {"ranks": 2, "strategy": "ps:servers=2,bound=8", "precision": "fp32", "steps": 4}
     resolved = resolve(TASK, flags, ["clip_norm=0.1"])
-    verdict = check_against_one(resolved, tmp_path, server, Plan((2,), 4, shards=4))
+    verdict = check_against_one(resolved, tmp_path, server, CheckPlan((2,), 4, shards=4))
     assert verdict.equal and {look.comparison.steps for look in verdict.looks} == {4}
 
 

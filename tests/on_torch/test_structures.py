@@ -19,7 +19,7 @@ from allranks.job.config import resolve
 from allranks.job.job import Job
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.tensorflow.data.nested import arrays_in, joined, mapped
-from allranks.tools.check.against_single import Plan, check_against_one
+from allranks.tools.check.against_single import CheckPlan, check_against_one
 from allranks.torch import Trainer
 from allranks.torch.data.collate import copied, map_tensors, structure_of, taken_apart, tensors_in
 from allranks.torch.data.loaders import rows_between
@@ -212,7 +212,7 @@ def test_check_changes_no_batch_that_the_model_writes_on(
     server: ForkServer, tmp_path: Path
 ) -> None:
     job = resolve("batch_kinds:Kinds", {"strategy": "ddp", "ranks": 2, "steps": 4}, ["how=place"])
-    verdict = check_against_one(job, tmp_path, server, Plan((2,), 2, shards=4))
+    verdict = check_against_one(job, tmp_path, server, CheckPlan((2,), 2, shards=4))
     assert verdict.equal
 
 

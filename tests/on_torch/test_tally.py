@@ -9,7 +9,7 @@ from torch import nn
 from allranks.errors import ProgramError
 from allranks.torch.model.layers import Scope
 from allranks.torch.step.tally import POSITIONS, Tally, TallyLayout
-from allranks.training.progress import NOTHING, Asked
+from allranks.training.progress import NOTHING, RankRequests
 
 SCOPE = Scope(0, torch.device("cpu"))
 MODEL = nn.Linear(3, 2)
@@ -20,7 +20,7 @@ def layout() -> TallyLayout:
 
 
 def filled(
-    by: TallyLayout, *micros: tuple[float, float, int], asked: Asked = NOTHING, step: int = 5
+    by: TallyLayout, *micros: tuple[float, float, int], asked: RankRequests = NOTHING, step: int = 5
 ) -> Tally:
     """The tally of one leaf, of micro-batches (loss, weight, samples)."""
     tally = by.tally()
@@ -48,8 +48,10 @@ def test_a_tally_begins_anew_when_it_was_closed() -> None:
     assert (again.loss, again.weight, again.samples) == (1.0, 1.0, 1)
 
 
-@pytest.mark.parametrize("asked", [Asked(True, False), Asked(False, True), Asked(True, True)])
-def test_what_any_rank_was_asked_for_reaches_all(asked: Asked) -> None:
+@pytest.mark.parametrize(
+    "asked", [RankRequests(True, False), RankRequests(False, True), RankRequests(True, True)]
+)
+def test_what_any_rank_was_asked_for_reaches_all(asked: RankRequests) -> None:
     by = layout()
     total = filled(by, (1.0, 2.0, 2))
     for told in (asked, NOTHING):

@@ -12,7 +12,7 @@ import pytest
 from allranks.errors import RequestError
 from allranks.job.config import resolve
 from allranks.job.job import Job
-from allranks.launcher.plan import Plan, Seat, Shape, plan_of
+from allranks.launcher.plan import LaunchPlan, Seat, Shape, plan_of
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.process import Process
 from allranks.launcher.supervisor import supervise
@@ -90,7 +90,7 @@ ALLRANKS_SEGMENT=-1 ALLRANKS_RENDEZVOUS= ALLRANKS_LISTENER=-1 ALLRANKS_ON_MACHIN
 """
 
 
-def plan_for(shards: int = 8, visible: Visible = ALL, **values: Any) -> Plan:
+def plan_for(shards: int = 8, visible: Visible = ALL, **values: Any) -> LaunchPlan:
     values = {"strategy": "ddp", **values}
     job = Job(program="digits", run_dir="/somewhere/run", threads=1, **values)
     return plan_of(job, Shape({"batch_size": 256, "lr": 0.1}, 256, shards), visible)

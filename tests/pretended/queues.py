@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from allranks.strategies.pipeline_schedules import SCHEDULES, places
-from allranks.torch.parallel.pipeline.links import Links, lanes_of
+from allranks.torch.parallel.pipeline.links import StageLinks, lanes_of
 from allranks.torch.parallel.pipeline.strategy import Pipeline
 from allranks.torch.step.gradients import Backward
 
@@ -106,7 +106,7 @@ class Network:
 
 @dataclass
 class QueueComm:
-    """What a rank has of a group of NCCL: what `Links` asks of a `Comm`."""
+    """What a rank has of a group of NCCL: what `StageLinks` asks of a `Comm`."""
 
     network: Network
     rank: int
@@ -163,7 +163,7 @@ class Rank:
     def __init__(self, schedule: str, network: Network, rank: int, chunks: int, ring: bool) -> None:
         line: Any = QueueComm(network, rank, Counter())
         forwards, backwards, _ = lanes_of(line, is_ring=ring)
-        self.line, self.links = line, Links(line, forwards, backwards, line.on_host())
+        self.line, self.links = line, StageLinks(line, forwards, backwards, line.on_host())
         self.last, self.own_stages = (
             line.size * chunks - 1,
             range(rank, line.size * chunks, line.size),

@@ -18,7 +18,7 @@ from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.process import Process
 from allranks.launcher.supervisor import Care, supervise
 from allranks.launcher.world import World
-from allranks.torch.shared_memory.operands import Call
+from allranks.torch.shared_memory.operands import PostedCall
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -129,7 +129,9 @@ def test_the_others_say_which_rank_is_lost(server: ForkServer, tmp_path: Path, h
     assert (codes[0], codes[2]) == (0, 0), logs
 
 
-@pytest.mark.parametrize("take", [Call().given, Call().taken, lambda t: Call().together([t])])
+@pytest.mark.parametrize(
+    "take", [PostedCall().given, PostedCall().taken, lambda t: PostedCall().together([t])]
+)
 def test_a_tensor_without_memory_is_refused(take: Callable[[torch.Tensor], object]) -> None:
     """A DTensor stands for others in the same way: at its address a process would end."""
     with pytest.raises(TypeError, match="no memory of its own"):

@@ -9,7 +9,7 @@ import pytest
 from allranks.errors import RequestError
 from allranks.launcher.slurm.commands import parse_site_facts
 from allranks.launcher.slurm.limits import check_device, check_request, slurm_time
-from allranks.launcher.slurm.request import Asked, make_request
+from allranks.launcher.slurm.request import SlurmOptions, make_request
 from allranks.launcher.slurm.site import Site, load_site
 
 LIVE = parse_site_facts(
@@ -26,7 +26,7 @@ PUHTI, MINE = {"partition": "gpu", "account": "p"}, {"account": "p"}
 
 def check(site: Site | str, **asked: Any) -> None:
     found = load_site(site) if isinstance(site, str) else site
-    given = Asked(**{"name": "job", **asked})
+    given = SlurmOptions(**{"name": "job", **asked})
     request = make_request(found, given, command=(), folder="/w", run_dir="/w/r")
     check_request(found, given, request)
 
@@ -112,14 +112,14 @@ def test_what_is_not_known_is_not_checked() -> None:
 
 def test_gpus_are_not_left_idle_and_not_missed() -> None:
     site = load_site("puhti")
-    asked = Asked(**(PUHTI | {"name": "job"}))  # type: ignore[arg-type]
+    asked = SlurmOptions(**(PUHTI | {"name": "job"}))  # type: ignore[arg-type]
     request = make_request(site, asked, command=(), folder="/w", run_dir="/w/r")
     check_device(site, request, "cuda")
     check_device(site, request, "")
     with pytest.raises(RequestError, match="the GPUs would be idle") as refused:
         check_device(site, request, "cpu")
     assert refused.value.do == "--device cuda after the words of train, or --partition test"
-    asked = Asked(partition="small", account="p", name="job")
+    asked = SlurmOptions(partition="small", account="p", name="job")
     request = make_request(site, asked, command=(), folder="/w", run_dir="/w/r")
     check_device(site, request, "cpu")
     with pytest.raises(RequestError, match="the ranks would find none"):

@@ -9,7 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from allranks.errors import RequestError
-from allranks.launcher.slurm.request import Asked, SlurmRequest, make_request, parse_memory_mb
+from allranks.launcher.slurm.request import (
+    SlurmOptions,
+    SlurmRequest,
+    make_request,
+    parse_memory_mb,
+)
 from allranks.launcher.slurm.site import Partition, Site, load_site
 
 GPU = Partition("gpu", cpus=64, memory_mb=254_000, memory_share_mb=250_000, gpus=4)
@@ -19,7 +24,7 @@ SITE = Site("x", "X", {"gpu": GPU, "cpu": CPU})
 
 def request(site: Site | str, **asked: object) -> SlurmRequest:
     found = load_site(site) if isinstance(site, str) else site
-    given = Asked(**{"name": "job", **asked})  # type: ignore[arg-type]
+    given = SlurmOptions(**{"name": "job", **asked})  # type: ignore[arg-type]
     return make_request(found, given, command=(), folder="/w", run_dir="/w/r")
 
 

@@ -13,15 +13,15 @@ import pytest
 
 from allranks.checkpoint.commit import Commit, Rules, Save
 from allranks.checkpoint.format import (
-    Chunk,
     SavedTensor,
+    TensorBox,
     digest,
     nothing,
     rank_file,
     read_manifest,
     step_folder,
 )
-from allranks.checkpoint.tensor_file import Layout, Piece, lay_out
+from allranks.checkpoint.tensor_file import FileTensor, Layout, lay_out
 
 FINE = {"error": "", "own": None, "bytes": 100, "blake2b": digest(b"theirs")}
 
@@ -43,7 +43,9 @@ class Told:
 class Numbers:
     """A snapshot of two numbers."""
 
-    layout: Layout = dataclasses.field(default_factory=lambda: lay_out({"w": Piece("F32", (2,))}))
+    layout: Layout = dataclasses.field(
+        default_factory=lambda: lay_out({"w": FileTensor("F32", (2,))})
+    )
     data: memoryview = dataclasses.field(default_factory=lambda: memoryview(b"12345678"))
 
 
@@ -57,7 +59,7 @@ def commit(
         told.append(event)
 
     def tensors(files: list[str]) -> dict[str, SavedTensor]:
-        return {"w": SavedTensor("F32", (2,), (Chunk(files[0], (0,), (2,)),))}
+        return {"w": SavedTensor("F32", (2,), (TensorBox(files[0], (0,), (2,)),))}
 
     (tmp_path / "checkpoints").mkdir(exist_ok=True)
     save = Save(

@@ -5,16 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 from allranks.job.run_folder import read_events
-from allranks.training.record.phases import Held, held_at_most, held_in
+from allranks.training.record.phases import MemoryPeaks, held_at_most, held_in
 from conftest import Train
 
 
 def test_the_kernel_is_asked_for_the_peak_and_not_for_what_is_held_now(tmp_path: Path) -> None:
     status = tmp_path / "status"
     status.write_text("Name:\tpython\nVmHWM:\t    2048 kB\nVmRSS:\t    1024 kB\n")
-    assert held_at_most(7, status) == Held(2 * 2**20, 7)
+    assert held_at_most(7, status) == MemoryPeaks(2 * 2**20, 7)
     status.write_text("Name:\tpython\n")
-    assert held_at_most(None, status) == held_at_most(None, tmp_path / "none") == Held(None, None)
+    assert (
+        held_at_most(None, status)
+        == held_at_most(None, tmp_path / "none")
+        == MemoryPeaks(None, None)
+    )
     before = held_at_most().host_bytes
     block = bytearray(b"x" * (before or 0))
     after = held_at_most().host_bytes

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from allranks.checkpoint.format import (
-    Chunk,
     Manifest,
     SavedFile,
     SavedTensor,
+    TensorBox,
     digest,
     rank_file,
     seal,
@@ -63,7 +63,7 @@ def commit(checkpoints: Path, step: int) -> str:
             name: SavedFile(4 * (number + 1), digest(b"1234" * (number + 1)))
             for number, name in enumerate(FILES)
         },
-        tensors={"w": SavedTensor("F32", (1,), (Chunk(FILES[0], (0,), (1,)),))},
+        tensors={"w": SavedTensor("F32", (1,), (TensorBox(FILES[0], (0,), (1,)),))},
         values={"common": {}, "own": [None] * RANKS},
     )
     write_manifest(folder, manifest)

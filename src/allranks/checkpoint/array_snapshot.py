@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from allranks.checkpoint import format as tree
 from allranks.checkpoint.checkpointer import Planned
 from allranks.checkpoint.commit import Ranks
-from allranks.checkpoint.format import Chunk, Manifest, SavedTensor, refused
+from allranks.checkpoint.format import Manifest, SavedTensor, TensorBox, refused
 from allranks.checkpoint.newest import Loaded, is_below, values_of
-from allranks.checkpoint.tensor_file import Piece, lay_out
+from allranks.checkpoint.tensor_file import FileTensor, lay_out
 from allranks.checkpoint.tensors import TensorFiles
 from allranks.errors import RequestError
 
@@ -35,7 +35,7 @@ COMMON = "common"
 NAMES = {kind: name for name, kind in KINDS.items()}
 
 
-class Snapshot:
+class ArraySnapshot:
     """Copies of arrays, laid out as their file. Taking another one writes over the last."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Snapshot:
 
     def take(self, arrays: Mapping[str, Array]) -> None:
         """Copy the arrays; returns when they may change again. May raise `MemoryError`."""
-        pieces = {path: Piece(NAMES[a.dtype.name], a.shape) for path, a in arrays.items()}
+        pieces = {path: FileTensor(NAMES[a.dtype.name], a.shape) for path, a in arrays.items()}
         layout = lay_out(pieces)
         if layout != self.layout:
             self._places = {}
@@ -71,7 +71,7 @@ class Snapshot:
         """Every array, whole in the one file there is, for the manifest."""
         (file,) = files
         return {
-            path: SavedTensor(p.dtype, p.shape, (Chunk(file, (0,) * len(p.shape), p.shape),))
+            path: SavedTensor(p.dtype, p.shape, (TensorBox(file, (0,) * len(p.shape), p.shape),))
             for path, p in sorted(self.layout.pieces.items())
         }
 
@@ -121,7 +121,7 @@ class ArrayCopies:
     """
 
     def __init__(self) -> None:
-        self._snapshot = Snapshot()
+        self._snapshot = ArraySnapshot()
 
     def plan(self, ranks: Ranks, step: int, common: Any, own: None) -> Planned:
         """Sends nothing."""

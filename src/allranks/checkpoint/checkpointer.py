@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from allranks.checkpoint import folder as checkpoint_folder
-from allranks.checkpoint.commit import Commit, Ranks, Rules, Save, Snapshot, Writers, named
+from allranks.checkpoint.commit import Commit, Ranks, Rules, Save, TensorSnapshot, Writers, named
 from allranks.checkpoint.format import (
     About,
     Manifest,
@@ -37,7 +37,7 @@ class Planned:
     common: Any
     own: Any
     tensors: Callable[[list[str]], dict[str, SavedTensor]]
-    snapshot: Snapshot
+    snapshot: TensorSnapshot
     take: Callable[[], None]
 
 

@@ -111,7 +111,7 @@ class Alone:
 ALONE = Alone()
 
 
-class Snapshot(Protocol):
+class TensorSnapshot(Protocol):
     """Copies of tensors as their file will hold them: its layout, and the bytes after it."""
 
     @property
@@ -146,7 +146,7 @@ class Save:
     step: int
     ranks: int
     tensors: Callable[[list[str]], dict[str, SavedTensor]]
-    snapshot: Snapshot
+    snapshot: TensorSnapshot
     common: Any
     own: Any
     about: dict[str, Any]

@@ -47,7 +47,7 @@ def nothing(*args: Any, **values: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class TensorBox:
     """A box of a tensor, and the file that holds it."""
 
     file: str
@@ -61,7 +61,7 @@ class SavedTensor:
 
     dtype: str
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[TensorBox, ...]
 
     @property
     def size(self) -> int:
@@ -135,7 +135,7 @@ def seal(manifest: Manifest) -> bytes:
 
 def _fields(value: Any) -> dict[str, Any]:
     """What JSON holds of a part of a manifest. There may be tens of thousands: none is copied."""
-    if isinstance(value, (SavedTensor, Chunk, SavedFile)):
+    if isinstance(value, (SavedTensor, TensorBox, SavedFile)):
         return vars(value)
     raise TypeError(f"{type(value).__name__} is not JSON")
 
@@ -215,7 +215,7 @@ def _manifest(values: dict[str, Any]) -> Manifest:
 
 
 def _tensor(dtype: Any, shape: Any, chunks: Any) -> SavedTensor:
-    boxes = (Chunk(c["file"], _whole(c["offsets"]), _whole(c["sizes"])) for c in chunks)
+    boxes = (TensorBox(c["file"], _whole(c["offsets"]), _whole(c["sizes"])) for c in chunks)
     return SavedTensor(dtype, _whole(shape), tuple(boxes))
 
 
@@ -277,7 +277,7 @@ def _filled(tensor: SavedTensor) -> bool:
     return not _any_overlap([chunk for chunk in tensor.chunks if 0 not in chunk.sizes])
 
 
-def _any_overlap(chunks: Sequence[Chunk], axis: int = 0) -> bool:
+def _any_overlap(chunks: Sequence[TensorBox], axis: int = 0) -> bool:
     """Whether two boxes have an element in common, none of them empty.
 
     A line across `axis` sweeps over them. Those whose edges are the same along it are looked at
@@ -287,10 +287,10 @@ def _any_overlap(chunks: Sequence[Chunk], axis: int = 0) -> bool:
         return False
     if axis == len(chunks[0].sizes):
         return True
-    rows: dict[tuple[int, int], list[Chunk]] = defaultdict(list)
+    rows: dict[tuple[int, int], list[TensorBox]] = defaultdict(list)
     for chunk in chunks:
         rows[chunk.offsets[axis], chunk.sizes[axis]].append(chunk)
-    reached: list[tuple[int, list[Chunk]]] = []
+    reached: list[tuple[int, list[TensorBox]]] = []
     for (start, size), row in sorted(rows.items(), key=_edges):
         reached = [(end, others) for end, others in reached if end > start]
         together = [chunk for _, others in reached for chunk in others]
@@ -300,7 +300,7 @@ def _any_overlap(chunks: Sequence[Chunk], axis: int = 0) -> bool:
     return False
 
 
-def _edges(row: tuple[tuple[int, int], list[Chunk]]) -> tuple[int, int]:
+def _edges(row: tuple[tuple[int, int], list[TensorBox]]) -> tuple[int, int]:
     return row[0]
 
 

@@ -29,7 +29,7 @@ HEADER_LIMIT = 100_000_000
 
 
 @dataclass(frozen=True)
-class Piece:
+class FileTensor:
     """One tensor of a file: `begin` and `end` count bytes from the end of the header."""
 
     dtype: str
@@ -42,9 +42,9 @@ class Piece:
         return ITEM_BYTES[self.dtype] * math.prod(self.shape)
 
 
-def as_written(dtype: str, shape: tuple[int, ...]) -> Piece:
+def as_written(dtype: str, shape: tuple[int, ...]) -> FileTensor:
     """The piece that a tensor becomes in a file."""
-    return Piece(PAIR[dtype], (*shape, 2)) if dtype in PAIR else Piece(dtype, shape)
+    return FileTensor(PAIR[dtype], (*shape, 2)) if dtype in PAIR else FileTensor(dtype, shape)
 
 
 @dataclass(frozen=True)
@@ -52,18 +52,18 @@ class Layout:
     """The header of a file, and where each tensor lies after it. `data_bytes` is without header."""
 
     header: bytes
-    pieces: dict[str, Piece]
+    pieces: dict[str, FileTensor]
     data_bytes: int
 
 
-def lay_out(pieces: dict[str, Piece], metadata: dict[str, str] | None = None) -> Layout:
+def lay_out(pieces: dict[str, FileTensor], metadata: dict[str, str] | None = None) -> Layout:
     """Give every piece its place; the header is padded so that the data starts at 8 bytes."""
     order = sorted(pieces, key=lambda name: (-ITEM_BYTES[pieces[name].dtype], name))
     placed, at = {}, 0
     for name in order:
         piece = pieces[name]
         begin, at = at, at + piece.size
-        placed[name] = Piece(piece.dtype, piece.shape, begin, at)
+        placed[name] = FileTensor(piece.dtype, piece.shape, begin, at)
     entries: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     entries |= {
         name: {"dtype": p.dtype, "shape": list(p.shape), "data_offsets": [p.begin, p.end]}
@@ -91,17 +91,17 @@ def read_layout(path: Path) -> Layout:
     return Layout(start + text, pieces, total - 8 - length)
 
 
-def _piece(entry: dict[str, object]) -> Piece:
+def _piece(entry: dict[str, object]) -> FileTensor:
     shape, offsets = entry["shape"], entry["data_offsets"]
     if not isinstance(shape, list) or not isinstance(offsets, list):
         raise TypeError("shape and data_offsets are lists")
     if not all(type(n) is int and n >= 0 for n in (*shape, *offsets)):
         raise TypeError("shape and data_offsets are whole numbers")
     begin, end = offsets
-    return Piece(str(entry["dtype"]), tuple(shape), begin, end)
+    return FileTensor(str(entry["dtype"]), tuple(shape), begin, end)
 
 
-def _check(name: str, pieces: Iterable[Piece], data_bytes: int) -> None:
+def _check(name: str, pieces: Iterable[FileTensor], data_bytes: int) -> None:
     for piece in pieces:
         if piece.dtype not in ITEM_BYTES:
             raise ValueError(f"{name}: a type of number that is not known: {piece.dtype!r}")

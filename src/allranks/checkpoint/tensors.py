@@ -10,7 +10,7 @@ import math
 import mmap
 from pathlib import Path
 
-from allranks.checkpoint.format import BadCheckpoint, Chunk, SavedTensor, piece_name
+from allranks.checkpoint.format import BadCheckpoint, SavedTensor, TensorBox, piece_name
 from allranks.checkpoint.tensor_file import ITEM_BYTES, Layout, as_written, read_layout
 
 
@@ -37,7 +37,7 @@ class TensorFiles:
             _put(whole, self._chunk(path, tensor, chunk), tensor, chunk)
         return whole
 
-    def _chunk(self, path: str, tensor: SavedTensor, chunk: Chunk) -> bytes:
+    def _chunk(self, path: str, tensor: SavedTensor, chunk: TensorBox) -> bytes:
         name = piece_name(path, tensor.shape, chunk.offsets, chunk.sizes)
         layout, mapped = self._file(chunk.file)
         piece = layout.pieces.get(name)
@@ -59,7 +59,7 @@ class TensorFiles:
         return self._open[name]
 
 
-def _put(whole: bytearray, data: bytes, tensor: SavedTensor, chunk: Chunk) -> None:
+def _put(whole: bytearray, data: bytes, tensor: SavedTensor, chunk: TensorBox) -> None:
     """Put a box into its place: run by run along the last axis."""
     if not data:
         return

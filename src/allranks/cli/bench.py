@@ -22,8 +22,8 @@ from allranks.tools.bench.figure import sweep_figure
 from allranks.tools.bench.machine import all_reduce_bytes_per_s, in_words, machine_facts
 from allranks.tools.bench.measuring import Found, measure
 from allranks.tools.bench.peers import PEERS, check_job, check_peers, refused_task, script_of
-from allranks.tools.bench.plan import STRONG, WEAK, Combination, Plan, checked_plan, swept
-from allranks.tools.bench.results import Row, rows_of, to_data
+from allranks.tools.bench.plan import STRONG, WEAK, BenchPlan, Combination, checked_plan, swept
+from allranks.tools.bench.results import BenchRow, rows_of, to_data
 from allranks.tools.bench.tables import proposal, table
 
 RECORD, PAGE = "bench.json", "proposal.md"
@@ -101,7 +101,7 @@ def bench(
 
 
 def _further(
-    plan: Plan, rows: Sequence[Row], page: str, machine: str
+    plan: BenchPlan, rows: Sequence[BenchRow], page: str, machine: str
 ) -> Iterator[tuple[str, str, str]]:
     """What is written beside the record: what it is, its name, its text."""
     if page:
@@ -113,7 +113,7 @@ def _further(
 
 def _plan(
     program: str, words: Sequence[str], more: dict[str, Any]
-) -> tuple[Plan, dict[Combination, Job], dict[Combination, str]]:
+) -> tuple[BenchPlan, dict[Combination, Job], dict[Combination, str]]:
     """What is to be measured, the jobs that are, and what cannot be, with the reason."""
     strategies, ranks = list(more["strategy"] or ("ddp",)), _numbers(more["ranks"])
     peers = tuple(filter(None, more["peers"].split(",")))
@@ -121,7 +121,7 @@ def _plan(
     strategies, option = swept(strategies, more["sweep"]) if more["sweep"] else (strategies, "")
     every = [Combination(strategy, n) for strategy in strategies for n in ranks]
     every += [Combination(peer, n, is_peer=True) for peer in peers for n in ranks]
-    plan = Plan(
+    plan = BenchPlan(
         program,
         tuple(every),
         more["steps"] or (0 if more["until"] else STEPS),
@@ -214,7 +214,9 @@ def _refused(asked: str, found: str, do: str) -> RequestError:
     )
 
 
-def _print_plan(plan: Plan, refused: dict[Combination, str], folder: Path, as_object: bool) -> None:
+def _print_plan(
+    plan: BenchPlan, refused: dict[Combination, str], folder: Path, as_object: bool
+) -> None:
     jobs: list[dict[str, Any]] = [
         {"strategy": one.strategy, "ranks": one.ranks, "words": redacted_words(plan.words_of(one))}
         | ({"peer": True} if one.is_peer else {})
@@ -232,7 +234,7 @@ def _print_plan(plan: Plan, refused: dict[Combination, str], folder: Path, as_ob
     click.echo(f"{plan.repeats} turns, in {folder}")
 
 
-def _conclude(plan: Plan, found: Sequence[Found]) -> None:
+def _conclude(plan: BenchPlan, found: Sequence[Found]) -> None:
     """Raise how it ended, unless each combination that is possible was measured in all turns."""
     failed = [one for one in found if one.problem and not one.problem.startswith("refused")]
     if failed:

@@ -18,7 +18,7 @@ from allranks.errors import EXIT_DIFFERENCE_FOUND, ProgramError, RequestError
 from allranks.job.place import LOCAL
 from allranks.launcher.places.base import NodeRequest
 from allranks.launcher.scripts.run import run_command, run_dir_of
-from allranks.launcher.scripts.torchrun import Asked
+from allranks.launcher.scripts.torchrun import TorchrunFlags
 from allranks.tools.check.against_single import DEEP_STEPS, STEPS, default_ranks, usual_strategy
 from allranks.tools.check.scratch import checked_in_scratch
 from allranks.tools.report.checks import RECORD
@@ -119,7 +119,7 @@ def check_script(words: tuple[str, ...], ranks: int, as_object: bool, **flags: A
     """
     flags |= {"roles": "", "shared_memory": False, "grace": None}
     flags["warm"] = "torch" if flags["warm"] else ""
-    request = request_from(words, flags, Asked(), NodeRequest(LOCAL, 1, ranks))
+    request = request_from(words, flags, TorchrunFlags(), NodeRequest(LOCAL, 1, ranks))
     request = watched_request(request, run_dir_of(request), os.environ)
     output = RankOutput(request.shown)
     failed: ProgramError | None = None

@@ -52,7 +52,7 @@ from allranks.launcher.scripts.run import (
     this_host,
 )
 from allranks.launcher.scripts.topology import DEFAULT_ROLE, parse_roles
-from allranks.launcher.scripts.torchrun import FLAGS, Asked, processes_from, understand
+from allranks.launcher.scripts.torchrun import FLAGS, TorchrunFlags, processes_from, understand
 from allranks.launcher.scripts.variables import DEFAULT_FAMILIES, parse_families
 from allranks.launcher.scripts.warm import check_start, modules_for
 from allranks.launcher.start import new_run_dir
@@ -158,7 +158,7 @@ def _run(request: CommandRequest, wanted: NodeRequest, watcher: CommandWatcher) 
 
 
 def request_from(
-    words: tuple[str, ...], flags: dict[str, Any], asked: Asked, wanted: NodeRequest
+    words: tuple[str, ...], flags: dict[str, Any], asked: TorchrunFlags, wanted: NodeRequest
 ) -> CommandRequest:
     """The request that a command line describes; raises `RequestError` for what cannot be."""
     roles = parse_roles(flags["roles"])
@@ -187,7 +187,7 @@ def request_from(
     )
 
 
-def _wanted(flags: dict[str, Any], asked: Asked, same: tuple[str, ...]) -> NodeRequest:
+def _wanted(flags: dict[str, Any], asked: TorchrunFlags, same: tuple[str, ...]) -> NodeRequest:
     """How many processes on which nodes, from all words that may say it; they must agree."""
     nodes = flags["nodes"] or asked.least_nodes or 1
     _must_agree({"--nodes": flags["nodes"], "--nnodes": asked.least_nodes})
@@ -208,7 +208,7 @@ def _wanted(flags: dict[str, Any], asked: Asked, same: tuple[str, ...]) -> NodeR
     return wanted
 
 
-def _ranks(flags: dict[str, Any], asked: Asked, nodes: int) -> int:
+def _ranks(flags: dict[str, Any], asked: TorchrunFlags, nodes: int) -> int:
     """Processes over all nodes; one on each where nobody says more."""
     said: dict[str, int | None] = {"--ranks": flags["ranks"]}
     if flags["ranks_per_node"] is not None:
@@ -242,7 +242,7 @@ def _gpus() -> int:
     return there if visible is None else min(there, len(visible))
 
 
-def _command(words: tuple[str, ...], asked: Asked) -> tuple[str, ...]:
+def _command(words: tuple[str, ...], asked: TorchrunFlags) -> tuple[str, ...]:
     """The words of the command, which must be there to be started."""
     command = command_words(
         words,

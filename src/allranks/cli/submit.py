@@ -27,7 +27,12 @@ from allranks.errors import PlaceError, RequestError, printable
 from allranks.job.units import parse_slurm_time
 from allranks.launcher.slurm import commands
 from allranks.launcher.slurm.limits import check_device, check_request
-from allranks.launcher.slurm.request import Asked, SlurmRequest, make_request, parse_memory_mb
+from allranks.launcher.slurm.request import (
+    SlurmOptions,
+    SlurmRequest,
+    make_request,
+    parse_memory_mb,
+)
 from allranks.launcher.slurm.script import render
 from allranks.launcher.slurm.site import Site, load_site
 from allranks.launcher.start import new_run_dir
@@ -162,12 +167,12 @@ def plan_submission(words: tuple[str, ...], site: Site, flags: dict[str, Any]) -
     return Submission(site, request, render(request), Path(f"{run_dir}.sbatch"))
 
 
-def _asked(submitted: Submitted, site: Site, flags: dict[str, Any]) -> Asked:
+def _asked(submitted: Submitted, site: Site, flags: dict[str, Any]) -> SlurmOptions:
     """What the user said, with what follows from where this is typed."""
     account = flags["account"]
     for variable in ACCOUNT_VARIABLES:  # as sbatch would read it; the script says it
         account = account or os.environ.get(variable, "")
-    names = {field.name for field in dataclasses.fields(Asked)}
+    names = {field.name for field in dataclasses.fields(SlurmOptions)}
     given = {name: value for name, value in flags.items() if name in names}
     given |= {
         "account": account,
@@ -186,7 +191,7 @@ def _asked(submitted: Submitted, site: Site, flags: dict[str, Any]) -> Asked:
     if not (given["venv"] or given["container"] or given["modules"] or flags["venv"]):
         here = shlex.quote(str(Path(sys.executable).parent))
         given["setup"] = (*given["setup"], f"export PATH={here}:$PATH")
-    return Asked(**given)
+    return SlurmOptions(**given)
 
 
 def _modules(given: tuple[str, ...], site: Site) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ from allranks.launcher.describe import first_check
 from allranks.launcher.nodes.cluster import is_head, take_part
 from allranks.launcher.nodes.join import Rendezvous
 from allranks.launcher.places.base import AgentPlace, find_place
-from allranks.launcher.start import Watcher, plan_only, run_job
+from allranks.launcher.start import JobWatcher, plan_only, run_job
 from allranks.tools.placement_preview import place_ranks
 
 
@@ -77,7 +77,7 @@ def train(
         return
     progress = progress_here()
     try:
-        watcher = Watcher(progress.started, progress.tick)
+        watcher = JobWatcher(progress.started, progress.tick)
         checked = partial(first_check, announce=say)
         result = run_job(
             resolved, watcher=watcher, rendezvous=rendezvous, words=words, first_check=checked

@@ -110,7 +110,7 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Totals:
+class PlacementTotals:
     """The bytes that one replica on one rank holds, or one part of a model that is on several
     devices; what is gathered lives within a step only."""
 
@@ -136,13 +136,13 @@ class RankPlacement:
     rows: tuple[Placed, ...]
 
     @property
-    def totals(self) -> tuple[Totals, ...]:
+    def totals(self) -> tuple[PlacementTotals, ...]:
         """One for each replica, or part of one."""
         found = []
         for replica, part in sorted({(row.replica, row.part) for row in self.rows}):
             rows = [row for row in self.rows if (row.replica, row.part) == (replica, part)]
             found.append(
-                Totals(
+                PlacementTotals(
                     replica,
                     part,
                     rows[0].device,
@@ -214,7 +214,7 @@ MOST_NODES = 200
 
 
 @dataclass(frozen=True)
-class Link:
+class NodeLink:
     """What joins a node to the others: bits per second in each direction (0: as fast as it goes).
 
     `delay_s` is added to every packet in each direction, so twice to a round trip, and twice that
@@ -230,7 +230,7 @@ class Network:
     """All nodes of one job, on a network of their own."""
 
     nodes: int
-    link: Link = Link()
+    link: NodeLink = NodeLink()
     bits: int = 24
     prefix: str = "10.77.0"
 
@@ -259,7 +259,7 @@ class Network:
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> Network:
-        return cls(**{**data, "link": Link(**data["link"])})
+        return cls(**{**data, "link": NodeLink(**data["link"])})
 
 
 def parse_network(place: str, nodes: int) -> Network:
@@ -272,4 +272,4 @@ def parse_network(place: str, nodes: int) -> Network:
             why=f"one bridge joins up to {MOST_NODES} of them here",
             do=f"--nodes {MOST_NODES} or fewer",
         )
-    return Network(nodes, Link(options.get("link", 0.0), options.get("delay", 0.0)))
+    return Network(nodes, NodeLink(options.get("link", 0.0), options.get("delay", 0.0)))

@@ -31,7 +31,7 @@ from allranks.job.program import MODULES, PROGRAM, by_name
 from allranks.job.resume import CHECKPOINTS, checkpoint_folders, how_to_resume, resume_command
 from allranks.job.run_folder import JsonLines, RunFolder, rank_events_path, rank_log_path, read_rows
 from allranks.launcher.fault_report import (
-    Fault,
+    RankFault,
     describe_cause,
     ended_well,
     events_of,
@@ -44,7 +44,7 @@ from allranks.launcher.fault_report import (
 )
 from allranks.launcher.hang import Stragglers
 from allranks.launcher.heartbeat import Beat, HeartbeatTable
-from allranks.launcher.plan import STORE, Plan, RankPlan, Resources
+from allranks.launcher.plan import STORE, LaunchPlan, RankPlan, Resources
 from allranks.launcher.processes.fork_server import HEARTBEAT_FD, LISTENER_FD, SEGMENT_FD
 from allranks.launcher.processes.linux import Kills
 from allranks.launcher.processes.process import Exit, Process
@@ -71,7 +71,7 @@ class Rejoining:
     times: Counter[int] = field(default_factory=Counter)
     has_begun: bool = False
     """Whether the leader was started again: its heartbeat begins anew, the training does not."""
-    plan: Plan | None = None
+    plan: LaunchPlan | None = None
     make: Callable[..., Process] | None = None
 
     @property
@@ -79,7 +79,7 @@ class Rejoining:
         """How many faults it took: a process that falls with another one is not another fault."""
         return max(self.faults, self.victims)
 
-    def begin(self, plan: Plan, make: Callable[..., Process]) -> None:
+    def begin(self, plan: LaunchPlan, make: Callable[..., Process]) -> None:
         """An attempt begins: `make(rank_plan, again=n)` is the process that comes back."""
         self.plan, self.make, self.has_begun = plan, make, False
         self.times.clear()
@@ -211,7 +211,7 @@ class Attempts:
     """One job in its run folder; `started_at` (monotonic) is where its time limit counts from."""
 
     resources: Resources
-    plan: Plan
+    plan: LaunchPlan
     folder: RunFolder
     signals: Signals
     on_tick: Callable[[], None]
@@ -243,7 +243,7 @@ class Attempts:
 
     def _run(self, target: str) -> dict[str, Any]:
         restarts, first = self.plan.job.max_restarts, self.first
-        before: Fault | None = None
+        before: RankFault | None = None
         report = ""
         for attempt in range(first, first + restarts + 1):
             self._plan_again(attempt)
@@ -426,7 +426,7 @@ class Attempts:
         return Interrupted(text) if ended.reason == "SIGINT" else Stopped(text)
 
     def _error(
-        self, ended: Ended, fault: Fault | None, attempt: int, beats: Sequence[Beat]
+        self, ended: Ended, fault: RankFault | None, attempt: int, beats: Sequence[Beat]
     ) -> tuple[ProgramError | Any, int | None]:
         """The error of an attempt that failed, and the rank to name."""
         if ended.hang is not None:
@@ -455,7 +455,7 @@ class Attempts:
         memory = exit_.memory or ""
         said = [] if exit_.code < 0 else events_of(self.folder.path, rank, attempt)
         event = next((row for row in reversed(said) if row["event"] == "failed"), None)
-        fault = Fault(rank, exit_.code, exit_.monotonic, event, memory, exit_.peak_bytes)
+        fault = RankFault(rank, exit_.code, exit_.monotonic, event, memory, exit_.peak_bytes)
         host = self.plan.ranks[rank].host if self.plan.job.nodes > 1 else ""
         self.folder.events.event(
             "worker_lost",

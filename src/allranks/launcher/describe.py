@@ -16,13 +16,13 @@ from allranks.job.limits import checked
 from allranks.job.place import LOCAL
 from allranks.job.run_folder import rank_events_path, rank_log_path, read_rows
 from allranks.launcher.fault_report import first_fault, user_error
-from allranks.launcher.plan import Plan, Resources, Shape, backend_of_keras, devices_seen
+from allranks.launcher.plan import LaunchPlan, Resources, Shape, backend_of_keras, devices_seen
 from allranks.launcher.processes.leftovers import scratch_folder
 from allranks.launcher.processes.process import Process, Processes
 from allranks.launcher.signals import Signals
 from allranks.launcher.supervisor import supervise
 from allranks.launcher.world import Visible
-from allranks.strategies.auto import Candidate, Decision, DialRequest, Facts, Link, choose
+from allranks.strategies.auto import Candidate, Decision, DialRequest, LinkSpeed, ModelFacts, choose
 
 # --- asking --------------------------------------------------------------------------------------
 # A function that is called in a process forked for it, which answers by one event and ends.
@@ -127,12 +127,12 @@ def turned(
     return choose(request.text, facts, exact=request.exact, refusal=refusal)
 
 
-def link_of(request: DialRequest, job: Job) -> Link:
+def link_of(request: DialRequest, job: Job) -> LinkSpeed:
     """What joins the nodes of `job`; raises `RequestError` where nobody says it."""
     options = job.place_spec.options
     if job.nodes == 1:
         if request.link is None:
-            return Link(source="one machine")
+            return LinkSpeed(source="one machine")
         raise RequestError(
             asked=f"--strategy {request.text}",
             found="one node",
@@ -148,7 +148,7 @@ def link_of(request: DialRequest, job: Job) -> Link:
             why="what a method saves follows from it, and it is not measured before the start",
             do=f"--strategy {request.text}{',' if ':' in request.text else ':'}link=1gbit",
         )
-    there = Link(options.get("link", 0.0), 2 * options.get("delay", 0.0), "place")
+    there = LinkSpeed(options.get("link", 0.0), 2 * options.get("delay", 0.0), "place")
     said = request.link
     if said is not None and (said.bits_per_s, said.one_way_s) != (there.bits_per_s, 0.0):
         raise RequestError(
@@ -161,8 +161,8 @@ def link_of(request: DialRequest, job: Job) -> Link:
 
 
 def _measured(
-    resources: Resources, job: Job, shape: Shape, link: Link, signals: Signals | None
-) -> Facts:
+    resources: Resources, job: Job, shape: Shape, link: LinkSpeed, signals: Signals | None
+) -> ModelFacts:
     """What one process finds out: the size of the model, and a step on the share of one rank."""
     worlds = [rank.world for rank in resources.plan(job, shape).ranks]
     sharing = worlds[0].on_machine or worlds[0].local_size
@@ -176,7 +176,7 @@ def _measured(
     of_one_node = [world.node for world in worlds].count(0)
     alike = job.ranks == of_one_node * job.nodes
     busy = max(1.0, sharing * threads / found["cores"]) if job.device == "cpu" else 1.0
-    return Facts(
+    return ModelFacts(
         parameters=found["parameters"],
         compute_s=found["step_s"],
         ranks=job.ranks,
@@ -229,7 +229,7 @@ WHOLE_MODEL = ("single", "ddp")
 
 
 @dataclass(frozen=True)
-class Proof:
+class EqualityProof:
     """Whether the first steps of a job equal those of one process; `why` says how, or why not.
 
     A difference is no proof: it is the error `NotEqual`, and the job does not start.
@@ -247,11 +247,11 @@ class Proof:
 
 def first_check(
     resolved: Resolved,
-    plan: Plan,
+    plan: LaunchPlan,
     resources: Resources,
     signals: Signals,
     announce: Callable[[str], None] = lambda text: None,
-) -> Proof | None:
+) -> EqualityProof | None:
     """The proof of a planned job, before its run folder is there; `None` where it needs none.
 
     Raises `NotEqual` for a difference. `announce` hears when steps are compared.
@@ -259,6 +259,6 @@ def first_check(
     if plan.job.strategy_spec.name in WHOLE_MODEL:
         return None
     if plan.job.first_check == "off":
-        return Proof(False, "--first-check off left it out")
-    proof: Proof = load(FIRST_CHECK)(resolved, plan, resources, signals, announce)
+        return EqualityProof(False, "--first-check off left it out")
+    proof: EqualityProof = load(FIRST_CHECK)(resolved, plan, resources, signals, announce)
     return proof

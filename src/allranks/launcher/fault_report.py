@@ -208,7 +208,7 @@ GOOD_ENDS = ("done", "stopped", "described")
 
 
 @dataclass(frozen=True)
-class Fault:
+class RankFault:
     """One rank that did not end well; `event` is what it wrote itself, if it could.
 
     `memory` is what the kernel's counters say of its death, `beat` the last beat of its heartbeat;
@@ -255,7 +255,7 @@ class Fault:
         """Whether another attempt may go better: not after a bad request, nor a step gone bad."""
         return self.event is None or bool(self.event.get("passing", True))
 
-    def repeats(self, other: Fault | None) -> bool:
+    def repeats(self, other: RankFault | None) -> bool:
         """Whether this is the very fault that ended the attempt before, with no step between."""
         if other is None or self.words is None or self.words != other.words:
             return False
@@ -269,7 +269,7 @@ def first_fault(
     memory: str = "",
     beats: Sequence[Beat] = (),
     must_say_so: bool = False,
-) -> Fault | None:
+) -> RankFault | None:
     """The fault that came first, causes before victims; `None` if every rank ended well.
 
     A rank ended well if it said so in this attempt, whatever happened to its process afterwards.
@@ -294,7 +294,7 @@ def first_fault(
     return dataclasses.replace(first, alike=alike)
 
 
-def _beat_of(fault: Fault, own: Beat | None, furthest: Beat | None) -> Beat | None:
+def _beat_of(fault: RankFault, own: Beat | None, furthest: Beat | None) -> Beat | None:
     """The last beat of a rank. Those of a lost node come no more: the job was that far."""
     is_behind = own is None or own.step < 0
     return furthest if fault.lost and is_behind else own
@@ -302,7 +302,7 @@ def _beat_of(fault: Fault, own: Beat | None, furthest: Beat | None) -> Beat | No
 
 def _fault_of(
     rank: int, ended: Ended, run_dir: Path, attempt: int, memory: str, must_say_so: bool
-) -> Fault | None:
+) -> RankFault | None:
     """How one rank failed, by its exit and its own words; `None` if it ended well."""
     exit_, events = ended.exits[rank], events_of(run_dir, rank, attempt)
     event = next((row for row in events if row["event"] == "failed"), None)
@@ -312,7 +312,7 @@ def _fault_of(
     said_at = event["monotonic"] - exit_.clock_ahead_s if event else exit_.monotonic
     counted = memory if exit_.memory is None else exit_.memory
     lost_a_child = event is not None and event["fault_kind"] == FaultKind.CHILD_KILLED
-    return Fault(
+    return RankFault(
         rank,
         exit_.code,
         min(exit_.monotonic, said_at),
@@ -339,7 +339,7 @@ def events_of(run_dir: Path, rank: int, attempt: int) -> list[dict[str, Any]]:
 
 
 def user_error(
-    fault: Fault, ended: Ended, run_dir: Path
+    fault: RankFault, ended: Ended, run_dir: Path
 ) -> RequestError | ProgramError | PlaceError:
     """The error for this fault: a bad request, if found before the first update, or a report."""
     if fault.lost:
@@ -353,7 +353,7 @@ def user_error(
     )
 
 
-def _lost_node(fault: Fault, ended: Ended) -> str:
+def _lost_node(fault: RankFault, ended: Ended) -> str:
     """The lost node, who was on it, and the ranks that were stopped because of it."""
     on_it = [rank for rank, exit_ in ended.exits.items() if exit_.lost and exit_.host == fault.host]
     others = [rank for rank in ended.exits if rank not in on_it]
@@ -393,7 +393,7 @@ def hang_report(
     return "\n".join([*lines, f"the stacks of all ranks: {path}"])
 
 
-def _report(fault: Fault, ended: Ended, run_dir: Path) -> str:
+def _report(fault: RankFault, ended: Ended, run_dir: Path) -> str:
     event = fault.event or {}
     step = f" at step {fault.step}" if fault.step is not None else ""
     who = f"{ended.name_of(fault.rank)} on {fault.host} failed first"
@@ -428,13 +428,13 @@ def _report(fault: Fault, ended: Ended, run_dir: Path) -> str:
     return "\n".join(lines)
 
 
-def _said(fault: Fault, words: LastWords | None) -> str:
+def _said(fault: RankFault, words: LastWords | None) -> str:
     """The traceback with which a rank left, or the last of its log."""
     told = "" if words is None else f"{words.error}\n{words.text}"
     return (fault.event or {}).get("traceback") or told
 
 
-def _stacks(fault: Fault, said: str, ended: Ended, run_dir: Path) -> dict[int, str]:
+def _stacks(fault: RankFault, said: str, ended: Ended, run_dir: Path) -> dict[int, str]:
     """Where all stood when a rank died that `said` so much, or the traceback with which they left.
 
     Those of which neither is known are not in it.
@@ -449,13 +449,13 @@ def _stacks(fault: Fault, said: str, ended: Ended, run_dir: Path) -> dict[int, s
     return {rank: stack for rank, stack in stacks.items() if stack}
 
 
-def rank_to_blame(fault: Fault, ended: Ended, run_dir: Path) -> int:
+def rank_to_blame(fault: RankFault, ended: Ended, run_dir: Path) -> int:
     """The rank that failed, or the first of those that called a collective alone."""
     said = _said(fault, _last_words(fault, run_dir))
     return next(iter(callers_alone(said, _stacks(fault, said, ended, run_dir))), fault.rank)
 
 
-def _last_words(fault: Fault, run_dir: Path) -> LastWords | None:
+def _last_words(fault: RankFault, run_dir: Path) -> LastWords | None:
     """What stands in its log, of a rank that a fault in native code ended: its own, not a kill."""
     if fault.event is not None or -fault.code not in CRASH_SIGNALS:
         return None
@@ -477,7 +477,7 @@ def _listed(*ranks: int) -> str:
     return ", ".join(map(str, sorted(ranks)))
 
 
-def describe_cause(fault: Fault, words: LastWords | None = None) -> str:
+def describe_cause(fault: RankFault, words: LastWords | None = None) -> str:
     """Why a rank ended, in its own words, in those of the kernel, or in the last of its log."""
     if fault.event is not None:
         cause = f"{fault.event['kind']}: {fault.event['message']}"

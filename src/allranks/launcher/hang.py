@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from allranks.errors import FaultKind
 from allranks.job.run_folder import JsonLines
 from allranks.launcher.heartbeat import Beat, HeartbeatTable
-from allranks.launcher.processes.process import Stand, is_said
+from allranks.launcher.processes.process import ProcessState, is_said
 
 # --- mismatch ------------------------------------------------------------------------------------
 # Ranks that met in different collectives: which of them stood where, when one failed of it.
@@ -149,7 +149,7 @@ def find_hang(
     ranks: Collection[int],
     timeout_s: float,
     awake_since: float,
-    stands: Callable[[], dict[int, Stand]],
+    stands: Callable[[], dict[int, ProcessState]],
 ) -> Hang | None:
     """The hang of the living `ranks`, or `None` while there is life.
 

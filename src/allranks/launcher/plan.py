@@ -64,7 +64,7 @@ class RankPlan:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """All processes of a job, the job they get, and what the user should know beforehand.
 
     `decision` is that of the dial, where it chose the strategy of the job.
@@ -81,7 +81,7 @@ class Plan:
         """What the processes are to each other."""
         return self.job.strategy_spec.process_set
 
-    def moved_since(self, before: Plan) -> list[tuple[str, str, str]]:
+    def moved_since(self, before: LaunchPlan) -> list[tuple[str, str, str]]:
         """Who had a node for itself, and is on another one now: its name, and both nodes."""
         both = zip(self.process_set.members, before.ranks, self.ranks, strict=False)
         return [
@@ -116,7 +116,7 @@ STORE = ".store"
 WORKSPACE_OF_CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # else its sums follow the stream
 
 
-def plan_of(job: Job, shape: Shape, visible: Visible, seats: Sequence[Seat] = ()) -> Plan:
+def plan_of(job: Job, shape: Shape, visible: Visible, seats: Sequence[Seat] = ()) -> LaunchPlan:
     """The processes of `job`; raises `RequestError` where there is no work for all.
 
     Without `seats` they are all on this machine: the ranks meet through a file in the run folder,
@@ -148,7 +148,7 @@ def plan_of(job: Job, shape: Shape, visible: Visible, seats: Sequence[Seat] = ()
             (environment if local else defaults)["NCCL_SOCKET_IFNAME"] = seat.interface
             defaults |= WORKSPACE_OF_CUBLAS if job.bitwise else {}
         ranks.append(RankPlan(world, environment, seat.host, defaults))
-    return Plan(job, shape, tuple(ranks), notes)
+    return LaunchPlan(job, shape, tuple(ranks), notes)
 
 
 def _worlds(process_set: ProcessSet, seats: Sequence[Seat], store: str) -> Iterator[World]:
@@ -269,11 +269,11 @@ class Resources(Protocol):
         """A folder that all ranks see; `None`: the folder of temporary files."""
         ...
 
-    def plan(self, job: Job, shape: Shape) -> Plan:
+    def plan(self, job: Job, shape: Shape) -> LaunchPlan:
         """Every rank with its place and its environment; nothing is started."""
         ...
 
-    def replan(self, plan: Plan) -> Plan:
+    def replan(self, plan: LaunchPlan) -> LaunchPlan:
         """The plan of the next attempt: on the nodes that are left, with a new rendezvous."""
         ...
 
@@ -302,11 +302,11 @@ class LocalMachine:
     def shared(self, run_dir: Path) -> Path | None:
         return None
 
-    def plan(self, job: Job, shape: Shape) -> Plan:
+    def plan(self, job: Job, shape: Shape) -> LaunchPlan:
         assert job.nodes == 1, "what is to run on nodes is not planned for one machine"
         return plan_of(job, shape, Visible.from_environment())
 
-    def replan(self, plan: Plan) -> Plan:
+    def replan(self, plan: LaunchPlan) -> LaunchPlan:
         return plan
 
     def inject_due_faults(self, beats: Sequence[Beat]) -> None:
@@ -321,7 +321,7 @@ class PlannedNodes(LocalMachine):
 
     seats: tuple[Seat, ...] = ()
 
-    def plan(self, job: Job, shape: Shape) -> Plan:
+    def plan(self, job: Job, shape: Shape) -> LaunchPlan:
         of_ranks, apart = self.seats[: job.ranks], self.seats[job.ranks :]
         seats = for_all_processes(job, of_ranks, apart) if self.seats else ()
         return plan_of(job, shape, Visible.from_environment(), seats)
@@ -349,7 +349,7 @@ def for_all_processes(job: Job, of_ranks: Sequence[T], apart: Sequence[T] = ()) 
     return [one_of(member) for member in process_set.members]
 
 
-def with_rendezvous(plan: Plan, address: str) -> Plan:
+def with_rendezvous(plan: LaunchPlan, address: str) -> LaunchPlan:
     """The same plan, with the address at which its ranks meet."""
     ranks = tuple(
         dataclasses.replace(rank, world=dataclasses.replace(rank.world, rendezvous=address))

@@ -26,11 +26,11 @@ from allranks.job.limits import checked
 from allranks.job.resume import CHECKPOINTS, changed, changed_fields
 from allranks.job.run_folder import RunFolder, read_rows
 from allranks.launcher.attempts import Attempts
-from allranks.launcher.describe import Proof, describe, note_of, turned
+from allranks.launcher.describe import EqualityProof, describe, note_of, turned
 from allranks.launcher.nodes.cluster import gathered
 from allranks.launcher.nodes.join import Rendezvous
 from allranks.launcher.places.base import AgentPlace, NodeRequest, check_apart, find_place
-from allranks.launcher.plan import LocalMachine, Plan, PlannedNodes, Resources, Shape
+from allranks.launcher.plan import LaunchPlan, LocalMachine, PlannedNodes, Resources, Shape
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.leftovers import sweep
 from allranks.launcher.processes.process import VARIABLE as HASH_SEED
@@ -69,14 +69,14 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Watcher:
+class JobWatcher:
     """What a caller wants to see while a job runs. Both may be left as they are."""
 
-    started: Callable[[Plan], None] = lambda plan: None
+    started: Callable[[LaunchPlan], None] = lambda plan: None
     tick: Callable[[], None] = lambda: None
 
 
-FirstCheck = Callable[[Resolved, Plan, Resources, Signals], Proof | None]
+FirstCheck = Callable[[Resolved, LaunchPlan, Resources, Signals], EqualityProof | None]
 
 
 def with_run_dir(job: Job) -> Job:
@@ -86,14 +86,16 @@ def with_run_dir(job: Job) -> Job:
     )
 
 
-def plan_job(resolved: Resolved, resources: Resources, signals: Signals | None = None) -> Plan:
+def plan_job(
+    resolved: Resolved, resources: Resources, signals: Signals | None = None
+) -> LaunchPlan:
     """The plan of a job: its task is loaded and read in a process of its own, nothing is left."""
     job = with_run_dir(resolved.job)
     shape = describe(resources, job, signals)
     return _planned(resources, job, shape, turned(resources, resolved, job, shape, signals))
 
 
-def _planned(resources: Resources, job: Job, shape: Shape, decision: Decision | None) -> Plan:
+def _planned(resources: Resources, job: Job, shape: Shape, decision: Decision | None) -> LaunchPlan:
     """The plan; of the strategy that the dial has chosen, where it was asked."""
     if decision is None:
         return resources.plan(job, shape)
@@ -115,7 +117,9 @@ def _nodes_for(
 
 
 @contextmanager
-def plan_only(resolved: Resolved, rendezvous: Rendezvous) -> Iterator[tuple[Plan, ForkServer]]:
+def plan_only(
+    resolved: Resolved, rendezvous: Rendezvous
+) -> Iterator[tuple[LaunchPlan, ForkServer]]:
     """What would run where; no node is called, and none of its devices are needed here."""
     job = with_run_dir(resolved.job)
     check_installed(job.engine, job.program)
@@ -172,7 +176,7 @@ def resources_for(
 def run_job(
     resolved: Resolved,
     server: ForkServer | None = None,
-    watcher: Watcher | None = None,
+    watcher: JobWatcher | None = None,
     signals: Signals | None = None,
     rendezvous: Rendezvous | None = None,
     words: tuple[str, ...] = (),
@@ -191,7 +195,7 @@ def run_job(
     no restart is left; `Stopped` if it was asked to stop and has committed a checkpoint;
     `Interrupted` if there is none. No process is left in any case.
     """
-    watcher = watcher or Watcher()
+    watcher = watcher or JobWatcher()
     started_at = time.monotonic()
     with ExitStack() as stack:
         signals = signals or stack.enter_context(Signals())
@@ -226,10 +230,10 @@ def run_job(
 def _record_start(
     folder: RunFolder,
     resolved: Resolved,
-    plan: Plan,
+    plan: LaunchPlan,
     changes: dict[str, list[Any]],
     hash_seed: str,
-    proof: Proof | None,
+    proof: EqualityProof | None,
 ) -> None:
     """Write the job as it was resolved, and under what it starts."""
     job = dataclasses.replace(plan.job, task=plan.shape.fields)
@@ -254,7 +258,7 @@ def recorded_environment(hash_seed: str) -> dict[str, str]:
     return redacted({name: given[name] for name in names})
 
 
-def _changes(resolved: Resolved, plan: Plan) -> dict[str, list[Any]]:
+def _changes(resolved: Resolved, plan: LaunchPlan) -> dict[str, list[Any]]:
     """What is not as it was in the run that this one goes on from; raises for what must be."""
     if resolved.base is None:
         return {}

@@ -18,7 +18,7 @@ from typing import Self
 from allranks.errors import PlaceError
 from allranks.launcher.hang import Hang, find_hang
 from allranks.launcher.heartbeat import HeartbeatTable
-from allranks.launcher.processes.process import Exit, Process, Processes, Stand
+from allranks.launcher.processes.process import Exit, Process, Processes, ProcessState
 from allranks.launcher.signals import Signals
 from allranks.strategies.roles import LEADER
 
@@ -73,7 +73,7 @@ class Ended:
     hang: Hang | None = None
     spared: frozenset[int] = frozenset()
     names: Mapping[int, str] = field(default_factory=dict)
-    stands: Mapping[int, Stand] = field(default_factory=dict)
+    stands: Mapping[int, ProcessState] = field(default_factory=dict)
 
     def name_of(self, rank: int) -> str:
         """How a person knows this process."""
@@ -97,7 +97,7 @@ def supervise(
     """
     with ExitStack() as stack:
         signals = signals or stack.enter_context(Signals())
-        watch = stack.enter_context(_Watch(server, care))
+        watch = stack.enter_context(_WatchedProcesses(server, care))
         for process in processes:
             watch.start(process)
         while watch.alive:
@@ -112,7 +112,7 @@ def supervise(
 
 
 @dataclass
-class _Watch:
+class _WatchedProcesses:
     """The processes of one `supervise`, and when which of them is to be stopped or killed."""
 
     server: Processes
@@ -125,7 +125,7 @@ class _Watch:
     reason: str = ""
     hang: Hang | None = None
     stalled: dict[int, str | None] = field(default_factory=dict)
-    stands: Mapping[int, Stand] = field(default_factory=dict)
+    stands: Mapping[int, ProcessState] = field(default_factory=dict)
     stop_at: float = NEVER
     kill_at: float = NEVER
     dismiss_at: float = NEVER

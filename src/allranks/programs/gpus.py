@@ -125,7 +125,7 @@ class Mixture(nn.Module):
         return out
 
 
-class Experts(Words):
+class ExpertWords(Words):
     """The same words for a mixture of experts."""
 
     def model(self) -> nn.Module:
@@ -146,7 +146,7 @@ Sample = Callable[[int, torch.Generator | None], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class Workload:
+class GpuWorkload:
     """`sample` makes one batch of inputs and targets on the CPU; `units` count in one sample."""
 
     name: str
@@ -185,12 +185,12 @@ def adamw(model: nn.Module, fused: bool) -> Optimizer:
 
 
 SMALL_GPT = GPTShape(vocabulary=96, context=32, width=32, layers=2, heads=2)
-SMALL = Workload("GPT, small", "tokens", 32, 8, lambda: gpt(SMALL_GPT), adamw, tokens(32, 96))
+SMALL = GpuWorkload("GPT, small", "tokens", 32, 8, lambda: gpt(SMALL_GPT), adamw, tokens(32, 96))
 WORDS = GPTShape(vocabulary=8192, context=512, width=512, layers=12, heads=8, dropout=0.1)
-LARGE = Workload("GPT 42M", "tokens", 512, 16, lambda: gpt(WORDS), adamw, tokens(512, 8192))
+LARGE = GpuWorkload("GPT 42M", "tokens", 512, 16, lambda: gpt(WORDS), adamw, tokens(512, 8192))
 
 
-def by_hand(workload: Workload, device: torch.device, compiled: bool) -> Iterator[float]:
+def by_hand(workload: GpuWorkload, device: torch.device, compiled: bool) -> Iterator[float]:
     """A loop as a person would tune it; yields after each step, the loss of the step before."""
     model = workload.model().to(device)
     if workload.channels_last:
@@ -213,16 +213,16 @@ def by_hand(workload: Workload, device: torch.device, compiled: bool) -> Iterato
             yield float("nan") if late is None else float(late)
 
 
-def data_of(workload: Workload) -> tuple[Tensor, Tensor]:
+def data_of(workload: GpuWorkload) -> tuple[Tensor, Tensor]:
     """Four batches, the same for all."""
     torch.manual_seed(1)
     return workload.sample(4 * workload.batch, None)
 
 
-def task_of(workload: Workload, device: torch.device) -> Task:
+def task_of(workload: GpuWorkload, device: torch.device) -> Task:
     """The same training as a task, its data on the device."""
 
-    class Measured(Task):
+    class MeasuredTask(Task):
         def model(self) -> nn.Module:
             return workload.model()
 
@@ -236,10 +236,10 @@ def task_of(workload: Workload, device: torch.device) -> Task:
         def loss(self, output: Tensor, batch: Any) -> Tensor:
             return workload.losses(output, batch[1])
 
-    return Measured(batch_size=workload.batch, shards=workload.shards)
+    return MeasuredTask(batch_size=workload.batch, shards=workload.shards)
 
 
-def by_trainer(workload: Workload, device: torch.device, compiled: bool) -> Iterator[float]:
+def by_trainer(workload: GpuWorkload, device: torch.device, compiled: bool) -> Iterator[float]:
     """Our trainer in one process; the losses as late as by hand."""
     job = Job(
         device=device.type,
@@ -259,7 +259,7 @@ CONTENDERS = {"hand": by_hand, "allranks": by_trainer}
 
 
 def measure(
-    workload: Workload, device: torch.device, compiled: bool, blocks: int, steps: int
+    workload: GpuWorkload, device: torch.device, compiled: bool, blocks: int, steps: int
 ) -> dict[str, Any]:
     """Of each contender: `seconds` of a step in each of `blocks` rounds, in turns, and, where torch
     counts them, `waits` of the host in a step, `launches`, and how long the device works on it."""

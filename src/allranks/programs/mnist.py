@@ -22,7 +22,7 @@ from allranks.programs.mnist_data import (
     TEST,
     TRAINING,
     Collection,
-    Files,
+    DownloadedFiles,
 )
 from allranks.programs.models import mnist_cnn
 from allranks.programs.readers.stream import OnBadRecord
@@ -64,7 +64,7 @@ class Mnist(Task):
     def _labelled(self, images: str, labels: str) -> tuple[Tensor, Tensor]:
         """Images (n, 1, 28, 28) of mean 0 and deviation 1, and labels (n,)."""
         name = type(self).__name__
-        files = Files(self.collection, self.data, self.download, self.on_bad_record, name)
+        files = DownloadedFiles(self.collection, self.data, self.download, self.on_bad_record, name)
         pictures, numbers = files.labelled(images, labels)
         return torch.from_numpy(pictures).unsqueeze(1), torch.from_numpy(numbers)
 

@@ -59,7 +59,7 @@ FASHION = Collection(
 
 
 @dataclass(frozen=True)
-class Files:
+class DownloadedFiles:
     """The files of a collection below `data`; `asked_by` is the task, as errors name it."""
 
     collection: Collection

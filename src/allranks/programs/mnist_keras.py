@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from allranks.programs.keras_starts import adamw, convolution, linear
-from allranks.programs.mnist_data import CLASSES, MNIST, TEST, TRAINING, Files
+from allranks.programs.mnist_data import CLASSES, MNIST, TEST, TRAINING, DownloadedFiles
 from allranks.programs.readers.stream import OnBadRecord
 from allranks.tensorflow import Task
 
@@ -66,6 +66,8 @@ class MnistKeras(Task):
         return {"accuracy": (keras.ops.sum(right), keras.ops.size(right))}
 
     def _labelled(self, images: str, labels: str) -> Labelled:
-        files = Files(MNIST, self.data, self.download, self.on_bad_record, type(self).__name__)
+        files = DownloadedFiles(
+            MNIST, self.data, self.download, self.on_bad_record, type(self).__name__
+        )
         pictures, numbers = files.labelled(images, labels)
         return pictures[..., None], numbers

@@ -29,7 +29,7 @@ _DELAY = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s)")
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkSpeed:
     """What a node can send and receive at once, and how long a packet is under way between two.
 
     `bits_per_s` of 0 is as fast as this machine moves bytes; `source` says who told.
@@ -81,7 +81,7 @@ def parse_delay(text: str, asked: str) -> float:
 
 
 @dataclass(frozen=True)
-class Facts:
+class ModelFacts:
     """`parameters` of the model and the bytes of its buffers; `compute_s` of a step on one rank.
 
     `per_node` is how many ranks each of `nodes` nodes has, 0 where they differ. `busy` is by how
@@ -93,7 +93,7 @@ class Facts:
     compute_s: float
     ranks: int
     nodes: int
-    link: Link
+    link: LinkSpeed
     per_node: int = 1
     buffer_bytes: int = 0
     shards: int = 8
@@ -146,18 +146,18 @@ class Candidate:
         options = self.spec(ranks).options
         return float(options.get("fragments", 1) * options.get("overlap", 0))
 
-    def sent_bytes(self, facts: Facts) -> float:
+    def sent_bytes(self, facts: ModelFacts) -> float:
         """What its card says that the busiest rank sends, on average in a step."""
         spec = self.spec(facts.ranks)
         return float(spec.card.bytes_sent(self._work(facts), spec.options))
 
-    def messages(self, facts: Facts) -> int:
+    def messages(self, facts: ModelFacts) -> int:
         """How many messages a step, or a period, has."""
         if self.sends != "gradients":
             return int(self.spec(facts.ranks).options.get("fragments", 1))
         return max(1, -(-facts.parameters * FP32_BYTES // BUCKET_BYTES))
 
-    def _work(self, facts: Facts) -> Workload:
+    def _work(self, facts: ModelFacts) -> Workload:
         size = facts.parameters * FP32_BYTES
         if self.sends == "weights":
             messages: tuple[int, ...] = (0, size + facts.buffer_bytes, 0, TALLY_BYTES)
@@ -199,7 +199,7 @@ def _coded_bytes(numbers: int, options: Mapping[str, Any]) -> int:
     return round(chunks * (int(options["keep"]) * (INDEX_BITS + bits) / 8 + FP32_BYTES))
 
 
-def candidates(facts: Facts) -> list[Candidate]:
+def candidates(facts: ModelFacts) -> list[Candidate]:
     """All that may be chosen for this job, the least loss of exactness first."""
     several = 1 < facts.per_node < facts.ranks
     groups = f"ddp:reduce=hierarchical(group={facts.per_node})"
@@ -237,7 +237,7 @@ class Learners:
         text = f"{self.name}:every={every}{self.more}"
         return Candidate(text, costs, self.sends, arithmetic_s=self.arithmetic_s)
 
-    def periods(self, facts: Facts) -> list[int]:
+    def periods(self, facts: ModelFacts) -> list[int]:
         """Those which leave a job of a known length enough meetings."""
         longest = float("inf") if facts.steps is None else facts.steps / LEAST_MEETINGS
         return [every for every in self.every if every <= longest]
@@ -312,7 +312,7 @@ class Prediction:
     step_s: float
 
 
-def predicted(candidate: Candidate, facts: Facts) -> Prediction:
+def predicted(candidate: Candidate, facts: ModelFacts) -> Prediction:
     """The seconds of a step of `candidate`, on average over its period."""
     compute = facts.compute_s * facts.busy
     every, through_memory = candidate.period(facts.ranks), facts.nodes == 1
@@ -331,7 +331,7 @@ def predicted(candidate: Candidate, facts: Facts) -> Prediction:
     return Prediction(candidate.text, sent, seconds, hidden, arithmetic, step)
 
 
-def _on_the_link(candidate: Candidate, sent: float, facts: Facts) -> float:
+def _on_the_link(candidate: Candidate, sent: float, facts: ModelFacts) -> float:
     """Seconds until the bytes of a step are through the link of a node."""
     if facts.nodes == 1 or not facts.link.bits_per_s:
         return 0.0
@@ -339,7 +339,7 @@ def _on_the_link(candidate: Candidate, sent: float, facts: Facts) -> float:
     return bits / (facts.link.bits_per_s * OF_THE_LINK)
 
 
-def crossings(candidate: Candidate, facts: Facts) -> float:
+def crossings(candidate: Candidate, facts: ModelFacts) -> float:
     """How many times what the busiest rank sends crosses the link of its node."""
     ranks, nodes = facts.ranks, facts.nodes
     if candidate.route == "ring" or ranks == nodes:
@@ -351,7 +351,7 @@ def crossings(candidate: Candidate, facts: Facts) -> float:
     return 2 * (nodes - 1) / nodes / whole
 
 
-def _hidden(candidate: Candidate, waiting: float, compute: float, facts: Facts) -> float:
+def _hidden(candidate: Candidate, waiting: float, compute: float, facts: ModelFacts) -> float:
     """How much of the time in which only the link is busy passes while ranks compute."""
     if candidate.sends != "gradients":
         under_way = candidate.steps_under_way(facts.ranks) / candidate.period(facts.ranks)
@@ -383,7 +383,7 @@ class Decision:
     asked: str
     did: str
     why: str
-    facts: Facts
+    facts: ModelFacts
     predictions: tuple[Prediction, ...]
     refused: dict[str, str]
 
@@ -393,7 +393,7 @@ class Decision:
 
 
 def choose(
-    asked: str, facts: Facts, *, exact: bool = False, refusal: Allowed = lambda candidate: ""
+    asked: str, facts: ModelFacts, *, exact: bool = False, refusal: Allowed = lambda candidate: ""
 ) -> Decision:
     """The choice for a job; `refusal` says why it cannot have a candidate, "" where it can."""
     refused, able = {}, []
@@ -412,7 +412,7 @@ def choose(
     return Decision(asked, chosen.text, why, facts, rows, refused)
 
 
-def _sentence(chosen: Candidate, its: Prediction, usual: Prediction, facts: Facts) -> str:
+def _sentence(chosen: Candidate, its: Prediction, usual: Prediction, facts: ModelFacts) -> str:
     """The reason, with its arithmetic: what `ddp` would send, and what this does instead."""
     compute = f"{_seconds(facts.compute_s * facts.busy)} of compute"
     if facts.busy > 1:
@@ -458,7 +458,7 @@ class DialRequest:
     """`--strategy auto` as asked: the link, where it is said; whether only EXACT ones will do."""
 
     text: str
-    link: Link | None = None
+    link: LinkSpeed | None = None
     exact: bool = False
 
 
@@ -497,7 +497,7 @@ def parse_dial(text: str) -> DialRequest:
     if "link" in options:
         rate = parse_rate(options["link"], asked)
         one_way_s = parse_delay(options["delay"], asked) if "delay" in options else 0.0
-        link = Link(rate, one_way_s, "said")
+        link = LinkSpeed(rate, one_way_s, "said")
     return DialRequest(text, link, exact)
 
 

@@ -31,7 +31,7 @@ class Piece:
 Micro = tuple[Piece, ...]
 
 
-class Run(NamedTuple):
+class ShardRun(NamedTuple):
     """`pieces` that follow each other, each of `samples`; of shards of one sample if `lone`."""
 
     pieces: int
@@ -39,7 +39,7 @@ class Run(NamedTuple):
     lone: bool
 
 
-Runs = tuple[Run, ...]
+Runs = tuple[ShardRun, ...]
 
 
 @lru_cache(maxsize=256)
@@ -49,7 +49,7 @@ def runs_of(pieces: Micro) -> Runs:
     def kind(piece: Piece) -> tuple[int, bool]:
         return piece.samples, piece.shard_size == 1
 
-    return tuple(Run(len(list(run)), *of) for of, run in groupby(pieces, kind))
+    return tuple(ShardRun(len(list(run)), *of) for of, run in groupby(pieces, kind))
 
 
 @lru_cache(maxsize=64)

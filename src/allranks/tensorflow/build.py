@@ -15,17 +15,17 @@ from numpy.typing import NDArray
 
 from allranks.errors import RequestError
 from allranks.job.job import Job
-from allranks.tensorflow.built import Built
+from allranks.tensorflow.built import BuiltKerasModel
 from allranks.tensorflow.machine import described
 from allranks.tensorflow.step.layers import swap_layers
-from allranks.tensorflow.strategies.base import Strategy
+from allranks.tensorflow.strategies.base import TensorFlowStrategy
 from allranks.training.keras_task import Task
 
 SUMS = "_all_reduce_sum_gradients"
 OPTIMIZER = "optimizer() of the task"
 
 
-def build(task: Task, job: Job, strategy: Strategy) -> Built:
+def build(task: Task, job: Job, strategy: TensorFlowStrategy) -> BuiltKerasModel:
     """Build under the scope of a strategy; every rank calls this, and draws the same weights."""
     keras.utils.set_random_seed(job.seed % 2**32)
     with strategy.scope():
@@ -39,7 +39,7 @@ def build(task: Task, job: Job, strategy: Strategy) -> Built:
         take_sums_as_they_are(optimizer)
     rate = optimizer._learning_rate
     is_schedule = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
-    return Built(model, optimizer, swapped, None if is_schedule else float(rate.numpy()))
+    return BuiltKerasModel(model, optimizer, swapped, None if is_schedule else float(rate.numpy()))
 
 
 def take_sums_as_they_are(optimizer: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Built:
+class BuiltKerasModel:
     """A model and its optimizer; `swapped` names the layers that were swapped in.
 
     `made_rate` is the learning rate as the task made it, before any step; `None` where a schedule

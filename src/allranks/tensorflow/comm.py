@@ -59,7 +59,7 @@ def translated() -> Iterator[None]:
 
 
 @dataclass
-class Comm:
+class ReplicaComm:
     """The ranks that work together, seen from one of them, over `distribution`."""
 
     rank: int = 0

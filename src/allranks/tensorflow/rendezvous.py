@@ -2,10 +2,10 @@
 
 Every one binds a port, and hears those of all: on one machine through a file in the run folder, on
 several nodes through the socket that the launcher gave to the leader. TensorFlow's own server
-listens at the port then; it is held for it until it does (`Held.close`).
+listens at the port then; it is held for it until it does (`ReservedPorts.close`).
 
 Who has its part of the last sum may still be read from by others, so nobody leaves before all have
-theirs (`Held.part`); a collective of TensorFlow cannot say that of itself.
+theirs (`ReservedPorts.part`); a collective of TensorFlow cannot say that of itself.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PARTING = "parting"
 WENT_AWAY = "another process went away while the ranks met"
 
 
-class Exchange(Protocol):
+class ProcessExchange(Protocol):
     """A way for all processes to tell each other something once under one word."""
 
     def all(self, word: str, own: Any) -> list[Any]:
@@ -52,11 +52,11 @@ class Exchange(Protocol):
 
 
 @dataclass
-class Held:
+class ReservedPorts:
     """The `host:port` of all processes, in order; the own port is held until `close`."""
 
     addresses: list[str]
-    _exchange: Exchange
+    _exchange: ProcessExchange
     _port: ExitStack = field(default_factory=ExitStack)
 
     def close(self) -> None:
@@ -70,7 +70,7 @@ class Held:
         self._exchange.close()
 
 
-def meet(world: World) -> Held:
+def meet(world: World) -> ReservedPorts:
     """Bind a port, and exchange it with the other processes of `world`; every one calls this.
 
     Raises `PeerLost` if one of them does not come.
@@ -80,7 +80,7 @@ def meet(world: World) -> Held:
         exchange = _exchange_of(world)
         told = exchange.all("address", [exchange.host, port])
         addresses = [f"{host}:{number}" for host, number in told]
-        return Held(addresses, exchange, stack.pop_all())
+        return ReservedPorts(addresses, exchange, stack.pop_all())
 
 
 def _exchange_of(world: World) -> _Alone | _ByFile | _AsLeader | _ByLeader:

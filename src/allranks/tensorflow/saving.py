@@ -31,7 +31,7 @@ from allranks.tensorflow.build import (
     unique_names,
     values_of,
 )
-from allranks.tensorflow.built import Built
+from allranks.tensorflow.built import BuiltKerasModel
 from allranks.training.engine.saved_job import SavedJob
 from allranks.training.keras_task import Task
 
@@ -39,10 +39,10 @@ from allranks.training.keras_task import Task
 # The state of a training as arrays by name: the variables of the model, and of its optimizer.
 
 
-class State:
+class KerasVariables:
     """Reads and sets the variables of what was built."""
 
-    def __init__(self, built: Built) -> None:
+    def __init__(self, built: BuiltKerasModel) -> None:
         self._built = built
         rate = built.optimizer._learning_rate  # the task makes it, so it stands apart
         self._kept = unique_names(v for v in built.optimizer.variables if v is not rate)
@@ -96,7 +96,7 @@ INSTRUCTIONS = (
 """Of a processor, those that TensorFlow chooses its kernels by."""
 
 
-class Saving:
+class TensorFlowSaving:
     """The checkpoints of one training, in the run folder of its job. Every rank makes one."""
 
     def __init__(
@@ -104,7 +104,7 @@ class Saving:
         task: Task,
         job: Job,
         comm: Ranks,
-        state: State,
+        state: KerasVariables,
         attempt: int,
         reach: Callable[[str, int], None],
         report: Callable[..., None],

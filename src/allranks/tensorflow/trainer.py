@@ -28,27 +28,27 @@ from allranks.launcher.world import World
 from allranks.strategies.resolve import resolved_strategy
 from allranks.strategies.roles import TRAINER
 from allranks.tensorflow.build import build, let_sum_again, names_of, value_of, values_of
-from allranks.tensorflow.built import Built
-from allranks.tensorflow.data.batches import Batch
-from allranks.tensorflow.data.task_data import TaskData
+from allranks.tensorflow.built import BuiltKerasModel
+from allranks.tensorflow.data.batches import ReplicaBatch
+from allranks.tensorflow.data.task_data import KerasTaskData
 from allranks.tensorflow.machine import (
     check_backend,
     check_task_limits,
     flip_one_bit,
     set_arithmetic,
 )
-from allranks.tensorflow.saving import Saving, State, digest_of_state
+from allranks.tensorflow.saving import KerasVariables, TensorFlowSaving, digest_of_state
 from allranks.tensorflow.step.inputs import StepInputs, StepSums
 from allranks.tensorflow.step.layers import restore_layers, shard_norms
 from allranks.tensorflow.step.step import Graphs, StepResultBuilder
-from allranks.tensorflow.strategies.base import Strategy, StrategyContext
+from allranks.tensorflow.strategies.base import TensorFlowContext, TensorFlowStrategy
 from allranks.training.callback import Callback, around_evaluation
 from allranks.training.engine.between_steps import BetweenSteps, StopAgreement, total_steps
 from allranks.training.engine.saved_job import CallbackStates
 from allranks.training.evaluation_plan import EvaluationPlan
 from allranks.training.keras_task import Task
 from allranks.training.order import random_key
-from allranks.training.progress import Asked, Progress, StepResult
+from allranks.training.progress import Progress, RankRequests, StepResult
 from allranks.training.task_fields import check_task
 
 # --- user variables ------------------------------------------------------------------------------
@@ -121,12 +121,12 @@ class Trainer:
         try:
             self.strategy = _made_strategy(task, self.job, self.world)
             self.comm = self.strategy.comm
-            self.built: Built = build(task, self.job, self.strategy)
+            self.built: BuiltKerasModel = build(task, self.job, self.strategy)
             self.strategy.check(self.built)
             self.results = StepResultBuilder(self.job, "rank" if self.comm.size > 1 else "replica")
             self.graphs = self._made_graphs()
             self.own_writes = OwnWrites(self.built.model)
-            self.task_data = TaskData(task, self.job, self.strategy, self.built.model)
+            self.task_data = KerasTaskData(task, self.job, self.strategy, self.built.model)
             self.faults.corrupt = lambda: flip_one_bit(self.built.model.trainable_variables[0])
             self.faults.poison = self._poison_next
             self._saving = self._made_saving(report) if self.job.run_dir else None
@@ -152,16 +152,20 @@ class Trainer:
             updates_bad=self.results.updates_bad,
         )
 
-    def _made_state(self) -> State:
-        return State(self.built)
+    def _made_state(self) -> KerasVariables:
+        return KerasVariables(self.built)
 
-    def _made_saving(self, report: Callable[..., None]) -> Saving:
+    def _made_saving(self, report: Callable[..., None]) -> TensorFlowSaving:
         attempt, reach = self.world.attempt, self.faults.reach
-        return Saving(self.task, self.job, self.comm, self._made_state(), attempt, reach, report)
+        return TensorFlowSaving(
+            self.task, self.job, self.comm, self._made_state(), attempt, reach, report
+        )
 
     # --- the loop -------------------------------------------------------------------------
 
-    def batches(self, epochs: int | None = None, steps: int | None = None) -> Iterator[Batch]:
+    def batches(
+        self, epochs: int | None = None, steps: int | None = None
+    ) -> Iterator[ReplicaBatch]:
         """This rank's part of the global batches that come next, up to the end of the training.
 
         `epochs` and `steps` count from the start of the job; the defaults are the task's epochs
@@ -181,12 +185,12 @@ class Trainer:
                 return
             yield batch
 
-    def calls(self) -> Iterator[list[Batch]]:
+    def calls(self) -> Iterator[list[ReplicaBatch]]:
         """The batches that come next, in groups for one call of TensorFlow (`--steps-per-call`).
 
         A group is cut alike throughout, ends with its epoch, and where the job evaluates or saves.
         """
-        group: list[Batch] = []
+        group: list[ReplicaBatch] = []
         for batch in self.batches():
             if group and not _alike(batch, group[0]):
                 yield group
@@ -200,18 +204,18 @@ class Trainer:
         if group:
             yield group
 
-    def _is_due_after(self, batch: Batch) -> bool:
+    def _is_due_after(self, batch: ReplicaBatch) -> bool:
         every = [self.job.checkpoint_every]
         if self.job.eval_every.isdecimal():
             every.append(int(self.job.eval_every))
         return any(n is not None and (batch.index + 1) % n == 0 for n in every)
 
-    def step(self, batch: Batch) -> StepResult:
+    def step(self, batch: ReplicaBatch) -> StepResult:
         """One optimizer step on one global batch; all ranks call this. Sends what the card says."""
         (result,) = self.steps([batch])
         return result
 
-    def steps(self, batches: list[Batch]) -> list[StepResult]:
+    def steps(self, batches: list[ReplicaBatch]) -> list[StepResult]:
         """Several steps in one call of TensorFlow, on batches that are cut alike."""
         first = batches[0]
         assert all(_alike(batch, first) for batch in batches), "the batches of a call are cut alike"
@@ -221,7 +225,7 @@ class Trainer:
             self.graphs.probe.begin(first)
         for batch in batches:
             self.faults.reach("step", batch.index)
-        asked = Asked(self.heartbeat.wants_stop, self.heartbeat.wants_save())
+        asked = RankRequests(self.heartbeat.wants_stop, self.heartbeat.wants_save())
         says = [self._says(batch, number, asked) for number, batch in enumerate(batches)]
         data = self._fed(batches)
         self.own_writes.before_step()
@@ -237,7 +241,7 @@ class Trainer:
             self.faults.reach("stepped", batch.index)
         return results
 
-    def _says(self, batch: Batch, number: int, asked: Asked) -> StepInputs:
+    def _says(self, batch: ReplicaBatch, number: int, asked: RankRequests) -> StepInputs:
         rate, update = 0.0, self.progress.updates + number
         if self.graphs.has_schedule:
             assert self.built.made_rate is not None
@@ -253,7 +257,7 @@ class Trainer:
             poison=self._poison,
         )
 
-    def _fed(self, batches: list[Batch]) -> Any:
+    def _fed(self, batches: list[ReplicaBatch]) -> Any:
         parts: list[Any] = [batch.parts for batch in batches]
         if len(parts) == 1:
             return self.strategy.feed(parts[0])
@@ -264,7 +268,7 @@ class Trainer:
             ]
         )
 
-    def _taken(self, batch: Batch, found: StepSums) -> StepResult:
+    def _taken(self, batch: ReplicaBatch, found: StepSums) -> StepResult:
         """What a step has given, judged; the progress moves."""
         result = self.results.result(batch, found)
         self.progress = self.progress.after(result, batch.epoch, batch.step_in_epoch)
@@ -358,7 +362,7 @@ class Trainer:
             self._give_back()
 
 
-def _alike(one: Batch, other: Batch) -> bool:
+def _alike(one: ReplicaBatch, other: ReplicaBatch) -> bool:
     """Whether two batches can go in one call, by what all ranks know of them: sizes, not own parts.
 
     Of a `tf.data.Dataset` all ranks see the same, so there the lengths of what it pads count too.
@@ -376,7 +380,7 @@ def _for_world(job: Job, world: World) -> Job:
     return dataclasses.replace(job, engine=TENSORFLOW, ranks=ranks, strategy=str(spec))
 
 
-def _made_strategy(task: Task, job: Job, world: World) -> Strategy:
-    context = StrategyContext(task, job, world, job.strategy_spec.options)
-    made: Strategy = load(STRATEGIES[TENSORFLOW][job.strategy_spec.name])(context)
+def _made_strategy(task: Task, job: Job, world: World) -> TensorFlowStrategy:
+    context = TensorFlowContext(task, job, world, job.strategy_spec.options)
+    made: TensorFlowStrategy = load(STRATEGIES[TENSORFLOW][job.strategy_spec.name])(context)
     return made

@@ -15,7 +15,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from allranks.checkpoint.array_snapshot import Snapshot
+from allranks.checkpoint.array_snapshot import ArraySnapshot
 from allranks.checkpoint.tensor_file import digest_of_weights
 from allranks.job.job import Job
 from allranks.job.place import BUFFER, OPTIMIZER, PARAMETER, Placed, write_placement
@@ -24,10 +24,10 @@ from allranks.launcher.world import World
 from allranks.strategies.roles import EVALUATOR, WORKER
 from allranks.tensorflow.build import Array, copies_of, names_of, unique_names
 from allranks.tensorflow.comm import meant_by
-from allranks.tensorflow.data.batches import Batch
+from allranks.tensorflow.data.batches import ReplicaBatch
 from allranks.tensorflow.machine import check_task_limits, set_threads
 from allranks.tensorflow.parameter_server.server import CHIEF, SERVER, evaluate_checkpoints, serve
-from allranks.tensorflow.parameter_server.trainer import ServedTrainer
+from allranks.tensorflow.parameter_server.trainer import ChiefTrainer
 from allranks.tensorflow.saving import facts
 from allranks.tensorflow.step.inputs import MAGNITUDE
 from allranks.tensorflow.strategies.parameter_server import pieces_of
@@ -89,7 +89,7 @@ def short_name(device: str) -> str:
 # weight, another one a buffer; the states of random streams are neither.
 
 
-class Trace(trace.Trace[Array]):
+class ReplicaTrace(trace.TraceWriter[Array]):
     """Writes the trace of the replicas of one process. It is the probe of the graphs of its steps.
 
     `steps` is how many the job is to make: as asked, or as many as the space for tensors allows.
@@ -128,7 +128,7 @@ class Trace(trace.Trace[Array]):
         for name, arrays in parts.items():
             self.keep(replica, name, arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
 
-    def ids(self, batch: Batch) -> list[list[int]]:
+    def ids(self, batch: ReplicaBatch) -> list[list[int]]:
         """The samples of each replica; those of a `tf.data.Dataset` have no number."""
         counts = [sum(p.samples for micro in own for p in micro) for own in batch.cut.pieces]
         return [part.tolist() for part in np.split(batch.ids, np.cumsum(counts)[:-1])]
@@ -179,7 +179,7 @@ def evaluate(job: Job, world: World, events: JsonLines) -> None:
     evaluate_checkpoints(load_task(job), job, world, events)
 
 
-class RecordPlacement(Callback):
+class RecordReplicaPlacement(Callback):
     """Before the first step: what this process holds, into the run folder."""
 
     def on_start(self, trainer: Trainer) -> None:
@@ -197,10 +197,10 @@ class TensorFlowRank(RankProgram[Trainer]):
 
     def make_trainer(self, task: Task, **more: Any) -> Trainer:
         """The trainer, with what traces it; of a chief the one that hands its steps out."""
-        kind = ServedTrainer if self.world.role == CHIEF else Trainer
+        kind = ChiefTrainer if self.world.role == CHIEF else Trainer
         trainer = kind(task, self.job, world=self.world, **more)
         if self.job.trace:
-            trace = Trace(self.record.run_dir / "trace", trainer)
+            trace = ReplicaTrace(self.record.run_dir / "trace", trainer)
             trainer.graphs.probe = trace
             trainer.callbacks.insert(0, trace)
             trainer.job = dataclasses.replace(trainer.job, steps=trace.steps)
@@ -208,7 +208,7 @@ class TensorFlowRank(RankProgram[Trainer]):
 
     def callbacks(self) -> list[Callback]:
         """Who hears of the steps: the placement, which needs no update, and the record."""
-        return [RecordPlacement(), self.record]
+        return [RecordReplicaPlacement(), self.record]
 
     def placement(self, trainer: Trainer) -> Iterable[Placed]:
         """What this process holds; the optimizer has all its variables."""
@@ -218,7 +218,7 @@ class TensorFlowRank(RankProgram[Trainer]):
         """`weights.safetensors`, of a copy of all weights."""
         if not self.world.is_leader:
             return
-        taken = Snapshot()
+        taken = ArraySnapshot()
         taken.take(dict(trainer.weights()))
         parts = taken.layout.header, taken.data
         keeping.whole(

@@ -14,14 +14,14 @@ from allranks.errors import Interrupted, PlaceError, RequestError
 from allranks.job.place import RankPlacement, read_placements
 from allranks.job.run_folder import rank_log_path
 from allranks.launcher.fault_report import first_fault, user_error
-from allranks.launcher.plan import STORE, Plan, RankPlan
+from allranks.launcher.plan import STORE, LaunchPlan, RankPlan
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.leftovers import scratch_folder
 from allranks.launcher.processes.process import Process
 from allranks.launcher.supervisor import supervise
 
 
-def place_ranks(plan: Plan, server: ForkServer) -> list[RankPlacement]:
+def place_ranks(plan: LaunchPlan, server: ForkServer) -> list[RankPlacement]:
     """What each rank holds; raises as a job would whose ranks cannot be set up."""
     if not plan.process_set.are_all_trainers:
         raise RequestError(
@@ -46,7 +46,7 @@ def place_ranks(plan: Plan, server: ForkServer) -> list[RankPlacement]:
     return found
 
 
-def _process(plan: Plan, rank: RankPlan, run_dir: Path) -> Process:
+def _process(plan: LaunchPlan, rank: RankPlan, run_dir: Path) -> Process:
     job = dataclasses.replace(plan.job, run_dir=str(run_dir))
     store = str(run_dir / STORE) if rank.world.store else ""
     world = dataclasses.replace(rank.world, store=store)

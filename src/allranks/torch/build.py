@@ -142,7 +142,7 @@ WHOLE_PASSES = frozenset(
 
 
 @dataclass(frozen=True)
-class Built:
+class BuiltModel:
     """A model; the names of its layers that were swapped, those of weights that `pretrained` does
     not name (`None` if there is no such thing), and what takes changes of its methods back. If it
     lies on meta, how its tensors are computed; if that was not possible, why."""
@@ -155,14 +155,14 @@ class Built:
     why_whole: str = ""
 
 
-def build_model(task: Task, job: Job, scope: Scope, strategy: Strategy) -> Built:
+def build_model(task: Task, job: Job, scope: Scope, strategy: Strategy) -> BuiltModel:
     """The model of `task` on the device of this rank; raises `RequestError`. No communication.
 
     For a strategy that `builds_deferred` it lies on meta, and `recorded` computes its tensors;
     where that cannot be done it is whole all the same, and `why_whole` says why.
     """
 
-    def build() -> Built:
+    def build() -> BuiltModel:
         return _built(task, job, scope, strategy.built_with)
 
     if not strategy.builds_deferred:
@@ -171,7 +171,7 @@ def build_model(task: Task, job: Job, scope: Scope, strategy: Strategy) -> Built
     return dataclasses.replace(found.built, recorded=found.recorded, why_whole=found.why)
 
 
-def _built(task: Task, job: Job, scope: Scope, precision: Precision) -> Built:
+def _built(task: Task, job: Job, scope: Scope, precision: Precision) -> BuiltModel:
     seed_generators(job.seed)
     torch.manual_seed(job.seed)
     floatx = "float64" if precision.parameters == torch.float64 else "float32"
@@ -194,8 +194,8 @@ def _built(task: Task, job: Job, scope: Scope, precision: Precision) -> Built:
     swap_keras_layers(model, scope, swapped)
     swap_tables(model, scope, swapped)
     if job.activation_checkpointing:
-        return Built(model, swapped, missing, recompute_blocks(task, model, scope))
-    return Built(model, swapped, missing)
+        return BuiltModel(model, swapped, missing, recompute_blocks(task, model, scope))
+    return BuiltModel(model, swapped, missing)
 
 
 def _fill(model: nn.Module, given: Any) -> list[str]:

@@ -29,7 +29,7 @@ from allranks.job.job import Job
 from allranks.launcher.heartbeat import Heartbeat
 from allranks.launcher.world import Visible, World, tasks_not_started
 from allranks.torch.batchnorm.across_ranks import whole_norm
-from allranks.torch.build import Built, build_model, build_strategy, job_for, restore_layers
+from allranks.torch.build import BuiltModel, build_model, build_strategy, job_for, restore_layers
 from allranks.torch.checkpoint.saving import Saving, contents_of, digest_of_state
 from allranks.torch.checkpoint.state import copied, random_streams, set_random_streams
 from allranks.torch.comm.join import join
@@ -40,7 +40,7 @@ from allranks.torch.keras.task import torch_task
 from allranks.torch.limits import check_limits
 from allranks.torch.machine import device_of, flip_one_bit, notes_on_sharing, notes_on_torch
 from allranks.torch.model.compiling import compile_passes
-from allranks.torch.model.flops import Meter, peak_of
+from allranks.torch.model.flops import FlopsMeter, peak_of
 from allranks.torch.model.initialising import initialise
 from allranks.torch.model.layers import Scope
 from allranks.torch.model.placement import notes_on
@@ -49,7 +49,7 @@ from allranks.torch.optimizers.made import with_recipe
 from allranks.torch.shared_memory.backend import notes_on_backend
 from allranks.torch.step.bad_step import guard_of
 from allranks.torch.step.deferred_results import notes_on_update
-from allranks.torch.step.in_flight import OnSteps, Steps
+from allranks.torch.step.in_flight import InFlightSteps, OnSteps
 from allranks.torch.step.trainable import check_no_scheduler
 from allranks.torch.step.user_buffers import written_in_forward
 from allranks.torch.task import Task, task_of_parts
@@ -60,7 +60,7 @@ from allranks.training.engine.between_steps import BetweenSteps, StopAgreement, 
 from allranks.training.engine.saved_job import CallbackStates
 from allranks.training.evaluation_plan import EvaluationPlan
 from allranks.training.keras_task import Task as KerasTask
-from allranks.training.progress import Asked, Progress, StepResult
+from allranks.training.progress import Progress, RankRequests, StepResult
 from allranks.training.task_fields import check_task
 
 # --- loop ----------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ def nothing_left(asked: Sequence[str], done: Progress) -> RequestError:
 # What a training has taken of its process: groups, threads, swapped layers, switches.
 
 
-class Taken:
+class ResourceStack:
     """Gives back at the end, the last taken first; all of it, whatever one of them raises."""
 
     def __init__(self) -> None:
@@ -210,8 +210,8 @@ class Trainer(OnSteps):
         here = self.world
         self.heartbeat = Heartbeat(here.heartbeat, here.local_rank, here.local_size)
         self.faults = Faults.of(self.job.inject, self.world.rank, self.world.restarts)
-        self.meter = Meter(self.job, peak_of(self.job, self.device))
-        self._taken = Taken()
+        self.meter = FlopsMeter(self.job, peak_of(self.job, self.device))
+        self._taken = ResourceStack()
         try:
             self._take(report)
         except BaseException as error:
@@ -281,7 +281,7 @@ class Trainer(OnSteps):
         if not done.batch_index and self.task.overrides("initialise"):
             initialise(self.strategy, batch)
         step = self.strategy.step
-        step.asked = Asked.of(self.heartbeat.wants_stop, self.heartbeat.wants_save())
+        step.asked = RankRequests.of(self.heartbeat.wants_stop, self.heartbeat.wants_save())
         if self._saving is not None:
             self._saving.look_at_rates()
         self.witness.before_step(batch, self.task_data.opened, self.settle)
@@ -455,7 +455,7 @@ class Trainer(OnSteps):
         taken.left_by(self.strategy.leave)
         self.built = self._place_model()
         step, plan = self.strategy.step, self.evaluation_plan
-        self._steps = Steps(self.strategy, job, lambda: plan.rate_factor)
+        self._steps = InFlightSteps(self.strategy, job, lambda: plan.rate_factor)
         check_limits(task, job, self.strategy)
         whole = whole_norm(task, self.strategy.data, self._scope, self.built.swapped)
         if whole is not None:
@@ -482,7 +482,7 @@ class Trainer(OnSteps):
         states = CallbackStates(self.callbacks, ranks, digest_of_state, kept_by, report)
         self._between = BetweenSteps(self._saving, ending, self.guard, scale, states, self.witness)
 
-    def _place_model(self) -> Built:
+    def _place_model(self) -> BuiltModel:
         """Build the model and hand it to the strategy."""
         built = build_model(self.task, self.job, self._scope, self.strategy)
         self._taken.undone_by(partial(restore_layers, built.model))

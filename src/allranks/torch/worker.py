@@ -40,7 +40,7 @@ from allranks.torch.parameter_server.working.worker import work
 from allranks.torch.shared_memory.backend import told_of
 from allranks.torch.task import Task
 from allranks.torch.trainer import Trainer
-from allranks.torch.witness.trace import Trace
+from allranks.torch.witness.trace import RankTrace
 from allranks.training.callback import Callback
 from allranks.training.keras_task import Task as KerasTask
 from allranks.training.progress import StepResult
@@ -275,7 +275,7 @@ class TorchRank(RankProgram[Trainer]):
         trainer = LEADERS.get(self.world.role, Trainer)(task, self.job, world=self.world, **more)
         if self.job.trace:
             folder = self.record.run_dir / "trace"
-            trace = Trace(folder, self.world.rank, trainer.strategy, self.job)
+            trace = RankTrace(folder, self.world.rank, trainer.strategy, self.job)
             trainer.callbacks.insert(0, trace)
             trainer.job = dataclasses.replace(trainer.job, steps=trace.steps)
         return trainer

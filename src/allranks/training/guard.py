@@ -26,7 +26,7 @@ ENOUGH = 20  # of them, before anything is called a spike
 SKIPPED_IN_A_ROW = 20
 
 
-class Batch(Protocol):
+class BatchPosition(Protocol):
     """What is known of a global batch here: which step of the job it is."""
 
     @property
@@ -42,7 +42,7 @@ class Bad:
 
 
 @dataclass(frozen=True)
-class Finding:
+class BadStepFinding:
     """One thing that was found of a bad step; `rank` `None`: it is the same on all of them.
 
     `size` is the length of a gradient. With `is_verb` the text goes on after the name of the rank.
@@ -60,7 +60,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StepVerdict:
     """What is done with a step, and what there is to say of a bad one: also rank by rank."""
 
     text: str = ""
@@ -75,7 +75,7 @@ class Guard:
         self,
         policy: str = "stop",
         spike: float | None = None,
-        find: Callable[[Any, bool], Sequence[Finding]] = lambda batch, spiked: (),
+        find: Callable[[Any, bool], Sequence[BadStepFinding]] = lambda batch, spiked: (),
     ) -> None:
         self.policy, self.spike, self.find = policy, spike, find
         self.skipped_in_a_row = 0
@@ -100,14 +100,14 @@ class Guard:
         self.skipped_in_a_row = 0
         return None
 
-    def decide(self, batch: Batch, bad: Bad) -> Verdict:
+    def decide(self, batch: BatchPosition, bad: Bad) -> StepVerdict:
         """What is done with this step; all ranks that share weights call this. Raises `BadStep`."""
         found = self.find(batch, bad.spiked)
         text = "; ".join(dict.fromkeys([f"step {batch.index}: {bad.what}", *map(str, found)]))
         culprits = tuple((one.rank, one.text) for one in found if one.rank is not None)
         if self.policy == "warn":
             self.skipped_in_a_row = 0
-            return Verdict(text, update=True, culprits=culprits)
+            return StepVerdict(text, update=True, culprits=culprits)
         if self.policy == "stop":
             raise BadStep(
                 f"{text}. Nothing was updated. Started again, it would go bad again: mend the data "
@@ -119,7 +119,7 @@ class Guard:
                 f"{text}. It is the last of {SKIPPED_IN_A_ROW} bad steps in a row, which were all "
                 "skipped: nothing is learnt any more."
             )
-        return Verdict(text, update=False, culprits=culprits)
+        return StepVerdict(text, update=False, culprits=culprits)
 
     def state(self) -> dict[str, Any]:
         """What later decisions depend on, as plain values."""
@@ -166,7 +166,7 @@ def _not_finite(loss: float, norm: float) -> str:
     return " and ".join(wrong)
 
 
-def weightless(batch: Batch, weight: float) -> RequestError:
+def weightless(batch: BatchPosition, weight: float) -> RequestError:
     """The error for a global batch whose samples weigh nothing."""
     return RequestError(
         asked=f"step {batch.index} of the job",

@@ -69,19 +69,19 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Asked:
+class RankRequests:
     """What the supervisor wants of this rank, for all ranks to hear with the step."""
 
     stop: bool = False
     save: bool = False
 
     @staticmethod
-    def of(stop: bool, save: bool) -> Asked:
+    def of(stop: bool, save: bool) -> RankRequests:
         """The same; in almost every step it is `NOTHING`, which is made once."""
-        return Asked(stop, save) if stop or save else NOTHING
+        return RankRequests(stop, save) if stop or save else NOTHING
 
 
-NOTHING = Asked()
+NOTHING = RankRequests()
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class StepResult:
     learning_rate: float
     updated: bool
     grad_norm: float | None = None
-    asked: Asked = NOTHING
+    asked: RankRequests = NOTHING
     bad: str = ""
     loss_scale: float | None = None
     overflow: bool = False

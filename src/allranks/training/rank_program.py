@@ -24,7 +24,7 @@ from allranks.job.program import Reads, program_facts
 from allranks.job.run_folder import JsonLines, rank_events_path
 from allranks.launcher.world import World
 from allranks.training.callback import Callback
-from allranks.training.engine.trainer import Loop, Trainer
+from allranks.training.engine.trainer import EngineTrainer, Loop
 from allranks.training.progress import StepResult
 from allranks.training.record.failure import exit_code_of, failure_of
 from allranks.training.record.keeping import Keeping
@@ -94,7 +94,7 @@ class RankRecord(Callback):
         self._reached_s: float | None = None
         self._looked_at = time.monotonic()
 
-    def open(self, trainer: Trainer, resumed_from: int | None) -> None:
+    def open(self, trainer: EngineTrainer, resumed_from: int | None) -> None:
         """Before the first step: the leader's files, without what came after the checkpoint."""
         agreement = trainer.job.strategy_spec.card.agreement
         self._trains_apart = not agreement.is_one_training
@@ -109,7 +109,7 @@ class RankRecord(Callback):
         """The time of the training counts from here."""
         self._began_at = self._last_step_at = time.perf_counter()
 
-    def on_start(self, trainer: Trainer) -> None:
+    def on_start(self, trainer: EngineTrainer) -> None:
         """Watch the phases of the steps, if the job asks for that."""
         if PHASES in logs_of(self.job):
             world = self.world
@@ -134,14 +134,14 @@ class RankRecord(Callback):
         """What the logs were given is in their files; nobody waits for a step that is unread."""
         self._logs.fail()
 
-    def on_save(self, trainer: Trainer) -> None:
+    def on_save(self, trainer: EngineTrainer) -> None:
         """No step is saved that the metrics do not know."""
         self._write()
         if self._metrics is not None:
             self._metrics.flush()
         self._logs.flush()
 
-    def on_evaluation(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+    def on_evaluation(self, trainer: EngineTrainer, metrics: dict[str, float]) -> None:
         """Record an evaluation on the way: the leader's, or each rank's own."""
         self._write()
         step, best = trainer.progress.batch_index, trainer.evaluation_plan.is_best
@@ -151,7 +151,7 @@ class RankRecord(Callback):
             self.events.event("evaluated", step=step, metrics=metrics, best=best)
         self._logs.evaluation(step, metrics)
 
-    def on_step(self, trainer: Trainer, batch: Any, result: StepResult) -> None:
+    def on_step(self, trainer: EngineTrainer, batch: Any, result: StepResult) -> None:
         """Record a step, and the one before it if that was unread: nobody waits for the device."""
         self._write()
         self._last_step_at = time.perf_counter()
@@ -187,7 +187,7 @@ class RankRecord(Callback):
                 file.was_removed = False
                 self.keeping.removed(file.path.name)
 
-    def samples_per_s(self, trainer: Trainer) -> float | None:
+    def samples_per_s(self, trainer: EngineTrainer) -> float | None:
         """The samples of all ranks in a second, up to the last step; every rank calls this."""
         seen = trainer.progress.samples_seen - self._seen_before
         if self._trains_apart:  # each rank has counted its own
@@ -195,7 +195,7 @@ class RankRecord(Callback):
         return seen / (self._last_step_at - self._began_at) if seen else None
 
     def summary(
-        self, trainer: Trainer, evaluation: dict[str, float], sha256: str | None
+        self, trainer: EngineTrainer, evaluation: dict[str, float], sha256: str | None
     ) -> dict[str, Any]:
         """What the event `done` says of a training, whatever engine made it."""
         return {
@@ -220,7 +220,7 @@ class RankRecord(Callback):
             **self.keeping.to_data(),
         }
 
-    def _until(self, trainer: Trainer) -> dict[str, Any] | None:
+    def _until(self, trainer: EngineTrainer) -> dict[str, Any] | None:
         """When `--until` was reached, in seconds since the first step began.
 
         Evaluations until then are in it. A training that was resumed does not know the seconds.
@@ -233,7 +233,7 @@ class RankRecord(Callback):
 
 DIGEST_LIMIT_BYTES = 16 * 2**30
 
-T = TypeVar("T", bound=Trainer)
+T = TypeVar("T", bound=EngineTrainer)
 Role = Callable[[Job, World, JsonLines], None]
 
 

@@ -22,7 +22,7 @@ from allranks.training.task_fields import TaskFields, plain_fields
 
 
 @dataclass(frozen=True)
-class Changes:
+class ResumeChanges:
     """What is not as it was, name -> [was, is]: of the job and its task, and of what is around."""
 
     job: dict[str, list[Any]]
@@ -49,7 +49,7 @@ def about_of(
 
 def changes_since(
     loaded: Loaded, task: TaskFields, job: Job, facts: dict[str, Any], deciding: Iterable[str]
-) -> Changes:
+) -> ResumeChanges:
     """What has changed since a checkpoint was made; raises `RequestError` for another job.
 
     `deciding` are the facts that decide which bits come out.
@@ -58,7 +58,7 @@ def changes_since(
     base = Base(loaded.path, False, was, was.get("task", {}))
     fields = changed_fields(base, plain_fields(task))
     of_job = {**changed(base, job), **fields}
-    return Changes(of_job, differing(loaded.manifest.facts, facts, deciding, job.bitwise))
+    return ResumeChanges(of_job, differing(loaded.manifest.facts, facts, deciding, job.bitwise))
 
 
 def differing(

@@ -220,7 +220,7 @@ def checkpoints_to_evaluate(
     That of the end is among them, although the leader is done by then. The event of an evaluation
     has the step and the digest; of one that is damaged there is the event `checkpoint_skipped`.
     """
-    looks = Looks(run_dir / CHECKPOINTS, _evaluated_before(run_dir, world.rank), events)
+    looks = CheckpointWatch(run_dir / CHECKPOINTS, _evaluated_before(run_dir, world.rank), events)
     while True:
         is_last = heartbeat.wants_stop or _has_ended(run_dir, world.attempt)  # before it looks
         heartbeat.enter("exchange")
@@ -233,7 +233,7 @@ def checkpoints_to_evaluate(
         time.sleep(LOOK_S)
 
 
-class Looks:
+class CheckpointWatch:
     """Looks at the newest checkpoint in `checkpoints`, and reads each once; `done` were judged."""
 
     def __init__(self, checkpoints: Path, done: set[Judged], events: JsonLines) -> None:

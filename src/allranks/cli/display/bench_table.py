@@ -17,8 +17,8 @@ from rich.table import Table
 from allranks.cli.display.progress import DUMB_TERMINALS, say
 from allranks.errors import printable
 from allranks.job.units import format_bytes
-from allranks.tools.bench.measuring import Watcher
-from allranks.tools.bench.plan import Combination, Plan
+from allranks.tools.bench.measuring import BenchWatcher
+from allranks.tools.bench.plan import BenchPlan, Combination
 from allranks.tools.bench.reading import Measured
 from allranks.tools.bench.statistics import interval
 from allranks.tools.bench.tables import with_reach
@@ -29,7 +29,7 @@ EVERY_S = 0.5
 class BenchTable:
     """What is known so far, a line for each combination."""
 
-    def __init__(self, plan: Plan, refused: dict[Combination, str]) -> None:
+    def __init__(self, plan: BenchPlan, refused: dict[Combination, str]) -> None:
         self.plan, self.refused = plan, refused
         self.speeds: dict[Combination, list[float]] = defaultdict(list)
         self.last: dict[Combination, Measured] = {}
@@ -47,9 +47,9 @@ class BenchTable:
         self._live = Live(console=console, auto_refresh=False, get_renderable=self.drawn)
         return self._live
 
-    def watcher(self) -> Watcher:
+    def watcher(self) -> BenchWatcher:
         """What the measuring tells it."""
-        return Watcher(self._began, self._ended, self._tick)
+        return BenchWatcher(self._began, self._ended, self._tick)
 
     def _began(self, combination: Combination, turn: int) -> None:
         self.now, self._since, self._next = (combination, turn), time.monotonic(), 0.0

@@ -1,8 +1,8 @@
 """A running job, read from its run folder: what is known of it now, and what is new.
 
-`Follower` reads the files that the job writes and makes a `State` of them, which is plain data: who
-shows it, as lines, on a terminal or in a notebook, reads no file.
-It writes nothing and never waits.
+`Follower` reads the files that the job writes and makes a `FollowedJob` of them. That is plain
+data: what shows it, as lines, on a terminal or in a notebook, reads no file. `Follower` writes
+nothing and never waits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from allranks.cli.display.event_text import anomalies_in, in_words
 from allranks.job.run_folder import rank_events_path, rank_log_path
-from allranks.launcher.plan import Plan
+from allranks.launcher.plan import LaunchPlan
 from allranks.strategies.card import APART
 
 MOST_AT_ONCE = 1 << 20
@@ -46,7 +46,7 @@ class Anomaly:
 
 
 @dataclass(frozen=True)
-class State:
+class FollowedJob:
     """What is known of a job now; what is not known is `None`.
 
     `row` is the newest row of the metrics, `step` the steps that are done. `agree` says whether
@@ -86,17 +86,19 @@ class Follower:
     Samples per second are measured over `rate_over_s`, or from one look to the next if that is 0.
     """
 
-    def __init__(self, plan: Plan, rate_over_s: float = 0.0) -> None:
+    def __init__(self, plan: LaunchPlan, rate_over_s: float = 0.0) -> None:
         """The run folder is there and the ranks are about to start."""
         job, run_dir = plan.job, Path(plan.job.run_dir)
         epochs = None if job.steps is not None else plan.shape.fields.get("epochs")
         agree = job.ranks == 1 or job.strategy_spec.card.state != APART
-        self.state = State(job.ranks, agree, total_steps=job.steps, epochs=epochs)
-        self._log = _Tail(rank_log_path(run_dir, 0))
-        self._metrics = _Tail(run_dir / "metrics.jsonl", is_rewritten=True)
-        self._events: dict[int | None, _Tail] = {None: _Tail(run_dir / "events.jsonl")}
+        self.state = FollowedJob(job.ranks, agree, total_steps=job.steps, epochs=epochs)
+        self._log = _GrowingFile(rank_log_path(run_dir, 0))
+        self._metrics = _GrowingFile(run_dir / "metrics.jsonl", is_rewritten=True)
+        self._events: dict[int | None, _GrowingFile] = {
+            None: _GrowingFile(run_dir / "events.jsonl")
+        }
         ranks = range(max(job.ranks, len(plan.ranks)))
-        self._events |= {rank: _Tail(rank_events_path(run_dir, rank)) for rank in ranks}
+        self._events |= {rank: _GrowingFile(rank_events_path(run_dir, rank)) for rank in ranks}
         self._anomalies: dict[tuple[int | None, str], Anomaly] = {}  # by rank and kind
         self._points: deque[_Point] = deque()
         self._samples = 0
@@ -186,7 +188,7 @@ def _by_rank(anomaly: Anomaly) -> int:
 
 
 @dataclass
-class _Tail:
+class _GrowingFile:
     """A file that grows: what was added to it since it was looked at last."""
 
     path: Path

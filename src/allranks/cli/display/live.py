@@ -1,8 +1,8 @@
 """The live display of a job on a terminal: one picture that is drawn over, lines that scroll above.
 
-`Picture` is what is drawn of a `State`, for rich and at any width, so a notebook can show it too.
-It has one line for all ranks that agree, and one for each rank with an anomaly. What is not known
-is left out: no end of the training is guessed.
+`Picture` is what is drawn of a `FollowedJob`, for rich and at any width, so a notebook can show it
+too. It has one line for all ranks that agree, and one for each rank with an anomaly. What is not
+known is left out: no end of the training is guessed.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from rich.segment import Segment, Segments
 from rich.text import Text
 
 from allranks.cli.display.event_text import evaluation_in_words
-from allranks.cli.display.following import Anomaly, Follower, State
+from allranks.cli.display.following import Anomaly, FollowedJob, Follower
 from allranks.cli.display.progress import MOST_OF_A_LINE, opening_words
 from allranks.errors import printable
 from allranks.job.units import format_count
-from allranks.launcher.plan import Plan
+from allranks.launcher.plan import LaunchPlan
 
 # --- terminal ------------------------------------------------------------------------------------
 # A terminal whose last lines are drawn over and over, while what was told scrolls above them.
@@ -44,7 +44,7 @@ LAST_WORDS_S = 0.5
 
 
 @dataclass(frozen=True)
-class Line:
+class PictureLine:
     """One line of the picture: its text with colours, and the cells that it takes."""
 
     text: str
@@ -58,7 +58,7 @@ class Terminal:
         flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
         self._fd, self.encoding = os.open(os.ttyname(fd), flags), encoding
         self._told: deque[str] = deque(maxlen=MOST_WAITING)
-        self._picture: Sequence[Line] = ()
+        self._picture: Sequence[PictureLine] = ()
         self._rest = b""
 
     @property
@@ -67,7 +67,7 @@ class Terminal:
         size = os.get_terminal_size(self._fd)
         return size if size.columns and size.lines else USUAL
 
-    def paint(self, told: Sequence[str], picture: Sequence[Line]) -> None:
+    def paint(self, told: Sequence[str], picture: Sequence[PictureLine]) -> None:
         """Let `told` scroll by, and draw `picture` in the place of the last one."""
         self._told.extend(told)
         if not self._is_ours():
@@ -134,7 +134,7 @@ UNITS = ((86400, "d"), (3600, "h"), (60, "m"), (1, "s"))
 class Picture:
     """What is drawn of a job."""
 
-    state: State
+    state: FollowedJob
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         state, width = self.state, min(options.max_width, WIDEST)
@@ -160,14 +160,14 @@ class Picture:
         yield from _anomalies(state.anomalies)
 
 
-def _ranks(state: State) -> str:
+def _ranks(state: FollowedJob) -> str:
     """Whom the measures are of."""
     if not state.agree:
         return "rank 0"
     return "1 rank" if state.ranks == 1 else f"{state.ranks} ranks"
 
 
-def _measures(state: State) -> Iterator[str]:
+def _measures(state: FollowedJob) -> Iterator[str]:
     """What is measured of the training, the weightiest first."""
     row = state.row
     if row is None:
@@ -243,7 +243,7 @@ class Display:
         self._told: list[str] = []
         self._next = self._ticked = 0.0
 
-    def started(self, plan: Plan) -> None:
+    def started(self, plan: LaunchPlan) -> None:
         self._follower = Follower(plan, RATE_OVER_S)
         self._told = opening_words(plan)
 
@@ -271,7 +271,7 @@ class Display:
         self._terminal.paint([printable(line[:MOST_OF_A_LINE]) for line in told], picture)
 
 
-def drawn(picture: Picture, terminal: Terminal) -> list[Line]:
+def drawn(picture: Picture, terminal: Terminal) -> list[PictureLine]:
     """The lines of a picture in the colours and the size of a terminal, one column kept free."""
     size = terminal.size
     with io.TextIOWrapper(io.BytesIO(), encoding=terminal.encoding) as paper:
@@ -279,7 +279,7 @@ def drawn(picture: Picture, terminal: Terminal) -> list[Line]:
             file=paper, force_terminal=True, width=max(1, size.columns - 1), height=size.lines
         )
         lines = console.render_lines(picture, pad=False)[: max(1, size.lines - 1)]
-        return [Line(_text(console, line), Segment.get_line_length(line)) for line in lines]
+        return [PictureLine(_text(console, line), Segment.get_line_length(line)) for line in lines]
 
 
 def _text(console: Console, line: list[Segment]) -> str:

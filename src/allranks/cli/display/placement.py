@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from allranks.errors import printable
-from allranks.job.place import PARAMETER, Placed, RankPlacement, Totals
+from allranks.job.place import PARAMETER, Placed, PlacementTotals, RankPlacement
 from allranks.job.units import format_bytes, format_count
 from allranks.strategies.mesh import DATA, REPLICATE, SHARD, Mesh
 
@@ -93,7 +93,7 @@ def _totals(placements: Sequence[RankPlacement], many: list[str]) -> list[str]:
 
 def _folded(held: Sequence[tuple[int, Any]]) -> list[tuple[Any, list[Holder]]]:
     """What is alike but for who holds it, once, with all its holders; in order."""
-    found: dict[Placed | Totals, list[Holder]] = {}
+    found: dict[Placed | PlacementTotals, list[Holder]] = {}
     for rank, thing in held:
         alike = replace(thing, replica=0, part=0, device=thing.device.partition(":")[0])
         found.setdefault(alike, []).append(Holder(rank, thing.replica, thing.part, thing.device))

@@ -17,11 +17,11 @@ import click
 
 from allranks.catalog import load
 from allranks.cli.display.event_text import NOT_SEEN, not_in_the_run_folder
-from allranks.cli.display.following import Follower, State
+from allranks.cli.display.following import FollowedJob, Follower
 from allranks.errors import printable
 from allranks.job.run_folder import REMOVED
 from allranks.job.units import format_bytes, format_count
-from allranks.launcher.plan import Plan
+from allranks.launcher.plan import LaunchPlan
 
 # --- say -----------------------------------------------------------------------------------------
 # What a verb tells a person, on standard error.
@@ -39,10 +39,10 @@ DISPLAY = "allranks.cli.display.live:open_display"
 DUMB_TERMINALS = ("", "dumb", "unknown")
 
 
-class Progress(Protocol):
+class ProgressDisplay(Protocol):
     """What shows a running job. None of its methods waits for who reads."""
 
-    def started(self, plan: Plan) -> None:
+    def started(self, plan: LaunchPlan) -> None:
         """The run folder is there and the ranks are about to start."""
 
     def tick(self) -> None:
@@ -52,16 +52,16 @@ class Progress(Protocol):
         """No rank is left: show what is new still. Also called where nothing was started."""
 
 
-def progress_here() -> Progress:
+def progress_here() -> ProgressDisplay:
     """A live display where standard error is a terminal that can be drawn on, else plain lines."""
     if sys.stderr.isatty() and os.environ.get("TERM", "") not in DUMB_TERMINALS:
         with suppress(OSError):  # a terminal that cannot be opened once more
-            display: Progress = load(DISPLAY)(sys.stderr)
+            display: ProgressDisplay = load(DISPLAY)(sys.stderr)
             return display
     return Lines()
 
 
-def opening_words(plan: Plan) -> list[str]:
+def opening_words(plan: LaunchPlan) -> list[str]:
     """What is told before the first step."""
     job = plan.job
     ranks = f"{job.ranks} rank{'s' if job.ranks > 1 else ''}"
@@ -101,7 +101,7 @@ class Lines(Paced):
         super().__init__()
         self._shown: dict[str, Any] | None = None
 
-    def started(self, plan: Plan) -> None:
+    def started(self, plan: LaunchPlan) -> None:
         self._follower = Follower(plan)
         for line in opening_words(plan):
             _say_at_once(line)
@@ -115,7 +115,7 @@ class Lines(Paced):
             _say_at_once(step_in_words(state, state.row))
 
 
-def step_in_words(state: State, row: dict[str, Any]) -> str:
+def step_in_words(state: FollowedJob, row: dict[str, Any]) -> str:
     """`epoch   3  step    119  loss 0.0075  18,324 samples/s`: 119 is done, in epoch 3; from 1."""
     line = f"epoch {row['epoch'] + 1:>3}  step {row['step'] + 1:>6}  loss {float(row['loss']):.4f}"
     if state.samples_per_s is not None:

@@ -33,7 +33,7 @@ class RankOutput:
     def __init__(self, shown: str) -> None:
         """`shown` are local ranks: "0,2", "all" or "none"."""
         self._shown = shown
-        self._tails: dict[int, _Tail] = {}
+        self._tails: dict[int, _LogTail] = {}
         self._with_rank = False
         self._rest = b""
         self._is_open = sys.stdout is not None  # a job may be started without one
@@ -43,7 +43,7 @@ class RankOutput:
         wanted = {int(part) for part in self._shown.split(",") if part.isdigit()}
         for member in plan.topology.members:
             if self._shown == "all" or member.local_rank in wanted:
-                self._tails.setdefault(member.rank, _Tail(rank_log_path(run_dir, member.rank)))
+                self._tails.setdefault(member.rank, _LogTail(rank_log_path(run_dir, member.rank)))
         self._with_rank = len(self._tails) > 1
 
     def tick(self) -> None:
@@ -99,7 +99,7 @@ class RankOutput:
         return True
 
 
-class _Tail:
+class _LogTail:
     """The whole lines of a log that are new."""
 
     def __init__(self, path: Path) -> None:

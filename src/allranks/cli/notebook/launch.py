@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from allranks.catalog import load
-from allranks.cli.display.progress import Progress, in_sentences, lost_in, progress_here
+from allranks.cli.display.progress import ProgressDisplay, in_sentences, lost_in, progress_here
 from allranks.cli.notebook.notebook import NotebookDisplay, has_outputs
 from allranks.cli.notebook.program import prepare_program
 from allranks.errors import Interrupted, PlaceError, RequestError, nearest
@@ -26,7 +26,7 @@ from allranks.job.job_file import NOT_SETTABLE
 from allranks.launcher.describe import first_check
 from allranks.launcher.processes.leftovers import belongs_to_a_job
 from allranks.launcher.signals import Signals
-from allranks.launcher.start import Result, Watcher, run_job
+from allranks.launcher.start import JobWatcher, Result, run_job
 
 RUNS = "runs"
 SOURCE = "launch()"
@@ -77,7 +77,7 @@ def launch(task: Any, *, settings: Mapping[str, Any] | None = None, **job: Any) 
     progress = _progress()
     with Signals() as signals:
         try:
-            watcher = Watcher(progress.started, progress.tick)
+            watcher = JobWatcher(progress.started, progress.tick)
             result = run_job(resolved, None, watcher, signals, first_check=first_check)
         except Interrupted as error:
             if signals.reason == "SIGINT":
@@ -154,5 +154,5 @@ def with_fields(resolved: Resolved, fields: dict[str, Any]) -> Resolved:
     return dataclasses.replace(resolved, job=job, sources={**sources, **given})
 
 
-def _progress() -> Progress:
+def _progress() -> ProgressDisplay:
     return NotebookDisplay() if has_outputs() else progress_here()

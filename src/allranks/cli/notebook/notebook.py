@@ -21,7 +21,7 @@ from allranks.cli.display.following import Follower
 from allranks.cli.display.live import RATE_OVER_S, WIDEST, Picture
 from allranks.cli.display.progress import MOST_OF_A_LINE, Paced, opening_words
 from allranks.errors import printable
-from allranks.launcher.plan import Plan
+from allranks.launcher.plan import LaunchPlan
 
 MOST_TOLD = 200  # lines above the picture; the run folder has all
 PAGE = '<pre style="line-height: normal">{code}</pre>'
@@ -55,7 +55,7 @@ class NotebookDisplay(Paced):
         self._id = f"allranks-{os.getpid()}-{next(_displays)}"
         self._is_shown = False
 
-    def started(self, plan: Plan) -> None:
+    def started(self, plan: LaunchPlan) -> None:
         self._follower = Follower(plan, RATE_OVER_S)
         self._told.extend(opening_words(plan))
 

@@ -30,7 +30,7 @@ KEYS = (TRAIN, MICRO, ACCUMULATION)
 
 
 @dataclass(frozen=True)
-class Batch:
+class DeepSpeedBatch:
     """Samples of a step over all ranks, samples of one pass on one rank, passes of each rank."""
 
     train: int
@@ -38,7 +38,7 @@ class Batch:
     accumulation: int
 
 
-def batch_of(data: Mapping[str, Any], path: str, ranks: int) -> Batch | None:
+def batch_of(data: Mapping[str, Any], path: str, ranks: int) -> DeepSpeedBatch | None:
     """What a configuration asks for on so many ranks; `None` where all it says is "auto".
 
     Numbers that do not fit raise `RequestError`, as DeepSpeed refuses them.
@@ -70,7 +70,7 @@ def batch_of(data: Mapping[str, Any], path: str, ranks: int) -> Batch | None:
             why=f"{TRAIN} = {MICRO} · {ACCUMULATION} · ranks",
             do="change --ranks or one of them, or leave one of them out: it follows from the rest",
         )
-    return Batch(train, micro, passes)
+    return DeepSpeedBatch(train, micro, passes)
 
 
 def _count(key: str, value: Any, path: str) -> int:

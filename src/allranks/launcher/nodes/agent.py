@@ -56,7 +56,7 @@ PATIENCE = 0.7  # of the head's: this node has ended its ranks when it is given 
 
 
 @dataclass
-class _Asked:
+class _AgentRequests:
     """What this node's scheduler or user wants of the job, by a signal to the agent."""
 
     signals: list[str] = field(default_factory=list)
@@ -71,7 +71,7 @@ class Agent:
     def __init__(self, ticket: Ticket) -> None:
         self.ticket = ticket
         self.node = World.from_environment().rank if ticket.node is None else ticket.node
-        self.asked = _Asked()
+        self.asked = _AgentRequests()
         self._ranks: NodeRanks | None = None
         self._listener: socket.socket | None = None
         self._reserved: list[Reservation] = []

@@ -26,7 +26,7 @@ from allranks.launcher.nodes.join import ANY, Expected, JoinServer, Rendezvous, 
 from allranks.launcher.nodes.nodes import Node, Nodes
 from allranks.launcher.places.base import AgentPlace, NodeRequest, Started, find_place
 from allranks.launcher.plan import (
-    Plan,
+    LaunchPlan,
     Seat,
     Shape,
     for_all_processes,
@@ -65,10 +65,10 @@ class Cluster:
     def shared(self, run_dir: Path) -> Path | None:
         return run_dir.parent
 
-    def plan(self, job: Job, shape: Shape) -> Plan:
+    def plan(self, job: Job, shape: Shape) -> LaunchPlan:
         return plan_of(job, shape, Visible.from_environment(), self._take_seats(job))
 
-    def replan(self, plan: Plan) -> Plan:
+    def replan(self, plan: LaunchPlan) -> LaunchPlan:
         """On the nodes that are left, fewer ranks if need be; raises `PlaceError` if none is."""
         while True:
             self.nodes.check_all()
@@ -81,7 +81,7 @@ class Cluster:
                 if not self.nodes.seats[0].lost:
                     raise
 
-    def _planned(self, plan: Plan) -> Plan:
+    def _planned(self, plan: LaunchPlan) -> LaunchPlan:
         """The plan for the nodes that are there, and a socket at which their ranks meet."""
         self.nodes.newly_lost()  # what was lost before is not to blame for what comes
         self._idle = (

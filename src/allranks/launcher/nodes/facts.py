@@ -144,7 +144,7 @@ MUST_BE_EQUAL = ("allranks", "source", "python", "program", "torch", "tensorflow
 
 
 @dataclass(frozen=True)
-class Facts:
+class NodeFacts:
     """One node: its host, its versions, its devices and its limits. Unknown is `None`.
 
     `machine` is the same for simulated nodes, which share one; `processors` are the numbers of
@@ -174,7 +174,7 @@ class Facts:
         return asdict(self)
 
     @classmethod
-    def from_data(cls, data: dict[str, Any]) -> Facts:
+    def from_data(cls, data: dict[str, Any]) -> NodeFacts:
         """Raises `TypeError` for facts of another version of this package."""
         return cls(**data)
 
@@ -185,9 +185,9 @@ class Facts:
         return {name: values.get(name) for name in MUST_BE_EQUAL}
 
 
-def facts(program: str = "") -> Facts:
+def facts(program: str = "") -> NodeFacts:
     """The facts of this node; `program` is a file whose content is to be the same everywhere."""
-    return Facts(
+    return NodeFacts(
         host=socket.gethostname(),
         machine=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
         python=platform.python_version(),
@@ -208,7 +208,7 @@ def facts(program: str = "") -> Facts:
     )
 
 
-def differences(nodes: dict[str, Facts]) -> list[str]:
+def differences(nodes: dict[str, NodeFacts]) -> list[str]:
     """What is not the same on all nodes and has to be: a line for each, with who has what."""
     compared = {node: found.compared() for node, found in nodes.items()}
     lines = []

@@ -22,7 +22,7 @@ from typing import Any
 
 from allranks.errors import EXIT_BAD_REQUEST, Interrupted, PlaceError, RequestError
 from allranks.launcher.nodes.channel import Admission, Channel, Disconnected, Message, wait_for
-from allranks.launcher.nodes.facts import Facts, Interface, differences
+from allranks.launcher.nodes.facts import Interface, NodeFacts, differences
 from allranks.launcher.nodes.nodes import Node, Nodes
 
 # --- ticket --------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ def _node_of(channel: Channel, told: Message) -> Node:
     return Node(
         number=int(told["joins"]),
         channel=channel,
-        facts=Facts.from_data(told["facts"]),
+        facts=NodeFacts.from_data(told["facts"]),
         interfaces=tuple(Interface(*one) for one in told["interfaces"]),
         doorbell=(int(told["doorbell"][0]), str(told["doorbell"][1])),
         words=tuple(told["words"]),

@@ -20,10 +20,10 @@ from typing import Any
 from allranks.errors import PlaceError
 from allranks.launcher.heartbeat import HeartbeatTable
 from allranks.launcher.nodes.channel import Channel, Disconnected, Message, wait_for
-from allranks.launcher.nodes.facts import Facts, Interface
+from allranks.launcher.nodes.facts import Interface, NodeFacts
 from allranks.launcher.processes.fork_server_client import ForkServer, checked_size
 from allranks.launcher.processes.linux import Kills
-from allranks.launcher.processes.process import Exit, Process, Stand, hash_seed
+from allranks.launcher.processes.process import Exit, Process, ProcessState, hash_seed
 from allranks.launcher.world import World
 
 ALIVE_EVERY_S = 1.0
@@ -42,7 +42,7 @@ class Node:
 
     number: int
     channel: Channel
-    facts: Facts
+    facts: NodeFacts
     interfaces: tuple[Interface, ...]
     doorbell: tuple[int, str]
     words: tuple[str, ...]
@@ -158,8 +158,8 @@ class Nodes:
     def started(self, ticket: int) -> bool:
         return any(ticket in node.started for node in self.living)
 
-    def stands(self, tickets: Mapping[int, int]) -> dict[int, Stand]:
-        found: dict[int, Stand] = {}
+    def stands(self, tickets: Mapping[int, int]) -> dict[int, ProcessState]:
+        found: dict[int, ProcessState] = {}
         for node in self.living:
             own = {rank: ticket for rank, ticket in tickets.items() if ticket in node.tickets}
             if not own:
@@ -168,7 +168,7 @@ class Nodes:
                 answer = self.ask(node, {"do": "stands", "tickets": own})
             except PlaceError:
                 continue  # the node is lost meanwhile
-            found |= {int(rank): Stand(**stand) for rank, stand in answer.items()}
+            found |= {int(rank): ProcessState(**stand) for rank, stand in answer.items()}
         return found
 
     def wake(self) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from allranks.errors import PlaceError, RequestError
 from allranks.job.faults import MEND, Fault
-from allranks.job.place import NODE_ETH, Link, Network, parse_network
+from allranks.job.place import NODE_ETH, Network, NodeLink, parse_network
 from allranks.launcher.nodes.join import Ticket
 from allranks.launcher.places.agents import ticket_for
 from allranks.launcher.places.base import AgentPlace, NodeRequest, Started, shared_out
@@ -72,9 +72,9 @@ class Simulated(AgentPlace):
             )
 
 
-def _link_after(fault: Fault) -> Link:
+def _link_after(fault: Fault) -> NodeLink:
     """The link of a node once the fault has happened; raises `RequestError`."""
-    return Link(parse_rate(fault.link, f"--inject {fault.action}@link={fault.link}"))
+    return NodeLink(parse_rate(fault.link, f"--inject {fault.action}@link={fault.link}"))
 
 
 class SimulatedNodes:
@@ -141,7 +141,7 @@ class SimulatedNodes:
         """The node is joined to the others again."""
         self._ask({"do": "mend", "number": number})
 
-    def slow(self, number: int, link: Link) -> None:
+    def slow(self, number: int, link: NodeLink) -> None:
         """The link of this node carries that much from now on."""
         self._ask({"do": "shape", "number": number, "link": [link.rate_bits, link.delay_s]})
 

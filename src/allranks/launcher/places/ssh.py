@@ -47,7 +47,7 @@ class HostSlots:
 
 
 @dataclass(frozen=True)
-class _Line:
+class _HostLine:
     number: int
     host: str
     slots: int | None
@@ -84,7 +84,7 @@ def parse_hostfile(text: str, name: str) -> tuple[HostSlots, ...]:
     return tuple(_merged(host, lines, name) for host in dict.fromkeys(row.host for row in lines))
 
 
-def _read_line(words: list[str], number: int, name: str) -> _Line:
+def _read_line(words: list[str], number: int, name: str) -> _HostLine:
     where = f"line {number} of {name}"
     host, slots = _host_of(words[0], where)
     most = None
@@ -100,7 +100,7 @@ def _read_line(words: list[str], number: int, name: str) -> _Line:
             slots = _count(value, where)
     if most is not None and slots is not None and slots > most:
         raise _wrong(where, f"slots={slots}, max_slots={most}", "these are more than the most")
-    return _Line(number, host, slots)
+    return _HostLine(number, host, slots)
 
 
 def _host_of(word: str, where: str) -> tuple[str, int | None]:
@@ -123,7 +123,7 @@ def _count(text: str, where: str) -> int:
     return int(text)
 
 
-def _merged(host: str, lines: list[_Line], name: str) -> HostSlots:
+def _merged(host: str, lines: list[_HostLine], name: str) -> HostSlots:
     """One host: its line, or as many slots as lines that do nothing but name it."""
     own = [row for row in lines if row.host == host]
     if len(own) == 1:

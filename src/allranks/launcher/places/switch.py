@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from allranks.job.place import NODE_ETH, Link, Network
+from allranks.job.place import NODE_ETH, Network, NodeLink
 from allranks.launcher.processes.linux import (
     CLONE_NEWNET,
     CLONE_NEWNS,
@@ -154,7 +154,7 @@ class Switch:
 
     def do_shape(self, fds: list[int], number: int, link: list[float]) -> None:
         """Another rate and delay from now on, in both directions."""
-        asked = Link(*link)
+        asked = NodeLink(*link)
         shape(self.nodes[number].port, asked)
         _in_node(self.nodes[number].pid, NODE_ETH, asked)
 
@@ -171,7 +171,7 @@ class Switch:
             os.waitpid(node.pid, 0)
 
 
-def shape(device: str, link: Link, run: Any = None) -> None:
+def shape(device: str, link: NodeLink, run: Any = None) -> None:
     """Let a device send no faster than the link, and each packet as late as it says."""
     run = run or _tc
     with contextlib.suppress(Impossible):  # there may be nothing yet
@@ -216,7 +216,7 @@ def _be_a_node(network: Network, number: int, fds: list[int], entry: int, told: 
     os._exit(1)
 
 
-def _in_node(pid: int, device: str, link: Link) -> None:
+def _in_node(pid: int, device: str, link: NodeLink) -> None:
     """Shape a device inside of a node."""
 
     def run(*words: str) -> None:

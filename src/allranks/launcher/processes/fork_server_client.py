@@ -20,7 +20,7 @@ from allranks.launcher.processes import leftovers
 from allranks.launcher.processes.fork_server import MESSAGE_LIMIT, STACKS_SIGNAL
 from allranks.launcher.processes.linux import state_of
 from allranks.launcher.processes.process import VARIABLE as HASH_SEED
-from allranks.launcher.processes.process import Exit, Process, Stand, hash_seed
+from allranks.launcher.processes.process import Exit, Process, ProcessState, hash_seed
 
 # --- stacks --------------------------------------------------------------------------------------
 # The stacks of running ranks, written by themselves at a signal, from wherever they stand.
@@ -150,13 +150,13 @@ class ForkServer:
         """Whether the server has told of its start, and not of its end."""
         return ticket in self._pids
 
-    def stands(self, tickets: Mapping[int, int]) -> dict[int, Stand]:
+    def stands(self, tickets: Mapping[int, int]) -> dict[int, ProcessState]:
         """Where these processes stand, rank by rank; those that beat write their stacks."""
         there = {rank: t for rank, t in tickets.items() if t in self._pids and t in self._stacks}
         pids = {rank: self._pids[ticket] for rank, ticket in there.items()}
         states = {rank: state_of(pid) for rank, pid in pids.items()}
         written = stacks_of(pids, {rank: self._stacks[ticket] for rank, ticket in there.items()})
-        return {rank: Stand(states[rank], written[rank]) for rank in there}
+        return {rank: ProcessState(states[rank], written[rank]) for rank in there}
 
     def is_silent(self) -> bool:
         return False

@@ -60,7 +60,7 @@ class Exit:
 
 
 @dataclass(frozen=True)
-class Stand:
+class ProcessState:
     """Where a living process stands: the kernel's letter for its state, and its stacks."""
 
     state: str
@@ -89,7 +89,7 @@ class Processes(Protocol):
         """Whether the process is known to have started, and not to have ended."""
         ...
 
-    def stands(self, tickets: Mapping[int, int]) -> dict[int, Stand]:
+    def stands(self, tickets: Mapping[int, int]) -> dict[int, ProcessState]:
         """Where the processes of these tickets stand (rank -> ticket); takes a second or so."""
         ...
 

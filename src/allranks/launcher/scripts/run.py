@@ -305,7 +305,7 @@ def run_command(
         except RequestError:
             folder.remove()
             raise
-        runs = _Runs(request, server, hosts, folder, watcher, signals, started_at)
+        runs = _ScriptAttempts(request, server, hosts, folder, watcher, signals, started_at)
         return CommandResult(folder.path, runs.run())
 
 
@@ -315,7 +315,7 @@ def run_dir_of(request: CommandRequest) -> str:
 
 
 @dataclass
-class _Runs:
+class _ScriptAttempts:
     """The attempts of one command in its run folder."""
 
     request: CommandRequest

@@ -33,7 +33,7 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Member:
+class ScriptProcess:
     """One process of a job: its rank, its host, and which one of its role it is."""
 
     rank: int
@@ -80,12 +80,12 @@ class Topology:
         return len(self.hosts)
 
     @property
-    def members(self) -> tuple[Member, ...]:
+    def members(self) -> tuple[ScriptProcess, ...]:
         """All processes, by rank."""
         named = [(role, index) for role, count in self.roles for index in range(count)]
         named = named or [(self.role_name, rank) for rank in range(self.world_size)]
         return tuple(
-            Member(first + local, local, node, host, *named[first + local])
+            ScriptProcess(first + local, local, node, host, *named[first + local])
             for node, (host, first) in enumerate(zip(self.hosts, self._first_ranks(), strict=True))
             for local in range(host.processes)
         )

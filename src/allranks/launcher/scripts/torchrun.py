@@ -1,9 +1,9 @@
 """torchrun's own flags, so that `allranks run` can stand where `torchrun` stood. Pure.
 
-`FLAGS` has a row for each: it is honoured as a field of `Asked`; or accepted with a note, where
-there is nothing left for it to do; or refused, with what to use instead. None is passed over in
-silence. Both spellings are understood (`--nproc-per-node`, `--nproc_per_node`), and so are the
-variables PET_…, by which an operator of a cluster sets the same flags.
+`FLAGS` has a row for each: it is honoured as a field of `TorchrunFlags`; or accepted with a note,
+where there is nothing left for it to do; or refused, with what to use instead. None is ignored.
+Both spellings are understood (`--nproc-per-node`, `--nproc_per_node`), and so are the variables
+PET_…, by which an operator of a cluster sets the same flags.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def _not_run(text: str) -> str:
 class Flag:
     """One of torchrun's flags: its spellings, its help, its values, and what it does here.
 
-    `field` is that of `Asked` which it sets, `note` what the user is told of it. `refuse` says why
-    other values are refused, and what to do, where they are more than misspelt.
+    `field` is the field of `TorchrunFlags` that it sets, `note` what the user is told of it.
+    `refuse` says why other values are refused, and what to do, where they are more than misspelt.
     """
 
     words: str
@@ -201,7 +201,7 @@ FLAGS = (
 
 
 @dataclass(frozen=True)
-class Asked:
+class TorchrunFlags:
     """What torchrun's flags ask for. `None` and "" stand for what was not said.
 
     `shown` are the local ranks whose output is shown: "", "all", "none", or "0,2".
@@ -227,7 +227,7 @@ class Asked:
     notes: tuple[str, ...] = ()
 
 
-def understand(given: Mapping[str, object], environment: Mapping[str, str]) -> Asked:
+def understand(given: Mapping[str, object], environment: Mapping[str, str]) -> TorchrunFlags:
     """What the flags ask for, by their names as in `Flag.name`; `None` and False are not given.
 
     Flags go before PET_… in `environment`. Raises `RequestError` for what is refused, and for
@@ -247,7 +247,7 @@ def understand(given: Mapping[str, object], environment: Mapping[str, str]) -> A
             do="leave one away",
         )
     least, most = values.get("nnodes", (None, None))
-    return Asked(
+    return TorchrunFlags(
         **{flag.field: values[flag.name] for flag in flags if flag.field},
         least_nodes=least,
         most_nodes=most,

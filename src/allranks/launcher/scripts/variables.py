@@ -25,7 +25,7 @@ from allranks.errors import RequestError, nearest
 from allranks.launcher.scripts.topology import (
     DMLC_ROLES,
     TENSORFLOW_ROLES,
-    Member,
+    ScriptProcess,
     Topology,
     bracketed,
 )
@@ -107,7 +107,7 @@ def defaults_for(topology: Topology, rank: int, given: Mapping[str, str]) -> dic
 
 
 def _torch(
-    topology: Topology, me: Member, run_id: str, restart_count: int, max_restarts: int
+    topology: Topology, me: ScriptProcess, run_id: str, restart_count: int, max_restarts: int
 ) -> dict[str, str]:
     """What torchrun sets. Rank 0 serves the store, which is why it is not the agent's."""
     first = topology.hosts[0]
@@ -132,7 +132,7 @@ def _torch(
     return {name: str(value) for name, value in values.items()}
 
 
-def _deepspeed(topology: Topology, me: Member) -> dict[str, str]:
+def _deepspeed(topology: Topology, me: ScriptProcess) -> dict[str, str]:
     return {
         "LOCAL_SIZE": str(me.host.processes),
         "CROSS_RANK": str(me.node),
@@ -140,7 +140,7 @@ def _deepspeed(topology: Topology, me: Member) -> dict[str, str]:
     }
 
 
-def _tensorflow(topology: Topology, me: Member) -> dict[str, str]:
+def _tensorflow(topology: Topology, me: ScriptProcess) -> dict[str, str]:
     """TF_CONFIG, the same text for all but for `task`. Nothing for a process that is alone.
 
     A cluster of one worker makes `MirroredStrategy` look for devices of other machines, and there
@@ -158,7 +158,7 @@ def _tensorflow(topology: Topology, me: Member) -> dict[str, str]:
     return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})}
 
 
-def _jax(topology: Topology, me: Member) -> dict[str, str]:
+def _jax(topology: Topology, me: ScriptProcess) -> dict[str, str]:
     """The address of the coordinator, and who this is.
 
     `initialize()` reads the address and the devices itself, but the numbers only from a launcher
@@ -180,7 +180,7 @@ def _jax(topology: Topology, me: Member) -> dict[str, str]:
     return values
 
 
-def _mpi(topology: Topology, me: Member) -> dict[str, str]:
+def _mpi(topology: Topology, me: ScriptProcess) -> dict[str, str]:
     return {
         "OMPI_COMM_WORLD_SIZE": str(topology.world_size),
         "OMPI_COMM_WORLD_RANK": str(me.rank),
@@ -191,7 +191,7 @@ def _mpi(topology: Topology, me: Member) -> dict[str, str]:
     }
 
 
-def _dmlc(topology: Topology, me: Member) -> dict[str, str]:
+def _dmlc(topology: Topology, me: ScriptProcess) -> dict[str, str]:
     """The scheduler's address for all. Nothing without a scheduler: there would be nobody there."""
     if not {role for role, _ in topology.roles} >= set(DMLC_ROLES):
         return {}
@@ -207,11 +207,11 @@ def _dmlc(topology: Topology, me: Member) -> dict[str, str]:
     }
 
 
-def _pmi(topology: Topology, me: Member) -> dict[str, str]:
+def _pmi(topology: Topology, me: ScriptProcess) -> dict[str, str]:
     return {"PMI_RANK": str(me.rank), "PMI_SIZE": str(topology.world_size)}
 
 
-def _pmix(topology: Topology, me: Member) -> dict[str, str]:
+def _pmix(topology: Topology, me: ScriptProcess) -> dict[str, str]:
     return {"PMIX_RANK": str(me.rank)}
 
 

@@ -21,7 +21,7 @@ from allranks.errors import EXIT_INTERRUPTED, EXIT_PLACE_FAILED, PlaceError, Req
 from allranks.job.job_file import write_toml
 from allranks.launcher.slurm.allocation import expand_nodes
 from allranks.launcher.slurm.limits import slurm_time
-from allranks.launcher.slurm.site import Partition, Site, Source, parse_seconds
+from allranks.launcher.slurm.site import NumberSource, Partition, Site, parse_seconds
 
 # --- live ----------------------------------------------------------------------------------------
 # A site as Slurm describes itself: the text of `scontrol show`, parsed. Pure.
@@ -44,7 +44,7 @@ SCONTROL = "scontrol"
 
 
 @dataclass(frozen=True)
-class Node:
+class SlurmNode:
     """What one node offers to jobs; `gpu_type` is empty where Slurm names none, or several."""
 
     cpus: int
@@ -80,7 +80,7 @@ def parse_site_facts(config: str, partitions: str, nodes: str, *, as_of: str) ->
         partitions={partition.name: partition for partition in found},
         default_partition=usual[0] if usual else "",
         memory_flag="mem",
-        sources={SCONTROL: Source("scontrol show", as_of, f"Slurm {version}".strip())},
+        sources={SCONTROL: NumberSource("scontrol show", as_of, f"Slurm {version}".strip())},
     )
 
 
@@ -117,14 +117,14 @@ def parse_fields(line: str) -> dict[str, str]:
     return {mark[1]: line[mark.end() : end].strip() for mark, end in zip(marks, ends, strict=True)}
 
 
-def _node(row: dict[str, str]) -> Node:
+def _node(row: dict[str, str]) -> SlurmNode:
     cpus = _count(row.get("CPUEfctv")) or _count(row.get("CPUTot")) or 1
     threads = _count(row.get("ThreadsPerCore")) or 1
     memory = _count(row.get("RealMemory")) or 0
     memory -= _count(row.get("MemSpecLimit")) or 0
     gres = [(kind, int(number)) for kind, number in GPUS.findall(row.get("Gres", ""))]
     kinds = Counter(kind for kind, _ in gres)
-    return Node(
+    return SlurmNode(
         cpus=cpus,
         cores=max(1, cpus // threads),
         memory_mb=memory if memory >= LEAST_MEMORY_MB else None,
@@ -133,7 +133,7 @@ def _node(row: dict[str, str]) -> Node:
     )
 
 
-def _partition(row: dict[str, str], offers: dict[str, Node], consumable: bool) -> Partition:
+def _partition(row: dict[str, str], offers: dict[str, SlurmNode], consumable: bool) -> Partition:
     name = row["PartitionName"]
     listed = row.get("Nodes", "")
     try:

@@ -8,14 +8,14 @@ not checked.
 from __future__ import annotations
 
 from allranks.errors import RequestError
-from allranks.launcher.slurm.request import Asked, SlurmRequest
+from allranks.launcher.slurm.request import SlurmOptions, SlurmRequest
 from allranks.launcher.slurm.site import Partition, Site
 
 LONGEST_SIGNAL_S = 65_535  # what sbatch takes
 SHORTEST_S = 60  # Slurm counts minutes, and none of them is for ever
 
 
-def check_request(site: Site, asked: Asked, request: SlurmRequest) -> None:
+def check_request(site: Site, asked: SlurmOptions, request: SlurmRequest) -> None:
     """Raise `RequestError` for the first thing that this site cannot give."""
     partition = site.partition(request.partition)
     _check_account(site, request)
@@ -81,7 +81,9 @@ def _roomier(site: Site, partition: Partition, nodes: int) -> str:
     return f"--nodes {partition.max_nodes}{where}"
 
 
-def _check_gpus(site: Site, partition: Partition, asked: Asked, request: SlurmRequest) -> None:
+def _check_gpus(
+    site: Site, partition: Partition, asked: SlurmOptions, request: SlurmRequest
+) -> None:
     gpus, there = request.gpus_per_node, partition.gpus
     if gpus and there is not None and gpus > there:
         with_gpus = [p.name for p in site.partitions.values() if p.gpus]
@@ -138,7 +140,9 @@ def _check_cpus(site: Site, partition: Partition, request: SlurmRequest) -> None
             )
 
 
-def _check_memory(site: Site, partition: Partition, asked: Asked, request: SlurmRequest) -> None:
+def _check_memory(
+    site: Site, partition: Partition, asked: SlurmOptions, request: SlurmRequest
+) -> None:
     flag, family = request.memory_flag, site.memory_flag_of(partition)
     option = f"--{flag} {request.memory_mb}"
     if asked.memory() and flag != family:

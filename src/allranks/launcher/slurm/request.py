@@ -26,7 +26,7 @@ MB_OF_A_UNIT = {"": 1.0, "K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}  
 
 
 @dataclass(frozen=True)
-class Asked:
+class SlurmOptions:
     """What a user said of the job; `None`, or nothing, where nothing was said. Memory is in MB."""
 
     partition: str = ""
@@ -118,7 +118,7 @@ def parse_memory_mb(text: str) -> int | None:
 
 
 def make_request(
-    site: Site, asked: Asked, *, command: tuple[str, ...], folder: str, run_dir: str
+    site: Site, asked: SlurmOptions, *, command: tuple[str, ...], folder: str, run_dir: str
 ) -> SlurmRequest:
     """The request that follows; raises `RequestError` where its parts cannot be counted at all.
 
@@ -189,7 +189,7 @@ def memory_share_mb(partition: Partition, gpus: int, cpus: int) -> int | None:
     return whole * min(cpus, partition.cpus) // partition.cpus
 
 
-def _gpus(asked: Asked, partition: Partition) -> int:
+def _gpus(asked: SlurmOptions, partition: Partition) -> int:
     """GPUs of each node: as asked, one for each rank where there are some, all of them, or none."""
     if asked.gpus_per_node is not None:
         return asked.gpus_per_node
@@ -201,7 +201,7 @@ def _gpus(asked: Asked, partition: Partition) -> int:
 
 
 def _memory(
-    site: Site, partition: Partition, asked: Asked, gpus: int, cpus: int
+    site: Site, partition: Partition, asked: SlurmOptions, gpus: int, cpus: int
 ) -> tuple[str, int]:
     """Which flag of memory, and how many MB: as asked, or the share in the site's own way."""
     given = asked.memory()
@@ -229,13 +229,13 @@ def _flag_in_words(flag: str) -> str:
     return "none of them" if flag == "none" else f"--{flag}"
 
 
-def _signal_s(asked: Asked) -> int:
+def _signal_s(asked: SlurmOptions) -> int:
     if asked.signal_s is not None:
         return asked.signal_s
     return SIGNAL_S if asked.time_s is None else min(SIGNAL_S, asked.time_s // SIGNAL_SHARE)
 
 
-def _container(site: Site, asked: Asked) -> tuple[str, ...]:
+def _container(site: Site, asked: SlurmOptions) -> tuple[str, ...]:
     if not asked.container:
         return ()
     return tuple(word.replace("{image}", asked.container) for word in site.container)

@@ -89,7 +89,7 @@ BLANKS = ("name", "source", "sources")  # keys of a partition that hold no numbe
 
 
 @dataclass(frozen=True)
-class Source:
+class NumberSource:
     """Where numbers come from: the page, and the day on which it, or a copy of it, said so."""
 
     url: str
@@ -157,7 +157,7 @@ class Site:
     modules: tuple[str, ...] = ()
     container: tuple[str, ...] = ("apptainer", "exec", "{image}")
     environment: dict[str, str] = field(default_factory=dict)
-    sources: dict[str, Source] = field(default_factory=dict)
+    sources: dict[str, NumberSource] = field(default_factory=dict)
     file: str = ""
 
     def partition(self, name: str) -> Partition:
@@ -216,7 +216,7 @@ def parse_site(text: str, file: str) -> Site:
     except (ValueError, RecursionError) as error:
         raise unreadable(file, str(error), "a site is a TOML file") from None
     data["sources"] = {
-        name: build(Source, row, f"[sources.{name}] in {file}")
+        name: build(NumberSource, row, f"[sources.{name}] in {file}")
         for name, row in tables(data.get("sources", {}), "sources", file)
     }
     data["partitions"] = {
@@ -235,7 +235,9 @@ def parse_site(text: str, file: str) -> Site:
     return site
 
 
-def _partition(name: str, row: dict[str, Any], file: str, sources: dict[str, Source]) -> Partition:
+def _partition(
+    name: str, row: dict[str, Any], file: str, sources: dict[str, NumberSource]
+) -> Partition:
     where = f"[partitions.{name}] in {file}"
     row = dict(row)
     limit = row.pop("time_limit", None)

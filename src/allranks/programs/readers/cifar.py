@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from allranks.programs.readers.images import Pixels, standardised
-from allranks.programs.readers.stream import BadRecord, OnBadRecord, Staged, opened, require
+from allranks.programs.readers.stream import BadRecord, OnBadRecord, StagedReader, opened, require
 from allranks.programs.readers.tar_shards import Archive
 
 CLASSES = 10
@@ -23,7 +23,7 @@ TRAINING, TEST = "data_batch_*.bin", "test_batch.bin"
 ARCHIVE = "cifar-10-binary.tar.gz"
 
 
-class CifarImages(Staged):
+class CifarImages(StagedReader):
     """The images, (3, 32, 32) float32 of mean 0 and deviation 1, with their labels.
 
     `path` is the folder or the .tar.gz. Plain files are mapped into memory, an archive is unpacked

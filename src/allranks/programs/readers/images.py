@@ -25,7 +25,7 @@ from allranks.programs.readers.stream import (
     BadRecord,
     BadRecords,
     OnBadRecord,
-    Staged,
+    StagedReader,
     opened,
     require,
 )
@@ -114,7 +114,7 @@ def _scaled(image: Image.Image, box: Box, size: int) -> Image.Image:
 ENDINGS = (".jpg", ".jpeg", ".png")
 
 
-class ImageFolder(Staged):
+class ImageFolder(StagedReader):
     """Images, (3, size, size) float32 of mean 0 and deviation 1, with the number of their class.
 
     Decoded with a generator a sample is a random view for training, without one the centre.

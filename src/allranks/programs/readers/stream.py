@@ -256,7 +256,7 @@ class Raw:
     record: Any
 
 
-class Staged(ABC):
+class StagedReader(ABC):
     """Samples by number, each read and then decoded; `bad_records` says what was passed over."""
 
     def __init__(self, on_bad_record: OnBadRecord = "stop") -> None:

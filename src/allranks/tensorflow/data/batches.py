@@ -27,7 +27,7 @@ from allranks.errors import RequestError
 from allranks.strategies.shards import Micro, even_sizes, micro_batches, owned_shards
 from allranks.tensorflow.data.nested import arrays_in, joined, mapped
 from allranks.tensorflow.data.tf_dataset import WholeDataset
-from allranks.tensorflow.step.inputs import Cut
+from allranks.tensorflow.step.inputs import InputSplit
 from allranks.training.order import Epochs, Order, random_key
 from allranks.training.prefetch import staged
 from allranks.training.progress import Progress
@@ -36,7 +36,7 @@ Ids = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Batch:
+class ReplicaBatch:
     """This process's part of the global batch of one step.
 
     `sizes` are the samples of every shard of the job; `cut` says which pieces each own replica has
@@ -48,7 +48,7 @@ class Batch:
     epoch: int
     step_in_epoch: int
     sizes: tuple[int, ...]
-    cut: Cut
+    cut: InputSplit
     ids: Ids
     parts: list[list[Any]] = field(default_factory=list)
     shapes: tuple[tuple[int, ...], ...] = ()
@@ -114,8 +114,8 @@ class Batches:
     place: Callable[[Any], Any] = lambda array: array
 
     def __post_init__(self) -> None:
-        self._open: list[Generator[Batch]] = []
-        self._cuts: dict[tuple[int, ...], Cut] = {}
+        self._open: list[Generator[ReplicaBatch]] = []
+        self._cuts: dict[tuple[int, ...], InputSplit] = {}
         runs = [owned_shards(self.shards, self.replicas, replica) for replica in self.own]
         self._mine = range(runs[0].start, runs[-1].stop)
         if self.steps_per_epoch == 0:
@@ -136,7 +136,7 @@ class Batches:
     def _order(self, source: Arrays | Samples) -> Order:
         return Order(len(source), self.batch_size, self.seed, self.last_batch)
 
-    def after(self, done: Progress, epochs: int, steps: int | None) -> Iterator[Batch]:
+    def after(self, done: Progress, epochs: int, steps: int | None) -> Iterator[ReplicaBatch]:
         """The batches that follow `done`, to the end of `epochs` epochs or of `steps` steps."""
         if isinstance(self.source, WholeDataset):
             batches = self._whole(self.source, done, epochs, steps)
@@ -155,7 +155,7 @@ class Batches:
 
     def _by_number(
         self, source: Arrays | Samples, done: Progress, epochs: int, steps: int | None
-    ) -> Generator[Batch]:
+    ) -> Generator[ReplicaBatch]:
         plans, for_data = tee(self._plans(self._order(source), done, epochs, steps))
         with closing(self._data(source, for_data)) as data:
             for plan, parts in zip(plans, data, strict=True):
@@ -164,7 +164,7 @@ class Batches:
 
     def _plans(
         self, order: Order, done: Progress, epochs: int, steps: int | None
-    ) -> Iterator[Batch]:
+    ) -> Iterator[ReplicaBatch]:
         """The batches without their data: arithmetic only."""
         epoch, step, index = done.epoch, done.step_in_epoch, done.batch_index
         while epoch < epochs and (steps is None or index < steps):
@@ -174,7 +174,7 @@ class Batches:
             samples = order.batch(epoch, step)
             sizes = even_sizes(len(samples), self.shards)
             start, stop = self._span(sizes)
-            yield Batch(index, epoch, step, sizes, self.cut(sizes), samples[start:stop])
+            yield ReplicaBatch(index, epoch, step, sizes, self.cut(sizes), samples[start:stop])
             step, index = step + 1, index + 1
 
     def _span(self, sizes: tuple[int, ...]) -> tuple[int, int]:
@@ -182,7 +182,7 @@ class Batches:
         start = sum(sizes[: self._mine.start])
         return start, start + sum(sizes[self._mine.start : self._mine.stop])
 
-    def cut(self, sizes: tuple[int, ...]) -> Cut:
+    def cut(self, sizes: tuple[int, ...]) -> InputSplit:
         """Who has which pieces of a batch whose shards are of these sizes."""
         if sizes not in self._cuts:
             everywhere = [self._micros(sizes, replica) for replica in range(self.replicas)]
@@ -190,7 +190,7 @@ class Batches:
             padded = [micros + ((),) * (most - len(micros)) for micros in everywhere]
             spare = not all(any(micros) for micros in everywhere)
             pieces = tuple(padded[replica] for replica in self.own)
-            self._cuts[sizes] = Cut(pieces, spare)
+            self._cuts[sizes] = InputSplit(pieces, spare)
         return self._cuts[sizes]
 
     def _micros(self, sizes: tuple[int, ...], replica: int) -> tuple[Micro, ...]:
@@ -201,7 +201,9 @@ class Batches:
         parts = ({shard: sizes[shard] for shard in span} for span in spans)
         return tuple(micro for part in parts for micro in micro_batches(part, self.micro_batch))
 
-    def _data(self, source: Arrays | Samples, plans: Iterator[Batch]) -> Generator[list[list[Any]]]:
+    def _data(
+        self, source: Arrays | Samples, plans: Iterator[ReplicaBatch]
+    ) -> Generator[list[list[Any]]]:
         if isinstance(source, Arrays):
             yield from (split(source.rows(p.ids), p.cut, self.place) for p in plans)
         else:
@@ -213,14 +215,16 @@ class Batches:
                 epochs.enter(epoch, lambda: None)  # threads share them: the last epoch is over
                 yield from self._sampled(source, of_epoch)
 
-    def _sampled(self, source: Samples, plans: Iterator[Batch]) -> Generator[list[list[Any]]]:
+    def _sampled(
+        self, source: Samples, plans: Iterator[ReplicaBatch]
+    ) -> Generator[list[list[Any]]]:
         """Each sample, read and transformed by a thread; a batch's plan is its last key."""
 
         def read(key: Any) -> Any:
-            return key if isinstance(key, Batch) else source.samples[key[1]]
+            return key if isinstance(key, ReplicaBatch) else source.samples[key[1]]
 
         def decode(key: Any, raw: Any) -> Any:
-            if isinstance(key, Batch) or source.change is None:
+            if isinstance(key, ReplicaBatch) or source.change is None:
                 return raw
             epoch, number = key
             return source.change(epoch, number, raw)
@@ -248,7 +252,7 @@ class Batches:
 
     def _whole(
         self, source: WholeDataset, done: Progress, epochs: int, steps: int | None
-    ) -> Generator[Batch]:
+    ) -> Generator[ReplicaBatch]:
         epoch, step, index = done.epoch, done.step_in_epoch, done.batch_index
         while epoch < epochs and (steps is None or index < steps):
             for whole, rows in source.open(epoch, skip=step):
@@ -256,14 +260,16 @@ class Batches:
                 cut = self.cut(sizes)
                 parts = split(_rows_of(whole, *self._span(sizes)), cut, self.place)
                 shapes = tuple(tuple(array.shape[1:]) for array in arrays_in(whole))
-                yield Batch(index, epoch, step, sizes, cut, np.empty(0, np.int64), parts, shapes)
+                yield ReplicaBatch(
+                    index, epoch, step, sizes, cut, np.empty(0, np.int64), parts, shapes
+                )
                 step, index = step + 1, index + 1
                 if steps is not None and index >= steps:
                     return
             epoch, step = epoch + 1, 0
 
 
-def split(own: Any, cut: Cut, place: Callable[[Any], Any]) -> list[list[Any]]:
+def split(own: Any, cut: InputSplit, place: Callable[[Any], Any]) -> list[list[Any]]:
     """The rows of a process, cut for each replica and micro-batch, and brought to their place."""
     at, parts = 0, list[list[Any]]()
     for micros in cut.pieces:

@@ -45,14 +45,14 @@ def open_data(task: Task, name: str, model: Any, seed: int) -> Source | None:
         )
     source = _by_number(data, name)
     if augments:
-        samples = _Rows(source) if isinstance(source, Arrays) else source.samples
+        samples = _ArrayRows(source) if isinstance(source, Arrays) else source.samples
         source = Samples(samples, augmenting(task.augment, seed))
     if len(source) == 0:
         raise _unusable(name, "0 samples", "there is nothing to learn from", "give it some")
     return source
 
 
-class _Rows:
+class _ArrayRows:
     """Arrays as samples by number."""
 
     def __init__(self, arrays: Arrays) -> None:

@@ -22,7 +22,7 @@ from allranks.tensorflow.data.open_data import Source, open_data
 from allranks.tensorflow.data.tf_dataset import WholeDataset
 from allranks.tensorflow.step.layers import InGraph
 from allranks.tensorflow.step.step import full, weighted_losses
-from allranks.tensorflow.strategies.base import Strategy
+from allranks.tensorflow.strategies.base import TensorFlowStrategy
 from allranks.training.evaluation_plan import check_metrics
 from allranks.training.keras_task import Task
 from allranks.training.same_data import (
@@ -51,7 +51,7 @@ def _as_it_is(arrays: Any) -> Any:
 class Evaluator:
     """Evaluates `model` for `task` on the replicas of `strategy`, in chunks of `chunk` samples."""
 
-    def __init__(self, task: Task, model: Any, strategy: Strategy, chunk: int) -> None:
+    def __init__(self, task: Task, model: Any, strategy: TensorFlowStrategy, chunk: int) -> None:
         self.task: Any = InGraph(task)
         self.model, self.strategy, self.chunk = model, strategy, chunk
         self._names: list[str] = []
@@ -166,10 +166,10 @@ def on_host(array: Any) -> Any:
         return tf.convert_to_tensor(array)
 
 
-class TaskData:
+class KerasTaskData:
     """What one rank reads for one task under one strategy: its batches, and its evaluation data."""
 
-    def __init__(self, task: Task, job: Job, strategy: Strategy, model: Any) -> None:
+    def __init__(self, task: Task, job: Job, strategy: TensorFlowStrategy, model: Any) -> None:
         self.task, self.job, self.strategy, self.model = task, job, strategy, model
         self.notes: list[str] = []
         self._batches: Batches | None = None

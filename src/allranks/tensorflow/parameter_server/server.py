@@ -30,11 +30,11 @@ from allranks.launcher.heartbeat import Heartbeat
 from allranks.launcher.world import World
 from allranks.strategies.roles import LEADER, WORKER, ProcessSet
 from allranks.tensorflow.build import build, set_weights
-from allranks.tensorflow.data.task_data import TaskData
+from allranks.tensorflow.data.task_data import KerasTaskData
 from allranks.tensorflow.machine import set_arithmetic, take_devices
 from allranks.tensorflow.rendezvous import meet
-from allranks.tensorflow.strategies.base import StrategyContext
-from allranks.tensorflow.strategies.one_process import Single
+from allranks.tensorflow.strategies.base import TensorFlowContext
+from allranks.tensorflow.strategies.one_process import OneDevice
 from allranks.training.keras_task import Task
 from allranks.training.work_queue import checkpoints_to_evaluate
 
@@ -114,9 +114,9 @@ def evaluate_checkpoints(task: Task, job: Job, world: World, events: JsonLines) 
     heartbeat = Heartbeat(world.heartbeat, world.local_rank, world.local_size)
     meet(world).close()  # nobody calls it, but the others wait until all are there
     set_arithmetic(job)
-    alone = Single(StrategyContext(task, job, world, {}))
+    alone = OneDevice(TensorFlowContext(task, job, world, {}))
     built = build(task, job, alone)
-    data = TaskData(task, job, alone, built.model)
+    data = KerasTaskData(task, job, alone, built.model)
     events.event("ready", host=socket.gethostname(), role=world.role, index=world.role_index)
     evaluated = 0
     found = checkpoints_to_evaluate(Path(job.run_dir), world, heartbeat, _weights, events)

@@ -30,17 +30,17 @@ from numpy.typing import NDArray
 
 from allranks.errors import RequestError
 from allranks.job.job import Job
-from allranks.tensorflow.built import Built
+from allranks.tensorflow.built import BuiltKerasModel
 from allranks.tensorflow.comm import peer_lost
-from allranks.tensorflow.data.batches import Arrays, Batch
+from allranks.tensorflow.data.batches import Arrays, ReplicaBatch
 from allranks.tensorflow.data.nested import mapped
-from allranks.tensorflow.saving import State
-from allranks.tensorflow.step.inputs import Cut, Insides, StepInputs, StepSums, pack
+from allranks.tensorflow.saving import KerasVariables
+from allranks.tensorflow.step.inputs import InputSplit, Insides, StepInputs, StepSums, pack
 from allranks.tensorflow.step.step import Graphs
-from allranks.tensorflow.strategies.parameter_server import ParameterServer, pieces_of
+from allranks.tensorflow.strategies.parameter_server import ParameterServerChief, pieces_of
 from allranks.tensorflow.trainer import Trainer
 from allranks.training.keras_task import Task
-from allranks.training.progress import NOTHING, Asked, StepResult
+from allranks.training.progress import NOTHING, RankRequests, StepResult
 
 # --- dispatch ------------------------------------------------------------------------------------
 # Steps that are handed out to workers: the same graph as everywhere, run on another process.
@@ -96,7 +96,7 @@ class RemoteSteps(Graphs):
 
         self._held = iter(self.coordinator.create_per_worker_dataset(data))
 
-    def schedule(self, data: Any, cut: Cut, says: StepInputs) -> RemoteStep:
+    def schedule(self, data: Any, cut: InputSplit, says: StepInputs) -> RemoteStep:
         """A worker will run this step; rows are fetched in the order of the calls."""
         arguments = data, pack([says])
         known = cut, 1
@@ -152,7 +152,7 @@ class RemoteSteps(Graphs):
                 return peer_lost(first)
         return peer_lost(error)
 
-    def _graph(self, cut: Cut, arguments: Any) -> Any:
+    def _graph(self, cut: InputSplit, arguments: Any) -> Any:
         """The graph of a step. It is made outside of the scope of the strategy: see there."""
         specs = tf.nest.map_structure(tf.TensorSpec.from_tensor, arguments)
         if self._held is None:
@@ -233,17 +233,17 @@ PART = re.compile(r"_part_([0-9]+)_of_([0-9]+)")
 WHOLE_VARIABLE_OPTIMIZERS = ("Adafactor", "Lamb", "Muon")
 
 
-class ServedTrainer(Trainer):
+class ChiefTrainer(Trainer):
     """The chief's trainer of a job with servers. Workers and servers have none."""
 
-    strategy: ParameterServer
+    strategy: ParameterServerChief
     graphs: RemoteSteps
 
     def __init__(self, task: Task, job: Job | None = None, **more: Any) -> None:
         self._asked = NOTHING
         super().__init__(task, job, **more)
         most = 1 if self.job.trace else self.strategy.most_under_way  # a trace sees each step end
-        self._ahead = Ahead[Batch, RemoteStep](most, self._scheduled, self._holds_back)
+        self._ahead = Ahead[ReplicaBatch, RemoteStep](most, self._scheduled, self._holds_back)
         if any(len(pieces_of(v.value)) > 1 for v in self.built.model.trainable_variables):
             _check_optimizer(self.built.optimizer)
 
@@ -259,22 +259,24 @@ class ServedTrainer(Trainer):
         graphs.serve(self.strategy.coordinator, self.strategy.trained(self.built.model))
         return graphs
 
-    def _made_state(self) -> State:
+    def _made_state(self) -> KerasVariables:
         return ServedState(self.built)
 
     # --- the loop -------------------------------------------------------------------------
 
-    def batches(self, epochs: int | None = None, steps: int | None = None) -> Iterator[Batch]:
+    def batches(
+        self, epochs: int | None = None, steps: int | None = None
+    ) -> Iterator[ReplicaBatch]:
         """The global batches that come next; workers have them already. Give each one to `step`."""
         self._let_workers_hold_the_data()
         upcoming = super().batches(epochs, steps)
         return self._ahead.through(upcoming, lambda: self.evaluation_plan.is_over)
 
-    def steps(self, batches: list[Batch]) -> list[StepResult]:
+    def steps(self, batches: list[ReplicaBatch]) -> list[StepResult]:
         """The results of steps that were handed out, in their order; waits for them."""
         return [self._step(batch) for batch in batches]
 
-    def _step(self, batch: Batch) -> StepResult:
+    def _step(self, batch: ReplicaBatch) -> StepResult:
         oldest, handed = self._ahead.take()
         assert oldest is batch, "batches are given to `step` in their order"
         found = self._waited(handed)
@@ -297,7 +299,7 @@ class ServedTrainer(Trainer):
         self.heartbeat.enter("data")
         return found
 
-    def _scheduled(self, batch: Batch) -> RemoteStep:
+    def _scheduled(self, batch: ReplicaBatch) -> RemoteStep:
         self.heartbeat.at_step(batch.index)
         self.heartbeat.enter("compute")
         if self.graphs.probe is not None:
@@ -308,10 +310,10 @@ class ServedTrainer(Trainer):
         (parts,) = batch.parts
         return self.graphs.schedule(parts, batch.cut, says)
 
-    def _holds_back(self, last: Batch, batch: Batch) -> bool:
+    def _holds_back(self, last: ReplicaBatch, batch: ReplicaBatch) -> bool:
         """Whether something may be done between these two, for which nothing may be under way."""
         heartbeat, asked = self.heartbeat, self._asked
-        self._asked = Asked(
+        self._asked = RankRequests(
             asked.stop or heartbeat.wants_stop, asked.save or heartbeat.wants_save()
         )
         new_epoch = self.job.eval_every == "epoch" and batch.epoch != last.epoch
@@ -345,10 +347,10 @@ class ServedTrainer(Trainer):
         super().close()
 
 
-class ServedState(State):
+class ServedState(KerasVariables):
     """A state whose sharded variables are whole: any number of servers resumes from it."""
 
-    def __init__(self, built: Built) -> None:
+    def __init__(self, built: BuiltKerasModel) -> None:
         super().__init__(built)
         self._parts = _by_whole(self._kept)
 

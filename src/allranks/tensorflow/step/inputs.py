@@ -18,7 +18,7 @@ FINE = HEAD + 1  # in the row for the host
 
 
 @dataclass(frozen=True)
-class Cut:
+class InputSplit:
     """How a global batch is cut, as far as this process sees it.
 
     `pieces` are those of shards, for each local replica and each of its micro-batches; `spare` says
@@ -89,7 +89,7 @@ Insides = list[dict[str, Any]]
 of the losses."""
 
 
-class Probe(Protocol):
+class GraphProbe(Protocol):
     """Looks into steps. `replica` counts those of this process."""
 
     def begin(self, batch: Any) -> None:

@@ -1,7 +1,7 @@
 """Keras layers that belong to a shard: BatchNormalization and dropout that know no ranks.
 
 They are swapped into the model in place for the training (`swap_layers`), and put back at its end.
-While the graph of a step is made, `Passing` tells them which rows belong to which shard:
+While the graph of a step is made, `GraphPass` tells them which rows belong to which shard:
 
 * BatchNormalization normalises each shard by its own moments, and collects them; the moving
   statistics take one update per step, from the sample-weighted moments of all shards of all
@@ -31,7 +31,7 @@ _here = threading.local()  # tf.distribute makes the graph of each replica in a 
 
 
 @dataclass
-class Passing:
+class GraphPass:
     """What goes through the model in the part of the graph that is being made.
 
     `key` is a scalar tensor, int64, that belongs to (seed, step).
@@ -58,7 +58,7 @@ class Passing:
 
 
 @contextmanager
-def passing(what: Passing) -> Iterator[Passing]:
+def passing(what: GraphPass) -> Iterator[GraphPass]:
     """Within, `what` goes through the model, in this thread."""
     _here.passing = what
     try:
@@ -67,7 +67,7 @@ def passing(what: Passing) -> Iterator[Passing]:
         _here.passing = None
 
 
-def _now() -> Passing | None:
+def _now() -> GraphPass | None:
     return getattr(_here, "passing", None)
 
 
@@ -91,7 +91,7 @@ class ShardBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[
         whole = outputs[0] if len(outputs) == 1 else tf.concat(outputs, 0)
         return tf.cast(whole, self.compute_dtype)
 
-    def _normalised(self, now: Passing, shard_size: int, samples: int, part: Any) -> Any:
+    def _normalised(self, now: GraphPass, shard_size: int, samples: int, part: Any) -> Any:
         if shard_size == 1:
             mean, variance = self._read(self.moving_mean), self._read(self.moving_variance)
         else:
@@ -133,7 +133,7 @@ class ShardBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[
             variable.assign(tf.where(weight > 0, new, was))
 
 
-class ShardDropout(keras.layers.Dropout):  # type: ignore[misc]
+class KerasShardDropout(keras.layers.Dropout):  # type: ignore[misc]
     """Dropout whose mask belongs to the shard. Made of one of Keras by `swap_layers`."""
 
     shard_index: int
@@ -203,7 +203,7 @@ def swap_layers(model: Any) -> dict[str, list[str]]:
             layer.__class__ = ShardBatchNormalization
             names["batchnorm"].append(layer.name)
         elif kind in DROPOUTS:
-            layer.__class__ = type(f"Shard{kind.__name__}", (ShardDropout, kind), {})
+            layer.__class__ = type(f"Shard{kind.__name__}", (KerasShardDropout, kind), {})
             layer.shared_axes = DROPOUTS[kind]
             names["dropout"].append(layer.name)
         elif isinstance(layer, keras.layers.BatchNormalization):
@@ -221,7 +221,7 @@ def restore_layers(model: Any) -> None:
     for layer in model._flatten_layers():
         if isinstance(layer, ShardBatchNormalization):
             layer.__class__ = keras.layers.BatchNormalization
-        elif isinstance(layer, ShardDropout):
+        elif isinstance(layer, KerasShardDropout):
             kind = type(layer).__bases__[1]
             layer.__class__ = kind
 

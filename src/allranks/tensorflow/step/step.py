@@ -35,7 +35,7 @@ from allranks.job.job import Job
 from allranks.job.loss_scale import parse_loss_scale
 from allranks.strategies.shards import Micro
 from allranks.tensorflow.comm import translated
-from allranks.tensorflow.data.batches import Batch
+from allranks.tensorflow.data.batches import ReplicaBatch
 from allranks.tensorflow.data.nested import mapped
 from allranks.tensorflow.step.inputs import (
     ASKED_SAVE,
@@ -51,19 +51,19 @@ from allranks.tensorflow.step.inputs import (
     SCALE,
     SUM,
     WEIGHT,
-    Cut,
+    GraphProbe,
+    InputSplit,
     Insides,
-    Probe,
     StepInputs,
     StepSums,
     by_replica,
     named,
     pack,
 )
-from allranks.tensorflow.step.layers import InGraph, Passing, passing, shard_norms
-from allranks.training.guard import Finding, Guard, weightless
+from allranks.tensorflow.step.layers import GraphPass, InGraph, passing, shard_norms
+from allranks.training.guard import BadStepFinding, Guard, weightless
 from allranks.training.keras_task import Task
-from allranks.training.progress import Asked, StepResult
+from allranks.training.progress import RankRequests, StepResult
 
 # --- gradients -----------------------------------------------------------------------------------
 # Arithmetic on the gradients of a replica: a list, with `None` where the loss does not reach.
@@ -149,7 +149,7 @@ class Graphs:
     graph.
     """
 
-    probe: Probe | None = None
+    probe: GraphProbe | None = None
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ class Graphs:
         sizes = [int(math.prod(v.shape) * tf.as_dtype(v.dtype).size) for v in self.variables]
         return sum(sizes) + self.tally_size * int(self.kind.size)
 
-    def run(self, data: Any, cut: Cut, says: list[StepInputs]) -> list[StepSums]:
+    def run(self, data: Any, cut: InputSplit, says: list[StepInputs]) -> list[StepSums]:
         """As many steps as there are in `says`; `data` is what `tf.distribute` gives its replicas.
 
         For several steps every array of it has them along a first axis more. All ranks call this.
@@ -215,11 +215,11 @@ class Graphs:
 
     # --- the graph: what is called from here on makes it, and runs once for each --------------
 
-    def _one(self, cut: Cut, data: Any, told: Any) -> tuple[Any, Insides]:
+    def _one(self, cut: InputSplit, data: Any, told: Any) -> tuple[Any, Insides]:
         row, insides = self._step(cut, data, told[0])
         return row[tf.newaxis], insides
 
-    def _several(self, cut: Cut, data: Any, told: Any) -> tuple[Any, Insides]:
+    def _several(self, cut: InputSplit, data: Any, told: Any) -> tuple[Any, Insides]:
         steps = int(told.shape[0])
         width = HEAD + 3 + self.replicas
         rows = tf.TensorArray(tf.float64, steps, element_shape=(width,))
@@ -243,7 +243,7 @@ class Graphs:
 
     def _step(
         self,
-        cut: Cut,
+        cut: InputSplit,
         data: Any,
         told: Any,
         own: Callable[[Any], Any] = lambda part: part,
@@ -284,7 +284,7 @@ class Graphs:
         return self._local(value)[0]
 
     def gradients_of(
-        self, cut: Cut, micros: Any, key: Any, numbers: Any
+        self, cut: InputSplit, micros: Any, key: Any, numbers: Any
     ) -> tuple[list[Any], Any, Any]:
         """The replica's gradients (`None` where the loss does not reach), its tally, the size of
         its losses.
@@ -325,7 +325,7 @@ class Graphs:
         """
         samples = sum(piece.samples for piece in pieces)
         task = self.task
-        with passing(Passing(pieces, samples, key)) as now:
+        with passing(GraphPass(pieces, samples, key)) as now:
             with tf.GradientTape() as tape:
                 output = self.model(task.inputs(batch), training=True)
                 losses, weights = weighted_losses(task, output, batch, samples, self.kind)
@@ -439,7 +439,7 @@ class StepResultBuilder:
         """By what the loss of the next step is multiplied."""
         return 1.0 if self.loss_scale is None else self.loss_scale.value
 
-    def result(self, batch: Batch, found: StepSums) -> StepResult:
+    def result(self, batch: ReplicaBatch, found: StepSums) -> StepResult:
         """The result of a step. Raises `BadStep` where the job ends with it."""
         if found.weight <= 0:
             raise weightless(batch, found.weight)
@@ -465,15 +465,15 @@ class StepResultBuilder:
             found.rate,
             updated,
             found.norm,
-            Asked(found.stop, found.save),
+            RankRequests(found.stop, found.save),
             text,
             used,
             overflow,
         )
 
-    def _who(self, batch: Any, spiked: bool) -> tuple[Finding, ...]:
+    def _who(self, batch: Any, spiked: bool) -> tuple[BadStepFinding, ...]:
         """Which replicas brought a bad step in, as they said themselves with the sum."""
         if spiked or not self._bad:
             return ()
         names = ", ".join(f"{self.whose} {number}" for number in self._bad)
-        return (Finding(f"it came in with {names}"),)
+        return (BadStepFinding(f"it came in with {names}"),)

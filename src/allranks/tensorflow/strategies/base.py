@@ -15,13 +15,13 @@ from allranks.job.job import Job
 from allranks.launcher.world import World
 from allranks.strategies.card import Card, Workload
 from allranks.strategies.torch_cards import CARDS
-from allranks.tensorflow.built import Built
-from allranks.tensorflow.comm import Comm
+from allranks.tensorflow.built import BuiltKerasModel
+from allranks.tensorflow.comm import ReplicaComm
 from allranks.training.keras_task import Task
 
 
 @dataclass(frozen=True)
-class StrategyContext:
+class TensorFlowContext:
     """What a strategy is given: the task, the job, who this process is, the options of its card."""
 
     task: Task
@@ -30,7 +30,7 @@ class StrategyContext:
     options: Mapping[str, Any]
 
 
-class Strategy(ABC):
+class TensorFlowStrategy(ABC):
     """How the replicas of a model are joined. Making one takes devices, and joins the ranks.
 
     `distribution` is TensorFlow's strategy; `replicas` how many there are in all, `own` which of
@@ -42,13 +42,13 @@ class Strategy(ABC):
     distribution: Any
     replicas: int = 1
     own: range = range(1)
-    comm: Comm
+    comm: ReplicaComm
     collective_options: Any = None
 
-    def __init__(self, context: StrategyContext) -> None:
+    def __init__(self, context: TensorFlowContext) -> None:
         self.context = context
         self.task, self.job, self.world = context.task, context.job, context.world
-        self.comm = Comm()
+        self.comm = ReplicaComm()
         self.join()
 
     @abstractmethod
@@ -73,7 +73,7 @@ class Strategy(ABC):
         """The variables that the optimizer of `model` updates."""
         return list(model.trainable_variables)
 
-    def check(self, built: Built) -> None:
+    def check(self, built: BuiltKerasModel) -> None:
         """Raise `RequestError` for a model or optimizer that this strategy cannot train."""
 
     def feed(self, parts: list[Any]) -> Any:

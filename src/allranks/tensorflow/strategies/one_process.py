@@ -15,16 +15,16 @@ import keras
 import tensorflow as tf
 
 from allranks.errors import RequestError
-from allranks.tensorflow.built import Built
-from allranks.tensorflow.comm import Comm, translated
+from allranks.tensorflow.built import BuiltKerasModel
+from allranks.tensorflow.comm import ReplicaComm, translated
 from allranks.tensorflow.machine import begun, devices_for, has_tpu, take_devices
 from allranks.tensorflow.rendezvous import meet
-from allranks.tensorflow.strategies.base import Strategy
+from allranks.tensorflow.strategies.base import TensorFlowStrategy
 
 HOST = "/cpu:0"
 
 
-class Single(Strategy):
+class OneDevice(TensorFlowStrategy):
     """One device does all the work. What every other strategy is compared with."""
 
     name = "single"
@@ -36,7 +36,7 @@ class Single(Strategy):
         self.distribution = one
 
 
-class Mirrored(Strategy):
+class Mirrored(TensorFlowStrategy):
     """A copy of every variable on each device."""
 
     name = "mirrored"
@@ -62,7 +62,7 @@ class CentralStorage(Mirrored):
         devices = self._devices()
         self.distribution = tf.distribute.experimental.CentralStorageStrategy(devices, HOST)
 
-    def check(self, built: Built) -> None:
+    def check(self, built: BuiltKerasModel) -> None:
         """Raise `RequestError` for what writes a variable from within a replica: it cannot here."""
         found = [f"{name}, which draws random numbers" for name in built.swapped["user_randomness"]]
         variables = built.model.trainable_variables
@@ -81,7 +81,7 @@ class CentralStorage(Mirrored):
             )
 
 
-class TPU(Strategy):
+class TPU(TensorFlowStrategy):
     """A replica on every core of a TPU."""
 
     name = "tpu"
@@ -109,7 +109,7 @@ VARIABLE = "TF_CONFIG"
 RING, NCCL = "ring", "nccl"
 
 
-class MultiWorkerMirrored(Strategy):
+class MultiWorkerMirrored(TensorFlowStrategy):
     """One device on each rank, a copy of every variable on each."""
 
     name = "multi-worker-mirrored"
@@ -145,7 +145,7 @@ class MultiWorkerMirrored(Strategy):
             if before is not None:
                 os.environ[VARIABLE] = before
             self._held.close()
-        self.comm = Comm(world.rank, world.size, self.distribution)
+        self.comm = ReplicaComm(world.rank, world.size, self.distribution)
 
     def leave(self) -> None:
         """Wait for the others: what they read of the last sums, they read from this process."""

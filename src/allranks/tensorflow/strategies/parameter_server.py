@@ -23,12 +23,12 @@ import tensorflow as tf
 from allranks.errors import RequestError
 from allranks.tensorflow.parameter_server.server import CHIEF, FAIL_FAST, cluster_of
 from allranks.tensorflow.rendezvous import meet
-from allranks.tensorflow.strategies.base import Strategy
+from allranks.tensorflow.strategies.base import TensorFlowStrategy
 
 KIB = 1024
 
 
-class ParameterServer(Strategy):
+class ParameterServerChief(TensorFlowStrategy):
     """The chief of a job with servers. `distribution` is that of the chief alone: it evaluates."""
 
     name = "parameter-server"

@@ -29,7 +29,7 @@ def counters(folder: Path = COUNTERS) -> dict[Path, tuple[int, int]]:
 
 
 @dataclass
-class Meter:
+class EnergyMeter:
     """Counts from the moment it is made; `joules` says how many since, `None` where nobody knows.
 
     A counter that begins again twice is not noticed: that takes about an hour at full load.

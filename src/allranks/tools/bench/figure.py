@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from allranks.tools.bench.plan import Plan, value_of
-from allranks.tools.bench.results import Row
+from allranks.tools.bench.plan import BenchPlan, value_of
+from allranks.tools.bench.results import BenchRow
 
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 640, 400, 70, 40, 20, 50
 COLOURS = ("#1f77b4", "#d62728", "#7f7f7f", "#2ca02c", "#9467bd", "#8c564b")
@@ -23,7 +23,7 @@ class Curve:
     points: list[tuple[float, float, float, float]]
 
 
-def sweep_curves(plan: Plan, rows: Sequence[Row]) -> list[Curve]:
+def sweep_curves(plan: BenchPlan, rows: Sequence[BenchRow]) -> list[Curve]:
     """Milliseconds of a step by the value of the swept option; others are level lines.
 
     An interval of one repeat has no bounds: the point stands alone.
@@ -58,7 +58,7 @@ def _without(strategy: str, option: str) -> str:
     return name + (colon + ",".join(kept) if kept else "")
 
 
-def sweep_figure(plan: Plan, rows: Sequence[Row]) -> str | None:
+def sweep_figure(plan: BenchPlan, rows: Sequence[BenchRow]) -> str | None:
     """The figure of a sweep; `None` where fewer than two values were measured."""
     curves = sweep_curves(plan, rows)
     if not curves or all(len(curve.points) < 2 for curve in curves):

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from allranks.job.job import Job
 from allranks.launcher.signals import Signals
-from allranks.tools.bench.energy import Meter
+from allranks.tools.bench.energy import EnergyMeter
 from allranks.tools.bench.peers import ASKED, peer_words
-from allranks.tools.bench.plan import Combination, Plan
+from allranks.tools.bench.plan import BenchPlan, Combination
 from allranks.tools.bench.reading import Measured, measured_peer, measured_run
 from allranks.tools.sweep.packing import last_event, result_of
 from allranks.tools.sweep.slots import start_command
@@ -39,7 +39,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Watcher:
+class BenchWatcher:
     """What a caller wants to see: which run begins, what came of it, and the time that passes."""
 
     began: Callable[[Combination, int], None] = lambda combination, turn: None
@@ -48,8 +48,8 @@ class Watcher:
 
 
 def measure(
-    plan: Plan, refused: dict[Combination, str], folder: Path, jobs: dict[Combination, Job],
-    watcher: Watcher,
+    plan: BenchPlan, refused: dict[Combination, str], folder: Path, jobs: dict[Combination, Job],
+    watcher: BenchWatcher,
 ) -> list[Found]:  # fmt: skip
     """Run all jobs of `plan`, turn by turn, in `folder`; `refused` ones are not run.
 
@@ -58,7 +58,7 @@ def measure(
     """
     found = {one: Found(one, problem=refused.get(one, "")) for one in plan.combinations}
     with Signals() as signals:
-        runs = _Runs(plan, folder, jobs, signals, watcher)
+        runs = _BenchRuns(plan, folder, jobs, signals, watcher)
         for turn in range(plan.repeats):
             for combination in plan.turn(turn):
                 one = found[combination]
@@ -78,14 +78,14 @@ def measure(
 
 
 @dataclass(frozen=True)
-class _Runs:
+class _BenchRuns:
     """One run after the other."""
 
-    plan: Plan
+    plan: BenchPlan
     folder: Path
     jobs: dict[Combination, Job]
     signals: Signals
-    watcher: Watcher
+    watcher: BenchWatcher
 
     def run(self, combination: Combination, turn: int) -> tuple[Measured, tuple[float, ...]] | str:
         """What a run measured with the loss of each step, or why it did not."""
@@ -98,7 +98,7 @@ class _Runs:
         else:
             words = [*plan.words_of(combination), "--run-dir", str(run_dir), *UNCHECKED]
             verb = "train"
-        meter = Meter()
+        meter = EnergyMeter()
         self._wait_for(words, log, verb)
         joules = meter.joules()
         if combination.is_peer:

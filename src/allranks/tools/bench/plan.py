@@ -28,7 +28,7 @@ class Combination:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BenchPlan:
     """`combinations` are measured once in each of `repeats` turns, over `steps` after a `warm_up`.
 
     With `scaling` weak a batch has `batch_size` samples for each rank, with strong for all of them
@@ -75,7 +75,7 @@ class Plan:
         return found if number % 2 == 0 else found[::-1]
 
 
-def checked_plan(plan: Plan, strategies: Sequence[str]) -> Plan:
+def checked_plan(plan: BenchPlan, strategies: Sequence[str]) -> BenchPlan:
     """The plan, if it can be measured; raises `RequestError`."""
     if plan.scaling == WEAK and not plan.batch_size:
         raise RequestError(

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from allranks.job.run_folder import read_events, read_rows
-from allranks.tools.bench.statistics import Steps, of_steps
-from allranks.training.record.phases import Held, held_in
+from allranks.tools.bench.statistics import StepSpeeds, of_steps
+from allranks.training.record.phases import MemoryPeaks, held_in
 
 COMPUTE, EXCHANGE, INPUT = "compute", "exchange", "data"
 PEER_STEPS, PEER_HELD = "steps.jsonl", "held-*.json"
@@ -27,7 +27,7 @@ class Measured:
     """
 
     turn: int
-    steps: Steps
+    steps: StepSpeeds
     step_s: float
     shares: dict[str, float]
     sent_bytes: float | None
@@ -44,7 +44,7 @@ class Measured:
 class Timed:
     """The steps that count, and the loss of every step."""
 
-    steps: Steps
+    steps: StepSpeeds
     step_s: float
     losses: tuple[float, ...]
 
@@ -116,7 +116,7 @@ def measured_peer(
     found = timed(list(read_rows(folder / PEER_STEPS)), warm_up, set())
     if isinstance(found, str):
         return found
-    held = [Held(**json.loads(path.read_text())) for path in folder.glob(PEER_HELD)]
+    held = [MemoryPeaks(**json.loads(path.read_text())) for path in folder.glob(PEER_HELD)]
     if len(held) < ranks:
         return f"{len(held)} of {ranks} ranks came to the end"
     peaks = most(held, "host_bytes"), most(held, "device_bytes")

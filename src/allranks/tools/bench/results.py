@@ -11,7 +11,7 @@ from allranks.launcher.scripts.plan import redacted_words
 from allranks.strategies.card import Exact
 from allranks.strategies.resolve import strategy_spec
 from allranks.tools.bench.measuring import Found
-from allranks.tools.bench.plan import WEAK, Plan
+from allranks.tools.bench.plan import WEAK, BenchPlan
 from allranks.tools.bench.reading import COMPUTE, EXCHANGE, INPUT, Measured
 from allranks.tools.bench.statistics import Interval, interval, ratio
 
@@ -24,7 +24,7 @@ way. Sums in another order make some 1e-6 of it, which grow with the steps."""
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchRow:
     """A combination. `speed` is in samples per second; `speed_up` is over the `base` ranks.
 
     The efficiency is the speed-up over the times as many ranks. `peak_bytes` is of the process
@@ -59,7 +59,7 @@ class Row:
     """Whether all repeats ended with the same weights, bit for bit; of a peer nobody knows."""
 
 
-def rows_of(found: Sequence[Found], until: str = "") -> list[Row]:
+def rows_of(found: Sequence[Found], until: str = "") -> list[BenchRow]:
     """A row for each, in order. Speed-ups are of the turns in which both were measured."""
     return [_row(one, _base(one, found), _ours(one, found), until) for one in found]
 
@@ -85,17 +85,17 @@ def _ours(one: Found, found: Sequence[Found]) -> Found | None:
     return None
 
 
-def _row(one: Found, base: Found | None, ours: Found | None, until: str) -> Row:
+def _row(one: Found, base: Found | None, ours: Found | None, until: str) -> BenchRow:
     what = one.combination
     if not one.runs or base is None:
-        return Row(what.strategy, what.ranks, one.problem or "it was not run", what.is_peer)
+        return BenchRow(what.strategy, what.ranks, one.problem or "it was not run", what.is_peer)
     speeds = {run.turn: run.steps.speed for run in one.runs}
     up, efficiency = _scaling(one, base)
     runs, last, reached = one.runs, one.runs[-1], _reached(one.runs)
     compute, exchange, data = (
         _mean(run.shares.get(phase) for run in runs) for phase in (COMPUTE, EXCHANGE, INPUT)
     )
-    return Row(
+    return BenchRow(
         what.strategy,
         what.ranks,
         one.problem,
@@ -123,7 +123,7 @@ def _row(one: Found, base: Found | None, ours: Found | None, until: str) -> Row:
     )
 
 
-def row_from(data: Mapping[str, Any]) -> Row:
+def row_from(data: Mapping[str, Any]) -> BenchRow:
     """The row that the record of a bench describes; what has no bound there has none here."""
     values = dict(data)
     for name in ("speed", "speed_up", "efficiency", "until_s"):
@@ -132,7 +132,7 @@ def row_from(data: Mapping[str, Any]) -> Row:
             low = -math.inf if found["low"] is None else found["low"]
             high = math.inf if found["high"] is None else found["high"]
             values[name] = Interval(found["mean"], low, high, found["repeats"])
-    return Row(**values)
+    return BenchRow(**values)
 
 
 def _reached(runs: Iterable[Measured]) -> list[Measured]:
@@ -167,7 +167,7 @@ def _largest(values: Iterable[int | None]) -> int | None:
     return max((value for value in values if value is not None), default=None)
 
 
-def to_data(plan: Plan, found: Sequence[Found], machine: dict[str, Any]) -> dict[str, Any]:
+def to_data(plan: BenchPlan, found: Sequence[Found], machine: dict[str, Any]) -> dict[str, Any]:
     """All of it, as plain values; an interval of one repeat has no bounds (`null`)."""
 
     def plain(value: Any) -> Any:
@@ -192,7 +192,7 @@ def to_data(plan: Plan, found: Sequence[Found], machine: dict[str, Any]) -> dict
     return data
 
 
-def request_of(rows: Sequence[Row], plan: Plan) -> Row | None:
+def request_of(rows: Sequence[BenchRow], plan: BenchPlan) -> BenchRow | None:
     """The row with most ranks whose efficiency is surely enough: what to ask for."""
     sure = [
         row
@@ -206,6 +206,6 @@ def request_of(rows: Sequence[Row], plan: Plan) -> Row | None:
     return max(sure, key=kind, default=None)
 
 
-def _fastest(row: Row) -> tuple[float, int]:
+def _fastest(row: BenchRow) -> tuple[float, int]:
     assert row.speed is not None
     return row.speed.mean, -row.ranks

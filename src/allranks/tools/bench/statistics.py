@@ -26,7 +26,7 @@ STUDENT_BEYOND = 2.086
 
 
 @dataclass(frozen=True)
-class Steps:
+class StepSpeeds:
     """Of the steps of one run, in samples per second."""
 
     speed: float
@@ -34,13 +34,13 @@ class Steps:
     jitter: float
 
 
-def of_steps(samples: Sequence[float], seconds: Sequence[float]) -> Steps:
+def of_steps(samples: Sequence[float], seconds: Sequence[float]) -> StepSpeeds:
     """The speed of steps with so many `samples` that took so many `seconds` each."""
     speeds = [b / t for b, t in zip(samples, seconds, strict=True)]
     middle = statistics.median(speeds)
     jitter = MAD_TO_STD * statistics.median(abs(speed - middle) for speed in speeds)
     uncertainty = statistics.pstdev(speeds) / math.sqrt(len(speeds))
-    return Steps(sum(samples) / sum(seconds), uncertainty, jitter)
+    return StepSpeeds(sum(samples) / sum(seconds), uncertainty, jitter)
 
 
 @dataclass(frozen=True)

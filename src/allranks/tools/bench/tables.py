@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 
 from allranks.errors import printable
 from allranks.job.units import format_bytes
-from allranks.tools.bench.plan import WEAK, Plan
-from allranks.tools.bench.results import ENOUGH, ROUNDING, Row, request_of
+from allranks.tools.bench.plan import WEAK, BenchPlan
+from allranks.tools.bench.results import ENOUGH, ROUNDING, BenchRow, request_of
 from allranks.tools.bench.statistics import Interval
 
 UNKNOWN = "unknown"
-Column = Callable[[Row], str]
+Column = Callable[[BenchRow], str]
 
 
-def name_of(row: Row) -> str:
+def name_of(row: BenchRow) -> str:
     """`ddp`, or `hand (peer)`."""
     return f"{row.strategy} (peer)" if row.is_peer else row.strategy
 
@@ -37,7 +37,7 @@ def _bytes(value: float | None) -> str:
     return "" if value is None else format_bytes(value)
 
 
-def _until(row: Row) -> str:
+def _until(row: BenchRow) -> str:
     if row.until_runs is None:
         return "not asked of it"
     if row.until_s is None:
@@ -46,7 +46,7 @@ def _until(row: Row) -> str:
     return with_reach(row.until_s, 2) + (f" ({row.until_s.repeats} runs)" if missed else "")
 
 
-def _loss(row: Row) -> str:
+def _loss(row: BenchRow) -> str:
     if row.loss_apart is None:
         return "" if not row.is_peer else "nothing of ours to compare"
     apart = f"{row.loss_apart:.0e}"
@@ -70,7 +70,7 @@ COLUMNS: dict[str, Column] = {
     "loss": _loss,
 }
 SCALING = tuple(COLUMNS)[:6]
-ONLY_IF: dict[str, Callable[[Row], bool]] = {
+ONLY_IF: dict[str, Callable[[BenchRow], bool]] = {
     "s to it": lambda row: row.until_runs is not None,
     "device peak": lambda row: row.device_peak_bytes is not None,
     "joules": lambda row: row.joules is not None,
@@ -79,12 +79,12 @@ ONLY_IF: dict[str, Callable[[Row], bool]] = {
 """Columns that are there if a row has something to say in them."""
 
 
-def head_of(rows: Sequence[Row]) -> tuple[str, ...]:
+def head_of(rows: Sequence[BenchRow]) -> tuple[str, ...]:
     """The columns of these rows."""
     return tuple(n for n in COLUMNS if n not in ONLY_IF or any(map(ONLY_IF[n], rows)))
 
 
-def cells_of(row: Row, head: Sequence[str]) -> list[str]:
+def cells_of(row: BenchRow, head: Sequence[str]) -> list[str]:
     """What each column says of a row; of one that was not measured, why."""
     if row.speed is None:
         return [name_of(row), str(row.ranks), row.problem]
@@ -94,7 +94,7 @@ def cells_of(row: Row, head: Sequence[str]) -> list[str]:
     return cells
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[BenchRow]) -> str:
     """A line for each row, in columns."""
     head = head_of(rows)
     cells = [list(head), *(cells_of(row, head) for row in rows)]
@@ -106,7 +106,7 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join("  ".join(map(str.ljust, line, own)).rstrip() for line, own in pairs)
 
 
-def proposal(plan: Plan, rows: Sequence[Row], machine: str) -> str:
+def proposal(plan: BenchPlan, rows: Sequence[BenchRow], machine: str) -> str:
     """Scaling with intervals, which rows are above the line, and what to ask for, in Markdown."""
     kind = "Weak" if plan.scaling == WEAK else "Strong"
     batch = f", {plan.batch_size} samples" if plan.batch_size else ""
@@ -134,7 +134,7 @@ def proposal(plan: Plan, rows: Sequence[Row], machine: str) -> str:
     return "\n".join(lines)
 
 
-def _until_lines(plan: Plan, rows: Sequence[Row]) -> list[str]:
+def _until_lines(plan: BenchPlan, rows: Sequence[BenchRow]) -> list[str]:
     """Time and energy to the metric, for those that were asked for it."""
     if not plan.until:
         return []
@@ -157,7 +157,7 @@ def _until_lines(plan: Plan, rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def above(row: Row) -> str:
+def above(row: BenchRow) -> str:
     """Whether the efficiency of a row is above the line with its whole interval."""
     if row.efficiency is None:
         return row.problem if row.speed is None else ""
@@ -170,7 +170,7 @@ def above(row: Row) -> str:
     return "no" if row.efficiency.high < ENOUGH else "undecided"
 
 
-def request_in_words(plan: Plan, rows: Sequence[Row]) -> str:
+def request_in_words(plan: BenchPlan, rows: Sequence[BenchRow]) -> str:
     """What to ask a computing centre for."""
     found = request_of(rows, plan)
     if found is None or found.speed is None:

@@ -34,18 +34,18 @@ from allranks.job.place import LOCAL
 from allranks.launcher.places.base import AgentPlace, find_place
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.signals import Signals
-from allranks.launcher.start import Result, Watcher, run_job
+from allranks.launcher.start import JobWatcher, Result, run_job
 from allranks.strategies.resolve import card_of, resolved_strategy
 from allranks.tools.check import hints
-from allranks.tools.check.causes.cause import Finding
+from allranks.tools.check.causes.cause import ConfirmedCause
 from allranks.tools.check.causes.diagnose import cause_of
 from allranks.tools.check.compare import (
     BITS,
     CLOSE,
     FP64,
     Difference,
+    RecordedTrace,
     Tolerance,
-    Trace,
     close,
     coarse,
     compare,
@@ -67,7 +67,7 @@ TRACE_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
-class Plan:
+class CheckPlan:
     """What is looked at: `many` numbers of ranks in float64, the job as it is on `own` ranks.
 
     `shards` are those of the task: a strategy may let each go through the model by itself.
@@ -126,7 +126,9 @@ UNDISTURBED: dict[str, Any] = {
 MANY_NAMES = 4
 
 
-def check_against_one(resolved: Resolved, folder: Path, server: ForkServer, plan: Plan) -> Verdict:
+def check_against_one(
+    resolved: Resolved, folder: Path, server: ForkServer, plan: CheckPlan
+) -> Verdict:
     """Run the job and its references under `folder`, which the caller owns, and compare them."""
     return Check(resolved, undisturbed(resolved.job), folder, server, plan).verdict()
 
@@ -140,11 +142,11 @@ def undisturbed(job: Job) -> Job:
 
 
 @dataclass(frozen=True)
-class Run:
+class CheckedRun:
     """One run that is over: what it recorded."""
 
     result: Result
-    trace: Trace
+    trace: RecordedTrace
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -160,7 +162,7 @@ class Check:
     """One check: its looks in order, and what it has to say of what it left out."""
 
     def __init__(
-        self, resolved: Resolved, job: Job, folder: Path, server: ForkServer, plan: Plan
+        self, resolved: Resolved, job: Job, folder: Path, server: ForkServer, plan: CheckPlan
     ) -> None:
         self.resolved, self.job, self.plan = resolved, job, plan
         self.folder, self.server = folder, server
@@ -213,7 +215,7 @@ class Check:
         if look.asked and look.tolerance.exact:
             yield from self.in_float64(many=(look.ranks,))
 
-    def _reference_in_float64(self, job: Job, name: str = "fp64-reference") -> Run | None:
+    def _reference_in_float64(self, job: Job, name: str = "fp64-reference") -> CheckedRun | None:
         """One process in float64, if the task can be computed in it."""
         try:
             return self.run(name, in_one(job))
@@ -275,7 +277,7 @@ class Check:
         self.clear(reference, candidate)
         return look
 
-    def _closer(self, job: Job, look: Look, reference: Run, candidate: Run) -> Look:
+    def _closer(self, job: Job, look: Look, reference: CheckedRun, candidate: CheckedRun) -> Look:
         """The same look beside one process whose batches are cut as those of the ranks."""
         cut = self.run(f"{job.precision}-cut", job)
         itself = compare(reference.trace, cut.trace, coarse(job.precision))
@@ -326,7 +328,9 @@ class Check:
 
     # --- what they share ------------------------------------------------------------------
 
-    def _look(self, job: Job, reference: Run, candidate: Run, tolerance: Tolerance) -> Look:
+    def _look(
+        self, job: Job, reference: CheckedRun, candidate: CheckedRun, tolerance: Tolerance
+    ) -> Look:
         comparison = compare(reference.trace, candidate.trace, tolerance)
         at_end = None
         if comparison.first is None:
@@ -339,14 +343,14 @@ class Check:
         look = Look(job.ranks, job.precision, job.bitwise, comparison, tolerance, at_end)
         return dataclasses.replace(look, cause=self._cause(job, reference, look))
 
-    def _cause(self, job: Job, reference: Run, look: Look) -> Finding | None:
+    def _cause(self, job: Job, reference: CheckedRun, look: Look) -> ConfirmedCause | None:
         """Why the job differs, where its steps were compared within a tolerance."""
         first = look.comparison.first
         if first is None or look.tolerance.exact:
             return None
-        runs: list[Run] = []
+        runs: list[CheckedRun] = []
 
-        def run(name: str, job: Job) -> Trace:
+        def run(name: str, job: Job) -> RecordedTrace:
             runs.append(self.run(name, job))
             return runs[-1].trace
 
@@ -354,24 +358,24 @@ class Check:
         self.clear(*runs)
         return found
 
-    def run(self, name: str, job: Job) -> Run:
+    def run(self, name: str, job: Job) -> CheckedRun:
         job = dataclasses.replace(
             job, trace=True, trace_bytes=self.plan.trace_bytes, run_dir=str(self.folder / name)
         )
         result = self.train(Resolved(job, self.resolved.sources))
         self.user_randomness |= set(result.summary["user_randomness"])
-        return Run(result, Trace(result.run_dir / "trace"))
+        return CheckedRun(result, RecordedTrace(result.run_dir / "trace"))
 
     def train(self, resolved: Resolved) -> Result:
         """Run one job to its end."""
         on_nodes = isinstance(find_place(resolved.job.place), AgentPlace)
         server = None if on_nodes else self.server  # nodes bring their own
-        return run_job(resolved, server, Watcher(tick=self.tick), self.signals)
+        return run_job(resolved, server, JobWatcher(tick=self.tick), self.signals)
 
     def tick(self) -> None:
         """Called while ranks run."""
 
-    def clear(self, *runs: Run) -> None:
+    def clear(self, *runs: CheckedRun) -> None:
         if not self.plan.keep:
             for run in runs:
                 run.clear()
@@ -401,7 +405,7 @@ def in_one(job: Job) -> Job:
     return dataclasses.replace(job, strategy=alone, ranks=1, micro_batch=None, replay="", **HERE)
 
 
-def _path(run: Run) -> str:
+def _path(run: CheckedRun) -> str:
     return str(run.trace.path)
 
 

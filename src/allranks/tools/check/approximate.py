@@ -17,8 +17,8 @@ from allranks.job.job import Job
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.strategies.card import Approximate, Exact
 from allranks.strategies.resolve import at_setting
-from allranks.tools.check.against_single import Check, Plan, in_one, undisturbed
-from allranks.tools.check.compare import FP64, Tolerance, Trace
+from allranks.tools.check.against_single import Check, CheckPlan, in_one, undisturbed
+from allranks.tools.check.compare import FP64, RecordedTrace, Tolerance
 from allranks.tools.check.drift import Drift, drift_between
 from allranks.tools.check.verdict import Look, Verdict
 from allranks.training.record.trace import START
@@ -33,7 +33,9 @@ def is_approximate(job: Job, ranks: int) -> bool:
     return ranks > 1 and not isinstance(job.strategy_spec.guarantee, Exact)
 
 
-def check_approximate(resolved: Resolved, folder: Path, server: ForkServer, plan: Plan) -> Verdict:
+def check_approximate(
+    resolved: Resolved, folder: Path, server: ForkServer, plan: CheckPlan
+) -> Verdict:
     """Check the exact setting of the job's strategy, and measure its drift as it was asked for."""
     job = undisturbed(resolved.job)
     agreement = job.strategy_spec.card.agreement
@@ -86,7 +88,7 @@ def exact_tolerance(guarantee: Approximate) -> Tolerance:
 
 def _clips_at(folder: Path) -> float | None:
     """The length to which the task clips, as the process said that the ranks were compared with."""
-    trace = Trace(folder / "fp64-reference" / "trace")
+    trace = RecordedTrace(folder / "fp64-reference" / "trace")
     return trace.ranks[0][START].get("facts", {}).get("clip_norm") if trace.ranks else None
 
 

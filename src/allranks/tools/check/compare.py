@@ -103,7 +103,7 @@ class Comparison:
     """Weights that were not compared: their gradient is nothing but rounding."""
 
 
-class Trace:
+class RecordedTrace:
     """The trace of one run: rows and tensors by step, of all of its ranks."""
 
     def __init__(self, path: Path) -> None:
@@ -134,7 +134,7 @@ class Trace:
         return dict(load_file(tensors_path(self.path, step)))
 
 
-def compare(reference: Trace, candidate: Trace, tolerance: Tolerance) -> Comparison:
+def compare(reference: RecordedTrace, candidate: RecordedTrace, tolerance: Tolerance) -> Comparison:
     """The first difference between a run of one process and one of any number of ranks."""
     walk = _Walk(reference, candidate, tolerance)
     largest, largest_at, compared = 0.0, "nothing", 0
@@ -160,7 +160,9 @@ def compare(reference: Trace, candidate: Trace, tolerance: Tolerance) -> Compari
     return found(None)
 
 
-def sizes_between(reference: Trace, candidate: Trace, tolerance: Tolerance) -> dict[str, float]:
+def sizes_between(
+    reference: RecordedTrace, candidate: RecordedTrace, tolerance: Tolerance
+) -> dict[str, float]:
     """The largest size of each tensor's difference, by stage/name, over all steps of both."""
     walk, sizes = _Walk(reference, candidate, tolerance), dict[str, float]()
     for step in set(reference.steps) & set(candidate.ranks[0]):
@@ -178,7 +180,9 @@ def _ended(step: int, found: str, hint: str) -> Difference:
 class _Walk:
     """Goes through the steps of two traces in order."""
 
-    def __init__(self, reference: Trace, candidate: Trace, tolerance: Tolerance) -> None:
+    def __init__(
+        self, reference: RecordedTrace, candidate: RecordedTrace, tolerance: Tolerance
+    ) -> None:
         self.reference, self.candidate, self.tolerance = reference, candidate, tolerance
         self.rounding = Rounding()
         self.typical_loss = max(map(_magnitude, reference.ranks[0].values()))

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from allranks.job.job import Job
-from allranks.tools.check.compare import Trace
+from allranks.tools.check.compare import RecordedTrace
 from allranks.tools.check.sizes import norm
 
 SHOWN = 6
 
 
 @dataclass(frozen=True)
-class Apart:
+class WeightDrift:
     """After one step: both losses, and how far the weights are apart.
 
     `weights` is the length of the difference between the weights of both, as a part of how far
@@ -34,7 +34,7 @@ class Drift:
     strategy: str
     ranks: int
     precision: str
-    steps: tuple[Apart, ...]
+    steps: tuple[WeightDrift, ...]
     exact_at: str | None
     promise: str
 
@@ -77,7 +77,9 @@ COMPARED = (
 )
 
 
-def drift_between(one: Trace, many: Trace, job: Job, exact_at: str | None, promise: str) -> Drift:
+def drift_between(
+    one: RecordedTrace, many: RecordedTrace, job: Job, exact_at: str | None, promise: str
+) -> Drift:
     """The drift after each step that both have made."""
     start, found = _weights(one.start), []
     for step in one.steps:
@@ -88,11 +90,11 @@ def drift_between(one: Trace, many: Trace, job: Job, exact_at: str | None, promi
         way = math.hypot(*(norm(theirs[name] - start[name]) for name in names))
         apart = math.hypot(*(norm(ours[name] - theirs[name]) for name in names))
         losses = _loss(many, step), _loss(one, step)
-        found.append(Apart(step, *losses, apart / way if way else 0.0))
+        found.append(WeightDrift(step, *losses, apart / way if way else 0.0))
     return Drift(job.strategy, job.ranks, job.precision, tuple(found), exact_at, promise)
 
 
-def _loss(trace: Trace, step: int) -> float:
+def _loss(trace: RecordedTrace, step: int) -> float:
     """Over all ranks: learners tell their own between two meetings."""
     rows = [rank[step] for rank in trace.ranks if step in rank]
     weights = [float(row["weight"]) for row in rows]

@@ -44,14 +44,13 @@ from allranks.job.place import LOCAL
 from allranks.job.program import State, changed_reads, environment_of
 from allranks.job.run_folder import rank_events_path, read_events, read_rows
 from allranks.job.units import format_bytes
-from allranks.launcher.describe import Proof, asked_of_task
-from allranks.launcher.plan import LocalMachine, Plan, Resources
+from allranks.launcher.describe import EqualityProof, asked_of_task
+from allranks.launcher.plan import LaunchPlan, LocalMachine, Resources
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.signals import Signals
 from allranks.strategies.card import Approximate, Exact
 from allranks.strategies.resolve import resolved_strategy
-from allranks.tools.check.against_single import Check, Run, undisturbed
-from allranks.tools.check.against_single import Plan as CheckPlan
+from allranks.tools.check.against_single import Check, CheckedRun, CheckPlan, undisturbed
 from allranks.tools.check.approximate import exact_setting, exact_tolerance
 from allranks.tools.check.verdict import Look, Verdict
 
@@ -84,11 +83,11 @@ class _OutOfTime(Exception):
 
 def first_check(
     resolved: Resolved,
-    plan: Plan,
+    plan: LaunchPlan,
     resources: Resources,
     signals: Signals,
     announce: Callable[[str], None],
-) -> Proof:
+) -> EqualityProof:
     """The proof of a planned job whose strategy cuts the model. Raises `NotEqual` for a difference.
 
     `announce` hears when steps are compared; not of a job that its ranks refuse as they are set up.
@@ -97,17 +96,19 @@ def first_check(
     job = plan.job
     steps = STEPS if job.first_check == "auto" else int(job.first_check)
     if why := _not_comparable(job):
-        return Proof(False, why)
+        return EqualityProof(False, why)
     weighed = asked_of_task(resources, _alone(job), "weigh", "weighed", signals)
     path = _remembered(plan, weighed["program"])
     auto = job.first_check == "auto"
     if (before := _remembered_proof(path, steps, auto)) is not None:
         return before
     if auto and (why := _too_large(job, weighed["weight_bytes"], steps)):
-        return Proof(False, f"{why}; --first-check {STEPS} asks for it all the same")
+        return EqualityProof(False, f"{why}; --first-check {STEPS} asks for it all the same")
     ranks = _ranks_here(plan)
     if ranks == 0:
-        return Proof(False, "the ranks of one node cannot train with this strategy by themselves")
+        return EqualityProof(
+            False, "the ranks of one node cannot train with this strategy by themselves"
+        )
     announcement = _Announcement(
         f"first check: {steps} steps of {job.strategy} on {ranks} ranks beside one process "
         "(--first-check off leaves it out)",
@@ -116,7 +117,7 @@ def first_check(
     deadline = time.monotonic() + BUDGET_S if auto else float("inf")
     check_plan = CheckPlan((ranks,), ranks, plan.shape.shards)
 
-    def check(count: int) -> tuple[Proof, FirstCheck]:
+    def check(count: int) -> tuple[EqualityProof, FirstCheck]:
         with tempfile.TemporaryDirectory(prefix="allranks-") as folder:
             first = FirstCheck(resolved, job, count, Path(folder), server, check_plan)
             first.deadline, first.signals = deadline, signals
@@ -178,37 +179,37 @@ class FirstCheck(Check):
         self.draws, self.has_failed, self.exact_at = False, False, ""
         self.read: dict[str, State] = {}
 
-    def proof(self) -> Proof:
+    def proof(self) -> EqualityProof:
         """Whether it is proved; raises `NotEqual`, or `Interrupted` where the job is stopped."""
         try:
             looks = tuple(self._first_looks())
         except _OutOfTime:
             for path in sorted(self.folder.iterdir()):  # what the run that was cut short has read
                 self._take_reads_of(path)
-            return Proof(False, f"the first check took more than {BUDGET_S:.0f} s")
+            return EqualityProof(False, f"the first check took more than {BUDGET_S:.0f} s")
         except RequestError as error:
             self.has_failed = True
-            return Proof(False, f"it cannot be compared: {error.found}")
+            return EqualityProof(False, f"it cannot be compared: {error.found}")
         except (Stopped, Interrupted) as error:
             raise Interrupted("interrupted in the first check; nothing was trained") from error
         except ProgramError as error:
             cause = error.cause or str(error).splitlines()[0]
             self.has_failed = True
-            return Proof(False, f"the first check failed: {cause}")
+            return EqualityProof(False, f"the first check failed: {cause}")
         if not looks:
-            return Proof(False, "; ".join(self.notes) or "nothing could be compared")
+            return EqualityProof(False, "; ".join(self.notes) or "nothing could be compared")
         if looks[-1].first is not None and self.draws and not looks[-1].bitwise:
-            return Proof(False, "forward draws random numbers that follow the micro-batch")
+            return EqualityProof(False, "forward draws random numbers that follow the micro-batch")
         if looks[-1].one_process:
-            return Proof(
+            return EqualityProof(
                 False, f"one process gives two answers in {looks[-1].precision}: {looks[-1].first}"
             )
         verdict = Verdict(self.job.program, self.job.strategy, looks, self.left_out())
         if verdict.equal is False:
             raise NotEqual(f"{verdict}\n{TRAIN_ALL_THE_SAME}")
         if self.witnessed:  # seen in one process; --witness says what comes of it in the job
-            return Proof(False, f"the witness found: {'; '.join(self.witnessed)}")
-        return Proof(True, self._in_words(looks))
+            return EqualityProof(False, f"the witness found: {'; '.join(self.witnessed)}")
+        return EqualityProof(True, self._in_words(looks))
 
     def _in_words(self, looks: Sequence[Look]) -> str:
         look = looks[-1]
@@ -243,7 +244,7 @@ class FirstCheck(Check):
         """Whether the job's precision casts within its passes, or scales the loss."""
         return self.job.precision not in ("fp32", "fp64")
 
-    def run(self, name: str, job: Job) -> Run:
+    def run(self, name: str, job: Job) -> CheckedRun:
         """A run without an end: no weights are written, and the reference has the witness on."""
         alone = job.ranks == 1 and not job.replay
         watched = alone and "witness" not in ENGINES[job.engine].lacks
@@ -311,7 +312,7 @@ def _alone(job: Job) -> Job:
     )
 
 
-def _ranks_here(plan: Plan) -> int:
+def _ranks_here(plan: LaunchPlan) -> int:
     """How many ranks the check has: all of the job, or on several nodes those of the first."""
     job = plan.job
     if job.nodes == 1:
@@ -339,7 +340,7 @@ def _server(resources: Resources, job: Job) -> Iterator[ForkServer]:
 # --- what came of it ----------------------------------------------------------------------------
 
 
-def _remembered(plan: Plan, program: dict[str, Any]) -> Path:
+def _remembered(plan: LaunchPlan, program: dict[str, Any]) -> Path:
     """The file that says what came of the check of such a job."""
     key = {
         "job": {n: v for n, v in plan.job.to_data().items() if n not in NOT_DECIDING},
@@ -369,7 +370,7 @@ def _package_state() -> str:
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
 
-def _remembered_proof(path: Path, steps: int, auto: bool) -> Proof | None:
+def _remembered_proof(path: Path, steps: int, auto: bool) -> EqualityProof | None:
     """What came of the check of an earlier start, of as many steps.
 
     One that proved nothing counts for `auto`: it would come to the same, and take as long.
@@ -379,16 +380,16 @@ def _remembered_proof(path: Path, steps: int, auto: bool) -> Proof | None:
         if changed_reads(row["read"]) or environment_of(row["read"]) != row["environment"]:
             return None
         if row["proved"] and row["steps"] >= steps:
-            return Proof(True, f"{row['why']} (checked on {row['date']})")
+            return EqualityProof(True, f"{row['why']} (checked on {row['date']})")
         if not row["proved"] and auto:
             again = f"checked on {row['date']}; --first-check {steps} checks again"
-            return Proof(False, f"{row['why']} ({again})")
+            return EqualityProof(False, f"{row['why']} ({again})")
     except (OSError, ValueError, KeyError, TypeError):
         pass
     return None
 
 
-def _remember(path: Path, proof: Proof, steps: int, read: dict[str, State]) -> None:
+def _remember(path: Path, proof: EqualityProof, steps: int, read: dict[str, State]) -> None:
     """Keep what came of it; a home that cannot be written costs the next start a check."""
     row = {**proof.to_data(), "steps": steps, "date": time.strftime("%Y-%m-%d")}
     with suppress(OSError):

@@ -20,7 +20,12 @@ from allranks.launcher.describe import describe
 from allranks.launcher.plan import LocalMachine
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.strategies.resolve import has_mesh
-from allranks.tools.check.against_single import TRACE_BYTES, Plan, check_against_one, ranks_to_check
+from allranks.tools.check.against_single import (
+    TRACE_BYTES,
+    CheckPlan,
+    check_against_one,
+    ranks_to_check,
+)
 from allranks.tools.check.approximate import check_approximate, is_approximate
 from allranks.tools.check.verdict import Verdict
 
@@ -52,7 +57,7 @@ def checked_in_scratch(
             if resolved.job.nodes > 1:
                 many = (resolved.job.ranks,)  # another number may not fit on the nodes
             limit = TRACE_BYTES if bounded else 0
-            plan = Plan(many, own, shards, limit, keep=keep_runs is not None)
+            plan = CheckPlan(many, own, shards, limit, keep=keep_runs is not None)
             return checked_in(Path(keep_runs or scratch), resolved, server, plan)
         except (Stopped, Interrupted) as error:  # what it ran goes on nowhere
             raise Interrupted("the check was stopped before it had an answer") from error
@@ -63,7 +68,7 @@ def checked_in_scratch(
             raise ProgramError(f"{error}\n{again}") from error
 
 
-def checked_in(folder: Path, resolved: Resolved, server: ForkServer, plan: Plan) -> Verdict:
+def checked_in(folder: Path, resolved: Resolved, server: ForkServer, plan: CheckPlan) -> Verdict:
     """The verdict as the card of the strategy promises; the runs lie in `folder` meanwhile."""
     approximate = is_approximate(resolved.job, max((*plan.many, plan.own)))
     check = check_approximate if approximate else check_against_one

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from allranks.tools.check.causes.cause import Finding
+from allranks.tools.check.causes.cause import ConfirmedCause
 from allranks.tools.check.compare import Comparison, Difference, Tolerance
 from allranks.tools.check.drift import Drift
 
@@ -28,7 +28,7 @@ class Look:
     asked: bool = True
     """Whether the job promises what was looked at; equal bits it does not without `bitwise`."""
 
-    cause: Finding | None = None
+    cause: ConfirmedCause | None = None
     """Why, if that was confirmed."""
 
     @property

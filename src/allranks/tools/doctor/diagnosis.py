@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from allranks.launcher.nodes.facts import Facts
+from allranks.launcher.nodes.facts import NodeFacts
 from allranks.tools.doctor.examination import Examination
 from allranks.tools.doctor.probe import STREAM_S, UNCOUNTED
 
@@ -44,7 +44,7 @@ class NodeReport:
     address: str | None
     interface: str | None
     interfaces: dict[str, str]
-    facts: Facts
+    facts: NodeFacts
     examination: Examination | None = None
     clock_offset_s: float | None = None
     clock_error_s: float | None = None

@@ -31,7 +31,13 @@ from allranks.launcher.nodes.join import Rendezvous
 from allranks.launcher.places.base import AgentPlace, find_place
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.start import Result, run_job
-from allranks.tools.check.against_single import TRACE_BYTES, Check, Plan, Run, undisturbed
+from allranks.tools.check.against_single import (
+    TRACE_BYTES,
+    Check,
+    CheckedRun,
+    CheckPlan,
+    undisturbed,
+)
 
 PROGRAM = "allranks.programs.gpus"
 RECORD, PAGE = "gpus.json", "gpus.md"
@@ -63,12 +69,12 @@ class References(Check):
     """A check whose references in one process are run once for all strategies of a task."""
 
     def __init__(self, machine: Machine, resolved: Resolved, ranks: int) -> None:
-        plan = Plan((ranks,), ranks, machine.shards, TRACE_BYTES)
+        plan = CheckPlan((ranks,), ranks, machine.shards, TRACE_BYTES)
         job = undisturbed(resolved.job)
         super().__init__(resolved, job, Path(job.run_dir), machine.server, plan)
         self.machine = machine
 
-    def run(self, name: str, job: Any) -> Run:
+    def run(self, name: str, job: Any) -> CheckedRun:
         key = repr(dataclasses.replace(job, run_dir=""))
         if job.ranks > 1 or job.replay:
             return super().run(name, job)
@@ -79,7 +85,7 @@ class References(Check):
     def train(self, resolved: Resolved) -> Result:
         return self.machine.run(resolved)
 
-    def clear(self, *runs: Run) -> None:
+    def clear(self, *runs: CheckedRun) -> None:
         kept = self.machine.references.values()
         super().clear(*(run for run in runs if run not in kept))
 
@@ -102,7 +108,7 @@ class Machine:
     rendezvous: Rendezvous = field(default_factory=Rendezvous)
     words: tuple[str, ...] = ()
     hang_s: float = HANG_S
-    references: dict[str, Run] = field(default_factory=dict)
+    references: dict[str, CheckedRun] = field(default_factory=dict)
     probes: dict[str, dict[str, Any] | AllranksError] = field(default_factory=dict)
     _number: int = 0
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from allranks.job.units import format_bytes
-from allranks.launcher.nodes.facts import MUST_BE_EQUAL, Facts, differences
+from allranks.launcher.nodes.facts import MUST_BE_EQUAL, NodeFacts, differences
 from allranks.tools.doctor.diagnosis import Matrix, NodeReport
 from allranks.tools.doctor.examination import SEEN, WORKS, Examination
 
@@ -99,12 +99,12 @@ def may_differ(nodes: Sequence[NodeReport]) -> tuple[str, ...]:
     return tuple(values["line"] for values in found)
 
 
-def _packages(facts: Facts) -> str:
+def _packages(facts: NodeFacts) -> str:
     found = sorted(facts.packages.items())
     return ", ".join(f"{name} {version}" for name, version in found if name not in MUST_BE_EQUAL)
 
 
-MAY_DIFFER: dict[str, Callable[[Facts], str]] = {
+MAY_DIFFER: dict[str, Callable[[NodeFacts], str]] = {
     "processor": lambda facts: facts.processor or "unknown",
     "cores": lambda facts: str(facts.cores),
     "memory": lambda facts: _size(facts.memory_bytes),

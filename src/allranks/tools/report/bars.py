@@ -8,7 +8,7 @@ from typing import Any
 
 from allranks.job.units import format_bytes
 from allranks.tools.report.numbers import UNKNOWN, format_percent, format_seconds
-from allranks.tools.report.records import Run
+from allranks.tools.report.records import RecordedRun
 from allranks.tools.report.tables import RIGHT, Table
 
 MOST_LANES = 64
@@ -33,7 +33,7 @@ PEAKS = {HOST: "process, at most", "device_bytes": "device, at most"}
 
 
 @dataclass(frozen=True)
-class Part:
+class BarPart:
     """A piece of a bar: how wide in percent, what kind, and what it says."""
 
     width: float
@@ -46,7 +46,7 @@ class Bar:
     """One rank."""
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[BarPart, ...]
     total: str
 
 
@@ -60,7 +60,7 @@ class Bars:
     left_out: int = 0
 
 
-def phase_seconds(run: Run) -> dict[int, dict[str, float]]:
+def phase_seconds(run: RecordedRun) -> dict[int, dict[str, float]]:
     """The seconds of each phase by rank, of the attempt with which the run ended.
 
     Of the ranks that wrote them, which they do when they are done.
@@ -83,7 +83,7 @@ def waited_at_least(seconds: Mapping[int, Mapping[str, float]]) -> dict[int, flo
     return {rank: value - least for rank, value in spent.items()}
 
 
-def time_bars(run: Run) -> Bars | None:
+def time_bars(run: RecordedRun) -> Bars | None:
     """Where the time of each rank went; `None` where no rank has said."""
     seconds = phase_seconds(run)
     if not seconds:
@@ -107,7 +107,7 @@ def _share(one: Mapping[str, float], name: str, total: float) -> str:
     return format_percent(one.get(name, 0.0) / total)
 
 
-def memory_bars(run: Run) -> Bars | None:
+def memory_bars(run: RecordedRun) -> Bars | None:
     """What each rank holds between its steps; `None` where no rank has said."""
     held: dict[int, dict[str, float]] = {}
     unknown = set()
@@ -140,7 +140,7 @@ def memory_bars(run: Run) -> Bars | None:
     return Bars(kinds, bars, table, len(held) - len(bars))
 
 
-def _peak(run: Run, rank: int, which: str) -> str:
+def _peak(run: RecordedRun, rank: int, which: str) -> str:
     peak = getattr(run.held.get(rank), which, None)
     return UNKNOWN if peak is None else format_bytes(peak)
 
@@ -158,7 +158,7 @@ def _bars(
         one = values[rank]
         total = sum(one.get(kind, 0) for kind in kinds)
         parts = tuple(
-            Part(round(100 * one.get(kind, 0) / longest, 3), kind, f"{text}: {said(one[kind])}")
+            BarPart(round(100 * one.get(kind, 0) / longest, 3), kind, f"{text}: {said(one[kind])}")
             for kind, text in kinds.items()
             if one.get(kind, 0) > 0
         )
@@ -174,7 +174,7 @@ GAUGES: Mapping[str, tuple[str, Callable[[float], str]]] = {
 }
 
 
-def gauges(run: Run) -> Table | None:
+def gauges(run: RecordedRun) -> Table | None:
     """What the gauges of the devices showed, mean and most by rank; `None`: there are none."""
     rows = []
     for rank in run.speakers:
@@ -191,7 +191,7 @@ def gauges(run: Run) -> Table | None:
     return Table(head, tuple(rows), (RIGHT,) * len(head)) if rows else None
 
 
-def bars_to_data(run: Run) -> dict[str, Any]:
+def bars_to_data(run: RecordedRun) -> dict[str, Any]:
     """The numbers behind the bars, for `--json`."""
     return {
         "seconds_per_phase": {str(rank): one for rank, one in phase_seconds(run).items()},

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from allranks.tools.report.bars import ONE_GRAPH, lanes_of
 from allranks.tools.report.numbers import counted, format_seconds
 from allranks.tools.report.plot import Tick, nice_ticks
-from allranks.tools.report.records import Run
+from allranks.tools.report.records import RecordedRun
 from allranks.tools.report.tables import RIGHT, Table
 from allranks.tools.report.timeline import (
     COLUMNS,
     EXCHANGE,
     KINDS,
-    Step,
+    StepTime,
     Timeline,
     complete,
     seconds_per_step,
@@ -47,7 +47,7 @@ class Closely:
     note: str
 
 
-def closely(run: Run, timeline: Timeline) -> Closely | None:
+def closely(run: RecordedRun, timeline: Timeline) -> Closely | None:
     """The view of the recorded steps; `None` where none was recorded."""
     steps = steps_of(run, timeline)
     shown = window(steps)
@@ -83,7 +83,7 @@ def closely(run: Run, timeline: Timeline) -> Closely | None:
     )
 
 
-def _note(run: Run, steps: tuple[Step, ...]) -> str:
+def _note(run: RecordedRun, steps: tuple[StepTime, ...]) -> str:
     whole = complete(steps)
     count = len({(step.attempt, step.number) for step in whole})
     told = (
@@ -104,7 +104,7 @@ def _note(run: Run, steps: tuple[Step, ...]) -> str:
 
 
 def _bits(
-    rank: int, steps: tuple[Step, ...], begin: float, length: float, names: Mapping[str, str]
+    rank: int, steps: tuple[StepTime, ...], begin: float, length: float, names: Mapping[str, str]
 ) -> tuple[Bit, ...]:
     return tuple(
         Bit(
@@ -120,7 +120,7 @@ def _bits(
     )
 
 
-def _ends(rank: int, steps: tuple[Step, ...], begin: float, length: float) -> tuple[float, ...]:
+def _ends(rank: int, steps: tuple[StepTime, ...], begin: float, length: float) -> tuple[float, ...]:
     """Where one step ends and the next begins."""
     own = [step for step in steps if step.rank == rank]
     return tuple(round(100 * (step.end_s - begin) / length, 3) for step in own[:-1])

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from allranks.tools.report.records import Run
+from allranks.tools.report.records import RecordedRun
 
 MEAN_FROM_STEPS = 100
 MEANS = 40  # a curve of means has about as many points
@@ -43,7 +43,7 @@ class Series:
         return self.xs[best], self.ys[best]
 
 
-def column(run: Run, name: str) -> Series:
+def column(run: RecordedRun, name: str) -> Series:
     """A column of `metrics.jsonl`, of the steps that have it."""
     return Series(name, *run.rows.column(name))
 
@@ -61,7 +61,7 @@ def means(series: Series) -> Series:
     return _series(series.name, found, window)
 
 
-def evaluations(run: Run) -> dict[str, Series]:
+def evaluations(run: RecordedRun) -> dict[str, Series]:
     """Each metric of the evaluations: those on the way, and that of the end.
 
     The leader's. Where a step was made twice, because its first attempt was lost, the last counts.
@@ -77,7 +77,7 @@ def evaluations(run: Run) -> dict[str, Series]:
     return {name: _series(name, sorted(points.items())) for name, points in found.items()}
 
 
-def samples_per_s(run: Run) -> Series:
+def samples_per_s(run: RecordedRun) -> Series:
     """Samples of all ranks in a second, as the mean of a few steps each.
 
     The time of evaluations and checkpoints on the way is in it. The first step of an attempt, which

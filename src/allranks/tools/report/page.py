@@ -42,7 +42,7 @@ from allranks.tools.report.plot import (
     letter_of,
     nice_ticks,
 )
-from allranks.tools.report.records import KILLED, RUNNING, Event, Run
+from allranks.tools.report.records import KILLED, RUNNING, Event, RecordedRun
 from allranks.tools.report.tables import Table, sent_per_step, steps_of
 from allranks.tools.report.timeline import PHASES, Timeline, timeline_of
 
@@ -83,7 +83,7 @@ class Headline:
     weights: str
 
 
-def headline_of(run: Run, timeline: Timeline) -> Headline:
+def headline_of(run: RecordedRun, timeline: Timeline) -> Headline:
     """The top of a page, or of one run among several."""
     state = run.outcome.state
     tone = "good" if state in GOOD else "bad" if state in BAD else "open"
@@ -97,7 +97,7 @@ def headline_of(run: Run, timeline: Timeline) -> Headline:
     )
 
 
-def _words(run: Run) -> list[str]:
+def _words(run: RecordedRun) -> list[str]:
     job = run.job
     told = [counted(run.ranks, "rank")]
     nodes = int(job.get("nodes", 1))
@@ -109,7 +109,7 @@ def _words(run: Run) -> list[str]:
     return told
 
 
-def _figures(run: Run, timeline: Timeline) -> list[Figure]:
+def _figures(run: RecordedRun, timeline: Timeline) -> list[Figure]:
     found = []
     for name, series in evaluations(run).items():
         at = f"after step {series.xs[-1]:,.0f}"
@@ -141,12 +141,12 @@ def _figures(run: Run, timeline: Timeline) -> list[Figure]:
     return found
 
 
-def _promised(run: Run) -> str:
+def _promised(run: RecordedRun) -> str:
     promised = run.summary.get("card_bytes_per_step")
     return f"by rank 0; its card says {format_bytes(promised)}" if promised else "by rank 0"
 
 
-def missing(run: Run) -> list[str]:
+def missing(run: RecordedRun) -> list[str]:
     """What a page of this run cannot show, and why: each in a sentence."""
     told = []
     if run.is_command:
@@ -183,7 +183,7 @@ InWords = Callable[[Event], list[str]]
 
 
 @dataclass(frozen=True)
-class Fault:
+class FaultRow:
     """One fault: when, what became of it, and the report of who failed first."""
 
     at: str
@@ -195,7 +195,7 @@ class Fault:
 class RunView:
     """All that the page shows of one run."""
 
-    run: Run
+    run: RecordedRun
     letter: str
     colour: int
     headline: Headline
@@ -206,13 +206,13 @@ class RunView:
     times: Bars | None
     memory: Bars | None
     gauges: Table | None
-    faults: tuple[Fault, ...]
+    faults: tuple[FaultRow, ...]
     notes: tuple[tuple[str, str], ...]
     missing: tuple[str, ...]
     profile: str
 
 
-def page_of(runs: Sequence[Run], in_words: InWords) -> str:
+def page_of(runs: Sequence[RecordedRun], in_words: InWords) -> str:
     """The page of these runs, as text; `in_words` tells what happened in one."""
     several = len(runs) > 1
     views = [_view(number, run, several, in_words) for number, run in enumerate(runs)]
@@ -271,7 +271,7 @@ def _text(name: str) -> str:
     return (files("allranks.tools.report") / "templates" / name).read_text(encoding="utf-8")
 
 
-def _title(runs: Sequence[Run]) -> str:
+def _title(runs: Sequence[RecordedRun]) -> str:
     programs = dict.fromkeys(str(run.job["program"]) for run in runs)
     if len(runs) == 1:
         return next(iter(programs))
@@ -295,7 +295,7 @@ def _finite(value: Any) -> Any:
     return None if value != value or value in (float("inf"), float("-inf")) else value
 
 
-def _view(number: int, run: Run, several: bool, in_words: InWords) -> RunView:
+def _view(number: int, run: RecordedRun, several: bool, in_words: InWords) -> RunView:
     timeline = timeline_of(run)
     return RunView(
         run=run,
@@ -325,7 +325,7 @@ def _percent(seconds: float, timeline: Timeline) -> float:
     return round(100 * min(max(seconds / timeline.seconds, 0.0), 1.0), 3)
 
 
-def _faults(run: Run, timeline: Timeline) -> tuple[Fault, ...]:
+def _faults(run: RecordedRun, timeline: Timeline) -> tuple[FaultRow, ...]:
     """Every restart with its report, and the fault that the run ended with."""
     found = []
     for event in run.of("restart"):
@@ -334,15 +334,15 @@ def _faults(run: Run, timeline: Timeline) -> tuple[Fault, ...]:
             lost = counted(int(event["lost_steps"]), "step")
             what += f" from step {event['resumes_from']:,}; {lost} lost"
         at = format_seconds(timeline.at(event["time"]))
-        found.append(Fault(at, what, str(event.get("report", ""))))
+        found.append(FaultRow(at, what, str(event.get("report", ""))))
     if run.outcome.fault:
         at = format_seconds(timeline.seconds)
         what = "goes on" if run.outcome.state == RUNNING else f"the run {run.outcome.state}"
-        found.append(Fault(at, what, run.outcome.fault))
+        found.append(FaultRow(at, what, run.outcome.fault))
     return tuple(found)
 
 
-def _notes(run: Run, timeline: Timeline, in_words: InWords) -> tuple[tuple[str, str], ...]:
+def _notes(run: RecordedRun, timeline: Timeline, in_words: InWords) -> tuple[tuple[str, str], ...]:
     told = [
         (format_seconds(max(timeline.at(event["time"]), 0.0)), line)
         for event in run.events

@@ -20,7 +20,7 @@ from allranks.tools.report.numbers import (
     samples_per_s,
     thinned,
 )
-from allranks.tools.report.records import RATES, Run
+from allranks.tools.report.records import RATES, RecordedRun
 
 FRAME = 1000.0
 LOG_FROM = 50.0  # the largest over the smallest value, all of them positive
@@ -34,7 +34,7 @@ LINE, FAINT, DOTS, IDEAL = "line", "faint", "dots", "ideal"
 
 
 @dataclass(frozen=True)
-class Line:
+class PlotLine:
     """One curve of a chart; `colour` counts the runs, and `label` names it where one points."""
 
     label: str
@@ -83,7 +83,7 @@ class Chart:
     """
 
     title: str
-    lines: tuple[Line, ...]
+    lines: tuple[PlotLine, ...]
     unit: str = ""
     note: str = ""
     from_zero: bool = False
@@ -232,7 +232,7 @@ def is_drawn(y: float) -> bool:
     return math.isfinite(y) and abs(y) < LARGEST
 
 
-def _scale_of(lines: Iterable[Line], from_zero: bool, x_is_log: bool) -> Scale:
+def _scale_of(lines: Iterable[PlotLine], from_zero: bool, x_is_log: bool) -> Scale:
     xs = [x for line in lines for x in line.series.xs] or [0.0, 1.0]
     ys = [y for line in lines for y in (*line.series.ys, *_flat(line.ranges)) if is_drawn(y)]
     ys = ys or [0.0, 1.0]
@@ -254,7 +254,7 @@ def _flat(ranges: Sequence[tuple[float, float]]) -> Iterable[float]:
     return (bound for low_and_high in ranges for bound in low_and_high)
 
 
-def _path(line: Line, scale: Scale) -> Path:
+def _path(line: PlotLine, scale: Scale) -> Path:
     """The path of a line; it is broken where a number is not finite, and dots are short strokes."""
     parts, gaps, dots, pen_down = [], [], [], False
     for x, y in zip(line.series.xs, line.series.ys, strict=True):
@@ -272,7 +272,7 @@ def _path(line: Line, scale: Scale) -> Path:
     return Path(*drawn, line.colour, line.style, _ranges(line, scale))
 
 
-def _ranges(line: Line, scale: Scale) -> str:
+def _ranges(line: PlotLine, scale: Scale) -> str:
     """An upright stroke over the interval of each point that has one."""
     if len(line.ranges) != len(line.series.xs):
         return ""
@@ -319,13 +319,13 @@ def letter_of(number: int) -> str:
     return LETTERS[place] + (str(turn + 1) if turn else "")
 
 
-def charts_of(runs: Sequence[Run]) -> list[Chart]:
+def charts_of(runs: Sequence[RecordedRun]) -> list[Chart]:
     """The charts of these runs, curves overlaid; those without a number are left out."""
     found = [_loss(runs), *_metrics(runs), _speed(runs), *_rates(runs)]
     return [chart for chart in found if chart.lines]
 
 
-def constants_of(runs: Sequence[Run]) -> list[str]:
+def constants_of(runs: Sequence[RecordedRun]) -> list[str]:
     """The rates that were the same at every step of all runs, in words: they need no chart."""
     told = []
     for name, title in RATES.items():
@@ -347,8 +347,11 @@ def _first_values(series: Sequence[Series]) -> set[str]:
 
 
 def _lines(
-    runs: Sequence[Run], series: Sequence[Series], what: str, styles: Sequence[str] | str = LINE
-) -> list[Line]:
+    runs: Sequence[RecordedRun],
+    series: Sequence[Series],
+    what: str,
+    styles: Sequence[str] | str = LINE,
+) -> list[PlotLine]:
     """A line for each run that has one, named after its run where there are several."""
     several = len(runs) > 1
     each = [styles] * len(runs) if isinstance(styles, str) else styles
@@ -356,11 +359,11 @@ def _lines(
     for number, (one, style) in enumerate(zip(series, each, strict=True)):
         letter = letter_of(number) if several else ""
         if one:
-            found.append(Line(f"{letter} {what}".strip(), one, number % COLOURS, style, letter))
+            found.append(PlotLine(f"{letter} {what}".strip(), one, number % COLOURS, style, letter))
     return found
 
 
-def _loss(runs: Sequence[Run]) -> Chart:
+def _loss(runs: Sequence[RecordedRun]) -> Chart:
     each = [column(run, "loss") for run in runs]
     mean = [means(one) for one in each]
     evaluated = [evaluations(run).get("loss", NONE) for run in runs]
@@ -378,7 +381,7 @@ def _loss(runs: Sequence[Run]) -> Chart:
     return Chart("Loss", lines, note="; ".join(told))
 
 
-def _metrics(runs: Sequence[Run]) -> list[Chart]:
+def _metrics(runs: Sequence[RecordedRun]) -> list[Chart]:
     found = [evaluations(run) for run in runs]
     names = dict.fromkeys(
         name
@@ -395,7 +398,7 @@ def _metrics(runs: Sequence[Run]) -> list[Chart]:
     ]
 
 
-def _speed(runs: Sequence[Run]) -> Chart:
+def _speed(runs: Sequence[RecordedRun]) -> Chart:
     series = [samples_per_s(run) for run in runs]
     windows = ", ".join(str(n) for n in sorted({one.window for one in series if one}))
     note = f"mean of {windows} steps"
@@ -403,7 +406,7 @@ def _speed(runs: Sequence[Run]) -> Chart:
     return Chart("Throughput", lines, unit="samples/s", note=note, from_zero=True)
 
 
-def _rates(runs: Sequence[Run]) -> list[Chart]:
+def _rates(runs: Sequence[RecordedRun]) -> list[Chart]:
     charts = []
     for name, title in RATES.items():
         series = [column(run, name) for run in runs]

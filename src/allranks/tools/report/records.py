@@ -26,7 +26,7 @@ from allranks.job.job_file import SCHEMA, redacted
 from allranks.job.place import RankPlacement, read_placements
 from allranks.job.run_folder import is_in_use, read_events, read_rows
 from allranks.launcher.heartbeat import PHASES
-from allranks.training.record.phases import Held, held_in, phases_path
+from allranks.training.record.phases import MemoryPeaks, held_in, phases_path
 
 # --- outcome -------------------------------------------------------------------------------------
 # How a run stands: its job, and from its events its state, its result and its first fault.
@@ -37,7 +37,7 @@ RUNNING, KILLED = "running", "killed"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """How a run stands; `state` is one of `ENDS`, `running`, or `killed` with its supervisor.
 
     `summary` is what the leader said at the end, `fault` the report of who failed first.
@@ -62,7 +62,7 @@ def read_job(path: Path) -> dict[str, Any]:
         ) from None
 
 
-def outcome_of(path: Path, events: Iterable[dict[str, Any]], is_running: bool) -> Outcome:
+def outcome_of(path: Path, events: Iterable[dict[str, Any]], is_running: bool) -> RunOutcome:
     """How the run in `path` stands by its events, which are in order of time."""
     summary, fault = None, None
     state = RUNNING if is_running else KILLED
@@ -77,7 +77,7 @@ def outcome_of(path: Path, events: Iterable[dict[str, Any]], is_running: bool) -
         elif event["rank"] == 0 and event["event"] == "done":
             summary = {"run_dir": str(path), **event["summary"], "restarts": restarts}
         restarts = 0 if event["event"] == "started" else restarts + (event["event"] == "restart")
-    return Outcome(state, summary, fault)
+    return RunOutcome(state, summary, fault)
 
 
 Event = dict[str, Any]
@@ -100,7 +100,7 @@ RATES = {
 """What a row may have beside its loss, and what a chart calls it."""
 
 
-class Row(NamedTuple):
+class MetricsRow(NamedTuple):
     """One row of `metrics.jsonl`, without its rates; `step` steps are done with it."""
 
     step: int
@@ -110,7 +110,7 @@ class Row(NamedTuple):
     monotonic: float
 
 
-class Rows:
+class MetricsRows:
     """The rows of `metrics.jsonl`, column by column: a long run has millions, of 70 bytes each."""
 
     def __init__(self, rows: Iterable[dict[str, Any]] = ()) -> None:
@@ -123,10 +123,10 @@ class Rows:
     def __len__(self) -> int:
         return len(self.steps)
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[MetricsRow]:
         columns = self.steps, self._epochs, self.samples, self.loss, self.monotonic
         for step, epoch, samples, loss, monotonic in zip(*columns, strict=True):
-            yield Row(step, None if epoch == NO_EPOCH else epoch, samples, loss, monotonic)
+            yield MetricsRow(step, None if epoch == NO_EPOCH else epoch, samples, loss, monotonic)
 
     def _append(self, row: dict[str, Any]) -> None:
         self.loss.append(float(row["loss"]))
@@ -150,15 +150,15 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """What a run has recorded up to `read_at` (wall clock); `label` tells it from other runs."""
 
     path: Path
     label: str
     job: dict[str, Any]
-    outcome: Outcome
+    outcome: RunOutcome
     events: tuple[Event, ...]
-    rows: Rows
+    rows: MetricsRows
     placements: tuple[RankPlacement, ...]
     checkpoints: tuple[int, ...]
     phases: dict[int, tuple[dict[str, Any], ...]]
@@ -210,7 +210,7 @@ class Run:
         return found
 
     @cached_property
-    def held(self) -> dict[int, Held]:
+    def held(self) -> dict[int, MemoryPeaks]:
         """The most memory that each rank had in use at once, of those that said it."""
         return held_in(self.events)
 
@@ -232,7 +232,7 @@ class Run:
         return tuple(dict.fromkeys(self.hosts[rank] for rank in sorted(self.hosts)))
 
 
-def read_run(path: Path, label: str) -> Run:
+def read_run(path: Path, label: str) -> RecordedRun:
     """The records of a run folder; raises `RequestError` where it is none, or not to be read."""
     if not (path / "job.toml").is_file():
         raise RequestError(
@@ -280,16 +280,16 @@ def understood(paths: Sequence[Path]) -> Iterator[None]:
         ) from error
 
 
-def _read(path: Path, label: str, job: dict[str, Any]) -> Run:
+def _read(path: Path, label: str, job: dict[str, Any]) -> RecordedRun:
     is_running = is_in_use(path)  # before the events: an end that comes between is then in them
     events = read_events(path)
     for event in events:
         event["time"] = float(event["time"])
         for name in NEEDED.get(str(event["event"]), ()):
             event[name]
-    rows = Rows(read_rows(path / "metrics.jsonl"))
+    rows = MetricsRows(read_rows(path / "metrics.jsonl"))
     task = redacted(job.get("task", {}))
-    return Run(
+    return RecordedRun(
         path=path,
         label=label,
         job={**redacted(job), "task": task},

@@ -7,11 +7,11 @@ from typing import Any
 
 from allranks.tools.report.bars import bars_to_data
 from allranks.tools.report.plot import charts_of
-from allranks.tools.report.records import Run
+from allranks.tools.report.records import RecordedRun
 from allranks.tools.report.timeline import seconds_per_step, steps_of, timeline_of
 
 
-def run_to_data(run: Run) -> dict[str, Any]:
+def run_to_data(run: RecordedRun) -> dict[str, Any]:
     """The numbers of one run. Spans are in seconds since its start."""
     timeline = timeline_of(run)
     mean = seconds_per_step(steps_of(run, timeline))

@@ -14,7 +14,7 @@ from allranks.strategies.mesh import REPLICATE
 from allranks.strategies.resolve import strategy_spec
 from allranks.tools.report.numbers import UNKNOWN, evaluations, format_number, format_seconds
 from allranks.tools.report.plot import letter_of
-from allranks.tools.report.records import Run
+from allranks.tools.report.records import RecordedRun
 from allranks.tools.report.timeline import timeline_of
 
 APART = ("schema", "source", "task", "run_dir", "kind")
@@ -37,7 +37,7 @@ def given(job: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in job.items() if name not in APART} | task
 
 
-def differences(runs: Sequence[Run]) -> Table:
+def differences(runs: Sequence[RecordedRun]) -> Table:
     """What was asked that is not the same of all runs: a row for each value, a column for a run."""
     values = [given(run.job) for run in runs]
     names = dict.fromkeys(name for one in values for name in one)
@@ -49,7 +49,7 @@ def differences(runs: Sequence[Run]) -> Table:
     return _beside(runs, rows, LEFT)
 
 
-def results(runs: Sequence[Run]) -> Table:
+def results(runs: Sequence[RecordedRun]) -> Table:
     """How the runs ended, beside each other; speeds with their ratio to the first."""
     lines: dict[str, list[str]] = {"state": [run.outcome.state for run in runs]}
     found = [evaluations(run) for run in runs]
@@ -74,7 +74,7 @@ def results(runs: Sequence[Run]) -> Table:
     return _beside(runs, [(name, *cells) for name, cells in lines.items()])
 
 
-def same_weights(runs: Sequence[Run]) -> list[str]:
+def same_weights(runs: Sequence[RecordedRun]) -> list[str]:
     """Which runs ended with the same bits, a sentence for each set of them."""
     found: dict[str, list[str]] = {}
     for number, run in enumerate(runs):
@@ -86,12 +86,12 @@ def same_weights(runs: Sequence[Run]) -> list[str]:
     return same or (["No two ended with the same bits."] if len(found) > 1 else [])
 
 
-def _beside(runs: Sequence[Run], rows: list[tuple[str, ...]], kind: str = RIGHT) -> Table:
+def _beside(runs: Sequence[RecordedRun], rows: list[tuple[str, ...]], kind: str = RIGHT) -> Table:
     head = ("", *(f"{letter_of(number)} {run.label}" for number, run in enumerate(runs)))
     return Table(head, tuple(rows), (LEFT, *[kind] * len(runs)))
 
 
-def steps_of(run: Run) -> str:
+def steps_of(run: RecordedRun) -> str:
     """Steps that were made, and of how many where it ended earlier."""
     made = run.rows.steps[-1] if run.rows else run.summary.get("steps")
     if made is None:
@@ -101,7 +101,7 @@ def steps_of(run: Run) -> str:
     return f"{made:,}" if total in (None, made) else f"{made:,} of {total:,}"
 
 
-def sent_per_step(run: Run) -> str:
+def sent_per_step(run: RecordedRun) -> str:
     """The bytes of gradients and weights that rank 0 sent in a step; "" where nobody counted."""
     sent = run.summary.get("sent_bytes")
     if not isinstance(sent, dict):
@@ -110,7 +110,7 @@ def sent_per_step(run: Run) -> str:
     return format_bytes(sent.get("gradients", 0) / max(steps, 1))
 
 
-def placement(run: Run) -> Table:
+def placement(run: RecordedRun) -> Table:
     """Which rank is where: host, coordinates on the mesh, device, what it holds."""
     held = {one.rank: one for one in run.placements}
     axes, places = _mesh(run)
@@ -136,13 +136,13 @@ def placement(run: Run) -> Table:
     return Table(head, tuple(rows), kinds)
 
 
-def role_of(run: Run, rank: int) -> str:
+def role_of(run: RecordedRun, rank: int) -> str:
     """What a rank said that it is; who says nothing trains."""
     said = [event["role"] for event in run.of("ready", rank) if event.get("role")]
     return str(said[-1]) if said else "script" if run.is_command else "trains"
 
 
-def _mesh(run: Run) -> tuple[tuple[str, ...], dict[int, tuple[str, ...]]]:
+def _mesh(run: RecordedRun) -> tuple[tuple[str, ...], dict[int, tuple[str, ...]]]:
     """The axes of the strategy, and where each rank lies along them.
 
     Nothing where unknown, and where all ranks hold the same.
@@ -159,14 +159,14 @@ def _mesh(run: Run) -> tuple[tuple[str, ...], dict[int, tuple[str, ...]]]:
     return tuple(f"axis {name}" for name, _ in mesh.axes), places
 
 
-def environment(run: Run) -> Table:
+def environment(run: RecordedRun) -> Table:
     """The variables that the job recorded, redacted as it did."""
     started = run.of("started")
     found = started[-1].get("environment", {}) if started else {}
     return Table(("variable", "value"), tuple((n, str(v)) for n, v in found.items()), (LEFT, LEFT))
 
 
-def machine(run: Run) -> Table:
+def machine(run: RecordedRun) -> Table:
     """Versions and threads, as the ranks found them: once where all found the same."""
     facts: dict[str, dict[str, list[int]]] = {}
     for rank in run.speakers:
@@ -182,7 +182,7 @@ def machine(run: Run) -> Table:
     return Table(("fact", "value"), tuple(rows), (LEFT, LEFT))
 
 
-def asked(run: Run) -> Table:
+def asked(run: RecordedRun) -> Table:
     """Every value that somebody gave, with where it came from; not those that are defaults."""
     sources = run.job.get("source", {})
     values = given(run.job).items()
@@ -196,12 +196,12 @@ def asked(run: Run) -> Table:
     return Table(("value", "is", "from"), tuple(rows), (LEFT, LEFT, LEFT))
 
 
-def job_toml(run: Run) -> str:
+def job_toml(run: RecordedRun) -> str:
     """The job as it was resolved, without where its values came from."""
     return write_toml({name: value for name, value in run.job.items() if name != "source"})
 
 
-def command_again(run: Run) -> str:
+def command_again(run: RecordedRun) -> str:
     """The command that was given, or the one that takes the whole job from its file."""
     sources = run.job.get("source", {})
     path = shlex.quote(str(run.path / "job.toml"))

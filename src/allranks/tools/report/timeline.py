@@ -21,7 +21,7 @@ from itertools import pairwise
 from statistics import mean
 from typing import Any
 
-from allranks.tools.report.records import ENDS, RUNNING, Event, Run
+from allranks.tools.report.records import ENDS, RUNNING, Event, RecordedRun
 
 STARTING, PREPARING, TRAINING = "starting", "preparing", "training"
 SERVING, SCRIPT = "serving", "running"
@@ -38,7 +38,7 @@ MARKED = ("evaluated", "bad_step", "failed", "straggler", "worker_lost", "learne
 
 
 @dataclass(frozen=True)
-class Span:
+class TimelineSpan:
     """One rank in one phase, in seconds since the start of the run; `open` while it goes on."""
 
     rank: int
@@ -50,7 +50,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Mark:
+class TimelineMark:
     """Something that happened at one moment; `rank` `None` is the supervisor."""
 
     rank: int | None
@@ -60,7 +60,7 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Cut:
+class IdleGap:
     """Time in which nothing ran, cut out at `at_s`."""
 
     at_s: float
@@ -72,14 +72,14 @@ class Timeline:
     """All spans and marks of a run; `seconds` is its length without what is cut out."""
 
     seconds: float
-    spans: tuple[Span, ...]
-    marks: tuple[Mark, ...]
-    cuts: tuple[Cut, ...]
+    spans: tuple[TimelineSpan, ...]
+    marks: tuple[TimelineMark, ...]
+    cuts: tuple[IdleGap, ...]
     at: Callable[[float], float]
     """Seconds since the start, from a wall clock."""
 
 
-def timeline_of(run: Run) -> Timeline:
+def timeline_of(run: RecordedRun) -> Timeline:
     """The timeline of a run up to its end, or to the moment at which a running one was read."""
     begins = [event["time"] for event in run.events if event["event"] == "started"]
     start = begins[0] if begins else run.events[0]["time"]
@@ -92,15 +92,15 @@ def timeline_of(run: Run) -> Timeline:
 
     spans = tuple(span for attempt in _attempts(run, last) for span in _spans(run, *attempt, at))
     marks = tuple(
-        Mark(event["rank"], at(event["time"]), event["event"], _marked(event))
+        TimelineMark(event["rank"], at(event["time"]), event["event"], _marked(event))
         for event in run.events
         if event["event"] in MARKED or event["event"] == "restart"
     )
-    cuts = tuple(Cut(at(a), b - a) for a, b in gaps)
+    cuts = tuple(IdleGap(at(a), b - a) for a, b in gaps)
     return Timeline(max(at(last), 1e-9), spans, marks, cuts, at)
 
 
-def _gaps(run: Run) -> list[tuple[float, float]]:
+def _gaps(run: RecordedRun) -> list[tuple[float, float]]:
     """From the last sign of one start of the job to the next start, by the wall clock."""
     found = []
     for before, event in pairwise(run.events):
@@ -109,7 +109,7 @@ def _gaps(run: Run) -> list[tuple[float, float]]:
     return [gap for gap in found if gap[1] > gap[0]]
 
 
-def _attempts(run: Run, last: float) -> list[tuple[int, float, float, bool]]:
+def _attempts(run: RecordedRun, last: float) -> list[tuple[int, float, float, bool]]:
     """(number, begin, end, whether it goes on) of each attempt, by the wall clock."""
     found: list[tuple[int, float, float, bool]] = []
     number, began = -1, None
@@ -129,8 +129,13 @@ def _attempts(run: Run, last: float) -> list[tuple[int, float, float, bool]]:
 
 
 def _spans(
-    run: Run, number: int, began: float, ended: float, goes_on: bool, at: Callable[[float], float]
-) -> Iterable[Span]:
+    run: RecordedRun,
+    number: int,
+    began: float,
+    ended: float,
+    goes_on: bool,
+    at: Callable[[float], float],
+) -> Iterable[TimelineSpan]:
     for rank in run.speakers:
         mine = [e for e in run.events if e["rank"] == rank and e.get("attempt", 0) == number]
         mine = [e for e in mine if began <= e["time"] <= ended]
@@ -148,7 +153,7 @@ def _spans(
             phases.append((TRAINING, training, end))
         for place, (phase, a, b) in enumerate(phases):
             goes = is_open and place == len(phases) - 1
-            yield Span(rank, phase, at(a), at(b), number, goes)
+            yield TimelineSpan(rank, phase, at(a), at(b), number, goes)
 
 
 def _first(events: list[Event], name: str) -> float | None:
@@ -203,7 +208,7 @@ MICROSECONDS = 1e6
 
 
 @dataclass(frozen=True)
-class Piece:
+class PhasePiece:
     """A rank in one phase, in seconds since the start of the run."""
 
     phase: str
@@ -212,7 +217,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepTime:
     """One step of one rank; `number` steps are done with it."""
 
     rank: int
@@ -220,14 +225,14 @@ class Step:
     number: int
     start_s: float
     end_s: float
-    pieces: tuple[Piece, ...]
+    pieces: tuple[PhasePiece, ...]
 
     def seconds(self, phase: str) -> float:
         """The time that it spent in a phase."""
         return sum(piece.end_s - piece.start_s for piece in self.pieces if piece.phase == phase)
 
 
-def steps_of(run: Run, timeline: Timeline) -> tuple[Step, ...]:
+def steps_of(run: RecordedRun, timeline: Timeline) -> tuple[StepTime, ...]:
     """The steps whose phases were recorded, of all ranks, in order of rank and time."""
     found = []
     for rank, rows in run.phases.items():
@@ -235,31 +240,31 @@ def steps_of(run: Run, timeline: Timeline) -> tuple[Step, ...]:
         for row in rows:
             start = timeline.at(row["from"] + ahead.get(row["attempt"], 0.0))
             pieces = tuple(
-                Piece(phase, start + a / MICROSECONDS, start + (a + us) / MICROSECONDS)
+                PhasePiece(phase, start + a / MICROSECONDS, start + (a + us) / MICROSECONDS)
                 for phase, a, us in row["spans"]
             )
             end = pieces[-1].end_s if pieces else start
-            found.append(Step(rank, row["attempt"], row["step"] + 1, start, end, pieces))
+            found.append(StepTime(rank, row["attempt"], row["step"] + 1, start, end, pieces))
     return _told_apart(run, tuple(found))
 
 
-def _ahead(run: Run, rank: int) -> dict[int, float]:
+def _ahead(run: RecordedRun, rank: int) -> dict[int, float]:
     """By how much the wall clock is ahead of the monotonic one on its host, by attempt."""
     said = run.of("ready", rank)
     return {int(e.get("attempt", 0)): e["time"] - float(e["monotonic"]) for e in said}
 
 
-def share_a_clock(run: Run) -> bool:
+def share_a_clock(run: RecordedRun) -> bool:
     """Whether all ranks with phases read one monotonic clock: they run on one machine."""
     ahead = [value for rank in run.phases for value in list(_ahead(run, rank).values())[-1:]]
     return len(ahead) == len(run.phases) and max(ahead) - min(ahead) < ONE_CLOCK_S
 
 
-def _told_apart(run: Run, steps: tuple[Step, ...]) -> tuple[Step, ...]:
+def _told_apart(run: RecordedRun, steps: tuple[StepTime, ...]) -> tuple[StepTime, ...]:
     """The same with exchanges as waiting and communication, where that can be known."""
     if len(run.phases) < 2 or run.is_one_graph or not share_a_clock(run):
         return steps
-    together: dict[tuple[int, int], list[Step]] = {}
+    together: dict[tuple[int, int], list[StepTime]] = {}
     for step in steps:
         together.setdefault((step.attempt, step.number), []).append(step)
     came: dict[tuple[int, int], list[float]] = {}
@@ -275,7 +280,7 @@ def _told_apart(run: Run, steps: tuple[Step, ...]) -> tuple[Step, ...]:
     )
 
 
-def _split(step: Step, last_came: Sequence[float]) -> Step:
+def _split(step: StepTime, last_came: Sequence[float]) -> StepTime:
     """One step with each exchange cut at the moment when the last rank came to it."""
     pieces, place = [], 0
     for piece in step.pieces:
@@ -284,12 +289,15 @@ def _split(step: Step, last_came: Sequence[float]) -> Step:
             continue
         cut = min(max(last_came[place], piece.start_s), piece.end_s)
         place += 1
-        parts = (Piece(WAITING, piece.start_s, cut), Piece(COMMUNICATION, cut, piece.end_s))
+        parts = (
+            PhasePiece(WAITING, piece.start_s, cut),
+            PhasePiece(COMMUNICATION, cut, piece.end_s),
+        )
         pieces += [part for part in parts if part.end_s > part.start_s]
     return replace(step, pieces=tuple(pieces))
 
 
-def complete(steps: Sequence[Step]) -> list[Step]:
+def complete(steps: Sequence[StepTime]) -> list[StepTime]:
     """The steps that every rank has recorded, but for the first one of an attempt.
 
     That one pays for what is set up once; one that a fault cut short has lost a rank.
@@ -306,9 +314,9 @@ def complete(steps: Sequence[Step]) -> list[Step]:
     ]
 
 
-def seconds_per_step(steps: Sequence[Step]) -> dict[int, dict[str, float]]:
+def seconds_per_step(steps: Sequence[StepTime]) -> dict[int, dict[str, float]]:
     """The mean seconds of a `complete` step in each phase, by rank."""
-    found: dict[int, list[Step]] = {}
+    found: dict[int, list[StepTime]] = {}
     for step in complete(steps):
         found.setdefault(step.rank, []).append(step)
     return {
@@ -317,14 +325,14 @@ def seconds_per_step(steps: Sequence[Step]) -> dict[int, dict[str, float]]:
     }
 
 
-def window(steps: Sequence[Step]) -> tuple[Step, ...]:
+def window(steps: Sequence[StepTime]) -> tuple[StepTime, ...]:
     """A few steps to look at closely, of all ranks: those in a row that took the median time.
 
     Of the last attempt. Fewer than `SHOWN_STEPS` where there are not as many.
     """
     own = complete(steps)
     last = max((step.attempt for step in own), default=0)
-    by_number: dict[int, list[Step]] = {}
+    by_number: dict[int, list[StepTime]] = {}
     for step in own:
         if step.attempt == last:
             by_number.setdefault(step.number, []).append(step)
@@ -355,7 +363,7 @@ def window(steps: Sequence[Step]) -> tuple[Step, ...]:
 SUPERVISOR = "supervisor"
 
 
-def trace_of(runs: Sequence[Run]) -> dict[str, Any]:
+def trace_of(runs: Sequence[RecordedRun]) -> dict[str, Any]:
     """All runs in one trace; nodes of several runs are processes of their own."""
     events: list[dict[str, Any]] = []
     first_pid = 0
@@ -367,7 +375,7 @@ def trace_of(runs: Sequence[Run]) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
 
 
-def _events(run: Run, first_pid: int, prefix: str) -> Iterator[dict[str, Any]]:
+def _events(run: RecordedRun, first_pid: int, prefix: str) -> Iterator[dict[str, Any]]:
     """The events of one run, whose nodes are the processes from `first_pid` on."""
     timeline = timeline_of(run)
     pids = {rank: first_pid + run.nodes.index(host) for rank, host in run.hosts.items()}
@@ -399,7 +407,7 @@ def _events(run: Run, first_pid: int, prefix: str) -> Iterator[dict[str, Any]]:
     yield from _steps(run, timeline, pids.get(0, above), known)
 
 
-def _closely(step: Step, pid: int) -> Iterator[dict[str, Any]]:
+def _closely(step: StepTime, pid: int) -> Iterator[dict[str, Any]]:
     """A step whose phases were recorded, and within it its phases."""
     length = _microseconds(step.end_s - step.start_s)
     args = {"attempt": step.attempt}
@@ -411,7 +419,7 @@ def _closely(step: Step, pid: int) -> Iterator[dict[str, Any]]:
 
 
 def _steps(
-    run: Run, timeline: Timeline, pid: int, known: Container[tuple[int, int]]
+    run: RecordedRun, timeline: Timeline, pid: int, known: Container[tuple[int, int]]
 ) -> Iterator[dict[str, Any]]:
     """The steps between two rows of one attempt, but for those `known` as (attempt, step).
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from allranks.strategies.shards import Run, Runs
+from allranks.strategies.shards import Runs, ShardRun
 from allranks.torch.model.layers import Normalising, full_type
 
 
-def is_alone(run: Run, by: Normalising) -> bool:
+def is_alone(run: ShardRun, by: Normalising) -> bool:
     """Whether its samples are normalised by the running statistics."""
     return run.lone and by.running is not None
 
@@ -26,7 +26,7 @@ def running_moments(by: Normalising, kind: torch.dtype, ndim: int) -> Tensor:
     return torch.stack(by.running).to(kind).view(2, 1, 1, -1, *[1] * (ndim - 3))
 
 
-def weighted_moments(run: Run, values: int, both: Tensor, by: Normalising) -> Tensor:
+def weighted_moments(run: ShardRun, values: int, both: Tensor, by: Normalising) -> Tensor:
     """(weight, weighted mean and variance), summed over the pieces of a run: 1 + 2 channels.
 
     Each has `values` of each channel, over which `both` were taken.

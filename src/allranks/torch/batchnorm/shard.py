@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm  # the public base of 1d, 2d and 3d
 
 from allranks.errors import RequestError
-from allranks.strategies.shards import Run, Runs
+from allranks.strategies.shards import Runs, ShardRun
 from allranks.torch.batchnorm import by_library, in_c
 from allranks.torch.batchnorm.moments import (
     along,
@@ -139,7 +139,7 @@ class _ByShard(torch.autograd.Function):
 
 
 def _normalise(
-    run: Run,
+    run: ShardRun,
     source: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -176,7 +176,7 @@ def _statistics(source: Tensor, target: Tensor) -> Tensor:
 
 
 def _derive(
-    run: Run,
+    run: ShardRun,
     source: Tensor,
     gradient: Tensor,
     weight: Tensor | None,
@@ -331,7 +331,7 @@ def normalised(layer: NormOfShard, input: Tensor, by: Normalising) -> Tensor:
     return output
 
 
-def _by_torch(layer: NormOfShard, input: Tensor, run: Run, by: Normalising) -> Tensor:
+def _by_torch(layer: NormOfShard, input: Tensor, run: ShardRun, by: Normalising) -> Tensor:
     """One shard alone: what a plain model computes, to the bit."""
     if is_alone(run, by):
         assert by.running is not None

@@ -23,8 +23,8 @@ from torch.utils.hooks import RemovableHandle
 
 from allranks.errors import RequestError, explained
 from allranks.strategies.mesh import BRANCH
-from allranks.torch.branching.plan import Branch, Plan, holds, plan_of
-from allranks.torch.branching.run import Around, Calls, Exchange, real, wait_before
+from allranks.torch.branching.plan import Branch, BranchPlan, holds, plan_of
+from allranks.torch.branching.run import Around, BranchExchange, Calls, real, wait_before
 from allranks.torch.data.batch import Batch
 from allranks.torch.parallel.pipeline.staged import Staged
 from allranks.torch.step.gradients import Gradients
@@ -48,7 +48,7 @@ class Branches(Staged):
         self._forwards: list[tuple[nn.Module, Any]] = []
         ranks, asked = self.line.size, f"--strategy {self.name} --ranks {self.comm.size}"
         self.check_task(asked)
-        alone = Plan((), (), ())
+        alone = BranchPlan((), (), ())
         self.plan = alone if ranks == 1 else plan_of(self.task, model, ranks, asked)
         holders = self.plan.holders(model, ranks)
         many = {n for n, found in holders.items() if len(found) > 1}
@@ -59,7 +59,7 @@ class Branches(Staged):
             for branch in self.plan.branches
         }
         self.hold(model, holders)
-        self.exchange = Exchange(self.line)
+        self.exchange = BranchExchange(self.line)
         scope, exchange = self.context.scope, self.exchange
         self.calls = Calls(Around(exchange, scope, shared, self._running, self._is_apart))
         for branch in self.plan.branches:

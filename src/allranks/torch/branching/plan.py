@@ -23,7 +23,7 @@ class Branch:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BranchPlan:
     """The branches of a model, in the order in which the task names them.
 
     `around` are the modules that hold a branch, and `trunk` the largest ones that hold none.
@@ -61,7 +61,7 @@ def holds(module: nn.Module, parameter: nn.Parameter) -> bool:
     return any(own is parameter for own in module.parameters())
 
 
-def plan_of(task: Task, model: nn.Module, ranks: int, asked: str) -> Plan:
+def plan_of(task: Task, model: nn.Module, ranks: int, asked: str) -> BranchPlan:
     """What the task says; raises `RequestError` where it does not fit model and ranks."""
     said = task.branches(model)
     if not said:
@@ -85,7 +85,7 @@ def plan_of(task: Task, model: nn.Module, ranks: int, asked: str) -> Plan:
     ]
     kept = own | set(map(id, around))
     trunk = [child for m in around for child in m.children() if id(child) not in kept]
-    plan = Plan(branches, tuple(around), tuple(dict.fromkeys(trunk)))
+    plan = BranchPlan(branches, tuple(around), tuple(dict.fromkeys(trunk)))
     _check_layers(plan, asked)
     return plan
 
@@ -161,7 +161,7 @@ def _check_homes(homes: Mapping[str, int], ranks: int, asked: str) -> None:
         )
 
 
-def _check_layers(plan: Plan, asked: str) -> None:
+def _check_layers(plan: BranchPlan, asked: str) -> None:
     """A layer counts its calls in one process in order: it is in one place alone."""
     places = [(repr(b.name), b.module) for b in plan.branches]
     places += [("the rest of the model", module) for module in plan.trunk]

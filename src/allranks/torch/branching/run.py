@@ -22,7 +22,7 @@ from allranks.torch.comm.comm import Comm
 from allranks.torch.data.collate import map_arguments, tensors_of_arguments
 from allranks.torch.model.layers import Scope
 from allranks.torch.parallel.pipeline.links import Received
-from allranks.torch.parallel.pipeline.tensor_meta import Looks, flat, laid_out
+from allranks.torch.parallel.pipeline.tensor_meta import TensorMeta, flat, laid_out
 
 # --- later ---------------------------------------------------------------------------------------
 # A tensor that a branch has not computed yet: whoever looks at it waits, and gets the real one.
@@ -120,7 +120,7 @@ def generators_kept(scope: Scope) -> Iterator[None]:
 # What the ranks of a line exchange for branches: what these return, and gradients of inputs.
 
 
-class Exchange:
+class BranchExchange:
     """The ranks that run branches. `sent` and `reduced` count the bytes of whole tensors that steps
     have broadcast and all-reduced; `known` is what branches return, by what they are given.
     """
@@ -128,7 +128,7 @@ class Exchange:
     def __init__(self, line: Comm) -> None:
         self.line = line
         self.kind, self.sent, self.reduced = "control", 0, 0
-        self.known: dict[Hashable, Looks] = {}
+        self.known: dict[Hashable, TensorMeta] = {}
 
     @contextmanager
     def opened(self, kind: str) -> Iterator[None]:
@@ -139,7 +139,9 @@ class Exchange:
         finally:
             self.kind = "control"
 
-    def agree(self, keys: Sequence[tuple[Branch, Hashable]], own: dict[int, Looks]) -> list[Looks]:
+    def agree(
+        self, keys: Sequence[tuple[Branch, Hashable]], own: dict[int, TensorMeta]
+    ) -> list[TensorMeta]:
         """What each call returns; `own` are those of this rank, by number.
 
         Sends what was not known yet (`control`).
@@ -153,7 +155,7 @@ class Exchange:
             mine = json.dumps({number: looks.text for number, looks in own.items()})
             for text in self.line.gather_texts(mine):
                 for number, told in json.loads(text).items():
-                    self.known[keys[int(number)][1]] = Looks(told)
+                    self.known[keys[int(number)][1]] = TensorMeta(told)
         return [self.known[key] for _, key in keys]
 
     def spread(self, tensor: Tensor, home: int) -> None:
@@ -170,7 +172,7 @@ class Exchange:
         self.line.all_reduce(tensor, self.kind).wait()
 
 
-def _changed(branch: Branch, known: Looks, looks: Looks) -> RequestError:
+def _changed(branch: Branch, known: TensorMeta, looks: TensorMeta) -> RequestError:
     return RequestError(
         asked="--strategy branches",
         found=f"{branch.name!r} returned {looks.text} for inputs of the shapes for which it had "
@@ -189,7 +191,7 @@ class Around:
     is the task's own.
     """
 
-    exchange: Exchange
+    exchange: BranchExchange
     scope: Scope
     shared: dict[int, list[nn.Parameter]]
     running: Callable[[], AbstractContextManager[None]]
@@ -197,7 +199,7 @@ class Around:
 
 
 @dataclass
-class Call:
+class BranchCall:
     """A call of a branch: what it was given, and what it is known to return."""
 
     branch: Branch
@@ -205,7 +207,7 @@ class Call:
     arguments: Any
     key: Hashable
     versions: list[int]
-    looks: Looks | None = None
+    looks: TensorMeta | None = None
     laters: list[Later] = field(default_factory=list)
     value: Any = None
 
@@ -219,13 +221,13 @@ class Call:
             raise _written(self.branch, when)
 
 
-class Run:
+class BranchRun:
     """One time that calls run together. `inputs` are the tensors that want a gradient, each once.
 
     `shared` are weights that the branches of these calls have in common with others.
     """
 
-    def __init__(self, around: Around, calls: list[Call], first: int) -> None:
+    def __init__(self, around: Around, calls: list[BranchCall], first: int) -> None:
         self.around, self.calls, self._first = around, calls, first
         wanting = [t for call in calls for t in call.tensors() if t.requires_grad]
         self.inputs = list({id(t): t for t in wanting}.values())
@@ -247,7 +249,7 @@ class Run:
             for number, call in enumerate(self.calls):
                 if call.branch.home == exchange.line.rank:
                     values[number] = self._value(number, call, entered, grad=grad)
-        own = {number: Looks.of(value) for number, value in values.items()}
+        own = {number: TensorMeta.of(value) for number, value in values.items()}
         looks = exchange.agree([(call.branch, call.key) for call in self.calls], own)
         found: list[Tensor] = []
         for number, call in enumerate(self.calls):
@@ -264,7 +266,9 @@ class Run:
         self.calls = []  # they hold what comes of this: no cycle
         return found
 
-    def _value(self, number: int, call: Call, entered: dict[int, Tensor], *, grad: bool) -> Any:
+    def _value(
+        self, number: int, call: BranchCall, entered: dict[int, Tensor], *, grad: bool
+    ) -> Any:
         """What a branch of this rank returns for its inputs, apart from the graph around it."""
 
         def enter(tensor: Tensor) -> Tensor:
@@ -282,7 +286,7 @@ class Run:
         return value
 
     @staticmethod
-    def _leaving(call: Call, tensor: Tensor) -> Tensor:
+    def _leaving(call: BranchCall, tensor: Tensor) -> Tensor:
         """An output as all ranks have it: laid out alike, and in memory of its own."""
         found = laid_out(tensor.detach())
         memory = {t.untyped_storage().data_ptr() for t in call.tensors() if t.numel()}
@@ -343,7 +347,7 @@ class Together(torch.autograd.Function):
     """The calls of a region as one function of what the branches are given."""
 
     @staticmethod
-    def forward(ctx: Any, run: Run, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, run: BranchRun, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.run = run
         ctx.set_materialize_grads(False)
         with torch.enable_grad():
@@ -393,7 +397,7 @@ class Calls:
 
     def __init__(self, around: Around) -> None:
         self.around, self.exchange = around, around.exchange
-        self._waiting: list[Call] = []
+        self._waiting: list[BranchCall] = []
         self._made = 0
         self._mode: Mode | None = None
         self._anchor = torch.zeros((), requires_grad=True)  # what makes outputs differentiable
@@ -414,7 +418,7 @@ class Calls:
         tensors = list(tensors_of_arguments(arguments))
         looks = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
         key = branch.number, branch.module.training, mode, looks, _words(arguments)
-        call = Call(branch, forward, arguments, key, versions_of(tensors))
+        call = BranchCall(branch, forward, arguments, key, versions_of(tensors))
         self._waiting.append(call)
         known = self.exchange.known.get(key)
         if known is None:
@@ -437,7 +441,7 @@ class Calls:
         for call in calls:
             call.check_unwritten("after it is called")
         with self._mode_again(self._mode):
-            run = Run(self.around, calls, self._made)
+            run = BranchRun(self.around, calls, self._made)
             if torch.is_grad_enabled():
                 apply: Any = Together.apply
                 found = iter(apply(run, self._anchor, *run.inputs, *run.shared))

@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from allranks.catalog import PLANNER, load
 from allranks.checkpoint.commit import Ranks
-from allranks.checkpoint.format import Chunk, SavedTensor, refused
+from allranks.checkpoint.format import SavedTensor, TensorBox, refused
 from allranks.checkpoint.tensor_file import ITEM_BYTES
 from allranks.errors import RequestError
 from allranks.torch.checkpoint.tree import NAMES, is_dtensor
@@ -34,7 +34,7 @@ WHOLE, SHARD, ELSEWHERE = "whole", "shard", "elsewhere"
 
 
 @dataclass(frozen=True)
-class Part:
+class WritePart:
     """What one rank writes of one tensor: `shape` is the tensor's, the box its part of it.
 
     A `kind` of WHOLE may be held by several ranks alike, and is written by one. What is ELSEWHERE
@@ -62,28 +62,28 @@ class Read:
     """What fills `target`: the `part` of a `chunk`."""
 
     path: str
-    chunk: Chunk
+    chunk: TensorBox
     part: tuple[slice, ...]
     target: Tensor
 
 
-def holds(chunk: Chunk) -> bool:
+def holds(chunk: TensorBox) -> bool:
     """Whether there is any number in it: an empty one may lie where another begins."""
     return 0 not in chunk.sizes
 
 
 @dataclass(frozen=True)
-class Plan:
+class WritePlan:
     """What every rank writes, in rank order. Equal on all ranks."""
 
-    parts: tuple[tuple[Part, ...], ...]
+    parts: tuple[tuple[WritePart, ...], ...]
 
     def tensors(self, files: list[str]) -> dict[str, SavedTensor]:
         """Every tensor with its chunks, for the manifest; `files` by rank."""
-        found: dict[str, list[tuple[Part, Chunk]]] = {}
+        found: dict[str, list[tuple[WritePart, TensorBox]]] = {}
         for file, parts in zip(files, self.parts, strict=True):
             for part in parts:
-                chunk = Chunk(file, part.offsets, part.sizes)
+                chunk = TensorBox(file, part.offsets, part.sizes)
                 found.setdefault(part.path, []).append((part, chunk))
         return {
             path: SavedTensor(pairs[0][0].dtype, pairs[0][0].shape, tuple(c for _, c in pairs))
@@ -103,9 +103,11 @@ class Planner:
         self._text = ""
         self._digest = ""
         self._known: list[str] = []
-        self._plan = Plan(())
+        self._plan = WritePlan(())
 
-    def plan(self, step: int, tensors: dict[str, Tensor]) -> tuple[Plan, dict[Part, Tensor]]:
+    def plan(
+        self, step: int, tensors: dict[str, Tensor]
+    ) -> tuple[WritePlan, dict[WritePart, Tensor]]:
         """The plan of all ranks, and what this rank writes: its own tensors, not copies."""
         parts = _local_parts(tensors)
         looks = list(parts)
@@ -129,7 +131,7 @@ class Planner:
             self._known = digests
 
 
-def _local_parts(tensors: dict[str, Tensor]) -> dict[Part, Tensor]:
+def _local_parts(tensors: dict[str, Tensor]) -> dict[WritePart, Tensor]:
     """What this rank holds, part by part, and what it knows to be elsewhere (meta tensors)."""
     if any(is_dtensor(tensor) for tensor in tensors.values()):
         held = {path: tensor for path, tensor in tensors.items() if not tensor.is_meta}
@@ -138,13 +140,13 @@ def _local_parts(tensors: dict[str, Tensor]) -> dict[Part, Tensor]:
     return {_whole(path, tensor): tensor for path, tensor in tensors.items()}
 
 
-def _whole(path: str, tensor: Tensor) -> Part:
+def _whole(path: str, tensor: Tensor) -> WritePart:
     shape = tuple(tensor.shape)
     kind = ELSEWHERE if tensor.is_meta else WHOLE
-    return Part(path, NAMES[tensor.dtype], shape, (0,) * len(shape), shape, kind)
+    return WritePart(path, NAMES[tensor.dtype], shape, (0,) * len(shape), shape, kind)
 
 
-def _global(ranks: list[list[Part]]) -> Plan:
+def _global(ranks: list[list[WritePart]]) -> WritePlan:
     """The same on every rank: a pure function of what all ranks hold."""
     _check(ranks)
     ranks = [[part for part in parts if part.kind != ELSEWHERE] for parts in ranks]
@@ -152,24 +154,24 @@ def _global(ranks: list[list[Part]]) -> Plan:
         shared_out = _shared_out(ranks)
     else:
         shared_out = load(PLANNER).global_parts(ranks)
-    return Plan(tuple(tuple(parts) for parts in shared_out))
+    return WritePlan(tuple(tuple(parts) for parts in shared_out))
 
 
-def _read_parts(text: str) -> list[Part]:
+def _read_parts(text: str) -> list[WritePart]:
     return [
-        Part(path, dtype, tuple(shape), tuple(offsets), tuple(sizes), kind)
+        WritePart(path, dtype, tuple(shape), tuple(offsets), tuple(sizes), kind)
         for path, dtype, shape, offsets, sizes, kind in json.loads(text)
     ]
 
 
-def _shared_out(ranks: list[list[Part]]) -> list[list[Part]]:
+def _shared_out(ranks: list[list[WritePart]]) -> list[list[WritePart]]:
     """Each part to that of its holders with the fewest bytes to write, the largest part first."""
-    holders: dict[Part, list[int]] = {}
+    holders: dict[WritePart, list[int]] = {}
     for rank, parts in enumerate(ranks):
         for part in parts:
             holders.setdefault(part, []).append(rank)
     loads = [0] * len(ranks)
-    chosen: list[list[Part]] = [[] for _ in ranks]
+    chosen: list[list[WritePart]] = [[] for _ in ranks]
     for part in sorted(holders, key=lambda p: (-p.whole_bytes, p.path)):
         rank = min(holders[part], key=lambda r: (loads[r], r))
         loads[rank] += part.whole_bytes
@@ -177,7 +179,7 @@ def _shared_out(ranks: list[list[Part]]) -> list[list[Part]]:
     return chosen
 
 
-def _check(ranks: list[list[Part]]) -> None:
+def _check(ranks: list[list[WritePart]]) -> None:
     """What all hold must be there on all, and look the same; a planner would take any one."""
     seen: dict[str, Any] = {}
     cut = {part.path for parts in ranks for part in parts if part.kind == SHARD}
@@ -222,7 +224,7 @@ def load_plan(saved: dict[str, SavedTensor], targets: dict[str, Tensor]) -> list
     ]
 
 
-def _box(target: Tensor, chunk: Chunk) -> Tensor:
+def _box(target: Tensor, chunk: TensorBox) -> Tensor:
     box = zip(chunk.offsets, chunk.sizes, strict=True)
     return target[tuple(slice(start, start + size) for start, size in box)]
 
@@ -240,7 +242,7 @@ Box = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Run:
+class RowRun:
     """Rows that are side by side in the whole and here: where they begin there, and they."""
 
     offsets: Box
@@ -266,7 +268,7 @@ def is_in_runs(tensor: Tensor) -> bool:
     return any(isinstance(place, _StridedShard) for place in placements)
 
 
-def runs_of(tensor: Any) -> list[Run]:
+def runs_of(tensor: Any) -> list[RowRun]:
     """The runs that this rank holds of a DTensor that is cut along dimension 0 alone."""
     rows = torch.arange(tensor.shape[0])
     mesh = tensor.device_mesh
@@ -285,7 +287,7 @@ def runs_of(tensor: Any) -> list[Run]:
     for end in ends:
         if end > start:
             rest = (0,) * (tensor.dim() - 1)
-            found.append(Run((int(rows[start]), *rest), held[start:end]))
+            found.append(RowRun((int(rows[start]), *rest), held[start:end]))
         start = end
     return found
 

@@ -41,15 +41,15 @@ from allranks.job.job import Job
 from allranks.torch.checkpoint.plan import (
     SHARD,
     WHOLE,
-    Part,
     Planner,
     Read,
+    WritePart,
     holds,
     is_in_runs,
     runs_of,
 )
 from allranks.torch.checkpoint.state import random_streams, set_random_streams
-from allranks.torch.checkpoint.storage import Snapshot, read_files
+from allranks.torch.checkpoint.storage import TorchSnapshot, read_files
 from allranks.torch.checkpoint.tree import DTYPES, NAMES, flatten, is_dtensor
 from allranks.torch.comm.comm import Comm
 from allranks.torch.machine import DECIDES_BITS, facts
@@ -67,7 +67,7 @@ Templates = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Reader:
+class CheckpointReader:
     """Reads for one of `ranks`; `templates` are tensors, by path, to be filled in place."""
 
     rank: int
@@ -118,21 +118,23 @@ def _does_not_fit(folder: Path, path: str, saved: str, target: Tensor) -> Reques
 KINDS = {WHOLE: WriteItemType.TENSOR, SHARD: WriteItemType.SHARD}
 
 
-def local_parts(tensors: dict[str, Tensor]) -> dict[Part, Tensor]:
+def local_parts(tensors: dict[str, Tensor]) -> dict[WritePart, Tensor]:
     """What this rank holds, part by part."""
     in_runs = {path: tensor for path, tensor in tensors.items() if is_in_runs(tensor)}
     planner = _save_planner({path: t for path, t in tensors.items() if path not in in_runs})
-    found: dict[Part, Any] = {
+    found: dict[WritePart, Any] = {
         _part(item): planner.resolve_data(item) for item in planner.create_local_plan().items
     }
     for path, tensor in in_runs.items():
         dtype, shape = NAMES[tensor.dtype], tuple(tensor.shape)
         for run in runs_of(tensor):
-            found[Part(path, dtype, shape, run.offsets, tuple(run.held.shape), SHARD)] = run.held
+            found[WritePart(path, dtype, shape, run.offsets, tuple(run.held.shape), SHARD)] = (
+                run.held
+            )
     return {part: tensor.detach() for part, tensor in found.items()}
 
 
-def global_parts(ranks: list[list[Part]]) -> list[list[Part]]:
+def global_parts(ranks: list[list[WritePart]]) -> list[list[WritePart]]:
     """Of what all ranks hold, what each of them writes. The same on every rank."""
     plans = [SavePlan([_item(part) for part in parts]) for parts in ranks]
     finished, _ = _save_planner({}).create_global_plan(plans)
@@ -168,16 +170,16 @@ def _save_planner(tensors: dict[str, Tensor]) -> DefaultSavePlanner:
     return planner
 
 
-def _part(item: WriteItem) -> Part:
+def _part(item: WriteItem) -> WritePart:
     data = item.tensor_data
     assert data is not None, "tree.flatten lets tensors through, and nothing else"
     kind = next(name for name, value in KINDS.items() if value == item.type)
     dtype = NAMES[data.properties.dtype]
     offsets, sizes = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
-    return Part(item.index.fqn, dtype, tuple(data.size), offsets, sizes, kind)
+    return WritePart(item.index.fqn, dtype, tuple(data.size), offsets, sizes, kind)
 
 
-def _item(part: Part) -> WriteItem:
+def _item(part: WritePart) -> WriteItem:
     data = TensorWriteData(
         ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes)),
         TensorProperties(dtype=DTYPES[part.dtype]),
@@ -210,7 +212,7 @@ class TensorCopies:
     """Copies of tensors in memory, and which rank writes which; one for each rank."""
 
     def __init__(self) -> None:
-        self._snapshot = Snapshot()
+        self._snapshot = TorchSnapshot()
         self._planner: Planner | None = None
 
     def plan(self, ranks: Ranks, step: int, common: Any, own: Any) -> Planned:
@@ -236,7 +238,7 @@ class TensorCopies:
         self, ranks: Ranks, templates: Templates | None
     ) -> Callable[[Path, Manifest], Loaded]:
         """Reads what all ranks hold, and what is this rank's, if as many ranks have saved it."""
-        return Reader(ranks.rank, ranks.size, templates or {}).read
+        return CheckpointReader(ranks.rank, ranks.size, templates or {}).read
 
     def _planning(self, ranks: Ranks) -> Planner:
         if self._planner is None or self._planner.comm is not ranks:
@@ -244,7 +246,7 @@ class TensorCopies:
         return self._planner
 
 
-class Checkpointer(checkpointer.Checkpointer):
+class TorchCheckpointer(checkpointer.Checkpointer):
     """The checkpoints of one run of torch; `rules` are those of all engines.
 
     A thread of each rank has a communicator of its own, beside `comm`.
@@ -287,7 +289,7 @@ class Saving:
         self.saved = SavedJob(task, job, facts, DECIDES_BITS, attempt, reach, report)
         self.strategy, self._told_of_rates = strategy, False
         own_folder, *_ = self.saved.sources
-        self.checkpointer = Checkpointer(own_folder, strategy.comm, **self.saved.rules)
+        self.checkpointer = TorchCheckpointer(own_folder, strategy.comm, **self.saved.rules)
 
     def save(self, step: int, rest: dict[str, Any], metrics: dict[str, float]) -> None:
         """Save the strategy's state and the `rest` of the training; a thread goes on with it."""

@@ -17,17 +17,17 @@ from torch import Tensor
 import allranks.torch.accelerator as accelerator
 from allranks.checkpoint.format import BadCheckpoint, SavedTensor, piece_name
 from allranks.checkpoint.tensor_file import PAIR, as_written, lay_out
-from allranks.torch.checkpoint.plan import Part, Read, load_plan
+from allranks.torch.checkpoint.plan import Read, WritePart, load_plan
 from allranks.torch.checkpoint.tree import DTYPES
 from allranks.torch.model.reals import reals
 
 
-class Snapshot:
+class TorchSnapshot:
     """Copies of tensors, laid out as their file. Taking another one writes over the last."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._parts: list[Part] = []
+        self._parts: list[WritePart] = []
         self._places: list[Tensor] = []
         self.layout = lay_out({})
 
@@ -36,7 +36,7 @@ class Snapshot:
         """The bytes after the header."""
         return self._buffer.numpy().data[: self.layout.data_bytes]
 
-    def take(self, tensors: dict[Part, Tensor]) -> None:
+    def take(self, tensors: dict[WritePart, Tensor]) -> None:
         """Copy the tensors; returns when they may change again."""
         on_gpu = self.make_room(tensors)
         for place, (part, tensor) in zip(self._places, tensors.items(), strict=True):
@@ -44,7 +44,7 @@ class Snapshot:
             place.copy_(written, non_blocking=on_gpu)
         accelerator.synchronize({tensor.device for tensor in tensors.values()})
 
-    def make_room(self, tensors: dict[Part, Tensor]) -> bool:
+    def make_room(self, tensors: dict[WritePart, Tensor]) -> bool:
         """Take the memory for copies of these tensors; returns whether any is on a GPU."""
         on_gpu = any(map(accelerator.holds, tensors.values()))
         parts = list(tensors)
@@ -52,7 +52,7 @@ class Snapshot:
             self._lay_out(parts, on_gpu)
         return on_gpu
 
-    def _lay_out(self, parts: list[Part], on_gpu: bool) -> None:
+    def _lay_out(self, parts: list[WritePart], on_gpu: bool) -> None:
         named = {piece_name(p.path, p.shape, p.offsets, p.sizes): p for p in parts}
         self.layout = lay_out({name: as_written(p.dtype, p.sizes) for name, p in named.items()})
         self._parts, self._places = [], []

@@ -92,7 +92,7 @@ OF_WORK = (
 )
 
 
-class Watch(Protocol):
+class CollectiveCounter(Protocol):
     """Who counts. A collective `meets` the whole group: not sends and receives of two ranks."""
 
     def begin(self, sent: float, *, meets: bool) -> None:
@@ -111,7 +111,7 @@ class Watch(Protocol):
 class CountingGroup(dist.ProcessGroup):
     """Hands calls on to `inner`; `watch` hears of each before it is made, and of each wait."""
 
-    def __init__(self, inner: Any, watch: Watch) -> None:
+    def __init__(self, inner: Any, watch: CollectiveCounter) -> None:
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
         self.inner, self.watch = inner, watch
         self._name = ""
@@ -137,7 +137,7 @@ class CountingGroup(dist.ProcessGroup):
 class CountedWork(dist.Work):
     """A collective under way on the inner group: what it says is that one's, but for `wait`."""
 
-    def __init__(self, work: Any, watch: Watch, *, meets: bool) -> None:
+    def __init__(self, work: Any, watch: CollectiveCounter, *, meets: bool) -> None:
         super().__init__()
         self.work, self.watch, self.meets = work, watch, meets
 
@@ -186,7 +186,9 @@ for _name in OF_WORK:
         setattr(CountedWork, _name, _as_inner_work(_name))
 
 
-def counting_group(inner: Any, ranks: list[int], watch: Watch, timeout: timedelta) -> Any:
+def counting_group(
+    inner: Any, ranks: list[int], watch: CollectiveCounter, timeout: timedelta
+) -> Any:
     """A registered group of the same ranks as `inner`; each of `ranks` calls this."""
     if not hasattr(dist.Backend, BACKEND.upper()):
         dist.Backend.register_backend(BACKEND, _make, devices=["cpu", *accelerator.kinds()])

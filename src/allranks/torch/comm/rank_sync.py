@@ -37,7 +37,7 @@ SOONEST_S, LATEST_S = 0.0005, 0.05  # between two looks of a rank that meets
 
 
 @dataclass(frozen=True)
-class Stand:
+class RankPosition:
     """Where a rank is: a `place` to which all must come ("" for none), and that in `words`."""
 
     rank: int
@@ -113,7 +113,7 @@ class Meetings:
                 time.sleep(LATEST_S)
         return ""
 
-    def _verdict(self, own: Stand) -> list[Stand]:
+    def _verdict(self, own: RankPosition) -> list[RankPosition]:
         """Who is apart at the next meeting, by whoever can say it first; nobody if all came."""
         self.store.set(f"{self.held}/{self.rank}", json.dumps([*astuple(own), self.begun]))
         if self.store.add(f"{self.held}/came", 1) == self.size:
@@ -122,7 +122,7 @@ class Meetings:
             return self._say([] if other is None else [first, other])
         return self._heard(own)
 
-    def _heard(self, own: Stand) -> list[Stand]:
+    def _heard(self, own: RankPosition) -> list[RankPosition]:
         """What others say of the next meeting."""
         until = time.monotonic() + self.timeout.total_seconds()
         said, left, pause = f"{self.held}/said", f"{self.held}/left", SOONEST_S
@@ -135,11 +135,11 @@ class Meetings:
                 rank, failed, _ = json.loads(self.store.get(left))
                 if failed:
                     raise PeerLost(f"rank {rank} has failed, and comes not to {own.words}")
-                return self._say([own, Stand(rank, "", "has left the trainer")])
+                return self._say([own, RankPosition(rank, "", "has left the trainer")])
         waited = f"{self.timeout.total_seconds():.0f} s"
         raise PeerLost(f"not all ranks came to {own.words} within {waited}")
 
-    def _contradiction(self, where: str) -> list[Stand] | None:
+    def _contradiction(self, where: str) -> list[RankPosition] | None:
         """A rank that waits at the next meeting, before what this rank has begun."""
         if not self.store.check([f"{self.held}/came"]):
             return None
@@ -147,29 +147,29 @@ class Meetings:
             if rank != self.rank and self.store.check([f"{self.held}/{rank}"]):
                 other, begun = self._of(rank)
                 if begun < self.begun:
-                    return [other, Stand(self.rank, "", where)]
+                    return [other, RankPosition(self.rank, "", where)]
         return None
 
-    def _of(self, rank: int) -> tuple[Stand, int]:
+    def _of(self, rank: int) -> tuple[RankPosition, int]:
         """Where a rank has come to, and how many collectives it had begun."""
         *stand, begun = json.loads(self.store.get(f"{self.held}/{rank}"))
-        return Stand(*stand), begun
+        return RankPosition(*stand), begun
 
-    def _say(self, apart: list[Stand]) -> list[Stand]:
+    def _say(self, apart: list[RankPosition]) -> list[RankPosition]:
         """The verdict of the next meeting is what was said first; returns it."""
         told = json.dumps([astuple(one) for one in apart])
         return _read(self.store.compare_set(f"{self.held}/said", "", told))
 
 
-def _read(told: bytes) -> list[Stand]:
-    return [Stand(*one) for one in json.loads(told)]
+def _read(told: bytes) -> list[RankPosition]:
+    return [RankPosition(*one) for one in json.loads(told)]
 
 
-def _here(rank: int, place: str, step: int) -> Stand:
-    return Stand(rank, place, f"{place} after step {step}" if step >= 0 else place)
+def _here(rank: int, place: str, step: int) -> RankPosition:
+    return RankPosition(rank, place, f"{place} after step {step}" if step >= 0 else place)
 
 
-def not_together(apart: Sequence[Stand]) -> RequestError:
+def not_together(apart: Sequence[RankPosition]) -> RequestError:
     """What to say where some ranks are at a place to which all must come."""
     found = ", ".join(map(str, apart))
     if any(one.place == EVALUATE for one in apart):

@@ -72,7 +72,7 @@ class CosineBlocks(Codec):
         return rows, columns
 
 
-class Parts(Codec):
+class CodecParts(Codec):
     """A flat tensor of which each part has a codec of its own: `parts` are (start, count, codec).
 
     What lies between them is not sent.

@@ -22,7 +22,7 @@ from allranks.torch.context_parallel.sequence import BlockPasses, Call, CutPass
 from allranks.torch.model.layers import Scope, normalising_layers
 from allranks.torch.model.precision import Precision
 from allranks.torch.parallel.expert.mixture import MixtureOfExperts
-from allranks.torch.random.dropout import Part, ShardDropout
+from allranks.torch.random.dropout import ShardDropout, TensorPart
 from allranks.torch.task import Task
 
 
@@ -120,10 +120,10 @@ class CutBlocks:
         self.passes.restore()
 
 
-Which = Callable[[Tensor], Part | None]
+Which = Callable[[Tensor], TensorPart | None]
 
 
-def _part_of(features: Which | None, positions: Which, tensor: Tensor) -> Part | None:
+def _part_of(features: Which | None, positions: Which, tensor: Tensor) -> TensorPart | None:
     """Where some features of all positions are, or all features of some positions."""
     found = None if features is None else features(tensor)
     return positions(tensor) if found is None else found

@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 from allranks.errors import RequestError
 from allranks.torch.comm.comm import Comm
 from allranks.torch.comm.subgroups import Pending
-from allranks.torch.parallel.tensor.exchange import Exchange, part_sizes
+from allranks.torch.parallel.tensor.exchange import TensorExchange, part_sizes
 
 HEADS, ROWS = 1, 2  # dimensions of what attention is given: (sample, head, position, feature)
 POSITIONS = 1  # the dimension of what a block is given: (sample, position, feature)
@@ -119,7 +119,7 @@ class OnItsWay:
         return self.received
 
 
-class SequenceExchange(Exchange, ABC):
+class SequenceExchange(TensorExchange, ABC):
     """The ranks that hold parts of a sequence while it goes through the blocks of a model.
 
     `asked` is what cuts it, for refusals; `why` a block is another one on a part, and what to `do`.

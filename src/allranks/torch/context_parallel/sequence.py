@@ -35,7 +35,7 @@ from allranks.torch.context_parallel.refusals import (
 )
 from allranks.torch.data.collate import map_arguments, tensors_of_arguments
 from allranks.torch.model.activation_checkpointing import recomputed
-from allranks.torch.random.dropout import Part
+from allranks.torch.random.dropout import TensorPart
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 DIMS = 3  # (sample, position, feature)
@@ -244,7 +244,7 @@ class BlockPasses:
         finally:
             self.span = before
 
-    def part_of(self, tensor: Tensor) -> Part | None:
+    def part_of(self, tensor: Tensor) -> TensorPart | None:
         """Which part of the whole an activation is, for dropout within a block."""
         span = self.span
         if span is None:
@@ -258,7 +258,7 @@ class BlockPasses:
                 do="dropout on (sample, position, feature), or --strategy ddp",
             )
         held = span.stretches[span.rank]
-        return Part(POSITIONS, held[0].start, span.whole, tuple(one[:2] for one in held))
+        return TensorPart(POSITIONS, held[0].start, span.whole, tuple(one[:2] for one in held))
 
     def restore(self) -> None:
         """The model's own blocks again."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from allranks.errors import RequestError
 from allranks.strategies.shards import Micro, even_sizes, micro_batches, owned_shards
 from allranks.torch.data.collate import map_tensors, structure_of, tensors_in
-from allranks.torch.data.copying import OnItsWay
+from allranks.torch.data.copying import AsyncCopy
 from allranks.torch.data.sources import Ids
 from allranks.torch.task import Task
 
@@ -88,8 +88,8 @@ def samples_of(pieces: Micro, read: dict[int, list[Any]]) -> list[Any]:
 
 
 def with_data(
-    plans: Iterator[Batch], data: Iterator[OnItsWay]
-) -> Generator[tuple[Batch, list[OnItsWay]]]:
+    plans: Iterator[Batch], data: Iterator[AsyncCopy]
+) -> Generator[tuple[Batch, list[AsyncCopy]]]:
     """Each batch of `plans` with the data of what is read for it, on its way."""
     for plan in plans:
         yield plan, [next(data) for _ in plan.to_read]
@@ -222,7 +222,7 @@ PLAIN = (str, bytes, int, float, complex, bool, type(None))
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShareUse:
     """Who asked for it, and what the shares are for: the words of what is refused."""
 
     asked: str
@@ -243,7 +243,7 @@ def samples_in(pieces: Micro) -> int:
 
 
 def scattered(
-    data: Any, samples: int, shares: Sequence[Micro], devices: Sequence[torch.device], cut: Cut
+    data: Any, samples: int, shares: Sequence[Micro], devices: Sequence[torch.device], cut: ShareUse
 ) -> list[Any]:
     """The rows of each share, on its device; what has no rows goes to all."""
     for tensor in tensors_in(data):
@@ -263,7 +263,7 @@ def scattered(
     return parts
 
 
-def check_first_batch(task: Task, cut: Cut) -> Callable[[], None]:
+def check_first_batch(task: Task, cut: ShareUse) -> Callable[[], None]:
     """Look whether rows follow samples in the first batch of each size that `collate` makes.
 
     It is asked for one sample less, too: what has as many rows then is no row for each sample, and
@@ -290,7 +290,7 @@ def check_first_batch(task: Task, cut: Cut) -> Callable[[], None]:
     return undo
 
 
-def _no_row_each(tensor: Tensor, samples: int, cut: Cut) -> RequestError:
+def _no_row_each(tensor: Tensor, samples: int, cut: ShareUse) -> RequestError:
     return RequestError(
         asked=cut.asked,
         found=f"a tensor of shape {tuple(tensor.shape)} in a batch of {samples} samples",
@@ -299,7 +299,7 @@ def _no_row_each(tensor: Tensor, samples: int, cut: Cut) -> RequestError:
     )
 
 
-def _check_rows(data: Any, samples: int, cut: Cut) -> None:
+def _check_rows(data: Any, samples: int, cut: ShareUse) -> None:
     """Raise for texts or arrays, one for each sample: only tensors are cut."""
     inside = structure_of(data)
     if inside is not None and not (isinstance(data, (list, tuple)) and _is_text_in(data)):
@@ -321,7 +321,9 @@ def _is_text_in(data: Sequence[Any]) -> bool:
     return any(isinstance(item, (str, bytes)) for item in data)
 
 
-def gathered(outputs: list[Any], shares: Sequence[Micro], device: torch.device, cut: Cut) -> Any:
+def gathered(
+    outputs: list[Any], shares: Sequence[Micro], device: torch.device, cut: ShareUse
+) -> Any:
     """The outputs of all shares joined along their rows, on `device`. Autograd goes back."""
     for output, share in zip(outputs, shares, strict=True):
         for tensor in tensors_in(output):
@@ -340,7 +342,7 @@ def gathered(outputs: list[Any], shares: Sequence[Micro], device: torch.device, 
     return _joined(moved, sizes, cut, "the output")
 
 
-def _joined(values: list[Any], sizes: list[int], cut: Cut, place: str) -> Any:
+def _joined(values: list[Any], sizes: list[int], cut: ShareUse, place: str) -> Any:
     """What the model returned of all shares as one; raises for what has no rows and differs."""
     first = values[0]
     if isinstance(first, Tensor):

@@ -271,7 +271,7 @@ Visit = Callable[[str, Any], Any]
 
 
 @dataclass(frozen=True)
-class Rows:
+class BatchRows:
     """One part, taken apart: `value` is its structure, and what stands in it by place."""
 
     value: Any
@@ -290,15 +290,15 @@ class Rows:
         found = {**self.kept, **lists, **tensors}
         return _walked(self.value, self.samples, "", lambda place, item: found.get(place, item))
 
-    def none_of_them(self) -> Rows:
+    def none_of_them(self) -> BatchRows:
         """The same without a sample."""
         tensors = {place: tensor[:0] for place, tensor in self.tensors.items()}
-        return Rows(self.value, self.samples, tensors, {n: [] for n in self.lists}, self.kept)
+        return BatchRows(self.value, self.samples, tensors, {n: [] for n in self.lists}, self.kept)
 
 
-def taken_apart(value: Any, samples: int) -> Rows:
+def taken_apart(value: Any, samples: int) -> BatchRows:
     """A part of so many samples; raises `RequestError` for what has no rows and is not plain."""
-    rows = Rows(value, samples)
+    rows = BatchRows(value, samples)
 
     def visit(place: str, item: Any) -> None:
         if isinstance(item, Tensor):
@@ -328,7 +328,7 @@ def taken_apart(value: Any, samples: int) -> Rows:
     return rows
 
 
-def joined(parts: list[Rows]) -> Rows:
+def joined(parts: list[BatchRows]) -> BatchRows:
     """Parts of one rank as one; raises `RequestError` where they do not look the same."""
     first = parts[0]
     for part in parts[1:]:
@@ -336,10 +336,10 @@ def joined(parts: list[Rows]) -> Rows:
             raise _unlike(first.looks(), part.looks(), "micro-batches")
     tensors = {p: torch.cat([part.tensors[p] for part in parts]) for p in first.tensors}
     lists = {p: [item for part in parts for item in part.lists[p]] for p in first.lists}
-    return Rows(first.value, first.samples, tensors, lists, first.kept)
+    return BatchRows(first.value, first.samples, tensors, lists, first.kept)
 
 
-def own_rows(parts: list[tuple[Any, int]]) -> Rows | RequestError | None:
+def own_rows(parts: list[tuple[Any, int]]) -> BatchRows | RequestError | None:
     """The (value, samples) of each micro-batch of a rank as one; why not; `None` for no part."""
     try:
         return joined([taken_apart(value, samples) for value, samples in parts]) if parts else None
@@ -353,7 +353,7 @@ def rows_of_ranks(sizes: tuple[int, ...], ranks: int) -> list[int]:
     return [sum(sizes[shard] for shard in shards) for shards in owned]
 
 
-def gathered(comm: Comm, own: Rows | RequestError, rows: list[int]) -> Rows:
+def gathered(comm: Comm, own: BatchRows | RequestError, rows: list[int]) -> BatchRows:
     """The rows of all ranks, `rows[r]` of rank r, in rank order; every rank calls this.
 
     `own` may be why this rank has none: it is raised on all. Sends the tensors, padded to the most
@@ -369,12 +369,12 @@ def gathered(comm: Comm, own: Rows | RequestError, rows: list[int]) -> Rows:
     if own.lists:
         said = [json.loads(text) for text in comm.gather_texts(json.dumps(own.lists))]
         lists = {p: [item for lists in said for item in lists[p]] for p in own.lists}
-    return Rows(own.value, own.samples, tensors, lists, own.kept)
+    return BatchRows(own.value, own.samples, tensors, lists, own.kept)
 
 
-def _agreed(comm: Comm, own: Rows | RequestError, rows: list[int]) -> Rows:
+def _agreed(comm: Comm, own: BatchRows | RequestError, rows: list[int]) -> BatchRows:
     """`own` if all ranks have the same; raises on all of them before unequal lengths are sent."""
-    text = own.looks() if isinstance(own, Rows) else json.dumps(own.to_data())
+    text = own.looks() if isinstance(own, BatchRows) else json.dumps(own.to_data())
     has_rows = rows[comm.rank] > 0
     digest = blake2b(text.encode(), digest_size=DIGEST_BYTES).digest()
     part = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(comm.device)
@@ -383,9 +383,9 @@ def _agreed(comm: Comm, own: Rows | RequestError, rows: list[int]) -> Rows:
     digests = whole.view(comm.size, -1)
     with comm.reading():
         is_alike = bool((digests == digests[0]).all())
-    if isinstance(own, Rows) and is_alike:
+    if isinstance(own, BatchRows) and is_alike:
         return own
-    said = comm.gather_texts(text if has_rows or not isinstance(own, Rows) else "")
+    said = comm.gather_texts(text if has_rows or not isinstance(own, BatchRows) else "")
     looks = []
     for words in filter(None, said):
         found = json.loads(words)
@@ -395,14 +395,14 @@ def _agreed(comm: Comm, own: Rows | RequestError, rows: list[int]) -> Rows:
     for other in looks[1:]:
         if other != looks[0]:
             raise _unlike(looks[0], other, "ranks")
-    assert isinstance(own, Rows)
+    assert isinstance(own, BatchRows)
     if has_rows:
         return own
     tensors = {  # of no sample, as wide as those of the others
         place: own.tensors[place].new_empty((0, *shape))
         for place, (_, shape) in json.loads(looks[0])[0].items()
     }
-    return Rows(own.value, own.samples, tensors, own.lists, own.kept)
+    return BatchRows(own.value, own.samples, tensors, own.lists, own.kept)
 
 
 def _gathered_tensor(comm: Comm, own: Tensor, rows: list[int]) -> Tensor:

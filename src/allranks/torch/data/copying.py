@@ -18,7 +18,7 @@ from allranks.torch.model.precision import Precision
 
 
 @dataclass(frozen=True)
-class OnItsWay:
+class AsyncCopy:
     """Collated data that is being placed; `there` says when all of it is (`None`: it is)."""
 
     data: Any
@@ -34,21 +34,21 @@ class Copying:
         if accelerator.is_accelerator(precision.device):
             self._stream = accelerator.new_stream(precision.device)
 
-    def begin(self, data: Any) -> OnItsWay:
+    def begin(self, data: Any) -> AsyncCopy:
         """Start to place `data`; returns before it has arrived."""
         if self._stream is None:
-            return OnItsWay(self._precision.to_device(data), None)
+            return AsyncCopy(self._precision.to_device(data), None)
         if any(map(accelerator.holds, tensors_in(data))):  # cast in the order of what made it
             made = accelerator.current_stream(self._precision.device)  # of this thread
-            return OnItsWay(self._precision.to_device(data), made.record_event())
+            return AsyncCopy(self._precision.to_device(data), made.record_event())
         accelerator.use(self._stream.device)  # each thread has its own, at first device 0
         with accelerator.on_stream(self._stream):
             # uncast: a cast on the way would be waited for
             device = self._precision.device
             moved = map_to_device(self._moved, _as_it_is, data, device, pin=True)
-            return OnItsWay(self._precision.to_device(moved), self._stream.record_event())
+            return AsyncCopy(self._precision.to_device(moved), self._stream.record_event())
 
-    def finish(self, begun: OnItsWay) -> Any:
+    def finish(self, begun: AsyncCopy) -> Any:
         """The placed data: what is computed with it from here on waits until it is there."""
         if begun.there is None:
             return begun.data

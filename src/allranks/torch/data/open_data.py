@@ -27,7 +27,7 @@ from allranks.torch.data.loaders import (
     notes_on,
     order_of,
 )
-from allranks.torch.data.sources import MapSource, Rows, Source, StreamSource, TensorSource
+from allranks.torch.data.sources import MapSource, Source, StreamSource, TensorRows, TensorSource
 from allranks.torch.task import Task
 
 ONE_READER = "each rank reads it itself, in the step"
@@ -72,7 +72,7 @@ def open_data(data: Any, task: Task, seed: int, workers: int, name: str) -> Open
         source: Source = TensorSource(tensors)
         collate = collate_of(task, training)
         if (training and task.overrides("augment")) or collate is not default_collate:
-            source = MapSource(Rows(tensors), task, seed, workers, training, collate)
+            source = MapSource(TensorRows(tensors), task, seed, workers, training, collate)
         opened = Opened(source)
     elif (
         not isinstance(data, IterableDataset)  # which inherits a __getitem__, and may have a length

@@ -309,7 +309,7 @@ def _in_stages(dataset: Any) -> Any:
     return _Part(dataset) if hasattr(whole, "read") and hasattr(whole, "decode") else dataset
 
 
-class Rows:
+class TensorRows:
     """Tensors read row by row, for a task that wants to see each sample."""
 
     def __init__(self, tensors: Any) -> None:

@@ -17,8 +17,8 @@ from allranks.torch.data.loaders import SamplerOrder, WholeLoader
 from allranks.torch.data.open_data import Opened, open_data
 from allranks.torch.data.sources import (
     MapSource,
-    Rows,
     StreamSource,
+    TensorRows,
     TensorSource,
     seed_generators,
 )
@@ -207,7 +207,7 @@ class TaskData:
             return identity("tensors", len(source), digest_of_rows(source.tensors))
         if isinstance(source, MapSource):
             digest = self._probed[id(source)].digest
-            if isinstance(source.dataset, Rows):
+            if isinstance(source.dataset, TensorRows):
                 digest = digest_of_rows(source.dataset.tensors)
             return identity(type(source.dataset).__name__, len(source), digest)
         if isinstance(source, StreamSource):

@@ -27,7 +27,7 @@ from allranks.job.job import Job
 from allranks.job.run_folder import JsonLines
 from allranks.launcher.nodes.channel import Message
 from allranks.launcher.world import World
-from allranks.torch.elastic.merge import Brought, Rest
+from allranks.torch.elastic.merge import Contribution, Rest
 from allranks.torch.elastic.service import (
     OVER,
     REMAINDERS,
@@ -62,7 +62,7 @@ class Learner:
         self.version = -1
         self.theta: Numbers | None = None
         self.rest = Rest(self.flat, fragments)
-        self.unmerged: dict[int, Brought] = {}
+        self.unmerged: dict[int, Contribution] = {}
         self.keeps, self.kept = keeps, dict[int, Any]()
         """The inner optimizer after each chunk that waits, and after the last one that does not."""
         self.begin = self.flat.read()

@@ -62,21 +62,21 @@ class Work:
 
 
 @dataclass
-class Part:
+class FragmentPart:
     """What one learner has found in one fragment, (n,), and of how many samples."""
 
     delta: Tensor
     samples: int
 
-    def add(self, other: Part) -> None:
+    def add(self, other: FragmentPart) -> None:
         self.delta, self.samples = other.delta.add_(self.delta), self.samples + other.samples
 
 
 @dataclass
-class Finding:
+class LearnerUpdate:
     """What one learner has brought since its last merge: by fragments, and its buffers."""
 
-    parts: dict[int, Part]
+    parts: dict[int, FragmentPart]
     buffers: Tensor
     counts: Tensor
     work: list[Work]
@@ -128,7 +128,7 @@ class Merging:
     samples: int = 0
     """All samples that are in the weights."""
     clocks: dict[int, Clock] = field(default_factory=dict)
-    found: dict[int, Finding] = field(default_factory=dict)
+    found: dict[int, LearnerUpdate] = field(default_factory=dict)
     owing: set[int] = field(default_factory=set)
     rested: set[int] = field(default_factory=set)
     """Those whose rest is in the weights."""
@@ -174,10 +174,10 @@ class Merging:
         (self.owing.add if work.owes else self.owing.discard)(learner)
         cut = self.size_of(work.fragment)
         buffers = delta.weights[cut:]
-        known = self.found.setdefault(learner, Finding({}, buffers, delta.counts, []))
+        known = self.found.setdefault(learner, LearnerUpdate({}, buffers, delta.counts, []))
         known.buffers, known.counts = buffers, delta.counts
         known.work.append(work)
-        self._add(known, work.fragment, Part(delta.weights[:cut], work.counted))
+        self._add(known, work.fragment, FragmentPart(delta.weights[:cut], work.counted))
         return True
 
     def bring_rest(self, learner: int, shares: Sequence[int], delta: Numbers) -> None:
@@ -189,14 +189,16 @@ class Merging:
             raise ValueError(f"shares {shares} of {len(self.parts)} fragments")
         if not self.ledger.is_over or learner not in self.owing:
             return
-        known = self.found.setdefault(learner, Finding({}, delta.weights[:0], delta.counts, []))
+        known = self.found.setdefault(
+            learner, LearnerUpdate({}, delta.weights[:0], delta.counts, [])
+        )
         for fragment, (part, samples) in enumerate(zip(self.parts, shares, strict=True)):
             if samples:
-                self._add(known, fragment, Part(delta.weights[part], samples))
+                self._add(known, fragment, FragmentPart(delta.weights[part], samples))
         self.owing.discard(learner)
 
     @staticmethod
-    def _add(known: Finding, fragment: int, part: Part) -> None:
+    def _add(known: LearnerUpdate, fragment: int, part: FragmentPart) -> None:
         if fragment in known.parts:
             known.parts[fragment].add(part)
         else:
@@ -223,7 +225,7 @@ class Merging:
         rate = work[-1].rate
         self._move(rate)
         if total:
-            seen = [Part(one.buffers, one.samples) for one in found.values()]
+            seen = [FragmentPart(one.buffers, one.samples) for one in found.values()]
             self.theta.weights[self.parameters :] = _mean(seen)
         largest = max(found.values(), key=lambda one: one.samples)
         self.theta.counts.copy_(largest.counts)
@@ -297,7 +299,7 @@ class Merging:
         self.found, self.owing, self.rested = {}, set(), set()
 
 
-def _mean(found: Sequence[Part]) -> Tensor:
+def _mean(found: Sequence[FragmentPart]) -> Tensor:
     """The mean of what was found, by samples; zeros where there was no sample."""
     total, mean = sum(one.samples for one in found), torch.zeros_like(found[0].delta)
     for one in found:
@@ -321,7 +323,7 @@ def _mean(found: Sequence[Part]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Brought:
+class Contribution:
     """What is brought of a chunk: `sent` has one fragment, of a `share` of samples, and buffers."""
 
     fragment: int
@@ -342,10 +344,10 @@ class Rest:
             self.kept = torch.zeros(flat.parameters, dtype=flat.type)
         self._waited = [0] * len(self.parts)
 
-    def brings(self, found: Numbers, samples: int) -> Brought:
+    def brings(self, found: Numbers, samples: int) -> Contribution:
         """What is brought of the next chunk; the rest is kept."""
         if self.kept is None:
-            return Brought(0, samples, found)
+            return Contribution(0, samples, found)
         own = self._flat.parameters
         self.kept.add_(found.weights[:own])
         self.shares = [share + samples for share in self.shares]
@@ -354,7 +356,7 @@ class Rest:
         sent = Numbers(torch.cat([self.kept[part], found.weights[own:]]), found.counts)
         self.kept[part] = 0
         self.shares[fragment] = 0
-        return Brought(fragment, share, sent)
+        return Contribution(fragment, share, sent)
 
     def _next(self) -> int:
         self._waited = [chunks + 1 for chunks in self._waited]

@@ -141,7 +141,7 @@ REST_S = 30.0
 Report = Callable[..., None]
 
 
-class Service(Answering):
+class LearnerService(Answering):
     """The learners of one training. `report` hears, from any thread, who came and who is lost.
 
     `samples_of` says how many samples a chunk has.

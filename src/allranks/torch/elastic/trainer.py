@@ -19,11 +19,11 @@ from torch import Tensor
 from allranks.launcher.messages.meeting_point import listen
 from allranks.strategies.shards import even_sizes, owned_shards
 from allranks.torch.elastic.merge import Merged, Merging
-from allranks.torch.elastic.service import Service, owes
+from allranks.torch.elastic.service import LearnerService, owes
 from allranks.torch.elastic.strategy import Decoupled, FlatModel
 from allranks.torch.local_sgd.optimizers import Nesterov
 from allranks.torch.trainer import Trainer
-from allranks.training.progress import Asked, Progress, StepResult
+from allranks.training.progress import Progress, RankRequests, StepResult
 from allranks.training.work_queue import Chunk, Ledger
 
 LOOK_S = 0.2
@@ -35,7 +35,7 @@ class SynchronizerTrainer(Trainer):
     """The leader of a job of learners. It makes no step itself."""
 
     strategy: Decoupled
-    service: Service | None = None
+    service: LearnerService | None = None
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -72,7 +72,7 @@ class SynchronizerTrainer(Trainer):
         made = range(self.progress.batch_index, merged.steps)
         for step in made:
             self.faults.reach("step", step)
-        asked = Asked.of(self.heartbeat.wants_stop, self.heartbeat.wants_save())
+        asked = RankRequests.of(self.heartbeat.wants_stop, self.heartbeat.wants_save())
         done, per_epoch = self.progress, self._per_epoch
         epoch = max(0, merged.steps - 1) // per_epoch
         result = StepResult(
@@ -104,7 +104,7 @@ class SynchronizerTrainer(Trainer):
         """Steps of an epoch; raises `RequestError` for data that is read in one order only."""
         return self.task_data.batches.steps_by_number(self.strategy.name)
 
-    def _served(self) -> Service:
+    def _served(self) -> LearnerService:
         """The service, with the state that was resumed, if any."""
         flat, options = FlatModel(self.strategy.model), self.job.strategy_spec.options
         per_epoch, done = self._per_epoch, self.progress
@@ -120,7 +120,7 @@ class SynchronizerTrainer(Trainer):
         self._flat = flat
         listener, secret = listen(self.world), self.world.secret
         grace_s, report = options["grace_s"], self._told
-        self.service = Service(
+        self.service = LearnerService(
             *(merging, flat, listener, secret, grace_s, report),
             samples_of=partial(self._samples_of, ledger),
             keeps=options["inner"] == "kept",

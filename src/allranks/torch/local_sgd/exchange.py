@@ -22,11 +22,11 @@ from allranks.torch.comm.comm import Comm
 from allranks.torch.comm.subgroups import Pending
 from allranks.torch.compression.codecs import Codec
 from allranks.torch.compression.error_feedback import ErrorFeedback
-from allranks.torch.local_sgd.global_weights import Flat, GlobalWeights
+from allranks.torch.local_sgd.global_weights import FlatWeights, GlobalWeights
 from allranks.torch.model.layers import normalising_layers
 from allranks.torch.strategies.base import Strategy
 from allranks.torch.task import Task
-from allranks.training.progress import NOTHING, Asked, StepResult
+from allranks.training.progress import NOTHING, RankRequests, StepResult
 
 # --- sums ----------------------------------------------------------------------------------------
 # How what learners found is summed, weighted by what each has trained on.
@@ -45,7 +45,7 @@ class Sums:
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
 
-    def begin(self, flat: Flat, trained: float) -> Pending:
+    def begin(self, flat: FlatWeights, trained: float) -> Pending:
         """Begin the sum of `trained` times what this learner found; each of them calls this."""
         return self.comm.all_reduce(flat.find(trained))
 
@@ -66,7 +66,7 @@ class CodedSums(Sums):
         self.feedback = {id(f): ErrorFeedback(codec, f.weights, decay) for f in flats}
         self._named = {", ".join(flat.names): id(flat) for flat in flats}
 
-    def begin(self, flat: Flat, trained: float) -> Pending:
+    def begin(self, flat: FlatWeights, trained: float) -> Pending:
         feedback = self.feedback.get(id(flat))
         if feedback is None:
             return super().begin(flat, trained)
@@ -123,7 +123,10 @@ class Said:
 
     @staticmethod
     def of(
-        result: StepResult, trained: float = 0, samples: int | None = None, asked: Asked = NOTHING
+        result: StepResult,
+        trained: float = 0,
+        samples: int | None = None,
+        asked: RankRequests = NOTHING,
     ) -> Said:
         """What a learner says after a step."""
         samples = result.samples if samples is None else samples
@@ -139,9 +142,9 @@ class Said:
         return torch.tensor(numbers, dtype=torch.float64, device=comm.device)
 
     @property
-    def asked(self) -> Asked:
+    def asked(self) -> RankRequests:
         """What the supervisor wants of any of them."""
-        return Asked.of(self.stop > 0, self.save > 0)
+        return RankRequests.of(self.stop > 0, self.save > 0)
 
     @property
     def mean_loss(self) -> float:
@@ -178,7 +181,7 @@ class UnderWay:
             return Said(*self.said.tolist())
 
 
-class Exchange:
+class LearnerExchange:
     """Sends a fragment, as `sums` does it, and 2(L-1)/L of `Said`, at each meeting of L learners.
 
     With a `codec` messages stand for what is sent, and what they leave out fades by `decay`.
@@ -204,7 +207,7 @@ class Exchange:
         self._trained, self._seen = [0.0] * len(weights.fragments), 0
         self._under_way: list[UnderWay] = []
 
-    def meet(self, at: int, result: StepResult, asked: Asked) -> Said | None:
+    def meet(self, at: int, result: StepResult, asked: RankRequests) -> Said | None:
         """After step `at`, which gave `result` and is counted: send and take what is due.
 
         Returns what all learners said, if something was taken.
@@ -246,15 +249,15 @@ class Exchange:
         fragments = self.weights.fragments
         return [n for n, one in enumerate(fragments) if at % self.every == one.offset]
 
-    def _buffers(self, fragment: int) -> Sequence[Flat]:
+    def _buffers(self, fragment: int) -> Sequence[FlatWeights]:
         """Those that go with a fragment: all with the last, as what is seen by samples."""
         is_last = fragment == len(self.weights.fragments) - 1
         return self.weights.buffers if is_last else ()
 
-    def _flats(self, fragment: int) -> Sequence[Flat]:
+    def _flats(self, fragment: int) -> Sequence[FlatWeights]:
         return (*self.weights.fragments[fragment].flats, *self._buffers(fragment))
 
-    def _send(self, fragment: int, until: int, result: StepResult, asked: Asked) -> None:
+    def _send(self, fragment: int, until: int, result: StepResult, asked: RankRequests) -> None:
         trained, self._trained[fragment] = self._trained[fragment], 0.0
         seen, buffers = 0, self._buffers(fragment)
         if buffers:

@@ -23,7 +23,7 @@ Named = Sequence[tuple[str, Tensor]]
 Zeros = Callable[[int, Tensor], Tensor]
 
 
-class Flat:
+class FlatWeights:
     """Tensors of one type that a learner trains, with the global weights of all learners for them.
 
     `live` are those tensors, (name, tensor) in the order of the model; `weights` are the global
@@ -69,7 +69,7 @@ class Flat:
 class Fragment:
     """What is exchanged at one time, `offset` steps into each block."""
 
-    flats: tuple[Flat, ...]
+    flats: tuple[FlatWeights, ...]
     offset: int
 
 
@@ -92,14 +92,14 @@ class GlobalWeights:
     ) -> None:
         cut = in_fragments(parameters, len(offsets))
         self.fragments = [
-            Fragment(tuple(Flat(same, make(), zeros) for same in by_type(named)), offset)
+            Fragment(tuple(FlatWeights(same, make(), zeros) for same in by_type(named)), offset)
             for named, offset in zip(cut, offsets, strict=True)
         ]
-        self.buffers = tuple(Flat(same, average(), zeros) for same in by_type(buffers))
+        self.buffers = tuple(FlatWeights(same, average(), zeros) for same in by_type(buffers))
         self._parameters = [flat for one in self.fragments for flat in one.flats]
 
     @property
-    def flats(self) -> list[Flat]:
+    def flats(self) -> list[FlatWeights]:
         """All of them."""
         return [*self._parameters, *self.buffers]
 

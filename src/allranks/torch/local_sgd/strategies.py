@@ -40,7 +40,7 @@ from allranks.torch.deferred_init.recorded import Recorded
 from allranks.torch.local_sgd.exchange import (
     SAID_BYTES,
     WEIGHT_BYTES,
-    Exchange,
+    LearnerExchange,
     Said,
     check_stream,
     of_all,
@@ -65,7 +65,7 @@ from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.tally import Tally
 from allranks.torch.step.trainable import unfrozen_on_the_way
 from allranks.torch.strategies.base import MakeOptimizer, Strategy, StrategyContext
-from allranks.training.progress import NOTHING, Asked, StepResult, UnreadResult
+from allranks.training.progress import NOTHING, RankRequests, StepResult, UnreadResult
 
 OF_THE_INNER = (
     *("built_with", "equal_passes", "passes_meet_readers", "counts_passes", "cuts_by_shard"),
@@ -91,7 +91,7 @@ class Outer(Strategy):
         self.after, self.near = int(self.options["after"]), int(self.options.get("near", 0))
         self.fragments = int(self.options.get("fragments", 1))
         self._at = 0  # the step that was made last, from the first apart on
-        self._exchange: Exchange | None = None
+        self._exchange: LearnerExchange | None = None
         self._asked = NOTHING
 
     def made_optimizer(self) -> OuterOptimizer:
@@ -178,7 +178,7 @@ class Outer(Strategy):
             self._average_near()
         return _of_all(batch, result, said=said, heard=heard)
 
-    def after_read(self, result: StepResult, asked: Asked) -> Asked:
+    def after_read(self, result: StepResult, asked: RankRequests) -> RankRequests:
         """Until the next meeting it is this learner's alone."""
         if self._exchange is None:
             return asked
@@ -186,8 +186,10 @@ class Outer(Strategy):
         self._hear(asked)
         return NOTHING
 
-    def _hear(self, asked: Asked) -> None:
-        self._asked = Asked.of(self._asked.stop or asked.stop, self._asked.save or asked.save)
+    def _hear(self, asked: RankRequests) -> None:
+        self._asked = RankRequests.of(
+            self._asked.stop or asked.stop, self._asked.save or asked.save
+        )
 
     def finish(self) -> bool:
         if self._exchange is None:
@@ -235,7 +237,7 @@ class Outer(Strategy):
             [(n, b) for n, b in buffers if not b.is_meta],
         )
 
-    def _made_exchange(self) -> Exchange:
+    def _made_exchange(self) -> LearnerExchange:
         """Begin to train apart; every rank calls this, where all learners hold the same."""
         every, count = int(self.options["every"]), self.fragments
         parameters, buffers = self._agreed()
@@ -248,7 +250,7 @@ class Outer(Strategy):
             offsets=[at * every // count for at in range(count)],
             zeros=self._meeting.zeros,
         )
-        return Exchange(
+        return LearnerExchange(
             self._meeting,
             weights,
             every=every,

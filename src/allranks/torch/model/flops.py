@@ -60,7 +60,7 @@ def peak_of(job: Job, device: torch.device) -> float | None:
     return peak_flops(accelerator.chip_name(device), job.precision)
 
 
-class Meter:
+class FlopsMeter:
     """Counts the first step of one rank, and says what came of its device."""
 
     def __init__(self, job: Job, peak: float | None) -> None:

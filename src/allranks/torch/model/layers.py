@@ -42,7 +42,7 @@ class Moment:
     calls: dict[int, int]
 
 
-class Unweighted:
+class UnweightedMoments:
     """Moments of shards as layers leave them: weighted for all layers at once.
 
     A layer is handed `room` for its own in a buffer of all layers, zeroed at once: as large as
@@ -137,7 +137,7 @@ class Scope:
 
     def __post_init__(self) -> None:
         self.keys = Keys(self)
-        self.unweighted = Unweighted()
+        self.unweighted = UnweightedMoments()
         self._moments: dict[int, Tensor] = {}
         self.runs: Runs = ()
         self._laid_out: Micro = ()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from allranks.checkpoint.tensor_file import (
     COMPLEX,
     PAIR,
-    Piece,
+    FileTensor,
     as_written,
     digest_of_weights,
     lay_out,
@@ -69,7 +69,7 @@ class WeightsFile:
         return write_where_room_is(paths, self.size_bytes, write)
 
 
-def _piece(name: str, tensor: Tensor) -> Piece:
+def _piece(name: str, tensor: Tensor) -> FileTensor:
     if tensor.dtype not in NAMES:
         raise RequestError(
             asked="weights.safetensors",

@@ -42,7 +42,7 @@ APART = (
 
 
 @dataclass(frozen=True)
-class Cut:
+class WeightParts:
     """How ranks hold a weight of this whole `shape`: in the `parts` of it."""
 
     shape: tuple[int, ...]
@@ -59,7 +59,7 @@ def _in_thirds(dim: int, whole: Tensor) -> list[Tensor]:
     return list(whole.tensor_split([size - size // 3], dim))
 
 
-Cuts = Mapping[int, Cut]
+Cuts = Mapping[int, WeightParts]
 """By the `id` of a parameter in the groups of an optimizer."""
 NO_CUTS: Cuts = MappingProxyType({})
 
@@ -135,7 +135,7 @@ def check_elementwise(optimizer: Optimizer, asked: str, cuts: Cuts = NO_CUTS) ->
         raise _refused(optimizer, asked, found, "each rank holds a part of a weight that is cut")
 
 
-def _own_cuts(optimizer: Optimizer, number: int, cuts: Cuts) -> dict[str, Cut]:
+def _own_cuts(optimizer: Optimizer, number: int, cuts: Cuts) -> dict[str, WeightParts]:
     """Those of the weights of a group, one of each shape; torch's own need not be asked on them."""
     if is_by_number(optimizer):
         return {}
@@ -163,10 +163,15 @@ def _shapes(optimizer: Optimizer, number: int) -> list[tuple[int, ...]]:
     return [LARGE.get(n) or (*KERNELS, *[1] * n)[:n] for n in sorted(dims)]
 
 
-def _is_elementwise(optimizer: Optimizer, number: int, asked: str, own: Iterable[Cut]) -> bool:
+def _is_elementwise(
+    optimizer: Optimizer, number: int, asked: str, own: Iterable[WeightParts]
+) -> bool:
     """Whether parts of a weight are updated as the whole is, in shapes of ours and its own."""
     ours = [
-        ([Cut(shape, partial(_in_thirds, dim)) for dim in range(min(2, len(shape)))], SCALES)
+        (
+            [WeightParts(shape, partial(_in_thirds, dim)) for dim in range(min(2, len(shape)))],
+            SCALES,
+        )
         for shape in _shapes(optimizer, number)
     ]
     several = [*ours, *(([cut], FEW_SCALES) for cut in own)]
@@ -174,7 +179,11 @@ def _is_elementwise(optimizer: Optimizer, number: int, asked: str, own: Iterable
 
 
 def _is_cut(
-    optimizer: Optimizer, number: int, cuts: Sequence[Cut], scales: Sequence[float], asked: str
+    optimizer: Optimizer,
+    number: int,
+    cuts: Sequence[WeightParts],
+    scales: Sequence[float],
+    asked: str,
 ) -> bool:
     """Whether parts of a weight are updated as the whole is, however these cut it."""
     drawn = _drawn(optimizer, number, 0, cuts[0].shape, scales)
@@ -370,7 +379,7 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         return value
 
 
-class _Asked(dict[int, Any]):
+class _CopyMemo(dict[int, Any]):
     """Copies by what they are of, for `deepcopy`; knows whether one of the first was asked for."""
 
     was = False
@@ -389,7 +398,7 @@ def _referring(optimizer: Optimizer) -> list[str]:
     parameters = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     found = []
     for name, value in vars(optimizer).items():
-        asked = _Asked(parameters)
+        asked = _CopyMemo(parameters)
         if name not in ("state", "param_groups"):
             try:
                 copy.deepcopy(value, asked)

@@ -197,7 +197,7 @@ def hook_of(optimizer: Optimizer) -> str:
     return next((f"a hook on its step ({name})" for name, hook in hooks.items() if hook), "")
 
 
-class Asked:
+class OptimizerArguments:
     """The hyper-parameters with which an optimizer was asked."""
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -247,7 +247,7 @@ def no_side_effects(device: torch.device, refuse: Refuse) -> Iterator[None]:
     Generators of random numbers go on afterwards where they were. A thread is not seen, nor what
     NumPy writes.
     """
-    streams, watch = random_streams(device), _Watch(refuse)
+    streams, watch = random_streams(device), _TensorWatch(refuse)
     try:
         with watch:
             yield
@@ -257,7 +257,7 @@ def no_side_effects(device: torch.device, refuse: Refuse) -> Iterator[None]:
         raise refuse(watch.found or "another memory that it gave a tensor", WHY)
 
 
-class _Watch(TorchDispatchMode):
+class _TensorWatch(TorchDispatchMode):
     """Knows all tensors that are there when it is made."""
 
     def __init__(self, refuse: Refuse) -> None:

@@ -39,7 +39,7 @@ from allranks.torch.parallel.sharded.gradients import check_no_hooks
 from allranks.torch.parallel.sharded.state import device_mesh, dtensor, shard_of
 from allranks.torch.parallel.tensor.cutting import CutModel, cut_model, nothing_to_cut
 from allranks.torch.parallel.tensor.passes import CutPasses, exchange_of
-from allranks.torch.parallel.tensor.plan import Plan, default_plan, given_plan, refused
+from allranks.torch.parallel.tensor.plan import CutPlan, default_plan, given_plan, refused
 from allranks.torch.parallel.tensor.strategy import sum_over_copies
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.tally import Tally
@@ -232,7 +232,7 @@ class ThreeAxes(Pipeline):
 
 def _plan_of(
     stages: nn.ModuleList, model: nn.Module, given: Mapping[str, Any] | None, ranks: int
-) -> Plan:
+) -> CutPlan:
     """How the layers of all stages are cut; a block is one where a single stage has all of it."""
     if given is None:
         return default_plan(stages, ranks)

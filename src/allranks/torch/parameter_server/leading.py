@@ -37,7 +37,7 @@ from allranks.torch.parameter_server.tables.carried import (
 from allranks.torch.step.gradients import Gradients, clip_factor
 from allranks.torch.step.tally import Tally
 from allranks.torch.step.trainable import unfrozen_on_the_way
-from allranks.training.guard import Finding
+from allranks.training.guard import BadStepFinding
 from allranks.training.progress import StepResult
 
 LOOK_S = 0.2
@@ -131,7 +131,7 @@ class LeadingInStep(Leading):
         super().__init__(strategy, links)
         self._service, self._alive = service, alive
         self._gradients: RemoteGradients | None = None
-        self._findings: tuple[Finding, ...] = ()
+        self._findings: tuple[BadStepFinding, ...] = ()
         self._squares_come = False
 
     def forward_backward(self, batch: Batch) -> Tally:
@@ -145,7 +145,7 @@ class LeadingInStep(Leading):
                 self.call_back()
             self._alive()
         self._findings = tuple(
-            Finding(**row) for brought in found for row in brought.said.get("found", ())
+            BadStepFinding(**row) for brought in found for row in brought.said.get("found", ())
         )
         tally = step.layout.tally()
         for brought in found:
@@ -153,9 +153,9 @@ class LeadingInStep(Leading):
         step.end(batch)
         return tally
 
-    def who(self, batch: Batch, spiked: bool) -> tuple[Finding, ...]:
+    def who(self, batch: Batch, spiked: bool) -> tuple[BadStepFinding, ...]:
         """Who brought a bad step in, as the workers have found themselves."""
-        return self._findings or (Finding(NOT_SEARCHED),)
+        return self._findings or (BadStepFinding(NOT_SEARCHED),)
 
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
         self._gradients = RemoteGradients(self)

@@ -10,7 +10,7 @@ from allranks.launcher.messages.meeting_point import connect
 from allranks.launcher.nodes.channel import Disconnected
 from allranks.launcher.world import World
 from allranks.strategies.cards.parameter_server import SERVER
-from allranks.torch.build import Built
+from allranks.torch.build import BuiltModel
 from allranks.torch.parameter_server.server import OVER, Server
 from allranks.torch.parameter_server.strategy import ParameterServer
 from allranks.torch.trainer import Trainer
@@ -22,7 +22,7 @@ class ServedTrainer(Trainer):
     Where a model cannot be built so (`model_notes` says why), it is whole for a moment.
     """
 
-    def _place_model(self) -> Built:
+    def _place_model(self) -> BuiltModel:
         assert isinstance(self.strategy, ParameterServer)
         self.strategy.builds_deferred = self.strategy.rows_travel
         return super()._place_model()

@@ -50,7 +50,7 @@ from allranks.torch.local_sgd.strategies import refuse_without_whole_steps
 from allranks.torch.model.layers import normalising_layers
 from allranks.torch.optimizers.elementwise import (
     MOST,
-    Cut,
+    WeightParts,
     check_no_step_hooks,
     groups_of_whole,
 )
@@ -181,13 +181,13 @@ class ParameterServer(Strategy):
     def _seen_whole(self, dense: Collection[int]) -> Collection[int]:
         """The groups of the optimizer that servers update by whole weights, of these `dense`."""
         optimizer, options, asked = self.step.optimizer, self.context.options, "--strategy ps"
-        servers, cuts = options["servers"], dict[int, Cut]()
+        servers, cuts = options["servers"], dict[int, WeightParts]()
         for parameter in (self.step.parameters[at] for at in dense):
             shape = tuple(parameter.shape)
             if parameter.numel() > MOST:  # in one of fewer numbers it is seen, too, that it is flat
                 shape = tuple(min(size, 64) for size in shape)
             if parameter.numel() >= max(options["bound"], servers) and servers > 1:
-                cuts[id(parameter)] = Cut(shape, partial(_flat_pieces, servers))
+                cuts[id(parameter)] = WeightParts(shape, partial(_flat_pieces, servers))
         if dense:
             return groups_of_whole(optimizer, asked, cuts)
         check_no_step_hooks(optimizer, asked)

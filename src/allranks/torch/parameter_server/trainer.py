@@ -25,7 +25,7 @@ from allranks.torch.parameter_server.links import Links
 from allranks.torch.parameter_server.service import Brought, Service
 from allranks.torch.parameter_server.strategy import ParameterServer
 from allranks.torch.trainer import Trainer
-from allranks.training.progress import Asked, StepResult
+from allranks.training.progress import RankRequests, StepResult
 from allranks.training.work_queue import Ledger
 
 
@@ -96,7 +96,7 @@ class SchedulerTrainer(Trainer):
         self.faults.reach("step", batch.index)
         with KERNELS:
             result = self._steps.make(batch)
-        asked = Asked.of(self.heartbeat.wants_stop, self.heartbeat.wants_save())
+        asked = RankRequests.of(self.heartbeat.wants_stop, self.heartbeat.wants_save())
         result = dataclasses.replace(result, asked=asked)
         self.progress = self.progress.after(result, batch.epoch, batch.step_in_epoch)
         self.heartbeat.collective()
@@ -109,7 +109,7 @@ class SchedulerTrainer(Trainer):
         self.heartbeat.at_step(done.batch_index)
         self.heartbeat.collective()
         self.faults.reach("step", done.batch_index)
-        asked = Asked.of(self.heartbeat.wants_stop, self.heartbeat.wants_save())
+        asked = RankRequests.of(self.heartbeat.wants_stop, self.heartbeat.wants_save())
         tally = self.strategy.step.layout.tally(brought.tally)
         totals = tally.totals(brought.chunk.first)
         if said["updated"]:

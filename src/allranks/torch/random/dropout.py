@@ -25,7 +25,7 @@ DROPOUTS: dict[type[nn.Module], int] = {
 flagged: Any = torch.ops.aten.native_dropout_backward.default  # tensor * flags * scale
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """What a tensor is of a larger one: along `dim`, from `start` on, of `whole` elements.
 
     Or, one behind the other, several `stretches` of it: (start, length) of each.
@@ -47,7 +47,7 @@ class ShardDropout(OfShard, nn.Module):
     shared_dims: int
     p: float
     slot: Tensor
-    part_of: Callable[[Tensor], Part | None] | None = None
+    part_of: Callable[[Tensor], TensorPart | None] | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         if self.p == 0:  # nothing to draw, and nothing that a compiler would have to know of
@@ -69,7 +69,7 @@ def dropped(
     input: Tensor,
     rate: float,
     shape: Sequence[int],
-    part: Part | None = None,
+    part: TensorPart | None = None,
 ) -> Tensor:
     """`input` without some of it, drawn for each sample; `shape` is that of the mask.
 
@@ -82,7 +82,7 @@ def dropped(
 
 
 def without(
-    input: Tensor, rate: float, keys: Words | Tensor, shape: Sequence[int], part: Part | None
+    input: Tensor, rate: float, keys: Words | Tensor, shape: Sequence[int], part: TensorPart | None
 ) -> Tensor:
     """`input` times a mask of this shape: a row of it for each key."""
     if part is not None and len(part.stretches) > 1:
@@ -93,7 +93,7 @@ def without(
                 rate,
                 keys,
                 [length if dim == part.dim else size for dim, size in enumerate(shape)],
-                Part(part.dim, start, part.whole),
+                TensorPart(part.dim, start, part.whole),
             )
             for end, (start, length) in zip(ends, part.stretches, strict=True)
             if length

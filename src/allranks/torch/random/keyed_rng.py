@@ -43,7 +43,7 @@ NO_SHARD = -1
 BY_FUNCTION = -6  # the number of what draws without being a layer
 
 
-class Pass(Protocol):
+class KeyedPass(Protocol):
     """What goes through a model (`Scope`)."""
 
     seed: int
@@ -56,7 +56,7 @@ class Pass(Protocol):
 class Keys:
     """The keys of one scope, made for a pass when they are first asked for."""
 
-    def __init__(self, scope: Pass) -> None:
+    def __init__(self, scope: KeyedPass) -> None:
         self.scope = scope
         self.by_function = False  # whether random functions of torch draw from these keys, too
         self.is_part: Callable[[], bool] = lambda: False  # whether activations are parts right now

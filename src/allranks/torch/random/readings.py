@@ -25,7 +25,7 @@ class UnclearDraw(RequestError):
     """Where the samples are in what is drawn cannot be told from its shape."""
 
 
-class Seen(NamedTuple):
+class DrawReading(NamedTuple):
     """How a draw was read, in a pass of so many samples, by its shape."""
 
     kind: str
@@ -37,7 +37,7 @@ class Readings:
     """What has been read in the draws of a model, on this rank."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, int], Seen] = {}
+        self._known: dict[tuple[int, int], DrawReading] = {}
         self._untried: dict[tuple[int, int], str] = {}
         self._orders: set[str] = set()
         self._draws: set[int] = set()
@@ -47,7 +47,7 @@ class Readings:
         key, now = (call, len(shape)), tuple(shape)
         known = self._known.get(key)
         if known is None:
-            seen = Seen(_first_reading(what, shape, samples), samples, now)
+            seen = DrawReading(_first_reading(what, shape, samples), samples, now)
             self._see(key, what, seen)
             return seen.kind
         kind, then, was = known
@@ -56,7 +56,7 @@ class Readings:
         elif kind == ROWS:
             fits = now[0] % samples == 0 and now[0] != was[0]
         else:
-            fits = not (kind == ALL and _grows_with_samples(known, Seen(kind, samples, now)))
+            fits = not (kind == ALL and _grows_with_samples(known, DrawReading(kind, samples, now)))
         if not fits or (kind == COLUMNS and shape[1] != samples):
             raise _refused(what, shape, samples, _was(known))
         if samples != then and (kind != ALL or now == was):
@@ -65,7 +65,7 @@ class Readings:
 
     def read_order(self, what: str, call: int, length: int, samples: int) -> None:
         """A permutation is the same for all samples, and named if it is one of the samples."""
-        key, now = (call, ORDER), Seen(ALL, samples, (length,))
+        key, now = (call, ORDER), DrawReading(ALL, samples, (length,))
         known = self._known.get(key)
         if known is None:
             self._see(key, what, now)
@@ -74,7 +74,7 @@ class Readings:
         elif samples != known.samples and now.shape == known.shape:
             self._untried.pop(key, None)
 
-    def _see(self, key: tuple[int, int], what: str, seen: Seen) -> None:
+    def _see(self, key: tuple[int, int], what: str, seen: DrawReading) -> None:
         self._known[key] = seen
         kind, samples, shape = seen
         if kind == ROWS:
@@ -101,14 +101,16 @@ class Readings:
         known = [[*key, *seen] for key, seen in self._known.items()]
         own = {"known": known, "draws": sorted(self._draws), "orders": sorted(self._orders)}
         self._draws.clear()
-        together: dict[tuple[int, int], list[Seen]] = {}
+        together: dict[tuple[int, int], list[DrawReading]] = {}
         draws, found = set[int](), set[str]()
         for text in gather(json.dumps(own)):
             told = json.loads(text)
             draws.update(told["draws"])
             found.update(told["orders"])
             for call, dims, kind, samples, shape in told["known"]:
-                together.setdefault((call, dims), []).append(Seen(kind, samples, tuple(shape)))
+                together.setdefault((call, dims), []).append(
+                    DrawReading(kind, samples, tuple(shape))
+                )
         for (call, dims), seen in together.items():
             kinds = {one.kind for one in seen}
             name = f"draw {call}, {dims} dimensions of a pass, in forward or loss"
@@ -129,7 +131,7 @@ class Readings:
         return sorted(found)
 
 
-def _grows_with_samples(one: Seen, other: Seen) -> bool:
+def _grows_with_samples(one: DrawReading, other: DrawReading) -> bool:
     """Whether a dimension of what has none for the samples is larger with more of them."""
     both = zip(one.shape, other.shape, strict=True)
     return one.samples != other.samples and any(
@@ -137,7 +139,7 @@ def _grows_with_samples(one: Seen, other: Seen) -> bool:
     )
 
 
-def _was(seen: Seen) -> str:
+def _was(seen: DrawReading) -> str:
     first = seen.shape[0] if seen.shape else 0
     if seen.kind == ALL:
         return f"{seen.shape} for {seen.samples} samples"

@@ -18,7 +18,7 @@ from typing import Any
 import allranks.torch.shared_memory.futures as futures
 from allranks.strategies.reduction_tree import merges
 from allranks.torch.shared_memory.library import library
-from allranks.torch.shared_memory.operands import Card, one_given
+from allranks.torch.shared_memory.operands import ProcessCard, one_given
 from allranks.torch.shared_memory.segment import Segment
 
 NOT_GIVEN = -1
@@ -129,7 +129,11 @@ futures.at_rest.append(_free_retired)
 
 
 def attached(
-    store: Any, rank: int, ranks: Sequence[int], cards: Sequence[Card], given: int = NOT_GIVEN
+    store: Any,
+    rank: int,
+    ranks: Sequence[int],
+    cards: Sequence[ProcessCard],
+    given: int = NOT_GIVEN,
 ) -> Attached:
     """The memory of these `ranks` of a group, whose `cards` say one host; `rank` is among them.
 
@@ -164,7 +168,9 @@ def attached(
     return Attached(group, segment, bells, tuple(ranks))
 
 
-def _segment(store: Any, own: int, members: Sequence[Card], nbytes: int, given: int) -> Segment:
+def _segment(
+    store: Any, own: int, members: Sequence[ProcessCard], nbytes: int, given: int
+) -> Segment:
     if one_given(members):
         return Segment.within(given, nbytes)
     drop(given)

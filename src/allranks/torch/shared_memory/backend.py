@@ -25,14 +25,20 @@ from allranks.torch.shared_memory.attaching import Attached
 from allranks.torch.shared_memory.collectives import SharedMemoryGroup
 from allranks.torch.shared_memory.hierarchical import HierarchicalGroup
 from allranks.torch.shared_memory.library import NOT_BUILT, library
-from allranks.torch.shared_memory.operands import Card, exchanged, hosts_of, own_card, told_to_all
+from allranks.torch.shared_memory.operands import (
+    ProcessCard,
+    exchanged,
+    hosts_of,
+    own_card,
+    told_to_all,
+)
 from allranks.torch.shared_memory.posting import BACKEND, Named
 
 SHARED, HIERARCHICAL, GLOO = BACKEND, "hierarchical", "gloo"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class BackendChoice:
     """What was asked for a group, what was done, and why it differs ("" if it does not)."""
 
     asked: str
@@ -112,7 +118,7 @@ def _keep_works_for(reducer: Any) -> None:
     reducer._set_forward_pass_work_handle = set_handle
 
 
-def outcome_of(group: Any = None) -> Outcome | None:
+def outcome_of(group: Any = None) -> BackendChoice | None:
     """What became of a group that was made of this backend; of the job's own if none is given."""
     group = group or dist.group.WORLD
     return _outcomes.get(group.group_name)
@@ -126,7 +132,7 @@ def told_of(group: Any) -> dict[str, str]:
     if group is None:
         return {}
     outcome, name = outcome_of(group), dist.get_backend(group)
-    return (outcome or Outcome(name, name)).to_data()
+    return (outcome or BackendChoice(name, name)).to_data()
 
 
 def notes_on_backend(group: Any, asked: str) -> list[str]:
@@ -161,7 +167,7 @@ def made(
     timeout: timedelta,
     ranks: Sequence[int],
     given: int = attaching.NOT_GIVEN,
-) -> tuple[Any, Outcome]:
+) -> tuple[Any, BackendChoice]:
     """A group of `ranks` of the job, and what it is; each of them calls this with a `store`.
 
     `given` is a file in memory that the launcher gave to all ranks of this host for it.
@@ -181,7 +187,7 @@ def made(
     if why:
         if bell:
             attaching.leave()
-        return ProcessGroupGloo(store, rank, size, timeout), Outcome(SHARED, GLOO, why)
+        return ProcessGroupGloo(store, rank, size, timeout), BackendChoice(SHARED, GLOO, why)
     host = next(host for host in hosts if rank in host)
     inside = None
     if attached is None:
@@ -190,17 +196,17 @@ def made(
         own, members = host.index(rank), [ranks[one] for one in host]
         inside = SharedMemoryGroup(attached, own, store, timeout, members)
     if inside is not None and len(hosts) == 1:
-        return inside, Outcome(SHARED, SHARED)
+        return inside, BackendChoice(SHARED, SHARED)
     why = f"its {size} ranks run on {len(hosts)} hosts"
     group = HierarchicalGroup(inside, hosts, rank, PrefixStore("hosts", store), timeout)
-    return group, Outcome(SHARED, HIERARCHICAL, why)
+    return group, BackendChoice(SHARED, HIERARCHICAL, why)
 
 
 def _attached(
     store: Any,
     rank: int,
     hosts: list[list[int]],
-    cards: Sequence[Card],
+    cards: Sequence[ProcessCard],
     ranks: Sequence[int],
     given: int,
 ) -> tuple[Attached | None, str]:
@@ -225,5 +231,5 @@ def _attached(
     return (None if why else attached), why
 
 
-_outcomes: dict[str, Outcome] = {}
+_outcomes: dict[str, BackendChoice] = {}
 _works: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()

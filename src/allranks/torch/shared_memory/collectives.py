@@ -17,7 +17,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from allranks.torch.shared_memory.operands import (
-    Call,
+    PostedCall,
     are_reducible,
     check_parts,
     codes,
@@ -48,7 +48,7 @@ class Collectives(Posting):
         tensors, operation = listed(tensors), operation_of(opts)
         if len(tensors) != 1 or not is_reducible(tensors[0], operation):
             return self.gloo().allreduce(tensors, opts)
-        call = Call()
+        call = PostedCall()
         self._sum_into(call, tensors[0], operation)
         return self._posted(call, tensors, opts)
 
@@ -57,7 +57,7 @@ class Collectives(Posting):
         tensors, operation = listed(tensors), operation_of(opts)
         if not are_reducible(tensors, operation):
             return self.gloo().allreduce_coalesced(tensors, opts)
-        call = Call(copies=overlap(tensors))
+        call = PostedCall(copies=overlap(tensors))
         for tensor in tensors:
             self._sum_into(call, tensor, operation)
         return self._posted(call, tensors, opts)
@@ -68,7 +68,7 @@ class Collectives(Posting):
         tensors, operation = listed(tensors), operation_of(opts)
         if len(tensors) != 1 or not is_reducible(tensors[0], operation):
             return self.gloo().reduce(tensors, opts)
-        call, (tensor,) = Call(), tensors
+        call, (tensor,) = PostedCall(), tensors
         if self.own == root_of(opts, self.count):
             self._sum_into(call, tensor, operation)
         else:
@@ -76,11 +76,11 @@ class Collectives(Posting):
             self._sum(call, call.given(tensor), target, operation)
         return self._posted(call, tensors, opts)
 
-    def _sum_into(self, call: Call, tensor: Tensor, operation: str) -> None:
+    def _sum_into(self, call: PostedCall, tensor: Tensor, operation: str) -> None:
         memory = call.taken(tensor, reads=True)
         self._sum(call, memory, memory, operation)
 
-    def _sum(self, call: Call, source: Tensor, target: Tensor, operation: str) -> None:
+    def _sum(self, call: PostedCall, source: Tensor, target: Tensor, operation: str) -> None:
         if count := numbers_in(source):
             kinds = codes(self.library, source, operation)
             addresses = source.data_ptr(), target.data_ptr()
@@ -88,7 +88,7 @@ class Collectives(Posting):
 
     @collective("broadcast", 1, c10d.BroadcastOptions)
     def broadcast(self, tensors: Any, opts: Any) -> Any:
-        tensors, root, call = listed(tensors), root_of(opts, self.count), Call()
+        tensors, root, call = listed(tensors), root_of(opts, self.count), PostedCall()
         if len(tensors) != 1:
             return self.gloo().broadcast(tensors, opts)
         memory = call.given(tensors[0]) if self.own == root else call.taken(tensors[0])
@@ -105,7 +105,7 @@ class Collectives(Posting):
         return self._gathered(outputs, inputs, opts)
 
     def _gathered(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        call = Call(copies=self._must_copy(outputs, inputs))
+        call = PostedCall(copies=self._must_copy(outputs, inputs))
         for whole, part in zip(outputs, inputs, strict=True):
             self._check_cut(whole, part)
             self._gather(call, call.taken(whole), part)
@@ -128,7 +128,7 @@ class Collectives(Posting):
             check_parts("all_gather", wholes, part, self.count)
             there = in_one_piece(wholes)
             if there is not None and part.is_contiguous() and self._fits(there, part):
-                call = Call(kept=(there, wholes))
+                call = PostedCall(kept=(there, wholes))
                 self._gather(call, there, part)
                 return self._posted(call, list(wholes), opts)
         every, not_own = list[Tensor](), list[Tensor]()
@@ -137,7 +137,7 @@ class Collectives(Posting):
             every += wholes
             if wholes[self.own].data_ptr() != part.data_ptr():
                 not_own.append(part)
-        call = Call(copies=overlap(every, not_own))
+        call = PostedCall(copies=overlap(every, not_own))
         for wholes, part in zip(outputs, inputs, strict=True):
             if part.nbytes:
                 self._gather(call, call.apart(wholes), part)
@@ -162,7 +162,7 @@ class Collectives(Posting):
         begin, nbytes = part.data_ptr() - whole.data_ptr(), part.nbytes
         return not -nbytes < begin < nbytes * self.count or begin == self.own * nbytes
 
-    def _gather(self, call: Call, whole: Tensor, part: Tensor) -> None:
+    def _gather(self, call: PostedCall, whole: Tensor, part: Tensor) -> None:
         if nbytes := part.nbytes:
             addresses = call.given(part).data_ptr(), whole.data_ptr()
             call.ops.append(self.library_group.all_gather(*addresses, nbytes))
@@ -179,7 +179,7 @@ class Collectives(Posting):
         operation = operation_of(opts)
         if not are_reducible(inputs, operation):
             return self.gloo().reduce_scatter_tensor_coalesced(outputs, inputs, opts)
-        call = Call(copies=self._must_copy(inputs, outputs))
+        call = PostedCall(copies=self._must_copy(inputs, outputs))
         for part, whole in zip(outputs, inputs, strict=True):
             self._check_cut(whole, part)
             self._sum_cut(call, part, call.given(whole), operation)
@@ -194,7 +194,7 @@ class Collectives(Posting):
         every = [tensor for parts in inputs for tensor in parts]
         if not are_reducible(every, operation):
             return self.gloo().reduce_scatter(outputs, inputs, opts)
-        call = Call()
+        call = PostedCall()
         if overlap(outputs, every):  # which may overlap each other: they are only read
             call.copies = overlap(outputs) or any(overlap([one], outputs) for one in every)
         for part, parts in zip(outputs, inputs, strict=True):
@@ -208,7 +208,7 @@ class Collectives(Posting):
                 call.afterwards.append(_copying(part, sums.split(sizes)[self.own]))
         return self._posted(call, list(outputs), opts)
 
-    def _sum_cut(self, call: Call, part: Tensor, whole: Tensor, operation: str) -> None:
+    def _sum_cut(self, call: PostedCall, part: Tensor, whole: Tensor, operation: str) -> None:
         if count := numbers_in(part):
             addresses = whole.data_ptr(), call.taken(part).data_ptr()
             kinds = codes(self.library, part, operation)
@@ -223,7 +223,7 @@ class Collectives(Posting):
 
     @collective("barrier", 0, c10d.BarrierOptions)
     def barrier(self, opts: Any) -> Any:
-        return self._posted(Call([self.library_group.barrier()]), [], opts)
+        return self._posted(PostedCall([self.library_group.barrier()]), [], opts)
 
     if hasattr(dist.ProcessGroup, "all_gather_single"):  # since torch 2.13
         all_gather_single = _allgather_base
@@ -259,24 +259,24 @@ class Messages(Posting):
 
     @collective("send", 3)
     def send(self, tensors: Any, dstRank: int, tag: int = 0) -> Any:
-        (tensor,), call = listed(tensors), Call()
+        (tensor,), call = listed(tensors), PostedCall()
         self._send(call, tensor, dstRank, tag, even_nothing=True)
         return self._posted(call, [tensor])
 
     @collective("recv", 3)
     def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> Any:
-        (tensor,), call = listed(tensors), Call()
+        (tensor,), call = listed(tensors), PostedCall()
         self._receive(call, tensor, srcRank, tag, even_nothing=True)
         return self._posted(call, [tensor])
 
     @collective("recvAnySource", 2)
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        (tensor,), call = listed(tensors), Call()
+        (tensor,), call = listed(tensors), PostedCall()
         self._receive(call, tensor, ANY_RANK, tag, even_nothing=True)
         return self._posted(call, [tensor])
 
     def _send(
-        self, call: Call, tensor: Tensor, to: int, tag: int, *, even_nothing: bool = False
+        self, call: PostedCall, tensor: Tensor, to: int, tag: int, *, even_nothing: bool = False
     ) -> None:
         memory = call.given(tensor)
         if memory.nbytes or even_nothing:
@@ -284,7 +284,7 @@ class Messages(Posting):
             call.ops.append(self.library_group.send(address, memory.nbytes, to, tag))
 
     def _receive(
-        self, call: Call, tensor: Tensor, source: int, tag: int, *, even_nothing: bool = False
+        self, call: PostedCall, tensor: Tensor, source: int, tag: int, *, even_nothing: bool = False
     ) -> None:
         memory = call.taken(tensor)
         if memory.nbytes or even_nothing:
@@ -296,7 +296,7 @@ class Messages(Posting):
             self._turn += 1
             return OUR_TAGS + self._turn
 
-    def _exchange(self, call: Call, taken: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+    def _exchange(self, call: PostedCall, taken: Sequence[Tensor], given: Sequence[Tensor]) -> None:
         """Send each of `given` to the rank of its place, and fill `taken` by what they send."""
         tag = self._tag_of_turn()
         for distance in range(1, self.count):  # all begin with the next: none is asked by all
@@ -310,7 +310,7 @@ class Messages(Posting):
     def alltoall(self, output_tensors: Any, input_tensors: Any, opts: Any) -> Any:
         if not len(output_tensors) == len(input_tensors) == self.count:
             raise RuntimeError(f"all_to_all: one tensor for each of {self.count} ranks")
-        call = Call(copies=any(overlap([one], output_tensors) for one in input_tensors))
+        call = PostedCall(copies=any(overlap([one], output_tensors) for one in input_tensors))
         given = [call.given(tensor) for tensor in input_tensors]
         self._exchange(call, output_tensors, given)
         return self._posted(call, list(output_tensors), opts)
@@ -325,8 +325,8 @@ class Messages(Posting):
         opts: Any,
     ) -> Any:
         """Cut along the first dimension: evenly, or as the sizes say."""
-        whole = Call(copies=overlap([output], [input]))
-        target, source, call = whole.taken(output), whole.given(input), Call()
+        whole = PostedCall(copies=overlap([output], [input]))
+        target, source, call = whole.taken(output), whole.given(input), PostedCall()
         taken = self._cut(target, output_split_sizes)
         self._exchange(call, taken, self._cut(source, input_split_sizes))
         call.kept += whole.kept
@@ -349,7 +349,7 @@ class Messages(Posting):
         if isinstance(input_tensors, Tensor):
             output_tensors, input_tensors = [output_tensors], [input_tensors]
         (part,), root, tag = input_tensors, root_of(opts, self.count), self._tag_of_turn()
-        call = Call()
+        call = PostedCall()
         if self.own != root:
             self._send(call, part, root, tag)
             return self._posted(call, [], opts)
@@ -372,7 +372,7 @@ class Messages(Posting):
         if isinstance(output_tensors, Tensor):
             output_tensors, input_tensors = [output_tensors], [input_tensors]
         (part,), root, tag = output_tensors, root_of(opts, self.count), self._tag_of_turn()
-        call = Call()
+        call = PostedCall()
         if self.own != root:
             self._receive(call, part, root, tag)
             return self._posted(call, [part], opts)
@@ -399,7 +399,7 @@ class Messages(Posting):
             self._come(came, tag, seconds)
             return
         self._await_all(came, tag, seconds, wait_all_ranks)
-        call = Call()
+        call = PostedCall()
         for rank in range(1, self.count):
             self._send(call, came, rank, tag)
         self._posted(call, []).wait()
@@ -409,7 +409,7 @@ class Messages(Posting):
         until, missing = time.monotonic() + seconds, list[int]()
         took = f"{seconds * 1000:g} ms"
         for rank in range(1, self.count):
-            call = Call()
+            call = PostedCall()
             self._receive(call, came, rank, tag)
             work, remaining = self._posted(call, []), until - time.monotonic()
             if work.drive(max(0.0, remaining)):
@@ -436,7 +436,7 @@ class Messages(Posting):
 
     def _come(self, came: Tensor, tag: int, seconds: float) -> None:
         """Tell rank 0, and hear from it that all came."""
-        call = Call()
+        call = PostedCall()
         self._send(call, came, 0, tag)
         self._receive(call, came.clone(), 0, tag)
         try:

@@ -99,7 +99,7 @@ class StagedWork(dist.Work):
         self._done.add_done_callback(lambda _: end())
 
 
-class _Line:
+class _CallThread:
     """A thread that makes the calls that it is given, one after the other, until `end`.
 
     Once one has failed none is made any more: the ranks of this host are not in step, and what they
@@ -166,7 +166,7 @@ class HierarchicalGroup(Named):
         self.inside, self.hosts, self.seconds = inside, hosts, timeout.total_seconds()
         self.host = next(i for i, host in enumerate(hosts) if rank in host)
         self.own, self.count = rank, size
-        self._is_left, self._line = False, _Line(self._leave_host)
+        self._is_left, self._line = False, _CallThread(self._leave_host)
         leads = hosts[self.host][LEADER] == rank
         between, among_all = PrefixStore("leaders", store), PrefixStore("all", store)
         self.leaders: Any = None

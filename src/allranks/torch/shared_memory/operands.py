@@ -189,7 +189,7 @@ def _check_memory(tensor: Tensor) -> None:
         raise TypeError(f"a collective of a {found}, which has no memory of its own: to_local()")
 
 
-class Call:
+class PostedCall:
     """One call of torch as it is posted: the library's ops, the memory they use, what follows.
 
     With `copies` its tensors overlap: each is read before anything is written, and written at the
@@ -330,7 +330,7 @@ def _end_of(tensor: Tensor) -> int:
 
 
 @dataclass(frozen=True)
-class Card:
+class ProcessCard:
     """One process: its `host`, where others open its bell, and the memory that it was `given`.
 
     `cannot` says why it has no shared memory; empty if it has. `cores` are those it may run on.
@@ -345,21 +345,21 @@ class Card:
     given: str = ""
 
 
-def own_card(bell: str, cannot: str, given_fd: int) -> Card:
+def own_card(bell: str, cannot: str, given_fd: int) -> ProcessCard:
     host = host_identity()
     given = ""
     if given_fd >= 0:
         about = os.fstat(given_fd)
         given = f"{about.st_dev}:{about.st_ino}"
     cannot = cannot or ("" if host else "/proc does not say which host this is")
-    return Card(host, os.getpid(), bell, tuple(os.sched_getaffinity(0)), cannot, given)
+    return ProcessCard(host, os.getpid(), bell, tuple(os.sched_getaffinity(0)), cannot, given)
 
 
-def exchanged(store: Any, rank: int, size: int, card: Card) -> list[Card]:
+def exchanged(store: Any, rank: int, size: int, card: ProcessCard) -> list[ProcessCard]:
     """The cards of all ranks, in order; each rank calls this once per store."""
     said = told_to_all(store, "card", rank, size, json.dumps(asdict(card)))
     made = [json.loads(text) for text in said]
-    return [Card(**{**values, "cores": tuple(values["cores"])}) for values in made]
+    return [ProcessCard(**{**values, "cores": tuple(values["cores"])}) for values in made]
 
 
 def told_to_all(store: Any, key: str, rank: int, size: int, text: str) -> list[str]:
@@ -368,7 +368,7 @@ def told_to_all(store: Any, key: str, rank: int, size: int, text: str) -> list[s
     return [store.get(f"{key}/{peer}").decode() for peer in range(size)]
 
 
-def hosts_of(cards: Sequence[Card]) -> list[list[int]]:
+def hosts_of(cards: Sequence[ProcessCard]) -> list[list[int]]:
     """The ranks of each host, in the order in which the hosts first appear."""
     hosts: dict[str, list[int]] = {}
     for rank, card in enumerate(cards):
@@ -376,6 +376,6 @@ def hosts_of(cards: Sequence[Card]) -> list[list[int]]:
     return list(hosts.values())
 
 
-def one_given(cards: Sequence[Card]) -> bool:
+def one_given(cards: Sequence[ProcessCard]) -> bool:
     """Whether all were handed the same memory by their launcher."""
     return bool(cards[0].given) and len({card.given for card in cards}) == 1

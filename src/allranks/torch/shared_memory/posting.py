@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr
 
 from allranks.torch.shared_memory import attaching
 from allranks.torch.shared_memory.attaching import Attached
-from allranks.torch.shared_memory.operands import Call, in_one_form, seconds_in, seconds_of
+from allranks.torch.shared_memory.operands import PostedCall, in_one_form, seconds_in, seconds_of
 from allranks.torch.shared_memory.work import SharedMemoryWork
 
 BACKEND = "shared_memory"
@@ -177,7 +177,7 @@ class Posting(Named):
         self._lock, self._coalesced = threading.Lock(), _Coalesced()
         _alive.add(self)
 
-    def _posted(self, call: Call, tensors: list[Tensor], opts: Any = None) -> Any:
+    def _posted(self, call: PostedCall, tensors: list[Tensor], opts: Any = None) -> Any:
         """The work of a call; inside of `_start_coalescing` it is a part of a larger one."""
         work = SharedMemoryWork(
             self,
@@ -197,7 +197,7 @@ class Posting(Named):
     def _end_coalescing(self, device: torch.device) -> Any:
         """One work for all calls of this thread since `_start_coalescing`."""
         works, self._coalesced.works = self._coalesced.works or [], None
-        call = Call(
+        call = PostedCall(
             [op for work in works for op in work.ops],
             works,
             [work.wait for work in works],

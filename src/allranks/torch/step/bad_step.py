@@ -27,7 +27,7 @@ from allranks.torch.step.gradients import length
 from allranks.torch.step.step import SharedStep
 from allranks.torch.step.user_buffers import put_back
 from allranks.torch.strategies.base import Strategy
-from allranks.training.guard import Finding, Guard
+from allranks.training.guard import BadStepFinding, Guard
 
 # --- watch ---------------------------------------------------------------------------------------
 # Watches one forward and backward pass, and says where in the model a number is first not finite.
@@ -48,7 +48,7 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor.detach()).all())
 
 
-class Watch:
+class FiniteWatch:
     """While it is entered: `output` and `gradient` name the module where each first went wrong.
 
     `rows` are the samples of the micro-batch, of `samples`, whose gradient was not finite there.
@@ -115,33 +115,35 @@ def guard_of(strategy: Strategy, job: Job, rank: int) -> Guard:
         strategy.comm if strategy.agreement.is_one_training else Comm(device=strategy.comm.device)
     )
 
-    def find(batch: Batch, spiked: bool) -> tuple[Finding, ...]:
+    def find(batch: Batch, spiked: bool) -> tuple[BadStepFinding, ...]:
         if strategy.equal_passes:
-            return (Finding(NOT_SEARCHED),)
+            return (BadStepFinding(NOT_SEARCHED),)
         return who(strategy.step, batch, comm, rank, spiked)
 
     strategy.step.guard = Guard(job.on_bad_step, job.spike, find)
     return strategy.step.guard
 
 
-def who(step: SharedStep, batch: Batch, comm: Comm, rank: int, spiked: bool) -> tuple[Finding, ...]:
+def who(
+    step: SharedStep, batch: Batch, comm: Comm, rank: int, spiked: bool
+) -> tuple[BadStepFinding, ...]:
     """Who brought a bad step in; every rank of `comm` calls this. Sends what each has found."""
     own = own_part(step, batch, rank, spiked)
     texts = comm.gather_texts(json.dumps([dataclasses.asdict(finding) for finding in own]))
-    found = [Finding(**row) for text in texts for row in json.loads(text)]
+    found = [BadStepFinding(**row) for text in texts for row in json.loads(text)]
     if spiked:
         return (max(found, key=lambda finding: finding.size),) if found else ()
     nothing = BATCH_FINITE if step.task.loss_over == "batch" else ALL_FINITE
-    return tuple(dict.fromkeys(found)) or (Finding(nothing),)
+    return tuple(dict.fromkeys(found)) or (BadStepFinding(nothing),)
 
 
-def own_part(step: SharedStep, batch: Batch, rank: int, spiked: bool) -> list[Finding]:
+def own_part(step: SharedStep, batch: Batch, rank: int, spiked: bool) -> list[BadStepFinding]:
     """What is wrong with this rank's own part of a bad step; raises nothing."""
     try:
-        with _set_aside(step), Watch(step.model) as watch:
+        with _set_aside(step), FiniteWatch(step.model) as watch:
             return _Search(step, batch, rank, watch).run(spiked)
     except Exception as error:  # the others wait for this rank's text
-        return [Finding(f"cannot say: {type(error).__name__}: {error}", rank, is_verb=True)]
+        return [BadStepFinding(f"cannot say: {type(error).__name__}: {error}", rank, is_verb=True)]
 
 
 @contextmanager
@@ -180,15 +182,15 @@ class _Search:
     step: SharedStep
     batch: Batch
     rank: int
-    watch: Watch
+    watch: FiniteWatch
 
-    def run(self, spiked: bool) -> list[Finding]:
+    def run(self, spiked: bool) -> list[BadStepFinding]:
         if spiked:
             return self._longest()
         shared = self._weights() or self._regularizer()
         if shared:
             return shared
-        found: list[Finding] = []
+        found: list[BadStepFinding] = []
         start = 0
         for micro in self.batch.micros:
             self.watch.begin(micro.samples)
@@ -202,27 +204,29 @@ class _Search:
                 break
         return found
 
-    def _weights(self) -> list[Finding]:
+    def _weights(self) -> list[BadStepFinding]:
         """The first weight that is not finite, as on all ranks: no sample is to blame then."""
         for name, parameter in self.step.model.named_parameters():
             if not is_finite(parameter):
-                return [Finding(f"the weight {name!r} was not finite before this step")]
+                return [BadStepFinding(f"the weight {name!r} was not finite before this step")]
         return []
 
-    def _regularizer(self) -> list[Finding]:
+    def _regularizer(self) -> list[BadStepFinding]:
         value = self.step.regularizer(self.batch)
         if value is None:
             return []
         if not is_finite(value):
-            return [Finding(f"the regularizer is {float(value)}")]
+            return [BadStepFinding(f"the regularizer is {float(value)}")]
         if value.requires_grad:
             value.backward()
         bad = self._bad_gradients()
         _forget_gradients(self.step)
-        found = [Finding(f"the gradient of the regularizer is not finite for {n!r}") for n in bad]
+        found = [
+            BadStepFinding(f"the gradient of the regularizer is not finite for {n!r}") for n in bad
+        ]
         return found[:1]
 
-    def _losses(self, micro: MicroBatch, start: int) -> list[Finding]:
+    def _losses(self, micro: MicroBatch, start: int) -> list[BadStepFinding]:
         losses, _ = self.step.losses(self.batch, micro)
         if rows := bad_rows(losses, micro.samples):
             bad = losses.detach().reshape(micro.samples, -1)[rows[0]]
@@ -238,7 +242,7 @@ class _Search:
         of = self._of(micro, start, self.watch.rows)
         return [self._finding(f"the gradient{of} is not finite for {bad_names[0]!r}{where}")]
 
-    def _outputs(self, micro: MicroBatch, start: int) -> list[Finding]:
+    def _outputs(self, micro: MicroBatch, start: int) -> list[BadStepFinding]:
         with torch.no_grad():
             output = self.step.output(self.batch, micro)
         for tensor in tensors_in(output):
@@ -249,7 +253,7 @@ class _Search:
                 ]
         return []
 
-    def _longest(self) -> list[Finding]:
+    def _longest(self) -> list[BadStepFinding]:
         """How much this rank adds to the gradient, and its sample with the largest loss."""
         if self.step.task.loss_over == "batch" or not self.batch.micros:
             return []
@@ -266,14 +270,14 @@ class _Search:
             start += micro.samples
         size = length([p.grad for p in self.step.parameters if p.grad is not None])
         text = f"adds most, {size:.4g}; its largest loss is {largest:.4g},{whose}"
-        return [Finding(text, self.rank, size, is_verb=True)]
+        return [BadStepFinding(text, self.rank, size, is_verb=True)]
 
     def _bad_gradients(self) -> list[str]:
         named = zip(self.step.names, self.step.parameters, strict=True)
         return [name for name, p in named if p.grad is not None and not is_finite(p.grad)]
 
-    def _finding(self, text: str) -> Finding:
-        return Finding(text, self.rank)
+    def _finding(self, text: str) -> BadStepFinding:
+        return BadStepFinding(text, self.rank)
 
     def _of(self, micro: MicroBatch, start: int, rows: list[int]) -> str:
         """The samples in these rows and their shards; the whole micro-batch for no rows."""

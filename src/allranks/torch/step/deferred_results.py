@@ -32,7 +32,7 @@ SLOTS = 2
 FUSED = (SGD, Adam, AdamW)  # those of torch with a fused kernel on devices
 
 
-class Row:
+class StepRow:
     """The numbers of one step, on their way to the host. `computed`: this rank has no more to do.
 
     Over NCCL a host waits for other ranks where it reads what they have summed: so the heartbeat is
@@ -53,7 +53,7 @@ class Row:
         return self._numbers
 
 
-class Rows:
+class DeferredResults:
     """The rows of a training on `device`, and the flag `held`, which the device alone looks at.
 
     `is_on`: the step that is made now may stay unread; the same on all ranks. Its row is read
@@ -71,7 +71,7 @@ class Rows:
         self.held.copy_(torch.maximum(self.held, (~good).to(self.held)))
         return self.held
 
-    def send(self, numbers: Tensor, computed: Any) -> Row:
+    def send(self, numbers: Tensor, computed: Any) -> StepRow:
         """Let numbers leave for the host, which goes on; `computed` is an event, or `None`."""
         if not self._slots or self._slots[0].shape != numbers.shape:
             size, pin = numbers.numel(), is_accelerator(self.device)
@@ -81,7 +81,7 @@ class Rows:
         self._turn = (self._turn + 1) % SLOTS
         slot = self._slots[self._turn]
         slot.copy_(numbers, non_blocking=True)
-        return Row(slot, accelerator.recorded_event(self.device), computed)
+        return StepRow(slot, accelerator.recorded_event(self.device), computed)
 
 
 @contextmanager
@@ -147,7 +147,7 @@ def is_held(numbers: Sequence[float]) -> bool:
 class Sent:
     """The row of a step on `batch`. Called, it reads the result; no communication."""
 
-    row: Row
+    row: StepRow
     layout: TallyLayout
     batch: Batch
     rate: float

@@ -25,9 +25,9 @@ from allranks.torch.checkpoint.tree import is_dtensor
 from allranks.torch.data.batch import Batch
 from allranks.torch.model.reals import real_type
 from allranks.torch.optimizers.made import hook_of
-from allranks.torch.step.deferred_results import Rows, Sent, can_be_held_back
+from allranks.torch.step.deferred_results import DeferredResults, Sent, can_be_held_back
 from allranks.torch.strategies.base import Strategy
-from allranks.training.progress import NOTHING, Asked, Progress, StepResult, UnreadResult
+from allranks.training.progress import NOTHING, Progress, RankRequests, StepResult, UnreadResult
 
 DIVISOR_BYTES = 4  # of what a fused kernel divides by: too short for gradients of 64 bits
 READ_AT_ONCE = {"cpu"}
@@ -40,13 +40,13 @@ class Made:
 
     batch: Batch
     before: Progress
-    asked: Asked
+    asked: RankRequests
     loss_scale: dict[str, Any] | None
     result: UnreadResult
     sent: Sent
 
 
-class Steps:
+class InFlightSteps:
     """Makes the steps of a training; every rank makes the same calls.
 
     `progress` is how far it is. `rate_factor()` is what the rates of the schedule are times.
@@ -55,10 +55,10 @@ class Steps:
     def __init__(self, strategy: Strategy, job: Job, rate_factor: Callable[[], float]) -> None:
         self.strategy, self.progress, self._rate_factor = strategy, Progress(), rate_factor
         self._last: Made | None = None
-        self._heard: Asked = NOTHING
+        self._heard: RankRequests = NOTHING
         step = strategy.step
         is_fused, device = can_be_held_back(step.optimizer), strategy.comm.device
-        self.rows = Rows(device, updates_wait=not is_fused)
+        self.rows = DeferredResults(device, updates_wait=not is_fused)
         if can_read_at_end(strategy, job):
             is_short = all(real_type(p.dtype).itemsize <= DIVISOR_BYTES for p in step.parameters)
             is_plain = not any(is_dtensor(p) for p in step.parameters)  # others: not tried
@@ -85,7 +85,7 @@ class Steps:
             vars(result).update(asked=heard)
             self._last = self._made(batch, result)
         elif heard is not NOTHING:
-            both = Asked.of(heard.stop or result.asked.stop, heard.save or result.asked.save)
+            both = RankRequests.of(heard.stop or result.asked.stop, heard.save or result.asked.save)
             result = dataclasses.replace(result, asked=both)
         return result
 
@@ -153,7 +153,7 @@ class Steps:
         self.progress = last.before.after(result, last.batch.epoch, last.batch.step_in_epoch)
         return True
 
-    def _asked_with(self, made: Made) -> Asked:
+    def _asked_with(self, made: Made) -> RankRequests:
         """What was asked with a good step, which is over; raises for sums that are no mean."""
         step, totals = self.strategy.step, made.sent.totals()
         step.check(made.batch, totals, made.sent.regularizer)
@@ -167,14 +167,16 @@ class Steps:
         if step.loss_scale is not None and made.loss_scale is not None:
             step.loss_scale.load_state(made.loss_scale)
 
-    def _hear(self, asked: Asked) -> None:
-        self._heard = Asked.of(self._heard.stop or asked.stop, self._heard.save or asked.save)
+    def _hear(self, asked: RankRequests) -> None:
+        self._heard = RankRequests.of(
+            self._heard.stop or asked.stop, self._heard.save or asked.save
+        )
 
 
 class OnSteps:
     """What a trainer shows of the steps that it makes."""
 
-    _steps: Steps
+    _steps: InFlightSteps
 
     @property
     def progress(self) -> Progress:

@@ -17,7 +17,7 @@ from allranks.errors import RequestError
 from allranks.torch.comm.comm import Comm
 from allranks.torch.data.batch import Batch, MicroBatch
 from allranks.torch.data.collate import (
-    Rows,
+    BatchRows,
     gathered,
     map_tensors,
     own_rows,
@@ -65,7 +65,7 @@ def weighted_losses(
     return losses * weight, weight.to(losses.dtype)
 
 
-class Unweighted:
+class UnweightedLosses:
     """Whether values without weights are divided by what is meant: watched from step to step.
 
     Where every sample has as many values as any other, all are alike. Batches padded to their
@@ -109,7 +109,7 @@ class Unweighted:
             )
 
 
-class NotCompared(Unweighted):
+class NotCompared(UnweightedLosses):
     """The same for passes outside of the steps, whose batches are cut otherwise."""
 
     def see(self, losses: Tensor, data: Any) -> None:
@@ -254,7 +254,7 @@ class BatchLoss:
         ]
         own = own_rows(parts)
         assert own is not None, "the data gives a rank without a sample a spare one"
-        if isinstance(own, Rows):
+        if isinstance(own, BatchRows):
             own = own if batch.micros else own.none_of_them()
         elif self.comm.size == 1 and len(parts) == 1:
             return parts[0][0], before  # nothing is put together

@@ -35,13 +35,13 @@ from allranks.torch.step.losses import (
     NotCompared,
     Take,
     Taken,
-    Unweighted,
+    UnweightedLosses,
     forward,
     uses_a_parameter,
     weighted_losses,
 )
 from allranks.torch.step.tally import Tally, TallyLayout
-from allranks.torch.step.trainable import Changes
+from allranks.torch.step.trainable import TrainableChanges
 from allranks.torch.step.user_buffers import UserBuffers
 from allranks.torch.task import Task
 from allranks.torch.witness.regularizer import Regularizer
@@ -58,7 +58,7 @@ from allranks.training.progress import NOTHING
 UNRELATED = re.compile("[Dd]ifferentiated Tensor")
 
 
-class Apart:
+class UserBackwardGuard:
     """Keeps the gradients of `parameters` (and `late`) while code of the task runs.
 
     Within, no parameter has a gradient, and `is_on`; at the end `RequestError` is raised if one is
@@ -130,11 +130,11 @@ def unrelated_input(asked: str) -> RequestError:
 # `is_on`.
 
 
-class Passing(Protocol):
+class StepPass(Protocol):
     """What goes through the model: the step."""
 
     scope: Scope
-    apart: Apart
+    apart: UserBackwardGuard
 
     def output(self, batch: Batch, micro: MicroBatch) -> Any: ...
 
@@ -147,7 +147,7 @@ class PassesForOthers:
     `is_on` in forward and in backward of such a pass, and at no other time.
     """
 
-    def __init__(self, step: Passing, equal_passes: bool = True) -> None:
+    def __init__(self, step: StepPass, equal_passes: bool = True) -> None:
         self.step, self.equal_passes = step, equal_passes
         self.is_on = False
         self._outputs: list[list[Tensor]] = []
@@ -240,7 +240,7 @@ def _copy_of(micro: MicroBatch) -> MicroBatch:
 LOSS = -4  # what the generator is keyed for, beside shards
 
 
-class Probe(Protocol):
+class StepProbe(Protocol):
     """Sees the insides of a step, and changes nothing: `check` records a trace so."""
 
     def begin(self, batch: Batch) -> None:
@@ -308,13 +308,13 @@ class Passes:
         self.share = 1.0
         self.scope, self.precision = scope, precision
         self.loss_scale: LossScale | None = None
-        self.probe: Probe | None = None
+        self.probe: StepProbe | None = None
         self.reached: Callable[[str], None] = unwatched
         self.asked = NOTHING
         self.on_gradient: Callable[[int], None] | None = None
         self.parts, self.comm = parts, parts.comm
-        self.apart = Apart()
-        self.changes = Changes(model, optimizer)
+        self.apart = UserBackwardGuard()
+        self.changes = TrainableChanges(model, optimizer)
         self.user_buffers = UserBuffers(model)
         self.for_others = PassesForOthers(self, parts.equal_passes)
         self._scales: dict[tuple[float, torch.dtype], Tensor] = {}
@@ -323,7 +323,7 @@ class Passes:
         self._poisoned_at: set[int] = set()
         self.has_loss = True  # of a pipeline, the last stage alone
         self.stage = 0  # of a pipeline, that which is passed next
-        self._unweighted: Unweighted | None = None
+        self._unweighted: UnweightedLosses | None = None
         self.batch_loss = (
             BatchLoss(task, self.comm, precision) if task.loss_over == "batch" else None
         )
@@ -463,7 +463,7 @@ class Passes:
                 self.reached(where)
 
     @contextmanager
-    def recomputing(self, probe: Probe) -> Iterator[None]:
+    def recomputing(self, probe: StepProbe) -> Iterator[None]:
         """Within, passes belong to no step, and `probe` alone sees them."""
         before = self.probe, self.reached, self._unweighted
         self.probe, self.reached, self._unweighted = probe, unwatched, NotCompared()
@@ -516,7 +516,7 @@ class Passes:
             losses, weights = self.losses(batch, micro)
             total = losses.sum()
             if weights is None:
-                self._unweighted = self._unweighted or Unweighted()
+                self._unweighted = self._unweighted or UnweightedLosses()
                 self._unweighted.see(losses, micro.data)
             weight = losses.numel() if weights is None else weights.sum()
             scale = self.scale(batch.nominal, total)

@@ -23,14 +23,20 @@ from allranks.torch.comm.subgroups import in_exchange
 from allranks.torch.data.batch import Batch, Leaf
 from allranks.torch.model.max_norm import shorten_alike
 from allranks.torch.optimizers.made import hook_of
-from allranks.torch.step.deferred_results import Rows, Sent, fused_update, is_held, numbers_of
+from allranks.torch.step.deferred_results import (
+    DeferredResults,
+    Sent,
+    fused_update,
+    is_held,
+    numbers_of,
+)
 from allranks.torch.step.ema import MovingAverage
 from allranks.torch.step.gradients import Gradients, multiplied
 from allranks.torch.step.passes import Passes
 from allranks.torch.step.tally import Tally, Totals
 from allranks.torch.step.trainable import update
 from allranks.torch.task import Task
-from allranks.training.guard import Bad, Guard, Verdict, is_finite, weightless
+from allranks.training.guard import Bad, Guard, StepVerdict, is_finite, weightless
 from allranks.training.progress import StepResult, UnreadResult
 
 # --- rates ---------------------------------------------------------------------------------------
@@ -126,7 +132,7 @@ class SharedStep(Passes):
     """A step that no strategy writes again: its passes, and then the update."""
 
     def set_up(self) -> None:
-        self.rows: Rows | None = None  # where steps may stay unread
+        self.rows: DeferredResults | None = None  # where steps may stay unread
         self.update_divides = False  # the mean and clipping are left to the kernel of the update
         self._computed: Any = None  # the event at which this rank's own passes are over
         self._uses_all = True  # since the last update this rank's leaves used all parameters
@@ -167,7 +173,7 @@ class SharedStep(Passes):
             norm = gradients.norm(clips=self.task.clip_norm is not None, left_out=left_out)
         norm = norm if factor is None else norm * float(factor)
         overflow = self.loss_scale is not None and self.loss_scale.explains(loss, norm)
-        verdict = Verdict(update=not overflow)
+        verdict = StepVerdict(update=not overflow)
         if overflow:
             self.user_buffers.undo()
         elif (bad := self.guard.judge(loss, norm)) is not None:
@@ -187,7 +193,7 @@ class SharedStep(Passes):
 
     def _apply_unread(
         self,
-        rows: Rows,
+        rows: DeferredResults,
         batch: Batch,
         tally: Tally,
         gradients: Gradients,
@@ -307,7 +313,7 @@ class SharedStep(Passes):
         if self.average is not None:
             self.average.add(self.names, self.parameters)
 
-    def _decide(self, batch: Batch, bad: Bad) -> Verdict:
+    def _decide(self, batch: Batch, bad: Bad) -> StepVerdict:
         """What there is to say of a bad step, and whether it updates; if not, it never was."""
         update = False
         try:

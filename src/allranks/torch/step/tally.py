@@ -27,7 +27,7 @@ from allranks.torch.batchnorm.shard import RunningStatistics
 from allranks.torch.checkpoint.tree import local
 from allranks.torch.model.layers import Scope, shard_norms
 from allranks.torch.model.reals import reals
-from allranks.training.progress import NOTHING, Asked
+from allranks.training.progress import NOTHING, RankRequests
 
 CACHED_COUNTS = 256
 WEIGHT, REGULARIZER = 0, 7  # their places in the counts
@@ -41,7 +41,7 @@ class Totals(NamedTuple):
     loss: float
     weight: float
     samples: int
-    asked: Asked
+    asked: RankRequests
     changed: bool
     regularizer: float
     unused: tuple[int, ...]
@@ -103,7 +103,7 @@ class TallyLayout:
                 fault_kind=FaultKind.NOT_AT_THE_SAME_STEP,
             )
         unused = () if min(flags, default=1) > 0 else unused_of(flags)
-        asked = Asked.of(stop > 0, save > 0)
+        asked = RankRequests.of(stop > 0, save > 0)
         return Totals(loss, weight, int(samples), asked, changed > 0, value / leaves, unused)
 
     def tally(self, tensor: Tensor | None = None) -> Tally:
@@ -117,7 +117,7 @@ class TallyLayout:
         weight: float,
         samples: int,
         step: int,
-        asked: Asked,
+        asked: RankRequests,
         used: list[bool],
         changed: bool,
     ) -> Tensor:
@@ -191,7 +191,7 @@ class Tally:
         self,
         step: int,
         used: list[bool],
-        asked: Asked = NOTHING,
+        asked: RankRequests = NOTHING,
         *,
         changed: bool = False,
         regularizer: float | Tensor = 0.0,

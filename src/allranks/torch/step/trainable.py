@@ -113,7 +113,7 @@ Gradients = dict[int, Tensor]
 """By the id of the parameter."""
 
 
-class Changes:
+class TrainableChanges:
     """The parameters that the optimizer updates now, and those the step was built for."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:

@@ -54,7 +54,7 @@ from allranks.torch.step.tally import Tally
 from allranks.torch.step.trainable import unfrozen_on_the_way
 from allranks.torch.task import Task
 from allranks.torch.witness.same_model import check_same_groups
-from allranks.training.progress import Asked, StepResult
+from allranks.training.progress import RankRequests, StepResult
 
 # --- traits --------------------------------------------------------------------------------------
 # What others must know of a strategy: how it passes through the model, and what it keeps.
@@ -331,7 +331,7 @@ class Strategy(Traits, ABC):
         """
         return False
 
-    def after_read(self, result: StepResult, asked: Asked) -> Asked:
+    def after_read(self, result: StepResult, asked: RankRequests) -> RankRequests:
         """A step that was unread when it was made has given `result`, and is not made again.
 
         Returns what the loop hears of what was `asked` with it.

@@ -29,8 +29,8 @@ from allranks.torch.witness.observed import Roots, digest_of
 from allranks.torch.witness.recompute import (
     NO_REREADING,
     Coarsest,
-    Part,
     Passed,
+    RecomputedPart,
     SecondLook,
     Sketch,
     in_words,
@@ -49,7 +49,7 @@ def why_none(strategy: Strategy) -> str:
 
 
 @dataclass
-class Losses:
+class MicroBatchLosses:
     """The probe of these passes: the sum of the losses of each micro-batch, and its size."""
 
     sums: list[float] = field(default_factory=list)
@@ -68,12 +68,12 @@ class Losses:
 
 
 @dataclass(frozen=True)
-class Parts:
+class PassParts:
     """What one rank goes through the model with, in the order of the passes."""
 
-    whole: list[Part]
-    alone: list[Part]
-    of_another: list[Part]
+    whole: list[RecomputedPart]
+    alone: list[RecomputedPart]
+    of_another: list[RecomputedPart]
     chosen: int = 0
 
 
@@ -107,34 +107,36 @@ class JointLook(SecondLook):
 
     # --- what goes through ----------------------------------------------------------------
 
-    def _prepared(self) -> tuple[Parts, str]:
+    def _prepared(self) -> tuple[PassParts, str]:
         """The samples of this rank, or why it has none: no other rank waits for it yet."""
         try:
             return self._parts(), ""
         except Exception as error:
             told = f"{type(error).__name__}: {error}"
-            return Parts([], [], []), f"the samples of a shard were not there again: {told}"[:400]
+            return PassParts([], [], []), f"the samples of a shard were not there again: {told}"[
+                :400
+            ]
 
-    def _parts(self) -> Parts:
+    def _parts(self) -> PassParts:
         offers, own = self.offers, self.strategy.data.rank
         for needed in (self.batch.spare, *self.batch.micros[:1]):
             if needed is not None:
                 copied(needed.data)  # raises here, where no rank waits, for what cannot be copied
-        of_another: list[Part] = []
+        of_another: list[RecomputedPart] = []
         if self.can_read and (before := offers[own - 1]) is not None and len(offers) > 1:
             piece = before.pieces[self.turn % len(before.pieces)]
-            of_another = [Part((piece,), self._data(before.ids_of(piece)))]
+            of_another = [RecomputedPart((piece,), self._data(before.ids_of(piece)))]
         if offers[own] is None:
-            return Parts([], [], of_another)
+            return PassParts([], [], of_another)
         whole, alone = self._whole_and_parts()
-        return Parts([whole], alone, of_another, whole.pieces.index(self.chosen))
+        return PassParts([whole], alone, of_another, whole.pieces.index(self.chosen))
 
-    def _with_another(self) -> Part | None:
+    def _with_another(self) -> RecomputedPart | None:
         """On the host alone: a pass of two micro-batches may not fit the memory of a device."""
         on_host = self.strategy.comm.device.type == "cpu"
         return super()._with_another() if on_host else None
 
-    def _batch(self, parts: list[Part], passes: int) -> Batch:
+    def _batch(self, parts: list[RecomputedPart], passes: int) -> Batch:
         micros = tuple(MicroBatch(part.pieces, part.samples, part.data) for part in parts)
         leaf, spare = Leaf(self.batch.leaves[-1].shards, micros), self.batch.spare
         if spare is None and not parts and self.batch.micros:
@@ -144,9 +146,11 @@ class JointLook(SecondLook):
         passes = passes if self.batch.passes else 0
         return replace(self.batch, leaves=(leaf,), ids=NO_IDS, passes=passes, spare=spare)
 
-    def _passes(self, parts: list[Part], passes: int) -> tuple[Losses, list[Tensor | None]]:
+    def _passes(
+        self, parts: list[RecomputedPart], passes: int
+    ) -> tuple[MicroBatchLosses, list[Tensor | None]]:
         """What the passes of these parts give on this rank; all ranks make so many."""
-        step, found = self.strategy.step, Losses()
+        step, found = self.strategy.step, MicroBatchLosses()
         with step.recomputing(found):
             found.weight = self.strategy.recompute(self._batch(parts, passes)).weight
         gradients = [p.grad for p in step.parameters]
@@ -154,7 +158,7 @@ class JointLook(SecondLook):
 
     # --- what is compared -----------------------------------------------------------------
 
-    def _compared(self, parts: Parts, most: int, *, exact: bool) -> str:
+    def _compared(self, parts: PassParts, most: int, *, exact: bool) -> str:
         together, rest = self._passes(parts.whole, 1)
         sizes = length_of_each(rest)
         alone, gradients = self._passes(parts.alone, most)
@@ -198,14 +202,14 @@ class JointLook(SecondLook):
             found: list[float] = squares.sqrt().tolist()
         return found
 
-    def _coarsest(self, parts: Parts) -> float:
+    def _coarsest(self, parts: PassParts) -> float:
         """The tolerance of the coarsest type on any rank, seen in one more pass of all."""
         again, seen = self._prepared()[0], Coarsest()  # the model may have written on the others
         with seen:
             self._passes(again.alone[: len(parts.alone[:1])], 1)
         return max(float(row) for row in self._told(seen.tolerance))
 
-    def _of_another(self, parts: Parts, alone: Losses, *, exact: bool) -> str:
+    def _of_another(self, parts: PassParts, alone: MicroBatchLosses, *, exact: bool) -> str:
         """What another rank has otherwise of a shard, in words."""
         readers = len(self.offers)
         if readers == 1 or not self.can_read:
@@ -235,7 +239,7 @@ class JointLook(SecondLook):
         return [json.loads(text) for text in self.strategy.comm.gather_texts(json.dumps(own))]
 
 
-def _sketch(parts: list[Part], losses: Losses, at: int) -> Sketch:
+def _sketch(parts: list[RecomputedPart], losses: MicroBatchLosses, at: int) -> Sketch:
     """Of one pass with a loss on this rank; empty where there is none."""
     if at >= len(losses.sums):
         return {}

@@ -65,7 +65,7 @@ class Passed:
 
 
 @dataclass(frozen=True)
-class Part:
+class RecomputedPart:
     """Pieces of shards and their collated samples, to go through the model at once."""
 
     pieces: Micro
@@ -89,7 +89,7 @@ class Recomputing:
         is_looser, self.tolerance = coarsest > self.tolerance, max(coarsest, self.tolerance)
         return is_looser
 
-    def run(self, part: Part, *, regularizer: bool = False) -> Passed:
+    def run(self, part: RecomputedPart, *, regularizer: bool = False) -> Passed:
         """One pass; of a loss over the batch only the outputs."""
         step = self.step
         step.scope.moments.clear()
@@ -116,7 +116,9 @@ class Recomputing:
             regularizer=None if added is None else float(added.detach()),
         )
 
-    def together_and_alone(self, whole: Part, parts: list[Part], chosen: int) -> tuple[str, Sketch]:
+    def together_and_alone(
+        self, whole: RecomputedPart, parts: list[RecomputedPart], chosen: int
+    ) -> tuple[str, Sketch]:
         """What differs between `whole` and its `parts`, in words, and the chosen part's sketch."""
         together = self.run(whole, regularizer=True)
         rest = together.gradients  # less the gradient of each part
@@ -148,7 +150,7 @@ class Recomputing:
             differs = judged()
         return differs, sketch
 
-    def _coarsest_of(self, part: Part) -> float:
+    def _coarsest_of(self, part: RecomputedPart) -> float:
         seen = Coarsest()
         with seen, suppress(Exception):  # what it raises is known by now
             self.run(part)
@@ -202,7 +204,7 @@ class Recomputing:
                 return f"the outputs for {words} are not the same, by {off / size:.1e}: {COUPLING}"
         return ""
 
-    def sketch(self, part: Part, passed: Passed) -> Sketch:
+    def sketch(self, part: RecomputedPart, passed: Passed) -> Sketch:
         """What another rank compares, who computes the same part."""
         gradients = [torch.zeros(()) if g is None else g for g in passed.gradients]
         return {
@@ -303,7 +305,7 @@ def read_again(source: Source, epoch: int, ids: list[int], step: SharedStep) -> 
     return step.precision.to_device(data)
 
 
-def cut_out(part: Part, piece: Piece) -> Part:
+def cut_out(part: RecomputedPart, piece: Piece) -> RecomputedPart:
     """The rows of one piece of a part; raises `RequestError` for what has no rows."""
     before = 0
     for own in part.pieces:
@@ -311,7 +313,7 @@ def cut_out(part: Part, piece: Piece) -> Part:
             break
         before += own.samples
     data = rows_between(part.data, before, before + piece.samples, part.samples)
-    return Part((piece,), data)
+    return RecomputedPart((piece,), data)
 
 
 @contextmanager
@@ -454,18 +456,18 @@ class SecondLook:
         unseen = "" if self.can_read else NO_REREADING
         return {"differs": differs, "sketch": sketch, "unseen": unseen}
 
-    def _whole_and_parts(self) -> tuple[Part, list[Part]]:
+    def _whole_and_parts(self) -> tuple[RecomputedPart, list[RecomputedPart]]:
         """What goes through the model at once, and each of its pieces."""
         offer, micro = self.offer, self.batch.micros[self.offer.micro]
         # a copy: a model may write on its inputs, and the step has not been made yet
-        whole = Part(offer.pieces, copied(micro.data))
+        whole = RecomputedPart(offer.pieces, copied(micro.data))
         goes_alone = self.strategy.shard_alone or self.batches.collate_draws
         if len(offer.pieces) == 1 and self.can_read and not goes_alone:
             whole = self._with_another() or whole
         if self.can_read:
             parts = [self._read(piece) for piece in whole.pieces]
         else:
-            apart = Part(whole.pieces, copied(micro.data))
+            apart = RecomputedPart(whole.pieces, copied(micro.data))
             parts = [cut_out(apart, piece) for piece in whole.pieces]
         return whole, parts
 
@@ -475,13 +477,13 @@ class SecondLook:
         part = self._read(self.chosen)
         return {"sketch": self.recomputing.sketch(part, self.recomputing.run(part))}
 
-    def _with_another(self) -> Part | None:
+    def _with_another(self) -> RecomputedPart | None:
         """The owner's piece together with the first of another rank, or of its own next pass."""
         for other in self._others():
             if other.pieces[0] != self.chosen:
                 both = sorted((self.chosen, other.pieces[0]), key=lambda p: (p.shard, p.start))
                 ids = [number for piece in both for number in self._ids(piece)]
-                return Part(tuple(both), self._data(ids))
+                return RecomputedPart(tuple(both), self._data(ids))
         return None
 
     def _others(self) -> list[Offer]:
@@ -493,8 +495,8 @@ class SecondLook:
         offer = next(o for o in (self.offer, *self._others()) if piece in o.pieces)
         return offer.ids_of(piece)
 
-    def _read(self, piece: Piece) -> Part:
-        return Part((piece,), self._data(self._ids(piece)))
+    def _read(self, piece: Piece) -> RecomputedPart:
+        return RecomputedPart((piece,), self._data(self._ids(piece)))
 
     def _data(self, ids: Iterable[int]) -> Any:
         """Samples by their numbers, collated and placed: copies, where collate hands them on."""

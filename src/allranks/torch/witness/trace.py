@@ -26,7 +26,7 @@ from allranks.torch.model.reals import reals
 from allranks.torch.step.losses import forward, weighted_losses
 from allranks.torch.step.step import REGULARIZER, SharedStep
 from allranks.torch.strategies.base import Strategy
-from allranks.torch.witness.recompute import Part, cut_out, leaving_no_trace
+from allranks.torch.witness.recompute import RecomputedPart, cut_out, leaving_no_trace
 from allranks.training.record import trace
 
 # --- parts ---------------------------------------------------------------------------------------
@@ -82,8 +82,8 @@ class _Parts:
             for piece in micro.pieces
         ]
 
-    def _part(self, micro: MicroBatch, piece: Piece) -> Part:
-        whole = Part(micro.pieces, micro.data)
+    def _part(self, micro: MicroBatch, piece: Piece) -> RecomputedPart:
+        whole = RecomputedPart(micro.pieces, micro.data)
         return whole if len(micro.pieces) == 1 else cut_out(whole, piece)
 
     def _rank_of(self, shard: int) -> int:
@@ -122,7 +122,10 @@ class _Parts:
         }
 
     def _losses(
-        self, part: Part, given: Part | None = None, drawn: Part | None = None
+        self,
+        part: RecomputedPart,
+        given: RecomputedPart | None = None,
+        drawn: RecomputedPart | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The weighted losses of a part; the model is `given` another one, `drawn` for another."""
         step = self.step
@@ -170,7 +173,7 @@ class _Parts:
                 found["biases"] = self._sum([part for _, _, part in self.parts])
         return found
 
-    def _sum(self, parts: list[Part]) -> float:
+    def _sum(self, parts: list[RecomputedPart]) -> float:
         return sum(float(self._losses(part)[0].sum()) for part in parts)
 
     def _stale(self, drawn: bool) -> float | None:
@@ -188,7 +191,7 @@ class _Parts:
             total += float(self._losses(part, given, given if drawn else part)[0].sum())
         return total
 
-    def _first_stream(self, part: Part) -> Part:
+    def _first_stream(self, part: RecomputedPart) -> RecomputedPart:
         """The part with the numbers that the first rank draws for a shard in the same place."""
         (piece,) = part.pieces
         own = self.ranks[self._rank_of(piece.shard)]
@@ -239,7 +242,7 @@ def _changed(parameters: list[nn.Parameter], factor: float) -> Iterator[None]:
             parameter.data.copy_(old)
 
 
-class Trace(trace.Trace[Tensor]):
+class RankTrace(trace.TraceWriter[Tensor]):
     """Writes the trace of one rank. It is the probe of the strategy's shared step.
 
     `steps` is how many the job is to make: as asked, or as many as the space for tensors allows.

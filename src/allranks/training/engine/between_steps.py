@@ -16,7 +16,7 @@ from allranks.checkpoint.commit import Ranks
 from allranks.errors import RequestError
 from allranks.job.loss_scale import LossScale
 from allranks.training.engine.saved_job import CallbackStates
-from allranks.training.engine.trainer import Trainer
+from allranks.training.engine.trainer import EngineTrainer
 from allranks.training.guard import Guard
 from allranks.training.progress import Progress, StepResult
 
@@ -135,7 +135,7 @@ class BetweenSteps:
         if self._saving is not None:
             self._callback_states.check()
 
-    def evaluate_if_due(self, trainer: Trainer) -> dict[str, float] | None:
+    def evaluate_if_due(self, trainer: EngineTrainer) -> dict[str, float] | None:
         """The metrics, where the job asks for an evaluation after the step that was made last."""
         per_epoch = trainer.task_data.batches.steps_per_epoch
         if not trainer.evaluation_plan.is_due(trainer.progress, per_epoch):
@@ -144,7 +144,7 @@ class BetweenSteps:
         trainer.evaluation_plan.take(metrics, trainer.progress)
         return metrics
 
-    def save(self, trainer: Trainer, *, wait: bool, evaluate: bool) -> bool:
+    def save(self, trainer: EngineTrainer, *, wait: bool, evaluate: bool) -> bool:
         """Save, after an evaluation if the best is kept; whether what it waited for stands."""
         saving, metrics = self.saving, trainer.evaluation_plan.metrics_of(trainer.progress)
         if metrics is None:
@@ -159,7 +159,7 @@ class BetweenSteps:
         trainer.heartbeat.enter(before)
         return committed
 
-    def resume(self, trainer: Trainer) -> int | None:
+    def resume(self, trainer: EngineTrainer) -> int | None:
         """Resume from the newest good checkpoint: how many global batches are done with it."""
         before = trainer.heartbeat.enter("save")
         _ = (
@@ -169,7 +169,7 @@ class BetweenSteps:
         trainer.heartbeat.enter(before)
         return step
 
-    def save_if_due(self, trainer: Trainer, result: StepResult) -> bool:
+    def save_if_due(self, trainer: EngineTrainer, result: StepResult) -> bool:
         """Save where the job or a signal asks for it after this step. Whether to stop now."""
         step, every = trainer.progress.batch_index, trainer.job.checkpoint_every
         stop = self._ending.should_stop(step, result.asked.stop)
@@ -185,14 +185,14 @@ class BetweenSteps:
             self._is_prepared = True
         return stop
 
-    def finish(self, trainer: Trainer) -> bool:
+    def finish(self, trainer: EngineTrainer) -> bool:
         """Save after the last step, where checkpoints are made. Whether it is a stop."""
         stop = self._ending.rank_finished(trainer.progress.batch_index)
         if stop or trainer.job.checkpoint_every is not None:
             trainer.save(evaluate=not stop)
         return stop
 
-    def rest(self, trainer: Trainer) -> dict[str, Any]:
+    def rest(self, trainer: EngineTrainer) -> dict[str, Any]:
         """What of the state of a training is not the engine's, as plain values."""
         return {
             "progress": dataclasses.asdict(trainer.progress),
@@ -203,7 +203,7 @@ class BetweenSteps:
             **self._callback_states.state(),
         }
 
-    def load_rest(self, trainer: Trainer, state: dict[str, Any]) -> None:
+    def load_rest(self, trainer: EngineTrainer, state: dict[str, Any]) -> None:
         """Take up what `rest` returned."""
         self._callback_states.load_state(state)  # it may refuse: nothing was trained then
         trainer.progress = Progress.of(state["progress"])
@@ -218,7 +218,7 @@ class BetweenSteps:
             self._watch.load_state(seen)
 
 
-def total_steps(trainer: Trainer) -> int | None:
+def total_steps(trainer: EngineTrainer) -> int | None:
     """The optimizer steps of the whole job; `None` where nobody knows how long an epoch is."""
     per_epoch = trainer.task_data.batches.steps_per_epoch
     if trainer.job.steps is not None:

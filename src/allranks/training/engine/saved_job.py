@@ -17,7 +17,7 @@ from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.training.callback import Callback
 from allranks.training.resume_checks import (
-    Changes,
+    ResumeChanges,
     about_of,
     changes_since,
     check_not_asked_for,
@@ -57,7 +57,7 @@ class SavedJob:
         """What a checkpoint says beside the state, the `rest` of which has the progress."""
         return about_of(self.task, self.job, rest["progress"], self.facts(self.job), metrics)
 
-    def check(self, loaded: Loaded) -> Changes:
+    def check(self, loaded: Loaded) -> ResumeChanges:
         """What has changed since; raises `RequestError` for the checkpoint of another job."""
         return changes_since(loaded, self.task, self.job, self.facts(self.job), self.deciding)
 

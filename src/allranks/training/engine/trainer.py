@@ -1,7 +1,7 @@
 """The protocol of every engine's trainer, for the shared loop and the shared rank program.
 
 An engine writes its own class; nothing derives from this. The public names mean in each what its
-docstrings say: see the `Trainer` of `allranks.torch`.
+docstrings say: see the `EngineTrainer` of `allranks.torch`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from allranks.training.progress import Progress, StepResult
 from allranks.training.task_fields import TaskFields
 
 
-class Comm(Ranks, Protocol):
+class TrainerRanks(Ranks, Protocol):
     """The ranks that train together."""
 
     def barrier(self) -> None:
@@ -49,7 +49,7 @@ class Loop(Protocol):
     def finish(self) -> bool: ...
 
 
-class Trainer(Loop, Protocol):
+class EngineTrainer(Loop, Protocol):
     """What the program of a rank needs besides, from `rehearse` to `close`.
 
     `weights` gives all of them by name in sorted order, each with its `nbytes`;
@@ -65,7 +65,7 @@ class Trainer(Loop, Protocol):
     @property
     def world(self) -> World: ...
     @property
-    def comm(self) -> Comm: ...
+    def comm(self) -> TrainerRanks: ...
     @property
     def evaluation_plan(self) -> EvaluationPlan: ...
     @property

@@ -89,7 +89,7 @@ ENDS = ("done", "stopped", "held")
 
 
 @dataclass(frozen=True)
-class Held:
+class MemoryPeaks:
     """The peaks of one process in bytes; `None` where nobody counts."""
 
     host_bytes: int | None
@@ -100,21 +100,21 @@ class Held:
         return asdict(self)
 
 
-def held_at_most(device_bytes: int | None = None, status: Path = STATUS) -> Held:
+def held_at_most(device_bytes: int | None = None, status: Path = STATUS) -> MemoryPeaks:
     """The peaks of this process; what it held on its device, the caller says."""
     try:
         lines = status.read_text().splitlines()
     except OSError:
         lines = []
     found = [line.split() for line in lines if line.startswith(PEAK)]
-    return Held(int(found[0][1]) * 1024 if found else None, device_bytes)
+    return MemoryPeaks(int(found[0][1]) * 1024 if found else None, device_bytes)
 
 
-def held_in(events: Iterable[dict[str, Any]]) -> dict[int, Held]:
+def held_in(events: Iterable[dict[str, Any]]) -> dict[int, MemoryPeaks]:
     """The peaks of each rank by its last word in `events`; those that said nothing are left out."""
-    found: dict[int, Held] = {}
+    found: dict[int, MemoryPeaks] = {}
     for event in events:
         said = event.get("memory")
         if event["event"] in ENDS and event["rank"] is not None and said:
-            found[event["rank"]] = Held(said["host_bytes"], said["device_bytes"])
+            found[event["rank"]] = MemoryPeaks(said["host_bytes"], said["device_bytes"])
     return found

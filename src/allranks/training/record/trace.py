@@ -12,8 +12,8 @@ after a step belongs to that step. With a replay, weights and buffers before eac
 another trace, so that differences cannot add up. The row of step -1 says what else a cause is found
 by (`facts`).
 
-An engine derives from `Trace` and writes how it reads and sets its tensors. A process with several
-copies of the model, each on a device of its own, writes a file of rows for each.
+An engine derives from `TraceWriter` and writes how it reads and sets its tensors. A process with
+several copies of the model, each on a device of its own, writes a file of rows for each.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def traced_steps(job: Job, bytes_per_step: int) -> int | None:
     return min(job.steps, max(FEWEST_STEPS, job.trace_bytes // max(1, bytes_per_step)))
 
 
-class Trace(Callback, ABC, Generic[T]):
+class TraceWriter(Callback, ABC, Generic[T]):
     """Writes the trace of one process, which holds the `copies` of the model.
 
     The engine calls `begin` before each step, and `keep` for each gradient within it; it sets

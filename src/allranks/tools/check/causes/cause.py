@@ -19,7 +19,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from allranks.strategies.mesh import REPLICATE, SHARD, Mesh
-from allranks.tools.check.compare import Difference, Tolerance, Trace
+from allranks.tools.check.compare import Difference, RecordedTrace, Tolerance
 from allranks.tools.check.sizes import (
     Array,
     norm,
@@ -50,7 +50,7 @@ NUMBERS = {
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardPart:
     """A piece of a shard in a micro-batch, by itself: sums over its samples, and its gradients."""
 
     rank: int
@@ -68,13 +68,13 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Parts:
+class BatchParts:
     """All parts of a batch, and the gradient of the regularizer, which is added once.
 
     `otherwise` has the loss of the batch with a fault, `by_use` gradients with one.
     """
 
-    each: tuple[Part, ...]
+    each: tuple[ShardPart, ...]
     regularizer: Tensors
     otherwise: Mapping[str, float]
     by_use: Mapping[str, tuple[Array, ...]]
@@ -83,23 +83,23 @@ class Parts:
     def weight(self) -> float:
         return math.fsum(part.weight for part in self.each)
 
-    def groups(self, key: Callable[[Part], int]) -> dict[int, tuple[Part, ...]]:
+    def groups(self, key: Callable[[ShardPart], int]) -> dict[int, tuple[ShardPart, ...]]:
         """The parts by rank or by micro-batch."""
-        found: dict[int, list[Part]] = {}
+        found: dict[int, list[ShardPart]] = {}
         for part in self.each:
             found.setdefault(key(part), []).append(part)
         return {number: tuple(parts) for number, parts in found.items()}
 
     @cached_property
-    def by_rank(self) -> dict[int, tuple[Part, ...]]:
+    def by_rank(self) -> dict[int, tuple[ShardPart, ...]]:
         return self.groups(lambda part: part.rank)
 
     @cached_property
-    def by_micro(self) -> dict[int, tuple[Part, ...]]:
+    def by_micro(self) -> dict[int, tuple[ShardPart, ...]]:
         return self.groups(lambda part: part.micro)
 
 
-def read_parts(trace: Path, step: int) -> Parts | None:
+def read_parts(trace: Path, step: int) -> BatchParts | None:
     """What was written of the parts of a step; `None` where they could not be told apart."""
     path = trace / "parts" / f"step-{step:08d}"
     if not path.with_suffix(".json").exists():
@@ -109,15 +109,15 @@ def read_parts(trace: Path, step: int) -> Parts | None:
     each = []
     for number, row in enumerate(told["parts"]):
         own = {n: t for key, t in tensors.items() if (n := _below(key, f"{number}/"))}
-        known = {name: row[name] for name in Part.__dataclass_fields__ if name in row}
-        each.append(Part(**known, tensors=own))
+        known = {name: row[name] for name in ShardPart.__dataclass_fields__ if name in row}
+        each.append(ShardPart(**known, tensors=own))
     uses: dict[str, list[Array]] = {}
     for key in sorted(tensors):
         if (found := _below(key, "if/")) and (name := found.partition("/gradient/")[2]):
             uses.setdefault(name, []).append(tensors[key])
     by_use = {name: tuple(found) for name, found in uses.items()}
     added = {n: t for key, t in tensors.items() if (n := _below(key, "regularizer/gradient/"))}
-    return Parts(tuple(each), added, told["if"], by_use)
+    return BatchParts(tuple(each), added, told["if"], by_use)
 
 
 def _below(key: str, prefix: str) -> str:
@@ -135,12 +135,12 @@ class Evidence:
     first: Difference
     tolerance: Tolerance
     mesh: Mesh
-    right: Trace
-    ours: Trace
+    right: RecordedTrace
+    ours: RecordedTrace
     tensors_of_ranks: tuple[Tensors, ...]
-    parts: Parts | None
+    parts: BatchParts | None
     facts: Mapping[str, Any]
-    cut: Trace | None = None
+    cut: RecordedTrace | None = None
     """One process whose batch is cut as the ranks cut theirs."""
 
     @property
@@ -243,7 +243,7 @@ class Evidence:
     # --- what the parts should add up to ---------------------------------------------------
 
     def sum_of(
-        self, parts: Iterable[Part], name: str, by: Callable[[Part], float]
+        self, parts: Iterable[ShardPart], name: str, by: Callable[[ShardPart], float]
     ) -> Array | float:
         """The sum of the parts' gradients, each times what `by` says."""
         total: Array | float = 0.0
@@ -252,7 +252,7 @@ class Evidence:
         return total
 
     @cached_property
-    def usable(self) -> Parts | None:
+    def usable(self) -> BatchParts | None:
         """The parts, if they add up to the gradient of one process; else they tell nothing."""
         if self.parts is None or self.step == START or self.parts.weight <= 0:
             return None
@@ -316,7 +316,7 @@ class Cause:
 
 
 @dataclass(frozen=True)
-class Finding:
+class ConfirmedCause:
     """A cause that was confirmed; `left` is the largest difference once it is undone."""
 
     cause: str
@@ -354,7 +354,7 @@ class Finding:
         return "\n".join([*lines, f"confirmed: undone in the trace, {left}", f"do: {self.do}"])
 
 
-def confirmed(cause: Cause, account: Account, evidence: Evidence) -> Finding | None:
+def confirmed(cause: Cause, account: Account, evidence: Evidence) -> ConfirmedCause | None:
     """What was found, if the difference vanishes with this repair.
 
     It must be within the tolerance of the look then, and a small part of what it was: a tolerance
@@ -381,4 +381,4 @@ def confirmed(cause: Cause, account: Account, evidence: Evidence) -> Finding | N
     if not all(size <= limit for size, limit in zip(left, limits, strict=True)):
         return None
     shown = account.ratio, account.ranks, tuple(tensors)
-    return Finding(cause.name, account.says, cause.do, *shown, max(left), max(limits))
+    return ConfirmedCause(cause.name, account.says, cause.do, *shown, max(left), max(limits))

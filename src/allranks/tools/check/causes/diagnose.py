@@ -22,15 +22,15 @@ from allranks.tools.check.causes import norms as starts
 from allranks.tools.check.causes import updates as weighting
 from allranks.tools.check.causes.cause import (
     SAMPLE_WEIGHT,
+    BatchParts,
     Cause,
+    ConfirmedCause,
     Evidence,
-    Finding,
-    Parts,
     Tensors,
     confirmed,
     read_parts,
 )
-from allranks.tools.check.compare import Difference, Tolerance, Trace
+from allranks.tools.check.compare import Difference, RecordedTrace, Tolerance
 from allranks.training.record.trace import START, tensors_path
 
 GRADIENT, LOSS = ("gradient",), ("loss",)
@@ -287,13 +287,13 @@ CAUSES = tuple(
 # one process, with every part of the batch by itself. Where that fails, no cause is told.
 
 
-Run = Callable[[str, Job], Trace]
+Run = Callable[[str, Job], RecordedTrace]
 """Runs a job under a name, and gives its trace."""
 
 
 def cause_of(
-    first: Difference, ours: Job, one: Job, right: Trace, tolerance: Tolerance, run: Run
-) -> Finding | None:
+    first: Difference, ours: Job, one: Job, right: RecordedTrace, tolerance: Tolerance, run: Run
+) -> ConfirmedCause | None:
     """The cause of a difference between the job and `one` process, if one is confirmed."""
     try:
         evidence = _collected(first, ours, one, right, tolerance, run)
@@ -302,9 +302,9 @@ def cause_of(
     return diagnosed(evidence)
 
 
-def diagnosed(evidence: Evidence) -> Finding | None:
+def diagnosed(evidence: Evidence) -> ConfirmedCause | None:
     """The first cause of the table that holds, with what else explains the same numbers."""
-    found: dict[str, Finding] = {}
+    found: dict[str, ConfirmedCause] = {}
     if not evidence.is_comparable:
         return None
     for cause in CAUSES:
@@ -322,13 +322,13 @@ def diagnosed(evidence: Evidence) -> Finding | None:
 
 
 def _collected(
-    first: Difference, ours: Job, one: Job, right: Trace, tolerance: Tolerance, run: Run
+    first: Difference, ours: Job, one: Job, right: RecordedTrace, tolerance: Tolerance, run: Run
 ) -> Evidence:
     again = run(f"cause-{ours.precision}-{ours.ranks}", _traced(ours, first.step))
     mesh = ours.strategy_spec.mesh
     facts = again.ranks[0][START].get("facts", {})
-    parts: Parts | None = None
-    alone: Trace | None = None
+    parts: BatchParts | None = None
+    alone: RecordedTrace | None = None
     if first.step != START:
         passes = [rank[first.step].get("micro_batches") or [] for rank in again.ranks]
         data = max(1, mesh.size(DATA))

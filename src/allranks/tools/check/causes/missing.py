@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from allranks.strategies.shards import rows_of
-from allranks.tools.check.causes.cause import Account, Evidence, Part
+from allranks.tools.check.causes.cause import Account, Evidence, ShardPart
 from allranks.tools.check.causes.updates import Weighing, instead
 
 
@@ -169,7 +169,7 @@ def _weighed(evidence: Evidence, says: str, by: Weighing, rank: int) -> Account:
 
 
 def _only(unit: float, rank: int, its: bool) -> Weighing:
-    def by(part: Part) -> float:
+    def by(part: ShardPart) -> float:
         return unit if (part.rank == rank) == its else 0.0
 
     return by

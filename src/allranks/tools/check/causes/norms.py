@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from allranks.tools.check.causes.cause import NUMBER, Account, Evidence, Part
+from allranks.tools.check.causes.cause import NUMBER, Account, Evidence, ShardPart
 from allranks.tools.check.sizes import Array
 from allranks.training.record.trace import START
 
@@ -136,7 +136,7 @@ def untied(evidence: Evidence) -> Iterator[Account]:
 KINDS = ("running_mean", "running_var")
 
 
-def _moments(parts: Iterable[Part], layer: str) -> list[Array] | None:
+def _moments(parts: Iterable[ShardPart], layer: str) -> list[Array] | None:
     """The mean and the variance of a layer over these parts, weighted; `None` if it saw none."""
     own = [part.tensors[f"moments/{layer}"] for part in parts if f"moments/{layer}" in part.tensors]
     total = np.asarray(sum(own), np.float64)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 
-from allranks.tools.check.causes.cause import NUMBER, Account, Evidence, Part, Parts
+from allranks.tools.check.causes.cause import NUMBER, Account, BatchParts, Evidence, ShardPart
 from allranks.tools.check.sizes import Array
 
 ADAMS = ("Adam", "AdamW")
@@ -187,7 +187,7 @@ def of_another_step(evidence: Evidence) -> Iterator[Account]:
 # Means that are weighted wrongly: over ranks or micro-batches whose counts are not equal.
 
 
-Weighing = Callable[[Part], float]
+Weighing = Callable[[ShardPart], float]
 COUNTS: dict[str, Weighing] = {
     "weight": lambda part: part.weight,
     "samples": lambda part: part.samples,
@@ -292,20 +292,22 @@ def clipped_before(evidence: Evidence) -> Iterator[Account]:
             yield Account(says, instead(evidence, by), None, tuple(sorted(factors)))
 
 
-def _length(evidence: Evidence, parts: Iterable[Part]) -> float:
+def _length(evidence: Evidence, parts: Iterable[ShardPart]) -> float:
     """Of the gradient of the sum of these parts."""
     own = list(parts)
     sums = [evidence.sum_of(own, name, lambda _: 1.0) for name in evidence.wanted("gradient")]
     return math.sqrt(math.fsum(float(np.sum(np.square(one))) for one in sums))
 
 
-def _is_one_factor(parts: Parts, by: Weighing) -> bool:
+def _is_one_factor(parts: BatchParts, by: Weighing) -> bool:
     """Whether all parts are weighed alike: a factor, which is another cause."""
     found = {round(by(part) * parts.weight, 9) for part in parts.each}
     return len(found) == 1
 
 
-def _weigher(sums: Mapping[int, float], key: Callable[[Part], int], divisor: float) -> Weighing:
+def _weigher(
+    sums: Mapping[int, float], key: Callable[[ShardPart], int], divisor: float
+) -> Weighing:
     return lambda part: 1 / (divisor * sums[key(part)])
 
 

@@ -11,21 +11,21 @@ from allranks.tools.bench.figure import sweep_curves
 from allranks.tools.bench.machine import in_words
 from allranks.tools.bench.plan import WEAK
 from allranks.tools.bench.reading import COMPUTE, EXCHANGE, INPUT
-from allranks.tools.bench.results import ENOUGH, ROUNDING, Row, request_of
+from allranks.tools.bench.results import ENOUGH, ROUNDING, BenchRow, request_of
 from allranks.tools.bench.statistics import Interval
 from allranks.tools.bench.tables import SCALING, above, cells_of, head_of, name_of, request_in_words
-from allranks.tools.report.bars import Bar, Bars, Part
+from allranks.tools.report.bars import Bar, BarPart, Bars
 from allranks.tools.report.benches.records import Bench
 from allranks.tools.report.numbers import Series, counted, format_number, format_percent
 from allranks.tools.report.page import Figure, rendered
-from allranks.tools.report.plot import COLOURS, IDEAL, Chart, Line, letter_of
+from allranks.tools.report.plot import COLOURS, IDEAL, Chart, PlotLine, letter_of
 from allranks.tools.report.tables import LEFT, RIGHT, Table
 
 # --- charts --------------------------------------------------------------------------------------
 # The charts of a bench: a curve for each strategy over its numbers of ranks, and of a sweep.
 
 
-Value = Callable[[Row], Interval | float | None]
+Value = Callable[[BenchRow], Interval | float | None]
 LOG_FROM = 8.0  # the largest over the smallest value of a sweep
 
 
@@ -71,11 +71,11 @@ def charts_of_bench(bench: Bench) -> list[Chart]:
     return [chart for chart in found if any(line.style != IDEAL for line in chart.lines)]
 
 
-def _speed_up(row: Row) -> Interval | None:
+def _speed_up(row: BenchRow) -> Interval | None:
     return Interval(1, 1, 1, 1) if row.ranks == row.base == 1 else row.speed_up
 
 
-def _efficiency(row: Row) -> Interval | None:
+def _efficiency(row: BenchRow) -> Interval | None:
     return Interval(1, 1, 1, 1) if row.ranks == row.base else row.efficiency
 
 
@@ -101,7 +101,7 @@ def _over_ranks(
             lines.append(_line(name, points, colour))
     if beside is not None:
         ideal = Series("", tuple(map(float, ranks)), tuple(map(beside, ranks)))
-        lines.append(Line("ideal" if beside is _ideal else f"{ENOUGH:.0%}", ideal, 0, IDEAL))
+        lines.append(PlotLine("ideal" if beside is _ideal else f"{ENOUGH:.0%}", ideal, 0, IDEAL))
     several = any(low < high for line in lines for low, high in line.ranges)
     told = [note, "wide strokes: intervals of 95 %" if several else ""]
     note = "; ".join(filter(None, told))
@@ -109,7 +109,7 @@ def _over_ranks(
     return Chart(title, tuple(lines), note=note, from_zero=True, x_title="ranks", x_ticks_at=ticks)
 
 
-def _line(name: str, points: Sequence[tuple[int, Interval | float]], colour: int) -> Line:
+def _line(name: str, points: Sequence[tuple[int, Interval | float]], colour: int) -> PlotLine:
     xs, ys, ranges = [], [], []
     for ranks, found in sorted(points, key=lambda point: point[0]):
         known = found if isinstance(found, Interval) else Interval(found, found, found, 1)
@@ -117,14 +117,14 @@ def _line(name: str, points: Sequence[tuple[int, Interval | float]], colour: int
         ys.append(known.mean)
         bounded = not math.isinf(known.low)
         ranges.append((known.low, known.high) if bounded else (known.mean, known.mean))
-    return Line(name, Series(name, tuple(xs), tuple(ys)), colour, ranges=tuple(ranges))
+    return PlotLine(name, Series(name, tuple(xs), tuple(ys)), colour, ranges=tuple(ranges))
 
 
 def _sweep(bench: Bench) -> Chart:
     """Milliseconds of a step by the value of the swept option."""
     curves = sweep_curves(bench.plan, bench.rows)
     lines = [
-        Line(
+        PlotLine(
             curve.name,
             Series(
                 curve.name, tuple(p[0] for p in curve.points), tuple(p[1] for p in curve.points)
@@ -248,7 +248,7 @@ def _figures(bench: Bench) -> list[Figure]:
     return found
 
 
-def _table(rows: Sequence[Row], *, swept: bool) -> Table:
+def _table(rows: Sequence[BenchRow], *, swept: bool) -> Table:
     """The table of the bench; beside the efficiency whether it is above the line."""
     head = tuple(name for name in head_of(rows) if not (swept and name in SCALING[4:]))
     lines = []
@@ -274,7 +274,7 @@ def _shares(bench: Bench) -> Bars | None:
     for row in rows:
         values = dict(zip(SHARES, (row.compute, row.exchange, row.input), strict=True))
         parts = tuple(
-            Part(
+            BarPart(
                 round(100 * (values[kind] or 0.0), 3),
                 kind,
                 f"{text}: {format_percent(values[kind] or 0)}",

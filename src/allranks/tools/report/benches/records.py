@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from allranks.errors import RequestError
-from allranks.tools.bench.plan import Plan
-from allranks.tools.bench.results import SCHEMA, Row, row_from
+from allranks.tools.bench.plan import BenchPlan
+from allranks.tools.bench.results import SCHEMA, BenchRow, row_from
 
 RECORD = "bench.json"
 
@@ -21,12 +21,12 @@ class Bench:
 
     path: Path
     label: str
-    plan: Plan
+    plan: BenchPlan
     machine: Mapping[str, Any]
-    rows: tuple[Row, ...]
+    rows: tuple[BenchRow, ...]
 
     @property
-    def measured(self) -> tuple[Row, ...]:
+    def measured(self) -> tuple[BenchRow, ...]:
         """The rows with a speed."""
         return tuple(row for row in self.rows if row.speed is not None)
 
@@ -39,7 +39,7 @@ def read_bench(path: Path, label: str) -> Bench:
         if data["schema"] != SCHEMA:
             raise ValueError(f"schema {data['schema']}, and this version reads {SCHEMA}")
         settings = {**data["settings"], "words": tuple(data["settings"]["words"])}
-        plan = Plan(combinations=(), **settings)
+        plan = BenchPlan(combinations=(), **settings)
         return Bench(path, label, plan, data["machine"], tuple(map(row_from, data["rows"])))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise RequestError(

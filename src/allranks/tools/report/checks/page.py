@@ -12,14 +12,14 @@ from allranks.errors import RequestError
 from allranks.tools.report.checks import RECORD
 from allranks.tools.report.numbers import UNKNOWN, Series
 from allranks.tools.report.page import rendered
-from allranks.tools.report.plot import Chart, Line, letter_of
+from allranks.tools.report.plot import Chart, PlotLine, letter_of
 from allranks.tools.report.tables import LEFT, RIGHT, Table
 
 NEEDED = ("equal", "program", "strategy", "looks", "not_checked")
 
 
 @dataclass(frozen=True)
-class Check:
+class CheckResult:
     """What one check found, as it said it; `label` tells it from other checks."""
 
     path: Path
@@ -31,7 +31,7 @@ class Check:
 class CheckView:
     """All that the page shows of one check."""
 
-    check: Check
+    check: CheckResult
     letter: str
     state: str
     tone: str
@@ -48,7 +48,7 @@ def is_check(data: Any) -> bool:
     return isinstance(data, dict) and all(name in data for name in NEEDED)
 
 
-def read_check(path: Path, label: str) -> Check:
+def read_check(path: Path, label: str) -> CheckResult:
     """The record at `path`, a file or a folder; raises `RequestError` where it is none."""
     record = path / RECORD if path.is_dir() else path
     try:
@@ -58,10 +58,10 @@ def read_check(path: Path, label: str) -> Check:
         raise _unreadable(path, f"{type(error).__name__}: {error}") from None
     if not is_check(said):
         raise _unreadable(path, "no record of a check")
-    return Check(path, label, said)
+    return CheckResult(path, label, said)
 
 
-def page_of_checks(checks: Sequence[Check]) -> str:
+def page_of_checks(checks: Sequence[CheckResult]) -> str:
     """The page of these checks, as text."""
     several = len(checks) > 1
     views, charts = list[CheckView](), list[Chart]()
@@ -83,15 +83,15 @@ STATES = {
 }
 
 
-def _charts(check: Check) -> list[Chart]:
+def _charts(check: CheckResult) -> list[Chart]:
     """How far an approximate strategy drifts, step by step; nothing for others."""
     steps = (check.said.get("drift") or {}).get("steps") or []
     if not steps:
         return []
     xs = tuple(float(one["step"]) for one in steps)
 
-    def line(name: str, key: str, colour: int) -> Line:
-        return Line(name, Series(name, xs, tuple(float(one[key]) for one in steps)), colour)
+    def line(name: str, key: str, colour: int) -> PlotLine:
+        return PlotLine(name, Series(name, xs, tuple(float(one[key]) for one in steps)), colour)
 
     apart = "weights apart, of the way from the start"
     losses = (line("loss", "loss", 0), line("of one process", "loss_of_one_process", 1))
@@ -101,7 +101,7 @@ def _charts(check: Check) -> list[Chart]:
     ]
 
 
-def _view(check: Check, letter: str, charts: tuple[tuple[int, Chart], ...]) -> CheckView:
+def _view(check: CheckResult, letter: str, charts: tuple[tuple[int, Chart], ...]) -> CheckView:
     said = check.said
     looks = [look for look in said["looks"] if look["asked"]]
     deciding = next((look for look in looks if look["first_difference"]), None)

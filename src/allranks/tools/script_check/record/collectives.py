@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from allranks.tools.script_check.record.facts import Facts, Progress, tensors_in, wrap
+from allranks.tools.script_check.record.facts import ScriptFacts, StepCounts, tensors_in, wrap
 
 SMALL, MOST_TOLD, MOST_SENT = 16, 200, 10_000
 REDUCING = ("all_reduce", "reduce")
@@ -22,10 +22,10 @@ SCATTERING = ("scatter", "scatter_object_list")
 TO_ONE = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 
 
-class Collectives:
+class ScriptCollectives:
     """All that the script itself calls of `torch.distributed`."""
 
-    def __init__(self, torch: Any, facts: Facts, progress: Progress) -> None:
+    def __init__(self, torch: Any, facts: ScriptFacts, progress: StepCounts) -> None:
         self.torch, self.facts, self.progress = torch, facts, progress
         self._told = 0
 
@@ -180,10 +180,10 @@ class Means:
     counts: list[Any] = field(default_factory=list)
 
 
-class Losses:
+class MeanLosses:
     """The losses of this process that were means, and taken without gradients."""
 
-    def __init__(self, torch: Any, facts: Facts, progress: Progress) -> None:
+    def __init__(self, torch: Any, facts: ScriptFacts, progress: StepCounts) -> None:
         self.torch, self.facts, self.progress = torch, facts, progress
         self._found: dict[tuple[Any, ...], Means] = {}
 

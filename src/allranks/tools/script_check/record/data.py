@@ -15,12 +15,18 @@ from typing import Any
 from weakref import WeakKeyDictionary
 from zlib import crc32
 
-from allranks.tools.script_check.record.facts import Facts, Progress, random_states, rows_of, wrap
+from allranks.tools.script_check.record.facts import (
+    ScriptFacts,
+    StepCounts,
+    random_states,
+    rows_of,
+    wrap,
+)
 
 MOST_IDS, MOST_PASSES, MOST_ROWS, MOST_DRAWS = 65_536, 3, 256, 8
 
 
-class Pass:
+class LoaderPass:
     """One pass over a loader: what came out of it so far."""
 
     def __init__(self, loader: int, number: int, backwards: int) -> None:
@@ -55,13 +61,13 @@ class Pass:
 class Loaders:
     """All loaders and samplers of this process."""
 
-    def __init__(self, torch: Any, facts: Facts, progress: Progress) -> None:
+    def __init__(self, torch: Any, facts: ScriptFacts, progress: StepCounts) -> None:
         self.torch, self.facts, self.progress = torch, facts, progress
         self._made: WeakKeyDictionary[Any, tuple[str, int] | None] = WeakKeyDictionary()
         self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        self._passes: dict[int, Pass] = {}
+        self._passes: dict[int, LoaderPass] = {}
         self._counts: dict[int, int] = {}
-        self._of_iterator: WeakKeyDictionary[Any, Pass] = WeakKeyDictionary()
+        self._of_iterator: WeakKeyDictionary[Any, LoaderPass] = WeakKeyDictionary()
         self._epochs: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
     def install(self) -> None:
@@ -132,7 +138,7 @@ class Loaders:
             if one.ended or loader_number == number:  # what is trained after a pass is of it
                 self._tell(loader_number)
         count = self._counts[number] = self._counts.get(number, -1) + 1
-        one = self._passes[number] = Pass(number, count, self.progress.backwards)
+        one = self._passes[number] = LoaderPass(number, count, self.progress.backwards)
         self.progress.begun = number, count
         one.epochs_set = _get(self._epochs, _sampler_of(loader)) or 0
         self._of_iterator[iterator] = one
@@ -251,7 +257,7 @@ MOST_FETCHED, MOST_WORKER_PASSES = 6, 3
 class Workers:
     """In a worker: what it draws. In the process of a rank it does nothing."""
 
-    def __init__(self, torch: Any, facts: Facts, progress: Progress) -> None:
+    def __init__(self, torch: Any, facts: ScriptFacts, progress: StepCounts) -> None:
         self.torch, self.facts, self.progress = torch, facts, progress
         self._fetched = 0
 

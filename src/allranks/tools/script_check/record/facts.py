@@ -25,7 +25,7 @@ OWN = (HERE + os.sep, os.path.join(os.path.dirname(os.path.dirname(HERE)), "laun
 USER, LIBRARY, BELOW = 0, 1, 2
 
 
-class Facts:
+class ScriptFacts:
     """The facts of this process, in `folder`; nothing is opened before the first."""
 
     def __init__(self, folder: str, torch_folder: str) -> None:
@@ -165,7 +165,7 @@ MOST_IN_A_WINDOW = 1024
 
 
 @dataclass
-class Progress:
+class StepCounts:
     """Counts since the start, and what lies between two steps of an optimizer."""
 
     backwards: int = 0

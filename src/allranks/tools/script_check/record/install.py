@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any
 from zlib import crc32
 
-from allranks.tools.script_check.record.collectives import Collectives, Losses
+from allranks.tools.script_check.record.collectives import MeanLosses, ScriptCollectives
 from allranks.tools.script_check.record.data import Loaders, Workers
-from allranks.tools.script_check.record.facts import Facts, Progress, wrap
+from allranks.tools.script_check.record.facts import ScriptFacts, StepCounts, wrap
 from allranks.tools.script_check.record.replicas import Replicas
 from allranks.tools.script_check.record.stepping import Schedules, Stepping
 
@@ -29,10 +29,10 @@ ENDINGS = (".lock", *CODE[1:], ".jsonl.part")
 LOCKS = ("fcntl.flock", "fcntl.lockf")
 
 
-class Files:
+class FileFacts:
     """What this process writes and reads where, and how far it had come."""
 
-    def __init__(self, torch: Any, facts: Facts, progress: Progress) -> None:
+    def __init__(self, torch: Any, facts: ScriptFacts, progress: StepCounts) -> None:
         self.torch, self.facts, self.progress = torch, facts, progress
         self._told: Counter[tuple[str, str]] = Counter()
         self._paths: Counter[str] = Counter()
@@ -138,12 +138,15 @@ def install(torch: Any, folder: str) -> None:
     for name in WRAPPED:
         importlib.import_module(name)
     assert torch.__file__ is not None
-    facts, progress = Facts(folder, os.path.dirname(torch.__file__)), Progress()
+    facts, progress = ScriptFacts(folder, os.path.dirname(torch.__file__)), StepCounts()
     loaders = Loaders(torch, facts, progress)
     replicas = Replicas(torch, facts, progress)
     stepping = Stepping(torch, facts, progress, replicas)
     schedules = Schedules(torch, facts, stepping)
-    collectives, losses = Collectives(torch, facts, progress), Losses(torch, facts, progress)
+    collectives, losses = (
+        ScriptCollectives(torch, facts, progress),
+        MeanLosses(torch, facts, progress),
+    )
     place = {name: os.environ.get(name.upper()) for name in ("rank", "local_rank", "group_rank")}
     facts.tell("process", **place, torch=str(torch.__version__))
     digests = facts.guarded(replicas.finish)
@@ -154,7 +157,7 @@ def install(torch: Any, folder: str) -> None:
             facts.guarded(part.finish)()
         digests()
 
-    others = losses, Workers(torch, facts, progress), Files(torch, facts, progress)
+    others = losses, Workers(torch, facts, progress), FileFacts(torch, facts, progress)
     for recorder in (loaders, replicas, stepping, schedules, *others):
         facts.guarded(recorder.install)()
     if torch.distributed.is_available():

@@ -13,8 +13,8 @@ from weakref import ref
 from allranks.alive import instances_of
 from allranks.tools.script_check.record.facts import (
     MOST_IN_A_WINDOW,
-    Facts,
-    Progress,
+    ScriptFacts,
+    StepCounts,
     digest_of,
     random_states,
     wrap,
@@ -25,7 +25,7 @@ EVERY_POWER_OF = 8
 END = -1
 
 
-class Replica:
+class WatchedDDP:
     """One DDP of this process."""
 
     def __init__(self, number: int, module: Any) -> None:
@@ -36,9 +36,9 @@ class Replica:
 class Replicas:
     """All DDPs of this process, and the parameters of optimizers outside of them."""
 
-    def __init__(self, torch: Any, facts: Facts, progress: Progress) -> None:
+    def __init__(self, torch: Any, facts: ScriptFacts, progress: StepCounts) -> None:
         self.torch, self.facts, self.progress = torch, facts, progress
-        self.known: dict[int, Replica] = {}
+        self.known: dict[int, WatchedDDP] = {}
         self._loose: dict[int, dict[str, Any]] = {}
         self._kept: list[Any] = []
 
@@ -78,7 +78,7 @@ class Replicas:
 
     def _made(self, module: Any) -> None:
         number = len(self.known)
-        self.known[id(module)] = replica = Replica(number, module)
+        self.known[id(module)] = replica = WatchedDDP(number, module)
         self._kept = [module]  # the newest is there at the end, even if its function has returned
         dist = self.torch.distributed
         group = dist.get_process_group_ranks(module.process_group)
@@ -137,12 +137,12 @@ class Replicas:
         for group in sorted(groups):
             self.facts.tell("sharded", group=group)
 
-    def of(self, parameters: list[Any]) -> list[Replica]:
+    def of(self, parameters: list[Any]) -> list[WatchedDDP]:
         """The DDPs that hold any of these."""
         ids = {id(one) for one in parameters}
         return [replica for replica in self._alive() if ids & replica.parameters.keys()]
 
-    def _alive(self) -> list[Replica]:
+    def _alive(self) -> list[WatchedDDP]:
         """Those that are still there: of others the ids of parameters may stand for new ones."""
         return [replica for replica in self.known.values() if replica.module() is not None]
 
@@ -157,7 +157,7 @@ class Replicas:
             }
         return self._loose.get(optimizer, {})
 
-    def digest(self, replica: Replica, step: int) -> None:
+    def digest(self, replica: WatchedDDP, step: int) -> None:
         """Tell the digests of all it holds."""
         module = replica.module()
         if module is None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from allranks.tools.script_check.record.facts import MOST_IN_A_WINDOW, Facts, Progress, wrap
+from allranks.tools.script_check.record.facts import MOST_IN_A_WINDOW, ScriptFacts, StepCounts, wrap
 from allranks.tools.script_check.record.replicas import Replicas, is_looked_at
 
 MOST_PROBED, MOST_KINDS = 64, 200
@@ -24,7 +24,9 @@ MEAN = 1
 class Stepping:
     """Optimizers and their schedules."""
 
-    def __init__(self, torch: Any, facts: Facts, progress: Progress, replicas: Replicas) -> None:
+    def __init__(
+        self, torch: Any, facts: ScriptFacts, progress: StepCounts, replicas: Replicas
+    ) -> None:
         self.torch, self.facts, self.progress, self.replicas = torch, facts, progress, replicas
         self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self.steps: Counter[int] = Counter()
@@ -184,7 +186,7 @@ class Stepping:
 class Schedules:
     """Schedulers of learning rates, and their steps beside those of their optimizers."""
 
-    def __init__(self, torch: Any, facts: Facts, stepping: Stepping) -> None:
+    def __init__(self, torch: Any, facts: ScriptFacts, stepping: Stepping) -> None:
         self.torch, self.facts, self.stepping = torch, facts, stepping
         self._depth = 0
         self._found: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()

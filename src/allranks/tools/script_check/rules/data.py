@@ -10,8 +10,8 @@ from typing import Any
 from allranks.tools.script_check.rules.facts import (
     RESULT,
     Fact,
-    Finding,
     Rank,
+    ScriptFinding,
     groups_of_replicas,
     groups_that_reduce,
     line_of,
@@ -24,7 +24,7 @@ LEAST_SHARED = 0.2
 """Of the samples of all ranks those that a rank has had already; padding repeats far fewer."""
 
 
-def orders_that_never_change(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
+def orders_that_never_change(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
     """A shuffling DistributedSampler that gives each epoch the same order."""
     for loader, fact in loaders_of(ranks):
         passes = [one for one in passes_of(ranks[0], loader) if one["ended"] and one["backwards"]]
@@ -36,7 +36,7 @@ def orders_that_never_change(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
             continue
         called = passes[-1]["epochs_set"]
         why = f"set_epoch was called {called} times with one number" if called else "no set_epoch"
-        yield Finding(
+        yield ScriptFinding(
             "same-order-each-epoch",
             RESULT,
             line_of(fact["sampler_where"] or fact["where"]),
@@ -46,7 +46,7 @@ def orders_that_never_change(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
         )
 
 
-def samples_of_several_ranks(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
+def samples_of_several_ranks(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
     """Ranks that train on the same samples in one epoch, and reduce their gradients."""
     for group in groups_that_reduce(ranks):
         for loader, fact in loaders_of(tuple(group)):
@@ -56,7 +56,7 @@ def samples_of_several_ranks(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
                 yield from _shared(fact, given)
 
 
-def _shared(loader: Fact, passes: list[Fact]) -> Iterator[Finding]:
+def _shared(loader: Fact, passes: list[Fact]) -> Iterator[ScriptFinding]:
     if any(len(set(one["ids"])) < len(one["ids"]) for one in passes):
         return  # drawn with replacement, or padded: a sample twice says nothing
     size, ids = len(passes), [set(one["ids"]) for one in passes]
@@ -64,7 +64,7 @@ def _shared(loader: Fact, passes: list[Fact]) -> Iterator[Finding]:
     if total - unique <= LEAST_SHARED * total or not _is_one_dataset(passes):
         return
     equal = len({one["order"] for one in passes}) == 1
-    yield Finding(
+    yield ScriptFinding(
         "same-samples-on-ranks",
         RESULT,
         line_of(loader["where"]),
@@ -77,7 +77,7 @@ def _shared(loader: Fact, passes: list[Fact]) -> Iterator[Finding]:
     )
 
 
-def samplers_of_other_ranks(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
+def samplers_of_other_ranks(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
     """A DistributedSampler for another number of ranks than there are."""
     sizes = {len(rank.by_id("replica")[number]["group"]) for number, members in
              groups_of_replicas(ranks) for rank in members[:1]}  # fmt: skip
@@ -89,7 +89,7 @@ def samplers_of_other_ranks(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
         size = sizes.pop()
         sizes = {size}
         seen = {i for rank in ranks for i in (_first(rank, loader) or {"ids": ()})["ids"]}
-        yield Finding(
+        yield ScriptFinding(
             "sampler-for-other-ranks",
             RESULT,
             line_of(fact["sampler_where"] or fact["where"]),
@@ -100,7 +100,7 @@ def samplers_of_other_ranks(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
         )
 
 
-def padded_evaluations(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
+def padded_evaluations(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
     """A metric over counts to which a sampler's repeated samples were added."""
     for loader, fact in loaders_of(ranks):
         for number in sorted({one["number"] for one in passes_of(ranks[0], loader)}):
@@ -115,7 +115,7 @@ def padded_evaluations(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
             reduced = _values_after(ranks, loader, number)
             if total not in reduced or length in reduced:
                 continue
-            yield Finding(
+            yield ScriptFinding(
                 "padded-evaluation",
                 RESULT,
                 line_of(fact["sampler_where"] or fact["where"]),
@@ -129,7 +129,7 @@ def padded_evaluations(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
             break
 
 
-def unequal_batches(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
+def unequal_batches(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
     """Mean of means: ranks whose batches differ in size, and whose gradients weigh the same."""
     is_mean = any(fact["is_mean"] for one in ranks for fact in one.all("window"))
     if not is_mean or not groups_of_replicas(ranks):
@@ -143,7 +143,7 @@ def unequal_batches(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
         at = next((i for i, row in enumerate(zip(*sizes, strict=True)) if len(set(row)) > 1), None)
         if at is None:
             continue
-        yield Finding(
+        yield ScriptFinding(
             "mean-of-unequal-means",
             RESULT,
             line_of(fact["where"]),
@@ -219,7 +219,7 @@ BY_WORKER = (
 BY_RANK = "torch.manual_seed(seed + rank) once the model is made"
 
 
-def equal_draws_of_workers(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
+def equal_draws_of_workers(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
     """Workers of one rank, or ranks, or epochs whose augmentation draws the same numbers."""
     groups = groups_that_reduce(ranks)
     for loader, fact in loaders_of(ranks):
@@ -247,8 +247,8 @@ def equal_draws_of_workers(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
 
 def _finding(
     name: str, fact: Fact, generators: list[str], among: str, effect: str, fix: str
-) -> Finding:
-    return Finding(
+) -> ScriptFinding:
+    return ScriptFinding(
         name,
         RESULT,
         line_of(fact["where"]),

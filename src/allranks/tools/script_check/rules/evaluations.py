@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from allranks.tools.script_check.rules.data import loaders_of, passes_of
-from allranks.tools.script_check.rules.facts import RESULT, Fact, Finding, Rank, line_of
+from allranks.tools.script_check.rules.facts import RESULT, Fact, Rank, ScriptFinding, line_of
 
 LEAST_ERROR = 1e-4
 """Of the metric: what is less no one would see."""
@@ -25,7 +25,7 @@ FIX = "add up sums and counts of all batches, all_reduce both, and divide once"
 
 
 @dataclass(frozen=True)
-class Taken:
+class PassMeans:
     """The means over batches that one rank took in one pass, and of how many elements each is."""
 
     values: tuple[float, ...]
@@ -45,7 +45,7 @@ class Taken:
         return f"{len(self.values)} batches of {min(self.counts)} to {max(self.counts)}"
 
 
-def means_of_batch_means(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
+def means_of_batch_means(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
     """A loss that is evaluated as the mean of its batches' means, where these are uneven."""
     told: set[str] = set()
     for fact in ranks[0].all("means"):
@@ -60,16 +60,18 @@ def means_of_batch_means(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
                 break
 
 
-def _same_line(rank: Rank, fact: Fact) -> Taken | None:
+def _same_line(rank: Rank, fact: Fact) -> PassMeans | None:
     names = ("loader", "number", "name", "where")
     for one in rank.all("means"):
         if all(one[name] == fact[name] for name in names) and one["values"]:
             values = tuple(map(float, one["values"]))
-            return Taken(values, tuple(one["counts"])) if all(map(math.isfinite, values)) else None
+            return (
+                PassMeans(values, tuple(one["counts"])) if all(map(math.isfinite, values)) else None
+            )
     return None
 
 
-def _reduced(ranks: tuple[Rank, ...], fact: Fact, taken: list[Taken]) -> Finding | None:
+def _reduced(ranks: tuple[Rank, ...], fact: Fact, taken: list[PassMeans]) -> ScriptFinding | None:
     """Where every rank gives its mean, or the sum of its means, to a reduction."""
     wanted = _over_all(taken)
     everywhere = [one for row in taken for one in row.values]
@@ -87,7 +89,7 @@ def _reduced(ranks: tuple[Rank, ...], fact: Fact, taken: list[Taken]) -> Finding
     return None
 
 
-def _printed(ranks: tuple[Rank, ...], taken: list[Taken]) -> Finding | None:
+def _printed(ranks: tuple[Rank, ...], taken: list[PassMeans]) -> ScriptFinding | None:
     """Where a rank prints its mean of means, to the last digit."""
     for rank, one in zip(ranks, taken, strict=True):
         if _close(one.of_means, one.by_size, LEAST_ERROR):
@@ -105,11 +107,11 @@ def _printed(ranks: tuple[Rank, ...], taken: list[Taken]) -> Finding | None:
 
 
 def _finding(
-    where: tuple[str, int] | None, who: str, taken: list[Taken], comes_out: float, wanted: float
-) -> Finding:
+    where: tuple[str, int] | None, who: str, taken: list[PassMeans], comes_out: float, wanted: float
+) -> ScriptFinding:
     share = abs(comes_out - wanted) / max(abs(wanted), 1e-300)
     sizes = "; ".join(dict.fromkeys(one.sizes for one in taken))
-    return Finding(
+    return ScriptFinding(
         "mean-of-means",
         RESULT,
         where,
@@ -121,7 +123,7 @@ def _finding(
     )
 
 
-def means_of_ranks(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
+def means_of_ranks(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
     """A share (right ones of all) that each rank takes of its own samples, and then is averaged."""
     for loader, _ in loaders_of(ranks) if len(ranks) > 1 else ():
         for number in sorted({one["number"] for one in passes_of(ranks[0], loader)}):
@@ -139,7 +141,7 @@ def means_of_ranks(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
                 if _close(comes_out, wanted, LEAST_ERROR):
                     continue
                 told = " and ".join(f"{value:.6g} of {count}" for value, count in pairs)
-                yield Finding(
+                yield ScriptFinding(
                     "mean-of-means",
                     RESULT,
                     where,
@@ -192,13 +194,13 @@ def _columns(
             yield line_of(facts[0]["where"]), list(map(float, column))
 
 
-def _over_all(taken: list[Taken]) -> float:
+def _over_all(taken: list[PassMeans]) -> float:
     counts = [sum(one.counts) for one in taken]
     whole = math.fsum(one.by_size * n for one, n in zip(taken, counts, strict=True))
     return whole / max(1, sum(counts))
 
 
-def _mean_of(taken: list[Taken]) -> float:
+def _mean_of(taken: list[PassMeans]) -> float:
     return math.fsum(one.of_means for one in taken) / len(taken)
 
 

@@ -126,7 +126,7 @@ ORDER = (RESULT, FILES, COST, OUTPUT)
 
 
 @dataclass(frozen=True)
-class Finding:
+class ScriptFinding:
     """`touches` says what is not as it should be: the result, files, only the cost, or output."""
 
     name: str
@@ -156,7 +156,7 @@ def place_of(where: tuple[str, int] | None) -> str:
     return f"{where[0] if near.startswith('..') else near}:{where[1]}"
 
 
-def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+def in_order(findings: Iterable[ScriptFinding]) -> tuple[ScriptFinding, ...]:
     """What touches the result first, then by place; each once."""
     once = dict.fromkeys(findings)
     return tuple(sorted(once, key=lambda one: (ORDER.index(one.touches), one.where or ("", 0))))

@@ -10,8 +10,8 @@ from allranks.tools.script_check.rules.facts import (
     END,
     RESULT,
     Fact,
-    Finding,
     Rank,
+    ScriptFinding,
     groups_of_replicas,
     groups_that_reduce,
     line_of,
@@ -22,7 +22,7 @@ LEAST_DRAWS = 2
 AFTER_THE_MODEL = "torch.manual_seed(seed + rank) once the model is made"
 
 
-def replicas_that_drift(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
+def replicas_that_drift(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
     """A DDP whose parameters, or buffers that it does not broadcast, differ between ranks."""
     for number, members in groups_of_replicas(ranks):
         one, fact = members[0], members[0].by_id("replica")[number]
@@ -35,7 +35,7 @@ def replicas_that_drift(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
             last = [row for row in _digests(one, "replica", number).values()][-1]
             unused = last["forwards"] == 0
             cause = "; no forward of the DDP ran in training" if unused else ""
-            yield Finding(
+            yield ScriptFinding(
                 "replicas-drift",
                 RESULT,
                 line_of(fact["where"]),
@@ -50,7 +50,7 @@ def replicas_that_drift(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
             )
 
 
-def parameters_outside(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
+def parameters_outside(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
     """Parameters that an optimizer trains, no DDP holds, and that differ between ranks."""
     if len(ranks) < 2 or _averages(list(ranks)) or any(_total(ranks, "to_one")):
         return
@@ -59,7 +59,7 @@ def parameters_outside(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
         if not fact["outside"] or fact["sent"] or not names:
             continue
         by_ddp = bool(fact["replicas"] or ranks[0].all("replica"))
-        yield Finding(
+        yield ScriptFinding(
             "parameters-outside-ddp" if by_ddp else "gradients-of-one-rank",
             RESULT,
             line_of(fact["where"]),
@@ -73,12 +73,12 @@ def parameters_outside(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
         )
 
 
-def weights_that_begin_unequal(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
+def weights_that_begin_unequal(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
     """Gradients reduced by the script itself, into weights that were never equal."""
     for number, fact in ranks[0].by_id("optimizer").items() if len(ranks) > 1 else ():
         step, names = _first_difference(list(ranks), "loose", number, "parameters")
         if fact["sent"] and names and step == 0:
-            yield Finding(
+            yield ScriptFinding(
                 "weights-begin-unequal",
                 RESULT,
                 line_of(fact["where"]),
@@ -90,7 +90,7 @@ def weights_that_begin_unequal(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
             )
 
 
-def equal_random_streams(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
+def equal_random_streams(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
     """Random numbers drawn in training from generators that are in one state on all ranks."""
     for number, members in groups_of_replicas(ranks):
         tables = [_draws(rank, "replica", number) for rank in members]
@@ -102,7 +102,7 @@ def equal_random_streams(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
         yield from _equal_draws_of_loaders(group)
 
 
-def _equal_draws_of_loaders(ranks: list[Rank]) -> Iterator[Finding]:
+def _equal_draws_of_loaders(ranks: list[Rank]) -> Iterator[ScriptFinding]:
     for number, fact in ranks[0].by_id("loader", "loader").items():
         tables = [_draws(rank, "loader", number) for rank in ranks]
         names, times = _equal_draws(tables)
@@ -113,14 +113,14 @@ def _equal_draws_of_loaders(ranks: list[Rank]) -> Iterator[Finding]:
 
 def _equal_stream(
     names: list[str], times: int, size: int, where: tuple[str, int] | None, of: str
-) -> Finding:
+) -> ScriptFinding:
     what = "dropout" if of == "forward" else "augmentation"
     fix = AFTER_THE_MODEL
     if names == ["random"]:
         fix = "random.seed(seed + rank)"
     elif names == ["numpy.random"]:
         fix = "numpy.random.seed(seed + rank)"
-    return Finding(
+    return ScriptFinding(
         "equal-random-streams",
         RESULT,
         where,

@@ -24,8 +24,8 @@ from allranks.tools.script_check.rules.facts import (
     OUTPUT,
     RESULT,
     Fact,
-    Finding,
     Rank,
+    ScriptFinding,
     in_order,
     line_of,
     place_of,
@@ -45,7 +45,7 @@ from allranks.tools.script_check.rules.replicas import (
 READ = "read"
 
 
-def files_of_several_ranks(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
+def files_of_several_ranks(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
     """A path that two ranks or more write: a checkpoint, or what each of them downloads."""
     writers: dict[tuple[str, str], dict[int, None]] = defaultdict(dict)
     lines: dict[tuple[str, str], tuple[str, int] | None] = {}
@@ -57,7 +57,7 @@ def files_of_several_ranks(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
     for (path, how), who in writers.items():
         if len(who) < 2 or (how == "open" and (path, "save") in writers):
             continue
-        yield Finding(
+        yield ScriptFinding(
             "checkpoint-of-all-ranks" if how == "save" else "file-of-all-ranks",
             FILES,
             lines[path, how],
@@ -67,7 +67,7 @@ def files_of_several_ranks(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
         )
 
 
-def files_read_too_early(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
+def files_read_too_early(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
     """A path that one rank writes and another reads, with no collective between them.
 
     Ranks that lock files are left out: they may wait for each other so.
@@ -78,7 +78,7 @@ def files_read_too_early(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
         for fact in rank.all("file"):
             if fact["how"] != READ and fact["at"] is not None:
                 written.setdefault((fact["path"], tuple(fact["at"])), rank.rank)
-    found = dict[str, Finding]()
+    found = dict[str, ScriptFinding]()
     for rank in open_ranks:
         own = {fact["path"] for fact in rank.all("file") if fact["how"] != READ}
         for fact in rank.all("file"):
@@ -86,7 +86,7 @@ def files_read_too_early(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
             writer = written.get((path, tuple(fact["at"] or ())))
             if fact["how"] != READ or writer is None or path in own or path in found:
                 continue
-            found[path] = Finding(
+            found[path] = ScriptFinding(
                 "read-while-written",
                 FILES,
                 line_of(fact["where"]),
@@ -98,7 +98,7 @@ def files_read_too_early(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
     yield from found.values()
 
 
-def lines_of_each_node(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
+def lines_of_each_node(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
     """Lines of the script that the first rank of each node prints, and no other."""
     first = [rank for rank in ranks if rank.last("process", "local_rank", None) == "0"]
     nodes = {rank.last("process", "group_rank", None) for rank in first}
@@ -109,7 +109,7 @@ def lines_of_each_node(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
     spoken = {str(fact["where"]) for rank in others for fact in rank.all("print")}
     common = [fact for fact in common if str(fact["where"]) not in spoken]
     if common:
-        yield Finding(
+        yield ScriptFinding(
             "printed-once-per-node",
             OUTPUT,
             line_of(common[0]["where"]),
@@ -120,12 +120,12 @@ def lines_of_each_node(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
         )
 
 
-def lines_of_all_ranks(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
+def lines_of_all_ranks(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
     """Lines of the script that print the same text on every rank."""
     if len(ranks) < 2:
         return
     if common := _printed_by_all(ranks):
-        yield Finding(
+        yield ScriptFinding(
             "printed-by-all-ranks",
             OUTPUT,
             line_of(common[0]["where"]),
@@ -158,7 +158,7 @@ SCALE_FREE = (
 """Optimizers whose step hardly changes when every gradient is multiplied by one number."""
 
 
-def schedules_too_fast(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
+def schedules_too_fast(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
     """A scheduler that goes several steps for one of its optimizer."""
     for fact in _schedulers(ranks):
         runs = {int(run): count for run, count in fact["between"].items()}
@@ -169,7 +169,7 @@ def schedules_too_fast(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
             continue
         run = max(often, key=lambda one: often[one])
         by_ranks = f", as many as there are ranks ({len(ranks)})" if run == len(ranks) else ""
-        yield Finding(
+        yield ScriptFinding(
             "schedule-too-fast",
             RESULT,
             line_of(fact["where"]),
@@ -181,12 +181,12 @@ def schedules_too_fast(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
         )
 
 
-def schedules_ahead(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
+def schedules_ahead(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
     """A scheduler that makes its step before the first of its optimizer."""
     for fact in _schedulers(ranks):
         steps = ranks[0].last("counts", "steps", {}).get(str(fact["optimizer"]), 0)
         if fact["first"] == 1 and steps and not _scaled(ranks):
-            yield Finding(
+            yield ScriptFinding(
                 "schedule-ahead",
                 RESULT,
                 line_of(fact["where"]),
@@ -196,7 +196,7 @@ def schedules_ahead(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
             )
 
 
-def undivided_accumulation(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
+def undivided_accumulation(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
     """Micro-batches whose mean losses are added up, and not divided by their number."""
     rank = ranks[0]
     names = {number: fact["name"] for number, fact in rank.by_id("optimizer").items()}
@@ -204,7 +204,7 @@ def undivided_accumulation(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
         if fact["unchanged"] is not True or names.get(fact["optimizer"]) in SCALE_FREE:
             continue
         count = fact["backwards"]
-        yield Finding(
+        yield ScriptFinding(
             "accumulation-not-divided",
             RESULT,
             line_of(fact["backward_where"]),
@@ -215,7 +215,7 @@ def undivided_accumulation(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
         )
 
 
-def unreduced_steps(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
+def unreduced_steps(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
     """Steps whose last micro-batch ran under no_sync: no rank has the gradients of the others."""
     if any(rank.last("collectives", "large", 0) for rank in ranks):
         return  # it may average weights or gradients by itself
@@ -227,7 +227,7 @@ def unreduced_steps(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
     if found:
         times = sum(counts[fact["id"]] for fact in found if fact["id"] < len(counts))
         total = sum(counts)
-        yield Finding(
+        yield ScriptFinding(
             "step-without-reduction",
             RESULT,
             line_of(found[0]["where"]),
@@ -238,13 +238,13 @@ def unreduced_steps(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
         )
 
 
-def needless_reductions(ranks: tuple[Rank, ...]) -> Iterator[Finding]:
+def needless_reductions(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
     """Gradient accumulation that reduces at every micro-batch."""
     rank = ranks[0]
     for fact in _one_of_each(rank, lambda one: one["accumulated"] and len(ranks) > 1):
         reduced = [synced for _, synced in fact["forwards"]]
         if len(reduced) == fact["backwards"] and all(reduced):
-            yield Finding(
+            yield ScriptFinding(
                 "reduced-at-each-micro-batch",
                 COST,
                 line_of(fact["backward_where"]),
@@ -310,7 +310,7 @@ class Watched:
     """What a run of a script was seen to do."""
 
     ranks: int
-    findings: tuple[Finding, ...]
+    findings: tuple[ScriptFinding, ...]
     unwatched: tuple[str, ...]
 
     def to_data(self) -> dict[str, Any]:
@@ -340,7 +340,7 @@ def watched_in(folder: Path) -> Watched:
     return Watched(len(ranks), findings_of(ranks), _unwatched(ranks))
 
 
-def findings_of(ranks: tuple[Rank, ...]) -> tuple[Finding, ...]:
+def findings_of(ranks: tuple[Rank, ...]) -> tuple[ScriptFinding, ...]:
     """Every fault that the facts of all ranks prove, what touches the result first."""
     found = [finding for look in LOOKED_FOR for finding in look(ranks)]
     names = {finding.name for finding in found}

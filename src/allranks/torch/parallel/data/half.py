@@ -48,7 +48,7 @@ class Half(Reducer):
 
     def __init__(self, comm: Comm, shards: int) -> None:
         super().__init__(comm, shards)
-        self._exchanges: list[_Exchange] = []
+        self._exchanges: list[_HalfExchange] = []
 
     def prepare(self, buckets: Sequence[Bucket]) -> None:
         super().prepare(buckets)
@@ -61,7 +61,7 @@ class Half(Reducer):
                 _rows(count, ranks, own, tally, self.kind) for count in (ranks, ranks, 1)
             )
             matches = [*_matching(own, given.gradients), *_matching(tally, given.tally)]
-            self._exchanges.append(_Exchange(given, received, total, matches))
+            self._exchanges.append(_HalfExchange(given, received, total, matches))
 
     def launch(self, bucket: int, leaf: Span, *, last: bool) -> None:
         assert last, "gradients of all shards add up in the bucket: one leaf per rank"
@@ -99,7 +99,7 @@ class BF16(Half):
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _HalfRows:
     """Messages, a row of bytes each: a part of the tally as it is, then gradients in 16 bit."""
 
     bytes: Tensor  # (row, bytes)
@@ -107,12 +107,12 @@ class _Rows:
     gradients: Tensor  # (row, part of the gradients)
 
 
-def _rows(count: int, ranks: int, gradients: Tensor, tally: Tensor, kind: torch.dtype) -> _Rows:
+def _rows(count: int, ranks: int, gradients: Tensor, tally: Tensor, kind: torch.dtype) -> _HalfRows:
     """`count` rows of zeros, each with room for one part in `ranks` of a bucket."""
     head = -(-tally.numel() // ranks) * tally.element_size()
     part = -(-gradients.numel() // (ranks * WHOLE)) * WHOLE
     rows = gradients.new_zeros((count, head + part * kind.itemsize), dtype=torch.uint8)
-    return _Rows(rows, rows[:, :head].view(tally.dtype), rows[:, head:].view(kind))
+    return _HalfRows(rows, rows[:, :head].view(tally.dtype), rows[:, head:].view(kind))
 
 
 def _matching(values: Tensor, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -126,12 +126,12 @@ def _matching(values: Tensor, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 
 @dataclass
-class _Exchange:
+class _HalfExchange:
     """One bucket on its way. `given` becomes the sums of all ranks once it has been sent."""
 
-    given: _Rows
-    received: _Rows
-    total: _Rows
+    given: _HalfRows
+    received: _HalfRows
+    total: _HalfRows
     matches: list[tuple[Tensor, Tensor]]
     pending: Pending = field(default_factory=Pending)
 
@@ -235,7 +235,7 @@ def _copy_all(pairs: Sequence[Pair]) -> None:
 
 
 @dataclass(frozen=True)
-class Place:
+class SectionPlace:
     """Where a parameter of this shape stands in each section, in real numbers.
 
     The first `full` ranks have `chunk` rows of it each, and the next one `more`, which may be none.
@@ -272,11 +272,11 @@ class Place:
         return pairs
 
 
-def _place(shape: tuple[int, ...], start: int, ranks: int) -> Place:
+def _place(shape: tuple[int, ...], start: int, ranks: int) -> SectionPlace:
     chunk = len(rows_of(shape[0], ranks, 0))
     full, more = divmod(shape[0], chunk) if chunk else (0, 0)
     strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    return Place(shape, strides, start, chunk, full, more)
+    return SectionPlace(shape, strides, start, chunk, full, more)
 
 
 class PackedBucket:
@@ -410,7 +410,7 @@ class PackedBucket:
         _copy_all(alike)
         _copy_all(turned)
 
-    def _column(self, place: Place, whole: Tensor) -> Tensor | None:
+    def _column(self, place: SectionPlace, whole: Tensor) -> Tensor | None:
         """The memory of a parameter as a column of all sections, if it is laid out so."""
         if whole.is_contiguous() and whole.numel() == self.ranks * place.numbers:
             return whole.view(self.ranks, place.numbers)

@@ -26,7 +26,7 @@ from allranks.torch.step.gradients import Gradients
 
 
 @dataclass
-class OnItsWay:
+class PendingGradient:
     """A gradient that has left, and what is done with it once its sum is there."""
 
     buckets: Buckets
@@ -74,9 +74,9 @@ class Late:
         self.filling, self._other = make(), make()
         self.names, self.parameters, self.exact = names, parameters, exact
         self._after = after
-        self.on_its_way: OnItsWay | None = None
+        self.on_its_way: PendingGradient | None = None
 
-    def swap(self, leaving: OnItsWay, shards: range) -> OnItsWay | None:
+    def swap(self, leaving: PendingGradient, shards: range) -> PendingGradient | None:
         """Let the gradient of this step leave; the one that it is to apply is returned."""
         came = self.on_its_way
         self.wait()
@@ -115,7 +115,7 @@ class Late:
             if not state["gradient"].keys() <= views.keys():
                 raise changed_while_late()
             whole = {name: views[name].copy_(g) for name, g in state["gradient"].items()}
-            self.on_its_way = OnItsWay(self._other, int(state["step"]), whole=whole)
+            self.on_its_way = PendingGradient(self._other, int(state["step"]), whole=whole)
 
 
 class LateGradients(Gradients):
@@ -124,7 +124,7 @@ class LateGradients(Gradients):
     def __init__(self, late: Late, step: int, shards: range) -> None:
         super().__init__(late.parameters, exact=late.exact)
         self.late, self.step, self.shards = late, step, shards
-        self._leaving = OnItsWay(late.filling, step)
+        self._leaving = PendingGradient(late.filling, step)
 
     def settle(self, unused: Sequence[int]) -> None:
         self._leaving.unused = tuple(unused)

@@ -162,7 +162,7 @@ class Tree(Reducer):
     def __init__(self, comm: Comm, shards: int) -> None:
         super().__init__(comm, shards)
         self._trees: dict[int, TreeSum] = {}
-        self._under_way: list[_Exchange] = []
+        self._under_way: list[_TreeExchange] = []
         self._chunks = TreeChunks(comm, shards)
         self._in_place = TreeInPlace(comm, shards) if share_memory(comm.of_torch) else None
         rounds = rounds_of_pairs(shards, comm.size) or 0
@@ -194,14 +194,14 @@ class Tree(Reducer):
             tree.add(leaf, [flat], borrowed=False)
             roots = [tensors[0] for _, tensors in tree.roots]
         if self.comm.size == 1:
-            exchange = _Exchange(flat, roots[0], Pending())
+            exchange = _TreeExchange(flat, roots[0], Pending())
         elif self._in_place and self._in_place.has(bucket):
-            exchange = _Exchange(flat, flat, self._in_place.begin(bucket, roots), is_whole=True)
+            exchange = _TreeExchange(flat, flat, self._in_place.begin(bucket, roots), is_whole=True)
         elif self._pairs and uses_pairs(self.shards, self.comm.size, flat.nbytes):
             first = self.comm.add_in_pair(roots[0], self._pairs[0])
-            exchange = _Exchange(flat, roots[0], first, in_pairs=True, is_whole=True)
+            exchange = _TreeExchange(flat, roots[0], first, in_pairs=True, is_whole=True)
         else:
-            exchange = _Exchange(flat, *self._chunks.give(roots))
+            exchange = _TreeExchange(flat, *self._chunks.give(roots))
         self._under_way.append(exchange)
 
     def finish(self) -> None:
@@ -225,7 +225,7 @@ class Tree(Reducer):
 
 
 @dataclass
-class _Exchange:
+class _TreeExchange:
     """A bucket under way: `held` is this rank's root, or what it received of all roots.
 
     Where it `is_whole` the sum comes whole, not by chunks.

@@ -23,8 +23,8 @@ from allranks.errors import RequestError
 from allranks.strategies.mesh import EXPERT, REPLICATE
 from allranks.torch.checkpoint.tree import is_dtensor
 from allranks.torch.data.batch import Batch
-from allranks.torch.optimizers.elementwise import Cut, check_elementwise
-from allranks.torch.optimizers.made import Asked
+from allranks.torch.optimizers.elementwise import WeightParts, check_elementwise
+from allranks.torch.optimizers.made import OptimizerArguments
 from allranks.torch.parallel.data.buckets import Buckets
 from allranks.torch.parallel.data.reducer import Mean
 from allranks.torch.parallel.expert.exchange import ExpertExchange
@@ -32,7 +32,7 @@ from allranks.torch.parallel.expert.mixture import OF_EXPERTS, MixtureOfExperts
 from allranks.torch.parallel.sharded.gradients import SomeCut, check_no_hooks
 from allranks.torch.parallel.sharded.state import Replicate, Shard, dtensor, mesh_of
 from allranks.torch.parallel.tensor.cutting import held_part
-from allranks.torch.parallel.tensor.exchange import Along, Exchange
+from allranks.torch.parallel.tensor.exchange import Along, TensorExchange
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.losses import forward
 from allranks.torch.step.tally import Tally
@@ -51,7 +51,7 @@ class Experts(Strategy):
     def parallelize(self, model: nn.Module) -> nn.Module:
         axis = self.axis(EXPERT)
         self.exchange = ExpertExchange(axis, lambda: self.step.for_others.is_on)
-        self.weights = Exchange(axis)  # of whole ones, for a regularizer
+        self.weights = TensorExchange(axis)  # of whole ones, for a regularizer
         self.steps = 0
         self.whole: dict[str, Tensor] = {}  # of what is cut, on meta
         self.slots: list[tuple[nn.Module, str, int]] = []
@@ -112,14 +112,14 @@ class Experts(Strategy):
     def prepare(self) -> None:
         if self.whole:
             self.step.forward = self._forward
-            self.asked = Asked(self.step.optimizer)
+            self.asked = OptimizerArguments(self.step.optimizer)
             self._check_updates()
 
     def _check_updates(self) -> None:
         if self.whole and self.asked.is_new():
             parts = partial(Along(0).parts, self.axis(EXPERT).size)
             held, whole = dict(self.model.named_parameters()), self.whole.items()
-            cuts = {id(held[name]): Cut(tuple(one.shape), parts) for name, one in whole}
+            cuts = {id(held[name]): WeightParts(tuple(one.shape), parts) for name, one in whole}
             check_elementwise(self.step.optimizer, NAME, cuts)
 
     def lay_out(self) -> None:

@@ -25,7 +25,7 @@ from allranks.errors import RequestError
 from allranks.torch.comm.comm import Comm
 from allranks.torch.comm.subgroups import Pending
 from allranks.torch.data.collate import tensors_in
-from allranks.torch.parallel.pipeline.tensor_meta import Looks, flat, laid_out, orders_of
+from allranks.torch.parallel.pipeline.tensor_meta import TensorMeta, flat, laid_out, orders_of
 
 # --- parcels -------------------------------------------------------------------------------------
 # Tensors that leave together: one message, which is the memory that they lie in side by side.
@@ -123,7 +123,7 @@ def lanes_of(line: Comm, *, is_ring: bool) -> tuple[Lane, Lane, list[Comm]]:
     return forwards, Lane(groups[count + before], groups[count + here]), made
 
 
-class Links:
+class StageLinks:
     """The messages of one rank with those that hold the stages before and after its own.
 
     Stage s lies on rank s mod ranks of `line`. `control` are the same ranks, for what the host
@@ -133,15 +133,15 @@ class Links:
     def __init__(self, line: Comm, forwards: Lane, backwards: Lane, control: Comm) -> None:
         self.line, self.forwards, self.backwards = line, forwards, backwards
         self.control = control
-        self._known: dict[Hashable, Looks] = {}
+        self._known: dict[Hashable, TensorMeta] = {}
         self._on_their_way: dict[tuple[int, int], Sent] = {}
         self._told: list[Sent] = []
-        self._expected: dict[tuple[str, int, int], tuple[Looks | None, Parcel, Pending]] = {}
+        self._expected: dict[tuple[str, int, int], tuple[TensorMeta | None, Parcel, Pending]] = {}
         self._orders: dict[tuple[int, int], tuple[Tensor, Pending]] = {}
 
     def send(self, stage: int, micro: int, key: Hashable, value: Any, kind: str) -> None:
         """Give what `stage` returned to the next one. `key` stands for the shape of the input."""
-        peer, looks = (stage + 1) % self.line.size, Looks.of(value)
+        peer, looks = (stage + 1) % self.line.size, TensorMeta.of(value)
         known = self._known.get((stage, key))
         if known is None:
             self._known[stage, key] = looks
@@ -290,10 +290,10 @@ class Links:
         line = self.line
         if line.size == 1:
             return value
-        looks = Looks.of(value) if line.rank == source else None
+        looks = TensorMeta.of(value) if line.rank == source else None
         if ("shared", key) not in self._known:
             texts = line.gather_texts("" if looks is None else looks.text)
-            self._known["shared", key] = Looks(texts[source])
+            self._known["shared", key] = TensorMeta(texts[source])
         known = self._known["shared", key]
         if looks is not None and looks != known:
             raise _changed(source, known, looks)
@@ -304,19 +304,19 @@ class Links:
         line.broadcast(*found, source=source)
         return known.value(iter(found))
 
-    def _tell(self, looks: Looks, peer: int) -> None:
+    def _tell(self, looks: TensorMeta, peer: int) -> None:
         control = self.control
         data = torch.frombuffer(bytearray(looks.text.encode()), dtype=torch.uint8)
         size, data = torch.tensor([data.numel()]).to(control.device), data.to(control.device)
         self._told += [(control.send(t, peer, LOOKS_TAG, "control"), t) for t in (size, data)]
 
-    def _hear(self, peer: int) -> Looks:
+    def _hear(self, peer: int) -> TensorMeta:
         control = self.control
         size = torch.zeros(1, dtype=torch.int64, device=control.device)
         control.receive(size, peer, LOOKS_TAG).wait()
         data = torch.zeros(int(size), dtype=torch.uint8, device=control.device)
         control.receive(data, peer, LOOKS_TAG).wait()
-        return Looks(bytes(data.cpu().numpy()).decode())
+        return TensorMeta(bytes(data.cpu().numpy()).decode())
 
 
 @dataclass
@@ -365,7 +365,7 @@ def _put(room: Tensor, gradient: Tensor | None) -> int:
     return order + 1
 
 
-def _changed(stage: int, known: Looks, looks: Looks) -> RequestError:
+def _changed(stage: int, known: TensorMeta, looks: TensorMeta) -> RequestError:
     return RequestError(
         asked="a pipeline over stages",
         found=f"stage {stage} returned {looks.text} for an input of the shape for which it had "

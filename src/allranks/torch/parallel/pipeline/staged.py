@@ -20,7 +20,7 @@ from allranks.errors import RequestError
 from allranks.job.place import Placed
 from allranks.torch.comm.comm import Comm
 from allranks.torch.optimizers.elementwise import check_by_parameter
-from allranks.torch.optimizers.made import Asked
+from allranks.torch.optimizers.made import OptimizerArguments
 from allranks.torch.parallel.pipeline.gradients import StagedGradients
 from allranks.torch.parallel.pipeline.stages import bytes_of, measured, stages_of
 from allranks.torch.parallel.sharded.state import known_to_all
@@ -93,7 +93,7 @@ class Staged(Strategy):
 
     def lay_out(self) -> None:
         step = self.step
-        self.asked = Asked(step.optimizer)
+        self.asked = OptimizerArguments(step.optimizer)
         self._ask()
         if step.sparse.positions:
             raise RequestError(

@@ -33,7 +33,7 @@ from allranks.torch.data.collate import tensors_in
 from allranks.torch.data.sources import drawn_from
 from allranks.torch.model.layers import Moment, computed_again
 from allranks.torch.parallel.data.tree import TreeSum
-from allranks.torch.parallel.pipeline.links import Links, Received, lanes_of
+from allranks.torch.parallel.pipeline.links import Received, StageLinks, lanes_of
 from allranks.torch.parallel.pipeline.split_backward import backward_to_inputs, check_kept
 from allranks.torch.parallel.pipeline.staged import Staged
 from allranks.torch.parallel.sharded.gradients import summed_with_tally
@@ -66,7 +66,7 @@ class Pipeline(Staged):
         made += [control] if control is not self.line else []
         self._axes |= {f"of messages {n}": comm for n, comm in enumerate(made)}
         model = super().parallelize(model)
-        self.links = Links(self.line, forwards, backwards, control)
+        self.links = StageLinks(self.line, forwards, backwards, control)
         self.schedule = lru_cache(maxsize=64)(
             lambda micros: SCHEDULES[schedule](self.line.size, micros, self.chunks)
         )

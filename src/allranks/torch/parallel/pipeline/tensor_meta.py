@@ -24,19 +24,19 @@ MOST_DIMS = 5  # 120 orders: the number of one fits in a byte
 
 
 @dataclass(frozen=True)
-class Looks:
+class TensorMeta:
     """What there is to know of a value but its numbers; `text` is how it is told."""
 
     text: str
 
     @staticmethod
-    def of(value: Any) -> Looks:
+    def of(value: Any) -> TensorMeta:
         if type(value) is Tensor:
             return _of_one(value.dtype, value.shape, laid_out(value).stride(), value.requires_grad)
         rows = [
             _row(t.dtype, t.shape, laid_out(t).stride(), t.requires_grad) for t in tensors_in(value)
         ]
-        return Looks(json.dumps([_structure(value), rows]))
+        return TensorMeta(json.dumps([_structure(value), rows]))
 
     def tensors(self, device: torch.device) -> list[tuple[Tensor, bool]]:
         """Room for each tensor, and whether it wants a gradient."""
@@ -80,9 +80,9 @@ def _row(kind: torch.dtype, shape: Sequence[int], stride: Sequence[int], wants: 
 @lru_cache(maxsize=1024)
 def _of_one(
     kind: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], wants: bool
-) -> Looks:
+) -> TensorMeta:
     """Of one tensor, as most stages return: to write it down takes longer than to know it."""
-    return Looks(json.dumps([TENSOR, [_row(kind, shape, stride, wants)]]))
+    return TensorMeta(json.dumps([TENSOR, [_row(kind, shape, stride, wants)]]))
 
 
 @lru_cache(maxsize=1024)

@@ -28,10 +28,10 @@ from allranks.strategies.mesh import SHARD, TENSOR
 from allranks.torch.checkpoint.state import saved_names, whole
 from allranks.torch.checkpoint.tree import DTYPES, NAMES, flatten
 from allranks.torch.comm.comm import Comm
-from allranks.torch.optimizers.elementwise import Cut, groups_of_whole
-from allranks.torch.optimizers.made import Asked
+from allranks.torch.optimizers.elementwise import WeightParts, groups_of_whole
+from allranks.torch.optimizers.made import OptimizerArguments
 from allranks.torch.parallel.tensor.cutting import CutModel
-from allranks.torch.parallel.tensor.exchange import Along, Exchange
+from allranks.torch.parallel.tensor.exchange import Along, TensorExchange
 
 
 def with_parameters(
@@ -205,9 +205,9 @@ class TwoAxes:
     Every rank makes one. `shards` are the ranks with the same part of every layer.
     """
 
-    def __init__(self, cut: CutModel, exchange: Exchange, shards: Comm) -> None:
+    def __init__(self, cut: CutModel, exchange: TensorExchange, shards: Comm) -> None:
         self.cut, self.exchange, self.shards = cut, exchange, shards
-        self.asked: Asked | None = None
+        self.asked: OptimizerArguments | None = None
         tensor = exchange.comm
         groups = [comm.counting_group("control") for comm in (tensor, shards)]
         ranks = torch.arange(shards.size * tensor.size).view(shards.size, tensor.size).t()
@@ -245,7 +245,7 @@ class TwoAxes:
 
         It is asked at the first call, and where its hyper-parameters have changed.
         """
-        self.asked = self.asked or Asked(optimizer)
+        self.asked = self.asked or OptimizerArguments(optimizer)
         if self.asked.is_new() and groups_of_whole(optimizer, asked, self._cuts(model)):
             raise RequestError(
                 asked=f"{asked} with {type(optimizer).__name__}",
@@ -254,7 +254,7 @@ class TwoAxes:
                 do="--strategy fsdp or tensor, or an optimizer that updates every number by itself",
             )
 
-    def _cuts(self, model: nn.Module) -> dict[int, Cut]:
+    def _cuts(self, model: nn.Module) -> dict[int, WeightParts]:
         """Of every parameter: along the tensor axis, and then each part by rows."""
         shards = self.shards.size
 
@@ -262,9 +262,11 @@ class TwoAxes:
             return [rows for part in parts(whole) for rows in part.chunk(shards)]
 
         once = self.cut.cuts(model, self.exchange.comm.size)
-        every = {id(p): Cut(tuple(p.shape), lambda whole: [whole]) for p in model.parameters()}
+        every = {
+            id(p): WeightParts(tuple(p.shape), lambda whole: [whole]) for p in model.parameters()
+        }
         return {
-            key: Cut(cut.shape, partial(by_rows, cut.parts))
+            key: WeightParts(cut.shape, partial(by_rows, cut.parts))
             for key, cut in {**every, **once}.items()
             if cut.shape
         }

@@ -26,8 +26,8 @@ from allranks.errors import RequestError
 from allranks.torch.checkpoint.tree import local
 from allranks.torch.comm.comm import Comm
 from allranks.torch.model.reals import real_type, reals
-from allranks.torch.optimizers.elementwise import Cut, groups_of_whole
-from allranks.torch.optimizers.made import Asked
+from allranks.torch.optimizers.elementwise import WeightParts, groups_of_whole
+from allranks.torch.optimizers.made import OptimizerArguments
 from allranks.torch.parallel.sharded.state import known_to_all
 from allranks.torch.parallel.tensor.exchange import Along, part_sizes
 
@@ -46,9 +46,9 @@ class Divided:
         """The part of a `rank`: a view, in the order of what the rank holds."""
         return self.along.own(whole, ranks, rank)
 
-    def cut(self, ranks: int) -> Cut:
+    def cut(self, ranks: int) -> WeightParts:
         """How so many ranks hold it."""
-        return Cut(tuple(self.shape), partial(self.along.parts, ranks))
+        return WeightParts(tuple(self.shape), partial(self.along.parts, ranks))
 
     def part_nbytes(self, ranks: int, rank: int) -> int:
         dim, runs = self.along
@@ -70,7 +70,7 @@ class WholeUpdates:
         self.comm, self.optimizer, self.divided, self.asked = comm, optimizer, divided, asked
         self.owners = _owners(divided, optimizer, comm.size)
         self.here: dict[str, bool] = {}
-        self._asked: Asked | None = None
+        self._asked: OptimizerArguments | None = None
 
     def find(self) -> dict[str, bool]:
         """Ask the optimizer which parameters it needs whole: `here`; again when groups are new.
@@ -78,7 +78,7 @@ class WholeUpdates:
         What was whole once stays so: that is right for any optimizer.
         """
         if self._asked is None:
-            self._asked = Asked(self.optimizer)
+            self._asked = OptimizerArguments(self.optimizer)
         self._asked.is_new()
         ranks, divided = self.comm.size, self.divided.values()
         cuts = {id(one.parameter): one.cut(ranks) for one in divided}

@@ -38,7 +38,7 @@ class HeadsOutput(RowLinear, NonDynamicallyQuantizableLinear):
 
 
 @dataclass(frozen=True)
-class Asked:
+class AttentionOptions:
     """What a call wants beside attention: `mask` is added to the scores of this rank's heads.
 
     (1 or n, 1 or heads, queries, keys); `None` for none, or where `is_causal` says it all.
@@ -143,7 +143,7 @@ class HeadsOfAttention(CutLayer, nn.MultiheadAttention):
     # --- heads ----------------------------------------------------------------------------
 
     def _attended(
-        self, leaves: list[list[Tensor]], asked: Asked
+        self, leaves: list[list[Tensor]], asked: AttentionOptions
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Attention of this rank's heads, leaf by leaf, and its weights where they are there."""
         keeps, found, weights, start = self._keeps(leaves, asked), [], [], 0
@@ -165,7 +165,7 @@ class HeadsOfAttention(CutLayer, nn.MultiheadAttention):
             start += heads
         return found, weights
 
-    def _keeps(self, leaves: list[list[Tensor]], asked: Asked) -> Tensor | None:
+    def _keeps(self, leaves: list[list[Tensor]], asked: AttentionOptions) -> Tensor | None:
         """What dropout multiplies the weights of this rank's heads by; `None` where it is off."""
         if not self._draws():
             return None
@@ -201,7 +201,7 @@ class HeadsOfAttention(CutLayer, nn.MultiheadAttention):
         *,
         causal: bool,
         told: bool,
-    ) -> Asked:
+    ) -> AttentionOptions:
         """What is added to scores, of both masks; `causal` is a hint of what the first one is.
 
         Raises `RequestError` for masks that `nn.MultiheadAttention` refuses.
@@ -211,7 +211,7 @@ class HeadsOfAttention(CutLayer, nn.MultiheadAttention):
         if causal and mask is None:
             raise _no_mask("is_causal=True without attn_mask", "attn_mask says what is causal")
         if causal and padding is None and not told and not self._draws():
-            return Asked(None, True, told)
+            return AttentionOptions(None, True, told)
         added = None
         if mask is not None:
             many = (n * self.num_heads, queries, keys)
@@ -229,7 +229,7 @@ class HeadsOfAttention(CutLayer, nn.MultiheadAttention):
                 raise _no_mask(found, f"it is {(n, keys)}")
             of_keys = _added(padding, like.dtype).view(n, 1, 1, keys)
             added = of_keys if added is None else added + of_keys
-        return Asked(added, False, told)
+        return AttentionOptions(added, False, told)
 
     def _draws(self) -> bool:
         return self.training and self.dropout > 0

@@ -43,7 +43,7 @@ LENGTHS = {
 
 
 @dataclass
-class Cut:
+class LayerCut:
     """One layer to be cut. `block` is the first layer of its block, if it is of one."""
 
     name: str
@@ -98,7 +98,7 @@ def has_heads(module: nn.Module) -> bool:
     return attention.bias_k is None and attention.bias_v is None and not attention.add_zero_attn
 
 
-def by_heads(name: str, attention: Any) -> list[Cut]:
+def by_heads(name: str, attention: Any) -> list[LayerCut]:
     """The block of attention: its projections in, and the one out."""
     unit, out = attention.head_dim, f"{name}.out_proj" if name else "out_proj"
-    return [Cut(name, attention, HEADS, unit), Cut(out, attention.out_proj, ROW, unit)]
+    return [LayerCut(name, attention, HEADS, unit), LayerCut(out, attention.out_proj, ROW, unit)]

@@ -17,11 +17,11 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from allranks.errors import RequestError
 from allranks.job.place import Placed
 from allranks.torch.model.layers import own_kind
-from allranks.torch.optimizers.elementwise import Cut
+from allranks.torch.optimizers.elementwise import WeightParts
 from allranks.torch.parallel.sharded.gradients import check_no_hooks
 from allranks.torch.parallel.tensor.attention import HeadsOfAttention, HeadsOutput
 from allranks.torch.parallel.tensor.cut import COLUMN, DIMS, HEADS, ROW, VOCABULARY
-from allranks.torch.parallel.tensor.exchange import Along, Exchange
+from allranks.torch.parallel.tensor.exchange import Along, TensorExchange
 from allranks.torch.parallel.tensor.layers import (
     Between,
     ByLeaves,
@@ -34,7 +34,7 @@ from allranks.torch.parallel.tensor.layers import (
     ShownWhole,
     VocabularyEmbedding,
 )
-from allranks.torch.parallel.tensor.plan import ELEMENTWISE, Plan, default_plan, given_plan
+from allranks.torch.parallel.tensor.plan import ELEMENTWISE, CutPlan, default_plan, given_plan
 from allranks.torch.random.dropout import ShardDropout
 from allranks.torch.task import Task
 
@@ -70,16 +70,16 @@ class CutModel:
         """Of what stands in the places of the cut parameters right now."""
         return {id(layer.held(name)) for layer in self.layers for name in layer.dims}
 
-    def part_of(self, name: str, whole: Tensor, exchange: Exchange) -> Tensor:
+    def part_of(self, name: str, whole: Tensor, exchange: TensorExchange) -> Tensor:
         """What this rank holds of a whole parameter: all of one that is not cut."""
         along = self.dims.get(name)
         return whole if along is None else exchange.own(whole, along).contiguous()
 
-    def cuts(self, model: nn.Module, ranks: int) -> dict[int, Cut]:
+    def cuts(self, model: nn.Module, ranks: int) -> dict[int, WeightParts]:
         """How the parameters of a model are cut, by their `id`."""
         held = dict(model.named_parameters())
         return {
-            id(held[name]): Cut(tuple(self.shapes[name]), partial(along.parts, ranks))
+            id(held[name]): WeightParts(tuple(self.shapes[name]), partial(along.parts, ranks))
             for name, along in self.dims.items()
         }
 
@@ -97,7 +97,7 @@ class CutModel:
 
 
 def cut_layers(
-    task: Task, model: nn.Module, exchange: Exchange, asked: str, leaves: int = 0
+    task: Task, model: nn.Module, exchange: TensorExchange, asked: str, leaves: int = 0
 ) -> CutModel:
     """Cut what the task plans of `model`, or else all that can be, in place. No communication.
 
@@ -118,7 +118,7 @@ def cut_layers(
 
 
 def cut_model(
-    model: nn.Module, plan: Plan, exchange: Exchange, of: nn.Module | None = None
+    model: nn.Module, plan: CutPlan, exchange: TensorExchange, of: nn.Module | None = None
 ) -> CutModel:
     """Cut `model` in place. What the plan does not name is the same on every rank of the axis.
 
@@ -175,7 +175,7 @@ def _slots(*models: nn.Module) -> dict[str, set[tuple[nn.Module, str]]]:
     return found
 
 
-def held_part(whole: Tensor, along: int | Along, exchange: Exchange) -> nn.Parameter:
+def held_part(whole: Tensor, along: int | Along, exchange: TensorExchange) -> nn.Parameter:
     """This rank's part of a weight, as a parameter of its own."""
     part = exchange.own(whole.detach(), along).clone(memory_format=torch.contiguous_format)
     held = nn.Parameter(part, requires_grad=whole.requires_grad)
@@ -184,7 +184,7 @@ def held_part(whole: Tensor, along: int | Along, exchange: Exchange) -> nn.Param
 
 
 def _tell_what_is_between(
-    model: nn.Module, plan: Plan, regions: dict[str, Region], exchange: Exchange
+    model: nn.Module, plan: CutPlan, regions: dict[str, Region], exchange: TensorExchange
 ) -> None:
     """Let dropout between the columns and the row of a block draw for all features.
 

@@ -66,7 +66,7 @@ def tree_sum(parts: Sequence[Tensor]) -> Tensor:
     return sums[0]
 
 
-class Exchange:
+class TensorExchange:
     """The ranks of the axis. `reduced` and `gathered` are the bytes of whole tensors that steps
     have all-reduced and all-gathered, counted by their shapes.
 
@@ -214,7 +214,7 @@ def _behind_batch(along: int | Along) -> Along:
 
 class _Copied(torch.autograd.Function):
     @staticmethod
-    def forward(exchange: Exchange, input: Tensor) -> Tensor:
+    def forward(exchange: TensorExchange, input: Tensor) -> Tensor:
         return input.view_as(input)
 
     @staticmethod
@@ -231,13 +231,13 @@ class _Copied(torch.autograd.Function):
         return tangent.view_as(tangent)
 
     @staticmethod
-    def vmap(info: Any, dims: Any, exchange: Exchange, input: Tensor) -> tuple[Tensor, int]:
+    def vmap(info: Any, dims: Any, exchange: TensorExchange, input: Tensor) -> tuple[Tensor, int]:
         return exchange.copied(*_batched(info, dims[1:], [input])), 0
 
 
 class _Summed(torch.autograd.Function):
     @staticmethod
-    def forward(exchange: Exchange, part: Tensor) -> Tensor:
+    def forward(exchange: TensorExchange, part: Tensor) -> Tensor:
         return exchange.sum_(part.contiguous())
 
     @staticmethod
@@ -255,7 +255,7 @@ class _SummedAnew(torch.autograd.Function):
     """The sum in memory of its own."""
 
     @staticmethod
-    def forward(exchange: Exchange, part: Tensor) -> Tensor:
+    def forward(exchange: TensorExchange, part: Tensor) -> Tensor:
         return exchange.sum_(part.clone(memory_format=torch.contiguous_format))
 
     @staticmethod
@@ -271,13 +271,13 @@ class _SummedAnew(torch.autograd.Function):
         return _call(_SummedAnew, ctx.exchange, tangent)
 
     @staticmethod
-    def vmap(info: Any, dims: Any, exchange: Exchange, part: Tensor) -> tuple[Tensor, int]:
+    def vmap(info: Any, dims: Any, exchange: TensorExchange, part: Tensor) -> tuple[Tensor, int]:
         return _call(_SummedAnew, exchange, *_batched(info, dims[1:], [part])), 0
 
 
 class _CopiedLeaves(torch.autograd.Function):
     @staticmethod
-    def forward(exchange: Exchange, input: Tensor) -> tuple[Tensor, ...]:
+    def forward(exchange: TensorExchange, input: Tensor) -> tuple[Tensor, ...]:
         return tuple(input.view_as(input) for _ in range(exchange.leaves))
 
     @staticmethod
@@ -295,13 +295,13 @@ class _CopiedLeaves(torch.autograd.Function):
         return tuple(tangent.view_as(tangent) for _ in range(ctx.exchange.leaves))
 
     @staticmethod
-    def vmap(info: Any, dims: Any, exchange: Exchange, input: Tensor) -> Any:
+    def vmap(info: Any, dims: Any, exchange: TensorExchange, input: Tensor) -> Any:
         return exchange.copied_leaves(*_batched(info, dims[1:], [input])), (0,) * exchange.leaves
 
 
 class _SummedLeaves(torch.autograd.Function):
     @staticmethod
-    def forward(exchange: Exchange, *parts: Tensor) -> Tensor:
+    def forward(exchange: TensorExchange, *parts: Tensor) -> Tensor:
         return exchange.tree_sum(parts)
 
     @staticmethod
@@ -317,10 +317,10 @@ class _SummedLeaves(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor) -> Tensor:
-        return cast("Exchange", ctx.exchange).summed_leaves(tangents)
+        return cast("TensorExchange", ctx.exchange).summed_leaves(tangents)
 
     @staticmethod
-    def vmap(info: Any, dims: Any, exchange: Exchange, *parts: Tensor) -> tuple[Tensor, int]:
+    def vmap(info: Any, dims: Any, exchange: TensorExchange, *parts: Tensor) -> tuple[Tensor, int]:
         return exchange.summed_leaves(_batched(info, dims[1:], parts)), 0
 
 
@@ -352,7 +352,7 @@ class Joined(torch.autograd.Function):
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(exchange: Exchange, part: Tensor, along: int | Along, size: int) -> Tensor:
+    def forward(exchange: TensorExchange, part: Tensor, along: int | Along, size: int) -> Tensor:
         return exchange.all(part, along, size)
 
     @staticmethod
@@ -367,11 +367,11 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: None, tangent: Tensor, *rest: None) -> Tensor:
-        return cast("Exchange", ctx.exchange).whole(tangent, ctx.along, ctx.size)
+        return cast("TensorExchange", ctx.exchange).whole(tangent, ctx.along, ctx.size)
 
     @staticmethod
     def vmap(
-        info: Any, dims: Any, exchange: Exchange, part: Tensor, along: int | Along, size: int
+        info: Any, dims: Any, exchange: TensorExchange, part: Tensor, along: int | Along, size: int
     ) -> tuple[Tensor, int]:
         (part,) = _batched(info, dims[1:2], [part])
         return exchange.whole(part, _behind_batch(along), size), 0
@@ -379,7 +379,7 @@ class _Gathered(torch.autograd.Function):
 
 class _OwnPart(torch.autograd.Function):
     @staticmethod
-    def forward(exchange: Exchange, whole: Tensor, along: int | Along) -> Tensor:
+    def forward(exchange: TensorExchange, whole: Tensor, along: int | Along) -> Tensor:
         return exchange.own(whole, along).contiguous()
 
     @staticmethod
@@ -394,11 +394,11 @@ class _OwnPart(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: None, tangent: Tensor, *rest: None) -> Tensor:
-        return cast("Exchange", ctx.exchange).own_part(tangent, ctx.along)
+        return cast("TensorExchange", ctx.exchange).own_part(tangent, ctx.along)
 
     @staticmethod
     def vmap(
-        info: Any, dims: Any, exchange: Exchange, whole: Tensor, along: int | Along
+        info: Any, dims: Any, exchange: TensorExchange, whole: Tensor, along: int | Along
     ) -> tuple[Tensor, int]:
         (whole,) = _batched(info, dims[1:2], [whole])
         return exchange.own_part(whole, _behind_batch(along)), 0

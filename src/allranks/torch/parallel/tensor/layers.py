@@ -27,10 +27,10 @@ from torch.nn import functional as F
 from allranks.errors import RequestError
 from allranks.torch.context_parallel.exchange import POSITIONS
 from allranks.torch.model.layers import Swapped, has_hooks, own_kind
-from allranks.torch.parallel.tensor.exchange import Along, Exchange, Joined, part_sizes
+from allranks.torch.parallel.tensor.exchange import Along, Joined, TensorExchange, part_sizes
 from allranks.torch.parallel.tensor.scattered import AllRows, ScatteredExchange
 from allranks.torch.parallel.tensor.whole_weight import WholeWeight, shown
-from allranks.torch.random.dropout import Part
+from allranks.torch.random.dropout import TensorPart
 
 ATTENTION_DIMS = 4  # (sample, head, position, feature or position)
 
@@ -43,7 +43,7 @@ class Region:
     is not active are layers by themselves.
     """
 
-    def __init__(self, exchange: Exchange, units: int, *, are_heads: bool, name: str) -> None:
+    def __init__(self, exchange: TensorExchange, units: int, *, are_heads: bool, name: str) -> None:
         self.exchange, self.units, self.are_heads, self.name = exchange, units, are_heads, name
         sizes = part_sizes(units, exchange.comm.size)
         self.start, self.own = sum(sizes[: exchange.comm.rank]), sizes[exchange.comm.rank]
@@ -71,12 +71,12 @@ class Region:
         self.is_open = True
         return self._copies
 
-    def part_of(self, tensor: Tensor) -> Part | None:
+    def part_of(self, tensor: Tensor) -> TensorPart | None:
         """Which part of a whole activation a tensor is; `None` if it is whole."""
         if not self.is_open:
             return None
         if self.are_heads and tensor.ndim == ATTENTION_DIMS and tensor.shape[1] == self.own:
-            return Part(1, self.start, self.units)
+            return TensorPart(1, self.start, self.units)
         each, rest = divmod(tensor.shape[-1], self.own)
         if rest:
             raise RequestError(
@@ -86,7 +86,7 @@ class Region:
                 "features or heads",
                 do="leave the block out of tensor_plan(), or --strategy ddp",
             )
-        return Part(-1, self.start * each, self.units * each)
+        return TensorPart(-1, self.start * each, self.units * each)
 
 
 class Between:
@@ -99,7 +99,7 @@ class Between:
         """The region that activations are in right now, the innermost one."""
         return next((region for region in reversed(self.regions) if region.is_open), None)
 
-    def part_of(self, tensor: Tensor) -> Part | None:
+    def part_of(self, tensor: Tensor) -> TensorPart | None:
         """Which part of a whole activation a tensor is; `None` if it is whole."""
         region = self.open_region()
         return None if region is None else region.part_of(tensor)
@@ -125,7 +125,7 @@ class OpenChain(Swapped, nn.Sequential):
                 region.is_active = False
 
 
-def copies_of(exchange: Exchange, input: Tensor) -> tuple[Tensor, ...]:
+def copies_of(exchange: TensorExchange, input: Tensor) -> tuple[Tensor, ...]:
     """The input of a column, once for each of its leaves."""
     return exchange.copied_leaves(input) if exchange.leaves else (exchange.copied(input),)
 
@@ -133,7 +133,7 @@ def copies_of(exchange: Exchange, input: Tensor) -> tuple[Tensor, ...]:
 class CutLayer(Swapped):
     """A layer of which this rank holds a part. `region` is that of its block, if it has one."""
 
-    exchange: Exchange
+    exchange: TensorExchange
     region: Region | None
     dims: dict[str, Along]
     sizes: dict[str, int]
@@ -198,7 +198,7 @@ class ByLeaves(Swapped, nn.Module):
     Torch rounds the last elements of a tensor, those that fill no vector, in another way.
     """
 
-    exchange: Exchange
+    exchange: TensorExchange
     between: Between
 
     def forward(self, input: Tensor) -> Tensor:
@@ -429,7 +429,7 @@ class _OverClasses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, exchange: Exchange, logits: Tensor, target: Tensor, start: int, ignored: int
+        ctx: Any, exchange: TensorExchange, logits: Tensor, target: Tensor, start: int, ignored: int
     ) -> Tensor:
         comm = exchange.comm
         most = exchange.all(logits.amax(1)[None], 0, comm.size).amax(0)

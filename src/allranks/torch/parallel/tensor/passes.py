@@ -18,15 +18,15 @@ from allranks.torch.context_parallel.blocks import CutBlocks
 from allranks.torch.model.layers import Scope
 from allranks.torch.model.precision import Precision
 from allranks.torch.parallel.tensor.cutting import CutModel
-from allranks.torch.parallel.tensor.exchange import Exchange
+from allranks.torch.parallel.tensor.exchange import TensorExchange
 from allranks.torch.parallel.tensor.scattered import ScatteredExchange
 
 
-def exchange_of(axis: Comm, strategy: str, *, sequence: bool, leaves: int = 0) -> Exchange:
+def exchange_of(axis: Comm, strategy: str, *, sequence: bool, leaves: int = 0) -> TensorExchange:
     """What the ranks of the axis exchange; one rank has no positions to cut."""
     if sequence and axis.size > 1:
         return ScatteredExchange(axis, f"--strategy {strategy}:sequence=yes")
-    return Exchange(axis, leaves)
+    return TensorExchange(axis, leaves)
 
 
 class CutPasses:
@@ -38,7 +38,7 @@ class CutPasses:
     def __init__(
         self,
         cut: CutModel,
-        exchange: Exchange,
+        exchange: TensorExchange,
         model: nn.Module,
         blocks: Mapping[str, nn.Module],
         precision: Precision,

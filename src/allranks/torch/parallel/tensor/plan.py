@@ -29,7 +29,7 @@ from allranks.torch.parallel.tensor.cut import (
     ROW,
     VOCABULARY,
     WAYS,
-    Cut,
+    LayerCut,
     by_heads,
     can_be_cut,
     has_heads,
@@ -54,14 +54,14 @@ LEAST_SHARE = 20
 
 
 @dataclass
-class Plan:
+class CutPlan:
     """The layers that are cut, by name, in the order of the model."""
 
     ranks: int
     even: bool = False
-    cuts: dict[str, Cut] = field(default_factory=dict)
+    cuts: dict[str, LayerCut] = field(default_factory=dict)
 
-    def add_block(self, cuts: list[Cut]) -> bool:
+    def add_block(self, cuts: list[LayerCut]) -> bool:
         """Take columns and a row as a block, if they go together; returns whether they did."""
         units = {cut.units for cut in cuts}
         ways = {cut.way for cut in cuts}
@@ -75,9 +75,9 @@ class Plan:
         return True
 
 
-def default_plan(model: nn.Module, ranks: int, *, even: bool = False) -> Plan:
+def default_plan(model: nn.Module, ranks: int, *, even: bool = False) -> CutPlan:
     """What can be cut of a model, into `even` parts alone if asked."""
-    plan = Plan(ranks, even)
+    plan = CutPlan(ranks, even)
     holders = holders_of_weights(model)
     torn = {
         name
@@ -95,7 +95,7 @@ def default_plan(model: nn.Module, ranks: int, *, even: bool = False) -> Plan:
     for name, module in model.named_modules():
         if name in plan.cuts or name in torn or not can_be_cut(module):
             continue
-        ways = [Cut(name, module, way) for way in _ways_of(module, is_tied=name in tied)]
+        ways = [LayerCut(name, module, way) for way in _ways_of(module, is_tied=name in tied)]
         alone += [cut for cut in ways if cut.fits(ranks, even=even)][:1]
     small = _left_whole(alone, sum(p.numel() for p in model.parameters()), ranks)
     worth = [cut for cut in alone if id(cut.module.weight) not in small]
@@ -105,7 +105,7 @@ def default_plan(model: nn.Module, ranks: int, *, even: bool = False) -> Plan:
     return plan
 
 
-def _left_whole(alone: list[Cut], weights: int, ranks: int) -> set[int]:
+def _left_whole(alone: list[LayerCut], weights: int, ranks: int) -> set[int]:
     """The ids of the weights that are not worth the messages of a layer by itself.
 
     The smallest ones: together at most a twentieth of what a rank holds of the model.
@@ -122,9 +122,9 @@ def _left_whole(alone: list[Cut], weights: int, ranks: int) -> set[int]:
 
 def given_plan(
     model: nn.Module, ranks: int, given: Mapping[str, Any], *, even: bool = False
-) -> Plan:
+) -> CutPlan:
     """What a task says is cut; raises `RequestError` where that cannot be."""
-    plan, cuts, uses = Plan(ranks, even), dict[str, Cut](), _uses(model)
+    plan, cuts, uses = CutPlan(ranks, even), dict[str, LayerCut](), _uses(model)
     for pattern, how in given.items():
         names = [name for name, _ in model.named_modules() if fnmatchcase(name, pattern)]
         if not names:
@@ -168,7 +168,7 @@ def refused(found: str, why: str, do: str) -> RequestError:
     return RequestError(asked="tensor_plan() for --strategy tensor", found=found, why=why, do=do)
 
 
-def _checked(name: str, module: Any, how: Any, plan: Plan) -> Cut:
+def _checked(name: str, module: Any, how: Any, plan: CutPlan) -> LayerCut:
     way, unit = how if isinstance(how, tuple) else (how, getattr(module, "head_dim", 1))
     if way not in WAYS:
         raise refused(f"{name}: {how!r}", f"a way is one of {', '.join(WAYS)}", "name one of them")
@@ -178,7 +178,7 @@ def _checked(name: str, module: Any, how: Any, plan: Plan) -> Cut:
         without = "add_bias_kv, add_zero_attn" if way == HEADS else "max_norm, sparse"
         why = f"it cuts an nn.{WAYS[way].__name__} without {without} or a forward of its own"
         raise refused(found, why, "leave it out: it is then the same on every rank")
-    cut = Cut(name, module, way, unit)
+    cut = LayerCut(name, module, way, unit)
     if not cut.fits(plan.ranks, even=plan.even):
         parts = f"{plan.ranks} leaves" if plan.even else f"{plan.ranks} ranks"
         found = f"{name}: {way} of {cut.units} features, rows or heads, for {parts}"
@@ -187,7 +187,7 @@ def _checked(name: str, module: Any, how: Any, plan: Plan) -> Cut:
     return cut
 
 
-def _check_tied(model: nn.Module, plan: Plan) -> None:
+def _check_tied(model: nn.Module, plan: CutPlan) -> None:
     """A weight of several modules is cut in all of them, by its rows, or in none."""
     for names in holders_of_weights(model).values():
         cuts = [plan.cuts.get(name) for name in names]
@@ -204,7 +204,7 @@ def _uses(model: nn.Module) -> Counter[int]:
     return Counter(id(child) for parent in model.modules() for child in parent._modules.values())
 
 
-def _can_be_block(cuts: Sequence[Cut], parent: nn.Module, uses: Counter[int]) -> bool:
+def _can_be_block(cuts: Sequence[LayerCut], parent: nn.Module, uses: Counter[int]) -> bool:
     """Whether nobody sees the activations from the columns to the row but what is there itself."""
     if any(uses[id(cut.module)] > 1 for cut in cuts):
         return False
@@ -223,7 +223,7 @@ def _children(name: str, parent: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield (f"{name}.{child}" if name else child), module
 
 
-def _blocks_in(name: str, parent: nn.Module) -> Iterator[list[Cut]]:
+def _blocks_in(name: str, parent: nn.Module) -> Iterator[list[LayerCut]]:
     """Blocks of columns and a row directly below a module: those it has itself, or a stack."""
     if isinstance(parent, nn.Sequential):
         yield from _pairs_in(name, parent)
@@ -241,7 +241,7 @@ def _blocks_in(name: str, parent: nn.Module) -> Iterator[list[Cut]]:
         return
     if all(can_be_cut(module) for _, module, _ in found):
         pairs = [(p, m, how if isinstance(how, tuple) else (how, 1)) for p, m, how in found]
-        yield [Cut(path, module, *how) for path, module, how in pairs]
+        yield [LayerCut(path, module, *how) for path, module, how in pairs]
 
 
 def _is_elementwise(function: Any) -> bool:
@@ -252,7 +252,7 @@ def _is_elementwise(function: Any) -> bool:
 
 def _pairs_in(
     name: str, stack: nn.Sequential, ways: Mapping[str, str] | None = None
-) -> Iterator[list[Cut]]:
+) -> Iterator[list[LayerCut]]:
     """Two Linear one after the other, with nothing but element-wise layers in between.
 
     With `ways` the first is a column there, and the second a row. What a stack with a forward of
@@ -260,16 +260,16 @@ def _pairs_in(
     """
     if not is_chain(stack):
         return
-    first: Cut | None = None
+    first: LayerCut | None = None
     for path, module in _children(name, stack):
         linear: Any = module
         if own_kind(module) is nn.Linear and can_be_cut(module):
             if first is not None and (ways is None or ways.get(path) == ROW):
-                yield [first, Cut(path, linear, ROW)]
+                yield [first, LayerCut(path, linear, ROW)]
                 first = None
             else:
                 is_first = ways is None or ways.get(path) == COLUMN
-                first = Cut(path, linear, COLUMN) if is_first else None
+                first = LayerCut(path, linear, COLUMN) if is_first else None
         elif not _is_elementwise(module):
             first = None
 

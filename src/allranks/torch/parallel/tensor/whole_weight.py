@@ -18,7 +18,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._pytree import tree_map_only
 
 from allranks.errors import RequestError
-from allranks.torch.parallel.tensor.exchange import Along, Exchange
+from allranks.torch.parallel.tensor.exchange import Along, TensorExchange
 
 GRAD: Any = torch.autograd.grad
 GRADIENT: Any = vars(torch._C.TensorBase)["grad"].__get__
@@ -30,7 +30,7 @@ class WholeWeight(Tensor):
     if TYPE_CHECKING:
         collect: Callable[[], Tensor]
         part: Tensor | None
-        exchange: Exchange
+        exchange: TensorExchange
         along: Along
         numbers: Tensor | None
 
@@ -107,7 +107,12 @@ def _gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[An
 class _Shown(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, kind: type[WholeWeight], exchange: Exchange, part: Tensor, along: Along, size: int
+        ctx: Any,
+        kind: type[WholeWeight],
+        exchange: TensorExchange,
+        part: Tensor,
+        along: Along,
+        size: int,
     ) -> Tensor:
         ctx.exchange, ctx.along = exchange, along
         shape, own = list(part.shape), part.detach()
@@ -121,7 +126,7 @@ class _Shown(torch.autograd.Function):
         return None, None, ctx.exchange.own(gradient, ctx.along).contiguous(), None, None
 
 
-def shown(exchange: Exchange, part: Tensor, along: Along, size: int) -> Tensor:
+def shown(exchange: TensorExchange, part: Tensor, along: Along, size: int) -> Tensor:
     """The whole of a weight of which a rank holds a part; the same tensor all through a pass."""
     key = id(part), torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     found = exchange.weights.get(key)

@@ -35,7 +35,7 @@ from allranks.job.place import GATHERED, Placed
 from allranks.strategies.shards import Micro
 from allranks.torch.data.batch import (
     Batch,
-    Cut,
+    ShareUse,
     check_first_batch,
     gathered,
     samples_in,
@@ -166,7 +166,7 @@ def _is_constant(value: Any) -> bool:
 
 NAME = "inputs and outputs of a micro-batch"
 ASKED = "--strategy dp"
-CUT = Cut(ASKED, "the replicas")
+CUT = ShareUse(ASKED, "the replicas")
 SEES_ROWS = "each replica has a gradient of its rows alone, and the hook expects that of all"
 
 

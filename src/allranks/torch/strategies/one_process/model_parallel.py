@@ -33,7 +33,7 @@ from allranks.errors import RequestError, explained
 from allranks.job.place import Placed
 from allranks.torch.data.batch import (
     Batch,
-    Cut,
+    ShareUse,
     check_first_batch,
     gathered,
     samples_in,
@@ -228,7 +228,7 @@ def _backward_of(
     return lambda: piece.run(turns, work, is_forward=False)
 
 
-CUT = Cut("--strategy model-parallel:split", "the pieces in flight")
+CUT = ShareUse("--strategy model-parallel:split", "the pieces in flight")
 TWO_DEVICES = re.compile(r"to be on the same device|is not on the expected device")
 
 

@@ -23,7 +23,7 @@ from allranks.strategies.reductions.compressed import is_matrix
 from allranks.torch.comm.comm import Comm
 from allranks.torch.comm.subgroups import Pending
 from allranks.torch.compression.codecs import ColumnQuantizer
-from allranks.torch.parallel.data.compressed.gathered import Compressed, Exchange, real_view
+from allranks.torch.parallel.data.compressed.gathered import BucketExchange, Compressed, real_view
 from allranks.torch.parallel.data.reducer import Bucket
 
 
@@ -37,7 +37,7 @@ class NBit(Compressed):
         super().__init__(comm, shards, after)
         self.quantizer = ColumnQuantizer(int(bits))
 
-    def exchange_of(self, bucket: Bucket) -> Exchange:
+    def exchange_of(self, bucket: Bucket) -> BucketExchange:
         return _Striped(self.comm, bucket, self.quantizer)
 
 
@@ -89,7 +89,7 @@ class _Matrix:
         return message
 
 
-class _Striped(Exchange):
+class _Striped(BucketExchange):
     """One bucket, its matrices by columns."""
 
     def __init__(self, comm: Comm, bucket: Bucket, quantizer: ColumnQuantizer) -> None:

@@ -23,15 +23,13 @@ from allranks.strategies.reduction_tree import Span
 from allranks.strategies.reductions.compressed import whole_words
 from allranks.torch.comm.comm import Comm
 from allranks.torch.comm.subgroups import Pending
-from allranks.torch.compression.codecs import Codec
-from allranks.torch.compression.codecs import TopK as TopKCodec
-from allranks.torch.compression.codecs import TwoBit as TwoBitCodec
-from allranks.torch.compression.cosines import CosineBlocks, Parts
+from allranks.torch.compression.codecs import Codec, TopK, TwoBit
+from allranks.torch.compression.cosines import CodecParts, CosineBlocks
 from allranks.torch.compression.error_feedback import ErrorFeedback
 from allranks.torch.parallel.data.reducer import Bucket, Reducer
 
 
-class Exchange(ABC):
+class BucketExchange(ABC):
     """One bucket, and what this rank keeps of it from step to step."""
 
     @abstractmethod
@@ -49,11 +47,11 @@ class Compressed(Reducer):
     def __init__(self, comm: Comm, shards: int, after: int = 0) -> None:
         super().__init__(comm, shards)
         self.after, self.steps = after, 0
-        self._exchanges: list[Exchange] = []
+        self._exchanges: list[BucketExchange] = []
         self._under_way: list[tuple[Iterator[Pending], Pending]] = []
 
     @abstractmethod
-    def exchange_of(self, bucket: Bucket) -> Exchange:
+    def exchange_of(self, bucket: Bucket) -> BucketExchange:
         """How a bucket with the gradients of parameters is summed."""
 
     def prepare(self, buckets: Sequence[Bucket]) -> None:
@@ -134,7 +132,7 @@ def shapes_of(bucket: Bucket) -> tuple[tuple[int, ...], ...]:
 # `two-bit` is that of MXNet.
 
 
-class Gathered(Exchange):
+class Gathered(BucketExchange):
     """One bucket, encoded whole. Keeps a residual of its size, which may fade."""
 
     def __init__(self, comm: Comm, bucket: Bucket, codec: Codec, decay: float = 1) -> None:
@@ -163,27 +161,27 @@ class Gathered(Exchange):
         return {name: {"residual": view} for name, view in views.items()}
 
 
-class TopK(Compressed):
+class TopKReducer(Compressed):
     """An all-gather per bucket. Sends (N-1) times k numbers of each chunk, with 12-bit indices."""
 
     def __init__(
         self, comm: Comm, shards: int, *, k: int, chunk: int, values: str, after: int
     ) -> None:
         super().__init__(comm, shards, after)
-        self.codec = TopKCodec(k, chunk, values)
+        self.codec = TopK(k, chunk, values)
 
-    def exchange_of(self, bucket: Bucket) -> Exchange:
+    def exchange_of(self, bucket: Bucket) -> BucketExchange:
         return Gathered(self.comm, bucket, self.codec)
 
 
-class TwoBit(Compressed):
+class TwoBitReducer(Compressed):
     """An all-gather per bucket. Sends (N-1) times 2 bits of each number."""
 
     def __init__(self, comm: Comm, shards: int, *, threshold: float, after: int) -> None:
         super().__init__(comm, shards, after)
-        self.codec = TwoBitCodec(threshold)
+        self.codec = TwoBit(threshold)
 
-    def exchange_of(self, bucket: Bucket) -> Exchange:
+    def exchange_of(self, bucket: Bucket) -> BucketExchange:
         return Gathered(self.comm, bucket, self.codec)
 
 
@@ -208,7 +206,7 @@ class DeMo(Compressed):
         super().__init__(comm, shards)
         self.keep, self.chunk, self.beta = k, chunk, beta
 
-    def exchange_of(self, bucket: Bucket) -> Exchange:
+    def exchange_of(self, bucket: Bucket) -> BucketExchange:
         first = int(bucket.flat.storage_offset())
         parts: list[tuple[int, int, Codec]] = []
         for view, shape in zip(bucket.views.values(), shapes_of(bucket), strict=True):
@@ -216,4 +214,4 @@ class DeMo(Compressed):
             if real.numel():
                 codec = CosineBlocks(shape, self.keep, self.chunk)
                 parts.append((int(real.storage_offset()) - first, real.numel(), codec))
-        return Gathered(self.comm, bucket, Parts(parts), self.beta)
+        return Gathered(self.comm, bucket, CodecParts(parts), self.beta)

@@ -26,7 +26,7 @@ from allranks.strategies.reductions.compressed import factor_rank
 from allranks.torch.comm.comm import Comm
 from allranks.torch.comm.subgroups import Pending
 from allranks.torch.compression.cosines import orthonormal
-from allranks.torch.parallel.data.compressed.gathered import Compressed, Exchange, real_view
+from allranks.torch.parallel.data.compressed.gathered import BucketExchange, Compressed, real_view
 from allranks.torch.parallel.data.reducer import Bucket
 
 LARGE = 1 << 14
@@ -40,7 +40,7 @@ class PowerSGD(Compressed):
         super().__init__(comm, shards, after)
         self.rank, self.min_rate = rank, min_rate
 
-    def exchange_of(self, bucket: Bucket) -> Exchange:
+    def exchange_of(self, bucket: Bucket) -> BucketExchange:
         return _Factored(self.comm, bucket, self.rank, self.min_rate)
 
 
@@ -90,7 +90,7 @@ class _Group:
         self.right.copy_(right.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
 
 
-class _Factored(Exchange):
+class _Factored(BucketExchange):
     """One bucket, its matrices in groups of one shape."""
 
     def __init__(self, comm: Comm, bucket: Bucket, rank: int, min_rate: float) -> None:
