@@ -39,7 +39,7 @@ DIGEST_UP_TO = 1 << 20  # of bytes: a file that is written anew with the same co
 QUOTED = re.compile(r"""(?<=["'])[A-Za-z_]\w*(?=["'])""")
 _digests: dict[str, tuple[Path, str]] = {}  # name of a module -> its file, as it was imported
 _programs: dict[str, str] = {}  # whole path of a file that is a program -> its digest
-_inherited: dict[str, int] = {}  # the last module before the fork -> how many there were
+_looked_at: dict[str, int] = {}  # the last module at the last look -> how many there were
 
 
 def remember_program(path: Path, content: bytes) -> None:
@@ -81,8 +81,6 @@ def remember_modules() -> None:
     A rank that looked through thousands of modules would copy the memory in which they lie.
     """
     _take_digests()
-    _inherited.clear()
-    _inherited[next(reversed(sys.modules))] = len(sys.modules)
 
 
 def _modules_besides(program: Path) -> dict[str, str]:
@@ -102,11 +100,13 @@ def _take_digests() -> None:
             continue
         if path.is_file():
             _digests[name] = path, hashlib.sha256(path.read_bytes()).hexdigest()
+    _looked_at.clear()
+    _looked_at[next(reversed(sys.modules))] = len(sys.modules)
 
 
 def _imported_since() -> list[tuple[str, ModuleType]]:
-    """What came after the modules that the fork server has looked at; without one, all there is."""
-    for last, count in _inherited.items():
+    """The modules since the last look, here or in the fork server; at first, all of them."""
+    for last, count in _looked_at.items():
         new = list(islice(reversed(sys.modules.items()), max(0, len(sys.modules) - count) + 1))
         if new[-1][0] == last:
             return new
