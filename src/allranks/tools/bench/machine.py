@@ -22,7 +22,7 @@ from typing import Any
 from allranks.job.job import Job
 from allranks.job.units import format_bytes
 from allranks.tools.bench.peers import HERE, ROOM
-from allranks.tools.sweep.slots import start_command
+from allranks.tools.sweep import start_command
 
 LEAST_BYTES, MOST_BYTES, ALL_BYTES = 8 * 2**20, 64 * 2**20, 512 * 2**20
 COPIES = 5

@@ -17,8 +17,7 @@ from allranks.tools.bench.energy import Meter
 from allranks.tools.bench.peers import ASKED, peer_words
 from allranks.tools.bench.plan import Combination, Plan
 from allranks.tools.bench.reading import Measured, measured_peer, measured_run
-from allranks.tools.sweep.packing import last_event, result_of
-from allranks.tools.sweep.slots import start_command
+from allranks.tools.sweep import last_event, result_of, start_command
 
 TICK_S = 0.02
 UNCHECKED = "--first-check", "off"  # a bench measures; its jobs are short and many
