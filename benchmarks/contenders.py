@@ -23,22 +23,27 @@ Equal logging means `global`. Nothing is written to a file by any of them.
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from accelerate import Accelerator
-from lightning_fabric import Fabric
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 from workloads import Workload, batches, task_of
 
 from allranks.job.job import Job
 from allranks.launcher.world import World
 from allranks.torch import Trainer
+
+sys.path.append(str(Path(__file__).resolve().parent / "peers"))
+
+from torch_loop import Hand, PeerLoop
+from with_accelerate import AccelerateLoop
+from with_fabric import FabricLoop
 
 DEFAULT_SHARDS = 8
 STEPS_LIMIT = 10**9
@@ -78,96 +83,35 @@ class Raw(Contender):
             self.optimizer.step()
 
 
-class Loop(Contender):
-    """The loop of every tutorial; `prepare` makes its `model` and `optimizer`."""
+class OfPeer(Contender):
+    """A loop of `peers/`, with the mean loss over all ranks or, `is_local`, the rank's own."""
 
-    model: Any
-    optimizer: Any
+    def __init__(
+        self,
+        workload: Workload,
+        world: World,
+        make: Callable[[], PeerLoop],
+        is_local: bool = False,
+    ) -> None:
+        self.make, self.is_local = make, is_local
+        super().__init__(workload, world)
 
-    def backward(self, loss: torch.Tensor) -> None:
-        loss.backward()
-
-    def logged(self, loss: torch.Tensor) -> float:
-        return loss.item()
+    def prepare(self) -> None:
+        self.loop = self.make()
+        assert self.loop.ranks == self.world.size
+        self.loop.batch = self.workload.batch
+        self.loop.prepare(self.workload.model(), self.workload.optimizer)
 
     def run(self, steps: int) -> None:
-        for inputs, labels in islice(self.batches, steps):
-            self.optimizer.zero_grad()
-            loss = F.cross_entropy(self.model(inputs), labels)
-            self.backward(loss)
-            self.optimizer.step()
-            self.losses.append(self.logged(loss))
+        self.loop.train(islice(self.batches, steps), loss_of, self.note)
+
+    def note(self, loss: torch.Tensor, batch: Any) -> None:
+        self.losses.append(loss.item() if self.is_local else self.loop.mean(loss))
 
 
-class DDPLocal(Loop):
-    """As in the tutorial of torch, with the rank's own loss."""
-
-    options: ClassVar[dict[str, Any]] = {}
-
-    def prepare(self) -> None:
-        self.model = DistributedDataParallel(self.workload.model(), **self.options)
-        self.optimizer = self.workload.optimizer(self.model)
-
-
-class DDPGlobal(DDPLocal):
-    """As in the tutorial of torch, with the mean loss over all ranks."""
-
-    def logged(self, loss: torch.Tensor) -> float:
-        mean = loss.detach()
-        dist.all_reduce(mean)
-        return mean.item() / self.world.size
-
-
-class DDPTuned(DDPGlobal):
-    """With the options that save time."""
-
-    options: ClassVar[dict[str, Any]] = {
-        "gradient_as_bucket_view": True,
-        "forward_sync_buffers": False,
-    }
-
-
-class FabricLocal(Loop):
-    """Lightning Fabric, as in its guide."""
-
-    def prepare(self) -> None:
-        self.fabric = Fabric(accelerator="cpu", strategy="ddp", devices=self.world.size)
-        self.fabric.launch()
-        model = self.workload.model()
-        self.model, self.optimizer = self.fabric.setup(model, self.workload.optimizer(model))
-
-    def backward(self, loss: torch.Tensor) -> None:
-        self.fabric.backward(loss)
-
-
-class FabricGlobal(FabricLocal):
-    """With the mean loss over all ranks."""
-
-    def logged(self, loss: torch.Tensor) -> float:
-        mean: Any = self.fabric.all_reduce(loss.detach(), reduce_op="mean")
-        return float(mean)
-
-
-class AccelerateLocal(Loop):
-    """Accelerate, as in its guide."""
-
-    def prepare(self) -> None:
-        self.accelerator = Accelerator(cpu=True)
-        assert self.accelerator.num_processes == self.world.size
-        model = self.workload.model()
-        optimizer = self.workload.optimizer(model)
-        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-
-    def backward(self, loss: torch.Tensor) -> None:
-        self.accelerator.backward(loss)
-
-
-class AccelerateGlobal(AccelerateLocal):
-    """With the mean loss over all ranks."""
-
-    def logged(self, loss: torch.Tensor) -> float:
-        mean: Any = self.accelerator.reduce(loss.detach(), "mean")
-        return float(mean)
+def loss_of(model: Any, batch: Any) -> torch.Tensor:
+    """The mean loss of a rank's samples."""
+    return F.cross_entropy(model(batch[0]), batch[1])
 
 
 class AllRanks(Contender):
@@ -207,16 +151,18 @@ class BitwiseN(AllRanks):
     bitwise = deterministic = True
 
 
+DDP_GLOBAL = partial(OfPeer, make=Hand)
+TUNED = {"gradient_as_bucket_view": True, "forward_sync_buffers": False}
 CONTENDERS: dict[str, Callable[[Workload, World], Contender]] = {
     "raw": Raw,
-    "ddp-local": DDPLocal,
-    "ddp-global": DDPGlobal,
-    "ddp-global-again": DDPGlobal,
-    "ddp-tuned": DDPTuned,
-    "fabric-local": FabricLocal,
-    "fabric-global": FabricGlobal,
-    "accelerate-local": AccelerateLocal,
-    "accelerate-global": AccelerateGlobal,
+    "ddp-local": partial(OfPeer, make=Hand, is_local=True),
+    "ddp-global": DDP_GLOBAL,
+    "ddp-global-again": DDP_GLOBAL,
+    "ddp-tuned": partial(OfPeer, make=partial(Hand, **TUNED)),
+    "fabric-local": partial(OfPeer, make=FabricLoop, is_local=True),
+    "fabric-global": partial(OfPeer, make=FabricLoop),
+    "accelerate-local": partial(OfPeer, make=AccelerateLoop, is_local=True),
+    "accelerate-global": partial(OfPeer, make=AccelerateLoop),
     "allranks": AllRanks,
     "allranks-8": AllRanks8,
     "allranks-bitwise": Bitwise8,

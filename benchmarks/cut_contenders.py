@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from contenders import DEFAULT_SHARDS, Contender, DDPGlobal, Loop
+from contenders import DDP_GLOBAL, DEFAULT_SHARDS, Contender, OfPeer
 from sharded_contenders import OfStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -31,6 +31,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn import functional as F
+from torch.optim import Optimizer
+from torch_loop import PeerLoop
 from workloads import Workload, batches
 
 from allranks.launcher.world import World
@@ -39,24 +41,27 @@ from allranks.launcher.world import World
 class OfWholeBatches(Contender):
     """Every rank reads all samples of a step."""
 
-    def __init__(self, workload: Workload, world: World) -> None:
-        super().__init__(workload, world)
+    def __init__(self, workload: Workload, world: World, **more: Any) -> None:
+        super().__init__(workload, world, **more)
         self.batches = batches(replace(workload, batch=workload.batch * world.size), 0, 1)
 
 
-class TensorByHand(OfWholeBatches, Loop):
+class TensorByHand(PeerLoop):
     """As in the tutorial of torch."""
 
-    def prepare(self) -> None:
-        mesh = init_device_mesh("cpu", (self.world.size,))
-        model: Any = self.workload.model()
+    def prepare(self, model: nn.Module, optimizer_of: Callable[[Any], Optimizer]) -> None:
+        mesh = init_device_mesh("cpu", (self.ranks,))
         linear = [name for name, child in model.named_children() if isinstance(child, nn.Linear)]
         pairs = zip(linear[:-1:2], linear[1:-1:2], strict=False)
         plan: dict[str, Any] = {}
         for first, second in pairs:
             plan |= {first: ColwiseParallel(), second: RowwiseParallel()}
         self.model = parallelize_module(model, mesh, plan)
-        self.optimizer = self.workload.optimizer(self.model)
+        self.optimizer = optimizer_of(self.model)
+
+
+class OfPeerOnWholeBatches(OfWholeBatches, OfPeer):
+    """A loop of a peer in which the loss of each rank is that of all samples."""
 
 
 class PipelineByHand(OfWholeBatches):
@@ -112,9 +117,9 @@ def _part(children: list[nn.Module], parts: int) -> list[list[nn.Module]]:
 
 OURS = ("tensor", "gpipe", "1f1b")
 CONTENDERS: dict[str, Callable[[Workload, World], Contender]] = {
-    "ddp": DDPGlobal,
-    "ddp-again": DDPGlobal,
-    "tensor-by-hand": TensorByHand,
+    "ddp": DDP_GLOBAL,
+    "ddp-again": DDP_GLOBAL,
+    "tensor-by-hand": partial(OfPeerOnWholeBatches, make=TensorByHand, is_local=True),
     "gpipe-by-hand": GPipeByHand,
     "1f1b-by-hand": OneForwardOneBackwardByHand,
     **{

@@ -3,7 +3,7 @@
     python benchmarks/fuzz_peers.py --combinations 200 --seed 0
 
 DistributedDataParallel, ZeroRedundancyOptimizer, `fully_shard`, Accelerate, Lightning Fabric and
-DeepSpeed, each used as its documentation says (`fuzzing/peers/loops.py`), in float64 over Gloo.
+DeepSpeed, each used as its documentation says (`peers/as_documented.py`), in float64 over Gloo.
 What is found is told in `docs/found.md`, each with a script of its own.
 """
 
@@ -24,10 +24,10 @@ from typing import Any
 
 from harness import RECORDS, finish_record, say, start_record
 
-ROOM = Path(__file__).resolve().parent / "fuzzing"
-sys.path[:0] = [str(ROOM), str(ROOM / "peers")]
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE / "fuzzing"), str(HERE / "peers")]
 
-from loops import LOOPS, Told, on_ranks, one_process  # noqa: E402
+from as_documented import LOOPS, Told, on_ranks, one_process  # noqa: E402
 
 BOUND = 1e-9
 FP32_BOUND = 1e-3

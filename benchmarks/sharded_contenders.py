@@ -16,13 +16,14 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from contenders import STEPS_LIMIT, Contender, DDPGlobal
+from contenders import DDP_GLOBAL, STEPS_LIMIT, Contender, OfPeer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
+from torch_loop import PeerLoop
 from workloads import Workload, task_of
 
 from allranks.job.job import Job
@@ -30,27 +31,26 @@ from allranks.launcher.world import World
 from allranks.torch import Trainer
 
 
-class ZeroByHand(DDPGlobal):
+class ZeroByHand(PeerLoop):
     """As in the tutorial of torch."""
 
-    def prepare(self) -> None:
-        self.model = DistributedDataParallel(self.workload.model())
+    def prepare(self, model: nn.Module, optimizer_of: Callable[[Any], Optimizer]) -> None:
+        self.model = DistributedDataParallel(model)
         self.optimizer = ZeroRedundancyOptimizer(
             self.model.parameters(), optimizer_class=AdamW, lr=1e-4
         )
 
 
-class FSDP2ByHand(DDPGlobal):
+class FSDP2ByHand(PeerLoop):
     """As in the tutorial of torch: each repeated block is a unit, and the rest."""
 
-    def prepare(self) -> None:
-        mesh = init_device_mesh("cpu", (self.world.size,))
-        model: Any = self.workload.model()
+    def prepare(self, model: nn.Module, optimizer_of: Callable[[Any], Optimizer]) -> None:
+        mesh = init_device_mesh("cpu", (self.ranks,))
         for child in model.children():
             if isinstance(child, nn.Linear):
                 fully_shard(child, mesh=mesh)
         self.model = fully_shard(model, mesh=mesh)
-        self.optimizer = self.workload.optimizer(self.model)
+        self.optimizer = optimizer_of(self.model)
 
 
 class OfStrategy(Contender):
@@ -72,9 +72,9 @@ class OfStrategy(Contender):
 
 OURS = ("ddp", "zero1", "zero2", "fsdp")
 CONTENDERS: dict[str, Callable[[Workload, World], Contender]] = {
-    "ddp": DDPGlobal,
-    "ddp-again": DDPGlobal,
-    "zero-by-hand": ZeroByHand,
-    "fsdp2-by-hand": FSDP2ByHand,
+    "ddp": DDP_GLOBAL,
+    "ddp-again": DDP_GLOBAL,
+    "zero-by-hand": partial(OfPeer, make=ZeroByHand),
+    "fsdp2-by-hand": partial(OfPeer, make=FSDP2ByHand),
     **{f"allranks {name}": partial(OfStrategy, strategy=name) for name in OURS},
 }

@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 
 import allranks.launcher.processes.fork_server_client
 import allranks.launcher.start
-import allranks.tools.sweep.slots
+import allranks.tools.sweep
 from allranks.catalog import preload_for
 from allranks.cli import main as door
 from allranks.job.program import remember_modules
@@ -147,7 +147,7 @@ def be_launched(request: dict[str, Any]) -> NoReturn:
         signal.signal(signal.SIGTERM, door._interrupt)
         for module in (allranks.launcher.processes.fork_server_client, allranks.launcher.start):
             module.ForkServer = ForkedServer  # type: ignore[attr-defined,misc]
-        allranks.tools.sweep.slots.start_command = start_forked
+        allranks.tools.sweep.start_command = start_forked
         sys.argv = ["allranks", *request["words"]]
         code = 0
         Path(request["ready"]).touch()

@@ -440,6 +440,16 @@ def test_what_a_peer_does_not_have_is_refused_by_name(
         check_job(peer, _job(job))
 
 
+def test_an_installed_package_has_no_peers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every_peer_is_installed: None
+) -> None:
+    monkeypatch.setattr("allranks.tools.bench.peers.SCRIPT", tmp_path / "train.py")
+    said = CliRunner().invoke(cli, ["bench", "digits", "--peers", "hand", "--dry-run"])
+    assert isinstance(said.exception, RequestError)
+    assert f"no {tmp_path / 'train.py'}" in said.exception.found
+    assert "project's checkout, under benchmarks/peers" in said.exception.why
+
+
 def test_of_each_option_of_a_job_somebody_has_said_what_peers_make_of_it() -> None:
     """One that they pass over in silence would make them another training than ours."""
     checked = {"engine", "place"}

@@ -257,6 +257,6 @@ FOUND = {
 def test_what_was_found_in_peers_is_there(script: str) -> None:
     """As `docs/found.md` tells it; one that is mended upstream is told there as mended."""
     assert script in (ROOT / "docs" / "found.md").read_text()
-    command = [sys.executable, str(ROOM / "peers" / script)]
+    command = [sys.executable, str(ROOT / "benchmarks" / "peers" / "found" / script)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert re.search(FOUND[script], done.stdout), done.stdout + done.stderr

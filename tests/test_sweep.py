@@ -22,7 +22,7 @@ from allranks.cli.train import train as command
 from allranks.errors import RequestError
 from allranks.job.run_folder import read_events, read_rows
 from allranks.launcher.processes.linux import state_of
-from allranks.tools.sweep.packing import Outcome, share_out
+from allranks.tools.sweep import SweepJob, locked_folder, share_out
 from conftest import Train
 from launch_host import Host, Launch, children_of, until
 
@@ -70,6 +70,12 @@ def test_four_jobs_in_two_slots_one_of_them_failing(
     ]
     other = host.launch(tmp_path, *words[:-1], "lr=1,2", "--run-dir", "sweep")
     assert other.wait() == 2 and "found: a sweep of other jobs" in other.err
+    for more, asked in ((("--seed", "1"), "seed"), (("--set", "hidden=4"), "hidden")):
+        other = host.launch(tmp_path, *words, *more, "--run-dir", "sweep")
+        assert other.wait() == 2 and asked in other.err, other.err
+    fewer = [word if word != "6" else "5" for word in words]
+    other = host.launch(tmp_path, *fewer, "--run-dir", "sweep")
+    assert other.wait() == 2 and "lr=0.01 is done, with another steps" in other.err
 
 
 def _as_when_run_alone(jobs: dict[str, dict[str, Any]], folder: Path, train: Train) -> None:
@@ -155,7 +161,7 @@ def test_a_job_is_started_on_its_cores_and_dies_with_the_sweep(tmp_path: Path) -
     code = f"""if True:
         import time
         from pathlib import Path
-        from allranks.tools.sweep.slots import start_command
+        from allranks.tools.sweep import start_command
         words = ["--job", "job.toml", "--run-dir", "run"]
         print(start_command(words, [{core}], Path("log")).pid, flush=True)
         time.sleep(600)
@@ -264,10 +270,29 @@ def test_train_names_the_verb(word: str) -> None:
 def test_what_has_one_value_is_said_to_every_job() -> None:
     """The words of the jobs; a field of one value is a field, and sweeps nothing."""
     words = ["synthetic", "--set", "lr=1,2", "--set", "width=8", "--ranks", "1", "--steps", "3"]
-    packing = plan(sweep.make_context("sweep", words))
-    assert [set(job.words) for job in packing.jobs] == [
+    planned = plan(sweep.make_context("sweep", words))
+    assert [set(job.words) for job in planned.jobs] == [
         {"synthetic", "--set=width=8", f"--set=lr={lr}", "--ranks=1", "--steps=3"} for lr in (1, 2)
     ]
+
+
+def test_a_folder_is_of_one_sweep_which_may_get_more_jobs(tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    with locked_folder(folder, ["a"]):
+        with (
+            pytest.raises(RequestError, match="a sweep that is running"),
+            locked_folder(folder, []),
+        ):
+            pass
+        (folder / "a").mkdir()
+        (folder / "a" / "job.toml").touch()
+    with locked_folder(folder, ["b", "a"]):
+        pass
+    with pytest.raises(RequestError, match="a sweep of other jobs"), locked_folder(folder, ["b"]):
+        pass
+    for foreign in (tmp_path, folder / "a"):
+        with pytest.raises(RequestError, match="no sweep left it"), locked_folder(foreign, ["b"]):
+            pass
 
 
 def test_names_are_safe_and_differ() -> None:
@@ -291,8 +316,8 @@ def test_cores_are_shared_out_evenly_and_none_twice(cores: int, slots: int) -> N
 def test_the_table_has_every_metric_and_steers_no_terminal() -> None:
     summary = {"eval": {"accuracy": 0.91234}, "train_loss": 0.25}
     rows = [
-        Outcome("a", {"lr": "1"}, 1, os.path.abspath("runs/a"), "done", summary=summary),
-        Outcome("b", {"lr": "\x1b[2J"}, 1, os.path.abspath("runs/b"), "failed"),
+        SweepJob("a", {"lr": "1"}, 1, os.path.abspath("runs/a"), state="done", summary=summary),
+        SweepJob("b", {"lr": "\x1b[2J"}, 1, os.path.abspath("runs/b"), state="failed"),
     ]
     assert table(rows).splitlines() == [
         "lr       state   accuracy  train loss  run folder",

@@ -21,8 +21,13 @@ from allranks.tools.doctor.diagnosis import (
 )
 from allranks.tools.doctor.doctor import needed_torch
 from allranks.tools.doctor.examination import SEEN, SEEN_LOCK, WORKS, Examination, Folder
-from allranks.tools.doctor.findings import findings
-from allranks.tools.doctor.symptoms import Collected, is_within, may_differ, must_be_equal
+from allranks.tools.doctor.findings import (
+    Collected,
+    findings,
+    is_within,
+    may_differ,
+    must_be_equal,
+)
 
 GIB = 1 << 30
 TORCH = "torch<2.14,>=2.13"

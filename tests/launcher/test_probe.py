@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
+import psutil
 import pytest
 
 from allranks.launcher.nodes.channel import Channel, Disconnected, Refused, authenticate
@@ -22,9 +23,8 @@ from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.tools.doctor import examination, probe
 from allranks.tools.doctor.diagnosis import MOST_IN_FULL, Endpoint
 from allranks.tools.doctor.examination import SEEN, SEEN_LOCK, WORKS, Mark, examine, examine_folder
-from allranks.tools.doctor.link_matrix import measure_links, pairs_to_measure
 from allranks.tools.doctor.probe import UNCOUNTED, Arrival, LinkSpeeds, measure, serve
-from allranks.tools.doctor.probes import Door, Lost, Probes
+from allranks.tools.doctor.probes import Door, Lost, Probes, measure_links, pairs_to_measure
 
 HERE = "127.0.0.1"
 KEY = "the key of this test"
@@ -283,12 +283,13 @@ def test_the_kind_of_a_file_system_is_that_of_the_nearest_mount(
     space = tmp_path / "a b"
     space.mkdir()
     escaped = str(space).replace(" ", r"\040")
-    lines = ["1 0 0:1 / / rw - ext4 /dev/x rw", f"2 1 0:2 / {escaped} rw shared:1 - lustre x rw"]
-    (tmp_path / "mounts").write_text("\n".join(lines))
-    monkeypatch.setattr(examination, "MOUNTS", tmp_path / "mounts")
+    (tmp_path / "self").mkdir()
+    lines = ["/dev/x / ext4 rw 0 0", f"y {escaped} ext4 rw 0 0", f"x {escaped} lustre rw 0 0"]
+    (tmp_path / "self" / "mounts").write_text("\n".join(lines))
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
     assert examination._kind(space) == "lustre"
     assert examination._kind(tmp_path) == "ext4"
-    monkeypatch.setattr(examination, "MOUNTS", tmp_path / "none")
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path / "none"))
     assert examination._kind(space) is None
 
 

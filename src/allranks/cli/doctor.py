@@ -20,7 +20,7 @@ from allranks.job.config import resolve
 from allranks.launcher.nodes.cluster import is_head, take_part
 from allranks.launcher.places.base import NodeRequest
 from allranks.tools.doctor.cleaning import Cleaned, Leftover, clean
-from allranks.tools.doctor.doctor import Question, diagnose
+from allranks.tools.doctor.doctor import diagnose
 
 GPUS = "allranks.tools.doctor.gpus:examine"  # it needs numpy
 RUNS = "runs"
@@ -83,7 +83,7 @@ def doctor(leftovers: str | None, rows: str | None, as_object: bool, **flags: An
     job = resolve(ANY_PROGRAM, asked).job
     run_dir = Path(os.path.abspath(flags["run_dir"] or Path(RUNS, "new")))
     request = NodeRequest(job.place, job.nodes, job.ranks, rendezvous, program, words)
-    diagnosis = diagnose(Question(request, _there(run_dir.parent)), say)
+    diagnosis = diagnose(request, _there(run_dir.parent), say)
     if as_object:
         click.echo(as_json(diagnosis.to_data()))
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,27 +18,28 @@ from allranks.cli.display.progress import say
 from allranks.cli.options import GroupedCommand, training_options
 from allranks.cli.train import job_of
 from allranks.errors import Interrupted, ProgramError, RequestError, Stopped, printable
-from allranks.job.job import Job
+from allranks.job.config import threads_per_rank
+from allranks.job.job import Job, Training, names_in, read_value
+from allranks.job.job_file import read_job_file, redacted
 from allranks.job.limits import devices_of
+from allranks.job.resume import CHANGEABLE
 from allranks.launcher.start import look_at_program, new_run_dir
-from allranks.strategies.choice import TRUTH
-from allranks.tools.sweep.packing import (
+from allranks.strategies.choice import TRUTH, split_outside_brackets
+from allranks.tools.sweep import (
     DONE,
     FAILED,
     INTERRUPTED,
-    STOPPED,
-    Outcome,
-    PackedJob,
-    Packing,
     Slot,
-    Sweep,
-    previous,
+    SweepJob,
+    locked_folder,
+    run_jobs,
     share_out,
 )
-from allranks.tools.sweep.slots import Watcher, run_packed
 
-SWEEP_OPTIONS = ("settings", "slots", "run_dir", "dry_run", "as_object")
-NOT_SWEPT = ("set", "job", "resume", "inject", *SWEEP_OPTIONS, "json")
+SWEEP_OPTIONS = ("slots", "run_dir", "dry_run", "as_object")
+NOT_SWEPT = ("set", "job", "resume", "inject", "json", *SWEEP_OPTIONS)
+MAY_CHANGE = {*names_in(Training), "strategy", "ranks"}.intersection(CHANGEABLE)
+"""The options that decide a result, and that a run which goes on may change."""
 LONGEST_NAME = 150
 
 
@@ -51,7 +52,7 @@ class Axis:
     option: click.Option | None
 
     def words(self, value: str) -> list[str]:
-        """How one value is asked for on the command line."""
+        """The words of `allranks train` for one value."""
         if self.option is None:
             return [f"--set={self.name}={value}"]
         if not self.option.is_flag:
@@ -59,6 +60,15 @@ class Axis:
         if value.lower() not in TRUTH:
             raise _refused(f"--set {self.name}={value}", f"{self.name} takes true or false")
         return [self.option.opts[0]] if TRUTH[value.lower()] else []
+
+
+@dataclass(frozen=True)
+class SweepPlan:
+    """All jobs, in the order in which they start, their slots, and the folder of their runs."""
+
+    folder: Path
+    jobs: tuple[SweepJob, ...]
+    slots: tuple[Slot, ...]
 
 
 @click.command(cls=GroupedCommand, context_settings={"help_option_names": ["-h", "--help"]})
@@ -78,59 +88,52 @@ def sweep(context: click.Context, /, dry_run: bool, as_object: bool, **_: Any) -
     allranks sweep digits --set lr=1e-3,3e-4 --set width=16,32 --slots 2
     allranks sweep digits --set ranks=1,2 --set seed=1,2,3 --steps 20
     """
-    packing = plan(context)
-    look_at_program(job_of(job.words) for job in packing.jobs)
+    planned = plan(context)
+    folder, jobs, slots = str(planned.folder), planned.jobs, planned.slots
+    look_at_program(job_of(job.words) for job in jobs)
     if dry_run:
-        _print_plan(packing, as_object)
+        _print_plan(planned, as_object)
         return
-    with Sweep(packing) as running:
-        reason = run_packed(running, Watcher(_tell_start, _tell_end))
-        outcomes = list(running.outcomes.values())
-        click.echo(table(outcomes), err=as_object)
+    with locked_folder(planned.folder, [job.name for job in jobs]):
+        reason = run_jobs(jobs, slots, say)
+        click.echo(table(jobs), err=as_object)
         if as_object:
-            click.echo(as_json(running.to_data()))
-    _conclude(packing.folder, outcomes, reason)
+            data = [job.to_data() for job in jobs]
+            click.echo(as_json({"sweep_dir": folder, "slots": len(slots), "jobs": data}))
+    _conclude(folder, jobs, reason)
 
 
 # --- the plan -----------------------------------------------------------------------------------
 
 
-def plan(context: click.Context) -> Packing:
+def plan(context: click.Context) -> SweepPlan:
     """The jobs that a command line asks for, each checked as far as it can be without its task."""
     axes = _axes(context)
-    combinations = [
-        dict(zip([axis.name for axis in axes], values, strict=True))
-        for values in itertools.product(*(axis.values for axis in axes))
-    ]
-    base = words_of(context, axes)
-    words = [
-        (*base, *(word for axis in axes for word in axis.words(settings[axis.name])))
-        for settings in combinations
-    ]
-    first = job_of(words[0])
-    slots = _slots(context, first, len(combinations), axes)
+    constant = _constant_words(context, {axis.name for axis in axes})
+    jobs = list[tuple[dict[str, str], tuple[str, ...]]]()
+    for values in itertools.product(*(axis.values for axis in axes)):
+        words = [
+            word for axis, value in zip(axes, values, strict=True) for word in axis.words(value)
+        ]
+        settings = {axis.name: value for axis, value in zip(axes, values, strict=True)}
+        jobs.append((settings, (*constant, *words)))
+    first = job_of(jobs[0][1])
+    slots = _slots(context, first, len(jobs), axes)
     program = Path(first.program.partition(":")[0]).stem
     folder = Path(context.params["run_dir"] or new_run_dir(f"{program}-sweep")).absolute()
-    before = previous(folder)
-    known = before.threads if before else {}
-    jobs = []
-    for settings, own in zip(combinations, words, strict=True):
-        name = name_of(settings)
-        job = job_of([*own, *slots[-1].words, f"--run-dir={folder / name}"])
-        threads = known.get(name) or _threads(job, len(slots))
-        jobs.append(PackedJob(name, settings, own, threads))
-    if len({job.name for job in jobs}) < len(jobs):
+    planned = [_job(folder / name_of(settings), settings, words, slots) for settings, words in jobs]
+    if len({job.name for job in planned}) < len(planned):
         raise _refused("--set", "one value stands there twice")
-    return Packing(folder, tuple(jobs), slots)
+    return SweepPlan(folder, tuple(planned), slots)
 
 
 def _axes(context: click.Context) -> list[Axis]:
-    """What has several values, checked against the options, and against what else is given."""
-    settings: tuple[str, ...] = context.params["settings"]
-    axes = [_axis(context, text) for text in settings if _has_several(text)]
+    """What has several values, checked against the options, and against the other settings."""
+    settings = [text.partition("=")[::2] for text in context.params["settings"]]
+    axes = [_axis(context, name, _values(text)) for name, text in settings if _values(text)[1:]]
     if not axes:
         raise _refused("allranks sweep", "no --set with several values")
-    names = [setting.partition("=")[0] for setting in settings]
+    names = [name for name, _ in settings]
     for axis in axes:
         if names.count(axis.name) > 1:
             again = "write all values after one name"
@@ -138,60 +141,44 @@ def _axes(context: click.Context) -> list[Axis]:
     return axes
 
 
-def _has_several(text: str) -> bool:
-    return len(list(_split(text.partition("=")[2]))) > 1
+def _values(text: str) -> list[str]:
+    """The values of one setting: a strategy in brackets may have commas of its own."""
+    try:
+        return split_outside_brackets(text)
+    except ValueError:
+        return [text]
 
 
-def _axis(context: click.Context, text: str) -> Axis:
-    """`lr=1e-3,3e-4`."""
-    name, _, values = text.partition("=")
-    listed = tuple(_split(values))
-    if not name or not all(listed):
-        raise _refused(f"--set {text}", "it is not NAME=VALUE,VALUE")
-    options = {
-        option.opts[0].removeprefix("--"): option
-        for option in context.command.params
-        if isinstance(option, click.Option)
-    }
-    option = options.get(name.replace("_", "-"))
+def _axis(context: click.Context, name: str, values: Sequence[str]) -> Axis:
+    text = f"--set {name}={','.join(values)}"
+    if not name or not all(values):
+        raise _refused(text, "it is not NAME=VALUE,VALUE")
     if name.replace("-", "_") in NOT_SWEPT:
-        raise _refused(
-            f"--set {text}", f"--{name} is not a value of a job", "sweep fields and options"
-        )
+        raise _refused(text, f"--{name} is not a value of a job", "sweep fields and options")
+    flag = f"--{name.replace('_', '-')}"
+    options = (p for p in context.command.params if isinstance(p, click.Option))
+    option = next((option for option in options if option.opts[0] == flag), None)
     if option is not None and context.params[str(option.name)] is not None:
-        raise _refused(f"--set {text}", f"{option.opts[0]} is given too", "say it in one place")
-    return Axis(name, listed, option)
+        raise _refused(text, f"{flag} is given too", "say it in one place")
+    return Axis(name, tuple(values), option)
 
 
-def _split(values: str) -> Iterator[str]:
-    """Cut at commas that stand outside brackets: a strategy may have options."""
-    depth, part = 0, ""
-    for letter in values:
-        depth += (letter == "(") - (letter == ")")
-        if letter == "," and depth == 0:
-            yield part
-            part = ""
-        else:
-            part += letter
-    yield part
-
-
-def words_of(context: click.Context, axes: Sequence[Axis]) -> list[str]:
-    """What was given of each job on this command line, as words that say it again to `train`."""
-    swept = {axis.name for axis in axes}
-    settings: tuple[str, ...] = context.params["settings"]
-    words = [f"--set={text}" for text in settings if text.partition("=")[0] not in swept]
+def _constant_words(context: click.Context, swept: set[str]) -> list[str]:
+    """The words of `allranks train` for everything that is the same in all jobs."""
+    words = []
     for parameter in context.command.params:
         value = context.params[str(parameter.name)]
         if parameter.name in SWEEP_OPTIONS or value is None:
             continue
-        if isinstance(parameter, click.Argument):
-            words.append(str(value))
-        elif isinstance(parameter, click.Option) and parameter.is_flag:
+        if isinstance(parameter, click.Option) and parameter.is_flag:
             words += [parameter.opts[0]] if value else []
-        else:
+        elif isinstance(parameter, click.Option):
             values = value if parameter.multiple else [value]
-            words += [f"{parameter.opts[0]}={one}" for one in values]
+            if parameter.name == "settings":
+                values = [text for text in values if text.partition("=")[0] not in swept]
+            words += [f"{parameter.opts[0]}={text}" for text in values]
+        else:
+            words.append(str(value))
     return words
 
 
@@ -199,9 +186,9 @@ def _slots(context: click.Context, job: Job, jobs: int, axes: Sequence[Axis]) ->
     """The room there is; cores and devices are shared out where there are enough."""
     count = min(context.params["slots"] or 1, jobs)
     cores = share_out(sorted(os.sched_getaffinity(0)), count)
-    named = any(axis.name == "devices" for axis in axes)
-    numbers = () if named else devices_of(job)
-    if job.device != "cpu" and count > 1 and not (numbers or named):
+    are_swept = any(axis.name == "devices" for axis in axes)
+    numbers = () if are_swept else devices_of(job)
+    if job.device != "cpu" and count > 1 and not (numbers or are_swept):
         raise RequestError(
             asked=f"a sweep on --device {job.device} with --slots {count}",
             found="no --devices",
@@ -209,17 +196,47 @@ def _slots(context: click.Context, job: Job, jobs: int, axes: Sequence[Axis]) ->
             do="name those to share out: --devices 0,1,2,3, or --slots 1",
         )
     devices = [
-        (f"--devices={','.join(map(str, own))}",) if own else ()
-        for own in share_out(numbers, count)
+        (f"--devices={','.join(map(str, share))}",) if share else ()
+        for share in share_out(numbers, count)
     ]
     return tuple(Slot(n, cores[n], devices[n]) for n in range(count))
 
 
-def _threads(job: Job, slots: int) -> int:
-    """Threads of each rank, decided once: they are part of what makes the bits."""
-    if job.threads is not None:
-        return job.threads
-    return 1 if job.bitwise else max(1, len(os.sched_getaffinity(0)) // slots // job.ranks)
+def _job(
+    run_dir: Path, settings: dict[str, str], words: tuple[str, ...], slots: Sequence[Slot]
+) -> SweepJob:
+    """A job as its run folder has it already, where it was started before.
+
+    Threads are part of what makes the bits: they are decided once, and recorded in its `job.toml`.
+    """
+    job = job_of([*words, *slots[-1].words, f"--run-dir={run_dir}"])
+    planned = SweepJob(
+        name=run_dir.name,
+        settings=settings,
+        threads=threads_per_rank(job, len(slots) * job.ranks),
+        run_dir=str(run_dir),
+        words=words,
+    )
+    if planned.state == DONE:
+        _check_same(run_dir, job)
+    return planned
+
+
+def _check_same(run_dir: Path, job: Job) -> None:
+    """Raise `RequestError` if the run in this folder is done, and had other words."""
+    before, fields = read_job_file(str(run_dir / "job.toml"))
+    changed = [n for n in MAY_CHANGE if before.get(n, getattr(Job(), n)) != getattr(job, n)]
+    for name, value in redacted(job.task).items():
+        recorded = fields.get(name, value)
+        if value != recorded and read_value(name, value, type(recorded)) != recorded:
+            changed.append(name)
+    if changed:
+        raise RequestError(
+            asked=f"--run-dir {run_dir.parent}",
+            found=f"a sweep of other jobs: {run_dir.name} is done, with another {changed[0]}",
+            why="a sweep skips what is done, and these words ask for another result",
+            do="name a folder that does not exist yet, or say the same words as before",
+        )
 
 
 def name_of(settings: dict[str, str]) -> str:
@@ -252,72 +269,40 @@ def _refused(asked: str, found: str, do: str = "") -> RequestError:
 # --- what a person sees -------------------------------------------------------------------------
 
 
-def _print_plan(packing: Packing, as_object: bool) -> None:
-    """What would run."""
+def _print_plan(planned: SweepPlan, as_object: bool) -> None:
     if as_object:
-        jobs = [
-            {"name": j.name, "settings": j.settings, "threads": j.threads} for j in packing.jobs
-        ]
-        slots = [{"cores": slot.cores, "words": slot.words} for slot in packing.slots]
-        click.echo(as_json({"sweep_dir": str(packing.folder), "slots": slots, "jobs": jobs}))
+        names = ("name", "settings", "threads")
+        jobs = [{name: getattr(job, name) for name in names} for job in planned.jobs]
+        slots = [{"cores": slot.cores, "words": slot.words} for slot in planned.slots]
+        click.echo(as_json({"sweep_dir": str(planned.folder), "slots": slots, "jobs": jobs}))
         return
-    lines = [f"{len(packing.jobs)} jobs in {packing.folder}", *map(str, packing.slots), ""]
-    lines += [f"{job.name}  threads per rank {job.threads}" for job in packing.jobs]
+    lines = [f"{len(planned.jobs)} jobs in {planned.folder}", *map(str, planned.slots), ""]
+    lines += [f"{job.name}  threads per rank {job.threads}" for job in planned.jobs]
     click.echo("\n".join(printable(line) for line in lines))
 
 
-def _tell_start(slot: Slot, outcome: Outcome) -> None:
-    say(f"started {outcome.name} in {slot}")
-
-
-def _tell_end(slot: Slot, outcome: Outcome) -> None:
-    seconds = (outcome.ended or 0.0) - (outcome.started or 0.0)
-    line = f"{outcome.state} {outcome.name} after {seconds:.1f} s"
-    if outcome.summary is not None:
-        values = [f"{name} {value:.4f}" for name, value in _measured(outcome).items()]
-        line += f": {', '.join(values)}" if values else ""
-    if outcome.report:
-        line += f": {outcome.report.splitlines()[0]}"
-    say(line)
-
-
-def _measured(outcome: Outcome) -> dict[str, float]:
-    """The metrics of a job that is done, and its loss."""
-    if outcome.summary is None:
-        return {}
-    values: dict[str, Any] = dict(outcome.summary["eval"])
-    if outcome.summary["train_loss"] is not None:
-        values["train loss"] = outcome.summary["train_loss"]
-    return {name: float(value) for name, value in values.items()}
-
-
-def table(outcomes: Sequence[Outcome]) -> str:
-    """The jobs in the order in which they were asked for: values, state, metrics, run folder."""
-    metrics = list(dict.fromkeys(name for outcome in outcomes for name in _measured(outcome)))
-    rows = [[*outcomes[0].settings, "state", *metrics, "run folder"]]
-    for outcome in outcomes:
-        measured = _measured(outcome)
-        cells = [f"{measured[name]:.4f}" if name in measured else "" for name in metrics]
-        place = os.path.relpath(outcome.run_dir)
-        rows.append([*outcome.settings.values(), outcome.state, *cells, place])
+def table(jobs: Sequence[SweepJob]) -> str:
+    """The jobs in the order of the command line: values, state, metrics, run folder."""
+    metrics = list(dict.fromkeys(name for job in jobs for name in job.metrics))
+    rows = [[*jobs[0].settings, "state", *metrics, "run folder"]]
+    for job in jobs:
+        cells = [f"{job.metrics[name]:.4f}" if name in job.metrics else "" for name in metrics]
+        rows.append([*job.settings.values(), job.state, *cells, os.path.relpath(job.run_dir)])
     rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def _conclude(folder: Path, outcomes: Sequence[Outcome], reason: str) -> None:
+def _conclude(folder: str, jobs: Sequence[SweepJob], reason: str) -> None:
     """Raise how the sweep ended, unless all its jobs are done."""
-    named = {
-        state: [outcome.name for outcome in outcomes if outcome.state == state]
-        for state in (DONE, FAILED, INTERRUPTED, STOPPED)
-    }
-    count = f"{len(named[DONE])} of {len(outcomes)} jobs are done"
+    states = [job.state for job in jobs]
+    failed = [job.name for job in jobs if job.state == FAILED]
+    count = f"{states.count(DONE)} of {len(jobs)} jobs are done"
     again = f"to resume, say the same with --run-dir {folder}"
-    if len(named[DONE]) == len(outcomes):
+    if states.count(DONE) == len(jobs):
         return
-    if reason == "SIGINT" or named[INTERRUPTED]:
+    if reason == "SIGINT" or INTERRUPTED in states:
         raise Interrupted(f"interrupted ({reason or 'a job'}); {count}; {again}")
-    if reason or not named[FAILED]:
+    if reason or not failed:
         raise Stopped(f"stopped ({reason or 'a job'}); {count}; {again}")
-    failed = ", ".join(named[FAILED])
-    raise ProgramError(f"{len(named[FAILED])} of {len(outcomes)} jobs failed: {failed}; {again}")
+    raise ProgramError(f"{len(failed)} of {len(jobs)} jobs failed: {', '.join(failed)}; {again}")

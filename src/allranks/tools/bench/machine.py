@@ -1,8 +1,8 @@
 """The machine that figures are of, and its ceiling: what no strategy can go beyond.
 
 Copies are made with threads that hold no lock of Python, one on each core at once: a byte that is
-copied is read and written, and is counted once. The sums between ranks are those of a script of
-`allranks.programs.peers`, over what the ranks of a job would talk over.
+copied is read and written, and is counted once. The sums between ranks are those of the script
+`allranks.programs.all_reduce_rate`, over what the ranks of a job would talk over.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 
 from allranks.job.job import Job
 from allranks.job.units import format_bytes
-from allranks.tools.bench.peers import HERE, ROOM
-from allranks.tools.sweep.slots import start_command
+from allranks.tools.bench.peers import HERE
+from allranks.tools.sweep import start_command
 
 LEAST_BYTES, MOST_BYTES, ALL_BYTES = 8 * 2**20, 64 * 2**20, 512 * 2**20
 COPIES = 5
@@ -89,7 +89,7 @@ def all_reduce_bytes_per_s(job: Job) -> float | None:
         words = ["--ranks", str(job.ranks), "--nodes", str(job.nodes)]
         words += ["--place", job.place] if job.nodes > 1 else ["--shared-memory"]
         words += ["--run-dir", str(Path(scratch, "run")), "--time-limit", str(int(CEILING_S))]
-        words += ["--", sys.executable, "-m", f"{ROOM}.sums", str(out)]
+        words += ["--", sys.executable, "-m", "allranks.programs.all_reduce_rate", str(out)]
         process = start_command(words, (), Path(scratch, "log"), "run")
         try:
             with suppress(subprocess.TimeoutExpired):  # it ends after CEILING_S by itself

@@ -14,11 +14,10 @@ from pathlib import Path
 from allranks.job.job import Job
 from allranks.launcher.signals import Signals
 from allranks.tools.bench.energy import EnergyMeter
-from allranks.tools.bench.peers import ASKED, peer_words
+from allranks.tools.bench.peers import JOB_FILE, peer_words
 from allranks.tools.bench.plan import BenchPlan, Combination
 from allranks.tools.bench.reading import Measured, measured_peer, measured_run
-from allranks.tools.sweep.packing import last_event, result_of
-from allranks.tools.sweep.slots import start_command
+from allranks.tools.sweep import last_event, result_of, start_command
 
 TICK_S = 0.02
 UNCHECKED = "--first-check", "off"  # a bench measures; its jobs are short and many
@@ -102,7 +101,7 @@ class _BenchRuns:
         self._wait_for(words, log, verb)
         joules = meter.joules()
         if combination.is_peer:
-            (peer / ASKED).unlink()  # it may hold a key of the task
+            (peer / JOB_FILE).unlink()  # it may hold a key of the task
             found = measured_peer(peer, combination.ranks, plan.warm_up, turn, joules)
             return found if not isinstance(found, str) else f"{found}: {_why(run_dir, log)}"
         summary = result_of(run_dir) if run_dir.is_dir() else None

@@ -1,13 +1,15 @@
 """The peers that a bench can measure beside our strategies, and what of a job they do not have.
 
-A peer is a script of its own in `allranks.programs.peers`, started by `allranks run` as anybody's
-script is. It gets the same job: the model and the optimizer of its task, its batches in its order.
+Their loops are in `benchmarks/peers` of the project's checkout; an installed package has none. One
+script trains with each of them, and `allranks run` starts it as anybody's script. It gets the same
+job: the model and the optimizer of its task, its batches in its order.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -20,41 +22,31 @@ from allranks.errors import RequestError, nearest
 from allranks.job.job import Job
 from allranks.tools.bench.plan import Combination
 
-ROOM = "allranks.programs.peers"
-ASKED = "job.json"
+SCRIPT = Path(__file__).resolve().parents[4] / "benchmarks" / "peers" / "train.py"
+JOB_FILE = "job.json"
 """The file in which a peer finds its job, as long as it runs."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A script, what must be installed for it, and the engine whose tasks it trains."""
+    """What must be installed for a peer, and the engine whose tasks it trains."""
 
-    script: str
     title: str
     packages: tuple[str, ...] = ()
     pip: str = ""
     engine: str = TORCH
-    words: tuple[str, ...] = ()
 
 
 PEERS: Mapping[str, Peer] = {
-    "hand": Peer("hand", "DistributedDataParallel by hand"),
-    "accelerate": Peer("with_accelerate", "Accelerate", ("accelerate",), "accelerate"),
-    "fabric": Peer("with_fabric", "Lightning Fabric", ("lightning_fabric",), "lightning-fabric"),
-    "deepspeed": Peer("with_deepspeed", "DeepSpeed, ZeRO 0", ("deepspeed",), "deepspeed"),
-    "deepspeed-zero1": Peer(
-        "with_deepspeed", "DeepSpeed, ZeRO 1", ("deepspeed",), "deepspeed", TORCH, ("--stage", "1")
-    ),
+    "hand": Peer("DistributedDataParallel by hand"),
+    "accelerate": Peer("Accelerate", ("accelerate",), "accelerate"),
+    "fabric": Peer("Lightning Fabric", ("lightning_fabric",), "lightning-fabric"),
+    "deepspeed": Peer("DeepSpeed, ZeRO 0", ("deepspeed",), "deepspeed"),
+    "deepspeed-zero1": Peer("DeepSpeed, ZeRO 1", ("deepspeed",), "deepspeed"),
     "tf": Peer(
-        "with_tensorflow",
-        "tf.distribute by hand",
-        ("tensorflow", "keras"),
-        "'allranks[tensorflow]'",
-        TENSORFLOW,
+        "tf.distribute by hand", ("tensorflow", "keras"), "'allranks[tensorflow]'", TENSORFLOW
     ),
 }
-TASKS = {TORCH: "torch_task", TENSORFLOW: "keras_task"}
-"""What reads a task for the peers of an engine; started by itself, it says what of it none does."""
 HERE = ("local", "simulated")
 PLAIN = Job()
 NO_CHECKPOINTS = "a script writes no checkpoints"
@@ -87,14 +79,21 @@ SAME = {
 
 
 def check_peers(names: tuple[str, ...]) -> None:
-    """Raise `RequestError` for a peer that is not known, or not installed."""
+    """Raise `RequestError` for a peer that is not known, not there, or not installed."""
     for name in names:
         if name not in PEERS:
             raise RequestError(
                 asked=f"--peers {','.join(names)}",
                 found=f"no peer {name!r}",
-                why="a peer is a script that comes with allranks",
+                why="a bench measures the libraries whose loops are in benchmarks/peers",
                 do=nearest(name, PEERS),
+            )
+        if not SCRIPT.is_file():
+            raise RequestError(
+                asked=f"--peers {','.join(names)}",
+                found=f"an installed package: no {SCRIPT}",
+                why="the loops of peers are in the project's checkout, under benchmarks/peers",
+                do="install a checkout (`pip install -e .`), or leave --peers out",
             )
         peer = PEERS[name]
         missing = [package for package in peer.packages if find_spec(package) is None]
@@ -139,17 +138,17 @@ def refused_task(job: Job) -> str:
 
     The task is loaded in a process of its own, as a peer does; where that fails, so will each run.
     """
-    words = [sys.executable, "-m", f"{ROOM}.{TASKS[job.engine]}", "/dev/stdin"]
-    asked = json.dumps(job.to_data())
-    ended = subprocess.run(words, input=asked, capture_output=True, text=True, check=False)
+    peer = next(name for name, peer in PEERS.items() if peer.engine == job.engine)
+    words = [sys.executable, str(SCRIPT), peer, "/dev/stdin"]
+    text = json.dumps(job.to_data())
+    ended = subprocess.run(words, input=text, capture_output=True, text=True, check=False)
     is_refused = ended.returncode == RequestError.exit_code
     return ended.stderr.strip().splitlines()[-1] if is_refused else ""
 
 
 def script_of(name: str) -> str:
-    """How a person would start it: `python -m …`."""
-    peer = PEERS[name]
-    return " ".join(("python -m", f"{ROOM}.{peer.script}", *peer.words))
+    """How a person would start it: `python …/train.py PEER`."""
+    return f"python {os.path.relpath(SCRIPT)} {name}"
 
 
 def peer_words(
@@ -159,12 +158,11 @@ def peer_words(
 
     One that stands still is ended after `limit_s`: nobody else watches over it.
     """
-    peer = PEERS[combination.strategy]
     out.mkdir(parents=True)
-    asked = out / ASKED
-    asked.write_text(json.dumps(job.to_data()))
+    job_file = out / JOB_FILE
+    job_file.write_text(json.dumps(job.to_data()))
     words = ["--ranks", str(job.ranks), "--nodes", str(job.nodes), "--run-dir", str(run_dir)]
     words += ["--time-limit", str(math.ceil(limit_s))]
     words += ["--place", job.place] if job.nodes > 1 else []
-    script = [sys.executable, "-m", f"{ROOM}.{peer.script}", str(asked), str(out), *peer.words]
+    script = [sys.executable, str(SCRIPT), combination.strategy, str(job_file), str(out)]
     return [*words, "--", *script]

@@ -16,6 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from allranks.launcher.processes.leftovers import (
     end_processes_of,
     folders_left,
@@ -105,10 +107,10 @@ def _run_of(pid: int) -> str | None:
 
 
 def _command(pid: int) -> str:
-    """The command line of a process, or its name."""
-    with suppress(OSError):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        text = " ".join(word.decode(errors="replace") for word in words if word)
+    """The command line of a process, as far as it can be printed."""
+    with suppress(psutil.Error):
+        words = " ".join(filter(None, psutil.Process(pid).cmdline()))
+        text = words.encode(errors="replace").decode()
         return text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]}…"
     return ""
 

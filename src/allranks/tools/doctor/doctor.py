@@ -40,22 +40,12 @@ from allranks.tools.doctor.diagnosis import (
     NodeReport,
 )
 from allranks.tools.doctor.examination import Examination, Mark
-from allranks.tools.doctor.findings import findings
-from allranks.tools.doctor.link_matrix import measure_links
-from allranks.tools.doctor.probes import MODULE, Door, Lost, Probes
-from allranks.tools.doctor.symptoms import Collected, may_differ, must_be_equal
+from allranks.tools.doctor.findings import Collected, findings, may_differ, must_be_equal
+from allranks.tools.doctor.probes import MODULE, Door, Lost, Probes, measure_links
 
 CLOCK_TRIPS = 10
 TORCH = re.compile(r"torch(?![\w.-])")
 LOOPBACK = Interface("lo", "127.0.0.1")
-
-
-@dataclass(frozen=True)
-class Question:
-    """What is to be looked at: the nodes of a run like this, and the folder of its run folder."""
-
-    request: NodeRequest
-    folder: Path
 
 
 @dataclass
@@ -72,34 +62,40 @@ class _Place:
     code: int = EXIT_PLACE_FAILED  # what the nodes leave with
 
 
-def diagnose(question: Question, tell: Callable[[str], None] = lambda text: None) -> Diagnosis:
-    """Look at the place, and at all that its ranks would find; `tell` hears what takes time.
+def diagnose(
+    request: NodeRequest, folder: Path, tell: Callable[[str], None] = lambda text: None
+) -> Diagnosis:
+    """Look at the nodes of a run like this, and at the folder in which it makes its run folder.
 
-    Raises `RequestError` for what cannot be asked. No process is left.
+    `tell` hears what takes time. Raises `RequestError` for a request that cannot be. No process is
+    left.
     """
-    request = question.request
     left_s, asked = _time_left_s(), find_place(request.place, request.rendezvous)
     try:
         if isinstance(asked, AgentPlace) and (why := asked.absent()):
             raise PlaceError(why)
         with _together(request) as place:
-            diagnosis = _looked_at(question, place, left_s, tell)
+            diagnosis = _looked_at(request, folder, place, left_s, tell)
             place.code = EXIT_PLACE_FAILED if diagnosis.stops else EXIT_DONE
             return diagnosis
     except PlaceError as error:
         if not isinstance(asked, AgentPlace):
             raise
-        return _this_machine_only(question, asked, error, tell)
+        return _this_machine_only(request, folder, asked, error, tell)
 
 
 def _looked_at(
-    question: Question, place: _Place, left_s: float | None, tell: Callable[[str], None]
+    request: NodeRequest,
+    folder: Path,
+    place: _Place,
+    left_s: float | None,
+    tell: Callable[[str], None],
 ) -> Diagnosis:
     ranks = _probed(place)
     broken: list[str] = []
     with Probes(place.processes, place.listener, place.key) as probes:
         probes.start({rank: place.doors[place.node_of[rank]] for rank in ranks})
-        _look(place, probes, question.folder)
+        _look(place, probes, folder)
         matrix = measure_links(probes, _ends_of(place, ranks), broken, tell)
         lost = {place.reports[place.node_of[rank]].name: why for rank, why in probes.lost.items()}
     reports = tuple(place.reports.values())
@@ -112,9 +108,9 @@ def _looked_at(
         broken=tuple(broken),
     )
     return Diagnosis(
-        place=question.request.place,
-        ranks=question.request.ranks,
-        asked_nodes=question.request.nodes,
+        place=request.place,
+        ranks=request.ranks,
+        asked_nodes=request.nodes,
         nodes=reports,
         matrix=matrix,
         must_be_equal=must_be_equal(reports),
@@ -124,20 +120,21 @@ def _looked_at(
 
 
 def _this_machine_only(
-    question: Question, asked: AgentPlace, error: PlaceError, tell: Callable[[str], None]
+    request: NodeRequest,
+    folder: Path,
+    asked: AgentPlace,
+    error: PlaceError,
+    tell: Callable[[str], None],
 ) -> Diagnosis:
     """The nodes did not come together: why, and what there is here."""
-    request = question.request
     here = NodeRequest(LOCAL, 1, 1, program=request.program)
     with _together(here) as place:
-        place.problems.append(Finding(STOP, _NODES_MISSING, "", str(error), asked.advice))
-        seen = _looked_at(Question(here, question.folder), place, None, tell)
+        subject = "the nodes did not come together"
+        place.problems.append(Finding(STOP, subject, "", str(error), asked.advice))
+        seen = _looked_at(here, folder, place, None, tell)
     return dataclasses.replace(
         seen, place=request.place, ranks=request.ranks, asked_nodes=request.nodes
     )
-
-
-_NODES_MISSING = "the nodes did not come together"
 
 
 @contextmanager

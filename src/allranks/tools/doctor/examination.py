@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
 import resource
 import secrets
 import shutil
@@ -25,9 +24,7 @@ from allranks.launcher.processes.linux import GROUPS, MOUNT
 
 WORKS = "works"
 SHARED_MEMORY = Path("/dev/shm")
-MOUNTS = Path("/proc/self/mountinfo")
 NO_LIMIT = 1 << 60  # version 1 of control groups writes a number near 2**63 for no limit
-OCTAL = re.compile(r"\\([0-7]{3})")  # how the kernel writes a space in the name of a folder
 SEEN, SEEN_LOCK = "seen", "lock_across"
 
 
@@ -198,17 +195,11 @@ def _usage(path: Path) -> tuple[int, int] | None:
 
 def _kind(path: Path) -> str | None:
     """The kind of the file system that a folder is on: ext4, nfs4, lustre, tmpfs."""
-    try:
-        lines, real = MOUNTS.read_text().splitlines(), path.resolve()
-    except OSError:
-        return None
-    found: tuple[int, str | None] = (-1, None)
-    for line in lines:  # a later mount at the same place hides the earlier
-        before, _, after = line.partition(" - ")
-        place = Path(OCTAL.sub(lambda found: chr(int(found[1], 8)), before.split()[4]))
-        if real.is_relative_to(place) and len(place.parts) >= found[0]:
-            found = len(place.parts), after.split()[0]
-    return found[1]
+    kinds = {}  # a later mount at the same place hides the earlier
+    with suppress(OSError):
+        kinds = {Path(one.mountpoint): one.fstype for one in psutil.disk_partitions(all=True)}
+    real = path.resolve()
+    return next((kinds[place] for place in (real, *real.parents) if place in kinds), None)
 
 
 def _memory_limit() -> int | None:

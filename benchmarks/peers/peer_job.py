@@ -1,4 +1,4 @@
-"""What every peer is given, and has not to write: the task of a job, its samples, its loss.
+"""The part of a bench that every peer shares: the samples of each step, and what a rank notes.
 
 The samples of a step are those that allranks takes, in the same order and cut over the ranks in the
 same way; they are read by the same reader. The mean is the peer's own: a rank's loss is the sum
@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,16 +35,6 @@ class Share:
     epoch: int
     numbers: Any
     of_all: int
-
-
-def asked_job() -> Job:
-    """The job of the command line."""
-    return Job.from_data(json.loads(Path(sys.argv[1]).read_text()))
-
-
-def asked() -> tuple[Job, Path]:
-    """The job and the folder of the command line."""
-    return asked_job(), Path(sys.argv[2])
 
 
 def check_task(task: TaskFields) -> None:
@@ -104,12 +94,3 @@ def leave() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
-
-
-def main(run: Callable[[], object]) -> None:
-    """Run a peer; a request that it refuses ends it in words, with the code of a bad request."""
-    try:
-        run()
-    except RequestError as error:
-        print(f"{error.found}; {error.why}", file=sys.stderr)
-        sys.exit(error.exit_code)

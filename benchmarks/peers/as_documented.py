@@ -1,12 +1,12 @@
 """A training by each peer's public interface, as its documentation says that a user writes it.
 
-Every loop trains the same task, in order and without shuffling, in global batches of `batch`
-samples on each rank, and gives back its weights; `one_process` is what they are held against.
+Every loop of `fuzz_peers.py` trains the same task, in order and without shuffling, in global
+batches of `batch` samples on each rank, and gives back its weights; `one_process` is what they are
+held against. Unlike `torch_loop.py` each uses the data loader of its library, and accumulates.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -25,12 +25,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from with_deepspeed import ds, engine_of
 
-os.environ["DS_ACCELERATOR"] = "cpu"  # read once, when it is imported
-import deepspeed as ds
-
-# an operation for shared memory would be compiled on first use, which takes a minute
-ds.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 SEED = 1
 
 
@@ -207,23 +203,13 @@ def fabric(told: Told) -> Weights:
 def deepspeed(told: Told, stage: int) -> Weights:
     """DeepSpeed: https://www.deepspeed.ai/getting-started/"""
     task, module, data = made(told, torch.float32)  # it reduces no gradients in float64
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": told.batch,
-        "gradient_accumulation_steps": told.accumulate,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "gradient_clipping": task.clip_norm or 0.0,  # left out it is 1: docs/found.md
-        "zero_optimization": {
-            "stage": stage,
-            "overlap_comm": False,
-            "memory_efficient_linear": False,
-        },
-    }
-    engine, *_ = ds.initialize(
-        model=module,
-        optimizer=task.optimizer(module),
-        dist_init_required=False,
-        config=config,
+    engine = engine_of(
+        module,
+        task.optimizer(module),
+        told.batch,
+        stage,
+        gradient_accumulation_steps=told.accumulate,
+        gradient_clipping=task.clip_norm or 0.0,  # left out it is 1: docs/found.md
     )
     sampler: Any = DistributedSampler(data, shuffle=False)
     for _ in range(told.epochs):

@@ -1,1 +1,0 @@
-"""Many jobs on one machine, each in a slot of its own."""
