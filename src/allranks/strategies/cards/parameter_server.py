@@ -16,12 +16,11 @@ PLAIN, STALENESS_AWARE, COMPENSATED = RATES = "plain", "staleness-aware", "dc-as
 NO_RAMP, STAIRCASE, LINE = RAMPS = "none", "staircase", "line"
 FIRST_NODE, ALL_NODES, OWN_NODES = SERVERS_ON = "first", "all", "own"
 ON_SERVER, ON_WORKER = "server", "worker"
-ROWS, LAYERS, WHOLE = "rows", "layers", "whole"
+ROWS, WHOLE = "rows", "whole"
 ANY = -1
 """No bound of how far workers may be apart."""
 OPTIONS_OF = {
     (IN_STEP,): ("backup", "update"),
-    (IN_STEP, OUT_OF_STEP): ("pull",),
     (OUT_OF_STEP, CHANGES): ("staleness",),
     (OUT_OF_STEP,): ("rate",),
     (CHANGES,): ("every", "pipeline", "ramp", "ramp_from", "ramp_over"),
@@ -192,12 +191,6 @@ PARAMETER_SERVER_CARD = Card(
             1.0,
             "on sockets: a gradient leaves in keys of so many MiB, as backward finishes them",
             above=0,
-        ),
-        Option(
-            "pull",
-            WHOLE,
-            "on sockets, layers: forward begins with the first layers while the last ones come",
-            (WHOLE, LAYERS),
         ),
         Option(
             "transport",

@@ -185,14 +185,10 @@ class Flat:
     @torch.no_grad()
     def write_to(self, whole: Sequence[Tensor]) -> None:
         """Copy the pieces into whole tensors, by their positions."""
-        for number, piece in enumerate(self.layout.pieces):
-            self.write_piece(number, whole[piece.position])
-
-    def write_piece(self, number: int, whole: Tensor) -> None:
-        """Copy one piece into the tensor that it is of."""
-        view, target = self.views[number], cut(whole, self.layout.pieces[number])
-        if target.data_ptr() != view.data_ptr():  # else it lies here already
-            target.copy_(view.view(target.shape))
+        for piece, view in zip(self.layout.pieces, self.views, strict=True):
+            target = cut(whole[piece.position], piece)
+            if target.data_ptr() != view.data_ptr():  # else it lies here already
+                target.copy_(view.view(target.shape))
 
 
 def cut(tensor: Tensor, piece: Piece) -> Tensor:

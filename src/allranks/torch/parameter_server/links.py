@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Self
 
@@ -76,12 +76,10 @@ class Links:
             raise Disconnected(f"it refuses: {answer['refused']}")
         return answer, size
 
-    def fill(
-        self, server: int, memory: memoryview, came: Callable[[int], None] = lambda nbytes: None
-    ) -> None:
-        """Receive the body of the answer whose header came last; `came` hears how much is here."""
+    def fill(self, server: int, memory: memoryview) -> None:
+        """Receive the body of the answer whose header came last."""
         with naming(server):
-            self.servers[server].receive_body(memory, came)
+            self.servers[server].receive_body(memory)
 
     def ask_all(
         self, message: Message, bodies: Sequence[Sequence[Buffer]] = ()

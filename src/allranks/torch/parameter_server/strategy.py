@@ -38,7 +38,6 @@ from allranks.strategies.cards.parameter_server import (
     CHANGES,
     COMPENSATED,
     IN_STEP,
-    LAYERS,
     ON_WORKER,
     ROWS,
     parts_of_a_step,
@@ -124,11 +123,6 @@ class ParameterServer(Strategy):
         """Whether the weights of a worker are the memory that servers send them to."""
         return not self.updates_on_worker and not self.pushes_changes
 
-    @property
-    def waits_by_layer(self) -> bool:
-        """Whether a forward pass begins before all weights have come."""
-        return bool(self.context.options["pull"] == LAYERS)
-
     def setup(
         self, model: nn.Module, make_optimizer: MakeOptimizer, recorded: Recorded | None = None
     ) -> None:
@@ -137,12 +131,11 @@ class ParameterServer(Strategy):
         super().setup(model, make_optimizer, recorded)
 
     def parallelize(self, model: nn.Module) -> nn.Module:
-        self.can_be_compiled = not self.waits_by_layer
         if self.rows_travel:
             weights = dict(model.named_parameters())
             found = [weights[name] for name in find_tables(model)]
             self.context.scope.served = frozenset(map(id, found))
-            self.can_be_compiled &= not found  # rows come by messages, in the middle of forward
+            self.can_be_compiled = not found  # rows come by messages, in the middle of forward
         return model
 
     @property
@@ -214,8 +207,6 @@ class ParameterServer(Strategy):
             "tables=rows and rate=dc-asgd": bool(self.tables) and options["rate"] == COMPENSATED,
             "tables=rows and update=worker": bool(self.tables) and self.updates_on_worker,
             "tables=rows and mode=delta": bool(self.tables) and self.pushes_changes,
-            "tables=rows and pull=layers": bool(self.tables) and self.waits_by_layer,
-            "update=worker and pull=layers": self.updates_on_worker and self.waits_by_layer,
             f"{out_of_step} and plateau() of the task": not self.in_step
             and task.plateau() is not None,
             f"{out_of_step} and fp16": not self.in_step and self.context.loss_scale is not None,

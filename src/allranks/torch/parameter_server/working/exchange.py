@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from allranks.launcher.nodes.channel import Message
@@ -17,13 +16,11 @@ from allranks.torch.parameter_server.tables.lookups import Lookups
 from allranks.torch.parameter_server.tables.placed import let_go
 from allranks.torch.parameter_server.tables.pulled import pull_tables
 from allranks.torch.parameter_server.tables.remote import Found, RemoteRows, RowGradients
-from allranks.torch.parameter_server.working.arriving import Arriving, FirstLayers
 from allranks.torch.parameter_server.working.in_place import InPlace, weights_written
 from allranks.torch.parameter_server.working.keys import Leaving, LeftGradients, keys_of
 from allranks.torch.parameter_server.working.laid_out import LaidOut
 from allranks.torch.parameter_server.working.own_update import OwnUpdate
 from allranks.torch.step.gradients import Gradients
-from allranks.torch.step.losses import forward
 from allranks.torch.step.tally import Tally
 from allranks.training.progress import StepResult
 
@@ -47,8 +44,6 @@ class Exchange:
         self.own = OwnUpdate(strategy) if strategy.updates_on_worker else None
         self.leaving: Leaving | None = None
         """The keys in which gradients leave, where they travel and are large enough."""
-        self.arriving: Arriving | None = None
-        """The weights that are waited for layer by layer."""
         self.rows = RemoteRows(strategy.tables, self.moved)
         self.lookups = Lookups(self.rows, self._used)
         pull_tables(strategy.model, self.lookups, self.rows.tables)
@@ -70,8 +65,6 @@ class Exchange:
         self.laid_out = LaidOut(self.gradients, self.strategy.parameters)
         self._make_keys(links)
         self.strategy.step.on_gradient = self._finished
-        if self.strategy.waits_by_layer and not all(links.shares):
-            self._wait_by_layer(links)
         self.links, self.era, self.version = links, era, -1
         if self.own is not None:
             self.own.forget()
@@ -111,15 +104,6 @@ class Exchange:
         if self.leaving is not None:
             self.leaving.finished(position)
 
-    def _wait_by_layer(self, links: Links) -> None:
-        """From now on forward passes wait for the weights that they need next."""
-        strategy, step = self.strategy, self.strategy.step
-        self.arriving = Arriving(self.weights, strategy.parameters, links)
-        self._first_layers = FirstLayers(strategy.model, strategy.parameters, self.arriving)
-        step.forward = lambda data: self._first_layers(
-            partial(forward, strategy.task, step.call, data)
-        )
-
     def unlink(self) -> None:
         """Leave the servers; of a forward pass that this has cut off nothing is counted."""
         step = self.strategy.step
@@ -128,10 +112,6 @@ class Exchange:
         if self.leaving is not None:
             self.leaving.close()
             self.leaving = None
-        if self.arriving is not None:
-            self.arriving.close()
-            self._first_layers.close()
-            self.arriving = step.forward = None
         if self.links is not None:
             self.links.close()
         self.links = None
@@ -158,8 +138,6 @@ class Exchange:
         self.lookups.forget()
         parameters = [p.detach() for p in self.strategy.parameters]
         for server, answer, body in self.receive():
-            if self.arriving is not None and not self._is_shared[server]:
-                continue  # forward waits for them, and takes them
             if self.own is None:
                 self.weights[server].write_to(parameters)
             else:
@@ -168,8 +146,6 @@ class Exchange:
     def receive(self) -> list[tuple[int, Message, memoryview]]:
         """The answers of all servers to a pull; raises as `take` does."""
         found = []
-        if self.arriving is not None:
-            self.arriving.wait_for_all()
         for server, flat in enumerate(self.weights):
             answer, body = self._answer(server)
             if "stale" in answer:
@@ -199,10 +175,7 @@ class Exchange:
             size -= len(told)
         fits = size <= flat.layout.nbytes
         body = flat.place(size) if fits else memoryview(bytearray(size))
-        if self.arriving is not None and size:
-            self.arriving.come(server, body)
-        else:
-            links.fill(server, body)
+        links.fill(server, body)
         return answer, body
 
     def push(
@@ -271,20 +244,15 @@ class Exchange:
         before = self._versions()
         found = self.strategy.accumulate(batch, self._before_last)
         self.laid_out.settle()
-        if self.arriving is not None:
-            self.arriving.wait_for_all()  # also of a part without a sample
         if written := [name for name, count in self._versions().items() if before[name] != count]:
             raise weights_written(self.strategy.name, written)
         self.in_place.settle(self.weights)
         return found
 
     def _versions(self) -> dict[str, int]:
-        """How often weights were written in place, by torch's own count; none that may come now."""
+        """How often weights were written in place, by torch's own count."""
         step = self.strategy.step
-        found = {name: p._version for name, p in zip(step.names, step.parameters, strict=True)}
-        if self.arriving is None:
-            return found
-        return {name: found[name] for name in self.in_place.names()}
+        return {name: p._version for name, p in zip(step.names, step.parameters, strict=True)}
 
     def _before_last(self) -> None:
         if self.leaving is not None:
@@ -314,8 +282,6 @@ class Exchange:
 
     def take_weights(self, *, optimizer: bool = False) -> None:
         """A worker has what it pulled."""
-        if self.arriving is not None:
-            self.arriving.wait_for_all()
 
     def put_weights(self) -> None:
         """A worker changes nothing on a server but by a gradient."""

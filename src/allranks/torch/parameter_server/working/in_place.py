@@ -39,11 +39,6 @@ class InPlace:
         """Whether this one's are read in place."""
         return server in self._read
 
-    def names(self) -> list[str]:
-        """The parameters that are whole there."""
-        pieces = [p for server in self._read for p in self._strategy.layouts[server].pieces]
-        return [self._strategy.step.names[p.position] for p in pieces if p.is_whole]
-
     def settle(self, weights: list[Flat]) -> None:
         """Once a pass is over, and has written nothing: nothing can be written from now on.
 
