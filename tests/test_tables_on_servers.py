@@ -175,7 +175,7 @@ def test_what_comes_while_rows_are_loaded_is_of_weights_before() -> None:
                 server.answer(1 << 30, peer, load, zeros)
                 if is_loaded:
                     server.era = 0
-                push = {"number": number, "groups": [{"lr": 1.0}], "factor": 1.0, "unused": []}
+                push = {"number": number, "groups": [{"lr": 1.0}], "unused": []}
                 server.answer(0, peer, {"hold": {"table": 0, "count": 2}, "era": 0}, held)
                 server.answer(0, peer, {"push": push, "era": 0}, memoryview(b""))
                 found.append(tables.tables[0].weight[ids].tolist())

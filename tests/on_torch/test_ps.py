@@ -443,12 +443,9 @@ def worker_world(index: int) -> World:
 
 @pytest.mark.parametrize("rate", ["plain", "staleness-aware", "dc-asgd"])
 def test_a_scripted_order_of_pulls_and_pushes_is_a_plain_loop(rate: str) -> None:
-    """Two servers, three workers, over the real wire; the loop is written out with plain torch.
-
-    The gradient of the one that shares no memory leaves in keys.
-    """
+    """Two servers, three workers, over the real wire; the loop is written out with plain torch."""
     more = ",compensation=0.3" if rate == "dc-asgd" else ""
-    strategy = f"ps:mode=async,servers=2,bound=8,key_mb=1e-5,rate={rate}{more}"
+    strategy = f"ps:mode=async,servers=2,bound=8,rate={rate}{more}"
     job = Job(strategy=strategy, ranks=3, precision="fp64")
     with ExitStack() as stack:
         made = [stack.enter_context(Trainer(Plain(), job, world=worker_world(n))) for n in range(4)]
@@ -464,12 +461,9 @@ def test_a_scripted_order_of_pulls_and_pushes_is_a_plain_loop(rate: str) -> None
             sides.append(side)
         loop = PlainLoop(sides[0].strategy.model, rate)
         for number, worker in enumerate(map(int, SCRIPT.split())):
-            own, leaving = sides[worker].strategy, sides[worker].leaving
-            assert (leaving is not None) == (worker == 1)
-            if leaving is not None:
-                leaving.begin()
+            own = sides[worker].strategy
             loss_of(own.model, number).backward()
-            said = {"groups": hyper_parameters_said(own.step.optimizer), "factor": 1.0}
+            said = {"groups": hyper_parameters_said(own.step.optimizer)}
             sides[worker].push({"number": number, **said}, unused=True, pulls=True)
             sides[worker].take()
             own.model.zero_grad()
@@ -610,9 +604,9 @@ def read_rows_of(run_dir: Path) -> list[dict[str, Any]]:
     return [row for row in rows if "loss" in row]
 
 
-@pytest.mark.parametrize("how", ["", ",transport=sockets,key_mb=1e-5"])
+@pytest.mark.parametrize("how", ["", ",transport=sockets"])
 def test_one_worker_out_of_step_is_one_process(train: Train, how: str) -> None:
-    """Clipped in every step: what has left in keys is clipped on the servers."""
+    """Clipped in every step."""
     flags: dict[str, Any] = {"precision": "fp64"}
     single = train(TASK, "clip_norm=0.1", strategy="single", **flags)
     strategy = f"ps:mode=async,servers=2,bound=8{how}"

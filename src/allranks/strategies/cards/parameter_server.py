@@ -187,12 +187,6 @@ PARAMETER_SERVER_CARD = Card(
             at_least=1,
         ),
         Option(
-            "key_mb",
-            1.0,
-            "on sockets: a gradient leaves in keys of so many MiB, as backward finishes them",
-            above=0,
-        ),
-        Option(
             "transport",
             "auto",
             "between a worker and a server: auto is shared memory where they are on one host",

@@ -7,7 +7,7 @@ All processes lay them out alike, so a message is the bytes as they lie, and nee
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, isnan
 from typing import Any
@@ -164,17 +164,14 @@ class Flat:
                 own.data = view
 
     @torch.no_grad()
-    def read_from(self, whole: Sequence[Tensor | None], without: Collection[int] = ()) -> list[int]:
+    def read_from(self, whole: Sequence[Tensor | None]) -> list[int]:
         """Copy the pieces of whole tensors, by their positions; zeros for one that is `None`.
 
-        The pieces with the numbers `without` are here already. Returns the positions of those that
-        are zeros.
+        Returns the positions of those that are zeros.
         """
         missing = []
-        for number, (piece, view) in enumerate(zip(self.layout.pieces, self.views, strict=True)):
+        for piece, view in zip(self.layout.pieces, self.views, strict=True):
             tensor = whole[piece.position]
-            if number in without:
-                continue
             if tensor is None:
                 view.zero_()
                 missing.append(piece.position)

@@ -17,11 +17,10 @@
                 apply, pass and tell say `told`, with a body: what workers are told with weights;
                 what is said `silent` is not answered
     all         hello                                 memory, weights: what is shared
-    worker      key; body                         none                 a part of the next push
-                hold   table, count; body         none                 rows, for the next push
+    worker      hold   table, count; body         none                 rows, for the next push
                 rows   table, count; body         rows, as they are
                 push   step, part; body           none
-                push   number, groups, factor, unused; body
+                push   number, groups, unused; body
                 push   number, change; body       none                 what it has changed
                 pull   version, has, reads        version; body        this version, or a later one
                                                   told, told_bytes     in step: first in the body
@@ -107,11 +106,6 @@ class Server(Answering):
 
     def place(self, who: int, message: Message, size: int) -> memoryview:
         """What a worker pushes goes where its last push was, which is not needed any more."""
-        if "key" in message:
-            start = int(message["key"])
-            if who == SCHEDULER_ID or not 0 <= start <= self.layout.nbytes - size:
-                raise ValueError(f"a key of {size} bytes at {start}, which is in no gradient")
-            return self._gradient_of(who).buffer[start : start + size]
         if size != self.layout.nbytes or who == SCHEDULER_ID:
             return memoryview(bytearray(size))
         return self._gradient_of(who).buffer
@@ -119,8 +113,6 @@ class Server(Answering):
     def answer(self, who: int, connection: Connection, message: Message, body: memoryview) -> None:
         if who == SCHEDULER_ID:
             self._obey(connection, message, body)
-        elif "key" in message:
-            return  # it lies in its place; the push after the last one says so
         elif "hold" in message:
             with self.changed:
                 self.tables.hold(who, message["hold"], body)
@@ -151,8 +143,7 @@ class Server(Answering):
             else:
                 number, unused = int(push["number"]), push["unused"]
                 self._reached(self.shard.version)
-                factor = float(push["factor"])
-                stale = self.shard.push(number, who, gradient, push["groups"], unused, factor)
+                stale = self.shard.push(number, who, gradient, push["groups"], unused)
                 if stale is not None:
                     slower = self.shard.rule.slower(stale)
                     self.tables.push(who, push["groups"], slower, unused)

@@ -223,9 +223,8 @@ class Shard:
         gradient: Flat,
         groups: Sequence[dict[str, Any]],
         unused: Collection[int] = (),
-        factor: float = 1.0,
     ) -> int | None:
-        """Apply `factor` times the gradient with this number at once; returns its staleness.
+        """Apply the gradient with this number at once; returns its staleness.
 
         `None` for one that is applied already: a worker that is lost may have brought it to some
         of the servers. The memory of the gradient is changed.
@@ -234,7 +233,6 @@ class Shard:
             return None
         pulled, backup = self._pulled.get(worker, (self.version, None))
         stale = self.version - pulled
-        gradient.scale_(factor)
         if self.rule.rate == COMPENSATED and backup is not None:
             for g, now, then in zip(gradient.flats, self.weights.flats, backup.flats, strict=True):
                 g.add_(g * g * (now - then), alpha=self.rule.compensation)

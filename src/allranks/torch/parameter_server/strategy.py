@@ -23,7 +23,7 @@ This class is what all three have of a strategy: how the weights are laid out, a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -249,10 +249,10 @@ class ParameterServer(Strategy):
         """Forward and backward of a part of a batch, here."""
         return super().forward_backward(batch)
 
-    def accumulate(self, batch: Batch, before_last: Callable[[], None]) -> Tally:
+    def accumulate(self, batch: Batch) -> Tally:
         """The same, adding to the gradients that are there."""
         tally = self.step.layout.tally()
-        self.step.accumulate(batch, lambda leaf: tally, before_last=before_last)
+        self.step.accumulate(batch, lambda leaf: tally)
         return tally
 
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:

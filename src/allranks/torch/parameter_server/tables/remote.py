@@ -70,12 +70,7 @@ class RemoteRows:
 
 
 class RowGradients(Gradients):
-    """A gradient of this process alone, of which that of tables is in `found`, rows by table.
-
-    It is `factor` times what is here.
-    """
-
-    factor = 1.0
+    """A gradient of this process alone, of which that of tables is in `found`, rows by table."""
 
     def __init__(self, parameters: list[nn.Parameter], rows: RemoteRows, lookups: Lookups) -> None:
         super().__init__(parameters)

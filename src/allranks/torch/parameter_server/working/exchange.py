@@ -17,7 +17,6 @@ from allranks.torch.parameter_server.tables.placed import let_go
 from allranks.torch.parameter_server.tables.pulled import pull_tables
 from allranks.torch.parameter_server.tables.remote import Found, RemoteRows, RowGradients
 from allranks.torch.parameter_server.working.in_place import InPlace, weights_written
-from allranks.torch.parameter_server.working.keys import Leaving, LeftGradients, keys_of
 from allranks.torch.parameter_server.working.laid_out import LaidOut
 from allranks.torch.parameter_server.working.own_update import OwnUpdate
 from allranks.torch.step.gradients import Gradients
@@ -42,8 +41,6 @@ class Exchange:
         """The bytes that were pushed so far, those that were pulled from each server, and those of
         what optimizers keep."""
         self.own = OwnUpdate(strategy) if strategy.updates_on_worker else None
-        self.leaving: Leaving | None = None
-        """The keys in which gradients leave, where they travel and are large enough."""
         self.rows = RemoteRows(strategy.tables, self.moved)
         self.lookups = Lookups(self.rows, self._used)
         pull_tables(strategy.model, self.lookups, self.rows.tables)
@@ -63,8 +60,7 @@ class Exchange:
             if shared is not None:
                 shared.hide()
         self.laid_out = LaidOut(self.gradients, self.strategy.parameters)
-        self._make_keys(links)
-        self.strategy.step.on_gradient = self._finished
+        self.strategy.step.on_gradient = self.laid_out.finished
         self.links, self.era, self.version = links, era, -1
         if self.own is not None:
             self.own.forget()
@@ -85,33 +81,11 @@ class Exchange:
             has_theirs = read is not None
             self.weights[server].be_memory_of(self.strategy.parameters, has_theirs=has_theirs)
 
-    def _make_keys(self, links: Links) -> None:
-        """Cut what travels; rows of tables are asked for by the thread that would wait for keys."""
-        strategy = self.strategy
-        if strategy.pushes_changes or strategy.tables or strategy.step.regularizers.is_there:
-            return
-        least = int(strategy.context.options["key_mb"] * 2**20)
-        travel = [server for server, shares in enumerate(links.shares) if not shares]
-        keys = [
-            key for server in travel for key in keys_of(strategy.layouts[server], server, least)
-        ]
-        if len(keys) > len(travel):
-            self.leaving = Leaving(keys, self.gradients, strategy.parameters, links)
-
-    def _finished(self, position: int) -> None:
-        """Backward has finished the gradient of a parameter (called during backward)."""
-        self.laid_out.finished(position)
-        if self.leaving is not None:
-            self.leaving.finished(position)
-
     def unlink(self) -> None:
         """Leave the servers; of a forward pass that this has cut off nothing is counted."""
         step = self.strategy.step
         step.scope.moments.clear()
         step.on_gradient = None
-        if self.leaving is not None:
-            self.leaving.close()
-            self.leaving = None
         if self.links is not None:
             self.links.close()
         self.links = None
@@ -195,14 +169,9 @@ class Exchange:
             p.grad.to_dense() if p.grad is not None and p.grad.is_sparse else p.grad
             for p in self.strategy.parameters
         ]
-        more, leaving = [], self.leaving
-        for server, flat in enumerate(self.gradients):
-            missing = flat.read_from(gradients, () if leaving is None else leaving.left(server))
-            more.append({"unused": missing + absent} if unused else {})
-        has_left = leaving is not None and leaving.is_open
-        if leaving is not None:
-            leaving.finish()
-        self.push_numbers(said, more, pulls=pulls, has_left=has_left)
+        missing = [flat.read_from(gradients) for flat in self.gradients]
+        more = [{"unused": positions + absent} for positions in missing] if unused else []
+        self.push_numbers(said, more, pulls=pulls)
 
     def push_numbers(
         self,
@@ -210,17 +179,13 @@ class Exchange:
         more: Sequence[dict[str, Any]] = (),
         *,
         pulls: bool = False,
-        has_left: bool = False,
     ) -> None:
-        """Send what lies in `gradients` to all servers, and `more` to each; ask for weights.
-
-        Its numbers are not sent where they have left before.
-        """
+        """Send what lies in `gradients` to all servers, and `more` to each; ask for weights."""
         links = self.links
         assert links is not None
         for server, flat in enumerate(self.gradients):
             own = more[server] if more else {}
-            body = () if self._is_shared[server] or has_left else (flat.buffer,)
+            body = () if self._is_shared[server] else (flat.buffer,)
             links.send(server, {"push": {**said, **own}, "era": self.era}, *body)
             self.moved["pushed"] += flat.layout.nbytes
             if pulls:
@@ -238,11 +203,9 @@ class Exchange:
         Raises `RequestError` for weights that were written there: others read them too, or they are
         lost with the next ones that come.
         """
-        if self.leaving is not None:
-            self.leaving.drop()
         self.laid_out.begin()
         before = self._versions()
-        found = self.strategy.accumulate(batch, self._before_last)
+        found = self.strategy.accumulate(batch)
         self.laid_out.settle()
         if written := [name for name, count in self._versions().items() if before[name] != count]:
             raise weights_written(self.strategy.name, written)
@@ -254,13 +217,8 @@ class Exchange:
         step = self.strategy.step
         return {name: p._version for name, p in zip(step.names, step.parameters, strict=True)}
 
-    def _before_last(self) -> None:
-        if self.leaving is not None:
-            self.leaving.begin()
-
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
-        kind = RowGradients if self.leaving is None else LeftGradients
-        return local, kind(self.strategy.parameters, self.rows, self.lookups)
+        return local, RowGradients(self.strategy.parameters, self.rows, self.lookups)
 
     @contextmanager
     def updating(self, gradients: Gradients) -> Iterator[None]:
@@ -269,7 +227,6 @@ class Exchange:
         said = {
             "number": self.number,
             "groups": hyper_parameters_said(self.strategy.step.optimizer),
-            "factor": gradients.factor,
         }
         self.push(said, gradients.found, unused=True, pulls=True)
         for parameter in gradients.parameters:
