@@ -99,7 +99,7 @@ def test_only_rows_that_are_looked_up_travel(train: Train) -> None:
     ("setting", "strategy", "found"),
     [
         ("kind=momentum", "ps", "momentum=0.9"),
-        ("kind=Adagrad", "ps:mode=async,rate=dc-asgd", "workers"),
+        ("kind=Adagrad", "ps:update=worker", "workers"),
         ("kind=Adagrad", "ps --compile", "passes of its own"),
     ],
 )

@@ -30,7 +30,7 @@ from allranks.job.run_folder import read_events
 from allranks.launcher.nodes.channel import Disconnected
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.world import World
-from allranks.strategies.cards.parameter_server import COMPENSATED, STALENESS_AWARE
+from allranks.strategies.cards.parameter_server import PLAIN, STALENESS_AWARE
 from allranks.tools.check.against_single import check_against_one
 from allranks.tools.check.plan import Plan
 from allranks.torch.parameter_server import flat as flat_module
@@ -40,7 +40,7 @@ from allranks.torch.parameter_server.links import Links
 from allranks.torch.parameter_server.memory import ReadWeights
 from allranks.torch.parameter_server.placement import Piece, Sized, placed
 from allranks.torch.parameter_server.server import SCHEDULER_ID, Server
-from allranks.torch.parameter_server.shard import MANY, Rule, Shard
+from allranks.torch.parameter_server.shard import MANY, Shard
 from allranks.torch.parameter_server.state import (
     cut_state,
     hyper_parameters_said,
@@ -82,7 +82,7 @@ def shard_of(
     values: list[float],
     optimizer: Any = SGD,
     parts: int = 1,
-    rule: Rule | None = None,
+    rate: str = PLAIN,
     dtype: torch.dtype = torch.float64,
     *,
     read: bool = False,
@@ -92,7 +92,7 @@ def shard_of(
     layout = FlatLayout([Piece(0, 0, len(values), 0, is_whole=True)], [weight])
     made = optimizer([weight], **{"lr": 0.1, **more})
     there = ReadWeights.made(layout) if read else None
-    shard = Shard(layout, made, [weight], parts, rule, read=there)
+    shard = Shard(layout, made, [weight], parts, rate, read=there)
     shard.weights.read_from([weight.detach()])
     return shard
 
@@ -261,9 +261,9 @@ def test_the_norm_of_no_number_is_none() -> None:
     assert math.isnan(shard.squares())
 
 
-def test_a_gradient_of_old_weights_is_applied_at_a_lower_rate_or_compensated() -> None:
+def test_a_gradient_of_old_weights_is_applied_at_a_lower_rate() -> None:
     """Golden: two workers pull at version 0; the second one's gradient is 1 and more behind."""
-    aware = shard_of([1.0], rule=Rule(STALENESS_AWARE))
+    aware = shard_of([1.0], rate=STALENESS_AWARE)
     room = aware.layout.new()
     assert [aware.pull(0, room), aware.pull(1, room)] == [0, 0]
     groups = [{"lr": 0.5}]
@@ -274,20 +274,11 @@ def test_a_gradient_of_old_weights_is_applied_at_a_lower_rate_or_compensated() -
     assert aware.push(3, 1, gradient(aware, 9.0), groups) is None, "it is applied already"
     assert groups == [{"lr": 0.5}] and aware.version == 4
 
-    compensated = shard_of([2.0], rule=Rule(COMPENSATED, 0.1))
-    room = compensated.layout.new()
-    compensated.pull(0, room), compensated.pull(1, room)
-    compensated.push(0, 0, gradient(compensated, 4.0), [{"lr": 0.5}])  # w: 2 -> 0
-    compensated.push(1, 1, gradient(compensated, 3.0), [{"lr": 0.5}])  # 3 + 0.1 · 9 · (0 - 2)
-    assert compensated.weights.flats[0].item() == pytest.approx(-0.5 * 1.2, abs=1e-15)
 
-
-@pytest.mark.parametrize(("rule", "grows"), [(Rule(), True), (Rule(STALENESS_AWARE), False)])
-def test_on_a_quadratic_with_old_gradients_the_aware_rate_converges(
-    rule: Rule, grows: bool
-) -> None:
+@pytest.mark.parametrize(("rate", "grows"), [(PLAIN, True), (STALENESS_AWARE, False)])
+def test_on_a_quadratic_with_old_gradients_the_aware_rate_converges(rate: str, grows: bool) -> None:
     """Eight workers in turn, so tau = 7: lr · curvature = 0.4 is far too much for plain SGD."""
-    shard, workers = shard_of([1.0], rule=rule), 8
+    shard, workers = shard_of([1.0], rate=rate), 8
     rooms = [shard.layout.new() for _ in range(workers)]
     for worker, room in enumerate(rooms):
         shard.pull(worker, room)
@@ -441,11 +432,10 @@ def worker_world(index: int) -> World:
     return World(rank=index + 2, size=5, role="worker", role_index=index)
 
 
-@pytest.mark.parametrize("rate", ["plain", "staleness-aware", "dc-asgd"])
+@pytest.mark.parametrize("rate", ["plain", "staleness-aware"])
 def test_a_scripted_order_of_pulls_and_pushes_is_a_plain_loop(rate: str) -> None:
     """Two servers, three workers, over the real wire; the loop is written out with plain torch."""
-    more = ",compensation=0.3" if rate == "dc-asgd" else ""
-    strategy = f"ps:mode=async,servers=2,bound=8,rate={rate}{more}"
+    strategy = f"ps:mode=async,servers=2,bound=8,rate={rate}"
     job = Job(strategy=strategy, ranks=3, precision="fp64")
     with ExitStack() as stack:
         made = [stack.enter_context(Trainer(Plain(), job, world=worker_world(n))) for n in range(4)]
@@ -536,8 +526,6 @@ class PlainLoop:
         inputs, wanted = batch_of(number)
         output = torch.tanh(inputs @ a.T + b) @ c.T + d
         (g,) = torch.autograd.grad((output.squeeze(1) - wanted).square().mean(), w)
-        if self.rate == "dc-asgd":
-            g = g + 0.3 * g * g * (self.weights - then)
         lr = 0.1 / max(1, self.version - version) if self.rate == "staleness-aware" else 0.1
         self.momentum = 0.5 * self.momentum + g
         self.weights = self.weights - lr * self.momentum

@@ -12,7 +12,7 @@ from allranks.strategies.roles import EVALUATOR, WORKER, Role, coming_and_going
 
 SCHEDULER, SERVER = "scheduler", "server"
 IN_STEP, OUT_OF_STEP, CHANGES = "sync", "async", "delta"
-PLAIN, STALENESS_AWARE, COMPENSATED = RATES = "plain", "staleness-aware", "dc-asgd"
+PLAIN, STALENESS_AWARE = RATES = "plain", "staleness-aware"
 NO_RAMP, STAIRCASE, LINE = RAMPS = "none", "staircase", "line"
 FIRST_NODE, ALL_NODES, OWN_NODES = SERVERS_ON = "first", "all", "own"
 ON_SERVER, ON_WORKER = "server", "worker"
@@ -27,7 +27,6 @@ OPTIONS_OF = {
 }
 """The modes of which these are options; all others are options of every mode."""
 NEEDS = {
-    "compensation": ("rate", (COMPENSATED,)),
     "ramp_from": ("ramp", (STAIRCASE, LINE)),
     "ramp_over": ("ramp", (STAIRCASE, LINE)),
 }
@@ -113,7 +112,7 @@ PARAMETER_SERVER_CARD = Card(
     "(update=worker: no more than that; a worker pulls nothing for its second part of a step); "
     "async: weights; delta: weights / every",
     memory="a server: its part of weights, gradients and optimizer, and N more gradients; "
-    "dc-asgd: N more weights; a worker: 2 weights + 2 gradients, update=worker: and the optimizer, "
+    "a worker: 2 weights + 2 gradients, update=worker: and the optimizer, "
     "delta: 3 weights + 3 gradients + optimizer; the scheduler and the evaluator: weights + "
     "optimizer, and as much again while it saves",
     many_ranks=True,
@@ -162,7 +161,6 @@ PARAMETER_SERVER_CARD = Card(
             "async: what is done about gradients of old weights",
             (*RATES,),
         ),
-        Option("compensation", 0.04, "the lambda of dc-asgd", at_least=0),
         Option("every", 1, "delta: batches that a worker trains on between two pushes", at_least=1),
         Option(
             "pipeline",

@@ -145,7 +145,7 @@ class Server(Answering):
                 self._reached(self.shard.version)
                 stale = self.shard.push(number, who, gradient, push["groups"], unused)
                 if stale is not None:
-                    slower = self.shard.rule.slower(stale)
+                    slower = self.shard.slower(stale)
                     self.tables.push(who, push["groups"], slower, unused)
             self.tables.drop(who)
 

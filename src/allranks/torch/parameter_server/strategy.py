@@ -36,7 +36,6 @@ from torch.nn import Parameter
 from allranks.strategies.card import Workload
 from allranks.strategies.cards.parameter_server import (
     CHANGES,
-    COMPENSATED,
     IN_STEP,
     ON_WORKER,
     ROWS,
@@ -55,7 +54,7 @@ from allranks.torch.optimizers.elementwise import (
 from allranks.torch.parameter_server.flat import FlatLayout
 from allranks.torch.parameter_server.memory import ReadWeights
 from allranks.torch.parameter_server.placement import Sized, cut_evenly, placed
-from allranks.torch.parameter_server.shard import Rule, Shard
+from allranks.torch.parameter_server.shard import Shard
 from allranks.torch.parameter_server.tables.placed import (
     PlacedTable,
     let_go,
@@ -204,7 +203,6 @@ class ParameterServer(Strategy):
             "tables with sparse gradients, or a max_norm": bool(
                 step.sparse.positions or self.context.scope.looked_up
             ),
-            "tables=rows and rate=dc-asgd": bool(self.tables) and options["rate"] == COMPENSATED,
             "tables=rows and update=worker": bool(self.tables) and self.updates_on_worker,
             "tables=rows and mode=delta": bool(self.tables) and self.pushes_changes,
             f"{out_of_step} and plateau() of the task": not self.in_step
@@ -217,12 +215,16 @@ class ParameterServer(Strategy):
 
     def shard(self, server: int) -> Shard:
         """What a server holds; from here on this process has no optimizer of the whole model."""
-        options = self.context.options
-        rule = Rule(options["rate"], options["compensation"])
         layout, step = self.layouts[server], self.step
-        read = ReadWeights.made(layout) if self.are_weights_read else None
-        held = layout, step.optimizer, step.parameters, self.parts, rule
-        return Shard(*held, hands_on=self.updates_on_worker, read=read)
+        return Shard(
+            layout,
+            step.optimizer,
+            step.parameters,
+            self.parts,
+            self.context.options["rate"],
+            hands_on=self.updates_on_worker,
+            read=ReadWeights.made(layout) if self.are_weights_read else None,
+        )
 
     @property
     def are_weights_read(self) -> bool:
