@@ -34,10 +34,9 @@ from allranks.strategies.cards.parameter_server import PLAIN, STALENESS_AWARE
 from allranks.tools.check.against_single import check_against_one
 from allranks.tools.check.plan import Plan
 from allranks.torch.parameter_server import flat as flat_module
-from allranks.torch.parameter_server.flat import Flat, FlatLayout
+from allranks.torch.parameter_server.flat import FlatLayout
 from allranks.torch.parameter_server.handing_out import HandingOut
 from allranks.torch.parameter_server.links import Links
-from allranks.torch.parameter_server.memory import ReadWeights
 from allranks.torch.parameter_server.placement import Piece, Sized, placed
 from allranks.torch.parameter_server.server import SCHEDULER_ID, Server
 from allranks.torch.parameter_server.shard import MANY, Shard
@@ -49,7 +48,6 @@ from allranks.torch.parameter_server.state import (
     unpacked,
 )
 from allranks.torch.parameter_server.working.exchange import Exchange, Stale
-from allranks.torch.shared_memory.segment import COPIES, READS
 from allranks.torch.trainer import Trainer
 from allranks.training.dispatch.ledger import Chunk, Ledger
 from conftest import Train
@@ -84,15 +82,12 @@ def shard_of(
     parts: int = 1,
     rate: str = PLAIN,
     dtype: torch.dtype = torch.float64,
-    *,
-    read: bool = False,
     **more: Any,
 ) -> Shard:
     weight = nn.Parameter(torch.tensor(values, dtype=dtype))
     layout = FlatLayout([Piece(0, 0, len(values), 0, is_whole=True)], [weight])
     made = optimizer([weight], **{"lr": 0.1, **more})
-    there = ReadWeights.made(layout) if read else None
-    shard = Shard(layout, made, [weight], parts, rate, read=there)
+    shard = Shard(layout, made, [weight], parts, rate)
     shard.weights.read_from([weight.detach()])
     return shard
 
@@ -147,26 +142,6 @@ def test_a_sum_and_its_squares_come_from_one_pass(dtype: torch.dtype, more: int)
     assert shard.squares() == pytest.approx(4 * squares, rel=1e-6), "no squares of before"
 
 
-def test_a_worker_of_the_host_reads_weights_where_the_server_has_them() -> None:
-    shard = shard_of([1.0, 2.0], read=True)
-    assert shard.read is not None
-    own = nn.Parameter(torch.tensor([8.0, 9.0], dtype=torch.float64))
-    tried = ReadWeights.opened(shard.layout, shard.read.said, COPIES)
-    there = ReadWeights.opened(shard.layout, shard.read.said, READS)
-    assert tried is not None and there is not None
-    tried.flat.be_memory_of([own], has_theirs=True)
-    assert own.tolist() == [1.0, 2.0], "a worker does not write its own weights there"
-    there.flat.be_memory_of([own], has_theirs=True)
-    shard.bring(0, gradient(shard, 2.0, 4.0))
-    shard.apply(1.0, [{"lr": 0.5}], ())
-    assert own.tolist() == [0.0, 0.0]
-    elsewhere = {**shard.read.said, "host": "another"}
-    assert ReadWeights.opened(shard.layout, elsewhere, READS) is None
-    assert tried.is_as(there)
-    tried.flat.flats[0][1] = 7.0
-    assert not tried.is_as(there) and own.tolist() == [0.0, 0.0], "a page of its own"
-
-
 def test_who_computes_another_part_of_a_step_spoils_none_that_it_has_brought() -> None:
     """The sum lies where the worker of the first part has written it, until that one pulls."""
     shard, deaf = shard_of([0.0], parts=3, lr=1.0), cast(Any, Deaf())
@@ -187,47 +162,6 @@ class Deaf:
 
     def send(self, header: Any, *body: Any) -> None:
         """Nobody hears it."""
-
-
-APPLY = {"do": "apply", "factor": 1.0, "groups": [{"lr": 1.0}], "unused": []}
-
-
-@pytest.mark.parametrize(
-    ("message", "answer"),
-    [
-        (APPLY, {"version": 1}),  # of a step that goes on without this worker
-        ({"do": "put"}, {"version": 0}),
-        ({"do": "load", "version": 5, "era": 1, "kept": [{}]}, {"stale": 1}),
-    ],
-    ids=["apply", "put", "load"],
-)
-def test_what_changes_while_workers_copy_it_is_never_sent_in_part(
-    message: dict[str, Any], answer: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In step all of them copy at once, without the lock."""
-    shard, deaf, answers = shard_of([1.0, 1.0], lr=1.0), cast(Any, Deaf()), list[Any]()
-    monkeypatch.setattr(deaf, "send", lambda header, *body: answers.append((header, *body)))
-    copy, other = Flat.copy_, gradient(shard, 7.0, 7.0)
-    shard.bring(0, gradient(shard, -6.0, -6.0))
-
-    def torn(self: Flat, source: Flat) -> None:
-        copy(self, source)
-        if source is shard.weights and not answers:
-            scheduler = Thread(
-                target=server.answer, args=(SCHEDULER_ID, deaf, message, other.buffer)
-            )
-            scheduler.start()
-            scheduler.join(60)
-            self.flats[0][0] = 1.0  # as if this half had been copied before
-
-    with socket.socket() as nobody:
-        server = Server(shard, nobody, "", "", in_step=True)
-        server.era = 0
-        monkeypatch.setattr(Flat, "copy_", torn)
-        server.answer(0, deaf, {"pull": 0, "era": 0}, memoryview(b""))
-    _, (header, *pulled) = answers
-    assert header == answer
-    assert [bytes(numbers) for numbers in pulled] == [bytes(other.buffer)] * ("version" in answer)
 
 
 def test_what_is_added_to_a_gradient_waits_for_its_last_part() -> None:
@@ -672,14 +606,14 @@ def test_a_layer_that_is_frozen_on_the_way_is_refused(train: Train, mode: str) -
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_weights_that_a_model_writes_are_refused(train: Train, mode: str) -> None:
-    """They were lost with the next weights that came, and in step they are everybody's."""
+    """The next pull would overwrite them."""
     with pytest.raises(RequestError, match=r"writes 0.weight in its forward"):
         train("decoupled_tasks:Clamps", strategy=f"ps:mode={mode}", ranks=1)
 
 
 def test_weights_that_are_written_unseen_are_refused_in_step(train: Train) -> None:
-    """`weight.data.clamp_()`: torch does not count it, and it would change everybody's weights."""
-    with pytest.raises(RequestError, match="writes weights in its forward"):
+    """`weight.data.clamp_()`: torch does not count it."""
+    with pytest.raises(RequestError, match=r"writes 0.weight in its forward"):
         train("decoupled_tasks:Clamps", "unseen=yes", strategy="ps", ranks=2)
 
 

@@ -151,16 +151,12 @@ class Flat:
         return {at: home for at, home in found.items() if home[0].device == home[1].device}
 
     @torch.no_grad()
-    def be_memory_of(self, parameters: Sequence[nn.Parameter], *, has_theirs: bool = False) -> None:
-        """Let parameters that are whole here lie here: what comes is theirs without a copy.
-
-        They become what is here, if it `has_theirs`.
-        """
+    def be_memory_of(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Let parameters that are whole here lie here: what comes is theirs without a copy."""
         for piece, view in zip(self.layout.pieces, self.views, strict=True):
             own = parameters[piece.position]
             if piece.is_whole and own.device == view.device and own.is_contiguous():
-                if not has_theirs:
-                    view.copy_(own)
+                view.copy_(own)
                 own.data = view
 
     @torch.no_grad()

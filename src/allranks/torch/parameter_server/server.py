@@ -16,13 +16,13 @@
                 fetch_rows  table, state          step, columns, widths; body
                 apply, pass and tell say `told`, with a body: what workers are told with weights;
                 what is said `silent` is not answered
-    all         hello                                 memory, weights: what is shared
+    all         hello                                 memory: whether it is shared
     worker      hold   table, count; body         none                 rows, for the next push
                 rows   table, count; body         rows, as they are
                 push   step, part; body           none
                 push   number, groups, unused; body
                 push   number, change; body       none                 what it has changed
-                pull   version, has, reads        version; body        this version, or a later one
+                pull   version, has               version; body        this version, or a later one
                                                   told, told_bytes     in step: first in the body
                 with update=worker                version, update; body   a gradient after `has`
                                                   version, kept; body  or weights and optimizer
@@ -43,7 +43,7 @@ from allranks.launcher.messages.answering import Answering
 from allranks.launcher.messages.connection import Connection
 from allranks.launcher.nodes.channel import Disconnected, Message
 from allranks.torch.parameter_server.flat import Flat
-from allranks.torch.parameter_server.memory import SharedNumbers, taken
+from allranks.torch.parameter_server.memory import SharedNumbers
 from allranks.torch.parameter_server.shard import Shard
 from allranks.torch.parameter_server.state import packed, unpacked
 from allranks.torch.parameter_server.tables.served import ServedTables, answer_rows
@@ -94,14 +94,13 @@ class Server(Answering):
             connection.send({"refused": "its model has other weights, or another layout of them"})
             raise Disconnected("its model is another one")
         who = SCHEDULER_ID if hello.get("role") == "scheduler" else int(hello["index"])
-        shared = taken(self.layout, hello.get("memory", {}))
+        shared = SharedNumbers.open(self.layout, hello.get("memory", {}))
         self._shared.pop(who, None)
         with self.changed:
             self.tables.drop(who)
         if shared is not None:
             self._shared[who] = shared
-        read = None if shared is None or self.shard.read is None else self.shard.read.said
-        connection.send({"memory": shared is not None, "weights": read})
+        connection.send({"memory": shared is not None})
         return who
 
     def place(self, who: int, message: Message, size: int) -> memoryview:
@@ -159,12 +158,8 @@ class Server(Answering):
         version, era = int(message["pull"]), int(message["era"])
         shared = self._shared.get(who)
         found = self._copy_for_this_thread() if shared is None else shared.weights
-        reads = bool(message.get("reads"))  # the weights where they lie
         with self.changed:
             self._wait(lambda: self.era > era or self._calls_back or self._has(era, version))
-            if self._copies_at_once and self._has(era, version) and not reads:
-                self._copy_at_once(found)
-                self._wait(lambda: self.era != NO_ERA)  # a restart that began meanwhile
             is_stale, is_there = self.era != era, self._has(era, version)
             told = self._told
             if is_there:  # and only then does a worker write where its last gradient is
@@ -173,7 +168,7 @@ class Server(Answering):
                 answer = {"version": self.shard.version}
                 if self.shard.hands_on:
                     body = self._hand_on(int(message["has"]), found, answer, body)
-                elif not self._copies_at_once:
+                else:
                     self.shard.pull(who, found)
         if is_there:
             if told is not None:
@@ -182,24 +177,6 @@ class Server(Answering):
             connection.send(answer, *body)
         else:
             connection.send({"stale": self.era} if is_stale else {"again": version})
-
-    @property
-    def _copies_at_once(self) -> bool:
-        return self.in_step and not self.shard.hands_on
-
-    def _copy_at_once(self, into: Flat) -> None:
-        """Copy the weights without the lock, as the threads of other workers do.
-
-        Nothing changes them before this worker has pushed, but a restart, and a step without it.
-        """
-        era, writes = self.era, self.shard.writes
-        self.changed.release()
-        try:
-            into.copy_(self.shard.weights)
-        finally:
-            self.changed.acquire()
-        if self.era == era and self.shard.writes != writes:
-            into.copy_(self.shard.weights)
 
     def _hand_on(self, has: int, into: Flat, answer: Message, body: list[Any]) -> list[Any]:
         """What a worker that has a version updates by; all that there is, where that is too old."""

@@ -26,7 +26,6 @@ from torch.optim import Optimizer
 
 from allranks.strategies.cards.parameter_server import PLAIN, STALENESS_AWARE
 from allranks.torch.parameter_server.flat import MANY, Flat, FlatLayout, are_squares
-from allranks.torch.parameter_server.memory import ReadWeights
 from allranks.torch.parameter_server.placement import Piece
 from allranks.torch.parameter_server.state import Kept, cut_state, join_state
 from allranks.torch.sharding.gradient_parts import squares_of
@@ -79,8 +78,7 @@ class Shard:
     """The weights of one server in a layout, and the optimizer of those alone.
 
     The `optimizer` was made for the whole model, whose `parameters` it has in its groups; from now
-    on it has the pieces of this server in their place, and nothing of the others. Its
-    weights lie in `read` where workers of its host read them.
+    on it has the pieces of this server in their place, and nothing of the others.
     """
 
     def __init__(
@@ -92,18 +90,14 @@ class Shard:
         rate: str = PLAIN,
         *,
         hands_on: bool = False,
-        read: ReadWeights | None = None,
     ) -> None:
         self.hands_on = hands_on
         self.last: Update | None = None
         """The newest update, where workers make it as well (`hands_on`)."""
         self._room_of_last: Flat | None = None
         self.layout, self.optimizer, self.parts, self.rate = layout, optimizer, parts, rate
-        self.read = read
-        self.weights = layout.new() if read is None else read.flat
+        self.weights = layout.new()
         self.version = 0
-        self.writes = 0
-        """How often the weights have changed, or began to."""
         self.applied: set[int] = set()
         """The numbers of the gradients that were applied out of step, since the last `load`."""
         self.pieces = [nn.Parameter(view) for view in self.weights.views]
@@ -225,7 +219,6 @@ class Shard:
         """Subtract what a worker has changed, under this number; whether it is new."""
         if self._is_applied(number):
             return False
-        self.writes += 1
         for own, less in zip(self.weights.flats, change.flats, strict=True):
             own.sub_(less)
         self.applied.add(number)
@@ -255,7 +248,6 @@ class Shard:
 
     def put(self, weights: Flat) -> None:
         """Have these weights; whoever updates by itself needs all of them."""
-        self.writes += 1
         self.weights.copy_(weights)
         self.last = None
 
@@ -273,7 +265,6 @@ class Shard:
         self, gradient: Flat, groups: Sequence[dict[str, Any]], unused: Collection[int]
     ) -> None:
         """Update the pieces by this gradient, at the rates that `groups` say."""
-        self.writes += 1  # before the first of them
         for own, found in zip(self.pieces, self._used(gradient, unused), strict=True):
             own.grad = found
         for group, said in zip(self.optimizer.param_groups, groups, strict=True):

@@ -52,7 +52,6 @@ from allranks.torch.optimizers.elementwise import (
     groups_of_whole,
 )
 from allranks.torch.parameter_server.flat import FlatLayout
-from allranks.torch.parameter_server.memory import ReadWeights
 from allranks.torch.parameter_server.placement import Sized, cut_evenly, placed
 from allranks.torch.parameter_server.shard import Shard
 from allranks.torch.parameter_server.tables.placed import (
@@ -223,14 +222,7 @@ class ParameterServer(Strategy):
             self.parts,
             self.context.options["rate"],
             hands_on=self.updates_on_worker,
-            read=ReadWeights.made(layout) if self.are_weights_read else None,
         )
-
-    @property
-    def are_weights_read(self) -> bool:
-        """Whether workers on the host of a server read its weights where they lie."""
-        shares = self.context.options["transport"] == "auto"
-        return shares and self.in_step and not self.updates_on_worker
 
     def served_tables(self, server: int) -> ServedTables:
         """The rows that a server holds; from here on this process has no table whole."""

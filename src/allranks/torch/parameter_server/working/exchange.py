@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from allranks.errors import RequestError
 from allranks.launcher.nodes.channel import Message
 from allranks.torch.data.batch import Batch
 from allranks.torch.parameter_server.links import CalledBack, Links, Stale
-from allranks.torch.parameter_server.memory import SharedNumbers, offered
+from allranks.torch.parameter_server.memory import SharedNumbers
 from allranks.torch.parameter_server.state import hyper_parameters_said
 from allranks.torch.parameter_server.strategy import ParameterServer
 from allranks.torch.parameter_server.tables.lookups import Lookups
 from allranks.torch.parameter_server.tables.placed import let_go
 from allranks.torch.parameter_server.tables.pulled import pull_tables
 from allranks.torch.parameter_server.tables.remote import Found, RemoteRows, RowGradients
-from allranks.torch.parameter_server.working.in_place import InPlace, weights_written
 from allranks.torch.parameter_server.working.laid_out import LaidOut
 from allranks.torch.parameter_server.working.own_update import OwnUpdate
 from allranks.torch.step.gradients import Gradients
@@ -32,7 +35,7 @@ class Exchange:
         self._own = [(layout.new(), layout.new()) for layout in strategy.layouts]
         self.gradients, self.weights = map(list, zip(*self._own, strict=True))
         self._is_shared = [False] * len(self._own)
-        self.in_place = InPlace(strategy)
+        self._is_checked = False
         self.links: Links | None = None
         self.era = self.version = -1
         self.number = -1
@@ -53,10 +56,11 @@ class Exchange:
 
     def link(self, links: Links, era: int, hello: Message, *, shares: bool = True) -> None:
         """Go on with these servers: in memory that is shared, where they can and it `shares`."""
-        offers = [offered(layout) if shares else (None, {}) for layout in self.strategy.layouts]
+        layouts = self.strategy.layouts
+        offers = [SharedNumbers.offer(layout) if shares else (None, {}) for layout in layouts]
         links.open(hello, [offer for _, offer in offers])
         for server, (shared, _) in enumerate(offers):
-            self._lay(server, shared if links.shares[server] else None, links.read[server])
+            self._lay(server, shared if links.shares[server] else None)
             if shared is not None:
                 shared.hide()
         self.laid_out = LaidOut(self.gradients, self.strategy.parameters)
@@ -66,20 +70,15 @@ class Exchange:
             self.own.forget()
         self.rows.link(links, era)
 
-    def _lay(self, server: int, shared: SharedNumbers | None, said: Message) -> None:
-        """Let a gradient, and weights, lie in memory that is shared with the server, where it is.
-
-        Weights are the server's own where it `said` where these are, and they can be opened.
-        """
+    def _lay(self, server: int, shared: SharedNumbers | None) -> None:
+        """Let gradient and weights lie in the memory that is shared with a server, if any is."""
         gradient, weights = self._own[server]
         if shared is not None:
             gradient, weights = shared.gradient, shared.weights
-        read = self.in_place.open(server, said)
-        self._is_shared[server], self.gradients[server] = shared is not None, gradient
-        self.weights[server] = weights if read is None else read
-        if self.own is None and self.strategy.weights_lie_where_they_come:
-            has_theirs = read is not None
-            self.weights[server].be_memory_of(self.strategy.parameters, has_theirs=has_theirs)
+        self._is_shared[server] = shared is not None
+        self.gradients[server], self.weights[server] = gradient, weights
+        if self.strategy.weights_lie_where_they_come:
+            weights.be_memory_of(self.strategy.parameters)
 
     def unlink(self) -> None:
         """Leave the servers; of a forward pass that this has cut off nothing is counted."""
@@ -94,11 +93,8 @@ class Exchange:
         """The model has weights of this version or a later one from here on."""
         links = self.links
         assert links is not None
-        self.in_place.come_back()
         for server in range(len(self.weights)):
             asked: dict[str, Any] = {"pull": version, "era": self.era}
-            if self.in_place.reads(server):
-                asked["reads"] = True
             if self.own is not None:
                 asked["has"] = self.own.versions[server]
             links.send(server, asked)
@@ -200,22 +196,29 @@ class Exchange:
     def compute(self, batch: Batch) -> Tally:
         """Forward and backward; gradients are left in `gradients`, and leave from there.
 
-        Raises `RequestError` for weights that were written there: others read them too, or they are
-        lost with the next ones that come.
+        Raises `RequestError` for weights that the passes have written: they are lost with the next
+        ones that come.
         """
-        self.laid_out.begin()
-        before = self._versions()
-        found = self.strategy.accumulate(batch)
-        self.laid_out.settle()
-        if written := [name for name, count in self._versions().items() if before[name] != count]:
-            raise weights_written(self.strategy.name, written)
-        self.in_place.settle(self.weights)
-        return found
-
-    def _versions(self) -> dict[str, int]:
-        """How often weights were written in place, by torch's own count."""
         step = self.strategy.step
-        return {name: p._version for name, p in zip(step.names, step.parameters, strict=True)}
+        weights = dict(zip(step.names, step.parameters, strict=True))
+        self.laid_out.begin()
+        versions = {name: weight._version for name, weight in weights.items()}
+        first = {} if self._is_checked else weights
+        before = {name: weight.detach().clone() for name, weight in first.items()}
+        tally = self.strategy.accumulate(batch)
+        self.laid_out.settle()
+        written = {name for name, weight in weights.items() if weight._version != versions[name]}
+        written |= _changed(before, weights)
+        if written:
+            raise RequestError(
+                asked=f"--strategy {self.strategy.name}",
+                found=f"the model writes {', '.join(sorted(written))} in its forward or backward "
+                "pass",
+                why="servers hold the weights, and update them by gradients alone",
+                do="compute what is used from the weights, or take another strategy",
+            )
+        self._is_checked = True
+        return tally
 
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
         return local, RowGradients(self.strategy.parameters, self.rows, self.lookups)
@@ -242,3 +245,9 @@ class Exchange:
 
     def put_weights(self) -> None:
         """A worker changes nothing on a server but by a gradient."""
+
+
+def _changed(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> set[str]:
+    """Which weights have other numbers: `weight.data.clamp_()` is not in torch's count."""
+    pairs = {name: (was, now[name]) for name, was in before.items()}
+    return {n for n, pair in pairs.items() if not torch.allclose(*pair, 0, 0, equal_nan=True)}

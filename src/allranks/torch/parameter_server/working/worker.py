@@ -66,7 +66,6 @@ class Worker:
             self.changes = Changes(self.exchange, job.ranks)
         if not strategy.in_step:
             strategy.side = self.changes or self.exchange
-        trainer.faults.corrupt = self.exchange.in_place.corrupt
 
     def run(self) -> None:
         """Work until the scheduler says that it is over."""
