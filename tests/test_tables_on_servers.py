@@ -13,9 +13,8 @@ from allranks.errors import ProgramError, RequestError
 from allranks.job.job import Job
 from allranks.launcher.world import World
 from allranks.programs.clicks import ClickThrough
-from allranks.torch.parameter_server.server import Server
-from allranks.torch.parameter_server.serving import ServedTrainer
-from allranks.torch.parameter_server.tables.placed import body_of
+from allranks.torch.parameter_server.server import ServedTrainer, Server
+from allranks.torch.parameter_server.tables.served import body_of
 from allranks.torch.trainer import Trainer
 from conftest import Train
 from limited_memory import Limited

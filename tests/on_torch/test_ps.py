@@ -34,10 +34,10 @@ from allranks.strategies.cards.parameter_server import PLAIN, STALENESS_AWARE
 from allranks.tools.check.against_single import check_against_one
 from allranks.tools.check.plan import Plan
 from allranks.torch.parameter_server import flat as flat_module
-from allranks.torch.parameter_server.flat import FlatLayout
+from allranks.torch.parameter_server.exchange import Exchange, Stale
+from allranks.torch.parameter_server.flat import FlatLayout, Piece, Sized, placed
 from allranks.torch.parameter_server.handing_out import HandingOut
 from allranks.torch.parameter_server.links import Links
-from allranks.torch.parameter_server.placement import Piece, Sized, placed
 from allranks.torch.parameter_server.server import SCHEDULER_ID, Server
 from allranks.torch.parameter_server.shard import MANY, Shard
 from allranks.torch.parameter_server.state import (
@@ -47,7 +47,6 @@ from allranks.torch.parameter_server.state import (
     packed,
     unpacked,
 )
-from allranks.torch.parameter_server.working.exchange import Exchange, Stale
 from allranks.torch.trainer import Trainer
 from allranks.training.dispatch.ledger import Chunk, Ledger
 from conftest import Train

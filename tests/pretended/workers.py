@@ -29,9 +29,9 @@ from allranks.torch.joining import join
 from allranks.torch.model.digest import weights_sha256
 from allranks.torch.model.layers import Scope
 from allranks.torch.model.swapping import swap_layers
+from allranks.torch.parameter_server.exchange import Exchange
 from allranks.torch.parameter_server.links import Links
 from allranks.torch.parameter_server.server import Server
-from allranks.torch.parameter_server.working.exchange import Exchange
 from pretended import streams, tasks
 from pretended.backend import install
 from pretended.record import Misuse, Told, Watched, phase_of, watch

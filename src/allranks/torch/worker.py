@@ -27,9 +27,9 @@ from allranks.torch.model.digest import weights_sha256
 from allranks.torch.model.placement import RecordPlacement, update_by_nothing
 from allranks.torch.model.weights_file import WeightsFile
 from allranks.torch.parameter_server.evaluator import evaluate_checkpoints
-from allranks.torch.parameter_server.serving import ServedTrainer, serve
+from allranks.torch.parameter_server.server import ServedTrainer, serve
 from allranks.torch.parameter_server.trainer import SchedulerTrainer
-from allranks.torch.parameter_server.working.worker import work
+from allranks.torch.parameter_server.worker import work
 from allranks.torch.preparing.measuring import measure_step
 from allranks.torch.profiling import Profiling
 from allranks.torch.shared_memory.backend import told_of

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from allranks.strategies.cards.parameter_server import PLAIN, STALENESS_AWARE
-from allranks.torch.parameter_server.flat import MANY, Flat, FlatLayout, are_squares
-from allranks.torch.parameter_server.placement import Piece
+from allranks.torch.parameter_server.flat import MANY, Flat, FlatLayout, Piece, are_squares
 from allranks.torch.parameter_server.state import Kept, cut_state, join_state
 from allranks.torch.sharding.gradient_parts import squares_of
 from allranks.torch.step.trainable import update

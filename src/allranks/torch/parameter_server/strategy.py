@@ -10,12 +10,13 @@ so the death of a worker is nothing that another one waits for.
     counts what came     <-  applies it at once          <->  divides, clips, pushes, pulls
                                                                                     (mode=async)
 
-`placement` says which server has what, `flat` how it lies there; `shard` is the arithmetic of a
-server, `server` its end of the wire; `handing_out` says who works on what, `service` tells them;
-`leading` and `trainer` are the scheduler's, for which a step is a step of the job, so that record,
-evaluation and checkpoints are those of every strategy; `worker` is a worker's loop. A worker that
-is lost is no failure while `least` are left, and is started again. Without a server or the
-scheduler workers wait: all weights are loaded anew, from the checkpoint (`Role`).
+`flat` says which server has what, and how it lies there; `shard` is the arithmetic of a server,
+`server` its end of the wire and its process; `handing_out` says who works on what, `service` tells
+them; `leading` and `trainer` are the scheduler's, for which a step is a step of the job, so that
+record, evaluation and checkpoints are those of every strategy; `worker` is a worker's loop,
+`exchange` what it pulls and pushes, `changes` the same for mode=delta. A worker that is lost is no
+failure while `least` are left, and is started again. Without a server or the scheduler workers
+wait: all weights are loaded anew, from the checkpoint (`Role`).
 
 This class is what all three have of a strategy: how the weights are laid out, and one `side`.
 """
@@ -51,18 +52,17 @@ from allranks.torch.optimizers.elementwise import (
     check_no_step_hooks,
     groups_of_whole,
 )
-from allranks.torch.parameter_server.flat import FlatLayout
-from allranks.torch.parameter_server.placement import Sized, cut_evenly, placed
+from allranks.torch.parameter_server.flat import FlatLayout, Sized, cut_evenly, placed
 from allranks.torch.parameter_server.shard import Shard
-from allranks.torch.parameter_server.tables.placed import (
+from allranks.torch.parameter_server.tables.pulled import find_tables
+from allranks.torch.parameter_server.tables.served import (
     PlacedTable,
+    ServedTables,
     let_go,
     most_bytes,
     placed_tables,
     without_rows,
 )
-from allranks.torch.parameter_server.tables.pulled import find_tables
-from allranks.torch.parameter_server.tables.served import ServedTables
 from allranks.torch.step.changes import unfrozen_on_the_way
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.tally import Tally

@@ -1,30 +1,112 @@
-"""What a worker pulls and pushes: its side of the strategy, while it is linked to servers."""
+"""What a worker pulls and pushes: its side of the strategy, while it is linked to servers.
+
+    pull    weights of all servers; with update=worker the sum of the gradients
+    push    the gradient, which backward leaves where it is sent from (`LaidOut`)
+
+With update=worker (`OwnUpdate`) a worker updates weights of its own, by the gradient that it pulls:
+
+    servers   sum <- the parts of step t; factor, rates      (as without it)
+    worker    pulls factor · sum, and what the scheduler said of the update
+              w, optimizer <- update(w, optimizer, factor · sum)
+
+So MXNet's kvstore works where the optimizer is not on it. The servers update as well, behind what
+they answer: by theirs a checkpoint is made, and a worker goes on that has not seen the step before,
+because it has just come, or another one did its part. It pulls weights and what the optimizer
+keeps, whole. As all update the same pieces by the same numbers, all have the same bits.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from allranks.errors import RequestError
 from allranks.launcher.nodes.channel import Message
 from allranks.torch.data.batch import Batch
+from allranks.torch.parameter_server.flat import Flat
 from allranks.torch.parameter_server.links import CalledBack, Links, Stale
 from allranks.torch.parameter_server.memory import SharedNumbers
-from allranks.torch.parameter_server.state import hyper_parameters_said
+from allranks.torch.parameter_server.shard import Shard
+from allranks.torch.parameter_server.state import hyper_parameters_said, unpacked
 from allranks.torch.parameter_server.strategy import ParameterServer
-from allranks.torch.parameter_server.tables.lookups import Lookups
-from allranks.torch.parameter_server.tables.placed import let_go
-from allranks.torch.parameter_server.tables.pulled import pull_tables
+from allranks.torch.parameter_server.tables.pulled import Lookups, pull_tables
 from allranks.torch.parameter_server.tables.remote import Found, RemoteRows, RowGradients
-from allranks.torch.parameter_server.working.laid_out import LaidOut
-from allranks.torch.parameter_server.working.own_update import OwnUpdate
+from allranks.torch.parameter_server.tables.served import let_go
+from allranks.torch.reducers.moved import MOVED_BYTES, Moved
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.tally import Tally
 from allranks.training.progress import StepResult
+
+
+class LaidOut:
+    """Gradients of `parameters` in `flats`, one for each server.
+
+    Those of tensors that are cut, or lie on a device, backward leaves elsewhere. A step calls
+    `begin` before its passes, `finished` in them, and `settle` after them.
+    """
+
+    def __init__(self, flats: Sequence[Flat], parameters: Sequence[nn.Parameter]) -> None:
+        homes = {at: home for flat in flats for at, home in flat.homes_of(parameters).items()}
+        large = {at: home for at, home in homes.items() if home[1].nbytes >= MOVED_BYTES}
+        self._parameters, self._moved = parameters, Moved(large, read_later=True)
+        self._small = [home for at, home in homes.items() if at not in large]
+
+    def begin(self) -> None:
+        """All gradients are zero, or yet to be made."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._moved.begin()
+        if self._small:
+            torch._foreach_zero_([view for _, view in self._small])
+        for parameter, view in self._small:
+            parameter.grad = view
+
+    def finished(self, position: int) -> None:
+        """Backward has finished a gradient (called during backward)."""
+        self._moved.finished(position)
+
+    def settle(self) -> None:
+        """All passes are over."""
+        self._moved.settle()
+
+
+NONE = -1
+
+
+class OwnUpdate:
+    """The pieces of every server with an optimizer for them; `versions` are those they have."""
+
+    def __init__(self, strategy: ParameterServer) -> None:
+        self._strategy = strategy
+        known = {id(p): p for p in strategy.parameters}
+        self._shards = []
+        for layout in strategy.layouts:
+            optimizer = copy.deepcopy(strategy.step.optimizer, dict(known))
+            shard = Shard(layout, optimizer, strategy.parameters)
+            shard.weights.be_memory_of(strategy.parameters)
+            self._shards.append(shard)
+        self.forget()
+
+    def forget(self) -> None:
+        """The servers may have other weights: what is here is not gone on from."""
+        self.versions = [NONE] * len(self._shards)
+
+    def take(self, server: int, answer: Message, flat: Flat, body: memoryview) -> None:
+        """Have the version that a server has: by its gradient in `flat`, or by all that it has."""
+        shard = self._shards[server]
+        if "kept" in answer:
+            whole = body[: shard.layout.nbytes]
+            shard.load(shard.layout.new(whole), unpacked(answer["kept"], body[len(whole) :]))
+        elif answer["update"] is not None:
+            how: dict[str, Any] = answer["update"]
+            shard.update(flat, how["groups"], how["unused"])
+        shard.weights.write_to([p.detach() for p in self._strategy.parameters])
+        self.versions[server] = int(answer["version"])
 
 
 class Exchange:
