@@ -47,7 +47,8 @@ from sizes import LOOKED_UP, SIZES, TABLE_BATCH, TABLE_ROWS, TABLE_STEPS  # noqa
 STEP = "step_us"
 SHARED, SOCKETS = "allranks, shared memory", "allranks, sockets"
 TORCH, TENSORFLOW, BETTER = "torch.distributed", "TensorFlow", "better peer"
-MEMORY_BAR, SOCKETS_BAR = 1 / 2, 1.0  # of the time of a step of the better peer
+LARGE = 1_000_000  # weights, from which on the bar in shared memory is lower
+LARGE_BAR, BAR = 0.7, 1.0  # of the time of a step of the better peer
 WORKERS = 2
 SERVERS_GROWN, WORKERS_GROWN = (1, 2, 4), (1, 2, 4, 8)
 COUNTED = 0.75  # of the steps of a turn, the last ones
@@ -193,7 +194,9 @@ def measure(what: str, turns: dict[str, Callable[[], float]], rounds: int) -> di
     return samples
 
 
-def compare(what: str, samples: dict[str, list[float]]) -> tuple[Rows, list[Comparison]]:
+def compare(
+    what: str, weights: int, samples: dict[str, list[float]]
+) -> tuple[Rows, list[Comparison]]:
     """The medians; ours beside every peer, and beside the faster one of each round."""
     peers = [name for name in samples if name in (TORCH, TENSORFLOW)]
     better = [min(values) for values in zip(*(samples[name] for name in peers), strict=True)]
@@ -202,7 +205,7 @@ def compare(what: str, samples: dict[str, list[float]]) -> tuple[Rows, list[Comp
         step_us = statistics.median(values)
         rows.append({"what": what, "contender": name, STEP: step_us, "steps_per_s": 1e6 / step_us})
     found = []
-    for name, bar in ((SHARED, MEMORY_BAR), (SOCKETS, SOCKETS_BAR)):
+    for name, bar in ((SHARED, LARGE_BAR if weights >= LARGE else BAR), (SOCKETS, BAR)):
         beside = {peer: (samples[peer], None) for peer in peers} | {BETTER: (better, bar)}
         for over, (values, own_bar) in beside.items():
             pairs = list(zip(samples[name], values, strict=True))
@@ -270,7 +273,7 @@ def main() -> None:
     for mode, size in cases if "peers" in chosen else ():
         what = f"{size}, {mode}"
         samples = measure(what, contenders(mode, size), asked.rounds)
-        rows, compared = compare(what, samples)
+        rows, compared = compare(what, SIZES[size].weights, samples)
         record["rows"] += rows
         record["samples"][what] = {STEP: samples}
         comparisons += compared

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from allranks.torch.parameter_server.tables.pulled import find_tables
-from allranks.torch.parameter_server.tables.row_optimizers import rule_name, settings_of
-from allranks.torch.parameter_server.tables.row_table import RowTable, split
+from allranks.torch.parameter_server.tables.row_table import RowTable, rule_name, settings_of, split
 
 
 class Wire:

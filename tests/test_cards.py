@@ -289,9 +289,7 @@ def test_what_is_always_refused_promises_nothing() -> None:
         ("backup=1,mode=delta", "mode=delta", "mode=sync, or"),
         ("mode=delta,ramp_from=0.5", "ramp=none", "ramp=staircase, or"),
         ("mode=delta,ramp_over=4", "ramp=none", "ramp=staircase, or"),
-        ("compensation=0.5", "rate=plain", "rate=dc-asgd, or"),
-        ("mode=async,rate=staleness-aware,compensation=0.5", "rate=staleness", "rate=dc-asgd, or"),
-        ("rate=dc-asgd,compensation=0.5", "mode=sync", "mode=async, or"),
+        ("rate=staleness-aware", "mode=sync", "mode=async, or"),
     ],
 )
 def test_an_option_that_others_leave_unused_is_refused_before_anything_starts(
@@ -300,5 +298,5 @@ def test_an_option_that_others_leave_unused_is_refused_before_anything_starts(
     with pytest.raises(RequestError) as refused:
         resolved_strategy(f"ps:{options}", ranks=2, bitwise=False)
     assert refused.value.found.startswith(unused) and refused.value.do.startswith(do)
-    for used in ("mode=async,rate=dc-asgd,compensation=0.5", "mode=delta,ramp=line,ramp_from=0.5"):
+    for used in ("mode=async,rate=staleness-aware", "mode=delta,ramp=line,ramp_from=0.5"):
         resolved_strategy(f"ps:{used}", ranks=2, bitwise=False)

@@ -69,7 +69,7 @@ SETTINGS = {
     "branches": ["branches"],
     "decoupled": ["decoupled:every=1,lr=1,momentum=0"],
     "ps": [
-        *("ps", "ps:servers=2,bound=10,transport=sockets,key_mb=0.0001,pull=layers", "ps:backup=1"),
+        *("ps", "ps:servers=2,bound=10,transport=sockets", "ps:backup=1"),
         "ps:servers=2,bound=10,update=worker",
     ],
     "tensor": [

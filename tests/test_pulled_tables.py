@@ -11,9 +11,8 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adagrad, Adam
 
 from allranks.errors import RequestError
-from allranks.torch.parameter_server.tables.lookups import Lookups
-from allranks.torch.parameter_server.tables.pulled import find_tables, pull_tables
-from allranks.torch.parameter_server.tables.row_optimizers import RULES, check_group, rule_name
+from allranks.torch.parameter_server.tables.pulled import Lookups, find_tables, pull_tables
+from allranks.torch.parameter_server.tables.row_table import RULES, check_group, rule_name
 from limited_memory import Limited
 from rows_wire import Wire
 

@@ -11,14 +11,11 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
 from allranks.torch.optimizers.rowwise_adagrad import RowwiseAdagrad
-from allranks.torch.parameter_server.tables.lookups import Lookups
-from allranks.torch.parameter_server.tables.pulled import pull_tables
-from allranks.torch.parameter_server.tables.row_optimizers import (
-    settings_of,
-)
+from allranks.torch.parameter_server.tables.pulled import Lookups, pull_tables
 from allranks.torch.parameter_server.tables.row_table import (
     RowTable,
     TablePlan,
+    settings_of,
     state_in_torch,
 )
 from rows_wire import Wire

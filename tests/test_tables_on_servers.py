@@ -13,9 +13,8 @@ from allranks.errors import ProgramError, RequestError
 from allranks.job.job import Job
 from allranks.launcher.world import World
 from allranks.programs.clicks import ClickThrough
-from allranks.torch.parameter_server.server import Server
-from allranks.torch.parameter_server.serving import ServedTrainer
-from allranks.torch.parameter_server.tables.placed import body_of
+from allranks.torch.parameter_server.server import ServedTrainer, Server
+from allranks.torch.parameter_server.tables.served import body_of
 from allranks.torch.trainer import Trainer
 from conftest import Train
 from limited_memory import Limited
@@ -99,7 +98,7 @@ def test_only_rows_that_are_looked_up_travel(train: Train) -> None:
     ("setting", "strategy", "found"),
     [
         ("kind=momentum", "ps", "momentum=0.9"),
-        ("kind=Adagrad", "ps:mode=async,rate=dc-asgd", "workers"),
+        ("kind=Adagrad", "ps:update=worker", "workers"),
         ("kind=Adagrad", "ps --compile", "passes of its own"),
     ],
 )
@@ -175,7 +174,7 @@ def test_what_comes_while_rows_are_loaded_is_of_weights_before() -> None:
                 server.answer(1 << 30, peer, load, zeros)
                 if is_loaded:
                     server.era = 0
-                push = {"number": number, "groups": [{"lr": 1.0}], "factor": 1.0, "unused": []}
+                push = {"number": number, "groups": [{"lr": 1.0}], "unused": []}
                 server.answer(0, peer, {"hold": {"table": 0, "count": 2}, "era": 0}, held)
                 server.answer(0, peer, {"push": push, "era": 0}, memoryview(b""))
                 found.append(tables.tables[0].weight[ids].tolist())

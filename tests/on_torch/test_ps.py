@@ -30,16 +30,15 @@ from allranks.job.run_folder import read_events
 from allranks.launcher.nodes.channel import Disconnected
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.world import World
-from allranks.strategies.cards.parameter_server import COMPENSATED, STALENESS_AWARE
+from allranks.strategies.cards.parameter_server import PLAIN, STALENESS_AWARE
 from allranks.tools.check.against_single import CheckPlan, check_against_one
 from allranks.torch.parameter_server import flat as flat_module
-from allranks.torch.parameter_server.flat import Flat, FlatLayout
+from allranks.torch.parameter_server.exchange import Exchange, Stale
+from allranks.torch.parameter_server.flat import FlatLayout, Piece, Sized, placed
 from allranks.torch.parameter_server.handing_out import HandingOut
 from allranks.torch.parameter_server.links import Links
-from allranks.torch.parameter_server.memory import ReadWeights
-from allranks.torch.parameter_server.placement import Piece, Sized, placed
 from allranks.torch.parameter_server.server import SCHEDULER_ID, Server
-from allranks.torch.parameter_server.shard import MANY, Rule, Shard
+from allranks.torch.parameter_server.shard import MANY, Shard
 from allranks.torch.parameter_server.state import (
     cut_state,
     hyper_parameters_said,
@@ -47,8 +46,6 @@ from allranks.torch.parameter_server.state import (
     packed,
     unpacked,
 )
-from allranks.torch.parameter_server.working.exchange import Exchange, Stale
-from allranks.torch.shared_memory.segment import COPIES, READS
 from allranks.torch.trainer import Trainer
 from allranks.training.work_queue import Chunk, Ledger
 from conftest import Train
@@ -81,17 +78,14 @@ def shard_of(
     values: list[float],
     optimizer: Any = SGD,
     parts: int = 1,
-    rule: Rule | None = None,
+    rate: str = PLAIN,
     dtype: torch.dtype = torch.float64,
-    *,
-    read: bool = False,
     **more: Any,
 ) -> Shard:
     weight = nn.Parameter(torch.tensor(values, dtype=dtype))
     layout = FlatLayout([Piece(0, 0, len(values), 0, is_whole=True)], [weight])
     made = optimizer([weight], **{"lr": 0.1, **more})
-    there = ReadWeights.made(layout) if read else None
-    shard = Shard(layout, made, [weight], parts, rule, read=there)
+    shard = Shard(layout, made, [weight], parts, rate)
     shard.weights.read_from([weight.detach()])
     return shard
 
@@ -146,26 +140,6 @@ def test_a_sum_and_its_squares_come_from_one_pass(dtype: torch.dtype, more: int)
     assert shard.squares() == pytest.approx(4 * squares, rel=1e-6), "no squares of before"
 
 
-def test_a_worker_of_the_host_reads_weights_where_the_server_has_them() -> None:
-    shard = shard_of([1.0, 2.0], read=True)
-    assert shard.read is not None
-    own = nn.Parameter(torch.tensor([8.0, 9.0], dtype=torch.float64))
-    tried = ReadWeights.opened(shard.layout, shard.read.said, COPIES)
-    there = ReadWeights.opened(shard.layout, shard.read.said, READS)
-    assert tried is not None and there is not None
-    tried.flat.be_memory_of([own], has_theirs=True)
-    assert own.tolist() == [1.0, 2.0], "a worker does not write its own weights there"
-    there.flat.be_memory_of([own], has_theirs=True)
-    shard.bring(0, gradient(shard, 2.0, 4.0))
-    shard.apply(1.0, [{"lr": 0.5}], ())
-    assert own.tolist() == [0.0, 0.0]
-    elsewhere = {**shard.read.said, "host": "another"}
-    assert ReadWeights.opened(shard.layout, elsewhere, READS) is None
-    assert tried.is_as(there)
-    tried.flat.flats[0][1] = 7.0
-    assert not tried.is_as(there) and own.tolist() == [0.0, 0.0], "a page of its own"
-
-
 def test_who_computes_another_part_of_a_step_spoils_none_that_it_has_brought() -> None:
     """The sum lies where the worker of the first part has written it, until that one pulls."""
     shard, deaf = shard_of([0.0], parts=3, lr=1.0), cast(Any, Deaf())
@@ -186,47 +160,6 @@ class Deaf:
 
     def send(self, header: Any, *body: Any) -> None:
         """Nobody hears it."""
-
-
-APPLY = {"do": "apply", "factor": 1.0, "groups": [{"lr": 1.0}], "unused": []}
-
-
-@pytest.mark.parametrize(
-    ("message", "answer"),
-    [
-        (APPLY, {"version": 1}),  # of a step that goes on without this worker
-        ({"do": "put"}, {"version": 0}),
-        ({"do": "load", "version": 5, "era": 1, "kept": [{}]}, {"stale": 1}),
-    ],
-    ids=["apply", "put", "load"],
-)
-def test_what_changes_while_workers_copy_it_is_never_sent_in_part(
-    message: dict[str, Any], answer: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In step all of them copy at once, without the lock."""
-    shard, deaf, answers = shard_of([1.0, 1.0], lr=1.0), cast(Any, Deaf()), list[Any]()
-    monkeypatch.setattr(deaf, "send", lambda header, *body: answers.append((header, *body)))
-    copy, other = Flat.copy_, gradient(shard, 7.0, 7.0)
-    shard.bring(0, gradient(shard, -6.0, -6.0))
-
-    def torn(self: Flat, source: Flat) -> None:
-        copy(self, source)
-        if source is shard.weights and not answers:
-            scheduler = Thread(
-                target=server.answer, args=(SCHEDULER_ID, deaf, message, other.buffer)
-            )
-            scheduler.start()
-            scheduler.join(60)
-            self.flats[0][0] = 1.0  # as if this half had been copied before
-
-    with socket.socket() as nobody:
-        server = Server(shard, nobody, "", "", in_step=True)
-        server.era = 0
-        monkeypatch.setattr(Flat, "copy_", torn)
-        server.answer(0, deaf, {"pull": 0, "era": 0}, memoryview(b""))
-    _, (header, *pulled) = answers
-    assert header == answer
-    assert [bytes(numbers) for numbers in pulled] == [bytes(other.buffer)] * ("version" in answer)
 
 
 def test_what_is_added_to_a_gradient_waits_for_its_last_part() -> None:
@@ -260,9 +193,9 @@ def test_the_norm_of_no_number_is_none() -> None:
     assert math.isnan(shard.squares())
 
 
-def test_a_gradient_of_old_weights_is_applied_at_a_lower_rate_or_compensated() -> None:
+def test_a_gradient_of_old_weights_is_applied_at_a_lower_rate() -> None:
     """Golden: two workers pull at version 0; the second one's gradient is 1 and more behind."""
-    aware = shard_of([1.0], rule=Rule(STALENESS_AWARE))
+    aware = shard_of([1.0], rate=STALENESS_AWARE)
     room = aware.layout.new()
     assert [aware.pull(0, room), aware.pull(1, room)] == [0, 0]
     groups = [{"lr": 0.5}]
@@ -273,20 +206,11 @@ def test_a_gradient_of_old_weights_is_applied_at_a_lower_rate_or_compensated() -
     assert aware.push(3, 1, gradient(aware, 9.0), groups) is None, "it is applied already"
     assert groups == [{"lr": 0.5}] and aware.version == 4
 
-    compensated = shard_of([2.0], rule=Rule(COMPENSATED, 0.1))
-    room = compensated.layout.new()
-    compensated.pull(0, room), compensated.pull(1, room)
-    compensated.push(0, 0, gradient(compensated, 4.0), [{"lr": 0.5}])  # w: 2 -> 0
-    compensated.push(1, 1, gradient(compensated, 3.0), [{"lr": 0.5}])  # 3 + 0.1 · 9 · (0 - 2)
-    assert compensated.weights.flats[0].item() == pytest.approx(-0.5 * 1.2, abs=1e-15)
 
-
-@pytest.mark.parametrize(("rule", "grows"), [(Rule(), True), (Rule(STALENESS_AWARE), False)])
-def test_on_a_quadratic_with_old_gradients_the_aware_rate_converges(
-    rule: Rule, grows: bool
-) -> None:
+@pytest.mark.parametrize(("rate", "grows"), [(PLAIN, True), (STALENESS_AWARE, False)])
+def test_on_a_quadratic_with_old_gradients_the_aware_rate_converges(rate: str, grows: bool) -> None:
     """Eight workers in turn, so tau = 7: lr · curvature = 0.4 is far too much for plain SGD."""
-    shard, workers = shard_of([1.0], rule=rule), 8
+    shard, workers = shard_of([1.0], rate=rate), 8
     rooms = [shard.layout.new() for _ in range(workers)]
     for worker, room in enumerate(rooms):
         shard.pull(worker, room)
@@ -440,14 +364,10 @@ def worker_world(index: int) -> World:
     return World(rank=index + 2, size=5, role="worker", role_index=index)
 
 
-@pytest.mark.parametrize("rate", ["plain", "staleness-aware", "dc-asgd"])
+@pytest.mark.parametrize("rate", ["plain", "staleness-aware"])
 def test_a_scripted_order_of_pulls_and_pushes_is_a_plain_loop(rate: str) -> None:
-    """Two servers, three workers, over the real wire; the loop is written out with plain torch.
-
-    The gradient of the one that shares no memory leaves in keys.
-    """
-    more = ",compensation=0.3" if rate == "dc-asgd" else ""
-    strategy = f"ps:mode=async,servers=2,bound=8,key_mb=1e-5,rate={rate}{more}"
+    """Two servers, three workers, over the real wire; the loop is written out with plain torch."""
+    strategy = f"ps:mode=async,servers=2,bound=8,rate={rate}"
     job = Job(strategy=strategy, ranks=3, precision="fp64")
     with ExitStack() as stack:
         made = [stack.enter_context(Trainer(Plain(), job, world=worker_world(n))) for n in range(4)]
@@ -463,12 +383,9 @@ def test_a_scripted_order_of_pulls_and_pushes_is_a_plain_loop(rate: str) -> None
             sides.append(side)
         loop = PlainLoop(sides[0].strategy.model, rate)
         for number, worker in enumerate(map(int, SCRIPT.split())):
-            own, leaving = sides[worker].strategy, sides[worker].leaving
-            assert (leaving is not None) == (worker == 1)
-            if leaving is not None:
-                leaving.begin()
+            own = sides[worker].strategy
             loss_of(own.model, number).backward()
-            said = {"groups": hyper_parameters_said(own.step.optimizer), "factor": 1.0}
+            said = {"groups": hyper_parameters_said(own.step.optimizer)}
             sides[worker].push({"number": number, **said}, unused=True, pulls=True)
             sides[worker].take()
             own.model.zero_grad()
@@ -541,8 +458,6 @@ class PlainLoop:
         inputs, wanted = batch_of(number)
         output = torch.tanh(inputs @ a.T + b) @ c.T + d
         (g,) = torch.autograd.grad((output.squeeze(1) - wanted).square().mean(), w)
-        if self.rate == "dc-asgd":
-            g = g + 0.3 * g * g * (self.weights - then)
         lr = 0.1 / max(1, self.version - version) if self.rate == "staleness-aware" else 0.1
         self.momentum = 0.5 * self.momentum + g
         self.weights = self.weights - lr * self.momentum
@@ -609,9 +524,9 @@ def read_rows_of(run_dir: Path) -> list[dict[str, Any]]:
     return [row for row in rows if "loss" in row]
 
 
-@pytest.mark.parametrize("how", ["", ",transport=sockets,key_mb=1e-5"])
+@pytest.mark.parametrize("how", ["", ",transport=sockets"])
 def test_one_worker_out_of_step_is_one_process(train: Train, how: str) -> None:
-    """Clipped in every step: what has left in keys is clipped on the servers."""
+    """Clipped in every step."""
     flags: dict[str, Any] = {"precision": "fp64"}
     single = train(TASK, "clip_norm=0.1", strategy="single", **flags)
     strategy = f"ps:mode=async,servers=2,bound=8{how}"
@@ -689,14 +604,14 @@ def test_a_layer_that_is_frozen_on_the_way_is_refused(train: Train, mode: str) -
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_weights_that_a_model_writes_are_refused(train: Train, mode: str) -> None:
-    """They were lost with the next weights that came, and in step they are everybody's."""
+    """The next pull would overwrite them."""
     with pytest.raises(RequestError, match=r"writes 0.weight in its forward"):
         train("decoupled_tasks:Clamps", strategy=f"ps:mode={mode}", ranks=1)
 
 
 def test_weights_that_are_written_unseen_are_refused_in_step(train: Train) -> None:
-    """`weight.data.clamp_()`: torch does not count it, and it would change everybody's weights."""
-    with pytest.raises(RequestError, match="writes weights in its forward"):
+    """`weight.data.clamp_()`: torch does not count it."""
+    with pytest.raises(RequestError, match=r"writes 0.weight in its forward"):
         train("decoupled_tasks:Clamps", "unseen=yes", strategy="ps", ranks=2)
 
 

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from allranks.job.job import Job
 from allranks.launcher.nodes.channel import Disconnected
+from allranks.torch.parameter_server.changes import Changes, ramp
+from allranks.torch.parameter_server.exchange import Exchange
 from allranks.torch.parameter_server.handing_out import HandingOut
 from allranks.torch.parameter_server.service import Done, Service
 from allranks.torch.parameter_server.state import hyper_parameters_said
-from allranks.torch.parameter_server.working.changes import Changes, ramp
-from allranks.torch.parameter_server.working.exchange import Exchange
 from allranks.torch.trainer import Trainer
 from allranks.training.work_queue import Chunk, Ledger
 from conftest import Train

@@ -143,7 +143,7 @@ def test_a_checkpoint_goes_on_on_either(on_device: OnDevice, tmp_path: Path) -> 
 @pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("options", "shares"),
-    [("key_mb=1e-5,pull=layers", False), ("rate=plain", True), ("rate=dc-asgd", True)],
+    [("transport=sockets", False), ("rate=plain", True), ("rate=staleness-aware", True)],
 )
 def test_a_worker_beside_servers_trains_as_on_the_cpu(
     on_device: OnDevice, options: str, shares: bool

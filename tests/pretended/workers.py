@@ -28,9 +28,9 @@ from allranks.torch.comm.subgroups import Pending
 from allranks.torch.data.copying import Copying
 from allranks.torch.model.layers import Scope
 from allranks.torch.model.weights import weights_sha256
+from allranks.torch.parameter_server.exchange import Exchange
 from allranks.torch.parameter_server.links import Links
 from allranks.torch.parameter_server.server import Server
-from allranks.torch.parameter_server.working.exchange import Exchange
 from allranks.torch.step import in_flight as steps
 from pretended import streams, tasks
 from pretended.backend import install

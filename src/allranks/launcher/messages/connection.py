@@ -104,11 +104,9 @@ class Connection:
             raise Disconnected("it sent what is no message of ours")
         return header, body_bytes
 
-    def receive_body(
-        self, memory: memoryview, came: Callable[[int], None] = lambda nbytes: None
-    ) -> None:
-        """Receive a body; `came` is called with how many bytes of it are here, as they come."""
-        self._fill(memory, came)
+    def receive_body(self, memory: memoryview) -> None:
+        """Receive a body whose header has come."""
+        self._fill(memory)
         self.received += len(memory)
 
     def ask(
@@ -138,7 +136,7 @@ class Connection:
         self._fill(memory)
         return memory
 
-    def _fill(self, memory: memoryview, came: Callable[[int], None] = lambda nbytes: None) -> None:
+    def _fill(self, memory: memoryview) -> None:
         at = 0
         while at < len(memory):
             if not self._came and len(memory) - at < AHEAD:
@@ -149,7 +147,6 @@ class Connection:
             else:
                 more = self._received(memory[at:])
             at += more
-            came(at)
 
     def _received(self, memory: memoryview) -> int:
         """How many bytes have come to this memory, at least one."""

@@ -12,23 +12,21 @@ from allranks.strategies.roles import EVALUATOR, WORKER, Role, coming_and_going
 
 SCHEDULER, SERVER = "scheduler", "server"
 IN_STEP, OUT_OF_STEP, CHANGES = "sync", "async", "delta"
-PLAIN, STALENESS_AWARE, COMPENSATED = RATES = "plain", "staleness-aware", "dc-asgd"
+PLAIN, STALENESS_AWARE = RATES = "plain", "staleness-aware"
 NO_RAMP, STAIRCASE, LINE = RAMPS = "none", "staircase", "line"
 FIRST_NODE, ALL_NODES, OWN_NODES = SERVERS_ON = "first", "all", "own"
 ON_SERVER, ON_WORKER = "server", "worker"
-ROWS, LAYERS, WHOLE = "rows", "layers", "whole"
+ROWS, WHOLE = "rows", "whole"
 ANY = -1
 """No bound of how far workers may be apart."""
 OPTIONS_OF = {
     (IN_STEP,): ("backup", "update"),
-    (IN_STEP, OUT_OF_STEP): ("pull",),
     (OUT_OF_STEP, CHANGES): ("staleness",),
     (OUT_OF_STEP,): ("rate",),
     (CHANGES,): ("every", "pipeline", "ramp", "ramp_from", "ramp_over"),
 }
 """The modes of which these are options; all others are options of every mode."""
 NEEDS = {
-    "compensation": ("rate", (COMPENSATED,)),
     "ramp_from": ("ramp", (STAIRCASE, LINE)),
     "ramp_over": ("ramp", (STAIRCASE, LINE)),
 }
@@ -114,7 +112,7 @@ PARAMETER_SERVER_CARD = Card(
     "(update=worker: no more than that; a worker pulls nothing for its second part of a step); "
     "async: weights; delta: weights / every",
     memory="a server: its part of weights, gradients and optimizer, and N more gradients; "
-    "dc-asgd: N more weights; a worker: 2 weights + 2 gradients, update=worker: and the optimizer, "
+    "a worker: 2 weights + 2 gradients, update=worker: and the optimizer, "
     "delta: 3 weights + 3 gradients + optimizer; the scheduler and the evaluator: weights + "
     "optimizer, and as much again while it saves",
     many_ranks=True,
@@ -163,7 +161,6 @@ PARAMETER_SERVER_CARD = Card(
             "async: what is done about gradients of old weights",
             (*RATES,),
         ),
-        Option("compensation", 0.04, "the lambda of dc-asgd", at_least=0),
         Option("every", 1, "delta: batches that a worker trains on between two pushes", at_least=1),
         Option(
             "pipeline",
@@ -186,18 +183,6 @@ PARAMETER_SERVER_CARD = Card(
             1_000_000,
             "numbers from which on a tensor is cut over all servers",
             at_least=1,
-        ),
-        Option(
-            "key_mb",
-            1.0,
-            "on sockets: a gradient leaves in keys of so many MiB, as backward finishes them",
-            above=0,
-        ),
-        Option(
-            "pull",
-            WHOLE,
-            "on sockets, layers: forward begins with the first layers while the last ones come",
-            (WHOLE, LAYERS),
         ),
         Option(
             "transport",

@@ -83,5 +83,5 @@ def derive(
 
 
 def _address(tensor: Tensor | None) -> int:
-    """Where it lies; who watches what torch dispatches (`ps:pull=layers`) sees it read."""
-    return 0 if tensor is None else tensor.detach().data_ptr()
+    """Where the tensor lies; 0 for none."""
+    return 0 if tensor is None else tensor.data_ptr()

@@ -1,8 +1,15 @@
-"""The pieces of one server in one piece of memory: what is sent, summed and updated as a whole.
+"""Which server has which numbers, and how they lie in its memory.
+
+A tensor of `bound` numbers or more is cut into as many pieces as there are servers, of equal size
+but for rounding (MXNet's kvstore cuts so, from 10^6 numbers on). Of the others each goes, in the
+order of the model, to the server that has the fewest bytes so far, the first of those (TensorFlow's
+greedy load balancing). A tensor that its optimizer must see whole is not cut.
+
+The pieces of one server lie in one piece of memory, which is sent, summed and updated as a whole:
 
     | numbers of the first type, piece by piece | pad to 64 bytes | numbers of the second type | …
 
-All processes lay them out alike, so a message is the bytes as they lie, and needs no names.
+All processes come to the same layout, so a message is the bytes as they lie, and needs no names.
 """
 
 from __future__ import annotations
@@ -15,8 +22,73 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from allranks.torch.parameter_server.placement import Piece
 from allranks.torch.shared_memory.library import library
+
+MOST_NUMBERS = 1_000_000
+
+
+@dataclass(frozen=True)
+class Sized:
+    """A tensor that is to be placed: how many numbers it has, of how many bytes each."""
+
+    numbers: int
+    itemsize: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The numbers `start` to `stop` - 1 of the tensor at `position`, and the server that has them.
+
+    `is_whole`: they are all of it.
+    """
+
+    position: int
+    start: int
+    stop: int
+    server: int
+    is_whole: bool
+
+    @property
+    def numbers(self) -> int:
+        return self.stop - self.start
+
+
+def placed(
+    tensors: Sequence[Sized],
+    servers: int,
+    bound: int = MOST_NUMBERS,
+    whole: Collection[int] = (),
+) -> list[Piece]:
+    """The pieces of all tensors, in their order; the tensors at the positions `whole` are not cut.
+
+    A tensor is not cut either where it has fewer numbers than there are servers.
+    """
+    load, found = [0] * servers, dict[int, list[Piece]]()
+    cut = [
+        at
+        for at, one in enumerate(tensors)
+        if servers > 1 and at not in whole and one.numbers >= max(bound, servers)
+    ]
+    for at in cut:
+        found[at] = cut_evenly(at, tensors[at].numbers, servers)
+        for piece in found[at]:
+            load[piece.server] += piece.numbers * tensors[at].itemsize
+    for at, one in enumerate(tensors):
+        if at not in found:
+            least = load.index(min(load))
+            load[least] += one.numbers * one.itemsize
+            found[at] = [Piece(at, 0, one.numbers, least, is_whole=True)]
+    return [piece for at in range(len(tensors)) for piece in found[at]]
+
+
+def cut_evenly(position: int, numbers: int, servers: int) -> list[Piece]:
+    """As many pieces as servers; each begins at the rounded part of the whole."""
+    starts = [round(numbers * server / servers) for server in range(servers + 1)]
+    return [
+        Piece(position, starts[server], starts[server + 1], server, is_whole=False)
+        for server in range(servers)
+    ]
+
 
 ALIGNED = 64
 MANY = 2**17
@@ -151,30 +223,23 @@ class Flat:
         return {at: home for at, home in found.items() if home[0].device == home[1].device}
 
     @torch.no_grad()
-    def be_memory_of(self, parameters: Sequence[nn.Parameter], *, has_theirs: bool = False) -> None:
-        """Let parameters that are whole here lie here: what comes is theirs without a copy.
-
-        They become what is here, if it `has_theirs`.
-        """
+    def be_memory_of(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Let parameters that are whole here lie here: what comes is theirs without a copy."""
         for piece, view in zip(self.layout.pieces, self.views, strict=True):
             own = parameters[piece.position]
             if piece.is_whole and own.device == view.device and own.is_contiguous():
-                if not has_theirs:
-                    view.copy_(own)
+                view.copy_(own)
                 own.data = view
 
     @torch.no_grad()
-    def read_from(self, whole: Sequence[Tensor | None], without: Collection[int] = ()) -> list[int]:
+    def read_from(self, whole: Sequence[Tensor | None]) -> list[int]:
         """Copy the pieces of whole tensors, by their positions; zeros for one that is `None`.
 
-        The pieces with the numbers `without` are here already. Returns the positions of those that
-        are zeros.
+        Returns the positions of those that are zeros.
         """
         missing = []
-        for number, (piece, view) in enumerate(zip(self.layout.pieces, self.views, strict=True)):
+        for piece, view in zip(self.layout.pieces, self.views, strict=True):
             tensor = whole[piece.position]
-            if number in without:
-                continue
             if tensor is None:
                 view.zero_()
                 missing.append(piece.position)
@@ -185,14 +250,10 @@ class Flat:
     @torch.no_grad()
     def write_to(self, whole: Sequence[Tensor]) -> None:
         """Copy the pieces into whole tensors, by their positions."""
-        for number, piece in enumerate(self.layout.pieces):
-            self.write_piece(number, whole[piece.position])
-
-    def write_piece(self, number: int, whole: Tensor) -> None:
-        """Copy one piece into the tensor that it is of."""
-        view, target = self.views[number], cut(whole, self.layout.pieces[number])
-        if target.data_ptr() != view.data_ptr():  # else it lies here already
-            target.copy_(view.view(target.shape))
+        for piece, view in zip(self.layout.pieces, self.views, strict=True):
+            target = cut(whole[piece.position], piece)
+            if target.data_ptr() != view.data_ptr():  # else it lies here already
+                target.copy_(view.view(target.shape))
 
 
 def cut(tensor: Tensor, piece: Piece) -> Tensor:

@@ -29,7 +29,7 @@ from allranks.torch.parameter_server.state import (
     unpacked,
 )
 from allranks.torch.parameter_server.strategy import ParameterServer
-from allranks.torch.parameter_server.tables.carried import (
+from allranks.torch.parameter_server.tables.remote import (
     check_no_rows,
     load_tables,
     take_tables,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Self
 
@@ -31,15 +31,13 @@ class Links:
         self._most = [(1 + KEPT) * size + (1 << 20) for size in nbytes]
         self.servers: list[Connection] = []
         self.shares: list[bool] = []
-        self.read: list[Message] = []
 
     def open(self, hello: Message, offers: Sequence[Message] = ()) -> Self:
         """Connect to all, and say hello; `offers` are of memory to share, one for each.
 
-        `shares` says of each server afterwards whether it has taken it, and `read` where its
-        weights can be read; nothing where they cannot.
+        `shares` says of each server afterwards whether it shares that memory.
         """
-        self.shares, self.read = [], []
+        self.shares = []
         for number, where in enumerate(self._addresses):
             with naming(number):
                 try:
@@ -49,7 +47,6 @@ class Links:
                 self.servers.append(made)
                 answer, _ = made.ask({**hello, "memory": offers[number]} if offers else hello)
                 self.shares.append(bool(answer["memory"]))
-                self.read.append(answer.get("weights") or {})
                 made.waits_for_ever()
         return self
 
@@ -76,12 +73,10 @@ class Links:
             raise Disconnected(f"it refuses: {answer['refused']}")
         return answer, size
 
-    def fill(
-        self, server: int, memory: memoryview, came: Callable[[int], None] = lambda nbytes: None
-    ) -> None:
-        """Receive the body of the answer whose header came last; `came` hears how much is here."""
+    def fill(self, server: int, memory: memoryview) -> None:
+        """Receive the body of the answer whose header came last."""
         with naming(server):
-            self.servers[server].receive_body(memory, came)
+            self.servers[server].receive_body(memory)
 
     def ask_all(
         self, message: Message, bodies: Sequence[Sequence[Buffer]] = ()

@@ -16,14 +16,13 @@
                 fetch_rows  table, state          step, columns, widths; body
                 apply, pass and tell say `told`, with a body: what workers are told with weights;
                 what is said `silent` is not answered
-    all         hello                                 memory, weights: what is shared
-    worker      key; body                         none                 a part of the next push
-                hold   table, count; body         none                 rows, for the next push
+    all         hello                                 memory: whether it is shared
+    worker      hold   table, count; body         none                 rows, for the next push
                 rows   table, count; body         rows, as they are
                 push   step, part; body           none
-                push   number, groups, factor, unused; body
+                push   number, groups, unused; body
                 push   number, change; body       none                 what it has changed
-                pull   version, has, reads        version; body        this version, or a later one
+                pull   version, has               version; body        this version, or a later one
                                                   told, told_bytes     in step: first in the body
                 with update=worker                version, update; body   a gradient after `has`
                                                   version, kept; body  or weights and optimizer
@@ -40,14 +39,21 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from allranks.launcher.messages.answering import Answering
+from allranks.job.run_folder import JsonLines
+from allranks.launcher.messages.answering import ANSWER_S, Answering
 from allranks.launcher.messages.connection import Connection
+from allranks.launcher.messages.meeting_point import connect
 from allranks.launcher.nodes.channel import Disconnected, Message
+from allranks.launcher.world import World
+from allranks.strategies.cards.parameter_server import SERVER
+from allranks.torch.build import BuiltModel
 from allranks.torch.parameter_server.flat import Flat
-from allranks.torch.parameter_server.memory import SharedNumbers, taken
+from allranks.torch.parameter_server.memory import SharedNumbers
 from allranks.torch.parameter_server.shard import Shard
 from allranks.torch.parameter_server.state import packed, unpacked
+from allranks.torch.parameter_server.strategy import ParameterServer
 from allranks.torch.parameter_server.tables.served import ServedTables, answer_rows
+from allranks.torch.trainer import Trainer
 
 SCHEDULER_ID = 1 << 30
 LOOK_S = 0.2
@@ -95,23 +101,17 @@ class Server(Answering):
             connection.send({"refused": "its model has other weights, or another layout of them"})
             raise Disconnected("its model is another one")
         who = SCHEDULER_ID if hello.get("role") == "scheduler" else int(hello["index"])
-        shared = taken(self.layout, hello.get("memory", {}))
+        shared = SharedNumbers.open(self.layout, hello.get("memory", {}))
         self._shared.pop(who, None)
         with self.changed:
             self.tables.drop(who)
         if shared is not None:
             self._shared[who] = shared
-        read = None if shared is None or self.shard.read is None else self.shard.read.said
-        connection.send({"memory": shared is not None, "weights": read})
+        connection.send({"memory": shared is not None})
         return who
 
     def place(self, who: int, message: Message, size: int) -> memoryview:
         """What a worker pushes goes where its last push was, which is not needed any more."""
-        if "key" in message:
-            start = int(message["key"])
-            if who == SCHEDULER_ID or not 0 <= start <= self.layout.nbytes - size:
-                raise ValueError(f"a key of {size} bytes at {start}, which is in no gradient")
-            return self._gradient_of(who).buffer[start : start + size]
         if size != self.layout.nbytes or who == SCHEDULER_ID:
             return memoryview(bytearray(size))
         return self._gradient_of(who).buffer
@@ -119,8 +119,6 @@ class Server(Answering):
     def answer(self, who: int, connection: Connection, message: Message, body: memoryview) -> None:
         if who == SCHEDULER_ID:
             self._obey(connection, message, body)
-        elif "key" in message:
-            return  # it lies in its place; the push after the last one says so
         elif "hold" in message:
             with self.changed:
                 self.tables.hold(who, message["hold"], body)
@@ -151,10 +149,9 @@ class Server(Answering):
             else:
                 number, unused = int(push["number"]), push["unused"]
                 self._reached(self.shard.version)
-                factor = float(push["factor"])
-                stale = self.shard.push(number, who, gradient, push["groups"], unused, factor)
+                stale = self.shard.push(number, who, gradient, push["groups"], unused)
                 if stale is not None:
-                    slower = self.shard.rule.slower(stale)
+                    slower = self.shard.slower(stale)
                     self.tables.push(who, push["groups"], slower, unused)
             self.tables.drop(who)
 
@@ -168,12 +165,8 @@ class Server(Answering):
         version, era = int(message["pull"]), int(message["era"])
         shared = self._shared.get(who)
         found = self._copy_for_this_thread() if shared is None else shared.weights
-        reads = bool(message.get("reads"))  # the weights where they lie
         with self.changed:
             self._wait(lambda: self.era > era or self._calls_back or self._has(era, version))
-            if self._copies_at_once and self._has(era, version) and not reads:
-                self._copy_at_once(found)
-                self._wait(lambda: self.era != NO_ERA)  # a restart that began meanwhile
             is_stale, is_there = self.era != era, self._has(era, version)
             told = self._told
             if is_there:  # and only then does a worker write where its last gradient is
@@ -182,7 +175,7 @@ class Server(Answering):
                 answer = {"version": self.shard.version}
                 if self.shard.hands_on:
                     body = self._hand_on(int(message["has"]), found, answer, body)
-                elif not self._copies_at_once:
+                else:
                     self.shard.pull(who, found)
         if is_there:
             if told is not None:
@@ -191,24 +184,6 @@ class Server(Answering):
             connection.send(answer, *body)
         else:
             connection.send({"stale": self.era} if is_stale else {"again": version})
-
-    @property
-    def _copies_at_once(self) -> bool:
-        return self.in_step and not self.shard.hands_on
-
-    def _copy_at_once(self, into: Flat) -> None:
-        """Copy the weights without the lock, as the threads of other workers do.
-
-        Nothing changes them before this worker has pushed, but a restart, and a step without it.
-        """
-        era, writes = self.era, self.shard.writes
-        self.changed.release()
-        try:
-            into.copy_(self.shard.weights)
-        finally:
-            self.changed.acquire()
-        if self.era == era and self.shard.writes != writes:
-            into.copy_(self.shard.weights)
 
     def _hand_on(self, has: int, into: Flat, answer: Message, body: list[Any]) -> list[Any]:
         """What a worker that has a version updates by; all that there is, where that is too old."""
@@ -335,3 +310,62 @@ class Server(Answering):
         self.shard.begin(int(message["version"]))
         self._calls_back = False
         self.era = int(message["era"])
+
+
+class ServedTrainer(Trainer):
+    """Builds the model on meta where there are tables, and computes all its weights but these.
+
+    Where a model cannot be built so (`model_notes` says why), it is whole for a moment.
+    """
+
+    def _place_model(self) -> BuiltModel:
+        assert isinstance(self.strategy, ParameterServer)
+        self.strategy.builds_deferred = self.strategy.rows_travel
+        return super()._place_model()
+
+
+def serve(trainer: Trainer, world: World, events: JsonLines) -> None:
+    """Be a server until the scheduler says that it is over.
+
+    It listens at the address by which it reaches the scheduler. Raises `PeerLost` if no scheduler
+    answers for `patience_s`.
+    """
+    strategy, heartbeat = trainer.strategy, trainer.heartbeat
+    assert isinstance(strategy, ParameterServer)
+    strategy.workers = trainer.job.ranks
+    shard, digest = strategy.shard(world.role_index), strategy.digest
+    tables = strategy.served_tables(world.role_index)
+    patience_s = float(strategy.context.options["patience_s"])
+    server: Server | None = None
+
+    def reached(version: int) -> None:
+        heartbeat.at_step(version)
+        trainer.faults.reach("step", version)
+
+    heartbeat.enter("exchange")
+    try:
+        while True:
+            with connect(world, 1 << 20, ANSWER_S, patience_s) as scheduler:
+                if server is None:
+                    here = socket.create_server((scheduler.own_address, 0), backlog=256)
+                    server = Server(
+                        shard, here, world.secret, digest, strategy.in_step, reached, tables
+                    )
+                    server.start()
+                    events.event(
+                        "ready", host=socket.gethostname(), role=SERVER, index=world.role_index
+                    )
+                try:
+                    hello = {"role": SERVER, "index": world.role_index, "digest": digest}
+                    scheduler.ask({**hello, "port": server.port})
+                    scheduler.waits_for_ever()
+                    message, _ = scheduler.receive()
+                except Disconnected:
+                    continue  # it is started again, or this is the end
+                if message.get("work") == OVER:
+                    break
+    finally:
+        if server is not None:
+            server.close()
+    events.event("done", version=shard.version)
+    heartbeat.enter("done")

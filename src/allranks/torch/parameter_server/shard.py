@@ -10,15 +10,13 @@ passed since the weights that it was computed from:
 
     plain             w <- optimizer(w, g)
     staleness-aware   the same at the rate  lr / max(1, tau)              Zhang et al., 1511.05950
-    dc-asgd           g + lambda · g · g · (w - w_pulled), elementwise    Zheng et al., 1609.08326
 
 With mode=delta it is no gradient, but what a worker has changed by itself: w <- w - change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,25 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from allranks.strategies.cards.parameter_server import COMPENSATED, PLAIN, STALENESS_AWARE
+from allranks.strategies.cards.parameter_server import PLAIN, STALENESS_AWARE
 from allranks.torch.parallel.sharded.gradients import squares_of
-from allranks.torch.parameter_server.flat import MANY, Flat, FlatLayout, are_squares
-from allranks.torch.parameter_server.memory import ReadWeights
-from allranks.torch.parameter_server.placement import Piece
+from allranks.torch.parameter_server.flat import MANY, Flat, FlatLayout, Piece, are_squares
 from allranks.torch.parameter_server.state import Kept, cut_state, join_state
 from allranks.torch.step.trainable import update
-
-
-@dataclass(frozen=True)
-class Rule:
-    """How gradients that come out of step are applied; `compensation` is the lambda of dc-asgd."""
-
-    rate: str = PLAIN
-    compensation: float = 0.04
-
-    def slower(self, stale: int) -> int:
-        """The rate is divided by this for a gradient that is so stale."""
-        return max(1, stale) if self.rate == STALENESS_AWARE else 1
 
 
 @dataclass
@@ -93,8 +77,7 @@ class Shard:
     """The weights of one server in a layout, and the optimizer of those alone.
 
     The `optimizer` was made for the whole model, whose `parameters` it has in its groups; from now
-    on it has the pieces of this server in their place, and nothing of the others. Its
-    weights lie in `read` where workers of its host read them.
+    on it has the pieces of this server in their place, and nothing of the others.
     """
 
     def __init__(
@@ -103,31 +86,22 @@ class Shard:
         optimizer: Optimizer,
         parameters: Sequence[nn.Parameter],
         parts: int = 1,
-        rule: Rule | None = None,
+        rate: str = PLAIN,
         *,
         hands_on: bool = False,
-        read: ReadWeights | None = None,
     ) -> None:
         self.hands_on = hands_on
         self.last: Update | None = None
         """The newest update, where workers make it as well (`hands_on`)."""
         self._room_of_last: Flat | None = None
-        self.layout, self.optimizer, self.parts, self.rule = (
-            layout,
-            optimizer,
-            parts,
-            rule or Rule(),
-        )
-        self.read = read
-        self.weights = layout.new() if read is None else read.flat
+        self.layout, self.optimizer, self.parts, self.rate = layout, optimizer, parts, rate
+        self.weights = layout.new()
         self.version = 0
-        self.writes = 0
-        """How often the weights have changed, or began to."""
         self.applied: set[int] = set()
         """The numbers of the gradients that were applied out of step, since the last `load`."""
         self.pieces = [nn.Parameter(view) for view in self.weights.views]
         self._position = [piece.position for piece in layout.pieces]
-        self._pulled: dict[int, tuple[int, Flat | None]] = {}
+        self._pulled: dict[int, int] = {}
         self._summed: Summed | None = None
         held = {id(parameters[at]): [] for at in set(self._position)}  # type: ignore[var-annotated]
         for at, own in zip(self._position, self.pieces, strict=True):
@@ -223,23 +197,19 @@ class Shard:
         gradient: Flat,
         groups: Sequence[dict[str, Any]],
         unused: Collection[int] = (),
-        factor: float = 1.0,
     ) -> int | None:
-        """Apply `factor` times the gradient with this number at once; returns its staleness.
+        """Apply the gradient with this number at once; returns its staleness.
 
         `None` for one that is applied already: a worker that is lost may have brought it to some
-        of the servers. The memory of the gradient is changed.
+        of the servers.
         """
         if self._is_applied(number):
             return None
-        pulled, backup = self._pulled.get(worker, (self.version, None))
-        stale = self.version - pulled
-        gradient.scale_(factor)
-        if self.rule.rate == COMPENSATED and backup is not None:
-            for g, now, then in zip(gradient.flats, self.weights.flats, backup.flats, strict=True):
-                g.add_(g * g * (now - then), alpha=self.rule.compensation)
-        with self._rates(groups, stale):
-            self.update(gradient, groups, unused)
+        stale = self.version - self._pulled.get(worker, self.version)
+        slower = self.slower(stale)
+        if slower > 1:
+            groups = [{**group, "lr": group["lr"] / slower} for group in groups]
+        self.update(gradient, groups, unused)
         self.applied.add(number)
         self.version += 1
         return stale
@@ -248,7 +218,6 @@ class Shard:
         """Subtract what a worker has changed, under this number; whether it is new."""
         if self._is_applied(number):
             return False
-        self.writes += 1
         for own, less in zip(self.weights.flats, change.flats, strict=True):
             own.sub_(less)
         self.applied.add(number)
@@ -258,28 +227,14 @@ class Shard:
     def _is_applied(self, number: int) -> bool:
         return number in self.applied
 
-    @contextmanager
-    def _rates(self, groups: Sequence[dict[str, Any]], stale: int) -> Iterator[None]:
-        """Within, rates are those for a gradient that is so stale."""
-        if self.rule.rate != STALENESS_AWARE or stale <= 1:
-            yield
-            return
-        was = [group["lr"] for group in groups]
-        for group in groups:
-            group["lr"] = group["lr"] / stale
-        yield
-        for group, rate in zip(groups, was, strict=True):
-            group["lr"] = rate
+    def slower(self, stale: int) -> int:
+        """The rate is divided by this for a gradient that is so stale."""
+        return max(1, stale) if self.rate == STALENESS_AWARE else 1
 
     def pull(self, worker: int, into: Flat) -> int:
         """Copy the weights for a worker; returns their version."""
         into.copy_(self.weights)
-        backup = None
-        if self.rule.rate == COMPENSATED:
-            _, backup = self._pulled.get(worker, (0, None))
-            backup = self.layout.new() if backup is None else backup
-            backup.copy_(self.weights)
-        self._pulled[worker] = self.version, backup
+        self._pulled[worker] = self.version
         return self.version
 
     # --- both -----------------------------------------------------------------------------
@@ -292,7 +247,6 @@ class Shard:
 
     def put(self, weights: Flat) -> None:
         """Have these weights; whoever updates by itself needs all of them."""
-        self.writes += 1
         self.weights.copy_(weights)
         self.last = None
 
@@ -310,7 +264,6 @@ class Shard:
         self, gradient: Flat, groups: Sequence[dict[str, Any]], unused: Collection[int]
     ) -> None:
         """Update the pieces by this gradient, at the rates that `groups` say."""
-        self.writes += 1  # before the first of them
         for own, found in zip(self.pieces, self._used(gradient, unused), strict=True):
             own.grad = found
         for group, said in zip(self.optimizer.param_groups, groups, strict=True):

@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 
 from allranks.errors import RequestError
 from allranks.launcher.messages.connection import Buffer
-from allranks.torch.parameter_server.flat import ALIGNED, cut
-from allranks.torch.parameter_server.placement import Piece
+from allranks.torch.parameter_server.flat import ALIGNED, Piece, cut
 
 Kept = dict[str, Any]
 Spec = list[dict[str, dict[str, Any]]]

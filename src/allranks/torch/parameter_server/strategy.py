@@ -10,12 +10,13 @@ so the death of a worker is nothing that another one waits for.
     counts what came     <-  applies it at once          <->  divides, clips, pushes, pulls
                                                                                     (mode=async)
 
-`placement` says which server has what, `flat` how it lies there; `shard` is the arithmetic of a
-server, `server` its end of the wire; `handing_out` says who works on what, `service` tells them;
-`leading` and `trainer` are the scheduler's, for which a step is a step of the job, so that record,
-evaluation and checkpoints are those of every strategy; `worker` is a worker's loop. A worker that
-is lost is no failure while `least` are left, and is started again. Without a server or the
-scheduler workers wait: all weights are loaded anew, from the checkpoint (`Role`).
+`flat` says which server has what, and how it lies there; `shard` is the arithmetic of a server,
+`server` its end of the wire and its process; `handing_out` says who works on what, `service` tells
+them; `leading` and `trainer` are the scheduler's, for which a step is a step of the job, so that
+record, evaluation and checkpoints are those of every strategy; `worker` is a worker's loop,
+`exchange` what it pulls and pushes, `changes` the same for mode=delta. A worker that is lost is no
+failure while `least` are left, and is started again. Without a server or the scheduler workers
+wait: all weights are loaded anew, from the checkpoint (`Role`).
 
 This class is what all three have of a strategy: how the weights are laid out, and one `side`.
 """
@@ -23,7 +24,7 @@ This class is what all three have of a strategy: how the weights are laid out, a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -36,9 +37,7 @@ from torch.nn import Parameter
 from allranks.strategies.card import Workload
 from allranks.strategies.cards.parameter_server import (
     CHANGES,
-    COMPENSATED,
     IN_STEP,
-    LAYERS,
     ON_WORKER,
     ROWS,
     parts_of_a_step,
@@ -54,19 +53,17 @@ from allranks.torch.optimizers.elementwise import (
     check_no_step_hooks,
     groups_of_whole,
 )
-from allranks.torch.parameter_server.flat import FlatLayout
-from allranks.torch.parameter_server.memory import ReadWeights
-from allranks.torch.parameter_server.placement import Sized, cut_evenly, placed
-from allranks.torch.parameter_server.shard import Rule, Shard
-from allranks.torch.parameter_server.tables.placed import (
+from allranks.torch.parameter_server.flat import FlatLayout, Sized, cut_evenly, placed
+from allranks.torch.parameter_server.shard import Shard
+from allranks.torch.parameter_server.tables.pulled import find_tables
+from allranks.torch.parameter_server.tables.served import (
     PlacedTable,
+    ServedTables,
     let_go,
     most_bytes,
     placed_tables,
     without_rows,
 )
-from allranks.torch.parameter_server.tables.pulled import find_tables
-from allranks.torch.parameter_server.tables.served import ServedTables
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.tally import Tally
 from allranks.torch.step.trainable import unfrozen_on_the_way
@@ -124,11 +121,6 @@ class ParameterServer(Strategy):
         """Whether the weights of a worker are the memory that servers send them to."""
         return not self.updates_on_worker and not self.pushes_changes
 
-    @property
-    def waits_by_layer(self) -> bool:
-        """Whether a forward pass begins before all weights have come."""
-        return bool(self.context.options["pull"] == LAYERS)
-
     def setup(
         self, model: nn.Module, make_optimizer: MakeOptimizer, recorded: Recorded | None = None
     ) -> None:
@@ -137,12 +129,11 @@ class ParameterServer(Strategy):
         super().setup(model, make_optimizer, recorded)
 
     def parallelize(self, model: nn.Module) -> nn.Module:
-        self.can_be_compiled = not self.waits_by_layer
         if self.rows_travel:
             weights = dict(model.named_parameters())
             found = [weights[name] for name in find_tables(model)]
             self.context.scope.served = frozenset(map(id, found))
-            self.can_be_compiled &= not found  # rows come by messages, in the middle of forward
+            self.can_be_compiled = not found  # rows come by messages, in the middle of forward
         return model
 
     @property
@@ -211,11 +202,8 @@ class ParameterServer(Strategy):
             "tables with sparse gradients, or a max_norm": bool(
                 step.sparse.positions or self.context.scope.looked_up
             ),
-            "tables=rows and rate=dc-asgd": bool(self.tables) and options["rate"] == COMPENSATED,
             "tables=rows and update=worker": bool(self.tables) and self.updates_on_worker,
             "tables=rows and mode=delta": bool(self.tables) and self.pushes_changes,
-            "tables=rows and pull=layers": bool(self.tables) and self.waits_by_layer,
-            "update=worker and pull=layers": self.updates_on_worker and self.waits_by_layer,
             f"{out_of_step} and plateau() of the task": not self.in_step
             and task.plateau() is not None,
             f"{out_of_step} and fp16": not self.in_step and self.context.loss_scale is not None,
@@ -226,18 +214,15 @@ class ParameterServer(Strategy):
 
     def shard(self, server: int) -> Shard:
         """What a server holds; from here on this process has no optimizer of the whole model."""
-        options = self.context.options
-        rule = Rule(options["rate"], options["compensation"])
         layout, step = self.layouts[server], self.step
-        read = ReadWeights.made(layout) if self.are_weights_read else None
-        held = layout, step.optimizer, step.parameters, self.parts, rule
-        return Shard(*held, hands_on=self.updates_on_worker, read=read)
-
-    @property
-    def are_weights_read(self) -> bool:
-        """Whether workers on the host of a server read its weights where they lie."""
-        shares = self.context.options["transport"] == "auto"
-        return shares and self.in_step and not self.updates_on_worker
+        return Shard(
+            layout,
+            step.optimizer,
+            step.parameters,
+            self.parts,
+            self.context.options["rate"],
+            hands_on=self.updates_on_worker,
+        )
 
     def served_tables(self, server: int) -> ServedTables:
         """The rows that a server holds; from here on this process has no table whole."""
@@ -258,10 +243,10 @@ class ParameterServer(Strategy):
         """Forward and backward of a part of a batch, here."""
         return super().forward_backward(batch)
 
-    def accumulate(self, batch: Batch, before_last: Callable[[], None]) -> Tally:
+    def accumulate(self, batch: Batch) -> Tally:
         """The same, adding to the gradients that are there."""
         tally = self.step.layout.tally()
-        self.step.accumulate(batch, lambda leaf: tally, before_last=before_last)
+        self.step.accumulate(batch, lambda leaf: tally)
         return tally
 
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:

@@ -24,14 +24,6 @@ _libc.mmap.argtypes = (
     *(ctypes.c_int, ctypes.c_int, ctypes.c_long),
 )
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-WRITES, READS, COPIES = "writes", "reads", "copies"
-"""What a process does with a segment: it writes there; it cannot; or each page that it writes is
-its own from then on, as long as it is mapped."""
-_PROTECTED = {
-    WRITES: (mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED),
-    READS: (mmap.PROT_READ, mmap.MAP_SHARED),
-    COPIES: (mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE),
-}
 _REFUSED = ctypes.c_void_p(-1).value
 
 
@@ -51,11 +43,12 @@ class Segment:
     It starts as zeros. `where` says to others how to open it, while `hide` has not been called.
     """
 
-    def __init__(self, fd: int, nbytes: int, access: str = WRITES) -> None:
+    def __init__(self, fd: int, nbytes: int) -> None:
         """Map what is behind `fd`, which this object closes; raises `OSError`."""
         self.fd, self.nbytes, self.address = fd, nbytes, 0
         try:
-            address = _libc.mmap(None, nbytes, *_PROTECTED[access], fd, 0)
+            read_and_write = mmap.PROT_READ | mmap.PROT_WRITE
+            address = _libc.mmap(None, nbytes, read_and_write, mmap.MAP_SHARED, fd, 0)
             if address in (None, _REFUSED):
                 error = ctypes.get_errno()
                 raise OSError(error, f"mmap of {nbytes} bytes: {os.strerror(error)}")
@@ -81,15 +74,14 @@ class Segment:
         return cls(fd, nbytes)
 
     @classmethod
-    def opened(cls, where: str, nbytes: int, access: str = WRITES) -> Segment:
+    def opened(cls, where: str, nbytes: int) -> Segment:
         """That of another process of this host; raises `OSError` where it cannot be opened."""
         pid, _, number = where.partition(":")
-        way = os.O_RDWR if access == WRITES else os.O_RDONLY
-        fd = os.open(f"/proc/{int(pid)}/fd/{int(number)}", way | os.O_CLOEXEC)
+        fd = os.open(f"/proc/{int(pid)}/fd/{int(number)}", os.O_RDWR | os.O_CLOEXEC)
         if os.fstat(fd).st_size < nbytes:
             os.close(fd)
             raise OSError(f"{where} is smaller than {nbytes} bytes: it is not what was announced")
-        return cls(fd, nbytes, access)
+        return cls(fd, nbytes)
 
     @property
     def where(self) -> str:

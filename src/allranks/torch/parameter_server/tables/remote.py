@@ -1,18 +1,24 @@
-"""The rows on the servers, as a worker reaches them; and its gradient where some of it is rows."""
+"""The rows on the servers, as a worker and the scheduler reach them.
+
+A worker pulls and pushes rows, and has a gradient of which some is rows. The scheduler has the
+tables whole, for checkpoints: it loads them into the servers, and takes them from there.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from allranks.errors import RequestError
 from allranks.torch.parameter_server.links import Links, Stale
-from allranks.torch.parameter_server.tables.lookups import Lookups
-from allranks.torch.parameter_server.tables.placed import PlacedTable, body_of, rows_in
-from allranks.torch.parameter_server.tables.row_table import split
+from allranks.torch.parameter_server.tables.pulled import Lookups
+from allranks.torch.parameter_server.tables.row_table import split, state_in_torch
+from allranks.torch.parameter_server.tables.served import PlacedTable, body_of, numbers_of, rows_in
 from allranks.torch.step.gradients import Gradients, clip_factor
 
 Found = dict[str, tuple[Tensor, Tensor]]
@@ -70,12 +76,7 @@ class RemoteRows:
 
 
 class RowGradients(Gradients):
-    """A gradient of this process alone, of which that of tables is in `found`, rows by table.
-
-    It is `factor` times what is here.
-    """
-
-    factor = 1.0
+    """A gradient of this process alone, of which that of tables is in `found`, rows by table."""
 
     def __init__(self, parameters: list[nn.Parameter], rows: RemoteRows, lookups: Lookups) -> None:
         super().__init__(parameters)
@@ -106,3 +107,69 @@ class RowGradients(Gradients):
         factor = clip_factor(limit, norm)
         for _, gradient in self.found.values():
             gradient.mul_(factor)
+
+
+def load_tables(
+    tables: Sequence[PlacedTable],
+    parameters: Sequence[nn.Parameter],
+    optimizer: Optimizer,
+    links: Links,
+) -> None:
+    """Let every server have its rows of these tables, and what the optimizer keeps for them."""
+    servers = len(links.servers)
+    for number, one in enumerate(tables):
+        weight = parameters[one.position]
+        kept = optimizer.state.get(weight, {})
+        columns = {n: v for n, v in kept.items() if isinstance(v, Tensor) and v.ndim > 1}
+        said = {"do": "load_rows", "table": number, "columns": list(columns)}
+        said["step"] = int(kept.get("step", 0))
+        for server in range(servers):
+            held = (weight, *columns.values())
+            body = [numbers_of(each[server::servers]) for each in held]
+            links.send(server, said, *body)
+            links.receive(server)
+
+
+@torch.no_grad()
+def take_tables(
+    tables: Sequence[PlacedTable],
+    parameters: Sequence[nn.Parameter],
+    optimizer: Optimizer | None,
+    links: Links,
+) -> None:
+    """The tables are those of the servers from here on, and so is what `optimizer` keeps of them.
+
+    With no `optimizer` the rows alone come.
+    """
+    servers = len(links.servers)
+    for number, one in enumerate(tables):
+        weight, plan = parameters[one.position], one.plan
+        columns: dict[str, Tensor] = {}
+        step = 0
+        for server in range(servers):
+            asked = {"do": "fetch_rows", "table": number, "state": optimizer is not None}
+            links.send(server, asked)
+            answer, body = links.receive(server)
+            count, step = len(range(server, plan.rows, servers)), int(answer["step"])
+            rows = rows_in(body, count, plan.dim, plan.kind)
+            weight[server::servers] = rows.to(weight.device)
+            at = rows.nbytes
+            for name, width in zip(answer["columns"], answer["widths"], strict=True):
+                column = rows_in(body, count, width, plan.kind, at)
+                at += column.nbytes
+                if name not in columns:
+                    columns[name] = weight.new_empty(plan.rows, width)
+                columns[name][server::servers] = column.to(weight.device)
+        if optimizer is not None and (state := state_in_torch(one.rule, step, columns)) and step:
+            optimizer.state[weight].update(state)
+
+
+def check_no_rows(parameters: Sequence[nn.Parameter], positions: Collection[int]) -> None:
+    """Raise `RequestError` where a regularizer has given one of these tables a gradient."""
+    if any(parameters[at].grad is not None for at in positions):
+        raise RequestError(
+            asked="a regularizer of the task with --strategy ps",
+            found="it reads a table that lies on servers",
+            why="its gradient is of every row, and servers update those that samples touched",
+            do="leave the table out of it, or --strategy ps:tables=whole",
+        )

@@ -1,31 +1,112 @@
-"""What a worker pulls and pushes: its side of the strategy, while it is linked to servers."""
+"""What a worker pulls and pushes: its side of the strategy, while it is linked to servers.
+
+    pull    weights of all servers; with update=worker the sum of the gradients
+    push    the gradient, which backward leaves where it is sent from (`LaidOut`)
+
+With update=worker (`OwnUpdate`) a worker updates weights of its own, by the gradient that it pulls:
+
+    servers   sum <- the parts of step t; factor, rates      (as without it)
+    worker    pulls factor · sum, and what the scheduler said of the update
+              w, optimizer <- update(w, optimizer, factor · sum)
+
+So MXNet's kvstore works where the optimizer is not on it. The servers update as well, behind what
+they answer: by theirs a checkpoint is made, and a worker goes on that has not seen the step before,
+because it has just come, or another one did its part. It pulls weights and what the optimizer
+keeps, whole. As all update the same pieces by the same numbers, all have the same bits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from allranks.errors import RequestError
 from allranks.launcher.nodes.channel import Message
 from allranks.torch.data.batch import Batch
+from allranks.torch.parallel.data.buckets import MOVED_BYTES, Moved
+from allranks.torch.parameter_server.flat import Flat
 from allranks.torch.parameter_server.links import CalledBack, Links, Stale
-from allranks.torch.parameter_server.memory import SharedNumbers, offered
-from allranks.torch.parameter_server.state import hyper_parameters_said
+from allranks.torch.parameter_server.memory import SharedNumbers
+from allranks.torch.parameter_server.shard import Shard
+from allranks.torch.parameter_server.state import hyper_parameters_said, unpacked
 from allranks.torch.parameter_server.strategy import ParameterServer
-from allranks.torch.parameter_server.tables.lookups import Lookups
-from allranks.torch.parameter_server.tables.placed import let_go
-from allranks.torch.parameter_server.tables.pulled import pull_tables
+from allranks.torch.parameter_server.tables.pulled import Lookups, pull_tables
 from allranks.torch.parameter_server.tables.remote import Found, RemoteRows, RowGradients
-from allranks.torch.parameter_server.working.arriving import Arriving, FirstLayers
-from allranks.torch.parameter_server.working.in_place import InPlace, weights_written
-from allranks.torch.parameter_server.working.keys import Leaving, LeftGradients, keys_of
-from allranks.torch.parameter_server.working.laid_out import LaidOut
-from allranks.torch.parameter_server.working.own_update import OwnUpdate
+from allranks.torch.parameter_server.tables.served import let_go
 from allranks.torch.step.gradients import Gradients
-from allranks.torch.step.losses import forward
 from allranks.torch.step.tally import Tally
 from allranks.training.progress import StepResult
+
+
+class LaidOut:
+    """Gradients of `parameters` in `flats`, one for each server.
+
+    Those of tensors that are cut, or lie on a device, backward leaves elsewhere. A step calls
+    `begin` before its passes, `finished` in them, and `settle` after them.
+    """
+
+    def __init__(self, flats: Sequence[Flat], parameters: Sequence[nn.Parameter]) -> None:
+        homes = {at: home for flat in flats for at, home in flat.homes_of(parameters).items()}
+        large = {at: home for at, home in homes.items() if home[1].nbytes >= MOVED_BYTES}
+        self._parameters, self._moved = parameters, Moved(large, read_later=True)
+        self._small = [home for at, home in homes.items() if at not in large]
+
+    def begin(self) -> None:
+        """All gradients are zero, or yet to be made."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._moved.begin()
+        if self._small:
+            torch._foreach_zero_([view for _, view in self._small])
+        for parameter, view in self._small:
+            parameter.grad = view
+
+    def finished(self, position: int) -> None:
+        """Backward has finished a gradient (called during backward)."""
+        self._moved.finished(position)
+
+    def settle(self) -> None:
+        """All passes are over."""
+        self._moved.settle()
+
+
+NONE = -1
+
+
+class OwnUpdate:
+    """The pieces of every server with an optimizer for them; `versions` are those they have."""
+
+    def __init__(self, strategy: ParameterServer) -> None:
+        self._strategy = strategy
+        known = {id(p): p for p in strategy.parameters}
+        self._shards = []
+        for layout in strategy.layouts:
+            optimizer = copy.deepcopy(strategy.step.optimizer, dict(known))
+            shard = Shard(layout, optimizer, strategy.parameters)
+            shard.weights.be_memory_of(strategy.parameters)
+            self._shards.append(shard)
+        self.forget()
+
+    def forget(self) -> None:
+        """The servers may have other weights: what is here is not gone on from."""
+        self.versions = [NONE] * len(self._shards)
+
+    def take(self, server: int, answer: Message, flat: Flat, body: memoryview) -> None:
+        """Have the version that a server has: by its gradient in `flat`, or by all that it has."""
+        shard = self._shards[server]
+        if "kept" in answer:
+            whole = body[: shard.layout.nbytes]
+            shard.load(shard.layout.new(whole), unpacked(answer["kept"], body[len(whole) :]))
+        elif answer["update"] is not None:
+            how: dict[str, Any] = answer["update"]
+            shard.update(flat, how["groups"], how["unused"])
+        shard.weights.write_to([p.detach() for p in self._strategy.parameters])
+        self.versions[server] = int(answer["version"])
 
 
 class Exchange:
@@ -36,7 +117,7 @@ class Exchange:
         self._own = [(layout.new(), layout.new()) for layout in strategy.layouts]
         self.gradients, self.weights = map(list, zip(*self._own, strict=True))
         self._is_shared = [False] * len(self._own)
-        self.in_place = InPlace(strategy)
+        self._is_checked = False
         self.links: Links | None = None
         self.era = self.version = -1
         self.number = -1
@@ -45,10 +126,6 @@ class Exchange:
         """The bytes that were pushed so far, those that were pulled from each server, and those of
         what optimizers keep."""
         self.own = OwnUpdate(strategy) if strategy.updates_on_worker else None
-        self.leaving: Leaving | None = None
-        """The keys in which gradients leave, where they travel and are large enough."""
-        self.arriving: Arriving | None = None
-        """The weights that are waited for layer by layer."""
         self.rows = RemoteRows(strategy.tables, self.moved)
         self.lookups = Lookups(self.rows, self._used)
         pull_tables(strategy.model, self.lookups, self.rows.tables)
@@ -61,77 +138,35 @@ class Exchange:
 
     def link(self, links: Links, era: int, hello: Message, *, shares: bool = True) -> None:
         """Go on with these servers: in memory that is shared, where they can and it `shares`."""
-        offers = [offered(layout) if shares else (None, {}) for layout in self.strategy.layouts]
+        layouts = self.strategy.layouts
+        offers = [SharedNumbers.offer(layout) if shares else (None, {}) for layout in layouts]
         links.open(hello, [offer for _, offer in offers])
         for server, (shared, _) in enumerate(offers):
-            self._lay(server, shared if links.shares[server] else None, links.read[server])
+            self._lay(server, shared if links.shares[server] else None)
             if shared is not None:
                 shared.hide()
         self.laid_out = LaidOut(self.gradients, self.strategy.parameters)
-        self._make_keys(links)
-        self.strategy.step.on_gradient = self._finished
-        if self.strategy.waits_by_layer and not all(links.shares):
-            self._wait_by_layer(links)
+        self.strategy.step.on_gradient = self.laid_out.finished
         self.links, self.era, self.version = links, era, -1
         if self.own is not None:
             self.own.forget()
         self.rows.link(links, era)
 
-    def _lay(self, server: int, shared: SharedNumbers | None, said: Message) -> None:
-        """Let a gradient, and weights, lie in memory that is shared with the server, where it is.
-
-        Weights are the server's own where it `said` where these are, and they can be opened.
-        """
+    def _lay(self, server: int, shared: SharedNumbers | None) -> None:
+        """Let gradient and weights lie in the memory that is shared with a server, if any is."""
         gradient, weights = self._own[server]
         if shared is not None:
             gradient, weights = shared.gradient, shared.weights
-        read = self.in_place.open(server, said)
-        self._is_shared[server], self.gradients[server] = shared is not None, gradient
-        self.weights[server] = weights if read is None else read
-        if self.own is None and self.strategy.weights_lie_where_they_come:
-            has_theirs = read is not None
-            self.weights[server].be_memory_of(self.strategy.parameters, has_theirs=has_theirs)
-
-    def _make_keys(self, links: Links) -> None:
-        """Cut what travels; rows of tables are asked for by the thread that would wait for keys."""
-        strategy = self.strategy
-        if strategy.pushes_changes or strategy.tables or strategy.step.regularizers.is_there:
-            return
-        least = int(strategy.context.options["key_mb"] * 2**20)
-        travel = [server for server, shares in enumerate(links.shares) if not shares]
-        keys = [
-            key for server in travel for key in keys_of(strategy.layouts[server], server, least)
-        ]
-        if len(keys) > len(travel):
-            self.leaving = Leaving(keys, self.gradients, strategy.parameters, links)
-
-    def _finished(self, position: int) -> None:
-        """Backward has finished the gradient of a parameter (called during backward)."""
-        self.laid_out.finished(position)
-        if self.leaving is not None:
-            self.leaving.finished(position)
-
-    def _wait_by_layer(self, links: Links) -> None:
-        """From now on forward passes wait for the weights that they need next."""
-        strategy, step = self.strategy, self.strategy.step
-        self.arriving = Arriving(self.weights, strategy.parameters, links)
-        self._first_layers = FirstLayers(strategy.model, strategy.parameters, self.arriving)
-        step.forward = lambda data: self._first_layers(
-            partial(forward, strategy.task, step.call, data)
-        )
+        self._is_shared[server] = shared is not None
+        self.gradients[server], self.weights[server] = gradient, weights
+        if self.strategy.weights_lie_where_they_come:
+            weights.be_memory_of(self.strategy.parameters)
 
     def unlink(self) -> None:
         """Leave the servers; of a forward pass that this has cut off nothing is counted."""
         step = self.strategy.step
         step.scope.moments.clear()
         step.on_gradient = None
-        if self.leaving is not None:
-            self.leaving.close()
-            self.leaving = None
-        if self.arriving is not None:
-            self.arriving.close()
-            self._first_layers.close()
-            self.arriving = step.forward = None
         if self.links is not None:
             self.links.close()
         self.links = None
@@ -140,11 +175,8 @@ class Exchange:
         """The model has weights of this version or a later one from here on."""
         links = self.links
         assert links is not None
-        self.in_place.come_back()
         for server in range(len(self.weights)):
             asked: dict[str, Any] = {"pull": version, "era": self.era}
-            if self.in_place.reads(server):
-                asked["reads"] = True
             if self.own is not None:
                 asked["has"] = self.own.versions[server]
             links.send(server, asked)
@@ -158,8 +190,6 @@ class Exchange:
         self.lookups.forget()
         parameters = [p.detach() for p in self.strategy.parameters]
         for server, answer, body in self.receive():
-            if self.arriving is not None and not self._is_shared[server]:
-                continue  # forward waits for them, and takes them
             if self.own is None:
                 self.weights[server].write_to(parameters)
             else:
@@ -168,8 +198,6 @@ class Exchange:
     def receive(self) -> list[tuple[int, Message, memoryview]]:
         """The answers of all servers to a pull; raises as `take` does."""
         found = []
-        if self.arriving is not None:
-            self.arriving.wait_for_all()
         for server, flat in enumerate(self.weights):
             answer, body = self._answer(server)
             if "stale" in answer:
@@ -199,10 +227,7 @@ class Exchange:
             size -= len(told)
         fits = size <= flat.layout.nbytes
         body = flat.place(size) if fits else memoryview(bytearray(size))
-        if self.arriving is not None and size:
-            self.arriving.come(server, body)
-        else:
-            links.fill(server, body)
+        links.fill(server, body)
         return answer, body
 
     def push(
@@ -222,14 +247,9 @@ class Exchange:
             p.grad.to_dense() if p.grad is not None and p.grad.is_sparse else p.grad
             for p in self.strategy.parameters
         ]
-        more, leaving = [], self.leaving
-        for server, flat in enumerate(self.gradients):
-            missing = flat.read_from(gradients, () if leaving is None else leaving.left(server))
-            more.append({"unused": missing + absent} if unused else {})
-        has_left = leaving is not None and leaving.is_open
-        if leaving is not None:
-            leaving.finish()
-        self.push_numbers(said, more, pulls=pulls, has_left=has_left)
+        missing = [flat.read_from(gradients) for flat in self.gradients]
+        more = [{"unused": positions + absent} for positions in missing] if unused else []
+        self.push_numbers(said, more, pulls=pulls)
 
     def push_numbers(
         self,
@@ -237,17 +257,13 @@ class Exchange:
         more: Sequence[dict[str, Any]] = (),
         *,
         pulls: bool = False,
-        has_left: bool = False,
     ) -> None:
-        """Send what lies in `gradients` to all servers, and `more` to each; ask for weights.
-
-        Its numbers are not sent where they have left before.
-        """
+        """Send what lies in `gradients` to all servers, and `more` to each; ask for weights."""
         links = self.links
         assert links is not None
         for server, flat in enumerate(self.gradients):
             own = more[server] if more else {}
-            body = () if self._is_shared[server] or has_left else (flat.buffer,)
+            body = () if self._is_shared[server] else (flat.buffer,)
             links.send(server, {"push": {**said, **own}, "era": self.era}, *body)
             self.moved["pushed"] += flat.layout.nbytes
             if pulls:
@@ -262,37 +278,32 @@ class Exchange:
     def compute(self, batch: Batch) -> Tally:
         """Forward and backward; gradients are left in `gradients`, and leave from there.
 
-        Raises `RequestError` for weights that were written there: others read them too, or they are
-        lost with the next ones that come.
+        Raises `RequestError` for weights that the passes have written: they are lost with the next
+        ones that come.
         """
-        if self.leaving is not None:
-            self.leaving.drop()
-        self.laid_out.begin()
-        before = self._versions()
-        found = self.strategy.accumulate(batch, self._before_last)
-        self.laid_out.settle()
-        if self.arriving is not None:
-            self.arriving.wait_for_all()  # also of a part without a sample
-        if written := [name for name, count in self._versions().items() if before[name] != count]:
-            raise weights_written(self.strategy.name, written)
-        self.in_place.settle(self.weights)
-        return found
-
-    def _versions(self) -> dict[str, int]:
-        """How often weights were written in place, by torch's own count; none that may come now."""
         step = self.strategy.step
-        found = {name: p._version for name, p in zip(step.names, step.parameters, strict=True)}
-        if self.arriving is None:
-            return found
-        return {name: found[name] for name in self.in_place.names()}
-
-    def _before_last(self) -> None:
-        if self.leaving is not None:
-            self.leaving.begin()
+        weights = dict(zip(step.names, step.parameters, strict=True))
+        self.laid_out.begin()
+        versions = {name: weight._version for name, weight in weights.items()}
+        first = {} if self._is_checked else weights
+        before = {name: weight.detach().clone() for name, weight in first.items()}
+        tally = self.strategy.accumulate(batch)
+        self.laid_out.settle()
+        written = {name for name, weight in weights.items() if weight._version != versions[name]}
+        written |= _changed(before, weights)
+        if written:
+            raise RequestError(
+                asked=f"--strategy {self.strategy.name}",
+                found=f"the model writes {', '.join(sorted(written))} in its forward or backward "
+                "pass",
+                why="servers hold the weights, and update them by gradients alone",
+                do="compute what is used from the weights, or take another strategy",
+            )
+        self._is_checked = True
+        return tally
 
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
-        kind = RowGradients if self.leaving is None else LeftGradients
-        return local, kind(self.strategy.parameters, self.rows, self.lookups)
+        return local, RowGradients(self.strategy.parameters, self.rows, self.lookups)
 
     @contextmanager
     def updating(self, gradients: Gradients) -> Iterator[None]:
@@ -301,7 +312,6 @@ class Exchange:
         said = {
             "number": self.number,
             "groups": hyper_parameters_said(self.strategy.step.optimizer),
-            "factor": gradients.factor,
         }
         self.push(said, gradients.found, unused=True, pulls=True)
         for parameter in gradients.parameters:
@@ -314,8 +324,12 @@ class Exchange:
 
     def take_weights(self, *, optimizer: bool = False) -> None:
         """A worker has what it pulled."""
-        if self.arriving is not None:
-            self.arriving.wait_for_all()
 
     def put_weights(self) -> None:
         """A worker changes nothing on a server but by a gradient."""
+
+
+def _changed(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> set[str]:
+    """Which weights have other numbers: `weight.data.clamp_()` is not in torch's count."""
+    pairs = {name: (was, now[name]) for name, was in before.items()}
+    return {n for n, pair in pairs.items() if not torch.allclose(*pair, 0, 0, equal_nan=True)}

@@ -17,6 +17,7 @@ import dataclasses
 import math
 import socket as sockets
 import time
+from collections.abc import Generator
 from typing import Any
 
 from allranks.errors import RequestError
@@ -31,19 +32,52 @@ from allranks.launcher.world import World
 from allranks.strategies.roles import WORKER
 from allranks.torch.data.batch import Batch
 from allranks.torch.model.precision import KERNELS
+from allranks.torch.parameter_server.changes import Changes
+from allranks.torch.parameter_server.exchange import Exchange
 from allranks.torch.parameter_server.links import CalledBack, Links
 from allranks.torch.parameter_server.server import OVER
 from allranks.torch.parameter_server.service import LARGEST_TALLY, SETTLE, Done
 from allranks.torch.parameter_server.strategy import ParameterServer
-from allranks.torch.parameter_server.working.changes import Changes
-from allranks.torch.parameter_server.working.exchange import Exchange
-from allranks.torch.parameter_server.working.reader import Reader
 from allranks.torch.step.bad_step import own_part
 from allranks.torch.step.tally import Tally
 from allranks.torch.step.user_buffers import written_in_forward
 from allranks.torch.trainer import Trainer
 from allranks.training.progress import Progress
 from allranks.training.work_queue import Chunk
+
+
+class Reader:
+    """The data of the chunks that a worker is handed: read on, as long as they follow."""
+
+    def __init__(self, trainer: Trainer, parts: int) -> None:
+        self.trainer, self.parts = trainer, parts
+        batches = trainer.task_data.batches
+        self.per_epoch = batches.steps_by_number(trainer.strategy.name)
+        self._own: dict[int, Any] = {}
+        self._open: Generator[Batch] | None = None
+        self._next = (-1, -1)
+
+    def batch(self, chunk: Chunk) -> Batch:
+        """This part of the batch of the step of a chunk."""
+        where = chunk.part, chunk.first
+        if self._open is None or where != self._next:
+            self.close()
+            if chunk.part not in self._own:
+                batches = self.trainer.task_data.batches
+                self._own[chunk.part] = dataclasses.replace(
+                    batches, rank=chunk.part, ranks=self.parts
+                )
+            epoch, step = divmod(chunk.first, self.per_epoch)
+            done = Progress(epoch, step, chunk.first, updates=chunk.first)
+            self._open = self._own[chunk.part].after(done, 2**31, None)
+        self._next = chunk.part, chunk.first + 1
+        return next(self._open)
+
+    def close(self) -> None:
+        if self._open is not None:
+            self._open.close()
+        self._open = None
+
 
 LOOK_S = 0.05
 
@@ -66,7 +100,6 @@ class Worker:
             self.changes = Changes(self.exchange, job.ranks)
         if not strategy.in_step:
             strategy.side = self.changes or self.exchange
-        trainer.faults.corrupt = self.exchange.in_place.corrupt
 
     def run(self) -> None:
         """Work until the scheduler says that it is over."""

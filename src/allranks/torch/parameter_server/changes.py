@@ -24,9 +24,9 @@ import torch
 from allranks.launcher.nodes.channel import Disconnected
 from allranks.strategies.cards.parameter_server import LINE, STAIRCASE
 from allranks.torch.data.batch import Batch
+from allranks.torch.parameter_server.exchange import Exchange
 from allranks.torch.parameter_server.links import Links
 from allranks.torch.parameter_server.service import Done
-from allranks.torch.parameter_server.working.exchange import Exchange
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.tally import Tally
 from allranks.training.progress import StepResult
