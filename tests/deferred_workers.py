@@ -1,11 +1,12 @@
-"""Ranks that build a model tensor by tensor, and measure what they hold meanwhile."""
+"""Ranks that build a model, and measure what they hold meanwhile."""
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +21,30 @@ from allranks.torch import Trainer
 from contract_tasks import Words
 
 SHAPE = GPTShape(vocabulary=8000, context=64, width=256, layers=14, heads=4)
+SLOW_S = 0.3  # of a constructor, in which another rank would begin if it could
 
 
 @dataclass(kw_only=True)
 class Large(Words):
-    """A GPT of 53 MB, of whose weights the largest has 8."""
+    """A GPT of 53 MB, of whose weights the largest has 8; notes when it was built."""
+
+    on_meta: bool = False
+    built: list[float] = field(default_factory=list)
 
     def model(self) -> nn.Module:
-        return GPT(SHAPE)
-
-
-class Hooked(Words):
-    """A model that cannot be recorded."""
-
-    def model(self) -> nn.Module:
-        model = super().model()
-        model.mix.weight.register_hook(lambda gradient: gradient)
+        begun = time.monotonic()
+        with torch.device("meta" if self.on_meta else "cpu"):
+            model = GPT(SHAPE)
+        time.sleep(SLOW_S)
+        self.built[:] = begun, time.monotonic()
         return model
 
 
 class Peak:
-    """The most bytes that tensors on the host had at once, by the events of the allocator."""
+    """The bytes that tensors on the host had, at most and at the end, as the allocator says."""
 
     bytes = 0
+    at_the_end = 0
 
 
 @contextmanager
@@ -50,23 +52,24 @@ def measured() -> Iterator[Peak]:
     found = Peak()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         yield found
-    held = 0
     events = profiled.profiler.kineto_results.events()  # type: ignore[union-attr]
     for event in sorted(events, key=lambda event: event.start_ns()):
         if event.name() == "[memory]":
-            held += event.nbytes()
-            found.bytes = max(found.bytes, held)
+            found.at_the_end += event.nbytes()
+            found.bytes = max(found.bytes, found.at_the_end)
 
 
 def halves_of_a_large_model(argument: dict[str, Any]) -> None:
-    """Each rank writes what it held at most, and its half of each weight."""
+    """Each rank writes what it held, when it built, and its half of each weight."""
     fake_sharded.register()
-    with measured() as peak, Trainer(Large(), Job(strategy=fake_sharded.NAME, seed=5)) as trainer:
-        assert trainer.built.recorded is not None, trainer.built.why_whole
+    task = Large(on_meta=argument["on_meta"])
+    with measured() as peak:
+        trainer = Trainer(task, Job(strategy=fake_sharded.NAME, seed=5))
+    with trainer:
         strategy: Any = trainer.strategy
         halves: dict[str, Tensor] = {n: p.detach() for n, p in strategy.held.items()}
         rank = trainer.comm.rank
-        shapes = {name: tuple(shape) for name, shape in strategy.shapes.items()}
     folder = Path(argument["folder"])
-    torch.save((halves, shapes), folder / f"{rank}.pt")
-    (folder / f"{rank}.json").write_text(json.dumps({"peak": peak.bytes}))
+    torch.save(halves, folder / f"{rank}.pt")
+    record = {"peak": peak.bytes, "at_the_end": peak.at_the_end, "built": task.built}
+    (folder / f"{rank}.json").write_text(json.dumps(record))

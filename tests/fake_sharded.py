@@ -95,9 +95,9 @@ class FakeSharded(Strategy):
     equal_passes = True
     tally_type = torch.float64
     can_be_compiled = False
-    builds_deferred = True
+    builds_in_turn = True
 
-    def parallelize(self, model: nn.Module) -> nn.Module:
+    def make_groups(self) -> None:
         self.both_read = self.context.options["data"] == "each"
         self.pair = self.axis(SHARD if self.both_read else TENSOR)
         self.device_mesh: Any = None
@@ -106,6 +106,8 @@ class FakeSharded(Strategy):
             groups = [self.axis(name).counting_group("control") for name, _ in self.mesh.axes]
             grid = torch.arange(self.comm.size).view(sizes)
             self.device_mesh = DeviceMesh.from_group(groups, "cpu", grid, mesh_dim_names=AXES)
+
+    def parallelize(self, model: nn.Module) -> nn.Module:
         self.shapes = {name: p.shape for name, p in model.named_parameters()}
         self.names_of = {
             alias: name
@@ -127,8 +129,8 @@ class FakeSharded(Strategy):
         self.held = held
         return model
 
-    def place(self, name: str, held: Tensor, whole: Tensor) -> None:
-        super().place(name, held, self._half(whole) if name in self.held else whole)
+    def place(self, name: str, part: Tensor, whole: Tensor) -> None:
+        super().place(name, part, self._half(whole) if name in self.held else whole)
 
     def prepare(self) -> None:
         self.step.forward = self._forward

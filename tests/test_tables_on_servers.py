@@ -12,11 +12,11 @@ from safetensors.numpy import load_file
 from allranks.errors import ProgramError, RequestError
 from allranks.job.job import Job
 from allranks.launcher.world import World
-from allranks.programs.clicks import ClickThrough
 from allranks.torch.parameter_server.server import ServedTrainer, Server
 from allranks.torch.parameter_server.tables.served import body_of
 from allranks.torch.trainer import Trainer
 from conftest import Train
+from deferred_tasks import TablesOnMeta
 from limited_memory import Limited
 from table_tasks import Tables
 from test_every_strategy import difference
@@ -124,7 +124,7 @@ def test_a_regularizer_that_reads_a_table_is_refused(train: Train) -> None:
 @pytest.mark.parametrize("role", ["worker", "server"])
 def test_nobody_but_the_scheduler_ever_holds_a_table(role: str, precision: str) -> None:
     """Not to initialise it either. The weights beside it are those that the scheduler has."""
-    task = ClickThrough(rows=100_000, samples=64, held_out=64, width=8)
+    task = TablesOnMeta(rows=100_000, samples=64, held_out=64, width=8)
     world = World(rank=2, size=3, role=role, role_index=0)
     job = Job(strategy="ps", ranks=1, precision=precision)
     whole = task.model()

@@ -1,181 +1,40 @@
-"""A recorded initialisation gives the bits of one process, tensor by tensor, and little memory."""
+"""First weights: ranks of a node build one after the other, or fill a model that lies on meta."""
 
 from __future__ import annotations
 
 import json
-import random
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+import allranks.torch.deferred_init.in_turn as in_turn
 from allranks.catalog import STRATEGIES, TORCH
-from allranks.errors import RequestError
+from allranks.errors import AllranksError, ProgramError, RequestError
 from allranks.job.job import Job
+from allranks.launcher.world import World
 from allranks.programs.models.gpt import GPT
 from allranks.strategies.torch_cards import CARDS
 from allranks.torch import Trainer
-from allranks.torch.deferred_init.in_blocks import (
-    BLOCK,
-    TOGETHER,
-    draw_in_blocks,
-    is_drawn_in_blocks,
-    sizes,
-)
-from allranks.torch.deferred_init.recorded import Outcome, Recorded, on_device, record
+from allranks.torch.deferred_init.in_turn import build_turn, free_memory_bytes, within_memory
+from allranks.torch.deferred_init.meta_model import MetaModel
 from conftest import Train
 from contract_tasks import Words
-from deferred_workers import SHAPE, Hooked, measured
+from deferred_tasks import OnMeta
+from deferred_workers import SHAPE, measured
 from fake_sharded import CARD, NAME
-from init_models import MODELS, WHOLE, Build
-from init_programs import drawn_program
+from fsdp_tasks import Deep
 
-SEED = 11
-
-
-def seeded(build: Build) -> nn.Module:
-    random.seed(SEED)
-    np.random.seed(SEED)
-    torch.manual_seed(SEED)
-    return build()
+HOST = torch.device("cpu")
 
 
-def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-def same(one: Tensor, other: Tensor) -> bool:
-    """Every bit, and where each number lies."""
-    if one.layout is not torch.strided:
-        return bool((one.to_dense() == other.to_dense()).all())
-    one, other = one.detach().resolve_conj(), other.detach().resolve_conj()
-    layout = [(t.shape, t.stride(), t.dtype, t.device) for t in (one, other)]
-    ours, theirs = (t.contiguous().view(-1).view(torch.uint8) for t in (one, other))
-    return layout[0] == layout[1] and torch.equal(ours, theirs)
-
-
-def recorded(build: Build) -> Outcome[nn.Module]:
-    return record(lambda: seeded(build), lambda model: model)
-
-
-def filled(recorded: Recorded, model: nn.Module) -> None:
-    """The model with memory, and in it what is replayed."""
-    on_device(model, torch.device("cpu"))
-    held = tensors_of(model)
-
-    def place(name: str, whole: Tensor) -> None:
-        with torch.no_grad():
-            held[name].set_(whole) if not whole.is_conj() else held[name].copy_(whole)
-
-    recorded.replay(place)
-
-
-@pytest.mark.slow(but=6)
-@pytest.mark.parametrize("name", MODELS)
-def test_every_bit_is_that_of_one_process(name: str) -> None:
-    wanted = seeded(MODELS[name])
-    after = torch.get_rng_state(), random.random(), np.random.rand()
-    outcome = recorded(MODELS[name])
-    assert outcome.recorded is not None, outcome.why
-    assert torch.equal(torch.get_rng_state(), after[0])
-    assert (random.random(), np.random.rand()) == after[1:]
-    model = outcome.built
-    assert all(tensor.is_meta for tensor in tensors_of(model).values())
-    filled(outcome.recorded, model)
-    assert torch.equal(torch.get_rng_state(), after[0])
-    ours, theirs = tensors_of(model), tensors_of(wanted)
-    assert [(n, t.requires_grad) for n, t in ours.items()] == [
-        (n, t.requires_grad) for n, t in theirs.items()
-    ]
-    for key, tensor in theirs.items():
-        assert same(ours[key], tensor), key
-    assert model.state_dict().keys() == wanted.state_dict().keys()
-    tied = [[n for n, t in m.named_parameters(remove_duplicate=False)] for m in (model, wanted)]
-    assert tied[0] == tied[1]
-
-
-def test_tensors_that_no_module_has_registered_are_computed_too() -> None:
-    wanted, outcome = seeded(MODELS["rotary"]), recorded(MODELS["rotary"])
-    assert outcome.recorded is not None
-    filled(outcome.recorded, outcome.built)
-    found: Any = outcome.built
-    for model in (found, wanted):
-        assert not model.angles.is_meta
-    assert same(found.angles, wanted.angles)  # type: ignore[arg-type]
-    assert same(found.cache["mask"][0], wanted.cache["mask"][0])  # type: ignore[index]
-
-
-@pytest.mark.slow(but=1)
-@pytest.mark.parametrize("seed", range(8))
-def test_programs_drawn_at_random(seed: int) -> None:
-    wanted = seeded(lambda: drawn_program(seed, steps=60))
-    after = torch.get_rng_state()
-    outcome = recorded(lambda: drawn_program(seed, steps=60))
-    assert outcome.recorded is not None, outcome.why
-    filled(outcome.recorded, outcome.built)
-    assert torch.equal(torch.get_rng_state(), after)
-    for key, tensor in tensors_of(wanted).items():
-        assert same(tensors_of(outcome.built)[key], tensor), key
-    pairs: Any = zip(outcome.built.kept, wanted.kept, strict=True)  # type: ignore[arg-type]
-    assert all(same(ours, theirs) for ours, theirs in pairs)
-
-
-@pytest.mark.slow(but=7)
-@pytest.mark.parametrize("name", WHOLE)
-def test_what_cannot_be_recorded_is_built_whole(name: str) -> None:
-    wanted = seeded(WHOLE[name])
-    after = torch.get_rng_state()
-    outcome = recorded(WHOLE[name])
-    assert outcome.recorded is None
-    assert outcome.why
-    assert torch.equal(torch.get_rng_state(), after)
-    ours, theirs = tensors_of(outcome.built), tensors_of(wanted)
-    for key, tensor in theirs.items():
-        assert same(ours[key], tensor), key
-
-
-def test_no_more_than_a_few_of_the_largest_parameter_are_held() -> None:
-    with measured() as whole:
-        model = GPT(SHAPE)
-    sizes = [parameter.nbytes for parameter in model.parameters()]
-    assert sum(sizes) > 50e6
-    assert whole.bytes >= sum(sizes)
-    del model
-    with measured() as peak:
-        outcome = recorded(lambda: GPT(SHAPE))
-        assert outcome.recorded is not None
-        outcome.recorded.replay(lambda name, whole: None)
-    assert max(sizes) <= peak.bytes < 2 * max(sizes)
-
-
-def test_ranks_hold_their_halves_of_what_one_process_starts_with(
-    on_ranks: Callable[..., Any], tmp_path: Path
-) -> None:
-    """And never the whole. The usual recipe draws the same half on both ranks."""
-    on_ranks(2, "deferred_workers:halves_of_a_large_model", {"folder": str(tmp_path)})
-    torch.manual_seed(5)
-    whole = {name: p.detach() for name, p in GPT(SHAPE).named_parameters()}
-    (first, shapes), (second, _) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
-    assert shapes == {name: tuple(p.shape) for name, p in whole.items()}
-    for name, tensor in whole.items():
-        assert same(torch.cat((first[name], second[name])), tensor), name
-    size, largest = (f(p.nbytes for p in whole.values()) for f in (sum, max))
-    for rank in range(2):
-        peak = json.loads((tmp_path / f"{rank}.json").read_text())["peak"]
-        assert size / 2 < peak < size / 2 + 2 * largest < size
-
-    name = "blocks.0.feed_forward.0.weight"
-    usual = [nn.Linear(256, 512, device="meta").to_empty(device="cpu") for _ in range(2)]
-    for half in usual:
-        torch.manual_seed(5)
-        half.reset_parameters()
-    assert same(usual[0].weight, usual[1].weight)
-    assert not same(first[name], second[name])
+def same(tensor: Tensor, other: Tensor) -> bool:
+    return tensor.dtype == other.dtype and torch.equal(tensor, other)
 
 
 @pytest.fixture
@@ -184,55 +43,252 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(STRATEGIES[TORCH], NAME, "fake_sharded:FakeSharded")
 
 
+# --- in turn ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_ranks_hold_their_halves_of_what_one_process_starts_with(
+    on_meta: bool, on_ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    """In the end; meanwhile one rank at a time the whole model, or on meta a module."""
+    argument = {"folder": str(tmp_path), "on_meta": on_meta}
+    on_ranks(2, "deferred_workers:halves_of_a_large_model", argument)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    torch.manual_seed(5)
+    whole = {name: p.detach() for name, p in GPT(SHAPE).named_parameters()}
+    size, largest = (f(p.nbytes for p in whole.values()) for f in (sum, max))
+    records = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    for row in records:
+        assert row["at_the_end"] < size / 2 + largest / 10
+    if on_meta:
+        assert all(row["peak"] < size / 2 + 3 * largest < size for row in records)
+        return
+    for name, tensor in whole.items():
+        assert same(torch.cat((first[name], second[name])), tensor), name
+    (_, before), (after, _) = sorted(row["built"] for row in records)
+    assert before <= after
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("how", ["raises", "dies"])
+def test_no_rank_waits_for_the_turn_of_one_that_has_failed(
+    how: str, rank: int, train: Train
+) -> None:
+    with pytest.raises(AllranksError) as failed:
+        train("deferred_tasks:Fails", f"how={how}", f"rank={rank}", strategy="fsdp", ranks=2)
+    assert f"rank {rank}" in str(failed.value)
+    if how == "raises":
+        assert isinstance(failed.value, ProgramError) and "no such layer" in str(failed.value)
+
+
+def test_processes_of_one_node_take_turns_and_other_nodes_do_not_wait() -> None:
+    job = {"size": 4, "store": "somewhere"}
+
+    def child(node: int) -> bool:
+        """Whether a process of that node, forked here, gets its turn at once."""
+        reader, writer = os.pipe()
+        process = os.fork()
+        if not process:
+            in_turn.time.sleep = lambda _: os._exit(0)  # type: ignore[assignment]
+            with build_turn(World(rank=1, node=node, **job), None):  # type: ignore[arg-type]
+                os.write(writer, b"1")
+            os._exit(0)
+        os.close(writer)
+        with os.fdopen(reader, "rb") as answer:
+            got_it = bool(answer.read())
+        os.waitpid(process, 0)
+        return got_it
+
+    with build_turn(World(node=0, **job), None):  # type: ignore[arg-type]
+        assert not child(node=0)
+        assert child(node=1)
+    assert child(node=0)
+
+
+def test_a_process_that_the_model_leaves_behind_keeps_no_turn() -> None:
+    world = World(size=2, store="somewhere else")
+    reader, writer = os.pipe()
+    with build_turn(world, None):
+        process = os.fork()
+        if not process:
+            os.close(writer)
+            os.read(reader, 1)
+            os._exit(0)
+    with build_turn(world, None):  # it is alive
+        os.close(reader)
+        os.close(writer)
+    os.waitpid(process, 0)
+
+
 @pytest.mark.usefixtures("known")
 def test_ranks_that_draw_otherwise_are_told_the_weight(train: Train) -> None:
     with pytest.raises(RequestError, match=r"first in weight .*mix\.bias"):
         train("deferred_tasks:Apart", strategy=NAME, ranks=2, steps=1)
 
 
-@pytest.mark.usefixtures("known")
-def test_a_model_that_is_built_whole_is_noted() -> None:
-    with Trainer(Hooked(), Job(strategy=NAME)) as trainer:
-        assert trainer.built.recorded is None
-        assert "every rank held the whole model" in trainer.model_notes[0]
-        assert "mix.weight has hooks" in trainer.model_notes[0]
+# --- too large for the host -------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("known")
-def test_pretrained_weights_are_read_one_by_one(tmp_path: Path) -> None:
-    torch.manual_seed(1)
-    other = Words().model()
-    file = {n: p.detach().clone() for n, p in other.named_parameters() if n != "mix.bias"}
-    save_file(file, tmp_path / "weights.safetensors")
-
-    class Filled(Words):
-        def pretrained(self) -> Any:
-            return tmp_path / "weights.safetensors"
-
-    with Trainer(Filled(), Job(strategy=NAME, seed=3)) as trainer:
-        found = dict(trainer.weights())
-    with Trainer(Filled(), Job(strategy="single", seed=3)) as trainer:
-        wanted = dict(trainer.weights())
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert same(found[name], tensor), name
-    assert same(found["frozen.weight"], file["frozen.weight"])
-
-
-@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
-@pytest.mark.parametrize("numbers", [BLOCK + 1, BLOCK + 16, BLOCK + 17, 2 * BLOCK + 1001])
-@pytest.mark.parametrize("name", ["normal_", "uniform_"])
-def test_a_large_tensor_is_drawn_in_blocks_as_if_at_once(
-    name: str, numbers: int, kind: torch.dtype
+def test_a_model_larger_than_free_memory_is_refused_before_it_is_written(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole = torch.empty(numbers, dtype=kind)
-    assert is_drawn_in_blocks(name, whole, whole.device)
-    assert sum(sizes(numbers)) == numbers
-    torch.manual_seed(3)
-    getattr(whole, name)(-1.0, 2.0)
+    size = sum(p.nbytes for p in Words().model().parameters())
+    monkeypatch.setattr(in_turn, "free_memory_bytes", lambda: size - 1)
+    with pytest.raises(RequestError) as refused, Trainer(Words(), Job(strategy="single")):
+        pass
+    error = refused.value
+    assert "GiB of weights up to 'bias' of a Linear, and " in error.found
+    assert 'torch.device("meta")' in error.do and "pretrained()" in error.do
+    assert "init(module)" in error.do and "whole" in error.why and "model()" in error.asked
+    with Trainer(OnMeta(), Job(strategy="single")):
+        pass
+
+
+def test_a_weight_is_counted_once_and_what_is_gone_or_mapped_not_at_all(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(in_turn, "free_memory_bytes", lambda: 5000)
+    mapped = torch.from_file(str(tmp_path / "weights"), shared=True, size=4000)
+    with within_memory():
+        layer = nn.Linear(10, 100, bias=False)
+        for _ in range(3):
+            layer.weight = layer.weight
+            layer.bias = nn.Parameter(mapped)
+        with pytest.raises(RequestError, match="free memory"):
+            nn.Linear(10, 100, bias=False)
+
+
+def test_free_memory_is_that_of_the_control_group_where_it_has_less(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert free_memory_bytes() > 0
+    monkeypatch.setattr(in_turn, "MOUNTS", (tmp_path, tmp_path))
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("30\n")
+    assert free_memory_bytes() > 1000
+    (tmp_path / "memory.max").write_text("100\n")
+    assert free_memory_bytes() == 70
+
+
+# --- on meta ----------------------------------------------------------------------------------
+
+
+def test_a_model_on_meta_ends_alike_under_every_strategy(train: Train) -> None:
+    runs = [
+        train("deferred_tasks:OnMeta", strategy=name, ranks=ranks, steps=3, bitwise=True)
+        for name, ranks in (("single", 1), ("ddp", 2), ("fsdp", 2))
+    ]
+    assert len({run.summary["weights_sha256"] for run in runs}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [("hsdp:shard=2", 4), ("zero1", 2), ("tensor", 2), (NAME, 2)],
+)
+@pytest.mark.usefixtures("known")
+def test_it_starts_alike_under_every_strategy(name: str, ranks: int, train: Train) -> None:
+    flags: dict[str, Any] = {"steps": 1, "precision": "fp64"}
+    result, single = (
+        train("deferred_tasks:OnMeta", strategy=strategy, ranks=count, **flags)
+        for strategy, count in ((name, ranks), ("single", 1))
+    )
+    ours, theirs = (load_file(run.run_dir / "weights.safetensors") for run in (result, single))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.allclose(ours[key], theirs[key], atol=1e-9) for key in theirs)
+
+
+@pytest.mark.usefixtures("known")
+@pytest.mark.parametrize("strategy", [NAME, "single"])
+def test_pretrained_weights_are_read_and_the_others_drawn(strategy: str, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    names = ("frozen.weight", "frozen.bias", "mix.weight")
+    file = {n: p.detach().clone() for n, p in Words().model().named_parameters() if n in names}
+    save_file(file, tmp_path / "weights.safetensors")
+    before = torch.get_rng_state()
+    with Trainer(OnMeta(), Job(strategy="single", seed=3)) as trainer:
+        drawn = dict(trainer.weights())
     after = torch.get_rng_state()
-    torch.manual_seed(3)
-    blocks: list[torch.Tensor] = []
-    draw_in_blocks(lambda block: blocks.append(getattr(block, name)(-1.0, 2.0)), numbers, kind)
-    assert max(map(len, blocks)) <= BLOCK + TOGETHER
-    assert torch.equal(torch.cat(blocks), whole) and torch.equal(torch.get_rng_state(), after)
+    torch.set_rng_state(before)
+    task = OnMeta(file=str(tmp_path / "weights.safetensors"))
+    with Trainer(task, Job(strategy=strategy, seed=3)) as trainer:
+        weights = dict(trainer.weights())
+        assert trainer.built.not_pretrained == sorted({*drawn, "out.weight"} - set(names))
+    assert same(torch.get_rng_state(), after)
+    for name, tensor in weights.items():
+        assert same(tensor, file.get(name, drawn[name])), name
+    assert (drawn["mix.bias"] == 0.25).all()
+
+
+def test_what_init_sees_is_the_module_of_the_task_whole_and_tied() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.read = nn.Linear(3, 4, device="meta")
+            self.write = nn.Linear(3, 4, device="meta")
+            self.write.weight = self.read.weight
+            self.register_buffer("scale", torch.full((2,), 3.0))
+            self.register_buffer("count", torch.zeros(2, dtype=torch.int64, device="meta"))
+
+    model: Any = Tied()
+    calls: list[nn.Module] = []
+
+    def init(module: Any) -> None:
+        calls.append(module)
+        if module is model:
+            module.count = module.scale.long()
+        elif module is model.read:
+            module.weight = nn.Parameter(torch.ones(4, 3))
+            module.bias.zero_()
+        else:
+            module.weight.add_(1)
+            module.bias.normal_()
+
+    filling, weight = MetaModel(model), model.read.weight
+    digests = filling.fill(model, {}, init, lambda _, t, w: t.copy_(w), seed=1, device=HOST)  # type: ignore[arg-type, return-value]
+    assert calls == [model, model.read, model.write]
+    assert model.read.weight is model.write.weight is weight and weight.requires_grad
+    assert (weight == 2).all() and model.count.tolist() == [3, 3] and model.scale[0] == 3
+    assert set(digests) == {"count", "read.weight", "read.bias", "write.bias"}
+    before = model.write.bias.clone()
+    torch.rand(1)
+    again: Any = Tied()
+    model = again
+    MetaModel(again).fill(again, {}, init, lambda _, t, w: t.copy_(w), seed=1, device=HOST)  # type: ignore[arg-type, return-value]
+    assert same(again.write.bias, before)
+
+
+@pytest.mark.parametrize("strategy", ["single", NAME])
+@pytest.mark.usefixtures("known")
+def test_what_nobody_sets_is_named(strategy: str) -> None:
+    class Forgets(OnMeta):
+        def init(self, module: nn.Module) -> None:
+            if getattr(module, "bias", None) is None:
+                super().init(module)
+
+    class Bare(Deep):
+        def model(self) -> nn.Module:
+            with torch.device("meta"):
+                return nn.Sequential(nn.ParameterList([torch.ones(2)]))
+
+    job = Job(strategy=strategy)
+    with pytest.raises(RequestError, match=r"numbers of 'mix.weight' that it did not set"):
+        Trainer(Forgets(), job)
+    with pytest.raises(RequestError, match=r"no reset_parameters\(\) in its class"):
+        Trainer(Bare(), job)
+
+
+def test_no_more_than_a_module_is_whole_while_a_model_on_meta_is_filled() -> None:
+    with torch.device("meta"):
+        model = GPT(SHAPE)
+    sizes = [parameter.nbytes for parameter in model.parameters()]
+
+    def init(module: Any) -> None:
+        module.reset_parameters()
+
+    def place(name: str, target: Tensor, whole: Tensor) -> None:
+        assert target.shape == whole.shape
+
+    with measured() as peak:
+        MetaModel(model).fill(model, {}, init, place, seed=1, device=HOST)
+    assert sum(sizes) < peak.bytes < sum(sizes) + 3 * max(sizes)

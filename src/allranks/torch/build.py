@@ -31,7 +31,8 @@ from allranks.torch.batchnorm.shard import ShardBatchNorm
 from allranks.torch.checkpoint.state import model_state
 from allranks.torch.comm.comm import Comm
 from allranks.torch.data.sources import seed_generators
-from allranks.torch.deferred_init.recorded import Recorded, fill, record
+from allranks.torch.deferred_init.in_turn import build_turn, within_memory
+from allranks.torch.deferred_init.meta_model import MetaModel, Place
 from allranks.torch.keras.shards import (
     check_keras,
     check_types,
@@ -51,12 +52,14 @@ from allranks.torch.model.layers import (
 from allranks.torch.model.max_norm import swap_tables
 from allranks.torch.model.precision import Precision
 from allranks.torch.model.reals import TensorFile
+from allranks.torch.model.weights import digest_of
 from allranks.torch.parallel.expert.mixture import MixtureOfExperts, ShardMixture
 from allranks.torch.random.dropout import DROPOUTS, ShardDropout
 from allranks.torch.random.keyed_rng import slot_of
 from allranks.torch.random.torch_functions import catch
 from allranks.torch.strategies.base import Strategy, StrategyContext
 from allranks.torch.task import Task
+from allranks.torch.witness.same_model import check_same_model, check_same_weights, named_shapes
 
 # --- swapping ------------------------------------------------------------------------------------
 # The layers that the engine swaps for keyed ones, and how it swaps them back.
@@ -144,38 +147,65 @@ WHOLE_PASSES = frozenset(
 @dataclass(frozen=True)
 class BuiltModel:
     """A model; the names of its layers that were swapped, those of weights that `pretrained` does
-    not name (`None` if there is no such thing), and what takes changes of its methods back. If it
-    lies on meta, how its tensors are computed; if that was not possible, why."""
+    not name (`None` if there is no such thing), and what takes changes of its methods back."""
 
     model: nn.Module
     swapped: dict[str, list[str]]
     not_pretrained: list[str] | None
     undo: Callable[[], None] = lambda: None
-    recorded: Recorded | None = None
-    why_whole: str = ""
 
 
-def build_model(task: Task, job: Job, scope: Scope, strategy: Strategy) -> BuiltModel:
-    """The model of `task` on the device of this rank; raises `RequestError`. No communication.
+def build_model(
+    task: Task,
+    job: Job,
+    scope: Scope,
+    strategy: Strategy,
+    world: World,
+    undone_by: Callable[[Callable[[], None]], None],
+) -> BuiltModel:
+    """The model of `task` as this rank keeps it, with equal weights on all; every rank calls this.
 
-    For a strategy that `builds_deferred` it lies on meta, and `recorded` computes its tensors;
-    where that cannot be done it is whole all the same, and `why_whole` says why.
+    Compares names and shapes, and then broadcasts parameters and buffers from the leader, or where
+    ranks build in turn compares their digests (32 bytes to each other rank). `undone_by` is given
+    what puts the model back. Raises `RequestError`.
     """
+    comm = strategy.learner.comm
+    strategy.make_groups()
+    if not strategy.builds_in_turn:
+        built, _ = _built(task, job, scope, strategy)
+        undone_by(partial(restore_layers, built.model))
+        undone_by(built.undo)
+        check_same_model(named_shapes(built.model), comm)
+        with torch.no_grad():
+            comm.broadcast(*built.model.parameters(), *built.model.buffers())
+        return dataclasses.replace(built, model=strategy.parallelize(built.model))
+    with build_turn(world, comm.heartbeat):
+        built, unfilled = _built(task, job, scope, strategy)
+        undone_by(partial(restore_layers, built.model))
+        undone_by(built.undo)
+        shapes, digests = named_shapes(built.model), _digests(built.model, comm)
+        built = dataclasses.replace(built, model=strategy.parallelize(built.model))
+    check_same_model(shapes, comm)
+    digests |= unfilled(built.model, strategy.place)
+    check_same_weights(digests, comm)
+    return built
 
-    def build() -> BuiltModel:
-        return _built(task, job, scope, strategy.built_with)
 
-    if not strategy.builds_deferred:
-        return build()
-    found = record(build, lambda built: built.model)
-    return dataclasses.replace(found.built, recorded=found.recorded, why_whole=found.why)
+def _digests(model: nn.Module, comm: Comm) -> dict[str, str]:
+    """Of the tensors that are there, where others may have drawn other ones."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    return {name: digest_of(t) for name, t in named if not t.is_meta} if comm.size > 1 else {}
 
 
-def _built(task: Task, job: Job, scope: Scope, precision: Precision) -> BuiltModel:
+def _built(
+    task: Task, job: Job, scope: Scope, strategy: Strategy
+) -> tuple[BuiltModel, Callable[[nn.Module, Place], dict[str, str]]]:
+    """The model, and what fills those of its tensors that are on meta still, when it is cut."""
+    precision = strategy.built_with
     seed_generators(job.seed)
     torch.manual_seed(job.seed)
     floatx = "float64" if precision.parameters == torch.float64 else "float32"
-    with of_keras_type(floatx):
+    with of_keras_type(floatx), within_memory():
         model = task.model()
     if not isinstance(model, nn.Module):
         raise RequestError(
@@ -187,25 +217,43 @@ def _built(task: Task, job: Job, scope: Scope, precision: Precision) -> BuiltMod
     check_keras(task, model)
     for module in filter(is_keras, model.modules()):
         check_types(module, floatx)
+    on_meta = MetaModel(model)
     model = precision.model(model)
-    given = task.pretrained()  # into the types of the job: numbers of 64 bits stay what they are
-    missing = None if given is None else _fill(model, given)
+    pretrained = _pretrained(task, model)
+    device = strategy.comm.device if strategy.builds_in_turn else precision.device
+
+    def fill(model: nn.Module, place: Place) -> dict[str, str]:
+        weights = pretrained or {}
+        return on_meta.fill(model, weights, task.init, place, seed=job.seed, device=device)
+
+    missing = None if pretrained is None else _fill(model, pretrained)
+    if not strategy.builds_in_turn:
+        fill(model, _copy)
     swapped = swap_layers(model, scope)
     swap_keras_layers(model, scope, swapped)
     swap_tables(model, scope, swapped)
+    built = BuiltModel(model, swapped, missing)
     if job.activation_checkpointing:
-        return BuiltModel(model, swapped, missing, recompute_blocks(task, model, scope))
-    return BuiltModel(model, swapped, missing)
+        built = dataclasses.replace(built, undo=recompute_blocks(task, model, scope))
+    return built, fill
 
 
-def _fill(model: nn.Module, given: Any) -> list[str]:
-    """Put pretrained weights into the model; returns the names that were not given."""
-    weights = given if isinstance(given, Mapping) else _read(Path(given))
-    own = model_state(model)
+def _copy(name: str, target: Tensor, whole: Tensor) -> None:
+    target.copy_(whole)
+
+
+def _pretrained(task: Task, model: nn.Module) -> Mapping[str, Tensor] | None:
+    """The weights that the task gives, which go into the types of the job: numbers of 64 bits
+    stay what they are. Raises `RequestError` for one that does not fit the model."""
+    source: Any = task.pretrained()
+    if source is None:
+        return None
+    weights = source if isinstance(source, Mapping) else _read(Path(source))
+    state = model_state(model)
     wrong = [
-        f"{name}: {_shape(value)}, in the model {_shape(own.get(name))}"
+        f"{name}: {_shape(value)}, in the model {_shape(state.get(name))}"
         for name, value in weights.items()
-        if name not in own or _shape(value) != _shape(own[name])
+        if name not in state or _shape(value) != _shape(state[name])
     ]
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
@@ -215,10 +263,17 @@ def _fill(model: nn.Module, given: Any) -> list[str]:
             why="each weight goes to the one of its name, in its shape",
             do="leave those out that the model has not, as the head of another task",
         )
+    return weights
+
+
+def _fill(model: nn.Module, weights: Mapping[str, Tensor]) -> list[str]:
+    """Put weights into what has memory of the model; returns the names that they do not have."""
+    state = model_state(model)
     with torch.no_grad():
         for name in weights:
-            fill(own[name], partial(weights.__getitem__, name))
-    return sorted(own.keys() - weights.keys())
+            if not state[name].is_meta:
+                state[name].copy_(weights[name])
+    return sorted(state.keys() - weights.keys())
 
 
 def _shape(value: Any) -> str:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from allranks.errors import RequestError
 from allranks.training.task_fields import TaskFields
 
 
@@ -61,6 +62,23 @@ class Task(TaskFields):
         `inputs` is what `inputs(batch)` makes of that batch. Called on every rank alike, without
         gradients; the weights of one are sent to all.
         """
+
+    def init(self, module: nn.Module) -> None:
+        """Set the parameters and buffers of one module that `model()` built on the meta device.
+
+        Called for each such module once it has memory, whole, without gradients, and with
+        generators that depend on the seed of the job and the position of the module alone. Set the
+        module's own tensors, not those of its children. The default: its `reset_parameters()`.
+        """
+        reset: Any = getattr(module, "reset_parameters", None)
+        if reset is None:
+            raise RequestError(
+                asked=f"the first weights of a {type(module).__name__} on the meta device",
+                found="no reset_parameters() in its class, and no init(module) in the task",
+                why="a tensor on the meta device has no numbers of its own",
+                do="write init(self, module) in the task, or name its weights in pretrained()",
+            )
+        reset()
 
     def pretrained(self) -> Any:
         """Weights to start from: a path of a safetensors file, or a mapping from names to tensors.

@@ -29,7 +29,7 @@ from allranks.job.job import Job
 from allranks.launcher.heartbeat import Heartbeat
 from allranks.launcher.world import Visible, World, tasks_not_started
 from allranks.torch.batchnorm.across_ranks import whole_norm
-from allranks.torch.build import BuiltModel, build_model, build_strategy, job_for, restore_layers
+from allranks.torch.build import BuiltModel, build_model, build_strategy, job_for
 from allranks.torch.checkpoint.saving import Saving, contents_of, digest_of_state
 from allranks.torch.checkpoint.state import copied, random_streams, set_random_streams
 from allranks.torch.comm.join import join
@@ -460,7 +460,7 @@ class Trainer(OnSteps):
         whole = whole_norm(task, self.strategy.data, self._scope, self.built.swapped)
         if whole is not None:
             taken.left_by(whole.leave)
-        self.model_notes = notes_on(self.strategy.model, task, self.built.why_whole)
+        self.model_notes = notes_on(self.strategy.model, task)
         self.model_notes += notes_on_backend(self.comm.of_torch, job.backend) + notes_on_torch()
         self.model_notes += notes_on_update(step.optimizer, self.device)
         self.model_notes += notes_on_sharing(job)
@@ -483,11 +483,11 @@ class Trainer(OnSteps):
         self._between = BetweenSteps(self._saving, ending, self.guard, scale, states, self.witness)
 
     def _place_model(self) -> BuiltModel:
-        """Build the model and hand it to the strategy."""
-        built = build_model(self.task, self.job, self._scope, self.strategy)
-        self._taken.undone_by(partial(restore_layers, built.model))
-        self._taken.undone_by(built.undo)
-        self.strategy.setup(built.model, self.task.optimizer, built.recorded)
+        """Build the model, and set the strategy up."""
+        built = build_model(
+            self.task, self.job, self._scope, self.strategy, self.world, self._taken.undone_by
+        )
+        self.strategy.setup(built.model, self.task.optimizer)
         self._taken.undone_by(self.strategy.close)
         if self.job.compile:
             self._taken.undone_by(compile_passes(self.task, self.job, self.strategy))

@@ -1,1 +1,1 @@
-"""A model whose initialisation is recorded, and replayed one parameter at a time."""
+"""The first weights of models that are large: whole on one rank of a node at a time, or on meta."""

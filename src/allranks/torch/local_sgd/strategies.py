@@ -36,7 +36,6 @@ from allranks.torch.checkpoint.state import copied
 from allranks.torch.checkpoint.tree import local
 from allranks.torch.compression.codecs import Codec, FourBit, TopK
 from allranks.torch.data.batch import Batch
-from allranks.torch.deferred_init.recorded import Recorded
 from allranks.torch.local_sgd.exchange import (
     SAID_BYTES,
     WEIGHT_BYTES,
@@ -69,7 +68,7 @@ from allranks.training.progress import NOTHING, RankRequests, StepResult, Unread
 
 OF_THE_INNER = (
     *("built_with", "equal_passes", "passes_meet_readers", "counts_passes", "cuts_by_shard"),
-    *("can_be_compiled", "builds_deferred", "cuts_micro_batches", "has_one_model"),
+    *("can_be_compiled", "builds_in_turn", "cuts_micro_batches", "has_one_model"),
 )
 
 
@@ -209,11 +208,18 @@ class Outer(Strategy):
 
     # --- the model ------------------------------------------------------------------------
 
-    def setup(
-        self, model: nn.Module, make_optimizer: MakeOptimizer, recorded: Recorded | None = None
-    ) -> None:
+    def make_groups(self) -> None:
+        self.inner.make_groups()
+
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        return self.inner.parallelize(model)
+
+    def place(self, name: str, part: Tensor, whole: Tensor) -> None:
+        self.inner.place(name, part, whole)
+
+    def setup(self, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         inner = self.inner
-        inner.setup(model, make_optimizer, recorded)
+        inner.setup(model, make_optimizer)
         self.model, self.step, self.made = inner.model, inner.step, inner.made
         self.kept_whole, self._names = inner.kept_whole, list(inner.step.names)
         self.learners = self.axis(LEARNER)

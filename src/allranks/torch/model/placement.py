@@ -135,18 +135,9 @@ class RecordPlacement(Callback):
 FEW_SAMPLES = 16  # in a shard: fewer make noisy statistics. A rule of thumb, not measured here
 
 
-def notes_on(model: nn.Module, task: Task, why_whole: str = "") -> list[str]:
+def notes_on(model: nn.Module, task: Task) -> list[str]:
     """Sentences about the model as it is before the first step; the same on every rank."""
-    return [*_built_whole(why_whole), *_modes(model), *_statistics(model, task)]
-
-
-def _built_whole(why: str) -> list[str]:
-    if not why:
-        return []
-    return [
-        "every rank held the whole model while it was built: its initialisation could not be "
-        f"recorded ({why})"
-    ]
+    return [*_modes(model), *_statistics(model, task)]
 
 
 def _modes(model: nn.Module) -> list[str]:

@@ -77,13 +77,17 @@ class Precision:
         return map_to_device(place, self._cast, data, device)
 
     def model(self, model: nn.Module) -> nn.Module:
-        """The model on the device, in these types and this layout.
+        """The model on the device, in these types and this layout; what is on meta stays there.
 
         Complex numbers stay complex: those of 64 bits go with fp32, those of 128 with fp64.
         """
-        if any(tensor.is_complex() for tensor in (*model.parameters(), *model.buffers())):
+        if any(t.is_complex() or t.is_meta for t in (*model.parameters(), *model.buffers())):
             model = model._apply(
-                lambda t: t.to(self.device, self._kind_of(t)).resolve_conj().resolve_neg()
+                lambda t: (
+                    t.to(t.device if t.is_meta else self.device, self._kind_of(t))
+                    .resolve_conj()
+                    .resolve_neg()
+                )
             )
         else:
             model = model.to(self.device, self.parameters)

@@ -36,7 +36,7 @@ from allranks.job.deepspeed.recipe import OPTIMIZERS, read_recipe
 from allranks.job.job import Job
 from allranks.torch.checkpoint.state import random_streams, set_random_streams
 from allranks.torch.checkpoint.tree import local
-from allranks.torch.deferred_init.arguments import address_of, written_by
+from allranks.torch.data.collate import tensors_of_arguments
 from allranks.torch.model.weights import digest_of
 from allranks.torch.task import Task
 from allranks.training.schedules import factor_of
@@ -284,6 +284,20 @@ class _TensorWatch(TorchDispatchMode):
             (now := _storage(one)) is None or address_of(now) != address_of(held)
             for one, held in self._there
         )
+
+
+def address_of(storage: torch.UntypedStorage) -> int:
+    """What makes a storage that one: on meta, all are at the same place in memory."""
+    address: int = storage._cdata
+    return address
+
+
+def written_by(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """The tensors whose numbers the operator changes, as its schema says."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            yield from tensors_of_arguments(value)
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage | None:

@@ -313,14 +313,14 @@ class Server(Answering):
 
 
 class ServedTrainer(Trainer):
-    """Builds the model on meta where there are tables, and computes all its weights but these.
+    """Keeps no table that lies on servers: one process of a node after the other builds the model.
 
-    Where a model cannot be built so (`model_notes` says why), it is whole for a moment.
+    What the model has on meta of a table is never given memory.
     """
 
     def _place_model(self) -> BuiltModel:
         assert isinstance(self.strategy, ParameterServer)
-        self.strategy.builds_deferred = self.strategy.rows_travel
+        self.strategy.builds_in_turn = self.strategy.rows_travel
         return super()._place_model()
 
 

@@ -44,7 +44,6 @@ from allranks.strategies.cards.parameter_server import (
 )
 from allranks.strategies.reduction_tree import Span
 from allranks.torch.data.batch import Batch
-from allranks.torch.deferred_init.recorded import Recorded
 from allranks.torch.local_sgd.strategies import refuse_without_whole_steps
 from allranks.torch.model.layers import normalising_layers
 from allranks.torch.optimizers.elementwise import (
@@ -59,15 +58,15 @@ from allranks.torch.parameter_server.tables.pulled import find_tables
 from allranks.torch.parameter_server.tables.served import (
     PlacedTable,
     ServedTables,
+    leave_rows,
     let_go,
     most_bytes,
     placed_tables,
-    without_rows,
 )
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.tally import Tally
 from allranks.torch.step.trainable import unfrozen_on_the_way
-from allranks.torch.strategies.base import MakeOptimizer, Strategy
+from allranks.torch.strategies.base import Strategy
 from allranks.training.progress import StepResult
 
 
@@ -121,19 +120,14 @@ class ParameterServer(Strategy):
         """Whether the weights of a worker are the memory that servers send them to."""
         return not self.updates_on_worker and not self.pushes_changes
 
-    def setup(
-        self, model: nn.Module, make_optimizer: MakeOptimizer, recorded: Recorded | None = None
-    ) -> None:
-        if recorded is not None:
-            recorded = without_rows(model, recorded)
-        super().setup(model, make_optimizer, recorded)
-
     def parallelize(self, model: nn.Module) -> nn.Module:
         if self.rows_travel:
             weights = dict(model.named_parameters())
             found = [weights[name] for name in find_tables(model)]
             self.context.scope.served = frozenset(map(id, found))
             self.can_be_compiled = not found  # rows come by messages, in the middle of forward
+            if self.builds_in_turn:
+                leave_rows(found)
         return model
 
     @property

@@ -37,8 +37,6 @@ from allranks.torch.checkpoint.state import (
 )
 from allranks.torch.comm.comm import Comm
 from allranks.torch.data.batch import Batch
-from allranks.torch.deferred_init.materialise import take_up
-from allranks.torch.deferred_init.recorded import Recorded
 from allranks.torch.model.layers import Scope
 from allranks.torch.model.placement import held
 from allranks.torch.model.precision import Precision
@@ -89,8 +87,12 @@ class Traits:
     """The type of the tally, where it is a message of its own; else it rides on gradients."""
     kept_whole: Mapping[str, bool] = MappingProxyType({})
     """The parameters that one rank each updates whole: whether this one does."""
-    builds_deferred: bool = False
-    """Whether `parallelize` may be given a model on meta, whose weights come one by one."""
+    builds_in_turn: bool = False
+    """Whether one rank of a node after the other builds the model and keeps its part.
+
+    `parallelize` then waits for no other rank (`make_groups` has), keeps the names, and takes a
+    model on meta too.
+    """
 
 
 # --- context -------------------------------------------------------------------------------------
@@ -164,16 +166,9 @@ class Strategy(Traits, ABC):
         """Whether every shard goes through the model by itself, and is a leaf of the sum."""
         return self.context.bitwise
 
-    def setup(
-        self, model: nn.Module, make_optimizer: MakeOptimizer, recorded: Recorded | None = None
-    ) -> None:
-        """Take the model, with equal weights on all ranks from here on; every rank calls this.
-
-        Compares names and shapes, then broadcasts parameters and buffers once, from the leader;
-        then the strategy has the model, and then the optimizer is made. A model that was `recorded`
-        lies on meta: it is cut first, and no rank ever holds it whole.
-        """
-        model = self.model = take_up(self, model, recorded)
+    def setup(self, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
+        """Set up steps of `model`, which `parallelize` returned; every rank calls this."""
+        self.model = model
         if self.comm.size > 1 and self.agreement.weights in ("sharded", "staged"):
             refuse_copies(model, self.name)
         optimizer = self.make_optimizer(make_optimizer)
@@ -206,17 +201,19 @@ class Strategy(Traits, ABC):
         if self.step.average is not None:
             self.step.average.add(self.step.names, self.step.parameters)
 
-    def place(self, name: str, held: Tensor, whole: Tensor) -> None:
-        """Write what this rank has `held` of a tensor since it was cut on meta. Sends nothing."""
-        put_whole(held, whole)
+    def make_groups(self) -> None:
+        """Make the groups that `parallelize` of `builds_in_turn` needs; every rank calls this."""
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         """What this rank holds of the model, whole and the same on all ranks until now.
 
-        The optimizer is made for the parameters of what is returned. What lies on meta
-        (`builds_deferred`) keeps its names.
+        The optimizer is made for the parameters of what is returned.
         """
         return model
+
+    def place(self, name: str, part: Tensor, whole: Tensor) -> None:
+        """Write into `part` what this rank holds of a tensor of `builds_in_turn`. Sends nothing."""
+        put_whole(part, whole)
 
     def make_optimizer(self, make: MakeOptimizer) -> Optimizer:
         """The optimizer of the task, as one process makes it; the model is there."""

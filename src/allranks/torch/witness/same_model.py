@@ -37,14 +37,18 @@ DRAWN = (
 )
 
 
-def check_same_model(model: nn.Module, comm: Comm, how: str = "whole") -> None:
-    """Raise `RequestError` on all unless they built the same tensors, in one order and one way.
+def named_shapes(model: nn.Module) -> list[str]:
+    """What `check_same_model` compares."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return [f"{name} {tuple(tensor.shape)}" for name, tensor in tensors]
+
+
+def check_same_model(shapes: list[str], comm: Comm) -> None:
+    """Raise `RequestError` on all unless they built the same tensors, in one order.
 
     Every rank calls this. Sends 32 bytes to each other rank, and all names where they differ.
     """
-    parameters = [f"{name} {tuple(p.shape)}" for name, p in model.named_parameters()]
-    buffers = [f"{name} {tuple(b.shape)}" for name, b in model.named_buffers()]
-    _compare("model(self) of the task", "layer", [*parameters, *buffers, f"built {how}"], comm)
+    _compare("model(self) of the task", "layer", shapes, comm)
 
 
 def check_same_weights(digests: Mapping[str, str], comm: Comm) -> None:

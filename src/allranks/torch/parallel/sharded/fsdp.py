@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -29,6 +30,7 @@ from allranks.torch.accelerator import is_accelerator
 from allranks.torch.checkpoint.state import put_whole
 from allranks.torch.context_parallel.blocks import blocks_of
 from allranks.torch.data.batch import Batch, Leaf
+from allranks.torch.deferred_init.meta_model import move
 from allranks.torch.model.precision import Casts
 from allranks.torch.optimizers.elementwise import check_fused, check_no_step_hooks
 from allranks.torch.optimizers.layerwise import Layerwise
@@ -65,6 +67,8 @@ from allranks.torch.step.tally import Tally
 from allranks.torch.step.trainable import unfrozen_on_the_way
 from allranks.torch.strategies.base import StrategyContext
 
+CPU = torch.device("cpu")
+
 
 class FSDP(Single):
     """Gather a unit, use it, let go of it; scatter sums of gradients. One rank cuts nothing."""
@@ -77,13 +81,14 @@ class FSDP(Single):
         super().__init__(context)
         if not self.shard_alone:  # along the tree it is added up as in one process, in its type
             self.tally_type = torch.float64
-        self.is_cut = self.builds_deferred = self.comm.size > 1
+        self.is_cut = self.builds_in_turn = self.comm.size > 1
+        if self.is_cut:
+            self.built_with = replace(context.precision, device=CPU)
         self.policy = OffloadPolicy()
         if context.options["offload"] == "cpu":
             on_gpu = is_accelerator(self.comm.device)
             self.can_run_ahead = False
             self.policy = CPUOffloadPolicy(pin_memory=on_gpu)
-            self.builds_deferred = self.is_cut and not on_gpu  # assumed, not run on a GPU
         self.most_passes, self.steps, self._evaluates = 1, 0, False
         self.units: list[Any] = []
         self.held: list[list[nn.Parameter]] = []  # by each unit, the root last
@@ -97,12 +102,16 @@ class FSDP(Single):
     def shard_alone(self) -> bool:
         return str(self.context.options.get("reduce")) == "tree"
 
-    def parallelize(self, model: nn.Module) -> nn.Module:
-        check_can_be_cut(model, self.name)
-        ignored = {p for p in model.parameters() if not is_cut(p)}
+    def make_groups(self) -> None:
         axes, options = (self.axis(SHARD), self.axis(REPLICATE)), self.context.options
         across = self.name == HSDP.name
         self.sums = UnitSums(options["reduce"], self.comm, self.task.shards, axes, across=across)
+        if self.is_cut:
+            self.axis(TENSOR)
+            self.device_mesh = self._device_mesh()
+
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        check_can_be_cut(model, self.name)
         self.can_run_ahead &= not self.sums.keeps_residuals  # a step that is made again has others
         if not self.is_cut:
             self.held = [[p for p in model.parameters() if is_cut(p)]]
@@ -112,11 +121,10 @@ class FSDP(Single):
         self._cut_layers(model, units)
         self.slots, shards = Slots(model), self.axis(SHARD)
         self.guard = WeightGuard(model, self.name, shards.rank, shards.size)
-        self.reducer = (Tree if self.shard_alone else Mean)(self.comm, self.task.shards)
         make_contiguous(model, f"--strategy {self.name}", bitwise=self.shard_alone)
         told = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
-        reshard, how = options["reshard"], dict[str, Any](offload_policy=self.policy)
-        how |= {"mesh": self._device_mesh(), "ignored_params": ignored}
+        reshard, how = self.context.options["reshard"], dict[str, Any](offload_policy=self.policy)
+        how["mesh"] = self.device_mesh
         names = {id(module): name for name, module in model.named_modules()}
         casts = Casts(self.comm.device.type) if self.context.precision.compute is not None else None
         for unit in units:
@@ -124,6 +132,8 @@ class FSDP(Single):
             name = repr(names[id(unit)]) if unit is not model else "the rest of the model"
             outputs = Outputs(unit, name, f"--strategy {self.name}")
             self._hooks += [outputs.show(), self.guard.before_free(unit)]
+            move(unit, self.comm.device)  # from the host, where it was built
+            how["ignored_params"] = {p for p in model.parameters() if not is_cut(p)}
             fully_shard(unit, reshard_after_forward=again, **how)
             self._take_over(unit, name)
             if casts is not None and again:
@@ -151,7 +161,6 @@ class FSDP(Single):
                 blocks = blocks_of(self.task, model, asked := f"{asked},sequence=yes")
                 check_units(units[:-1], blocks, asked)
             self.cut = cut_layers(self.task, model, self.exchange, asked)
-            self.two_axes = TwoAxes(self.cut, self.exchange, self.axis(SHARD))
         how = context.precision, context.scope
         self.passes = CutPasses(self.cut, self.exchange, model, blocks, *how)
 
@@ -191,6 +200,9 @@ class FSDP(Single):
     def prepare(self) -> None:
         if not self.is_cut:
             return
+        self.reducer = (Tree if self.shard_alone else Mean)(self.comm, self.task.shards)
+        if self.exchange.comm.size > 1:
+            self.two_axes = TwoAxes(self.cut, self.exchange, self.axis(SHARD))
         optimizer, asked = self.step.optimizer, f"--strategy {self.name}"
         check_fused(optimizer, asked)
         if self.passes.blocks is None:  # their proofs look at weights in a pass
@@ -383,8 +395,8 @@ class FSDP(Single):
         with self.slots.whole(self.comm.device), self.exchange.opened("control"):
             yield
 
-    def place(self, name: str, held: Tensor, whole: Tensor) -> None:
-        put_whole(held, whole if self.two_axes is None else self.two_axes.part(name, whole))
+    def place(self, name: str, part: Tensor, whole: Tensor) -> None:
+        put_whole(part, self.cut.part_of(name, whole, self.exchange))
 
     def as_saved(self, name: str, tensor: Tensor) -> Tensor:
         return tensor if self.two_axes is None else self.two_axes.saved(name, tensor)

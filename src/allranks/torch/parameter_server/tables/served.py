@@ -12,8 +12,8 @@ caller of `ServedTables` holds the lock of the server.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 from allranks.errors import RequestError
 from allranks.launcher.messages.connection import Buffer
 from allranks.launcher.nodes.channel import Message
-from allranks.torch.deferred_init.recorded import Recorded
 from allranks.torch.parameter_server.tables.pulled import find_tables
 from allranks.torch.parameter_server.tables.row_table import (
     RowTable,
@@ -75,18 +74,11 @@ def placed_tables(
     ]
 
 
-def without_rows(model: nn.Module, recorded: Recorded) -> Recorded:
-    """How all but the tables of a model that lies on meta is computed: these have no rows here.
-
-    A process that has a model so never holds a table whole, however it is initialised.
-    """
-    weights = dict(model.named_parameters())
-    tables = {name for name in find_tables(model) if weights[name].requires_grad}
-    for name in tables:
-        weights[name].data = weights[name].data.new_empty(0, *weights[name].shape[1:])
-    views = {name: view for name, view in recorded.views.items() if name not in tables}
-    empty = {name: torch.empty(weights[name].shape, dtype=weights[name].dtype) for name in tables}
-    return replace(recorded, views=views, given={**recorded.given, **empty})
+def leave_rows(tables: Iterable[nn.Parameter]) -> None:
+    """This process has no rows of those that are trained: they lie on servers."""
+    for table in tables:
+        if table.requires_grad:
+            table.data = table.data.new_empty(0, *table.shape[1:])
 
 
 def most_bytes(tables: Sequence[PlacedTable], servers: int) -> int:

@@ -1,0 +1,226 @@
+"""A model with tensors on the meta device: given memory, then filled one module after the other.
+
+`model()` of a task returns it so where no process can hold the model whole. What `pretrained()`
+names is read; the rest is drawn by `init(module)` of the task, whole, a module at a time. Draws
+depend on the seed of the job and the position of the module alone, so a process that keeps nothing
+of a module does not draw it, and all strategies start with the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from allranks.errors import RequestError
+from allranks.torch.checkpoint.state import kept_random_streams
+from allranks.torch.data.sources import seed_generators
+from allranks.torch.model.weights import digest_of
+from allranks.training.order import random_key
+
+CPU = torch.device("cpu")
+FIRST_WEIGHTS = -2  # the purpose of a random key
+
+Place = Callable[[str, Tensor, Tensor], None]
+"""`place(name, target, whole)` writes into `target` what this rank keeps of the whole tensor."""
+
+
+@dataclass(frozen=True)
+class MetaModule:
+    """A module as `model()` returned it; of its tensors that are not on meta it has copies.
+
+    `names` are those of its tensors on meta in the model, by attribute.
+    """
+
+    name: str
+    index: int
+    module: nn.Module
+    kind: type[nn.Module]
+    names: Mapping[str, str]
+    parameters: Mapping[str, Tensor | None]
+    buffers: Mapping[str, Tensor | None]
+
+
+class MetaModel:
+    """The modules of `model` that have tensors on meta, and what these tensors are like, whole."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.like: dict[str, Tensor] = {}
+        self.aliases: dict[str, list[str]] = {}
+        self.modules: list[MetaModule] = []
+        first: dict[int, str] = {}
+        for name, tensor in _named(model, remove_duplicate=False):
+            if tensor.is_meta:
+                name_of_first = first.setdefault(id(tensor), name)
+                self.like.setdefault(name_of_first, torch.empty_like(tensor, requires_grad=False))
+                self.aliases.setdefault(name_of_first, []).append(name)
+        for index, (name, module) in enumerate(model.named_modules()):
+            tensors = {**module._parameters, **module._buffers}
+            names = {a: first[id(t)] for a, t in tensors.items() if t is not None and t.is_meta}
+            if names:
+                entry = MetaModule(
+                    name=name,
+                    index=index,
+                    module=module,
+                    kind=type(module),
+                    names=names,
+                    parameters=_copied(module._parameters),
+                    buffers=_copied(module._buffers),
+                )
+                self.modules.append(entry)
+
+    def fill(
+        self,
+        model: nn.Module,
+        pretrained: Mapping[str, Tensor],
+        init: Callable[[nn.Module], None],
+        place: Place,
+        *,
+        seed: int,
+        device: torch.device,
+    ) -> dict[str, str]:
+        """Give the tensors memory on `device`, and fill them; returns the digest of each, whole.
+
+        No communication. At most the tensors of one module, and those that it shares with others,
+        are whole at a time. The generators go on afterwards where they were.
+        """
+        if not self.modules:
+            return {}
+        give_memory(model, device)
+        targets = dict(_named(model))
+        last = {name: entry.index for entry in self.modules for name in entry.names.values()}
+        sources = {n: s for n in self.like if (s := self._source(n, pretrained)) is not None}
+        needed = {n for n, like in self.like.items() if targets[n].numel() or not like.numel()}
+        digests: dict[str, str] = {}
+        wholes: dict[str, Tensor] = {}
+        with torch.no_grad(), kept_random_streams(device):
+            for entry in self.modules:
+                names = needed.intersection(entry.names.values())
+                if names - sources.keys():
+                    seed_generators(random_key(seed, entry.index, FIRST_WEIGHTS))
+                    self._draw(entry, wholes, init)
+                for name in dict.fromkeys(entry.names.values()):
+                    if last[name] != entry.index:
+                        continue
+                    whole, source = wholes.pop(name, None), sources.get(name)
+                    if name not in needed:
+                        continue
+                    if source is not None:
+                        whole = pretrained[source]
+                    elif whole is None or is_unset(whole):
+                        raise _left_unset(entry, name)
+                    digests[name] = digest_of(whole)
+                    place(name, targets[name], whole.to(targets[name].device))
+        return digests
+
+    def _source(self, name: str, pretrained: Collection[str]) -> str | None:
+        """The name in `pretrained` of a tensor of the model; a tied one has several."""
+        return next((alias for alias in self.aliases[name] if alias in pretrained), None)
+
+    def _draw(
+        self, entry: MetaModule, wholes: dict[str, Tensor], init: Callable[[nn.Module], None]
+    ) -> None:
+        """Have `init` set the tensors of a module, which is in its own class and whole for it."""
+        for name in entry.names.values():
+            if name not in wholes:
+                wholes[name] = unset(self.like[name])
+
+        def whole(attribute: str, tensor: Tensor | None) -> Tensor | None:
+            return wholes[entry.names[attribute]] if attribute in entry.names else tensor
+
+        parameters: dict[str, Any] = {a: whole(a, p) for a, p in entry.parameters.items()}
+        for attribute, like in entry.parameters.items():
+            if like is not None:
+                parameter = nn.Parameter(parameters[attribute], requires_grad=like.requires_grad)
+                parameters[attribute] = parameter
+        buffers: dict[str, Any] = {a: whole(a, b) for a, b in entry.buffers.items()}
+        module: Any = entry.module
+        kind, module.__class__ = module.__class__, entry.kind
+        before = {name: vars(module)[name] for name in ("_parameters", "_buffers")}
+        vars(module).update(_parameters=parameters, _buffers=buffers)
+        try:
+            init(module)
+        finally:
+            module.__class__ = kind
+            vars(module).update(before)
+        for attribute, name in entry.names.items():
+            wholes[name] = (parameters | buffers)[attribute].detach()
+
+
+def give_memory(model: nn.Module, device: torch.device) -> None:
+    """Give every tensor of the model that lies on meta memory on `device`, uninitialised.
+
+    As `nn.Module.to_empty`, but tied weights stay tied, and references to a tensor stay valid.
+    """
+    for _, tensor in _named(model):
+        if tensor.is_meta:
+            exchange(tensor, torch.empty_like(tensor, device=device, requires_grad=False))
+
+
+def move(model: nn.Module, device: torch.device) -> None:
+    """Move what a model has elsewhere to `device`, in new tensors; what is on meta stays there."""
+    moved: dict[int, tuple[Tensor, Tensor]] = {}  # with the old one, whose id is used no more
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for attribute, tensor in list(tensors.items()):
+                if tensor is None or tensor.is_meta or tensor.device.type == device.type:
+                    continue
+                if id(tensor) not in moved:
+                    there = tensor.detach().to(device)
+                    if isinstance(tensor, nn.Parameter):
+                        there = nn.Parameter(there, requires_grad=tensor.requires_grad)
+                    vars(there).update(vars(tensor))
+                    moved[id(tensor)] = tensor, there
+                tensors[attribute] = moved[id(tensor)][1]  # type: ignore[assignment]
+
+
+def exchange(tensor: Tensor, real: Tensor) -> None:
+    """Let the Python object `tensor` be the tensor `real`; references to it stay valid."""
+    if isinstance(tensor, nn.Parameter):
+        real = nn.Parameter(real, requires_grad=tensor.requires_grad)
+    vars(real).update(vars(tensor))
+    if type(tensor) is type(real) and type(tensor) in (Tensor, nn.Parameter):
+        # as `torch.utils.swap_tensors`, which forbids views of a tensor: they own a part of it
+        torch._C._swap_tensor_impl(tensor, real)
+    else:  # a DTensor has more to swap
+        torch.utils.swap_tensors(tensor, real)
+
+
+def unset(like: Tensor) -> Tensor:
+    """A tensor on the host whose numbers are those that no initialisation writes."""
+    whole = torch.empty_like(like, device=CPU)
+    if whole.is_floating_point() or whole.is_complex():
+        return whole.fill_(torch.nan)
+    return whole.fill_(0 if whole.dtype == torch.bool else torch.iinfo(whole.dtype).min)
+
+
+def is_unset(whole: Tensor) -> bool:
+    """Whether a number of it is still the one of `unset`."""
+    if whole.is_floating_point() or whole.is_complex():
+        return bool(whole.isnan().any())
+    unsigned = not whole.dtype.is_signed  # whose least number is one that programs write
+    return not unsigned and bool((whole == torch.iinfo(whole.dtype).min).any())
+
+
+def _copied(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    return {
+        a: t.detach().clone().requires_grad_(t.requires_grad) if t is not None else None
+        for a, t in tensors.items()
+    }
+
+
+def _named(model: nn.Module, *, remove_duplicate: bool = True) -> list[tuple[str, Tensor]]:
+    parameters = model.named_parameters(remove_duplicate=remove_duplicate)
+    return [*parameters, *model.named_buffers(remove_duplicate=remove_duplicate)]
+
+
+def _left_unset(entry: MetaModule, name: str) -> RequestError:
+    return RequestError(
+        asked=f"init(module) of the task for {entry.name!r}, a {entry.kind.__name__} on meta",
+        found=f"numbers of {name!r} that it did not set",
+        why="a tensor on the meta device has no numbers of its own",
+        do=f"set all of {name!r} in init(module), or name it in pretrained()",
+    )
