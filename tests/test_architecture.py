@@ -4,7 +4,6 @@ a docstring in each."""
 from __future__ import annotations
 
 import ast
-import importlib
 import re
 import subprocess
 import sys
@@ -25,7 +24,7 @@ FLOORS = [
     {"strategies", "checkpoint"},
     {"job"},
     {"launcher", "training"},
-    {"torch", "tensorflow", "tools", "on_torch", "on_tf"},
+    {"torch", "tensorflow", "tools"},
     {"programs", "cli"},
 ]
 LONGEST_FILE, LONGEST_FUNCTION = 600, 60
@@ -205,13 +204,6 @@ def test_one_module_names_accelerators() -> None:
     found = {path.name for path in modules if named.search(path.read_text())}
     assert found <= may, found - may
     assert "accelerator.py" in found
-
-
-@pytest.mark.parametrize(("old", "new"), [("on_torch", "torch"), ("on_tf", "tensorflow")])
-def test_an_old_public_path_names_the_new_one(old: str, new: str) -> None:
-    for module in (f"allranks.{old}", f"allranks.{old}.task"):
-        with pytest.raises(ImportError, match=rf"from allranks\.{new} import Task"):
-            importlib.import_module(module)
 
 
 def test_each_file_of_tests_has_a_name_of_its_own() -> None:

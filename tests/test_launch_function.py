@@ -10,22 +10,25 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
 
 import allranks
-from allranks.cli.notebook.cells import program_for
-from allranks.cli.notebook.program import _written, fields_of, module_file, prepare_program
+from allranks.cli.main import cli
+from allranks.cli.notebook import by_value, program
+from allranks.cli.notebook.by_value import write_class
+from allranks.cli.notebook.program import fields_of, place_of, prepare_program
 from allranks.errors import ProgramError, RequestError
+from allranks.job.job import with_settings
 from allranks.job.run_folder import read_events
 from allranks.launcher import start
 from allranks.launcher.processes import leftovers
@@ -224,11 +227,11 @@ def test_an_instance_that_cannot_be_made_again_is_refused() -> None:
 
 
 def test_a_class_is_named_by_where_it_is() -> None:
-    assert module_file(Rates, Path("runs")).endswith("resume_tasks.py:Rates")
+    assert place_of(Rates, Path("runs")).endswith("resume_tasks.py:Rates")
     digits = sys.modules.get("allranks.programs.synthetic") or __import__(
         "allranks.programs.synthetic", fromlist=["Synthetic"]
     )
-    assert module_file(digits.Synthetic, Path("runs")) == "synthetic"
+    assert place_of(digits.Synthetic, Path("runs")) == "synthetic"
     assert prepare_program(Path("my/task.py"), Path("runs")) == ("my/task.py", {})
 
     @dataclass
@@ -236,17 +239,10 @@ def test_a_class_is_named_by_where_it_is() -> None:
         pass
 
     with pytest.raises(RequestError, match="is not this class"):
-        module_file(Inner, Path("runs"))
+        place_of(Inner, Path("runs"))
 
 
-# --- the program file of a notebook -------------------------------------------------------------
-
-
-def program_text(name: str, cells: Sequence[str], namespace: dict[str, Any]) -> str:
-    """The text of a program that needs no file of values."""
-    program = program_for(name, cells, namespace)
-    assert not program.values.tensors and not program.values.arrays
-    return program.text(())
+# --- a class of a notebook -----------------------------------------------------------------------
 
 
 def run_cells(monkeypatch: pytest.MonkeyPatch, *cells: str) -> dict[str, Any]:
@@ -262,118 +258,63 @@ def run_cells(monkeypatch: pytest.MonkeyPatch, *cells: str) -> dict[str, Any]:
     return vars(main)
 
 
-IMPORTS = "import math, json\nfrom dataclasses import dataclass\nfrom os.path import *"
-NET = """\
-@dataclass
-class Net(Base):  # the last definition
-    width: int = WIDTH
+def carry(name: str, namespace: dict[str, Any], folder: Path) -> ModuleType:
+    """The module that ranks import, with the class of the notebook."""
+    path = write_class(namespace[name], namespace, folder)
+    classes = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID
+    classes.clear()  # of this process, which would give its own again
+    module = ModuleType(f"program_{len(list(folder.iterdir()))}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module
+    exec(compile(path.read_text(), str(path), "exec", dont_inherit=True), vars(module))
+    return module
 
-    def area(self):
-        return scaled(self.width) * FACTORS["pi"] + len(basename("a/b")) + table[1]
-"""
-CELLS = (
-    IMPORTS,
+
+@pytest.fixture(autouse=True)
+def same_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+
+
+DEFINED = (
+    "from __future__ import annotations\nimport math, threading\nfrom dataclasses import *\n"
+    "from os.path import basename\nfrom typing import Literal\nlock = threading.Lock()",
     "class Base:\n    pass",
     "class Net(Base):\n    old = True",
-    "WIDTH = int('3'); FACTORS = {'pi': math.pi}\nprint('nothing of this is kept')",
-    "# kept whole\nfrom math import pi as e\nTIMES: int = 1\n\ndef scaled(x):\n    return x * "
-    "unit()\n\nunit = lambda: WIDTH * TIMES",
-    "big = [object() for _ in range(9)]",
-    "table, rest = dict([(1, 2)]), object()",
-    NET,
+    "WIDTH = int('3'); FACTORS = {'pi': math.pi}",
+    "def scaled(x):\n    return x * unit()\n\nunit = lambda: WIDTH\nnamed = lambda: __name__",
+    "1 / 0\nclass Net: old = True",
+    "from __future__ import annotations\n@dataclass(kw_only=True)\nclass Net(Base):\n"
+    "    rate: float\n    width: int = WIDTH\n    mode: Literal['a', 'b'] = 'a'\n"
+    "    sizes: list = field(default_factory=list)\n\n    def area(self):\n"
+    "        return scaled(self.width) * FACTORS['pi'] + len(basename('a/b'))\n\n"
+    "    def again(self):\n        return Net, Base, named()",
+    "Net.more = 7; scaled.mark = 8; WIDTH = 4",
 )
 
 
-def test_the_program_of_cells_defines_the_same_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    namespace = run_cells(monkeypatch, *CELLS)
-    text = program_text("Net", CELLS, namespace)
-    assert "# the last definition" in text and "old = True" not in text
-    assert CELLS[4] in text
-    assert not [word for word in ("print", "big", "json") if word in text]
-    assert "WIDTH = 3\n" in text and "from posixpath import basename\n" in text
-    again: dict[str, Any] = {"__name__": "program"}
-    exec(compile(text, "program.py", "exec", dont_inherit=True), again)
-    assert again["Net"]().area() == namespace["Net"]().area() == 9 * math.pi + 3
-
-
-def test_a_cell_that_failed_defines_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    cells = (
-        "class Net:\n    def f(self): return 1",
-        "1 / 0\nclass Net:\n    def f(self): return 2",
-    )
-    text = program_text("Net", cells, run_cells(monkeypatch, *cells))
-    assert "return 1" in text and "return 2" not in text
-
-
-def test_a_cell_is_never_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it would do again, or undo, or cannot be put in the midst of a file, is refused."""
-    again = ("def f(): return g()\ndef g(): return 1",)
-    for cells, found in [
-        (("def f(): pass\nf()",), "f needs its whole cell, which also runs: f()"),
-        (
-            ("from __future__ import annotations\ndef f(): pass",),
-            "which also runs: from __future__",
-        ),
-        (("from math import *\ndef f(): pass",), "which also runs: from math import *"),
-        (("n = 1\ndef f(): return n", "n = 2"), "'n' is another by now"),
-        (("import math\ndef f(): return math", "import json as math"), "'math' is another by now"),
-        ((*again, "def g(): return 2"), "'g' is another by now"),
-        ((*again, "def g(): return 1\n"), "'g' is another by now"),
-        ((*again, "g = 3"), "'g' is another by now"),
-        ((*again, "g.a = 3"), "'g', which is changed by a statement: g.a = 3"),
-        (
-            ("class B: 0", "def deco(c): return c\nclass f(B): 0", "@deco\nclass B: 1"),
-            "B needs 'deco', of a cell that needs 'B' before",
-        ),
-    ]:
-        with pytest.raises(RequestError) as error:
-            program_text("f", cells, run_cells(monkeypatch, *cells))
-        assert found in error.value.found, error.value.found
-        assert "%%writefile mytask.py" in error.value.do
-
-
-def test_a_cell_that_was_run_again_stands_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    cell = "def f(): return g()\ndef g(): return 1"
-    namespace = run_cells(monkeypatch, cell, "g()", cell)
-    assert program_text("f", (cell, "g()", cell), namespace).count("def f") == 1
-
-
-def test_a_name_that_only_the_notebook_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for cells, found in [
-        (("def f(): return missing",), "f needs the name 'missing', which nothing in the"),
-        (("def x(): pass\nx.a = 1", "def f(): return x"), "'x', which is changed by a statement"),
-        (("x = [1, object()]", "def f(): return x"), "f needs 'x[1]', a builtins.object"),
-        (("import io\nx = io.StringIO()", "def f(): return x"), "f needs 'x', a _io.StringIO"),
-        (("x = [lambda: 1][0]", "def f(): return x"), "'x' (function), which no cell defines"),
-        (("x = []\nx.append(x)", "def f(): return x"), "'x', which holds itself"),
-        (("def f(): return display(1)",), "f needs the name 'display'"),
-        (("token = 'hf_abcdefghijkl'", "def f(): return token"), "looks like a secret"),
-        (("c = {'api_key': 'abc'}", "def f(): return c"), "\"c['api_key']\", which looks like a"),
-        (("x = list(range(300_000))", "def f(): return x"), "'x', of 2,288,890 characters"),
-        (("class f: x = object()",), "f needs 'f.x', a builtins.object"),
-        (("class A:\n  def g(s): pass\nA.h = 1", "def f(): return A"), "a statement: A.h = 1"),
-    ]:
-        with pytest.raises(RequestError) as error:
-            program_text("f", cells, run_cells(monkeypatch, *cells))
-        assert found in error.value.found, error.value.found
-
-
-def test_what_calls_each_other_is_in_an_order_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    cells = (
-        "from __future__ import annotations",
-        "def even(n): return n == 0 or odd(n - 1)",
-        "def odd(n): return n != 0 and even(n - 1)",
-        "def marked(c):\n    c.mark = even(MANY)\n    return c",
-        "MANY = 4",
-        "@marked\nclass A:\n    def b(self): return B",
-        "class B(A): pass",
-    )
-    for name in ("A", "B"):
-        text = program_text(name, cells, run_cells(monkeypatch, *cells))
-        again: dict[str, Any] = {"__name__": "program"}
-        exec(compile(text, "program.py", "exec", dont_inherit=True), again)
-        assert again["A"].mark and again["A"]().b() is again["B"]
-        assert text.index("from __future__") < text.index("MANY")
+def test_a_class_is_carried_as_the_notebook_has_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The last definition, with what was set on it since; and a class like one of a module."""
+    namespace = run_cells(monkeypatch, *DEFINED)
+    module = carry("Net", namespace, tmp_path)
+    net = module.Net
+    assert net is not namespace["Net"] and net.__module__ == module.__name__ != "__main__"
+    assert net(rate=1).area() == namespace["Net"](rate=1).area() == 12 * math.pi + 1
+    assert (net.more, module.scaled.mark, hasattr(net, "old")) == (7, 8, False)
+    assert net(rate=1).again() == (net, module.Base, module.__name__)
+    assert module.scaled.__module__ == net.area.__module__ == module.__name__
+    assert with_settings(net, {"rate": "2", "mode": "b"}, "").mode == "b"
+    with pytest.raises(RequestError, match="no value for rate"):
+        with_settings(net, {}, "")
+    with pytest.raises(RequestError, match="mode takes"):
+        with_settings(net, {"rate": "2", "mode": "c"}, "")
+    assert net(rate=1).sizes is not net(rate=1).sizes
+    names = vars(module).keys() & namespace.keys()
+    assert "lock" not in names and "math" not in names, "more than the class uses"
+    assert module.scaled.__code__.co_filename == "<cell 4>"
+    assert "return x * unit()" in linecache.getline("<cell 4>", 2)
 
 
 DRAWN = (
@@ -390,28 +331,23 @@ DRAWN = (
     "def everything():\n    return [X, y, low, mean, part[0], part[3], config, device, dtype, "
     "where, table]",
     "same = everything",
-    "def all_of(): return same()",
+    "class Task:\n    drawn = random.random()\n    def all_of(self, late=random.random()):\n"
+    "        return [*same(), self.drawn, late]",
 )
 
 
 def test_what_was_drawn_or_changed_travels_as_it_is(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Nothing is drawn again: not a tensor, an array, a split, or a field of a dataclass."""
+    """Nothing is drawn again: not a tensor, an array, a split, a field, or a default."""
     namespace = run_cells(monkeypatch, *DRAWN)
-    place = _written(program_for("all_of", DRAWN, namespace), tmp_path)
-    path = Path(place.removesuffix(":all_of"))
-    assert place == _written(program_for("all_of", DRAWN, namespace), tmp_path)
-    assert len(list(path.parent.iterdir())) == 3  # the program, tensors, arrays
-    text = path.read_text()
-    assert not [
-        word for word in ("randn", "seed", "random", "split", "permutation") if word in text
-    ]
-    torch.manual_seed(0)
-    here, there = run_file(path)["all_of"](), namespace["all_of"]()
+    module = carry("Task", namespace, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2  # the program, and the pickle
+    here, there = module.Task().all_of(), namespace["Task"]().all_of()
     for one, other in zip(here, there, strict=True):
         if type(one).__name__ == "Config":
             assert one.rate == other.rate and np.array_equal(one.sizes[0], other.sizes[0])
+            assert type(one).__module__ == module.__name__
         elif isinstance(one, torch.Tensor | np.ndarray):
             assert one.dtype == other.dtype and (one == other).all()
         elif isinstance(one, tuple):
@@ -420,26 +356,89 @@ def test_what_was_drawn_or_changed_travels_as_it_is(
             assert type(one) is type(other) and one == other, (one, other)
 
 
-def run_file(path: Path) -> dict[str, Any]:
-    """What a rank has that imports it."""
-    made: dict[str, Any] = {"__name__": "program", "__file__": str(path)}
-    exec(compile(path.read_text(), str(path), "exec", dont_inherit=True), made)
-    return made
+class OnDevice(torch.Tensor):
+    """Stands for a tensor in the memory of a device."""
+
+    device = torch.device("cuda", 1)  # type: ignore[assignment]
 
 
-def test_what_a_definition_draws_is_refused_on_the_ranks(
+def test_what_no_other_process_can_have_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    cells = (
-        "import random",
-        "class Net:\n    layers = int('3')\n    rate = random.random()",
-        "def f(a, b=random.random()): return Net, b",
+    """By the name that the notebook has for it, and before anything is written."""
+    imports = "import io, threading, sqlite3, torch\nfrom test_launch_function import OnDevice"
+    for cell, found in [
+        (f"x = f = open({__file__!r})", "A uses 'x': an open file, '"),
+        (f"f = open({__file__!r}, 'rb')\nx = [1, f]", "A uses 'x[1]': an open file, '"),
+        (
+            "x = {'a': threading.Lock()}",
+            "A uses \"x['a']\": TypeError: cannot pickle '_thread.lock'",
+        ),
+        ("x = (i for i in [1])", "A uses 'x': TypeError: cannot pickle 'generator'"),
+        ("x = sqlite3.connect(':memory:')", "A uses 'x': TypeError: cannot pickle 'sqlite3.Conn"),
+        ("x = torch.ones(2).as_subclass(OnDevice)", "A uses 'x': a tensor on cuda:1"),
+        ("class x: pass\nx = x(); x.at = threading.Lock()", "A uses 'x.at': TypeError: cannot"),
+        ("def outer(y):\n  return lambda: y\nx = outer(threading.Lock())", "A uses 'y': TypeErr"),
+        ("x = 'hf_abcdefghijkl'", "A uses 'x': a text that looks like a secret"),
+        ("x = {'api_key': 'abc'}", "A uses \"x['api_key']\": a text that looks like a secret"),
+    ]:
+        namespace = run_cells(monkeypatch, imports, cell, "class A:\n  def f(self): return x")
+        with pytest.raises(RequestError) as error:
+            write_class(namespace["A"], namespace, tmp_path / "programs")
+        assert error.value.found.startswith(found), error.value.found
+        assert error.value.asked == "to launch A from a notebook"
+        assert "%%writefile mytask.py" in error.value.do
+        if "f" in namespace:
+            namespace["f"].close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_python_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    namespace = run_cells(monkeypatch, "class A: pass")
+    path = write_class(namespace["A"], namespace, tmp_path)
+    text = path.read_text().replace(f"{by_value.PYTHON!r})", "'2.7')")
+    with pytest.raises(RequestError, match="a notebook of Python 2"):
+        exec(text, {"__file__": str(path), "__name__": "program"})
+
+
+TRAINED = (
+    "from dataclasses import dataclass\nimport torch\nfrom resume_tasks import Rates\n"
+    "import beside_the_notebook\ntorch.manual_seed(3); start = torch.randn(4, 4)",
+    "@dataclass(kw_only=True)\nclass Mine(Rates):\n    hidden: int = 4\n    wrong: bool = False\n\n"
+    "    def model(self):\n        model = super().model()\n"
+    "        model[0].weight.data.copy_(start * beside_the_notebook.FACTOR)\n"
+    "        return model\n\n    def loss(self, output, batch):\n"
+    "        if self.wrong:\n            raise ValueError('of the notebook')\n"
+    "        return super().loss(output, batch)",
+)
+
+
+def test_a_class_of_a_notebook_trains_restarts_and_resumes(
+    warm: Path, monkeypatch: pytest.MonkeyPatch, train: Train, same_paths: None
+) -> None:
+    """With a module beside the notebook; a fault in a cell is reported with its line."""
+    (warm / "lib").mkdir()
+    (warm / "lib" / "beside_the_notebook.py").write_text("FACTOR = 2\n")
+    sys.path.append(str(warm / "lib"))
+    namespace = run_cells(monkeypatch, *TRAINED)
+    shell = SimpleNamespace(user_ns=namespace)
+    monkeypatch.setattr(program, "shell", lambda: shell)
+    mine = namespace["Mine"]
+    whole = allranks.launch(mine(lr=0.02), ranks=2, steps=6, run_dir="whole", checkpoint_every=6)
+    died = allranks.launch(
+        mine(lr=0.02),
+        ranks=2,
+        steps=6,
+        run_dir="died",
+        checkpoint_every=2,
+        max_restarts=1,
+        inject="exit@rank=1,step=4",
     )
-    for name in ("Net", "f"):
-        place = _written(program_for(name, cells, run_cells(monkeypatch, *cells)), tmp_path)
-        with pytest.raises(RequestError, match="every rank made another one"):
-            run_file(Path(place.removesuffix(f":{name}")))
-    tensor = ("import torch", "x = torch.ones(2, requires_grad=True)", "def f(): return x")
-    with pytest.raises(RequestError, match="requires a gradient") as error:
-        program_for("f", tensor, run_cells(monkeypatch, *tensor))
-    assert "%%writefile mytask.py" in error.value.do
+    assert died.summary["weights_sha256"] == whole.summary["weights_sha256"]
+    assert died.summary["restarts"] == 1
+    resume = ("--resume", "whole", "--run-dir", "longer", "--steps", "8")
+    cli(["train", *resume], standalone_mode=False)
+    assert (warm / "longer" / "weights.safetensors").is_file()
+    with pytest.raises(ProgramError, match="of the notebook") as error:
+        allranks.launch(mine(wrong=True), steps=2)
+    assert "raise ValueError('of the notebook')" in str(error.value)

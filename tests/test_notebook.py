@@ -17,7 +17,7 @@ from rich.console import Console
 
 from allranks.cli.display.following import FollowedJob
 from allranks.cli.display.live import Picture
-from allranks.cli.notebook.notebook import as_output
+from allranks.cli.display.notebook import as_output
 from conftest import ROOT
 
 NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
@@ -81,10 +81,10 @@ def test_a_notebook_trains_the_task_that_it_defines(tmp_path: Path) -> None:
     accuracy = re.search(r"accuracy +(0\.\d+)", text_of(outputs["result"][0]))
     assert accuracy is not None and float(accuracy[1]) > 0.9
     assert accuracy[1] in text_of(outputs["weights"][0])
-    written = (tmp_path / "runs" / "programs").iterdir()
-    program, values = sorted(path for path in written if path.is_file())  # no __pycache__
-    assert values.suffix == ".safetensors" and "manual_seed" not in program.read_text()
-    assert program.read_text().startswith('"""Spirals, as it stood in a notebook')
+    programs = tmp_path / "runs" / "programs"
+    pickled, program = sorted(path for path in programs.iterdir() if path.is_file())
+    assert pickled.suffix == ".pickle"
+    assert program.read_text().startswith('"""Spirals, as it was in a notebook')
     assert f'program = "runs/programs/{program.name}:Spirals"' in (
         next(tmp_path.glob("runs/*/job.toml")).read_text()
     )

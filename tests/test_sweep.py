@@ -18,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from allranks.cli.sweep import name_of, plan, sweep, table
-from allranks.cli.train import train as command
 from allranks.errors import RequestError
 from allranks.job.run_folder import read_events, read_rows
 from allranks.launcher.processes.linux import state_of
@@ -259,12 +258,6 @@ def test_a_program_without_a_task_is_refused_before_a_job_is_started(
     said = CliRunner().invoke(sweep, given)
     assert isinstance(said.exception, RequestError) and "nope.py" in str(said.exception)
     assert not folder.exists()
-
-
-@pytest.mark.parametrize("word", ["--sweep=lr=1,2", "--slots=2"])
-def test_train_names_the_verb(word: str) -> None:
-    with pytest.raises(RequestError, match=r"allranks sweep PROGRAM --set lr=1e-3,3e-4"):
-        command.main(["synthetic", word], standalone_mode=False)
 
 
 def test_what_has_one_value_is_said_to_every_job() -> None:

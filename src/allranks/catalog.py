@@ -29,7 +29,7 @@ VERBS = {
 }
 
 FUNCTIONS = {
-    "check": "allranks.cli.notebook.checking:check",
+    "check": "allranks.cli.notebook.launch:check",
     "launch": "allranks.cli.notebook.launch:launch",
 }
 """What `allranks.NAME` is, loaded when it is first asked for."""

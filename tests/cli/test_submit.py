@@ -244,7 +244,7 @@ def test_a_dry_run_as_an_object(door: Door) -> None:
         ((*ML, "--nodes", "2", *CUDA, "--ranks", "7"), "7 ranks do not share out evenly over 2"),
         ((*ML, "--run-dir", "a", *CUDA, "--run-dir", "b"), "--run-dir b in the words"),
         ((*ML, *CUDA, "--dry-run"), "--dry-run after `submit -- train`"),
-        ((*ML, *CUDA, "--sweep", "lr=1,2"), "a sweep is a verb of its own"),
+        ((*ML, *CUDA, "--sweep", "lr=1,2"), "No such option '--sweep'"),
         ((*ML, "--", "run", "--nnodes", "2", "--", "x"), "--nnodes after `submit -- run`"),
         ((*ML, "--", "train", "digits"), "6 GPUs on a node, and --device cpu"),
         ((*ML, "--gpus-per-node", "0", *CUDA), "no GPU asked for"),

@@ -33,24 +33,11 @@ from allranks.launcher.start import JobWatcher, plan_only, run_job
 from allranks.tools.placement_preview import place_ranks
 
 
-def _is_a_verb(context: click.Context, option: click.Parameter, value: Any) -> None:
-    """Refuse an option that was one of `train` before sweeps were a verb."""
-    if value:
-        raise RequestError(
-            asked=f"train --{option.name}",
-            found="no option of that name: a sweep is a verb of its own",
-            why="it is many jobs, and `train` trains one",
-            do="allranks sweep PROGRAM --set lr=1e-3,3e-4 --set width=16,32 --slots 2",
-        )
-
-
 @click.command(cls=GroupedCommand, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("program", required=False)
 @click.option("--run-dir", help="The run folder to make (default runs/PROGRAM-TIME).")
 @training_options
 @rendezvous_options
-@click.option("--sweep", multiple=True, hidden=True, expose_value=False, callback=_is_a_verb)
-@click.option("--slots", hidden=True, expose_value=False, callback=_is_a_verb)
 @click.option("--dry-run", is_flag=True, help="Print exactly what would run; run nothing.")
 @click.option("--placement", is_flag=True, help="With --dry-run: what each rank would hold.")
 @click.option("--json", "as_object", is_flag=True, help="Last line of stdout: one JSON object.")

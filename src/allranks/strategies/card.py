@@ -57,17 +57,7 @@ class Reference:
         return f"REFERENCE: equal to {self.simulation}"
 
 
-@dataclass(frozen=True)
-class Untried:
-    """Nothing is promised: it is refused wherever it was asked for until now."""
-
-    why: str
-
-    def __str__(self) -> str:
-        return f"UNTRIED: {self.why}"
-
-
-Guarantee = Exact | Approximate | Reference | Untried
+Guarantee = Exact | Approximate | Reference
 
 
 @dataclass(frozen=True)

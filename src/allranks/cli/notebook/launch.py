@@ -1,7 +1,7 @@
-"""`allranks.launch`: train a task from a script or a notebook, and have its result as an object.
+"""`allranks.launch` and `allranks.check`: a training from a script or a notebook, as an object.
 
-It does what `allranks train` does, in the same words,
-and raises where the command line would leave.
+They do what the verbs of those names do, in the same words, and raise where the command line
+would leave.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from allranks.catalog import load
+from allranks.cli.display.notebook import NotebookDisplay, has_outputs
 from allranks.cli.display.progress import ProgressDisplay, in_sentences, lost_in, progress_here
-from allranks.cli.notebook.notebook import NotebookDisplay, has_outputs
 from allranks.cli.notebook.program import prepare_program
 from allranks.errors import Interrupted, PlaceError, RequestError, nearest
 from allranks.job.config import Resolved, resolve
@@ -27,6 +27,9 @@ from allranks.launcher.describe import first_check
 from allranks.launcher.processes.leftovers import belongs_to_a_job
 from allranks.launcher.signals import Signals
 from allranks.launcher.start import JobWatcher, Result, run_job
+from allranks.tools.check.against_single import DEEP_STEPS, STEPS, default_ranks, usual_strategy
+from allranks.tools.check.scratch import checked_in_scratch
+from allranks.tools.check.verdict import Verdict
 
 RUNS = "runs"
 SOURCE = "launch()"
@@ -59,8 +62,8 @@ def launch(task: Any, *, settings: Mapping[str, Any] | None = None, **job: Any) 
     `task` is a class derived from `Task`, an instance of one (the fields that were set are those of
     the job), or a PROGRAM as on the command line; `settings` are further fields. The keywords are
     the options of `allranks train` (`ranks=4, strategy="ddp", epochs=3, eval_every=2, run_dir=…`),
-    and what they leave out is as there. Nothing is pickled: ranks are new processes, which import
-    the class from its file; one of a notebook is written into a file first, with what it needs.
+    and what they leave out is as there. Ranks are new processes, which import the class from its
+    file; one that a notebook defines is carried to them by value, with what it uses.
 
     Raises `RequestError`, `ProgramError` (with the report of the first fault), `PlaceError`, or
     `Stopped` and `Interrupted` as `run_job` does. Ctrl-C, or the stop button of a notebook, lets
@@ -68,12 +71,12 @@ def launch(task: Any, *, settings: Mapping[str, Any] | None = None, **job: Any) 
     wait for that. In another thread than the main one no signal can be heard. No process is left
     in any case.
     """
-    check_that_this_is_no_rank(task)
+    _check_that_this_is_no_rank(task)
     settings, job = _with_epochs(settings or {}, job)
-    given = flags_of(task, job)
+    given = _flags_of(task, job)
     beside = Path(given["run_dir"]).parent if given.get("run_dir") else Path(RUNS)
     program, fields = prepare_program(task, beside)
-    resolved = with_fields(resolve(program, given), {**fields, **settings})
+    resolved = _with_fields(resolve(program, given), {**fields, **settings})
     progress = _progress()
     with Signals() as signals:
         try:
@@ -89,7 +92,39 @@ def launch(task: Any, *, settings: Mapping[str, Any] | None = None, **job: Any) 
     return Trained(result.run_dir, result.summary)
 
 
-def check_that_this_is_no_rank(task: Any) -> None:
+def check(
+    task: Any,
+    *,
+    settings: Mapping[str, Any] | None = None,
+    deep: bool = False,
+    keep_runs: str | os.PathLike[str] | None = None,
+    **job: Any,
+) -> Verdict:
+    """Train `task` in one process and on many, and compare every step; returns the verdict.
+
+    `task`, `settings` and the keywords are those of `allranks.launch`; what they leave out is as in
+    `allranks check`: the strategy that its engine has for many ranks, float64 on 2 and 3 ranks and
+    then `precision`, 20 steps, or 100 if `deep`.
+    `keep_runs` is a folder for the runs and their traces. `verdict.equal` says whether there was no
+    difference, `print(verdict)` what was found, `verdict.to_data()` the same as data.
+
+    Raises what `allranks.launch` raises.
+    """
+    _check_that_this_is_no_rank(task)
+    flags = _flags_of(task, job, "check")
+    given, bounded = "ranks" in flags or "nodes" in flags, "steps" not in flags
+    program, fields = prepare_program(task, Path(RUNS))
+    strategy = flags.get("strategy") or usual_strategy(flags.get("engine") or "", program)
+    defaults = {"steps": DEEP_STEPS if deep else STEPS, "strategy": strategy}
+    if not given:
+        defaults["ranks"] = default_ranks(strategy)
+    resolved = resolve(program, {**flags, **defaults, **flags})
+    resolved = _with_fields(resolved, {**fields, **(settings or {})})
+    kept = None if keep_runs is None else os.fspath(keep_runs)
+    return checked_in_scratch(resolved, kept, given=given, bounded=bounded)
+
+
+def _check_that_this_is_no_rank(task: Any) -> None:
     if belongs_to_a_job():
         raise RequestError(
             asked=f"to launch {task if isinstance(task, str) else _class_of(task).__name__}",
@@ -120,7 +155,7 @@ def _with_epochs(
     return {**settings, "epochs": epochs}, {**job, "steps": None}
 
 
-def flags_of(task: Any, job: dict[str, Any], call: str = "launch") -> dict[str, Any]:
+def _flags_of(task: Any, job: dict[str, Any], call: str = "launch") -> dict[str, Any]:
     """The options by their names, each of its type; raises `RequestError`."""
     hints = typing.get_type_hints(Job)
     known = [name for name in hints if name not in (*NOT_SETTABLE, "program")]
@@ -146,7 +181,7 @@ def flags_of(task: Any, job: dict[str, Any], call: str = "launch") -> dict[str, 
     return flags
 
 
-def with_fields(resolved: Resolved, fields: dict[str, Any]) -> Resolved:
+def _with_fields(resolved: Resolved, fields: dict[str, Any]) -> Resolved:
     """The job with these fields of its task, and the sources named as they are here."""
     job = dataclasses.replace(resolved.job, task={**resolved.job.task, **fields})
     given = {f"task.{name}": SOURCE for name in fields}

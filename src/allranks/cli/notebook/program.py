@@ -1,13 +1,12 @@
-"""How a task that is an object here becomes a PROGRAM: by the name of its class, never by pickling.
+"""How a task that is an object here becomes a PROGRAM: by the name of its class.
 
 Ranks are new processes that import the class from where it is defined. A class of a notebook is
-defined in no file, so one is written for it.
+defined in no file, so a program is written for it (`by_value`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 import sys
 from functools import cached_property
@@ -16,10 +15,8 @@ from types import ModuleType
 from typing import Any
 
 from allranks.catalog import PROGRAMS
-from allranks.checkpoint.files import write_whole
-from allranks.cli.notebook import notebook
-from allranks.cli.notebook.cells import Program, program_for, refused
-from allranks.cli.notebook.values import NotAValue
+from allranks.cli.display.notebook import shell
+from allranks.cli.notebook.by_value import write_class
 from allranks.errors import RequestError
 
 FOLDER = "programs"
@@ -42,7 +39,7 @@ def prepare_program(task: Any, beside: Path) -> tuple[str, dict[str, Any]]:
             do='give one of these: launch(MyTask), launch(MyTask(lr=1e-3)), launch("digits")',
         )
     fields = {} if task is task_class else fields_of(task)
-    return module_file(task_class, beside), fields
+    return place_of(task_class, beside), fields
 
 
 def fields_of(task: Any) -> dict[str, Any]:
@@ -105,7 +102,7 @@ def _check_that_it_can_be_made_again(task: Any, again: Any) -> None:
         )
 
 
-def module_file(task_class: type, beside: Path) -> str:
+def place_of(task_class: type, beside: Path) -> str:
     """Where ranks import a class from: a built-in name, file.py:Class or module:Class."""
     name, module = task_class.__qualname__, sys.modules.get(task_class.__module__)
     if getattr(module, name, None) is not task_class or module is None:
@@ -121,18 +118,18 @@ def module_file(task_class: type, beside: Path) -> str:
     if builtin is not None:
         return builtin
     if module.__name__ == "__main__":
-        return _place_in_main(name, module, beside)
+        return _place_in_main(task_class, module, beside)
     file = getattr(module, "__file__", None)
     if file is None or "." in module.__name__ or hasattr(module, "__path__"):
         return where
     return f"{_short(Path(file))}:{name}"
 
 
-def _place_in_main(name: str, main: ModuleType, beside: Path) -> str:
+def _place_in_main(task_class: type, main: ModuleType, beside: Path) -> str:
     """Where a class of `__main__` is: a notebook's gets a file, a script has one."""
-    ipython = notebook.shell()
+    name, ipython = task_class.__name__, shell()
     if ipython is not None and ipython.user_ns is vars(main):
-        return _written(program_for(name, notebook.cells(), ipython.user_ns), beside)
+        return f"{_short(write_class(task_class, vars(main), beside / FOLDER))}:{name}"
     spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
     if spec is not None:  # python -m package.module
         return f"{spec.name}:{name}"
@@ -144,21 +141,6 @@ def _place_in_main(name: str, main: ModuleType, beside: Path) -> str:
             do="write it into a file, or into a notebook",
         )
     return f"{_short(Path(file))}:{name}"
-
-
-def _written(program: Program, beside: Path) -> str:
-    """The program file; its name says what is in it, so it is never written over."""
-    folder, name = beside / FOLDER, program.name
-    try:
-        text = program.text(program.values.write(folder))
-    except NotAValue as error:
-        raise refused(name, name, error.what, error.do) from None
-    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
-    path = folder / f"{name}-{digest}.py"
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(path, text.encode())
-    return f"{_short(path)}:{name}"
 
 
 def _short(path: Path) -> str:

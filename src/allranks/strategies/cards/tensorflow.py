@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from allranks.strategies.card import Card, Exact, Option, Reference, Untried, Workload, replicas_of
+from allranks.strategies.card import Card, Exact, Option, Reference, Workload, replicas_of
 from allranks.strategies.cards.placed import RING, no_bytes, ring_bytes
 from allranks.strategies.roles import EVALUATOR, Role
 
@@ -110,7 +110,7 @@ TENSORFLOW_CARDS = (
     Card(
         name="tpu",
         summary="A replica on every core of a TPU: tf.distribute.TPUStrategy. Needs a TPU.",
-        guarantee=Untried("refused, with a TPU as without one; none was at hand to try it"),
+        guarantee=Reference("nothing: it is refused, as no TPU was at hand to try it"),
         bytes_sent=no_bytes,
         bytes_formula="0 over the network of the hosts",
         memory="weights + gradients + optimizer on every core",

@@ -79,8 +79,7 @@ class ThreeAxes(Pipeline):
         ranks = self.exchange.comm.size
         if ranks > 1:
             self._cut_layers(model, ranks)
-        how = self.context.precision, self.context.scope
-        self.cut_passes = CutPasses(self.cut, self.exchange, model, self.blocks, *how)
+        self.cut_passes = CutPasses(self.cut, self.exchange, model, self.blocks, self.context.scope)
         inside = [set(stage.modules()) for stage in self.stages.modules]
         found = set(self.blocks.values())
         self.cut_passes.stages = [at for at, modules in enumerate(inside) if found & modules]

@@ -1,4 +1,4 @@
-"""A notebook as a place to launch from: the cells that were run, and a display among their outputs.
+"""A notebook as a place to launch from: a display among the outputs of its cells.
 
 Nothing of IPython is imported: where it runs, it is there.
 """
@@ -37,11 +37,6 @@ def shell() -> Any:
 def has_outputs() -> bool:
     """Whether cells have outputs that can be drawn over: in a notebook, not on a terminal."""
     return getattr(shell(), "kernel", None) is not None
-
-
-def cells() -> list[str]:
-    """The cells that were run, with this one, as Python: magics are calls in them."""
-    return list(shell().history_manager.input_hist_parsed)
 
 
 class NotebookDisplay(Paced):
