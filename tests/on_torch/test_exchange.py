@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from allranks.job.job import Job
 from allranks.torch.parameter_server.exchange import Exchange, LaidOut
-from allranks.torch.parameter_server.flat import FlatLayout, Piece
+from allranks.torch.parameter_server.flat import FlatLayout, WeightPiece
 from allranks.torch.step.gradients import clip_factor
 from allranks.torch.trainer import Trainer
 from decoupled_tasks import Plain
@@ -73,7 +73,7 @@ def test_gradients_of_several_passes_add_up_where_they_are_sent_from(
     """One tensor is small, one large, one of no pass; a step before has left its numbers there."""
     monkeypatch.setattr("allranks.torch.parameter_server.exchange.MOVED_BYTES", 32)
     weights = [nn.Parameter(torch.arange(1.0, n + 1, dtype=torch.float64)) for n in (3, 5, 6)]
-    pieces = [Piece(n, 0, w.numel(), 0, is_whole=True) for n, w in enumerate(weights)]
+    pieces = [WeightPiece(n, 0, w.numel(), 0, is_whole=True) for n, w in enumerate(weights)]
     flat = FlatLayout(pieces, weights).new()
     flat.raw.fill_(77)
     laid_out = LaidOut([flat], weights)

@@ -34,7 +34,7 @@ from allranks.strategies.cards.parameter_server import PLAIN, STALENESS_AWARE
 from allranks.tools.check.against_single import CheckPlan, check_against_one
 from allranks.torch.parameter_server import flat as flat_module
 from allranks.torch.parameter_server.exchange import Exchange, Stale
-from allranks.torch.parameter_server.flat import FlatLayout, Piece, Sized, placed
+from allranks.torch.parameter_server.flat import FlatLayout, Sized, WeightPiece, placed
 from allranks.torch.parameter_server.handing_out import HandingOut
 from allranks.torch.parameter_server.links import Links
 from allranks.torch.parameter_server.server import SCHEDULER_ID, Server
@@ -66,7 +66,7 @@ def test_large_tensors_are_cut_over_all_servers_and_small_ones_are_balanced() ->
         *((0, 0, 5, 0), (1, 0, 3, 0), (1, 3, 7, 1), (1, 7, 10, 2)),
         *((2, 0, 2, 2), (3, 0, 3, 1), (4, 0, 1, 2)),
     ]
-    assert placed(sizes, 3, bound=10, whole={1})[1] == Piece(1, 0, 10, 1, is_whole=True)
+    assert placed(sizes, 3, bound=10, whole={1})[1] == WeightPiece(1, 0, 10, 1, is_whole=True)
     assert {p.server for p in placed(sizes, 1, bound=1)} == {0}
     assert all(p.is_whole for p in placed([Sized(2, 4)], 3, bound=1)), "fewer numbers than servers"
 
@@ -83,7 +83,7 @@ def shard_of(
     **more: Any,
 ) -> Shard:
     weight = nn.Parameter(torch.tensor(values, dtype=dtype))
-    layout = FlatLayout([Piece(0, 0, len(values), 0, is_whole=True)], [weight])
+    layout = FlatLayout([WeightPiece(0, 0, len(values), 0, is_whole=True)], [weight])
     made = optimizer([weight], **{"lr": 0.1, **more})
     shard = Shard(layout, made, [weight], parts, rate)
     shard.weights.read_from([weight.detach()])

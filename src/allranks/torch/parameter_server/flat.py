@@ -36,7 +36,7 @@ class Sized:
 
 
 @dataclass(frozen=True)
-class Piece:
+class WeightPiece:
     """The numbers `start` to `stop` - 1 of the tensor at `position`, and the server that has them.
 
     `is_whole`: they are all of it.
@@ -58,12 +58,12 @@ def placed(
     servers: int,
     bound: int = MOST_NUMBERS,
     whole: Collection[int] = (),
-) -> list[Piece]:
+) -> list[WeightPiece]:
     """The pieces of all tensors, in their order; the tensors at the positions `whole` are not cut.
 
     A tensor is not cut either where it has fewer numbers than there are servers.
     """
-    load, found = [0] * servers, dict[int, list[Piece]]()
+    load, found = [0] * servers, dict[int, list[WeightPiece]]()
     cut = [
         at
         for at, one in enumerate(tensors)
@@ -77,15 +77,15 @@ def placed(
         if at not in found:
             least = load.index(min(load))
             load[least] += one.numbers * one.itemsize
-            found[at] = [Piece(at, 0, one.numbers, least, is_whole=True)]
+            found[at] = [WeightPiece(at, 0, one.numbers, least, is_whole=True)]
     return [piece for at in range(len(tensors)) for piece in found[at]]
 
 
-def cut_evenly(position: int, numbers: int, servers: int) -> list[Piece]:
+def cut_evenly(position: int, numbers: int, servers: int) -> list[WeightPiece]:
     """As many pieces as servers; each begins at the rounded part of the whole."""
     starts = [round(numbers * server / servers) for server in range(servers + 1)]
     return [
-        Piece(position, starts[server], starts[server + 1], server, is_whole=False)
+        WeightPiece(position, starts[server], starts[server + 1], server, is_whole=False)
         for server in range(servers)
     ]
 
@@ -113,7 +113,7 @@ class FlatLayout:
     A piece that is a whole parameter keeps its shape; others are (numbers,).
     """
 
-    def __init__(self, pieces: Sequence[Piece], parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, pieces: Sequence[WeightPiece], parameters: Sequence[nn.Parameter]) -> None:
         self.pieces = list(pieces)
         held = [parameters[piece.position] for piece in pieces]
         shapes = zip(pieces, held, strict=True)
@@ -256,7 +256,7 @@ class Flat:
                 target.copy_(view.view(target.shape))
 
 
-def cut(tensor: Tensor, piece: Piece) -> Tensor:
+def cut(tensor: Tensor, piece: WeightPiece) -> Tensor:
     """The numbers of a piece: of a contiguous tensor a view."""
     return tensor if piece.is_whole else tensor.reshape(-1)[piece.start : piece.stop]
 

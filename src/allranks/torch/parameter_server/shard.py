@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from allranks.strategies.cards.parameter_server import PLAIN, STALENESS_AWARE
 from allranks.torch.parallel.sharded.gradients import squares_of
-from allranks.torch.parameter_server.flat import MANY, Flat, FlatLayout, Piece, are_squares
+from allranks.torch.parameter_server.flat import MANY, Flat, FlatLayout, WeightPiece, are_squares
 from allranks.torch.parameter_server.state import Kept, cut_state, join_state
 from allranks.torch.step.trainable import update
 
@@ -255,10 +255,10 @@ class Shard:
         return cut_state(self.optimizer, self.pieces, self._own_pieces)
 
     @property
-    def _own_pieces(self) -> list[Piece]:
+    def _own_pieces(self) -> list[WeightPiece]:
         """The pieces, as wholes of what the optimizer has."""
         held = enumerate(self.layout.pieces)
-        return [Piece(n, 0, p.numbers, p.server, is_whole=True) for n, p in held]
+        return [WeightPiece(n, 0, p.numbers, p.server, is_whole=True) for n, p in held]
 
     def update(
         self, gradient: Flat, groups: Sequence[dict[str, Any]], unused: Collection[int]

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from allranks.errors import RequestError
 from allranks.launcher.messages.connection import Buffer
-from allranks.torch.parameter_server.flat import ALIGNED, Piece, cut
+from allranks.torch.parameter_server.flat import ALIGNED, WeightPiece, cut
 
 Kept = dict[str, Any]
 Spec = list[dict[str, dict[str, Any]]]
@@ -43,7 +43,7 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 def cut_state(
-    optimizer: Optimizer, parameters: Sequence[nn.Parameter], pieces: Sequence[Piece]
+    optimizer: Optimizer, parameters: Sequence[nn.Parameter], pieces: Sequence[WeightPiece]
 ) -> list[Kept]:
     """What the optimizer of whole `parameters` keeps, for each of the pieces."""
     return [
@@ -51,7 +51,9 @@ def cut_state(
     ]
 
 
-def _cut_one(kept: Mapping[str, Any], piece: Piece, parameters: Sequence[nn.Parameter]) -> Kept:
+def _cut_one(
+    kept: Mapping[str, Any], piece: WeightPiece, parameters: Sequence[nn.Parameter]
+) -> Kept:
     whole = parameters[piece.position].numel()
 
     def of_piece(value: Any) -> Any:
@@ -66,7 +68,7 @@ def _cut_one(kept: Mapping[str, Any], piece: Piece, parameters: Sequence[nn.Para
 def join_state(
     optimizer: Optimizer,
     parameters: Sequence[nn.Parameter],
-    pieces: Sequence[Piece],
+    pieces: Sequence[WeightPiece],
     found: Sequence[Kept],
 ) -> None:
     """Let the optimizer of whole parameters keep what was found of these pieces of them."""
