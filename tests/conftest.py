@@ -37,7 +37,6 @@ import allranks.torch.preload  # noqa: F401  it changes variables, once
 from allranks.catalog import preload_for
 from allranks.job.config import resolve
 from allranks.job.job import Job
-from allranks.launcher.describe import first_check
 from allranks.launcher.nodes.cluster import Cluster, gathered
 from allranks.launcher.nodes.join import Rendezvous
 from allranks.launcher.places.base import NodeRequest
@@ -167,17 +166,6 @@ def train(server: ForkServer, tmp_path: Path) -> Train:
     def run(program: str, *settings: str, **flags: Any) -> Result:
         flags.setdefault("run_dir", str(tmp_path / f"run-{next(runs)}"))
         return run_job(resolve(program, flags, settings), server)
-
-    return run
-
-
-@pytest.fixture
-def checked(server: ForkServer, tmp_path: Path) -> Train:
-    """`checked(program, *settings, **flags)`: as `train`, with the first check of the job."""
-
-    def run(program: str, *settings: str, **flags: Any) -> Result:
-        flags = {"run_dir": str(tmp_path / "run"), **flags}
-        return run_job(resolve(program, flags, settings), server, first_check=first_check)
 
     return run
 

@@ -16,7 +16,7 @@ from contract_tasks import Sentences
 from pipeline_tasks import grouped
 
 __all__ = ["Odd", "Sentences"]
-PROVED = 4  # passes after the first
+PROVED = 4  # more passes than the proof makes
 WIDTH, HEADS, PAIRS, HIDDEN = 16, 4, 2, 24
 PLAN = {
     "*.query": ("column", WIDTH // HEADS),

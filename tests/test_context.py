@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from allranks.errors import AllranksError, NotEqual, RequestError
+from allranks.errors import AllranksError, RequestError
 from conftest import Train
 from context_tasks import Sentences
 from test_check import Check, check
@@ -169,7 +169,7 @@ def test_a_bad_step_is_skipped_and_a_killed_rank_replaced(train: Train) -> None:
 @pytest.mark.slow(but=1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_check_calls_it_equal(precision: str, check: Check) -> None:
-    """In half types too."""
+    """The proof lets rounding pass, of half types too."""
     strategy = "context:attention=ring" if precision == "fp16" else "context"
     verdict = check("context_tasks:Rotary", strategy=strategy, ranks=2, precision=precision)
     assert verdict.equal, str(verdict)
@@ -179,7 +179,13 @@ def test_check_calls_it_equal(precision: str, check: Check) -> None:
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
+        ("own positions", "in the block 'blocks.0', where a rank has 6 of 12 positions"),
+        ("convolution", "its output differs"),
+        ("attention written out", "in the block 'blocks.0'"),
         ("dropout of weights", r"dropout in a block, on a tensor of shape \(24, 4, 6, 6\)"),
+        ("dropout by function", "in the block 'blocks.0'"),
+        ("beside blocks", "aten.mean.dim in what _Rotary.forward does with what a block returns"),
+        ("let in later", "its output differs"),
         ("layout", r"a tensor of shape \(1, 12, 2\), with 12 positions, another one"),
         ("capacity", "a MixtureOfExperts with capacity_factor in the block 'blocks.0'"),
         ("skips", "other calls of blocks than in the first pass, at 'blocks.1'"),
@@ -187,33 +193,11 @@ def test_check_calls_it_equal(precision: str, check: Check) -> None:
         ("drops weights", "dropout_p=0.1"),
         ("batch norm", "BatchNorm in the block 'blocks.0'"),
         ("counts", "the block 'blocks.0' writes a buffer"),
-        ("dropout by function", "the block 'blocks.0' draws by aten.bernoulli"),
     ],
 )
 def test_what_is_another_model_on_a_part_is_refused(fault: str, message: str, train: Train) -> None:
     with pytest.raises(AllranksError, match=message):
         train(
-            "context_tasks:Refused", f"fault={fault}", strategy="context", ranks=2, precision="fp64"
-        )
-
-
-@pytest.mark.slow(but=2)
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ("own positions", "differs at step 0"),
-        ("convolution", "differs at step 0"),
-        ("attention written out", "differs at step 0"),
-        ("beside blocks", "differs at step 1"),
-        ("let in later", "differs at step 1"),
-    ],
-)
-def test_the_first_check_finds_another_model_on_a_part(
-    fault: str, message: str, checked: Train
-) -> None:
-    """Also behind a gate of zero, which hides it in the loss of the first step."""
-    with pytest.raises(NotEqual, match=message):
-        checked(
             "context_tasks:Refused", f"fault={fault}", strategy="context", ranks=2, precision="fp64"
         )
 

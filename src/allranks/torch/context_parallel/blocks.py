@@ -7,22 +7,22 @@ passes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from allranks.errors import AllranksError, RequestError
-from allranks.torch.checkpoint.state import kept_random_streams
+from allranks.errors import RequestError
 from allranks.torch.context_parallel.exchange import SequenceExchange, Span
+from allranks.torch.context_parallel.proof import Proof
 from allranks.torch.context_parallel.refusals import nothing_to_cut
-from allranks.torch.context_parallel.sequence import BlockPasses, Call, CutPass, WholePass
+from allranks.torch.context_parallel.sequence import BlockPasses, Call, CutPass
 from allranks.torch.model.layers import Scope, normalising_layers
+from allranks.torch.model.precision import Precision
 from allranks.torch.parallel.expert.mixture import MixtureOfExperts
 from allranks.torch.random.dropout import ShardDropout, TensorPart
-from allranks.torch.step.user_buffers import Copy, UserBuffers, put_back
 from allranks.torch.task import Task
 
 
@@ -52,7 +52,7 @@ def blocks_of(task: Task, model: nn.Module, asked: str) -> dict[str, nn.Module]:
 
 
 class CutBlocks:
-    """The blocks through which sequences go in parts, each pass as the first one.
+    """The blocks through which sequences go in parts, each pass by what the first one has proved.
 
     `inside` is entered where a block works on a part. Dropout there draws for the whole.
     """
@@ -66,7 +66,7 @@ class CutBlocks:
     ) -> None:
         self.exchange, self.model = exchange, model
         self.blocks, self.passes = blocks, BlockPasses(exchange, inside, blocks)
-        self.calls: dict[tuple[int, bool], list[Call]] = {}
+        self.calls: dict[tuple[int, tuple[bool, ...]], list[Call]] = {}
         for layer in {layer for block in blocks.values() for layer in block.modules()}:
             if isinstance(layer, ShardDropout):
                 layer.part_of = partial(_part_of, layer.part_of, self.passes.part_of)
@@ -92,56 +92,28 @@ class CutBlocks:
                         do="a weight of their own for the blocks, or leave sequence=yes out",
                     )
 
-    def passed(self, run: Callable[[], Any], scope: Scope, stage: int = 0) -> Any:
+    def passed(
+        self, run: Callable[[], Any], precision: Precision, scope: Scope, stage: int = 0
+    ) -> Any:
         """The output of the model, or of a stage, by a pass in which sequences are cut.
 
-        The first in training, and the first in evaluation, comes after a whole one without a trace,
-        which shows in which order blocks are called.
+        What is proved holds for the weights that are trained: others may be let in later.
         """
-        mode = stage, self.model.training
-        is_first = mode not in self.calls
-        if is_first:
-            self.calls[mode] = self._calls_of(run, scope)
-        cut = CutPass(self.exchange, self.calls[mode], is_first=is_first)
-        with self._first() if is_first else nullcontext(), self.passes.passing(cut):
+        with self.exchange.closed():
+            trained = [weight.requires_grad for weight in self.model.parameters()]
+        mode = stage, (self.model.training, *trained)
+        calls = self.calls.get(mode)
+        if calls is None:
+            rounds = torch.get_float32_matmul_precision() != "highest"
+            is_half = precision.compute is not None or rounds
+            proof = Proof(self.passes, self.model, scope, is_half=is_half)
+            output, self.calls[mode] = proof.first_pass(run)
+            return output
+        cut = CutPass(self.exchange, calls)
+        with self.passes.passing(cut):
             output = run()
         cut.close()
         return output
-
-    def _calls_of(self, run: Callable[[], Any], scope: Scope) -> list[Call]:
-        """The calls of blocks in a whole pass, which draws what the next one will."""
-        whole, shortens = WholePass(), scope.shortens
-        buffers = [(copy, copy[2]._version) for copy in UserBuffers(self.model).copies()]
-        scope.shortens = False
-        try:
-            with (
-                self.exchange.opened("control"),
-                kept_random_streams(scope.device),
-                scope.again(scope.moment()),
-                torch.no_grad(),
-                self.passes.passing(whole),
-            ):
-                run()
-        finally:
-            scope.shortens = shortens
-            put_back([copy for copy, version in buffers if _changed(copy, version)])
-        if not any(call.length for call in whole.calls):
-            found = f"blocks of other shapes, in {type(self.model).__name__}"
-            raise nothing_to_cut(self.exchange.asked, found)
-        return whole.calls
-
-    @contextmanager
-    def _first(self) -> Iterator[None]:
-        """Within, an error of a part of the sequence is a refusal: the whole had none."""
-        try:
-            with self.exchange.first_pass():
-                yield
-        except AllranksError:
-            raise
-        except Exception as error:
-            lines = str(error).splitlines() or [""]
-            model, message = type(self.model).__name__, f"{type(error).__name__}: {lines[0][:200]}"
-            raise self.exchange.refusal(f"the model {model} fails: {message}") from error
 
     def restore(self) -> None:
         """The model's own blocks again."""
@@ -168,9 +140,3 @@ def _batch_norm(asked: str, found: str) -> RequestError:
         why="its statistics would be those of some positions, or of another pass",
         do="LayerNorm, or --strategy ddp",
     )
-
-
-def _changed(copy: Copy, version: int) -> bool:
-    """Whether a buffer was written, or replaced, since; who puts it back writes it, too."""
-    holder, name, buffer, _ = copy
-    return holder[name] is not buffer or buffer._version != version

@@ -152,8 +152,8 @@ class SequenceExchange(TensorExchange, ABC):
         """A block that is another one on a part of the sequence."""
         return RequestError(asked=self.asked, found=found, why=self.why, do=self.do)
 
-    def first_pass(self) -> AbstractContextManager[None]:
-        """Within is the first pass; what later ones do must be the same."""
+    def proved(self) -> AbstractContextManager[None]:
+        """Within, a pass is compared with a whole one; what later ones do must be the same."""
         return nullcontext()
 
     def is_summed(self, weight: nn.Parameter) -> bool:

@@ -62,7 +62,7 @@ def also_so_long(asked: str, name: str, given: Tensor, span: Span) -> RequestErr
 
 
 def other_blocks(asked: str, name: str) -> RequestError:
-    """Blocks that are called otherwise than in the first pass."""
+    """Blocks that are called otherwise than in the pass that was proved."""
     return RequestError(
         asked=asked,
         found=f"other calls of blocks than in the first pass, at {name!r}",
@@ -77,7 +77,7 @@ def other_argument(asked: str, name: str, given: Tensor, span: Span) -> RequestE
         asked=asked,
         found=f"the block {name!r} is given a tensor of shape {tuple(given.shape)}, with "
         f"{span.whole} positions, another one than in the first pass",
-        why="which of its dimensions are positions was seen there",
+        why="which of its dimensions are positions was seen, and proved, there",
         do="arguments of one layout in every pass, or --strategy ddp",
     )
 

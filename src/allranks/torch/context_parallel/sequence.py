@@ -8,21 +8,19 @@
     head, loss                 whole, alike on all ranks
 
 The first pass in training, and the first in evaluation, first goes through the model whole, to see
-which blocks are called in which order. What later passes call must be the same blocks. A block that
-is another one on a part of a sequence runs without an error: the first check of a job finds it.
+which blocks are called in which order; then each block, and then the output, is compared with what
+it is where nothing is cut (`proof`). What later passes call must be the same blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from allranks.errors import RequestError
 from allranks.torch.context_parallel.exchange import POSITIONS, SequenceExchange, Span
@@ -99,6 +97,8 @@ def _opened(
 class Pass:
     """What happens where a block is called; this one runs it as it is."""
 
+    is_inside = False  # a block, or what a strategy does in front of it
+
     def called(self, block: CutBlock, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         return block.run(None, *args, **keywords)
 
@@ -121,22 +121,29 @@ class WholePass(Pass):
 
 
 class CutPass(Pass):
-    """Runs blocks on this rank's positions, as `calls` says; the first one notes the cuts."""
+    """Runs blocks on this rank's positions, as `calls` says; `prove` is called with each."""
 
     def __init__(
         self,
         exchange: SequenceExchange,
         calls: list[Call],
-        *,
-        is_first: bool,
+        prove: Callable[[CutBlock, Span, Arguments, Arguments], None] | None = None,
     ) -> None:
-        self.exchange, self.calls, self.is_first = exchange, calls, is_first
+        self.exchange, self.calls, self.prove = exchange, calls, prove
         self.asked = exchange.asked
         self.at = 0
         self.span: Span | None = None
         self.last: Tensor | None = None  # this rank's positions, on their way to the next block
+        self.handed: list[Tensor] = []  # all that were on their way, where it is proved
 
     def called(self, block: CutBlock, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        self.is_inside = True
+        try:
+            return self._called(block, args, keywords)
+        finally:
+            self.is_inside = False
+
+    def _called(self, block: CutBlock, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         call = self.calls[self.at] if self.at < len(self.calls) else None
         if call is None or call.block is not block:
             raise other_blocks(self.asked, block.name)
@@ -151,14 +158,17 @@ class CutPass(Pass):
         if not is_first and not _is_same(hidden, self.last):
             raise other_blocks(self.asked, block.name)
         own = self._own(call, given, span, hidden, is_first=is_first)
-        with _Watched(block, self.exchange) if self.is_first else nullcontext():
-            output = block.run(span, *own[0], **own[1])
+        if self.prove is not None:
+            self.prove(block, span, given, own)
+        output = block.run(span, *own[0], **own[1])
         found = hidden_of(((output,), {}))
         if found is None or found.shape[POSITIONS] != span.own:
             raise other_length(self.asked, block.name, found, span)
         rest = self.calls[self.at :]
         if not _ends(call, rest):
             self.last = found
+            if self.prove is not None:
+                self.handed.append(found)
             return output
         self.span = None
         is_last = not any(one.length for one in rest)
@@ -169,7 +179,7 @@ class CutPass(Pass):
     def _own(
         self, call: Call, given: Arguments, span: Span, hidden: Tensor, *, is_first: bool
     ) -> Arguments:
-        """This rank's positions of what a block is given, cut as in the first pass."""
+        """This rank's positions of what a block is given, cut as in the pass that was proved."""
         known, name = iter(call.cuts), call.block.name
 
         def own(tensor: Tensor) -> Tensor:
@@ -177,7 +187,7 @@ class CutPass(Pass):
                 return self.exchange.own_rows(tensor, span) if is_first else tensor
             if not self.exchange.cuts_arguments:
                 return _whole(tensor, self.asked, name, span)
-            if self.is_first:
+            if self.prove is not None:
                 call.cuts.append((tensor.ndim, position_dim(tensor, span.whole, self.asked, name)))
             dims, dim = next(known, (-1, None))
             if tensor.ndim != dims or (dim is not None and tensor.shape[dim] != span.whole):
@@ -191,28 +201,6 @@ class CutPass(Pass):
         """The pass is over; raises `RequestError` if it has not called all blocks."""
         if self.at != len(self.calls):
             raise other_blocks(self.asked, self.calls[self.at].block.name)
-
-
-class _Watched(TorchDispatchMode):
-    """Refuses what a block must not do with a part of a sequence, whatever comes of it."""
-
-    def __init__(self, block: CutBlock, exchange: SequenceExchange) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.name, self.refusal = block.name, exchange.refusal
-        self.buffers = [(buffer, buffer._version) for buffer in block.module.buffers()]
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        draws = torch.Tag.nondeterministic_seeded in func.tags
-        if draws and "attention" not in func.name():  # whose dropout is refused where it is called
-            raise self.refusal(f"the block {self.name!r} draws by {func}")
-        return func(*args, **(kwargs or {}))
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        if error[0] is None and any(buffer._version != then for buffer, then in self.buffers):
-            raise self.refusal(f"the block {self.name!r} writes a buffer in its forward pass")
 
 
 class BlockPasses:
@@ -229,6 +217,10 @@ class BlockPasses:
         self.current = Pass()
         self.span: Span | None = None
         self.blocks = [CutBlock(name, module, self) for name, module in blocks.items()]
+
+    def enter(self, *_: Any) -> None:
+        """A block comes next, and a strategy does its own in front of it."""
+        self.current.is_inside = True
 
     def called(self, block: CutBlock, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         return self.current.called(block, args, keywords)

@@ -79,7 +79,8 @@ class ThreeAxes(Pipeline):
         ranks = self.exchange.comm.size
         if ranks > 1:
             self._cut_layers(model, ranks)
-        self.cut_passes = CutPasses(self.cut, self.exchange, model, self.blocks, self.context.scope)
+        how = self.context.precision, self.context.scope
+        self.cut_passes = CutPasses(self.cut, self.exchange, model, self.blocks, *how)
         inside = [set(stage.modules()) for stage in self.stages.modules]
         found = set(self.blocks.values())
         self.cut_passes.stages = [at for at, modules in enumerate(inside) if found & modules]

@@ -3,6 +3,7 @@
     blocks     found, or said by the task (`blocks`); their forward is wrapped
     forward    the sequence is cut before the first block, and gathered after the last
     attention  over all positions, by all-to-all or round a ring    `context_parallel.attention`
+    first pass every block, and the output, whole and cut           `context_parallel.proof`
     backward, reduce    that of `ddp` over all ranks: each brings in 1/P of the gradient of its loss
 
 Embeddings, positions, head, loss and the shift of labels see whole sequences, alike on all ranks of
@@ -74,7 +75,7 @@ class ContextParallel(DDP):
 
     def _passed(self, run: Callable[[], Any]) -> Any:
         assert self.blocks is not None
-        return self.blocks.passed(run, self.context.scope)
+        return self.blocks.passed(run, self.context.precision, self.context.scope)
 
     def forward_backward(self, batch: Batch) -> Tally:
         with self.exchange.opened("gradients"):

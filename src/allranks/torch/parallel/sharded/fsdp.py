@@ -139,7 +139,8 @@ class FSDP(Single):
             if casts is not None and again:
                 self._hooks += casts.follow(unit, tensors_of)
                 self.guard.casts[unit] = casts
-            self._hooks += [outputs.give_back(), self.guard.before_gathering(unit)]
+            self._hooks += [outputs.give_back(), *self.passes.entered(unit)]
+            self._hooks.append(self.guard.before_gathering(unit))
         for name, parameter in model.named_parameters():  # others than before
             vars(parameter).update(told[name])  # what a task has noted on them
         self._hooks.append(model.register_forward_hook(self._let_go))
@@ -160,7 +161,8 @@ class FSDP(Single):
                 blocks = blocks_of(self.task, model, asked := f"{asked},sequence=yes")
                 check_units(units[:-1], blocks, asked)
             self.cut = cut_layers(self.task, model, self.exchange, asked)
-        self.passes = CutPasses(self.cut, self.exchange, model, blocks, context.scope)
+        how = context.precision, context.scope
+        self.passes = CutPasses(self.cut, self.exchange, model, blocks, *how)
 
     def _take_over(self, unit: Any, name: str) -> None:
         """Let a unit sum instead of average, through `Comm`."""

@@ -100,16 +100,16 @@ def _check(unit: object, units: list[nn.Module], model: nn.Module) -> None:
 
 
 def check_units(units: list[nn.Module], blocks: Mapping[str, nn.Module], asked: str) -> None:
-    """Raise `RequestError` for a unit in a block whose sequences are cut: torch sums the gradients
-    of a unit over the ranks wherever they come."""
+    """Raise `RequestError` for a unit in a block whose sequences are cut: the proof of a block goes
+    through it alone, and torch sums the gradients of a unit over the ranks wherever they come."""
     for name, block in blocks.items():
         inside = set(block.modules()) - {block}
         if unit := next((unit for unit in units if unit in inside), None):
             raise RequestError(
                 asked=asked,
                 found=f"a unit in the block {name!r}: a {type(unit).__name__}",
-                why="gradients of a block are summed over positions once a step, and torch sums "
-                "those of a unit as soon as they come",
+                why="before the first step each block is compared, by itself, with what it is on "
+                "a part of the sequence, and its weights have to be there",
                 do="let fsdp_units(model) of the task return the blocks, or leave sequence=yes out",
             )
 

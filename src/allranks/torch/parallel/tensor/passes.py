@@ -11,10 +11,12 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from allranks.torch.comm.comm import Comm
 from allranks.torch.context_parallel.blocks import CutBlocks
 from allranks.torch.model.layers import Scope
+from allranks.torch.model.precision import Precision
 from allranks.torch.parallel.tensor.cutting import CutModel
 from allranks.torch.parallel.tensor.exchange import TensorExchange
 from allranks.torch.parallel.tensor.scattered import ScatteredExchange
@@ -39,10 +41,11 @@ class CutPasses:
         exchange: TensorExchange,
         model: nn.Module,
         blocks: Mapping[str, nn.Module],
+        precision: Precision,
         scope: Scope,
     ) -> None:
         self.cut, self.exchange = cut, exchange
-        self.scope = scope
+        self.precision, self.scope = precision, scope
         self.blocks: CutBlocks | None = None
         self.stages: Container[int] | None = None  # those with blocks, where there are stages
         self.summed: frozenset[str] = frozenset()  # the names of weights that see some positions
@@ -67,7 +70,13 @@ class CutPasses:
 
         if self.blocks is None or (self.stages is not None and stage not in self.stages):
             return begun()
-        return self.blocks.passed(begun, self.scope, stage)
+        return self.blocks.passed(begun, self.precision, self.scope, stage)
+
+    def entered(self, module: nn.Module) -> list[RemovableHandle]:
+        """Called after `fully_shard`: what it does in front of a block is no one's between two."""
+        if self.blocks is None or module not in self.blocks.blocks.values():
+            return []
+        return [module.register_forward_pre_hook(self.blocks.passes.enter, prepend=True)]
 
     def sum_over_positions(self, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
         """Sum what each rank has of gradients in blocks: that of its positions.

@@ -54,7 +54,7 @@ class ScatteredExchange(SequenceExchange):
         self.asked = asked
         self.cut: Callable[[], Container[int]] = frozenset
         self.span: Span | None = None
-        self._is_first = False
+        self._is_proving = False
         self._known: dict[tuple[int, int], bool] = {}
         self._calls: Counter[int] = Counter()
 
@@ -69,12 +69,12 @@ class ScatteredExchange(SequenceExchange):
             self.span = before
 
     @contextmanager
-    def first_pass(self) -> Iterator[None]:
-        self._is_first = True
+    def proved(self) -> Iterator[None]:
+        before, self._is_proving = self._is_proving, True
         try:
             yield
         finally:
-            self._is_first = False
+            self._is_proving = before
 
     def own_rows(self, whole: Tensor, span: Span, dim: int = POSITIONS) -> Tensor:
         """This rank's positions of what all ranks hold; backward gathers."""
@@ -90,7 +90,7 @@ class ScatteredExchange(SequenceExchange):
     def lies_along(self, layer: nn.Module, activations: Tensor) -> bool:
         """Whether the input of a layer is this rank's positions of a sequence.
 
-        Raises `RequestError` for one that only looks so: in the first pass this call had another.
+        Raises `RequestError` for one that only looks so: the same call was proved with another.
         """
         if self.span is None:
             return False
@@ -98,7 +98,7 @@ class ScatteredExchange(SequenceExchange):
         found = activations.ndim == DIMS and shape[POSITIONS] == span.own
         call = id(layer), self._calls[id(layer)]
         self._calls[id(layer)] += 1
-        if self._is_first:
+        if self._is_proving:
             self._known[call] = found
         elif found != self._known.get(call, found):
             raise self.refusal(

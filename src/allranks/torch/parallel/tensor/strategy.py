@@ -64,7 +64,8 @@ class Tensors(Strategy):
             asked = "--strategy tensor" + (":sequence=yes" if sequence else "")
             found = blocks_of(self.task, model, asked) if sequence else {}
             self.cut = cut_layers(self.task, model, self.exchange, asked, LEAVES if exact else 0)
-        self.passes = CutPasses(self.cut, self.exchange, model, found, context.scope)
+        how = context.precision, context.scope
+        self.passes = CutPasses(self.cut, self.exchange, model, found, *how)
         if axis.size > 1:
             axes = [(name, self.axis(name)) for name, _ in self.mesh.axes]
             self.device_mesh = mesh_of(axes, self.comm.size)

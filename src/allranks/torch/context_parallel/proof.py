@@ -1,0 +1,333 @@
+"""The proof that a cut sequence gives what a whole one does, made in the first pass.
+
+A block that looks along the sequence anywhere but in `scaled_dot_product_attention` (positions
+counted from its own length, a convolution or a mean over time, an RNN, attention written out), or
+draws by the shape of what it is given, runs without an error on a part of the sequence, and is
+wrong. So each block goes through forward and backward once whole and once cut, from the same
+activations, with the same draws; output, gradient of the input and gradient of each weight must
+agree, up to rounding, which is that of the weights: blocks are compared without autocast and
+TF32. Then the model's output must be that of the whole pass, and nothing may have been done with a
+part of it between two blocks. Costs about two more passes, and in each of them one block of whole
+length at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from allranks.errors import AllranksError, RequestError
+from allranks.torch.checkpoint.state import kept_random_streams
+from allranks.torch.context_parallel.exchange import POSITIONS, SequenceExchange, Span
+from allranks.torch.context_parallel.refusals import nothing_to_cut
+from allranks.torch.context_parallel.sequence import (
+    Arguments,
+    BlockPasses,
+    Call,
+    CutBlock,
+    CutPass,
+    WholePass,
+    hidden_of,
+)
+from allranks.torch.data.collate import map_arguments, tensors_of_arguments
+from allranks.torch.model.layers import Scope
+from allranks.torch.step.user_buffers import Copy, UserBuffers, put_back
+
+ROUNDED = {torch.float64: (1e-8, 1e-11), torch.float32: (1e-3, 1e-5)}
+HALF = 5e-2, 5e-2
+"""By type: how far a change may be off, by its own size and by that of what it is part of."""
+FULL = 4  # bytes of a float32
+SMALL = 0.1  # what stands for zeros is drawn so large
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a block gave for its input, and for a gradient of its output."""
+
+    input: Tensor
+    output: Tensor
+    of_input: Tensor
+    of_weights: list[Tensor]
+    of_arguments: list[Tensor]
+
+
+class Proof:
+    """Makes the first pass of a model, in training or in evaluation; every rank calls it alike."""
+
+    def __init__(
+        self, passes: BlockPasses, model: nn.Module, scope: Scope, *, is_half: bool
+    ) -> None:
+        self.passes, self.model, self.scope, self.is_half = passes, model, scope, is_half
+        self.exchange: SequenceExchange = passes.exchange
+        self.refusal = self.exchange.refusal
+
+    def first_pass(self, run: Callable[[], Any]) -> tuple[Any, list[Call]]:
+        """The output of a cut pass that was compared with a whole one, and the calls of blocks.
+
+        Raises `RequestError` where they differ.
+        """
+        whole, name = WholePass(), type(self.model).__name__
+        with self._untraced(), torch.no_grad(), self.passes.passing(whole):
+            wanted = run()
+        if not any(call.length for call in whole.calls):
+            raise nothing_to_cut(self.exchange.asked, f"blocks of other shapes, in {name}")
+        cut = CutPass(self.exchange, whole.calls, self._prove)
+        refused = _refused(self.refusal, f"the model {name}")
+        with self.exchange.proved(), refused, self.passes.passing(cut), _Between(cut, name):
+            output = run()
+        cut.close()
+        self._compare_outputs(wanted, output)
+        return output, whole.calls
+
+    @contextmanager
+    def _untraced(self) -> Iterator[None]:
+        """Within, passes draw what the next one will, and nothing of them stays."""
+        shortens = self.scope.shortens
+        buffers = [(copy, copy[2]._version) for copy in UserBuffers(self.model).copies()]
+        self.scope.shortens = False
+        try:
+            with (
+                self.exchange.opened("control"),
+                kept_random_streams(self.scope.device),
+                self.scope.again(self.scope.moment()),
+            ):
+                yield
+        finally:
+            self.scope.shortens = shortens
+            put_back([copy for copy, version in buffers if _changed(copy, version)])
+
+    def _prove(self, block: CutBlock, span: Span, given: Arguments, own: Arguments) -> None:
+        """Compare a block, whole and cut; raises `RequestError` on all ranks of the axis."""
+        hidden = hidden_of(own)
+        assert hidden is not None
+        with self.exchange.opened("control"):
+            whole_hidden = self.exchange.all_rows(hidden.detach(), span)
+        refused = _refused(self.refusal, f"the block {block.name!r}")
+        with refused, _exactly(self.scope.device) as exact:
+            given, own, whole_hidden, hidden = map_arguments(
+                exact, (given, own, whole_hidden, hidden.detach())
+            )
+            with _without_zeros(self._weights(block.module)):
+                whole = self._ran(block, None, given, whole_hidden, span)
+                cut = self._ran(block, span, own, hidden, span)
+        self._compare(block, span, whole, cut)
+
+    @torch.enable_grad()
+    def _ran(
+        self, block: CutBlock, span: Span | None, given: Arguments, hidden: Tensor, lies: Span
+    ) -> Ran:
+        """Forward and backward of a block by itself, for a gradient that all ranks draw alike."""
+        leaf, first = hidden.clone().requires_grad_(), hidden_of(given)
+        versions = [buffer._version for buffer in block.module.buffers()]
+        others: list[Tensor] = []
+
+        def argument(tensor: Tensor) -> Tensor:
+            if tensor is first:
+                return leaf.clone()
+            found = tensor.detach()
+            if tensor.requires_grad and not self.exchange.cuts_arguments:
+                others.append(found.requires_grad_())
+            return found
+
+        with self._untraced():
+            args, keywords = map_arguments(argument, given)
+            output = hidden_of(((block.run(span, *args, **keywords),), {}))
+            if versions != [buffer._version for buffer in block.module.buffers()]:
+                raise self.refusal(f"the block {block.name!r} writes a buffer in its forward pass")
+            assert output is not None
+            gradient = _drawn(output, lies)
+            if span is not None:
+                gradient = span.own_part(gradient, POSITIONS)
+            weights, strangers = self._weights(block.module), self._strangers(block.module)
+            asked = [leaf, *weights, *others, *strangers.values()]
+            found = torch.autograd.grad(output, asked, gradient.to(output), allow_unused=True)
+        grads = [
+            torch.zeros_like(one) if grad is None else grad.to_dense()
+            for one, grad in zip(asked, found, strict=True)
+        ]
+        own, rest = grads[1 : 1 + len(weights)], found[1 + len(weights) :]
+        for name, grad in zip(strangers, rest[len(others) :], strict=True):
+            if grad is not None:
+                raise self.refusal(f"the block {block.name!r} uses {name!r}, not its own")
+        for other, grad in zip(others, rest, strict=False):
+            if span is None and grad is not None and not grad.any():
+                what = f"an argument of shape {tuple(other.shape)}, of zero gradient"
+                raise self.refusal(f"{what}, which proves nothing, in the block {block.name!r}")
+        arguments = grads[1 + len(weights) :][: len(others)]
+        return Ran(hidden, output.detach(), grads[0], own, arguments)
+
+    def _weights(self, block: nn.Module) -> list[nn.Parameter]:
+        """The trained weights of a block, as this rank holds them."""
+        with self.exchange.closed():
+            return [weight for weight in block.parameters() if _is_trained(weight)]
+
+    def _strangers(self, block: nn.Module) -> dict[str, nn.Parameter]:
+        """The weights that a block must not use, by name: of which nobody sums the gradients."""
+        if self.exchange.cuts_arguments:
+            return {}
+        with self.exchange.closed():
+            own = {id(weight) for weight in block.parameters()}
+            named = list(self.model.named_parameters())
+        return {name: one for name, one in named if id(one) not in own and _is_trained(one)}
+
+    def _compare(self, block: CutBlock, span: Span, whole: Ran, cut: Ran) -> None:
+        rows: list[tuple[str, Tensor, Tensor, Tensor]] = []  # what, off by, changed by, size
+
+        def add(what: str, found: Tensor, wanted: Tensor, size: Tensor, start: Tensor) -> None:
+            change = wanted - start if start.shape == wanted.shape else wanted
+            rows.append((what, _square(found - wanted), _square(change), size))
+
+        wanted = span.own_part(whole.output, POSITIONS)
+        add("its output", cut.output, wanted, _square(wanted), cut.input)
+        wanted = span.own_part(whole.of_input, POSITIONS)
+        passed = span.own_part(_drawn(whole.output, span), POSITIONS)
+        add("the gradient of its input", cut.of_input, wanted, _square(wanted), passed)
+        with self.exchange.closed():
+            named = [(n, one) for n, one in block.module.named_parameters() if _is_trained(one)]
+        with self.exchange.opened("control"):
+            sums = [
+                self.exchange.sum_(part.contiguous().clone())
+                if self.exchange.is_summed(weight)
+                else part
+                for (_, weight), part in zip(named, cut.of_weights, strict=True)
+            ]
+        all_weights = torch.stack([_square(part) for part in (*whole.of_weights, whole.input)])
+        size = all_weights[:-1].sum()
+        for found, wanted in zip(cut.of_arguments, whole.of_arguments, strict=True):
+            what = f"the gradient of an argument of shape {tuple(wanted.shape)}"
+            add(what, found, wanted, _square(wanted), wanted.new_zeros(0))
+        for (name, _), found, weight in zip(named, sums, whole.of_weights, strict=True):
+            add(f"the gradient of {name!r}", found, weight, size, weight.new_zeros(0))
+        own, whole_length = span.own, span.whole
+        where = f"the block {block.name!r}, where a rank has {own} of {whole_length} positions"
+        self._judge(where, rows, whole.output.dtype)
+
+    def _compare_outputs(self, wanted: Any, output: Any) -> None:
+        where = (
+            f"the output of {type(self.model).__name__}, though each of its blocks is the same: it "
+            "is what forward does between two blocks, where a rank has some positions"
+        )
+        pairs = list(zip(tensors_of_arguments(wanted), tensors_of_arguments(output), strict=False))
+        if any(one.shape != other.shape for one, other in pairs):
+            raise self.refusal(f"another shape of {where}")
+        rows = [
+            ("it", _square(cut.detach() - whole), _square(whole), _square(whole))
+            for whole, cut in pairs
+            if whole.is_floating_point()
+        ]
+        if rows:
+            kind = torch.bfloat16 if self.is_half else next(tensors_of_arguments(output)).dtype
+            self._judge(where, rows, kind)
+
+    def _judge(
+        self, where: str, rows: list[tuple[str, Tensor, Tensor, Tensor]], kind: torch.dtype
+    ) -> None:
+        """Raise on all ranks of the axis if something is off on one of them."""
+        numbers = torch.stack([torch.stack([one.double() for one in row[1:]]) for row in rows])
+        with self.exchange.opened("control"):
+            self.exchange.sum_(numbers)
+        share, floor = ROUNDED.get(kind, HALF)
+        with self.exchange.comm.reading():
+            sums = numbers.sqrt().tolist()
+        for (what, *_), (off, change, size) in zip(rows, sums, strict=True):
+            if not off <= share * change + floor * size:
+                raise self.refusal(f"{what} differs by {off:.2g} (of {size:.2g}) in {where}")
+
+
+@contextmanager
+def _exactly(device: torch.device) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Within, nothing is rounded below the type of the weights; yields what casts an activation."""
+    is_cast, rounds = torch.is_autocast_enabled(device.type), torch.get_float32_matmul_precision()
+
+    def exact(tensor: Tensor) -> Tensor:
+        is_low = is_cast and tensor.is_floating_point() and tensor.itemsize < FULL
+        return tensor.float() if is_low else tensor
+
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.autocast(device.type, enabled=False):
+            yield exact
+    finally:
+        torch.set_float32_matmul_precision(rounds)
+
+
+class _Between(TorchDispatchMode):
+    """Refuses what a model does with a rank's positions on their way from block to block."""
+
+    def __init__(self, cut: CutPass, name: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.cut, self.name, self.refusal = cut, name, cut.exchange.refusal
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not self.cut.is_inside:
+            used = {_storage(tensor) for tensor in tensors_of_arguments((args, kwargs or {}))}
+            if used & {_storage(part) for part in self.cut.handed}:
+                raise self.refusal(
+                    f"{func} in what {self.name}.forward does with what a block returns, "
+                    "beside giving it to the next block"
+                )
+        return func(*args, **(kwargs or {}))
+
+
+def _storage(tensor: Tensor) -> int | None:
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
+
+
+def _changed(copy: Copy, version: int) -> bool:
+    """Whether a buffer was written, or replaced, since; who puts it back writes it, too."""
+    holder, name, buffer, _ = copy
+    return holder[name] is not buffer or buffer._version != version
+
+
+def _drawn(like: Tensor, span: Span) -> Tensor:
+    """The gradient of the whole output for which blocks are compared, the same on all ranks."""
+    shape = list(like.shape)
+    shape[POSITIONS] = span.whole
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(like)
+
+
+def _is_trained(weight: nn.Parameter) -> bool:
+    return weight.requires_grad and weight.is_floating_point()
+
+
+@contextmanager
+def _without_zeros(weights: list[nn.Parameter]) -> Iterator[None]:
+    """Within, weights that are all zero are drawn: a branch behind one shows no gradient.
+
+    Every rank draws the same for what is not cut.
+    """
+    generator, held = torch.Generator(), []
+    for number, weight in enumerate(weights):
+        if not weight.any():
+            drawn = torch.randn(weight.shape, generator=generator.manual_seed(number))
+            held.append((weight, weight.data))
+            weight.data = torch.empty_like(weight.data).copy_(drawn * SMALL)
+    try:
+        yield
+    finally:
+        for weight, zeros in held:
+            weight.data = zeros
+
+
+def _square(tensor: Tensor) -> Tensor:
+    return tensor.double().square().sum()
+
+
+@contextmanager
+def _refused(refusal: Callable[[str], RequestError], where: str) -> Iterator[None]:
+    """Within, what a block says of a part of the sequence is a refusal."""
+    try:
+        yield
+    except AllranksError:
+        raise
+    except Exception as error:
+        lines = str(error).splitlines() or [""]
+        raise refusal(f"{where} fails: {type(error).__name__}: {lines[0][:200]}") from error
