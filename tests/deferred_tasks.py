@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 from dataclasses import dataclass
 from typing import Any
@@ -11,21 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-import fake_sharded
 from allranks.programs.clicks import ClickThrough
 from contract_tasks import Words
-
-fake_sharded.register()
-
-
-class Apart(Words):
-    """Weights that no seed decides."""
-
-    def model(self) -> nn.Module:
-        model = super().model()
-        with torch.no_grad():
-            model.mix.bias.fill_(random.SystemRandom().random())
-        return model
 
 
 @dataclass(kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -127,3 +128,13 @@ class _Unfreezing(Callback):
 def go_on_from_a_state(argument: dict[str, Any]) -> None:
     """As in `contract_workers`."""
     contract_workers.go_on_from_a_state(argument)
+
+
+class Apart(Words):
+    """Weights that no seed decides."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        with torch.no_grad():
+            model.mix.bias.fill_(random.SystemRandom().random())
+        return model

@@ -419,13 +419,13 @@ FAULTS = {
         options=("--strategy", "expert"),
         program="expert_tasks:Alike",
     ),
-    "equal shards at the start": Fault(
+    "equal shards of what is set": Fault(
         "torch/checkpoint/state.py",
         "held.to_local().copy_(placed.to_local())",
         "held.to_local().copy_(given[: held.to_local().shape[0]])",
-        step=-1,
-        stage="weight",
-        tensor="0.weight",
+        step=0,
+        stage="loss",
+        tensor=None,
         hint="",
         options=("--strategy", "fsdp"),
     ),

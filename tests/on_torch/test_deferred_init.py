@@ -123,7 +123,7 @@ def test_a_process_that_the_model_leaves_behind_keeps_no_turn() -> None:
 @pytest.mark.usefixtures("known")
 def test_ranks_that_draw_otherwise_are_told_the_weight(train: Train) -> None:
     with pytest.raises(RequestError, match=r"first in weight .*mix\.bias"):
-        train("deferred_tasks:Apart", strategy=NAME, ranks=2, steps=1)
+        train("sharded_tasks:Apart", strategy=NAME, ranks=2, steps=1)
 
 
 # --- too large for the host -------------------------------------------------------------------

@@ -17,12 +17,11 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -34,6 +33,7 @@ from allranks.tensorflow.built import BuiltKerasModel
 from allranks.tensorflow.comm import peer_lost
 from allranks.tensorflow.data.batches import Arrays, ReplicaBatch
 from allranks.tensorflow.data.nested import mapped
+from allranks.tensorflow.parameter_server.in_flight import Ahead
 from allranks.tensorflow.saving import KerasVariables
 from allranks.tensorflow.step.inputs import InputSplit, Insides, StepInputs, StepSums, pack
 from allranks.tensorflow.step.step import Graphs
@@ -172,60 +172,6 @@ class RemoteSteps(Graphs):
 def _rows(arrays: Any, numbers: Any) -> Any:
     """The samples of these numbers, as far as the graph can tell so many."""
     return mapped(lambda array: tf.gather(array, numbers), arrays)
-
-
-# --- in flight -----------------------------------------------------------------------------------
-# Batches that are handed out ahead of the one whose result is waited for; how many is bounded.
-#
-#     upcoming --> hand out --> under way (at most `most`) --> the oldest is yielded, and waited for
-#
-# Results are taken in the order of the job, whatever order the work is done in. Where something is
-# to be done between two batches with nothing under way, the second one is held back until then.
-
-
-T = TypeVar("T")
-Result = TypeVar("Result")
-
-
-@dataclass
-class Ahead(Generic[T, Result]):
-    """What is under way, oldest first.
-
-    `schedule(item)` begins the work on one. `holds_back(last, item)` says whether `item` has to
-    wait until nothing is under way, where `last` was handed out last; it is asked again and again.
-    """
-
-    most: int
-    schedule: Callable[[T], Result]
-    holds_back: Callable[[T, T], bool]
-    _under_way: deque[tuple[T, Result]] = field(default_factory=deque)
-
-    def __len__(self) -> int:
-        """How many are under way."""
-        return len(self._under_way)
-
-    def take(self) -> tuple[T, Result]:
-        """The oldest, which is not under way for us any more: its result is waited for now."""
-        return self._under_way.popleft()
-
-    def through(self, upcoming: Iterator[T], is_over: Callable[[], bool]) -> Iterator[T]:
-        """Each item in order, once it and the next ones are handed out; `take` it before the next.
-
-        When `is_over`, nothing more is handed out.
-        """
-        held: list[T] = []
-        while True:
-            while len(self._under_way) < self.most and not is_over():
-                held = held or [item for item in (next(upcoming, None),) if item is not None]
-                if not held or (
-                    self._under_way and self.holds_back(self._under_way[-1][0], held[0])
-                ):
-                    break
-                item = held.pop()
-                self._under_way.append((item, self.schedule(item)))
-            if not self._under_way:
-                return
-            yield self._under_way[0][0]
 
 
 POLL_S = 0.5
