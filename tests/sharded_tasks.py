@@ -26,11 +26,13 @@ from contract_tasks import (
     UnevenStream,
     Words,
 )
+from deferred_tasks import OnMeta
 
 __all__ = [
     "Experts",
     "Images",
     "Mixture",
+    "OnMeta",
     "Pairs",
     "Pictures",
     "Sentences",

@@ -197,9 +197,9 @@ def test_the_house_does_not_grow_back() -> None:
 
 
 def test_one_module_names_accelerators() -> None:
-    """The others ask `allranks.torch.accelerator`; a disguise lists the attributes of tensors."""
+    """The others ask `allranks.torch.accelerator`."""
     named = re.compile(r"torch\.(cuda|xpu)\b|\.is_(cuda|xpu)\b|\"(cuda|xpu)\"")
-    may = {"accelerator.py", "disguise.py"}
+    may = {"accelerator.py"}
     modules = (SOURCE / "torch").rglob("*.py")
     found = {path.name for path in modules if named.search(path.read_text())}
     assert found <= may, found - may

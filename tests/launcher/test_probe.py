@@ -300,8 +300,8 @@ Tree = Callable[[dict[str, str]], None]
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
     """`groups({path: content})`: the control groups of this process,
     as the kernel would show them."""
-    monkeypatch.setattr(examination, "GROUPS", tmp_path / "self")
-    monkeypatch.setattr(examination, "MOUNT", tmp_path / "mount")
+    monkeypatch.setattr(oom, "GROUPS", tmp_path / "self")
+    monkeypatch.setattr(oom, "MOUNT", tmp_path / "mount")
 
     def make(files: dict[str, str]) -> None:
         for name, content in files.items():
@@ -355,6 +355,5 @@ def test_an_examination_survives_the_way(marked: Mark) -> None:
     found = examine(marked)
     assert examination.Examination.from_data(found.to_data()) == found
     assert found.cores_allowed == len(os.sched_getaffinity(0))
-    assert oom.GROUPS == examination.GROUPS
     with closing(os.scandir(marked.folder)) as entries:
         assert [entry.name for entry in entries] == [marked.name]

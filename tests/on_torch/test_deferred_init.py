@@ -12,7 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
+import allranks.launcher.processes.linux as linux
 import allranks.torch.deferred_init.in_turn as in_turn
 from allranks.catalog import STRATEGIES, TORCH
 from allranks.errors import AllranksError, ProgramError, RequestError
@@ -21,6 +23,7 @@ from allranks.launcher.world import World
 from allranks.programs.models.gpt import GPT
 from allranks.strategies.torch_cards import CARDS
 from allranks.torch import Trainer
+from allranks.torch.build import _copy
 from allranks.torch.deferred_init.in_turn import build_turn, free_memory_bytes, within_memory
 from allranks.torch.deferred_init.meta_model import MetaModel
 from conftest import Train
@@ -133,41 +136,91 @@ def test_a_model_larger_than_free_memory_is_refused_before_it_is_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     size = sum(p.nbytes for p in Words().model().parameters())
+    monkeypatch.setattr(in_turn, "LOOK_EVERY_BYTES", size)
     monkeypatch.setattr(in_turn, "free_memory_bytes", lambda: size - 1)
     with pytest.raises(RequestError) as refused, Trainer(Words(), Job(strategy="single")):
         pass
     error = refused.value
-    assert "GiB of weights up to 'bias' of a Linear, and " in error.found
+    assert "GiB of weights more at 'bias' of a Linear, and " in error.found
     assert 'torch.device("meta")' in error.do and "pretrained()" in error.do
     assert "init(module)" in error.do and "whole" in error.why and "model()" in error.asked
     with Trainer(OnMeta(), Job(strategy="single")):
         pass
 
 
-def test_a_weight_is_counted_once_and_what_is_gone_or_mapped_not_at_all(
+def test_only_what_takes_memory_of_the_host_is_counted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setattr(in_turn, "LOOK_EVERY_BYTES", 1)
     monkeypatch.setattr(in_turn, "free_memory_bytes", lambda: 5000)
     mapped = torch.from_file(str(tmp_path / "weights"), shared=True, size=4000)
     with within_memory():
         layer = nn.Linear(10, 100, bias=False)
         for _ in range(3):
-            layer.weight = layer.weight
+            layer.weight = nn.Parameter(torch.zeros(100, 10))  # the one before is gone
             layer.bias = nn.Parameter(mapped)
+        layer.weight = nn.Parameter(TwoTensor(torch.zeros(100, 10), torch.zeros(100, 10)))
         with pytest.raises(RequestError, match="free memory"):
-            nn.Linear(10, 100, bias=False)
+            nn.Linear(100, 100, bias=False)
 
 
-def test_free_memory_is_that_of_the_control_group_where_it_has_less(
+def test_free_memory_is_that_of_the_control_groups_without_the_pages_of_files(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert free_memory_bytes() > 0
-    monkeypatch.setattr(in_turn, "MOUNTS", (tmp_path, tmp_path))
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.current").write_text("30\n")
+    monkeypatch.setattr(linux, "GROUPS", tmp_path / "self")
+    monkeypatch.setattr(linux, "MOUNT", tmp_path)
+    inner = tmp_path / "slurm" / "job"
+    inner.mkdir(parents=True)
+    (tmp_path / "self").write_text("0::/slurm/job\n")
+    (tmp_path / "cgroup.controllers").touch()
+
+    def limit(folder: Path, most: str) -> None:
+        (folder / "memory.max").write_text(f"{most}\n")
+        (folder / "memory.current").write_text("30\n")
+        (folder / "memory.stat").write_text("anon 9\ninactive_file 12\nactive_file 8\n")
+
+    limit(inner, "max")
     assert free_memory_bytes() > 1000
-    (tmp_path / "memory.max").write_text("100\n")
-    assert free_memory_bytes() == 70
+    limit(inner.parent, "100")  # of a group around that of this process
+    assert free_memory_bytes() == 90
+    limit(inner, "40")
+    assert free_memory_bytes() == 30
+
+
+def test_a_mask_that_nobody_sets_is_an_error_and_any_number_may_be_set() -> None:
+    class Masked(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+            self.register_buffer("mask", torch.ones(2, 2).tril().bool())
+            self.register_buffer("least", torch.zeros(2, dtype=torch.int8))
+
+    class Sets(Words):
+        sets = True
+
+        def model(self) -> nn.Module:
+            with torch.device("meta"):
+                return Masked()
+
+        def init(self, module: nn.Module) -> None:
+            super().init(module)
+            assert isinstance(module, Masked)
+            module.least.fill_(-128)
+            if self.sets:
+                module.mask.copy_(torch.ones(2, 2).tril())
+
+    def filled(task: Sets) -> nn.Module:
+        model = task.model()
+        MetaModel(model).fill(model, {}, task.init, _copy, seed=0, device=torch.device("cpu"))
+        return model
+
+    model = filled(Sets())
+    assert model.mask.tolist() == [[True, False], [True, True]]
+    assert model.least.tolist() == [-128, -128]
+    task = Sets()
+    task.sets = False
+    with pytest.raises(RequestError, match="'mask' that it did not set"):
+        filled(task)
 
 
 # --- on meta ----------------------------------------------------------------------------------
@@ -190,7 +243,7 @@ def test_a_model_on_meta_ends_alike_under_every_strategy(train: Train) -> None:
 def test_it_starts_alike_under_every_strategy(name: str, ranks: int, train: Train) -> None:
     flags: dict[str, Any] = {"steps": 1, "precision": "fp64"}
     result, single = (
-        train("deferred_tasks:OnMeta", strategy=strategy, ranks=count, **flags)
+        train("sharded_tasks:OnMeta", strategy=strategy, ranks=count, **flags)
         for strategy, count in ((name, ranks), ("single", 1))
     )
     ours, theirs = (load_file(run.run_dir / "weights.safetensors") for run in (result, single))
@@ -246,7 +299,7 @@ def test_what_init_sees_is_the_module_of_the_task_whole_and_tied() -> None:
 
     filling, weight = MetaModel(model), model.read.weight
     digests = filling.fill(model, {}, init, lambda _, t, w: t.copy_(w), seed=1, device=HOST)  # type: ignore[arg-type, return-value]
-    assert calls == [model, model.read, model.write]
+    assert calls == [m for m in (model, model.read, model.write) for _ in range(2)]
     assert model.read.weight is model.write.weight is weight and weight.requires_grad
     assert (weight == 2).all() and model.count.tolist() == [3, 3] and model.scale[0] == 3
     assert set(digests) == {"count", "read.weight", "read.bias", "write.bias"}

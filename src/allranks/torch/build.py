@@ -227,6 +227,8 @@ def _built(
         return on_meta.fill(model, weights, task.init, place, seed=job.seed, device=device)
 
     missing = None if pretrained is None else _fill(model, pretrained)
+    if not on_meta.modules:
+        pretrained = None  # all of it is in the model: no rank keeps it beyond its turn
     if not strategy.builds_in_turn:
         fill(model, _copy)
     swapped = swap_layers(model, scope)

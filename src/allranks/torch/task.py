@@ -67,7 +67,8 @@ class Task(TaskFields):
         """Set the parameters and buffers of one module that `model()` built on the meta device.
 
         Called for each such module once it has memory, whole, without gradients, and with
-        generators that depend on the seed of the job and the position of the module alone. Set the
+        generators that depend on the seed of the job and the position of the module alone. It is
+        called twice, on zeros and on ones, and has to set the same numbers both times. Set the
         module's own tensors, not those of its children. The default: its `reset_parameters()`.
         """
         reset: Any = getattr(module, "reset_parameters", None)

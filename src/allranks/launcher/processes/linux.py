@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import signal
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -145,6 +146,25 @@ class Kills:
         if _rose(before.on_this_machine, self.on_this_machine):
             return "probably out of memory: the kernel killed a process of this machine for it"
         return ""
+
+
+def control_groups(kinds: Collection[str]) -> Iterator[tuple[str, Path]]:
+    """The folder of the control group of this process, and of every group around it, by kind.
+
+    `kinds` are controllers of version 1; version 2, which has them all in one, is "". Inside a
+    container the mount may begin at the very group of this process.
+    """
+    try:
+        lines = GROUPS.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, names, group = line.split(":", 2)
+        for kind in set(names.split(",")) & set(kinds):
+            mount = MOUNT / kind
+            if kind or (MOUNT / "cgroup.controllers").exists():
+                inside = mount / group.lstrip("/")
+                yield from ((kind, f) for f in (inside, *inside.parents) if f.is_relative_to(mount))
 
 
 def _rose(before: int | None, now: int | None) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from allranks.launcher.nodes.facts import interfaces
-from allranks.launcher.processes.linux import GROUPS, MOUNT
+from allranks.launcher.processes.linux import control_groups
 
 WORKS = "works"
 SHARED_MEMORY = Path("/dev/shm")
@@ -225,25 +225,7 @@ def _cpu_quota() -> float | None:
 
 
 def _in_groups(names: dict[str, str]) -> Iterator[str]:
-    """The content of a file of the control group, and of every group around it.
-
-    `names` are those of the file by controller; that of version 2, which has them all, is "".
-    Inside a container the mount may begin at the very group of this process.
-    """
-    try:
-        lines = GROUPS.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, kinds, group = line.split(":", 2)
-        for kind in set(kinds.split(",")) & set(names):
-            mount = MOUNT / kind
-            if not kind and not (MOUNT / "cgroup.controllers").exists():
-                continue
-            inside = mount / group.lstrip("/")
-            for folder in (inside, *inside.parents):
-                if folder.is_relative_to(mount):
-                    try:
-                        yield (folder / names[kind]).read_text()
-                    except OSError:
-                        continue
+    """The content of a file of the control group, and of every group around it, by controller."""
+    for kind, folder in control_groups(names):
+        with suppress(OSError):
+            yield (folder / names[kind]).read_text()

@@ -13,7 +13,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,19 @@ from torch.nn.parameter import is_lazy
 
 from allranks.errors import RequestError
 from allranks.launcher.heartbeat import Heartbeat, SaveThreadHeartbeat
+from allranks.launcher.processes.linux import control_groups
 from allranks.launcher.world import World, master_endpoint
 from allranks.torch.comm.subgroups import in_exchange
 
 SOONEST_S, LATEST_S = 0.0005, 0.05  # between two attempts to take the lock
-GROUPS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
-MOUNTS = (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory"))
+FILES = {
+    "": ("memory.max", "memory.current"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+}
+"""Of a control group, by controller ("" in version 2): its limit, and what it uses."""
+CACHE = ("inactive_file", "active_file")
 GIB = 2**30
+LOOK_EVERY_BYTES = 2**26
 
 _locks: set[socket.socket] = set()
 
@@ -78,25 +84,23 @@ def _is_bound(lock: socket.socket, name: str) -> bool:
 
 @contextmanager
 def within_memory() -> Iterator[None]:
-    """Within, refuse a model whose parameters are larger than the free memory of the host.
+    """Within, refuse a model as soon as a parameter is larger than the free memory of the host.
 
-    Parameters are counted as they are registered, which is mostly before they are written: the
-    kernel gives memory with the first write, and kills who has too much.
+    Parameters are looked at as they are registered, which is mostly before they are written: the
+    kernel gives memory with the first write, and kills a process that has too much. What was
+    registered since the last look counts with it.
     """
-    free_bytes, total_bytes = free_memory_bytes(), 0
-    sizes: dict[int, int] = {}  # by the address of a storage
+    new_bytes = 0
 
     def count(module: nn.Module, name: str, parameter: Any) -> None:
-        nonlocal total_bytes
-        if parameter is None or is_lazy(parameter) or parameter.device.type != "cpu":
+        nonlocal new_bytes
+        if parameter is not None:
+            new_bytes += _own_bytes(parameter)
+        if new_bytes < LOOK_EVERY_BYTES:
             return
-        storage = parameter.untyped_storage()
-        if storage.filename is not None:  # a file that is mapped needs no memory of its own
-            return
-        total_bytes += storage.nbytes() - sizes.get(storage.data_ptr(), 0)
-        sizes[storage.data_ptr()] = storage.nbytes()
-        if total_bytes > free_bytes:
-            raise too_large(f"{name!r} of a {type(module).__name__}", total_bytes, free_bytes)
+        if new_bytes > (free_bytes := free_memory_bytes()):
+            raise too_large(f"{name!r} of a {type(module).__name__}", new_bytes, free_bytes)
+        new_bytes = 0
 
     handle = register_module_parameter_registration_hook(count)
     try:
@@ -105,21 +109,38 @@ def within_memory() -> Iterator[None]:
         handle.remove()
 
 
+def _own_bytes(parameter: nn.Parameter) -> int:
+    """What a parameter takes of the host: nothing where it is lazy, mapped or another kind."""
+    if is_lazy(parameter) or type(parameter) is not nn.Parameter or parameter.device.type != "cpu":
+        return 0
+    try:
+        storage = parameter.untyped_storage()
+        return 0 if storage.filename is not None else storage.nbytes()
+    except (RuntimeError, NotImplementedError):  # a tensor without memory of its own
+        return 0
+
+
 def free_memory_bytes() -> int:
-    """What this process may still use: of the host, and of the control group that it sees."""
+    """What this process may still use: of the host, and of its control group and those around."""
     free: int = psutil.virtual_memory().available
-    for mount, (limit, usage) in zip(MOUNTS, GROUPS, strict=True):
-        try:
-            free = min(free, int((mount / limit).read_text()) - int((mount / usage).read_text()))
-        except (OSError, ValueError):  # no such group, or no limit
-            continue
+    for kind, folder in control_groups(FILES):
+        limit, usage = FILES[kind]
+        with suppress(OSError, ValueError):  # no limit
+            room = int((folder / limit).read_text()) - int((folder / usage).read_text())
+            free = min(free, room + _cache_bytes(folder))
     return max(free, 0)
 
 
-def too_large(where: str, total_bytes: int, free_bytes: int) -> RequestError:
+def _cache_bytes(folder: Path) -> int:
+    """The pages of files that a control group holds, which the kernel takes back when it needs."""
+    rows = dict(line.split()[:2] for line in (folder / "memory.stat").read_text().splitlines())
+    return sum(int(rows.get(f"total_{name}", rows.get(name, 0))) for name in CACHE)
+
+
+def too_large(where: str, new_bytes: int, free_bytes: int) -> RequestError:
     return RequestError(
         asked="model() of the task, with its weights in memory",
-        found=f"{total_bytes / GIB:.3g} GiB of weights up to {where}, and "
+        found=f"{new_bytes / GIB:.3g} GiB of weights more at {where}, and "
         f"{free_bytes / GIB:.3g} GiB of free memory on this host",
         why="a rank builds the model whole in the memory of the host, and then keeps its part",
         do='build it under torch.device("meta"), and let pretrained() name a safetensors file of '

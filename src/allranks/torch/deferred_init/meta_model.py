@@ -85,7 +85,8 @@ class MetaModel:
         """Give the tensors memory on `device`, and fill them; returns the digest of each, whole.
 
         No communication. At most the tensors of one module, and those that it shares with others,
-        are whole at a time. The generators go on afterwards where they were.
+        are whole at a time, twice: `init` is called on zeros and on ones, and what differs then was
+        not set by it. The generators go on afterwards where they were.
         """
         if not self.modules:
             return {}
@@ -96,21 +97,24 @@ class MetaModel:
         needed = {n for n, like in self.like.items() if targets[n].numel() or not like.numel()}
         digests: dict[str, str] = {}
         wholes: dict[str, Tensor] = {}
+        others: dict[str, Tensor] = {}
         with torch.no_grad(), kept_random_streams(device):
             for entry in self.modules:
                 names = needed.intersection(entry.names.values())
                 if names - sources.keys():
-                    seed_generators(random_key(seed, entry.index, FIRST_WEIGHTS))
-                    self._draw(entry, wholes, init)
+                    for number, drawn in enumerate((wholes, others)):
+                        seed_generators(random_key(seed, entry.index, FIRST_WEIGHTS))
+                        self._draw(entry, drawn, init, number)
                 for name in dict.fromkeys(entry.names.values()):
                     if last[name] != entry.index:
                         continue
                     whole, source = wholes.pop(name, None), sources.get(name)
+                    other = others.pop(name, None)
                     if name not in needed:
                         continue
                     if source is not None:
                         whole = pretrained[source]
-                    elif whole is None or is_unset(whole):
+                    elif whole is None or other is None or not same_bytes(whole, other):
                         raise _left_unset(entry, name)
                     digests[name] = digest_of(whole)
                     place(name, targets[name], whole.to(targets[name].device))
@@ -121,12 +125,19 @@ class MetaModel:
         return next((alias for alias in self.aliases[name] if alias in pretrained), None)
 
     def _draw(
-        self, entry: MetaModule, wholes: dict[str, Tensor], init: Callable[[nn.Module], None]
+        self,
+        entry: MetaModule,
+        wholes: dict[str, Tensor],
+        init: Callable[[nn.Module], None],
+        number: int,
     ) -> None:
-        """Have `init` set the tensors of a module, which is in its own class and whole for it."""
+        """Have `init` set the tensors of a module, which is in its own class and whole for it.
+
+        They are full of `number` before.
+        """
         for name in entry.names.values():
             if name not in wholes:
-                wholes[name] = unset(self.like[name])
+                wholes[name] = torch.full_like(self.like[name], number, device=CPU)
 
         def whole(attribute: str, tensor: Tensor | None) -> Tensor | None:
             return wholes[entry.names[attribute]] if attribute in entry.names else tensor
@@ -189,20 +200,10 @@ def exchange(tensor: Tensor, real: Tensor) -> None:
         torch.utils.swap_tensors(tensor, real)
 
 
-def unset(like: Tensor) -> Tensor:
-    """A tensor on the host whose numbers are those that no initialisation writes."""
-    whole = torch.empty_like(like, device=CPU)
-    if whole.is_floating_point() or whole.is_complex():
-        return whole.fill_(torch.nan)
-    return whole.fill_(0 if whole.dtype == torch.bool else torch.iinfo(whole.dtype).min)
-
-
-def is_unset(whole: Tensor) -> bool:
-    """Whether a number of it is still the one of `unset`."""
-    if whole.is_floating_point() or whole.is_complex():
-        return bool(whole.isnan().any())
-    unsigned = not whole.dtype.is_signed  # whose least number is one that programs write
-    return not unsigned and bool((whole == torch.iinfo(whole.dtype).min).any())
+def same_bytes(whole: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one type hold the same bytes; NaN equals itself."""
+    flat, other_flat = (t.detach().contiguous().reshape(-1) for t in (whole, other))
+    return torch.equal(flat.view(torch.uint8), other_flat.view(torch.uint8))
 
 
 def _copied(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
@@ -220,7 +221,7 @@ def _named(model: nn.Module, *, remove_duplicate: bool = True) -> list[tuple[str
 def _left_unset(entry: MetaModule, name: str) -> RequestError:
     return RequestError(
         asked=f"init(module) of the task for {entry.name!r}, a {entry.kind.__name__} on meta",
-        found=f"numbers of {name!r} that it did not set",
+        found=f"numbers of {name!r} that it did not set, or that another call set otherwise",
         why="a tensor on the meta device has no numbers of its own",
         do=f"set all of {name!r} in init(module), or name it in pretrained()",
     )

@@ -133,11 +133,6 @@ class FlatLayout:
         self.types = [own.dtype for own in held]
         self.nbytes = at
 
-    @property
-    def payload(self) -> int:
-        """The bytes of the numbers, without what pads them."""
-        return sum(run.stop - run.start for run in self.runs)
-
     def new(self, memory: Any = None) -> Flat:
         """Memory for all pieces, of zeros unless it is given (a writable buffer of `nbytes`)."""
         if memory is None:
