@@ -3,10 +3,14 @@ and nothing left."""
 
 from __future__ import annotations
 
+import hashlib
 import linecache
 import math
 import os
+import pickle
+import re
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -17,7 +21,6 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -261,8 +264,6 @@ def run_cells(monkeypatch: pytest.MonkeyPatch, *cells: str) -> dict[str, Any]:
 def carry(name: str, namespace: dict[str, Any], folder: Path) -> ModuleType:
     """The module that ranks import, with the class of the notebook."""
     path = write_class(namespace[name], namespace, folder)
-    classes = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID
-    classes.clear()  # of this process, which would give its own again
     module = ModuleType(f"program_{len(list(folder.iterdir()))}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module
@@ -313,8 +314,9 @@ def test_a_class_is_carried_as_the_notebook_has_it(
     assert net(rate=1).sizes is not net(rate=1).sizes
     names = vars(module).keys() & namespace.keys()
     assert "lock" not in names and "math" not in names, "more than the class uses"
-    assert module.scaled.__code__.co_filename == "<cell 4>"
-    assert "return x * unit()" in linecache.getline("<cell 4>", 2)
+    cell = module.scaled.__code__.co_filename
+    assert re.fullmatch(r"cell-\d\.py", cell) and "return x * unit()" in linecache.getline(cell, 2)
+    assert net.__init__.__code__.co_filename == "<string>", "a dataclass's own"
 
 
 DRAWN = (
@@ -399,6 +401,131 @@ def test_another_python_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     text = path.read_text().replace(f"{by_value.PYTHON!r})", "'2.7')")
     with pytest.raises(RequestError, match="a notebook of Python 2"):
         exec(text, {"__file__": str(path), "__name__": "program"})
+
+
+def test_a_pickle_that_is_not_the_program_s_is_not_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nor one that another user may have put there; a mask that shares files does not matter."""
+    folder = tmp_path / "programs"
+    namespace = run_cells(monkeypatch, "class A: pass")
+    before = os.umask(0o002)
+    try:
+        path = write_class(namespace["A"], namespace, folder)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()} == {0o600}
+
+    def load() -> None:
+        exec(path.read_text(), {"__file__": str(path), "__name__": "program"})
+
+    load()
+    content = path.with_suffix(".pickle").read_bytes()
+    monkeypatch.setattr(by_value, "_ran", [], raising=False)
+    code = "from allranks.cli.notebook import by_value; by_value._ran.append(1)"
+    path.with_suffix(".pickle").write_bytes(pickle.dumps(_Runs(code)))
+    with pytest.raises(RequestError, match="a content of SHA-256") as error:
+        load()
+    assert hashlib.sha256(content).hexdigest() in error.value.found
+    assert "launch the class again" in error.value.do and not vars(by_value)["_ran"]
+    path.with_suffix(".pickle").write_bytes(content)
+
+    for place, mode in [
+        (folder, 0o770),
+        (folder, 0o702),
+        (path.with_suffix(".pickle"), 0o620),
+        (path, 0o602),
+    ]:
+        private = stat.S_IMODE(place.stat().st_mode)
+        place.chmod(mode)
+        changed = place.stat().st_mtime_ns
+        for use in (load, lambda: write_class(namespace["A"], namespace, folder)):
+            with pytest.raises(RequestError, match="other users may write it") as error:
+                use()
+            assert error.value.do == f"chmod go-w {place}"
+        assert place.stat().st_mtime_ns == changed
+        place.chmod(private)
+    me = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    for use in (load, lambda: write_class(namespace["A"], namespace, folder)):
+        with pytest.raises(RequestError, match="it belongs to another user"):
+            use()
+
+
+class _Runs:
+    """Its pickle runs this text when it is read."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return exec, (self.text,)
+
+
+KERNEL = """
+import hashlib, linecache, os, sys
+from pathlib import Path
+from types import SimpleNamespace
+import allranks
+from allranks.cli.notebook import program
+
+def run(cell, count):
+    file = f"/tmp/ipykernel_{os.getpid()}/{count}-{hashlib.sha256(cell.encode()).hexdigest()}.py"
+    linecache.cache[file] = (len(cell), None, cell.splitlines(keepends=True), file)
+    exec(compile(cell, file, "exec", dont_inherit=True), globals())
+
+shell = SimpleNamespace(user_ns=globals())
+program.shell = lambda: shell
+for again in range(2):
+    for number, cell in enumerate(CELLS):
+        run(cell, again * len(CELLS) + number)
+    print(program.prepare_program(Mine, Path("."))[0])
+for steps in sys.argv[1:]:
+    trained = allranks.launch(Mine, steps=int(steps), run_dir="run", checkpoint_every=1)
+    print(trained.summary["steps"])
+"""
+OF_A_KERNEL = (
+    "import torch\nfrom dataclasses import dataclass\nfrom enum import Enum\n"
+    "from typing import Generic, TypeVar\nfrom resume_tasks import Rates\n"
+    "torch.manual_seed(3); start = torch.randn(4, 4); half = start.bfloat16()[1:]",
+    "T = TypeVar('T')\nclass Kind(Enum):\n    A = 'a'\n    B = 'b'\n"
+    "class Box(Generic[T]):\n    names = {'d', 'e', 'f', None, 1}",
+    "same = Box.names\nboxes = {Kind.A: Box(), 'b': frozenset({'g', 'h', 'i'})}\n"
+    "def known(x: 'T'):\n    return x in {'a', 'b', 'c', None} and boxes and same is Box.names",
+    "@dataclass(kw_only=True)\nclass Mine(Rates):\n    hidden: int = 4\n"
+    "    def model(self):\n        assert known(Kind('a').value) and T and half.shape == (3, 4)\n"
+    "        model = super().model()\n        model[0].weight.data.copy_(start)\n"
+    "        return model",
+)
+
+
+def printed_by_kernel(folder: Path, hash_seed: str, *steps: str) -> list[str]:
+    (folder / "kernel.py").write_text(f"CELLS = {OF_A_KERNEL!r}\n{KERNEL}")
+    done = subprocess.run(
+        [sys.executable, "kernel.py", *steps],
+        cwd=folder,
+        env={**os.environ, "PYTHONHASHSEED": hash_seed},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_equal_cells_are_an_equal_program(tmp_path: Path) -> None:
+    """In another process, and when they are run again."""
+    names = [*printed_by_kernel(tmp_path, "1"), *printed_by_kernel(tmp_path, "2")]
+    assert len(names) == 4 and len(set(names)) == 1, names
+    assert len(list((tmp_path / "programs").iterdir())) == 2  # the program, and the pickle
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_kernel_that_was_started_again_resumes(tmp_path: Path) -> None:
+    assert printed_by_kernel(tmp_path, "1", "2")[2:] == ["2"]
+    assert printed_by_kernel(tmp_path, "2", "4")[2:] == ["4"]
 
 
 TRAINED = (

@@ -4,6 +4,9 @@ cloudpickle takes with the class what its functions use of the notebook, as it i
 functions, classes, tensors, changes that were made since. What a module defines is imported by its
 name, in the folders where the notebook looks for modules. The writing side is `write_class`;
 `load_class` is called by the program, on every rank.
+
+Equal content gives equal bytes, in any process: a job names its program, and is resumed only with
+that. The program holds the digest of the pickle, because a pickle runs code when it is read.
 """
 
 from __future__ import annotations
@@ -15,12 +18,13 @@ import io
 import linecache
 import os
 import pickle
+import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import _HAS_DEFAULT_FACTORY, KW_ONLY, MISSING  # type: ignore[attr-defined]
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType, NoneType
 from typing import Any
 
 import cloudpickle
@@ -31,13 +35,15 @@ from allranks.errors import RequestError
 from allranks.job.job_file import HIDDEN, redacted
 
 PYTHON = ".".join(map(str, sys.version_info[:2]))
-NAMESPACE = "namespace"
+NAMESPACE, UNTRACKED = "namespace", "untracked"
 SINGLETONS = {
     "MISSING": MISSING,
     "KW_ONLY": KW_ONLY,
     "HAS_DEFAULT_FACTORY": _HAS_DEFAULT_FACTORY,
 }
 """Dataclasses compare with these by identity, so a copy is not good enough."""
+TRACKED = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID
+SORTABLE = (str, bytes, bool, int, float, NoneType)
 MOST_NAMED = 1000  # items of one collection: of longer ones a refusal names the collection
 WRITEFILE_MAGIC = "%%writefile mytask.py"
 PROGRAM = '''\
@@ -51,7 +57,7 @@ import {engine}
 
 from allranks.cli.notebook.by_value import load_class
 
-{name} = load_class(globals(), {file!r}, {python!r})
+{name} = load_class(globals(), {file!r}, {digest!r}, {python!r})
 '''
 
 
@@ -63,7 +69,8 @@ def write_class(task_class: type, namespace: Mapping[str, Any], folder: Path) ->
     """
     name = task_class.__name__
     content = _pickled(task_class, namespace)
-    stem = f"{name}-{hashlib.sha256(content).hexdigest()[:8]}"
+    digest = hashlib.sha256(content).hexdigest()
+    stem = f"{name}-{digest[:8]}"
     bases = (kind.__module__ for kind in task_class.__mro__)
     tasks = {module for engine in ENGINES.values() for module in engine.tasks}
     text = PROGRAM.format(
@@ -71,12 +78,32 @@ def write_class(task_class: type, namespace: Mapping[str, Any], folder: Path) ->
         folders=[os.path.abspath(folder) for folder in sys.path if os.path.exists(folder or ".")],
         engine=next((module for module in bases if module in tasks), "allranks"),
         file=f"{stem}.pickle",
+        digest=digest,
         python=PYTHON,
     )
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / f"{stem}.pickle", content)
-    write_whole(folder / f"{stem}.py", text.encode())
-    return folder / f"{stem}.py"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    files = {folder / f"{stem}.pickle": content, folder / f"{stem}.py": text.encode()}
+    _check_that_nobody_else_writes(folder, *files)
+    for path, data in files.items():
+        write_whole(path, data, mode=0o600)
+    return path
+
+
+def _check_that_nobody_else_writes(*paths: Path) -> None:
+    """Refuse a folder, or a file in it, that another user owns or may write."""
+    for path in paths:
+        with suppress(FileNotFoundError):  # it is about to be written, or to be read
+            status = path.stat()
+            others = status.st_uid != os.geteuid()
+            if others or status.st_mode & 0o022:
+                raise RequestError(
+                    asked=f"to use {path}, for a class of a notebook",
+                    found="it belongs to another user" if others else "other users may write it",
+                    why="a pickle runs code when it is read, so nobody else may put one there",
+                    do="launch the class from a notebook of yours, with a run_dir elsewhere"
+                    if others
+                    else f"chmod go-w {shlex.quote(str(path))}",
+                )
 
 
 def _pickled(task_class: type, namespace: Mapping[str, Any]) -> bytes:
@@ -107,13 +134,29 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # of a package witho
         super().__init__(file)
         self.name, self.namespace = name, namespace
         self.last: Any = None
-        self.definitions: dict[int, tuple[type | FunctionType, str]] = {}
+        self.definitions: list[tuple[type | FunctionType, str]] = []
         self.sources: dict[str, dict[int, str]] = {}
+        self._defined: set[int] = set()
+        self._cells = {"<string>": "<string>"}  # by file; that one is a dataclass's own
+        self._sets: dict[int, tuple[int, Any]] = {}  # with the set, so that its id stays its own
         self._paths: dict[int, str] = {}
 
-    def persistent_id(self, value: Any) -> str | None:
-        """Called for every object before it is pickled; a text stands for what ranks have."""
+    def reducer_override(self, value: Any) -> Any:
+        """As cloudpickle does, but for the storage of a tensor: torch writes its address too."""
+        torch: Any = sys.modules.get("torch")
+        if torch is not None and isinstance(value, torch.TypedStorage):
+            data = torch.empty(0, dtype=torch.uint8).set_(value._untyped_storage)
+            return storage_of, (value.dtype, data.numpy().tobytes())
+        return super().reducer_override(value)
+
+    def persistent_id(self, value: Any) -> Any:
+        """Called for every object before it is pickled: the key of what `_Unpickler` makes."""
         self.last = value
+        if type(value) is str and value in TRACKED:
+            return UNTRACKED  # a random id, by which cloudpickle knows a class or a TypeVar again
+        if type(value) in (set, frozenset) and all(type(item) in SORTABLE for item in value):
+            number, _ = self._sets.setdefault(id(value), (len(self._sets), value))
+            return number, type(value), tuple(sorted(value, key=repr))
         if value is self.globals_ref.get(id(self.namespace), self):
             return NAMESPACE
         if isinstance(value, io.IOBase) and not isinstance(value, io.BytesIO | io.StringIO):
@@ -122,8 +165,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # of a package witho
             raise self.refusal(value, f"a tensor on {device}", "bring it to the CPU: .cpu()")
         if isinstance(value, type | FunctionType) and value.__module__ == "__main__":
             code = getattr(value, "__code__", None)
-            cell = "" if code is None else code.co_filename
-            self.definitions.setdefault(id(value), (value, cell))
+            file = "" if code is None else code.co_filename
+            # The name of a cell is random, or has the id of the process or a count in it.
+            cell = file and self._cells.setdefault(file, f"cell-{len(self._cells)}.py")
+            if id(value) not in self._defined:
+                self._defined.add(id(value))
+                self.definitions.append((value, cell))
             if isinstance(value, FunctionType):
                 self._add_source(value, cell)
         self._name_parts(value)
@@ -194,15 +241,28 @@ def _device_of(value: Any) -> Any:
 class _Unpickler(pickle.Unpickler):
     """Reads what `_Pickler` wrote; the functions get `namespace` as their globals."""
 
-    def __init__(self, file: io.BufferedReader, namespace: dict[str, Any]) -> None:
-        super().__init__(file)
-        self._known = {NAMESPACE: namespace, **SINGLETONS}
+    def __init__(self, content: bytes, namespace: dict[str, Any]) -> None:
+        super().__init__(io.BytesIO(content))
+        self._known = {NAMESPACE: namespace, UNTRACKED: None, **SINGLETONS}
 
-    def persistent_load(self, key: str) -> Any:
-        return self._known[key]
+    def persistent_load(self, key: Any) -> Any:
+        if isinstance(key, str):
+            return self._known[key]
+        number, kind, items = key
+        return self._known.setdefault(number, kind(items))
 
 
-def load_class(namespace: dict[str, Any], file: str, python: str) -> type:
+def storage_of(dtype: Any, content: bytes) -> Any:
+    """The storage of a tensor of torch, which has been imported with `dtype`."""
+    torch: Any = sys.modules["torch"]
+    storage = torch.UntypedStorage(len(content))
+    if content:
+        data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        torch.empty(0, dtype=torch.uint8).set_(storage).copy_(data)
+    return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+def load_class(namespace: dict[str, Any], file: str, digest: str, python: str) -> type:
     """The class in `file`, beside the program that has this namespace.
 
     What the class uses is in the namespace then, as if the program had defined it.
@@ -214,10 +274,19 @@ def load_class(namespace: dict[str, Any], file: str, python: str) -> type:
             why="functions are carried as compiled code, which another Python cannot run",
             do=f"start it with Python {python}, or launch it again from a notebook of this one",
         )
+    path = Path(namespace["__file__"]).with_name(file)
+    _check_that_nobody_else_writes(path.parent, Path(namespace["__file__"]), path)
+    content = path.read_bytes()
+    if (now := hashlib.sha256(content).hexdigest()) != digest:
+        raise RequestError(
+            asked=f"to train the class of a notebook that is in {path}",
+            found=f"a content of SHA-256 {now}; the program beside it was written with {digest}",
+            why="a pickle runs code when it is read, so no other one is",
+            do="put the file back as it was, or launch the class again from the notebook",
+        )
     of_program = dict(namespace)
-    with open(Path(namespace["__file__"]).with_name(file), "rb") as opened:
-        task_class, annotated, definitions, sources = _Unpickler(opened, namespace).load()
-    for value, cell in definitions.values():
+    task_class, annotated, definitions, sources = _Unpickler(content, namespace).load()
+    for value, cell in definitions:
         value.__module__ = of_program["__name__"]
         if isinstance(value, FunctionType):
             value.__code__ = _code_in(cell, value.__code__)
