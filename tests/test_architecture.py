@@ -36,13 +36,13 @@ HAS_TORCH = {"torch", "programs"}
 HAS_TENSORFLOW = {"tensorflow", "programs"}
 MODULES = house.MODULES
 MOST = {
-    "files": 505,
-    "lines": 96_612,
+    "files": 507,
+    "lines": 96_979,
     "rooms in torch/": 21,
     "imports in a circle of rooms, torch/": 77,
     "imports in a circle of rooms, launcher/": 2,
     "imports in a circle of rooms, tools/": 0,
-    "listed words as names": 3_027,
+    "listed words as names": 3_051,
     "modules that `from allranks.torch import Task` loads": 220,
 }
 

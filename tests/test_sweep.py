@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import click
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
 from allranks.cli.sweep import name_of, plan, sweep, table
 from allranks.errors import RequestError
 from allranks.job.run_folder import read_events, read_rows
+from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.linux import state_of
 from allranks.tools.sweep import SweepJob, locked_folder, share_out
 from conftest import Train
@@ -74,7 +78,7 @@ def test_four_jobs_in_two_slots_one_of_them_failing(
         assert other.wait() == 2 and asked in other.err, other.err
     fewer = [word if word != "6" else "5" for word in words]
     other = host.launch(tmp_path, *fewer, "--run-dir", "sweep")
-    assert other.wait() == 2 and "lr=0.01 is done, with another steps" in other.err
+    assert other.wait() == 2 and "lr=0.01 was started with steps = 6" in other.err
 
 
 def _as_when_run_alone(jobs: dict[str, dict[str, Any]], folder: Path, train: Train) -> None:
@@ -286,6 +290,109 @@ def test_a_folder_is_of_one_sweep_which_may_get_more_jobs(tmp_path: Path) -> Non
     for foreign in (tmp_path, folder / "a"):
         with pytest.raises(RequestError, match="no sweep left it"), locked_folder(foreign, ["b"]):
             pass
+
+
+# --- a folder that is there -----------------------------------------------------------------------
+
+PROGRAM = """
+from resume_tasks import Rates
+
+class Mine(Rates):
+    pass
+"""
+WORDS = ("mine.py", "--ranks=1", "--steps=2", "--set=seed=1,2", "--run-dir=sweep")
+FIELD, NUMBERS = "--set=hidden=4", "--precision=fp64"
+
+Swept = Callable[..., tuple[Result, list[SweepJob]]]
+
+
+@pytest.fixture
+def swept(
+    server: ForkServer, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Swept:
+    """A sweep of which seed 1 is done and seed 2 is not; `swept(*words)` runs the command.
+
+    It returns its result, and the jobs it would have run.
+    """
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("allranks.launcher.start.ForkServer", lambda _: nullcontext(server))
+    Path("mine.py").write_text(PROGRAM)
+    with locked_folder(tmp_path / "sweep", []):
+        flags: dict[str, Any] = {"seed": 1, "precision": "fp64", "steps": 2, "threads": 1}
+        train("mine.py", "hidden=4", run_dir="sweep/seed=1", **flags)
+
+    def run(*words: str) -> tuple[Result, list[SweepJob]]:
+        jobs: list[SweepJob] = []
+
+        def keep(planned: Sequence[SweepJob], *_: Any) -> str:
+            jobs.extend(planned)
+            return ""
+
+        with patch("allranks.cli.sweep.run_jobs", keep):
+            return CliRunner().invoke(sweep, words), jobs
+
+    return run
+
+
+@pytest.mark.parametrize("state", ["done", "started"])
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        ((NUMBERS,), "task.hidden = 4"),
+        ((FIELD,), "precision = fp64"),
+        ((FIELD, NUMBERS, "--threads=2"), "threads = 1"),
+        ((FIELD, NUMBERS, "--set=momentum=0.5"), "task.momentum = 0.9"),
+        ((FIELD, NUMBERS, "an edited program"), "program_sha256 = "),
+    ],
+)
+def test_a_run_of_another_job_is_refused_before_anything_starts(
+    swept: Swept, state: str, words: tuple[str, ...], field: str
+) -> None:
+    if words[-1] == "an edited program":
+        words = words[:-1]
+        Path("mine.py").write_text(PROGRAM + "# edited\n")
+    if state == "started":
+        events = Path("sweep/seed=1/events.jsonl")
+        events.write_text("".join(events.read_text().splitlines(keepends=True)[:-1]))
+    for more in ((), ("--dry-run",)):
+        result, jobs = swept(*WORDS, *words, *more)
+        assert isinstance(result.exception, RequestError) and result.exception.exit_code == 2
+        assert f"seed=1 was started with {field}" in result.exception.found
+        assert not jobs
+
+
+def test_a_run_of_the_same_job_is_done_however_it_is_said_and_protected(swept: Swept) -> None:
+    same = ("--set=hidden=04", "--set=momentum=0.9", "--keep=1", "--max-restarts=1", "--log=csv")
+    _, jobs = swept(*WORDS, NUMBERS, *same)
+    assert [job.state for job in jobs] == ["done", "waiting"] and jobs[0].threads == 1
+
+
+def test_a_strategy_that_was_chosen_is_no_other_word(swept: Swept) -> None:
+    """`auto` writes its choice into the run folder."""
+    file = Path("sweep/seed=1/job.toml")
+    for was, now in (("ranks = 1", "ranks = 2"), ('"single"', '"ddp(reduce=tree)"')):
+        file.write_text(file.read_text().replace(was, now, 1))
+    words = (*WORDS, FIELD, NUMBERS, "--ranks=2")
+    result, _ = swept(*words)
+    assert isinstance(result.exception, RequestError) and "strategy" in result.exception.found
+    _, jobs = swept(*words, "--strategy=auto")
+    assert [job.state for job in jobs] == ["done", "waiting"]
+
+
+def test_what_is_done_is_read_when_the_folder_is_locked(swept: Swept) -> None:
+    """Another sweep may end while this one looks at its program."""
+    shutil.move("sweep", "other")
+    with patch("allranks.cli.sweep.look_at_program", lambda _: shutil.move("other", "sweep")):
+        _, jobs = swept(*WORDS, FIELD, NUMBERS)
+    assert [job.state for job in jobs] == ["done", "waiting"]
+
+
+def test_a_folder_with_logs_is_no_sweep(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "main.py").touch()
+    with pytest.raises(RequestError, match="no sweep left it"), locked_folder(tmp_path, ["a"]):
+        pass
+    assert {path.name for path in tmp_path.iterdir()} == {"logs", "main.py"}
 
 
 def test_names_are_safe_and_differ() -> None:

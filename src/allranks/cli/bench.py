@@ -12,7 +12,7 @@ import click
 from allranks.checkpoint.files import as_json, write_whole
 from allranks.cli.display.bench_table import BenchTable
 from allranks.cli.display.progress import say
-from allranks.cli.train import job_of
+from allranks.cli.train import resolved_words
 from allranks.errors import Interrupted, ProgramError, RequestError
 from allranks.job.job import Job
 from allranks.launcher.scripts.plan import redacted_words
@@ -174,7 +174,7 @@ def _numbers(text: str) -> list[int]:
 def _job(words: Sequence[str]) -> Job:
     """The job that these words describe, as its own process will read them."""
     try:
-        return job_of(words)
+        return resolved_words(words).job
     except click.UsageError as error:
         raise _refused(
             f"train {' '.join(redacted_words(words))}",

@@ -7,7 +7,7 @@ import itertools
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,15 @@ import click
 from allranks.checkpoint.files import as_json
 from allranks.cli.display.progress import say
 from allranks.cli.options import GroupedCommand, training_options
-from allranks.cli.train import job_of
+from allranks.cli.train import resolved_words
 from allranks.errors import Interrupted, ProgramError, RequestError, Stopped, printable
 from allranks.job.config import threads_per_rank
-from allranks.job.job import Job, Training, names_in, read_value
+from allranks.job.job import Job, Numerics, Training, names_in
 from allranks.job.job_file import read_job_file, redacted
 from allranks.job.limits import devices_of
-from allranks.job.resume import CHANGEABLE
-from allranks.launcher.start import look_at_program, new_run_dir
+from allranks.job.program import PROGRAM, file_sha256
+from allranks.job.run_folder import rank_events_path, read_rows
+from allranks.launcher.start import fields_of, look_at_program, new_run_dir
 from allranks.strategies.choice import TRUTH, split_outside_brackets
 from allranks.tools.sweep import (
     DONE,
@@ -32,14 +33,15 @@ from allranks.tools.sweep import (
     Slot,
     SweepJob,
     locked_folder,
+    result_of,
     run_jobs,
     share_out,
 )
 
 SWEEP_OPTIONS = ("slots", "run_dir", "dry_run", "as_object")
 NOT_SWEPT = ("set", "job", "resume", "inject", "json", *SWEEP_OPTIONS)
-MAY_CHANGE = {*names_in(Training), "strategy", "ranks"}.intersection(CHANGEABLE)
-"""The options that decide a result, and that a run which goes on may change."""
+DECIDES = (*names_in(Training), *names_in(Numerics), "strategy", "ranks", "device", "threads")
+"""The values of a job that decide its result."""
 LONGEST_NAME = 150
 
 
@@ -90,11 +92,13 @@ def sweep(context: click.Context, /, dry_run: bool, as_object: bool, **_: Any) -
     """
     planned = plan(context)
     folder, jobs, slots = str(planned.folder), planned.jobs, planned.slots
-    look_at_program(job_of(job.words) for job in jobs)
+    look_at_program(resolved_words(job.words).job for job in jobs)
     if dry_run:
+        reopen(jobs)
         _print_plan(planned, as_object)
         return
     with locked_folder(planned.folder, [job.name for job in jobs]):
+        reopen(jobs)
         reason = run_jobs(jobs, slots, say)
         click.echo(table(jobs), err=as_object)
         if as_object:
@@ -107,7 +111,10 @@ def sweep(context: click.Context, /, dry_run: bool, as_object: bool, **_: Any) -
 
 
 def plan(context: click.Context) -> SweepPlan:
-    """The jobs that a command line asks for, each checked as far as it can be without its task."""
+    """The jobs that a command line describes, each checked as far as it can be without its task.
+
+    No run folder is read: another sweep may write there until the folder is locked.
+    """
     axes = _axes(context)
     constant = _constant_words(context, {axis.name for axis in axes})
     jobs = list[tuple[dict[str, str], tuple[str, ...]]]()
@@ -117,7 +124,7 @@ def plan(context: click.Context) -> SweepPlan:
         ]
         settings = {axis.name: value for axis, value in zip(axes, values, strict=True)}
         jobs.append((settings, (*constant, *words)))
-    first = job_of(jobs[0][1])
+    first = resolved_words(jobs[0][1]).job
     slots = _slots(context, first, len(jobs), axes)
     program = Path(first.program.partition(":")[0]).stem
     folder = Path(context.params["run_dir"] or new_run_dir(f"{program}-sweep")).absolute()
@@ -205,38 +212,61 @@ def _slots(context: click.Context, job: Job, jobs: int, axes: Sequence[Axis]) ->
 def _job(
     run_dir: Path, settings: dict[str, str], words: tuple[str, ...], slots: Sequence[Slot]
 ) -> SweepJob:
-    """A job as its run folder has it already, where it was started before.
-
-    Threads are part of what makes the bits: they are decided once, and recorded in its `job.toml`.
-    """
-    job = job_of([*words, *slots[-1].words, f"--run-dir={run_dir}"])
-    planned = SweepJob(
+    job = resolved_words([*words, *slots[-1].words]).job
+    return SweepJob(
         name=run_dir.name,
         settings=settings,
         threads=threads_per_rank(job, len(slots) * job.ranks),
         run_dir=str(run_dir),
         words=words,
     )
-    if planned.state == DONE:
-        _check_same(run_dir, job)
-    return planned
 
 
-def _check_same(run_dir: Path, job: Job) -> None:
-    """Raise `RequestError` if the run in this folder is done, and had other words."""
-    before, fields = read_job_file(str(run_dir / "job.toml"))
-    changed = [n for n in MAY_CHANGE if before.get(n, getattr(Job(), n)) != getattr(job, n)]
-    for name, value in redacted(job.task).items():
-        recorded = fields.get(name, value)
-        if value != recorded and read_value(name, value, type(recorded)) != recorded:
-            changed.append(name)
-    if changed:
-        raise RequestError(
-            asked=f"--run-dir {run_dir.parent}",
-            found=f"a sweep of other jobs: {run_dir.name} is done, with another {changed[0]}",
-            why="a sweep skips what is done, and these words ask for another result",
-            do="name a folder that does not exist yet, or say the same words as before",
-        )
+# --- what is there already ----------------------------------------------------------------------
+
+
+def reopen(jobs: Sequence[SweepJob]) -> None:
+    """Read from the run folders which jobs are done; raises `RequestError` if one was another job.
+
+    Threads are part of what makes the bits: they are decided once, and recorded in its `job.toml`.
+    """
+    started = [job for job in jobs if (Path(job.run_dir) / "job.toml").is_file()]
+    planned = [resolved_words(job.words) for job in started]
+    fields = fields_of([now.job for now in planned])
+    for job, now, task in zip(started, planned, fields, strict=True):
+        values, recorded = read_job_file(f"{job.run_dir}/job.toml")
+        before = Job(**values)
+        strategy = before.strategy if now.dial else now.job.strategy  # the dial has chosen already
+        again = replace(now.job, strategy=strategy, threads=now.job.threads or before.threads)
+        digest = file_sha256(again.program)
+        rows = [*read_rows(rank_events_path(Path(job.run_dir), 0))]
+        loaded = [row["machine"].get(PROGRAM) for row in rows if "machine" in row] or [digest]
+        _check_same(job, _deciding(before, recorded, loaded[-1]), _deciding(again, task, digest))
+        job.threads, job.summary = before.threads or job.threads, result_of(Path(job.run_dir))
+        job.state = DONE if job.summary else job.state
+
+
+def _deciding(job: Job, task: dict[str, Any], digest: str | None) -> dict[str, Any]:
+    """All that decides the result of a job, by its name, as `job.toml` can carry it."""
+    values = {name: getattr(job, name) for name in DECIDES if name != "task"}
+    values |= {"program": Path(job.program).resolve(), PROGRAM: digest}
+    values |= {f"task.{name}": value for name, value in redacted(task).items()}
+    return {
+        name: str(value).lower() if value is None or value != value else value
+        for name, value in values.items()
+    }
+
+
+def _check_same(job: SweepJob, before: dict[str, Any], again: dict[str, Any]) -> None:
+    for name in {**before, **again}:
+        was, now = before.get(name), again.get(name)
+        if was != now:
+            raise RequestError(
+                asked=f"--run-dir {Path(job.run_dir).parent}",
+                found=f"{job.name} was started with {name} = {was}, not {now}",
+                why="a sweep skips what is done and resumes what is not: as it was started",
+                do=f"say the same words as before, name a new folder, or remove {job.run_dir}",
+            )
 
 
 def name_of(settings: dict[str, str]) -> str:

@@ -23,7 +23,6 @@ from allranks.cli.options import (
 )
 from allranks.errors import PlaceError, RequestError
 from allranks.job.config import Resolved
-from allranks.job.job import Job
 from allranks.job.resume import how_to_resume
 from allranks.launcher.describe import first_check
 from allranks.launcher.nodes.cluster import is_head, take_part
@@ -79,13 +78,13 @@ def train(
         )
 
 
-def job_of(words: Sequence[str]) -> Job:
+def resolved_words(words: Sequence[str]) -> Resolved:
     """The job that these words of `train` describe, as its own process will read them."""
     flags = dict(train.make_context("train", list(words)).params)
     for name in ("dry_run", "placement", "as_object"):
         del flags[name]
     _, said = rendezvous_from(flags)
-    return resolved_from(flags.pop("program"), {**flags, **said}).job
+    return resolved_from(flags.pop("program"), {**flags, **said})
 
 
 def _check_placement(placement: bool, dry_run: bool) -> None:

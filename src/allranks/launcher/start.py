@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,6 +148,15 @@ def look_at_program(jobs: Iterable[Job]) -> None:
                 problem = problem or error
     if problem is not None:
         raise problem
+
+
+def fields_of(jobs: Sequence[Job]) -> list[dict[str, Any]]:
+    """All fields of the task of each of these jobs, with their defaults: each is loaded here."""
+    if not jobs:
+        return []
+    with ForkServer(preload_for(jobs[0].program, jobs[0].engine)) as server:
+        machine = LocalMachine(server)
+        return [describe(machine, dataclasses.replace(job, device="cpu")).fields for job in jobs]
 
 
 @contextmanager

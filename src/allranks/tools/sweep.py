@@ -26,7 +26,7 @@ from allranks.launcher.processes import leftovers
 from allranks.launcher.processes.linux import die_with_parent
 from allranks.launcher.signals import Signals
 
-LOGS = "logs"
+LOGS, MARKER = "logs", ".sweep"
 DONE, FAILED, STOPPED, INTERRUPTED = "done", "failed", "stopped", "interrupted"
 WAITING, RUNNING = "waiting", "running"
 TICK_S = 0.05
@@ -61,10 +61,6 @@ class SweepJob:
     ended: float | None = None
     summary: dict[str, Any] | None = None
     report: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.summary is None and (summary := result_of(Path(self.run_dir))):
-            self.state, self.summary = DONE, summary
 
     @property
     def log(self) -> Path:
@@ -159,13 +155,15 @@ def locked_folder(folder: Path, names: Sequence[str]) -> Iterator[None]:
 
     Raises `RequestError` for a folder that is not of such a sweep, or of one that runs.
     """
-    if folder.is_dir() and (inside := set(os.listdir(folder)) - {".lock"}):
-        if any((folder / name / "job.toml").is_file() for name in inside.difference(names)):
-            raise _refused_folder(folder, "a sweep of other jobs")
-        if LOGS not in inside or (folder / "job.toml").exists():
+    if folder.is_dir() and (inside := os.listdir(folder)):
+        if MARKER not in inside:
             raise _refused_folder(folder, "something is there already, and no sweep left it")
+        if any((folder / name / "job.toml").is_file() for name in {*inside}.difference(names)):
+            raise _refused_folder(folder, "a sweep of other jobs")
     try:
-        (folder / LOGS).mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / MARKER).touch()  # the first file: a sweep killed here can go on
+        (folder / LOGS).mkdir(exist_ok=True)
         lock = open(folder / ".lock", "wb")
     except OSError as error:
         raise _refused_folder(folder, str(error)) from None
