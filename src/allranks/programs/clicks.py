@@ -1,6 +1,6 @@
 """Clicks on advertisements: a wide and deep model whose weights are all but all in two tables.
 
-The data is made up in the shape of Criteo's (`clicks_data`), with a structure that can be learnt.
+The data is made up in the shape of Criteo's, with a structure that can be learnt.
 Tables have sparse gradients: a step touches few of their rows. `rows` says how large they are.
 """
 

@@ -69,8 +69,8 @@ def swap_layers(model: nn.Module, scope: Scope) -> dict[str, list[str]]:
     """Swap the layers of `model` in place. Returns the names swapped, and those that cannot be.
 
     `user_randomness` names layers that draw from the framework's own generator, where these draws
-    are not keyed (`draws.caught`): with them the result is equal on any number of ranks only where
-    each shard runs alone.
+    are not keyed (`torch_functions`): with them the result is equal on any number of ranks only
+    where each shard runs alone.
     """
     if any(isinstance(module, MixtureOfExperts) for module in model.modules()):
         scope.keys.by_function = False  # rows that were picked for an expert are no samples

@@ -3,7 +3,7 @@
     | "AR" 1 2 | bytes of the header: u32 | bytes of the body: u64 | header: JSON | body: as it is |
 
 Both ends have proved before that they know the secret of the job, as a head and its agents do
-(`nodes.channel`, `nodes.admission`). Sizes are bounded by what the receiver expects. The frames are
+(`nodes.channel`). Sizes are bounded by what the receiver expects. The frames are
 neither encrypted nor signed: they are as safe as the network.
 
 A peer that is gone is noticed by the kernel: at once where its process ended, and where its link is

@@ -9,7 +9,7 @@ A check takes several looks, and ends with the first difference:
 1. float64, on every number of ranks: samples, losses, gradients, weights, their average, buffers
    and the evaluation must agree within 1e-10. Of a bitwise job here the whole batch in one pass is
    compared with its shards one by one: else samples that depend on each other would stay unseen.
-2. the job's own precision: see `tolerances`. One process cuts its batches as the ranks do, so that
+2. the job's own precision: see `compare`. One process cuts its batches as the ranks do, so that
    no rounding of 16 bits is between the two.
 3. --bitwise: both run freely, and every bit must be equal. Of a job that does not ask for it this
    is looked at too, and only told.

@@ -11,7 +11,7 @@ On a CPU, and for one thread, a loop in C does this for a run (`in_c`), and on s
 of torch do (`by_library`); else operations of torch do.
 Sizes of shards differ by at most one: a micro-batch has three runs at most, if some have one sample
 only. All write into slices of one output. Nothing is read on the host. Compilers, second
-derivatives and transforms of `torch.func` get an `expression` of the same.
+derivatives and transforms of `torch.func` get an expression of tensors (`moments`).
 """
 
 from __future__ import annotations
@@ -279,9 +279,9 @@ def _dense(tensor: Tensor, format: torch.memory_format | None = None) -> Tensor:
 # BatchNorm layers that belong to shards, of torch here, of Keras in `keras.shards`.
 #
 # Each shard is normalised by its own moments, which are left in the scope: the running statistics
-# take one update per step, from the sample-weighted moments of all shards of all ranks
-# (`running_statistics`). A shard of one sample is normalised by the running statistics and adds
-# nothing to them. With `batchnorm = "whole"` the global batch is normalised instead (`whole_norm`).
+# take one update per step, from the sample-weighted moments of all shards of all ranks (below). A
+# shard of one sample is normalised by the running statistics and adds nothing to them. With
+# `batchnorm = "whole"` the global batch is normalised instead (`across_ranks`).
 
 
 class NormOfShard(OfShard):

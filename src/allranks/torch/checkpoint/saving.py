@@ -203,8 +203,8 @@ def _metadata(tensor: SavedTensor) -> TensorStorageMetadata:
 # --- checkpointer --------------------------------------------------------------------------------
 # The checkpoints of a training with torch: every rank writes its part, as all have agreed.
 #
-# What a save and a load are is in `allranks.checkpoint`; which tensors a rank reads is in
-# `loading`, who writes what in `plan`, the copy in memory in `storage`, what a tensor may be in
+# What a save and a load are is in `allranks.checkpoint`; which tensors a rank reads is
+# below, who writes what in `plan`, the copy in memory in `storage`, what a tensor may be in
 # `tree`.
 
 

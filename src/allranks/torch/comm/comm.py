@@ -88,7 +88,7 @@ class Comm:
         Always called.
 
         After a failure of this rank the others hear of it where they wait for it: from the store
-        those that meet, and the others from groups that are closed, or aborted (`groups.lent`).
+        those that meet, and the others from groups that are closed, or aborted (`subgroups`).
         """
         if failed:
             self.come_no_more(failed=True)

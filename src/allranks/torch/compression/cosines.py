@@ -3,7 +3,7 @@
 A matrix is cut into blocks of rows and columns, a vector into runs, whose lengths divide its own.
 A block X becomes A X B', where A and B are the cosine transforms of its two lengths (DCT-II); they
 are orthonormal, so A' Y B is X again. Of each block the k largest coefficients are sent, as
-`compression.top_k` sends numbers. Peng et al. 2024, DeMo, arXiv 2411.19870.
+`codecs.TopK` sends numbers. Peng et al. 2024, DeMo, arXiv 2411.19870.
 """
 
 from __future__ import annotations

@@ -8,16 +8,16 @@ nothing that another waits for.
     train a chunk -> found, samples   ->  quorum or grace: merge -> metrics, evaluation, checkpoint
     begin again   <- weights, chunk   <-  theta, version, ledger <- taken up again after a restart
 
-`ledger` hands out the samples, so that each counts once in an epoch; `merging` is the arithmetic;
-`service` answers learners, each in a thread; `learner` is their loop, `wire` its end of the
-connection; `trainer` is the leader's, for which a step is a merge, so that record, evaluation and
-checkpoints are those of every strategy.
-What the launcher does for it: a learner that is lost is no failure while `least` are left, and is
-started again; so is the synchronizer, from its checkpoint, while learners wait for it (`Role`).
+`work_queue` hands out the samples, so that each counts once in an epoch; `merge` is the arithmetic;
+`service` answers learners, each in a thread, and has the learner's end of the connection; `learner`
+is their loop; `trainer` is the leader's, for which a step is a merge, so that record, evaluation
+and checkpoints are those of every strategy. What the launcher does for it: a learner that is lost
+is no failure while `least` are left, and is started again; so is the synchronizer, from its
+checkpoint, while learners wait for it (`Role`).
 
 This class is what both have of a strategy: a step of one process alone. The inner optimizers are
 the learners' own; a checkpoint has what each was after its last chunk that is in the weights
-(`inner_state`), and a learner that comes again begins with that of the last checkpoint.
+(`service.inner_state`), and a learner that comes again begins with that of the last checkpoint.
 """
 
 from __future__ import annotations

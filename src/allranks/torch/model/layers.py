@@ -10,7 +10,7 @@ in progress the `Scope` tells them which rows belong to which shard:
   known by its coordinates in the sample, so padding changes nothing before it (`draws`).
 
 Samples are expected along dimension 0; a layer may see several rows per sample (tokens). With
-`batchnorm = "whole"` BatchNorm normalises over the global batch instead (`whole_norm`).
+`batchnorm = "whole"` BatchNorm normalises over the global batch instead (`across_ranks`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Where a rank updates its own rows of a weight, an optimizer that looks at the whole of it (the
 length of a layer in LARS and LAMB, the matrix in Muon, rows and columns in Adafactor) computes
 something else, and no error shows it. So those groups of parameters are found, and each parameter
-of them is updated whole by one rank (`sharding.whole_updates`), which takes an optimizer that looks
+of them is updated whole by one rank (`whole_optimizers`), which takes an optimizer that looks
 at one parameter at a time.
 """
 

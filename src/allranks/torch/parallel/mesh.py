@@ -1,9 +1,9 @@
 """Three axes at once: layers cut over `tensor`, stages along `pipeline`, copies along `data`.
 
-    cut        the weights of every stage, over the tensor axis            `tensor_parallel.cutting`
-    stages     along the pipeline axis, where each line runs the schedule     `strategies.pipeline`
+    cut        the weights of every stage, over the tensor axis                    `tensor.cutting`
+    stages     along the pipeline axis, where each line runs the schedule     `pipeline.strategy`
     passes     of the samples of the line alone: one with fewer micro-batches makes fewer;
-               `sequence=yes` cuts positions in the blocks of a stage     `tensor_parallel.passes`
+               `sequence=yes` cuts positions in the blocks of a stage              `tensor.passes`
     reduce     gradients over the copies of a stage, tied weights over stages, the tally over all;
                under `reduce=tree` along one tree over all shards, and nothing may be cut
     norm       a part on each rank of the tensor axis, all else once

@@ -3,7 +3,7 @@
 A step is assumed good, and the host goes on. The device knows better: with the first step that is
 not plainly good `held` becomes 1 and stays so, and nothing is updated any more. Each step copies a
 row of numbers into one of two pinned slots; the host reads it while the step after it runs, and if
-that says that the step was held back, makes both again, reading every number at once (`steps`).
+that says that the step was held back, makes both again, reading every number at once (`in_flight`).
 
 An optimizer that cannot be held back on the device waits for the row of its own step, before it
 updates: once for all numbers of the step.

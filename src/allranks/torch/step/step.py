@@ -202,7 +202,7 @@ class SharedStep(Passes):
         """The same of a step whose sums the host has not read: they stay on the device.
 
         It is held back unless it is plainly good. What else may become of it, `apply` alone says,
-        when it is made again, and read at once (`ahead.steps`).
+        when it is made again, and read at once (`in_flight`).
         """
         sums = tally.unread(batch.index)
         gradients.settle(unused)

@@ -7,7 +7,7 @@
     computed again     in the second step, and where the number of a step is a multiple of
                        `WITNESS_EVERY`, as long as that takes no more than `SHARE_OF_TIME`: one
                        micro-batch whole and shard by shard, by its rank, and one of these shards
-                       by the next rank too (`recomputed`)
+                       by the next rank too (`recompute`)
 
 A job that starts again after a fault does not look twice at what it has looked at on as many ranks:
 its own checkpoint says what was found. Counters, generators and draws by function are looked at

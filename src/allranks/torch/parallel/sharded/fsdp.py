@@ -5,7 +5,7 @@ block by block when it is needed.
 a unit before its forward and its backward, and scatters the sums of their gradients. What is left
 here: which blocks are units, that sums are sums (the engine divides), that every collective is one
 of `Comm`, and a norm of parts. `hsdp` holds the model on K ranks together, and N/K times.
-Zhao et al. 2023, PyTorch FSDP, arXiv 2304.11277. `reduce=tree` adds as `reducers.chunk_tree` says.
+Zhao et al. 2023, PyTorch FSDP, arXiv 2304.11277. `reduce=tree` adds as `data.tree` says.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Tensor parallelism: every rank of the axis computes a part of each layer, for the same samples.
 
-    plan       which layers are cut, by the task (`tensor_plan`) or found     `tensor_parallel.plan`
-    cut        weights cut in place, layers swapped                        `tensor_parallel.cutting`
-    forward, backward     the layers exchange activations                   `tensor_parallel.layers`
-    sequence   with `sequence=yes` positions are cut between regions     `tensor_parallel.scattered`
+    plan       which layers are cut, by the task (`tensor_plan`) or found     `plan`
+    cut        weights cut in place, layers swapped                        `cutting`
+    forward, backward     the layers exchange activations                   `layers`
+    sequence   with `sequence=yes` positions are cut between regions     `scattered`
     reduce     gradients over copies of the cut model, if there are several; tally over all ranks
     norm       squares of cut gradients, of others counted once: summed with the tally
 

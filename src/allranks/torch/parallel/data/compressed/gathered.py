@@ -128,7 +128,7 @@ def shapes_of(bucket: Bucket) -> tuple[tuple[int, ...], ...]:
 # alone encodes and decodes too, and keeps a residual.
 #
 # `top-k` keeps the k largest of each chunk of a bucket (Lin et al. 2018, Deep Gradient Compression,
-# arXiv 1712.01887, without its momentum correction; the form is that of `compression.top_k`).
+# arXiv 1712.01887, without its momentum correction; the form is that of `compression.codecs`).
 # `two-bit` is that of MXNet.
 
 
