@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from allranks.errors import Interrupted, PlaceError, ProgramError, RequestError
+from allranks.programs import gpus as programs
+from allranks.strategies.resolve import strategy_spec
 from allranks.tools.doctor import gpus
 from allranks.tools.doctor.gpus import Machine, Promise, Seen, page_of, record_of, rows_of
+from allranks.torch import Task
 
 HANG = "rank {} on a is missing: at step 5\nrank {} waits at step 5"
 STEP = {
@@ -124,3 +128,12 @@ def test_a_probe_that_failed_is_not_asked_again(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(gpus, "ask", ask)
     rows = list(rows_of(machine(), ["waits", "launches", "pace"]))
     assert [row["verdict"] for row in rows] == ["failed"] * 3 and asked == ["step"]
+
+
+def test_every_promise_of_equality_names_a_task_and_a_strategy() -> None:
+    """Both are texts, and the ranks that read them need GPUs."""
+    named = [row.look.args for row in gpus.ROWS.values() if isinstance(row.look, partial)]
+    assert len(named) > 10
+    for task, strategy in named:
+        assert issubclass(getattr(programs, task), Task)
+        strategy_spec(strategy, 4)

@@ -327,7 +327,7 @@ ROWS: dict[str, Promise] = {
     "zero2": _equal("Pictures", "zero2"),
     "hsdp": _equal("Pictures", "hsdp:shard=2", 4),
     "context": _equal("Words", "context", "even"),
-    "expert": _equal("Experts", "expert", "even"),
+    "expert": _equal("ExpertWords", "expert", "even"),
     "mesh": _equal("Layers", "mesh:tensor=2,pipeline=2", 4),
     "tree": _equal("Pictures", "ddp:reduce=tree"),
     "gpipe": _equal("Layers", "gpipe", "even"),
