@@ -1,5 +1,5 @@
 /* The codecs as a Python module, on the stable ABI. Addresses are integers: whoever calls has checked
- * types and sizes (`kernels.py`), and keeps the memory alive. The interpreter goes on meanwhile.
+ * types and sizes (`codecs.py`), and keeps the memory alive. The interpreter goes on meanwhile.
  */
 #define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
