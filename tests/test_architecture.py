@@ -37,7 +37,7 @@ HAS_TENSORFLOW = {"tensorflow", "programs"}
 MODULES = house.MODULES
 MOST = {
     "files": 507,
-    "lines": 96_979,
+    "lines": 97_023,
     "rooms in torch/": 21,
     "imports in a circle of rooms, torch/": 77,
     "imports in a circle of rooms, launcher/": 2,

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import allranks.torch.accelerator as accelerator
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.torch import Trainer
+from decoupled_tasks import Plain
 from evaluation_workers import SAMPLES, Words
 
 
@@ -73,3 +75,46 @@ def test_a_metric_of_a_negative_count_is_refused_before_the_first_update(
         pytest.raises(RequestError, match="hits with a count of -5"),
     ):
         trainer.rehearse()
+
+
+class Writes(nn.Linear):
+    """A layer that writes whatever can be written, in evaluations too; not all of it is counted."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 1)
+        self.passes = 0
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.passes += 1
+        self.mean = self.mean + input.mean()
+        self.weight.data.clamp_(-1e-3, 1e-3)
+        return super().forward(input)
+
+
+class WritesAnywhere(Plain):
+    """Its metrics count, too."""
+
+    evaluations = 0
+
+    def model(self) -> nn.Module:
+        return Writes()
+
+    def metrics(self, output: Any, batch: Any) -> dict[str, Any]:
+        self.evaluations += 1
+        return {"size": (output.sum(), len(output))}
+
+
+@pytest.mark.parametrize("strategy", ["single", "zero1", "fsdp"])
+def test_a_rehearsal_leaves_no_trace(strategy: str) -> None:
+    """What trains would begin elsewhere for having been looked at."""
+    with Trainer(WritesAnywhere(), Job(threads=1, strategy=strategy)) as trainer:
+
+        def state() -> Any:
+            layer = next(m for m in trainer.strategy.model.modules() if isinstance(m, Writes))
+            counted = layer.passes, vars(trainer.task).get("evaluations")
+            return counted, {name: w.tolist() for name, w in trainer.weights()}
+
+        before = state()
+        trainer.rehearse()
+        assert state() == before

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -24,8 +24,10 @@ from allranks.torch.data.collate import copied
 from allranks.torch.data.copying import Copying
 from allranks.torch.data.sources import Source, seed_generators
 from allranks.torch.step.losses import forward, weighted_losses
+from allranks.torch.step.user_buffers import UserBuffers, put_back
 from allranks.torch.strategies.base import Strategy
 from allranks.torch.task import Task
+from allranks.torch.witness.observed import Kept, roots_of_model
 from allranks.training.order import random_key
 
 Number = float | Tensor
@@ -85,7 +87,8 @@ def try_evaluation(
 ) -> dict[str, float]:
     """Evaluate the first samples: what is wrong is found before the first update, and every name.
 
-    `notes` gets a line for metrics that look like means already.
+    What training starts from is as it was, whatever a forward pass writes. `notes` gets a line for
+    metrics that look like means already.
     """
     samples = min(chunk, len(source))
     (data,) = source.batches([(0, np.arange(samples))])
@@ -95,7 +98,7 @@ def try_evaluation(
         notes.append(
             f"the first samples of an evaluation go through the model once before it: {error.found}"
         )
-    with _evaluating(task, strategy.model):
+    with _leaving_no_trace(task, strategy), _evaluating(task, strategy.model):
         pairs = _pairs(task, strategy, data, samples)
     means = [name for name, (_, count) in pairs.items() if count == 1 and name != "loss"]
     if means and samples > 1:
@@ -110,6 +113,37 @@ def try_evaluation(
     numbers = zip(pairs, table[0].tolist(), strict=True)
     found = {name: total / count for name, (total, count) in numbers if count}
     return {**dict.fromkeys(pairs, math.nan), **task.finalize(found)}
+
+
+@contextmanager
+def _leaving_no_trace(task: Task, strategy: Strategy) -> Iterator[None]:
+    """Afterwards the model and the task hold what they held before.
+
+    Holds one copy of the trainable parameters of this rank until then, and of all buffers. Frozen
+    parameters may be mapped from a file, and are not copied.
+    """
+    model = strategy.model
+    with ExitStack() as stack:  # each is put back, whatever another one raises
+        stack.callback(Kept.of(roots_of_model(model, task), task).put_back)
+        stack.callback(put_back, UserBuffers(model).copies())
+        stack.callback(_put_back_weights, _copies_of_weights(model))
+        yield
+
+
+def _copies_of_weights(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    copies: list[tuple[Tensor, Tensor]] = []
+    for weight in model.parameters():
+        if weight.requires_grad:
+            with suppress(RequestError):  # of a strategy that lets nobody read it, or write
+                copies.append((weight, weight.detach().clone()))
+    return copies
+
+
+def _put_back_weights(copies: list[tuple[Tensor, Tensor]]) -> None:
+    """Only what was written is written again: others may share the memory of the rest."""
+    for weight, before in copies:
+        if not torch.equal(weight, before):
+            weight.copy_(before)
 
 
 @contextmanager

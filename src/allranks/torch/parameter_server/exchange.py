@@ -42,6 +42,10 @@ from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.tally import Tally
 from allranks.training.progress import StepResult
 
+CHECKED_PASSES = 8
+"""Steps of a worker in which weights are compared with copies; later ones go by torch's count of
+writes, which `weight.data` does not add to. A write may change nothing in the first of them."""
+
 
 class LaidOut:
     """Gradients of `parameters` in `flats`, one for each server.
@@ -117,7 +121,7 @@ class Exchange:
         self._own = [(layout.new(), layout.new()) for layout in strategy.layouts]
         self.gradients, self.weights = map(list, zip(*self._own, strict=True))
         self._is_shared = [False] * len(self._own)
-        self._is_checked = False
+        self._checks_left = CHECKED_PASSES
         self.links: Links | None = None
         self.era = self.version = -1
         self.number = -1
@@ -285,8 +289,8 @@ class Exchange:
         weights = dict(zip(step.names, step.parameters, strict=True))
         self.laid_out.begin()
         versions = {name: weight._version for name, weight in weights.items()}
-        first = {} if self._is_checked else weights
-        before = {name: weight.detach().clone() for name, weight in first.items()}
+        checked = weights if self._checks_left else {}
+        before = {name: weight.detach().clone() for name, weight in checked.items()}
         tally = self.strategy.accumulate(batch)
         self.laid_out.settle()
         written = {name for name, weight in weights.items() if weight._version != versions[name]}
@@ -299,7 +303,7 @@ class Exchange:
                 why="servers hold the weights, and update them by gradients alone",
                 do="compute what is used from the weights, or take another strategy",
             )
-        self._is_checked = True
+        self._checks_left = max(0, self._checks_left - 1)
         return tally
 
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:

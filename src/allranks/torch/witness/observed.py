@@ -74,6 +74,17 @@ def generator_state(value: Any) -> bytes | None:
     return None
 
 
+def roots_of_task(task: Any) -> Roots:
+    """The task itself, and what counts or draws among the globals of its program."""
+    return [("task.", task), ("global ", plain_globals(task))]
+
+
+def roots_of_model(model: nn.Module, task: Any) -> Roots:
+    """Every module of the model, and the task."""
+    named = [(f"{name}." if name else "", module) for name, module in model.named_modules()]
+    return [*named, *roots_of_task(task)]
+
+
 def read(roots: Roots) -> dict[str, Token]:
     """The content of every number, generator, and small array or tensor, by name."""
     found: dict[str, Token] = {}

@@ -46,8 +46,9 @@ from allranks.torch.witness.observed import (
     Token,
     changed_by_reading,
     hook_makes_again,
-    plain_globals,
     read,
+    roots_of_model,
+    roots_of_task,
     told_alike,
 )
 from allranks.torch.witness.recompute import OF_TYPES, Offer, Recomputing, SecondLook
@@ -211,16 +212,10 @@ class Witness:
 
     def _roots_of_data(self, batches: GlobalBatches) -> Roots:
         data = getattr(batches.source, "dataset", None)
-        return [("data set ", data), *self._roots_of_task()]
-
-    def _roots_of_task(self) -> Roots:
-        task = self.strategy.task
-        return [("task.", task), ("global ", plain_globals(task))]
+        return [("data set ", data), *roots_of_task(self.strategy.task)]
 
     def _roots(self) -> Roots:
-        modules = self.strategy.model.named_modules()
-        named: Roots = [(f"{name}." if name else "", module) for name, module in modules]
-        return [*named, *self._roots_of_task()]
+        return roots_of_model(self.strategy.model, self.strategy.task)
 
     # --- around each step -------------------------------------------------------------------
 
