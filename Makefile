@@ -15,7 +15,7 @@ demo: $(READY)
 	$(BIN)/allranks train digits --ranks 2
 
 # What holds every promise once, in minutes; needs torch alone.
-test: check $(READY)
+test: $(READY)
 	$(BIN)/pytest -n $(AT_ONCE) --dist worksteal --tier quick
 
 # The rest: TensorFlow, scripts of every framework, products, ordeals, every page of docs/.
