@@ -1,8 +1,8 @@
 """Memory that a worker and a server of one host share: what is pushed and pulled lies there.
 
-The worker makes it and tells the server where it is; both then say in a message only that the
-numbers are there. A worker writes its next gradient only when it has pulled, and a server answers
-the messages of one worker in their order, so nothing is read while it changes.
+The worker creates it and sends the server its path; later messages only say that the numbers are
+there. A worker writes its next gradient only after its pull, and a server answers the messages of
+one worker in order, so nothing is read while it changes.
 
     | the gradient: written by the worker, summed by the server | the weights: by the server |
 """
@@ -52,7 +52,7 @@ class SharedNumbers:
             return None
 
     def hide(self) -> None:
-        """Nobody else can open it from now on."""
+        """Unlink the memory, so that no other process can open it."""
         self._segment.hide()
 
 
