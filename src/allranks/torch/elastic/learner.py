@@ -64,7 +64,7 @@ class Learner:
         self.remainder = Remainder(self.flat, fragments)
         self.unmerged: dict[int, Contribution] = {}
         self.keeps, self.inner_states = keeps, dict[int, Any]()
-        """The inner optimizer after each chunk that waits for a merge, and after the last merged."""
+        """The inner optimizer after each chunk that waits for a merge, and the last merged one."""
         self.begin = self.flat.read()
         memory_bytes = self.flat.nbytes if self.remainder.delta is None else 0
         self._memory = memoryview(bytearray(memory_bytes))

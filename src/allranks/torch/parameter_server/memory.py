@@ -36,7 +36,7 @@ class SharedNumbers:
         if not host:
             return None, {}
         try:
-            segment = Segment.made(_size_of(layout), NAME)
+            segment = Segment.create(_size_of(layout), NAME)
         except OSError:
             return None, {}
         return cls(layout, segment), {"host": host, "where": segment.where}
@@ -47,7 +47,7 @@ class SharedNumbers:
         if not offer.get("host") or offer["host"] != host_identity():
             return None
         try:
-            return cls(layout, Segment.opened(str(offer["where"]), _size_of(layout)))
+            return cls(layout, Segment.open(str(offer["where"]), _size_of(layout)))
         except (OSError, ValueError):
             return None
 
