@@ -1,4 +1,4 @@
-"""What is said of models whose sequences cannot be cut; `asked` is what was to cut them."""
+"""Errors for models whose sequences cannot be cut; `asked` names the strategy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def nothing_to_cut(asked: str, found: str) -> RequestError:
 
 
 def no_positions(asked: str, span: Span) -> RequestError:
-    """A sequence of which a rank would have nothing."""
+    """A sequence with fewer positions than ranks."""
     return RequestError(
         asked=f"{asked} on {len(span.sizes)} ranks of the axis",
         found=f"{span.whole} positions in a sequence: {'-'.join(map(str, span.sizes))} of them",
@@ -30,7 +30,7 @@ def no_positions(asked: str, span: Span) -> RequestError:
 
 
 def several_tensors(asked: str) -> RequestError:
-    """A block that returns more than what the next one is given."""
+    """A block that returns more than the input of the next one."""
     return RequestError(
         asked=asked,
         found="a block that returns more tensors than its activations",
@@ -39,30 +39,30 @@ def several_tensors(asked: str) -> RequestError:
     )
 
 
-def several_positions(asked: str, name: str, given: Tensor, length: int) -> RequestError:
+def several_positions(asked: str, name: str, tensor: Tensor, length: int) -> RequestError:
     """An argument of a block that may be cut along two dimensions."""
     return RequestError(
         asked=asked,
-        found=f"the block {name!r} is given a tensor of shape {tuple(given.shape)}, with "
+        found=f"the block {name!r} is given a tensor of shape {tuple(tensor.shape)}, with "
         f"{length} positions",
         why="along which dimension it is to be cut nobody knows",
         do="another length of the sequence, or --strategy ddp",
     )
 
 
-def also_so_long(asked: str, name: str, given: Tensor, span: Span) -> RequestError:
+def also_so_long(asked: str, name: str, tensor: Tensor, span: Span) -> RequestError:
     """A whole argument of a block with as many positions as a rank has of the sequence."""
     return RequestError(
         asked=asked,
-        found=f"the block {name!r} is given another tensor of shape {tuple(given.shape)}, and a "
-        f"rank has {span.own} positions of {span.whole}",
+        found=f"the block {name!r} is given another tensor of shape {tuple(tensor.shape)}, and a "
+        f"rank has {span.local} positions of {span.whole}",
         why="a layer that takes it would gather it as if it were this rank's positions",
         do="another length of one of the sequences, or --strategy ddp",
     )
 
 
 def other_blocks(asked: str, name: str) -> RequestError:
-    """Blocks that are called otherwise than in the pass that was proved."""
+    """Blocks whose calls differ from those of the proved pass."""
     return RequestError(
         asked=asked,
         found=f"other calls of blocks than in the first pass, at {name!r}",
@@ -71,11 +71,11 @@ def other_blocks(asked: str, name: str) -> RequestError:
     )
 
 
-def other_argument(asked: str, name: str, given: Tensor, span: Span) -> RequestError:
-    """An argument of another layout than in that pass."""
+def other_argument(asked: str, name: str, tensor: Tensor, span: Span) -> RequestError:
+    """An argument with another layout than in the proved pass."""
     return RequestError(
         asked=asked,
-        found=f"the block {name!r} is given a tensor of shape {tuple(given.shape)}, with "
+        found=f"the block {name!r} is given a tensor of shape {tuple(tensor.shape)}, with "
         f"{span.whole} positions, another one than in the first pass",
         why="which of its dimensions are positions was seen, and proved, there",
         do="arguments of one layout in every pass, or --strategy ddp",
@@ -87,6 +87,6 @@ def other_length(asked: str, name: str, found: Tensor | None, span: Span) -> Req
     return RequestError(
         asked=asked,
         found=f"{shape} at the block {name!r}",
-        why=f"between blocks a rank has its {span.own} of {span.whole} positions along dimension 1",
+        why=f"between blocks a rank has {span.local} of {span.whole} positions along dimension 1",
         do="what changes the sequence before the first block or after the last, or --strategy ddp",
     )
