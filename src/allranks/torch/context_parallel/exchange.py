@@ -241,7 +241,7 @@ class ContextExchange(SequenceExchange):
         return [piece.view(shape) for piece, shape in pairs]
 
     def pass_on(self, outgoing: Tensor, size: int, tag: int) -> RingMessage:
-        """Send a flat tensor to the next rank of the ring; receive `size` numbers from the previous.
+        """Send a flat tensor to the next rank of the ring; receive `size` numbers from the last.
 
         Odd ranks receive first: on NCCL sends of all ranks at once would deadlock.
         """
