@@ -184,8 +184,8 @@ def _changed(branch: Branch, known: TensorMeta, looks: TensorMeta) -> RequestErr
 
 @dataclass(frozen=True)
 class BranchContext:
-    """The context of branches. `shared` are the weights that a branch shares with the trunk, or with
-    a branch of another rank: their gradients are summed, too.
+    """The context of branches. `shared` are weights that a branch shares with the trunk, or with a
+    branch of another rank: their gradients are summed, too.
 
     `running` is the context manager for the branches of this rank; `is_apart` says whether a
     backward pass is the task's own.
