@@ -1,7 +1,7 @@
 """Imported by the fork server only, before a Keras program: Keras on torch, once for all ranks.
 
-Keras reads its backend at import. It would also look for a GPU then, and after that a process cannot be
-forked into ranks that use one. Each rank sets its device later.
+Keras reads its backend at import. It would also look for a GPU then, and a process that has done so
+cannot be forked into ranks that use one. Each rank sets its device later.
 """
 
 from __future__ import annotations
