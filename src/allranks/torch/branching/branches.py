@@ -158,6 +158,6 @@ def _on_another_rank(line: str) -> RequestError:
     return RequestError(
         asked="--strategy branches",
         found=f"weights of a branch of another rank: {line}",
-        why="a branch is called as a whole, and what it holds is used there alone",
+        why="a branch must be called as a whole, and its weights used only there",
         do="call the module that branches(model) names, or name the parts that are called",
     )

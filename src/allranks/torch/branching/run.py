@@ -88,7 +88,7 @@ def _refuse(_: Tensor) -> None:
     raise RequestError(
         asked="--strategy branches",
         found="an autograd.Function that forward applies to what a branch has returned",
-        why="it takes tensors without waiting for them, and its gradient would be lost",
+        why="it does not wait for the real tensors, and its gradient would be lost",
         do="call it in a module of its own (an nn.Module whose forward applies it)",
     )
 
@@ -177,8 +177,8 @@ def _changed(branch: Branch, known: TensorMeta, looks: TensorMeta) -> RequestErr
         asked="--strategy branches",
         found=f"{branch.name!r} returned {looks.text} for inputs of the shapes for which it had "
         f"returned {known.text}"[:300],
-        why="the other ranks have made room for what came the first time",
-        do="let the shapes that a branch returns follow from the shapes of its inputs",
+        why="the other ranks have allocated tensors of the first shapes",
+        do="let the shapes of a branch's outputs depend only on the shapes of its inputs",
     )
 
 
@@ -371,8 +371,8 @@ def _written(branch: Branch, when: str) -> RequestError:
     return RequestError(
         asked="--strategy branches",
         found=f"what goes into {branch.name!r} is written in place {when}",
-        why="other ranks have a tensor of their own there, and branches run when all are called",
-        do="write into a copy: no inplace=True, no x += … on what branches are given",
+        why="other ranks have their own copy of it, and branches run after all have been called",
+        do="write into a copy: no inplace=True, no x += … on the inputs of branches",
     )
 
 
@@ -485,6 +485,6 @@ def _again(branch: Branch) -> RequestError:
     return RequestError(
         asked="activation checkpointing around a branch",
         found=f"{branch.name!r} is called again during backward",
-        why="the ranks exchange what it returns, each time that it is called",
+        why="the ranks exchange its outputs at each call",
         do="checkpoint within the branch: blocks(model) of the task",
     )

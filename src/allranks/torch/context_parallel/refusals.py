@@ -13,7 +13,7 @@ def nothing_to_cut(asked: str, found: str) -> RequestError:
     return RequestError(
         asked=asked,
         found=found,
-        why="what is cut are activations of (sample, position, feature), from the first repeated "
+        why="the strategy cuts activations of (sample, position, feature), from the first repeated "
         "block to the last",
         do="let blocks(model) of the task return the blocks that take such, or --strategy ddp",
     )
@@ -34,7 +34,7 @@ def several_tensors(asked: str) -> RequestError:
     return RequestError(
         asked=asked,
         found="a block that returns more tensors than its activations",
-        why="whether they belong to this rank's positions or to all nobody knows",
+        why="it is not known whether they belong to this rank's positions or to all",
         do="return the activations alone, or --strategy ddp",
     )
 
@@ -45,7 +45,7 @@ def several_positions(asked: str, name: str, tensor: Tensor, length: int) -> Req
         asked=asked,
         found=f"the block {name!r} is given a tensor of shape {tuple(tensor.shape)}, with "
         f"{length} positions",
-        why="along which dimension it is to be cut nobody knows",
+        why="it is not known along which dimension to cut it",
         do="another length of the sequence, or --strategy ddp",
     )
 
@@ -56,7 +56,7 @@ def also_so_long(asked: str, name: str, tensor: Tensor, span: Span) -> RequestEr
         asked=asked,
         found=f"the block {name!r} is given another tensor of shape {tuple(tensor.shape)}, and a "
         f"rank has {span.local} positions of {span.whole}",
-        why="a layer that takes it would gather it as if it were this rank's positions",
+        why="a layer with this input would gather it as if it were this rank's positions",
         do="another length of one of the sequences, or --strategy ddp",
     )
 
@@ -66,7 +66,7 @@ def other_blocks(asked: str, name: str) -> RequestError:
     return RequestError(
         asked=asked,
         found=f"other calls of blocks than in the first pass, at {name!r}",
-        why="the sequence is cut before the first of them and put together after the last",
+        why="the sequence is cut before the first block and gathered after the last",
         do="blocks that are always called, in one order, or --strategy ddp",
     )
 
@@ -77,7 +77,7 @@ def other_argument(asked: str, name: str, tensor: Tensor, span: Span) -> Request
         asked=asked,
         found=f"the block {name!r} is given a tensor of shape {tuple(tensor.shape)}, with "
         f"{span.whole} positions, another one than in the first pass",
-        why="which of its dimensions are positions was seen, and proved, there",
+        why="the first pass determined, and proved, which dimension has positions",
         do="arguments of one layout in every pass, or --strategy ddp",
     )
 

@@ -221,7 +221,7 @@ def _named(model: nn.Module, *, remove_duplicate: bool = True) -> list[tuple[str
 def _left_unset(entry: MetaModule, name: str) -> RequestError:
     return RequestError(
         asked=f"init(module) of the task for {entry.name!r}, a {entry.kind.__name__} on meta",
-        found=f"numbers of {name!r} that it did not set, or that another call set otherwise",
+        found=f"numbers of {name!r} that it did not set, or that a second call set to other values",
         why="a tensor on the meta device has no numbers of its own",
         do=f"set all of {name!r} in init(module), or name it in pretrained()",
     )

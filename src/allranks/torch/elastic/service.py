@@ -102,8 +102,8 @@ def packed(state: Any, most_bytes: int) -> list[Buffer]:
     if size > most_bytes:
         raise RequestError(
             asked="--strategy decoupled:inner=kept",
-            found=f"an optimizer that keeps {size} bytes, {most_bytes} at most are sent",
-            why="a checkpoint holds what the optimizer of each learner keeps",
+            found=f"an optimizer state of {size} bytes; at most {most_bytes} are sent",
+            why="a checkpoint has the optimizer state of each learner",
             do="--strategy decoupled:inner=anew",
         )
     return pieces

@@ -172,7 +172,7 @@ class Decoupled(Strategy):
             "loss_over = 'batch'": task.loss_over == "batch",
         }
         found = "learners that each make steps of their own"
-        why = "it follows from every step of the whole job, which nobody makes here"
+        why = "it depends on every step of the whole job, and no process makes those"
         refuse_without_whole_steps(self.name, asked, found=found, why=why)
 
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:

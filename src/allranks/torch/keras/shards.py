@@ -106,7 +106,7 @@ def _rounds(keras: Any) -> RequestError:
     return RequestError(
         asked="--precision fp64 for a Keras task on the torch engine",
         found=f"Keras {keras.__version__}, which rounds what it computes to 32 bits",
-        why="on torch it does as on JAX, and this version has no table that says otherwise",
+        why="it treats torch like JAX here, and this version has no table to change that",
         do="--engine tensorflow, or --precision fp32",
     )
 
@@ -249,9 +249,9 @@ class ShardKerasBatchNorm(NormOfShard):
         if mask is not None:
             raise RequestError(
                 asked=f"to train the Keras {BATCH_NORM} {layer.name!r}",
-                found="a mask on what goes into it",
-                why="its moments would leave samples out by their tokens",
-                do="put it where no mask comes, or normalise with LayerNormalization",
+                found="a mask on its inputs",
+                why="its moments would depend on the tokens which the mask leaves out",
+                do="put it where there is no mask, or normalise with LayerNormalization",
             )
         mean, variance = self.running_statistics()
         by = Normalising(
@@ -338,7 +338,7 @@ def check_keras(task: Task, model: nn.Module) -> None:
         if regularized and not task.overrides("regularizer"):
             why = (
                 "the engine takes losses from the task alone, "
-                "so its weights would not be kept small"
+                "so these weights would not be regularized"
             )
             raise _refused(module, "regularizers", why, "let regularizer(model) return their sum")
 
@@ -381,7 +381,7 @@ def _what_differs_in_shards(layer: Any) -> tuple[str, str, str] | None:
         return "renorm=True", why, "leave it out"
     shape = getattr(layer, "noise_shape", None)
     if shape is not None and shape[0] == 1:
-        why = "one mask for all samples would be the same in no two shards"
+        why = "one mask for all samples would differ between shards"
         return f"noise_shape={tuple(shape)}", why, "write None for the samples"
     return None
 

@@ -131,14 +131,14 @@ def _check(wrapped: Any, variables: list[Any]) -> None:
         raise RequestError(
             asked=f"optimizer() of the task: {name} with {set_here[0]}",
             found=f"{set_here[0]} = {getattr(wrapped, set_here[0], None)}",
-            why="it belongs to Keras' own fit; the engine has it for every optimizer",
+            why="it belongs to Keras' own fit; the engine provides it for every optimizer",
             do=f"leave it out: {REPLACEMENTS[set_here[0]]}",
         )
     if wrapped.built:
         raise RequestError(
             asked=f"optimizer() of the task: {name}",
             found="one that is built already",
-            why="it is made for the weights of the model that is trained",
+            why="the engine builds it for the weights of the trained model",
             do="let optimizer() make a new one",
         )
 
@@ -169,7 +169,7 @@ def _copy(whose: str, mine: dict[str, Tensor], saved: dict[str, Tensor]) -> None
         raise RequestError(
             asked="to resume from a checkpoint",
             found=f"other values kept for {whose}: {now}, were {was}",
-            why="the state is taken up name by name",
+            why="the state is loaded name by name",
             do="resume with the optimizer as it was, or start anew in another folder",
         )
     for name, tensor in mine.items():
@@ -237,7 +237,7 @@ class _OnTorch(Task):
             raise RequestError(
                 asked=f"{ours[0]}() of the task",
                 found=f"a {type(wrapped).__name__} with a schedule of its own",
-                why="one of the two says the learning rate",
+                why="only one of the two can set the learning rate",
                 do=f"give the optimizer a number, or leave {ours[0]}() out",
             )
         return optimizer
@@ -319,7 +319,7 @@ def _arrays(data: Any, name: str) -> Any:
             raise RequestError(
                 asked=f"{name}() of the task, on the torch engine",
                 found=f"a {type(data).__module__.partition('.')[0]} {type(data).__name__}",
-                why="it makes batches by itself, and the torch engine takes samples by number",
+                why="it makes batches itself, and the torch engine reads samples by number",
                 do="return arrays, or a data set with __getitem__ and __len__ of samples; "
                 "or train with --engine tensorflow",
             )

@@ -299,8 +299,8 @@ class Exchange:
                 asked=f"--strategy {self.strategy.name}",
                 found=f"the model writes {', '.join(sorted(written))} in its forward or backward "
                 "pass",
-                why="servers hold the weights, and update them by gradients alone",
-                do="compute what is used from the weights, or take another strategy",
+                why="servers have the weights, and update them only by gradients",
+                do="compute new tensors from the weights instead, or use another strategy",
             )
         self._checks_left = max(0, self._checks_left - 1)
         return tally

@@ -42,8 +42,8 @@ from allranks.training.progress import StepResult
 
 LOOK_S = 0.2
 NOT_SEARCHED = (
-    "the loss of each worker is finite; the servers have the sum of the gradients alone, so nobody "
-    "looks for the samples that did it (--strategy ddp does)"
+    "the loss of each worker is finite; the servers have only the sum of the gradients, so the "
+    "samples behind it are not searched for (--strategy ddp does that)"
 )
 
 

@@ -23,7 +23,7 @@
                 push   number, groups, unused; body
                 push   number, change; body       none                 the change of the weights
                 pull   version, has               version; body        this version, or a later one
-                                                  told, told_bytes     in step: first in the body
+                                                  told, told_bytes     mode=sync: first in the body
                 with update=worker                version, update; body   a gradient after `has`
                                                   version, kept; body  or weights and optimizer
 

@@ -146,7 +146,7 @@ class Shard:
     def squares(self, unused: Collection[int] = ()) -> float:
         """The sum of the squares of the gradient, without `unused` parameters.
 
-        Parts have zeros for these, but a regularizer may not.
+        Parts have zeros for these, and a regularizer has no gradient.
         """
         known = None if self._summed is None else self._summed.squares
         if known is not None:

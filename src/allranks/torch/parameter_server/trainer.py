@@ -183,7 +183,7 @@ class SchedulerTrainer(Trainer):
         if self.strategy.tables:
             raise RequestError(
                 asked=f"to check --strategy {self.job.strategy}",
-                found="tables whose rows lie on servers alone",
+                found="tables whose rows are on servers only",
                 why="a check compares every weight and gradient whole",
                 do="tables=whole in the options of the strategy",
             )

@@ -144,7 +144,7 @@ class Worker:
                 asked="--strategy ps",
                 found=str(error),
                 why="workers and servers exchange the weights of one model",
-                do="let model() and optimizer() of the task make the same in every process",
+                do="let model() and optimizer() of the task return the same in every process",
             ) from error
         addresses = [(str(host), int(port)) for host, port in answer["servers"]]
         links = Links(addresses, self.world.secret, self.strategy.most())

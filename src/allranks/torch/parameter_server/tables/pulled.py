@@ -140,7 +140,7 @@ class PulledTable(Swapped):
         raise _refused(
             self.plan.name,
             "forward, loss or a regularizer reads the whole table",
-            "it is on the servers, and a worker has the rows that it looked up",
+            "it is on the servers; a worker has only the rows that it looked up",
             "look rows up by the layer; or --strategy ps:tables=whole",
         )
 
@@ -258,11 +258,11 @@ def _check(table: str, name: str, layer: Any, is_table: bool) -> None:
     kind: Any = own_kind(layer)
     if not is_table:
         found = f"it is a weight of {name or 'the model'!r} too, a {kind.__name__}"
-        raise _refused(table, found, "that reads, or changes, the whole of it", DENSE)
+        raise _refused(table, found, "that layer reads or changes the whole table", DENSE)
     base: Any = next(base for base in KINDS if issubclass(kind, base))
     if kind.forward is not base.forward or "forward" in vars(layer):
         found = f"{kind.__qualname__} has a forward of its own"
-        raise _refused(table, found, "what it looks up cannot be seen", DENSE)
+        raise _refused(table, found, "the engine cannot see which rows it uses", DENSE)
     if layer.max_norm is not None:
         found = f"max_norm={layer.max_norm} at {name!r}"
         raise _refused(table, found, "torch shortens rows in forward, before any update", DENSE)
@@ -274,7 +274,7 @@ def _check(table: str, name: str, layer: Any, is_table: bool) -> None:
         raise _refused(table, found, "torch has it for dense gradients alone", DENSE)
 
 
-DENSE = "take that away; or --strategy ps:tables=whole, where it is as any other weight"
+DENSE = "remove that; or --strategy ps:tables=whole, which treats it like any other weight"
 
 
 def _refused(table: str, found: str, why: str, do: str) -> RequestError:

@@ -171,7 +171,7 @@ def check_no_rows(parameters: Sequence[nn.Parameter], positions: Collection[int]
     if any(parameters[at].grad is not None for at in positions):
         raise RequestError(
             asked="a regularizer of the task with --strategy ps",
-            found="it reads a table that lies on servers",
-            why="its gradient is of every row, and servers update those that samples touched",
+            found="it reads a table that is on the servers",
+            why="its gradient has every row, and servers update only the rows that samples touched",
             do="leave the table out of it, or --strategy ps:tables=whole",
         )

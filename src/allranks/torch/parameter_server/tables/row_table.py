@@ -143,7 +143,7 @@ def rule_name(optimizer: Optimizer, parameter: Tensor, table: str) -> str:
         raise _refused(
             table,
             f"{kind.__qualname__}, which has no rule for rows",
-            "rows of it would change, or count, that no sample has touched",
+            "it would change rows, or their counts, that no sample has touched",
         )
     group = next(
         (g for g in optimizer.param_groups if any(p is parameter for p in g["params"])), None
@@ -160,7 +160,7 @@ def check_group(name: str, group: Group, table: str) -> None:
             raise _refused(
                 table,
                 f"{name} with {setting}={group[setting]}",
-                "it moves every row in every step, and a server updates those that were touched",
+                "it changes every row in every step, and a server updates only the touched ones",
             )
 
 
@@ -183,7 +183,7 @@ def _refused(table: str, found: str, why: str) -> RequestError:
         found=found,
         why=why,
         do="give it SGD without momentum and weight decay, Adagrad, RowwiseAdagrad or SparseAdam; "
-        "or --strategy ps:tables=whole, where it is as any other weight",
+        "or --strategy ps:tables=whole, which treats it like any other weight",
     )
 
 

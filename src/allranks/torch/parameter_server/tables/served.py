@@ -57,8 +57,8 @@ def placed_tables(
         if name not in names and weights[name].requires_grad:
             raise RequestError(
                 asked=f"the table {name!r} on parameter servers",
-                found="a parameter that requires a gradient, and that the optimizer has not",
-                why="rows on servers are updated there, or the table is frozen and everywhere",
+                found="a parameter that requires a gradient but is not in the optimizer",
+                why="servers update the rows of trained tables; frozen tables are in all processes",
                 do="give it to the optimizer, or weight.requires_grad_(False)",
             )
     groups = [{id(p) for p in group["params"]} for group in optimizer.param_groups]
