@@ -116,7 +116,8 @@ def test_what_rows_cannot_do_is_refused(
 
 
 def test_a_regularizer_that_reads_a_table_is_refused(train: Train) -> None:
-    with pytest.raises((RequestError, ProgramError), match="it reads a table that is on the servers"):
+    said = "it reads a table that is on the servers"
+    with pytest.raises((RequestError, ProgramError), match=said):
         train(TASK, "regularized=yes", strategy="ps", ranks=1)
 
 

@@ -18,10 +18,10 @@ from typing import Any
 import allranks.torch.shared_memory.futures as futures
 from allranks.strategies.reduction_tree import merges
 from allranks.torch.shared_memory.library import library
-from allranks.torch.shared_memory.operands import ProcessCard, one_given
+from allranks.torch.shared_memory.operands import ProcessCard, have_one_file
 from allranks.torch.shared_memory.segment import Segment
 
-NOT_GIVEN = -1
+NO_FILE = -1
 ONLY_OURS = 2  # references: the attribute, and the argument of getrefcount
 STOPPED_S = 2400.0  # as long as a wait may last: a stopped process may be continued
 SEGMENT = "memfd:allranks-segment"  # what the launcher's file is called in /proc
@@ -34,8 +34,8 @@ class _Process:
     engine: Any = None
     bell: Segment | None = None
     groups: int = 0
-    given_fd: int = NOT_GIVEN
-    was_given: bool = False
+    fd: int = NO_FILE
+    had_file: bool = False
     most_ranks: int = 1
     retired: list[Attached] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -54,25 +54,25 @@ class Attached:
     ranks: tuple[int, ...]
 
 
-def hand_over(fd: int) -> None:
+def offer_file(fd: int) -> None:
     """Use a memory file from the launcher for the next group of all ranks, once.
 
     Ignores a number without such a file: a child process may have inherited the variable alone.
     """
     with suppress(OSError):
         is_ours = fd >= 0 and SEGMENT in os.readlink(f"/proc/self/fd/{fd}")
-        if is_ours and not _process.was_given:
-            _process.given_fd, _process.was_given = fd, True
+        if is_ours and not _process.had_file:
+            _process.fd, _process.had_file = fd, True
 
 
-def take_given() -> int:
-    """The file of `hand_over`, for the first caller; `NOT_GIVEN` afterwards."""
-    fd, _process.given_fd = _process.given_fd, NOT_GIVEN
+def take_file() -> int:
+    """The file of `offer_file`, for the first caller; `NO_FILE` afterwards."""
+    fd, _process.fd = _process.fd, NO_FILE
     return fd
 
 
 def drop(fd: int) -> None:
-    if fd != NOT_GIVEN:
+    if fd != NO_FILE:
         os.close(fd)
 
 
@@ -133,7 +133,7 @@ def attached(
     rank: int,
     ranks: Sequence[int],
     cards: Sequence[ProcessCard],
-    fd: int = NOT_GIVEN,
+    fd: int = NO_FILE,
 ) -> Attached:
     """The memory of these `ranks` of a group, all on one host; `rank` is one of them.
 
@@ -171,7 +171,7 @@ def attached(
 def _segment(
     store: Any, position: int, members: Sequence[ProcessCard], nbytes: int, fd: int
 ) -> Segment:
-    if one_given(members):
+    if have_one_file(members):
         return Segment.within(fd, nbytes)
     drop(fd)
     if position == 0:

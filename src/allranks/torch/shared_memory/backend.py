@@ -50,12 +50,12 @@ class BackendChoice:
         return asdict(self)
 
 
-def register(fd: int = attaching.NOT_GIVEN) -> None:
+def register(fd: int = attaching.NO_FILE) -> None:
     """Register the backend in torch, once in a process, for `init_process_group(BACKEND)`.
 
     Its first group of all ranks uses the memory file `fd`.
     """
-    attaching.hand_over(fd)
+    attaching.offer_file(fd)
     if not hasattr(dist.Backend, BACKEND.upper()):
         dist.Backend.register_backend(BACKEND, _make, extended_api=True, devices=["cpu"])
         replace(c10d, "monitored_barrier", _monitored_barrier)
@@ -155,7 +155,7 @@ def _make(options: Any, backend_options: Any) -> Any:
     size = options.group_size
     ranks = list(options.global_ranks_in_group) or list(range(size))
     is_of_all = not options.global_ranks_in_group
-    fd = attaching.take_given() if is_of_all else attaching.NOT_GIVEN
+    fd = attaching.take_file() if is_of_all else attaching.NO_FILE
     group, outcome = make_group(options.store, options.group_rank, size, options.timeout, ranks, fd)
     _outcomes[str(options.group_id)] = outcome
     return group
@@ -167,7 +167,7 @@ def make_group(
     size: int,
     timeout: timedelta,
     ranks: Sequence[int],
-    fd: int = attaching.NOT_GIVEN,
+    fd: int = attaching.NO_FILE,
 ) -> tuple[Any, BackendChoice]:
     """Create a group of these `ranks` of the job; all of them call this with one `store`.
 

@@ -344,11 +344,11 @@ class ProcessCard:
     given: str = ""
 
 
-def own_card(bell: str, cannot: str, given_fd: int) -> ProcessCard:
+def own_card(bell: str, cannot: str, fd: int) -> ProcessCard:
     host = host_identity()
     file = ""
-    if given_fd >= 0:
-        about = os.fstat(given_fd)
+    if fd >= 0:
+        about = os.fstat(fd)
         file = f"{about.st_dev}:{about.st_ino}"
     cannot = cannot or ("" if host else "/proc does not say which host this is")
     return ProcessCard(host, os.getpid(), bell, tuple(os.sched_getaffinity(0)), cannot, file)
@@ -375,6 +375,6 @@ def hosts_of(cards: Sequence[ProcessCard]) -> list[list[int]]:
     return list(hosts.values())
 
 
-def one_given(cards: Sequence[ProcessCard]) -> bool:
+def have_one_file(cards: Sequence[ProcessCard]) -> bool:
     """Whether all have the same memory file from their launcher."""
     return bool(cards[0].given) and len({card.given for card in cards}) == 1
