@@ -252,7 +252,7 @@ def test_a_save_waits_until_what_came_is_counted() -> None:
         assert chunk is not None
         said = {"chunk": chunk.number, "era": service.era, "steps": [{}] * chunk.steps}
         with service.changed:
-            service._take(0, said, memoryview(bytearray(8)))
+            service._accept(0, said, memoryview(bytearray(8)))
         assert service.wait_until_idle(0) and not service.wait_until_settled(60)
         assert [one.chunk for one in service.results(0)] == [chunk]
         assert service.wait_until_settled(0)
