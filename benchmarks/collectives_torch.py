@@ -115,7 +115,7 @@ class InPlace(ByItself):
 
     def memory_of(self, kind: str, nbytes: int) -> tuple[Values, Values]:
         """Leaves and targets in one segment per rank; an all-reduce writes where it reads."""
-        own = Segment.made(nbytes, "benchmark")
+        own = Segment.create(nbytes, "benchmark")
         where: list[str] = [""] * self.ranks
         dist.all_gather_object(where, own.where)
         self.segments = [

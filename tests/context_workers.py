@@ -76,13 +76,13 @@ def scores_are_counted(argument: dict[str, Any]) -> None:
         counted[0] += scores.numel()
         return scores
 
-    own = [drawn(seed, 1, 1, span.own, FEATURES).requires_grad_() for seed in range(3)]
+    own = [drawn(seed, 1, 1, span.local, FEATURES).requires_grad_() for seed in range(3)]
     ring.Scoring.of = counting  # type: ignore[method-assign]
     try:
         attention_of(argument["by"], exchange, span)(*own, is_causal=True).sum().backward()
     finally:
         ring.Scoring.of = plain  # type: ignore[method-assign]
-    part = span.own // 2 if folds else span.own
+    part = span.local // 2 if folds else span.local
     blocks = 2 * comm.size + 1 if folds else comm.rank + 1
     assert counted[0] == 2 * blocks * part * part, (comm.rank, counted)
     comm.leave()

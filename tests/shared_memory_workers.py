@@ -689,7 +689,7 @@ NO_MEMORY = {
 
 class Refusing(Segment):
     @classmethod
-    def opened(cls, where: str, nbytes: int) -> Segment:
+    def open(cls, where: str, nbytes: int) -> Segment:
         raise PermissionError(13, "this test")
 
 

@@ -33,7 +33,7 @@ from allranks.launcher.world import World
 from allranks.strategies.shards import even_sizes, owned_shards
 from allranks.torch.build import job_for
 from allranks.torch.elastic.learner import Learner
-from allranks.torch.elastic.merge import Clock, Merging, Rest, Work
+from allranks.torch.elastic.merge import Clock, Merging, Remainder, Work
 from allranks.torch.elastic.service import (
     LearnerService,
     inner_state,
@@ -65,15 +65,17 @@ def work(chunk: int, samples: int, version: int = 0) -> Work:
 
 def test_a_merge_is_the_mean_by_samples_since_the_last_one() -> None:
     merging = Merging(numbers(0.0), 1, Nesterov(1.0, 0.0), Ledger(8, 2, 2), quorum=2)
-    assert merging.bring(0, work(0, 100), numbers(0.25)) and not merging.is_due
-    assert merging.bring(0, work(2, 200), numbers(0.75)), "two chunks of one learner: 1, of 300"
+    assert merging.add_update(0, work(0, 100), numbers(0.25)) and not merging.is_due
+    assert merging.add_update(0, work(2, 200), numbers(0.75)), (
+        "two chunks of one learner: 1, of 300"
+    )
     assert not merging.is_due, "it is one learner still"
-    assert merging.bring(1, work(1, 100), numbers(4.0)) and merging.is_due
-    assert not merging.bring(2, work(1, 100), numbers(9.0)), "another one was first"
+    assert merging.add_update(1, work(1, 100), numbers(4.0)) and merging.is_due
+    assert not merging.add_update(2, work(1, 100), numbers(9.0)), "another one was first"
     merged = merging.merge()
     assert merging.theta.weights.tolist() == [-1.75]
     assert (merged.samples, merged.chunks, merged.learners) == (400, 3, (0, 1))
-    assert merging.bring(1, work(3, 100, version=0), numbers(1.0)) and not merging.is_due
+    assert merging.add_update(1, work(3, 100, version=0), numbers(1.0)) and not merging.is_due
     late = merging.merge()
     assert merging.theta.weights.tolist() == [-2.75] and late.staleness == 1
 
@@ -81,7 +83,7 @@ def test_a_merge_is_the_mean_by_samples_since_the_last_one() -> None:
 def test_the_outer_momentum_follows_the_gradient_and_not_its_reverse() -> None:
     merging = Merging(numbers(0.0), 1, Nesterov(0.7, 0.9), Ledger(3, 1, 1))
     for number, wanted in enumerate((-1.33, -3.227, -5.6343)):
-        merging.bring(0, work(number, 1), numbers(1.0))
+        merging.add_update(0, work(number, 1), numbers(1.0))
         merging.merge()
         assert merging.theta.weights.item() == pytest.approx(wanted, abs=1e-12)
 
@@ -90,20 +92,20 @@ def test_each_fragment_moves_by_what_was_found_there_and_by_a_momentum_of_its_ow
     """Of three weights in two fragments: golden, with the samples since a fragment was brought."""
     parts = [slice(0, 2), slice(2, 3)]
     merging = Merging(numbers(0, 0, 0, 5), 3, Nesterov(1.0, 0.5), Ledger(3, 1, 1), 1, parts)
-    assert merging.bring(0, replace(work(0, 10), owes=True), numbers(1, 2, 7))
-    assert merging.bring(1, replace(work(1, 30), share=90), numbers(3, 4, 9))
+    assert merging.add_update(0, replace(work(0, 10), owes=True), numbers(1, 2, 7))
+    assert merging.add_update(1, replace(work(1, 30), share=90), numbers(3, 4, 9))
     merging.merge()
     theta = merging.theta.weights.tolist()
     assert theta == pytest.approx([-1.5 * 2.8, -1.5 * 3.8, 0, 0.25 * 7 + 0.75 * 9])
     assert (merging.changed_at, merging.fragment, merging.owing) == ([1, 0], 1, {0})
-    assert merging.bring(1, replace(work(2, 10), fragment=1, share=40), numbers(8, 1))
+    assert merging.add_update(1, replace(work(2, 10), fragment=1, share=40), numbers(8, 1))
     merging.merge()
     assert merging.theta.weights[2:].tolist() == [-1.5 * 8, 1]
     assert merging.changed_at == [1, 2] and merging.theta.weights[0] == theta[0]
     momentum = merging.state()["momentum"].tolist()
     assert momentum == pytest.approx([2.8, 3.8, 8])
-    merging.bring_rest(0, [4, 0], numbers(1, 1, 99, 0))
-    merging.merge_rest()
+    merging.add_remainder(0, [4, 0], numbers(1, 1, 99, 0))
+    merging.merge_remainders()
     assert merging.theta.weights[0].item() == pytest.approx(theta[0] - (1 + 0.5 * (1.4 + 1)))
     assert not merging.owing and merging.theta.weights[2:].tolist() == [-12, 1]
     for fragment in (-1, 2):
@@ -113,36 +115,36 @@ def test_each_fragment_moves_by_what_was_found_there_and_by_a_momentum_of_its_ow
 
 def test_what_is_not_brought_is_kept_for_its_turn() -> None:
     """Two fragments of one weight each; the turn is always that of the first."""
-    rest = Rest(FlatModel(nn.Linear(1, 1).double()), 2)
-    assert rest.kept is not None
-    first, second = (rest.brings(numbers(*found), 10) for found in ((1, 2), (4, 8)))
-    assert [one.sent.weights.tolist() for one in (first, second)] == [[1], [4]]
-    assert rest.kept.tolist() == [0, 10] and rest.shares == [0, 20]
-    brought = [rest.brings(numbers(1, 1), 1).fragment for _ in range(6)]
+    rest = Remainder(FlatModel(nn.Linear(1, 1).double()), 2)
+    assert rest.delta is not None
+    first, second = (rest.contribution(numbers(*found), 10) for found in ((1, 2), (4, 8)))
+    assert [one.numbers.weights.tolist() for one in (first, second)] == [[1], [4]]
+    assert rest.delta.tolist() == [0, 10] and rest.shares == [0, 20]
+    brought = [rest.contribution(numbers(1, 1), 1).fragment for _ in range(6)]
     assert brought == [0, 0, 1, 0, 0, 0], "a turn that was missed for long comes all the same"
     saved = rest.state()
     rest.forget()
-    assert rest.kept.tolist() == [0, 0]
+    assert rest.delta.tolist() == [0, 0]
     rest.load(saved)
-    assert (rest.kept.tolist(), rest.shares) == ([0, 3], [0, 3])
+    assert (rest.delta.tolist(), rest.shares) == ([0, 3], [0, 3])
     assert rest.all()[0] == [0, 3] and rest.shares == [0, 0]
 
 
 def test_the_rest_is_taken_once_and_at_the_end() -> None:
     parts = [slice(0, 1), slice(1, 2)]
     merging = Merging(numbers(0, 0), 2, Nesterov(1.0, 0.0), Ledger(1, 1, 1), 1, parts)
-    merging.bring_rest(0, [5, 5], numbers(9, 9))
-    assert not merging.found, "no chunk is done"
-    merging.bring(0, replace(work(0, 10), owes=True), numbers(1))
+    merging.add_remainder(0, [5, 5], numbers(9, 9))
+    assert not merging.updates, "no chunk is done"
+    merging.add_update(0, replace(work(0, 10), owes=True), numbers(1))
     assert not merging.is_over
     merging.merge()
     assert not merging.is_over and merging.owing == {0}
     for _ in range(2):
-        merging.bring_rest(0, [0, 10], numbers(7, 2))
-    merging.merge_rest()
+        merging.add_remainder(0, [0, 10], numbers(7, 2))
+    merging.merge_remainders()
     assert merging.theta.weights.tolist() == [-1, -2] and merging.is_over
     with pytest.raises(ValueError, match="shares"):
-        merging.bring_rest(0, [-1, 1], numbers(1, 1))
+        merging.add_remainder(0, [-1, 1], numbers(1, 1))
 
 
 def test_fragments_of_two_answers_do_not_lie_in_one_memory() -> None:
@@ -154,8 +156,8 @@ def test_fragments_of_two_answers_do_not_lie_in_one_memory() -> None:
         whole, newer = flat.read(), flat.read()
         newer.weights += 1
         answers = [
-            (whole.part(parts, flat.parameters), [0, 1]),
-            (newer.part(parts[1:], flat.parameters), [1]),
+            (whole.buffers_of(parts, flat.parameters), [0, 1]),
+            (newer.buffers_of(parts[1:], flat.parameters), [1]),
         ]
         bodies = []
         for pieces, _ in answers:
@@ -163,7 +165,9 @@ def test_fragments_of_two_answers_do_not_lie_in_one_memory() -> None:
             bodies.append(learner.place({}, len(came)))
             bodies[-1][:] = came
         for body, (_, fragments) in zip(bodies, answers, strict=True):
-            learner.take({"version": 1, "waits": [], "fragments": fragments, "fragment": 0}, body)
+            learner.load_answer(
+                {"version": 1, "waits": [], "fragments": fragments, "fragment": 0}, body
+            )
         found = flat.read().weights
         assert torch.equal(found[parts[0]], whole.weights[parts[0]])
         assert torch.equal(found[parts[1]], newer.weights[parts[1]])
@@ -227,14 +231,14 @@ def test_a_scripted_schedule_is_that_of_a_plain_loop(fragments: int) -> None:
         given = [-1, -1]
 
         def answer(who: int) -> Any:
-            own = merging.found.get(who)
+            own = merging.updates.get(who)
             waits = [] if own is None else [w.chunk for w in own.work]
             newer = [n for n, at in enumerate(merging.changed_at) if at > given[who]]
             given[who] = merging.version
             header = {"version": merging.version, "waits": waits}
             header |= {"fragments": newer, "fragment": merging.fragment}
-            body = theta.part([parts[n] for n in newer], flat.parameters)
-            learners[who].take(header, memoryview(bytearray(b"".join(map(bytes, body)))))
+            body = theta.buffers_of([parts[n] for n in newer], flat.parameters)
+            learners[who].load_answer(header, memoryview(bytearray(b"".join(map(bytes, body)))))
             plain.turn[who] = merging.fragment
             return ledger.next_for(who, merging.waiting)
 
@@ -246,8 +250,8 @@ def test_a_scripted_schedule_is_that_of_a_plain_loop(fragments: int) -> None:
                 continue
             who = int(act)
             said, found = learners[who].train(doing[who])
-            merging.bring(who, Work.from_data(said), found.copied())  # as the wire does
-            learners[who].brought(doing[who])
+            merging.add_update(who, Work.from_data(said), found.copied())  # as the wire does
+            learners[who].mark_sent(doing[who])
             plain.train(who, doing[who].part, doing[who].first)
             doing[who] = answer(who)
             plain.begin(who)
@@ -266,16 +270,16 @@ def test_a_checkpoint_has_each_optimizer_as_it_was_after_what_is_in_the_weights(
         merging = Merging(theta, learner.flat.parameters, Nesterov(1.0, 0.0), ledger, quorum=9)
 
         def take() -> None:
-            own = merging.found.get(0)
+            own = merging.updates.get(0)
             waits = [w.chunk for w in own.work] if own else []
             body = memoryview(bytearray(b"".join(map(bytes, merging.theta.buffers))))
             header = {"version": merging.version, "waits": waits, "fragments": [0], "fragment": 0}
-            learner.take(header, body)
+            learner.load_answer(header, body)
 
         def bring(number: int) -> Any:
             said, found = learner.train(ledger.chunk(number))
-            merging.bring(0, Work.from_data(said), found.copied())
-            learner.brought(ledger.chunk(number))
+            merging.add_update(0, Work.from_data(said), found.copied())
+            learner.mark_sent(ledger.chunk(number))
             take()
             return inner_state(trainer.strategy)
 
@@ -284,8 +288,8 @@ def test_a_checkpoint_has_each_optimizer_as_it_was_after_what_is_in_the_weights(
         merging.merge()
         take()
         after_2 = bring(2)
-        assert list(learner.kept) == [0, 2] and merging.state()["clocks"][0]["chunk"] == 0
-        body = memoryview(bytearray(b"".join(packed(learner.kept[0], 1 << 20))))
+        assert list(learner.inner_states) == [0, 2] and merging.state()["clocks"][0]["chunk"] == 0
+        body = memoryview(bytearray(b"".join(packed(learner.inner_states[0], 1 << 20))))
         (state,) = [unpacked(body)]
         bring(4)
         momentum = state["state"]["0.weight"]["momentum_buffer"]
@@ -299,7 +303,7 @@ def test_a_checkpoint_has_each_optimizer_as_it_was_after_what_is_in_the_weights(
             assert torch.equal(row["momentum_buffer"], after_2["state"][name]["momentum_buffer"])
         merging.merge()
         take()
-        assert list(learner.kept) == [2], "what came before it is not asked for any more"
+        assert list(learner.inner_states) == [2], "what came before it is not asked for any more"
         with pytest.raises(RequestError, match="16 at most"):
             packed(state, 16)
         for torn in (body[:4], body[:-8]):
@@ -387,12 +391,12 @@ def test_flat_numbers_are_written_back_and_name_another_model() -> None:
     assert (len(found.weights), len(found.counts), flat.parameters) == (12, 1, 6)
     found.weights += 1
     found.counts += 7
-    flat.write(flat.take(memoryview(bytearray(b"".join(map(bytes, found.buffers))))))
+    flat.write(flat.from_bytes(memoryview(bytearray(b"".join(map(bytes, found.buffers))))))
     assert one.running_var is not None and one.running_var.tolist() == [2.0] * 3
     assert one.num_batches_tracked == 7
     assert flat.digest != FlatModel(other).digest
     with pytest.raises(ValueError, match="bytes for weights"):
-        flat.take(memoryview(b"1234"))
+        flat.from_bytes(memoryview(b"1234"))
 
 
 # --- the wire -----------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def test_what_backward_finishes_twice_is_pushed_as_a_sum() -> None:
         side.laid_out.settle()
         said = {"groups": [{"lr": 0.5, "momentum": 0.0}], "number": 0}
         side.push(said, unused=True, pulls=True)
-        side.take()
+        side.receive_weights()
         for now, then in zip(model.parameters(), weights, strict=True):
             expected = then - 0.5 * then.grad
             torch.testing.assert_close(now.detach(), expected.detach(), rtol=0, atol=1e-14)

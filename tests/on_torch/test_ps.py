@@ -41,9 +41,9 @@ from allranks.torch.parameter_server.server import SCHEDULER_ID, Server
 from allranks.torch.parameter_server.shard import MANY, Shard
 from allranks.torch.parameter_server.state import (
     cut_state,
-    hyper_parameters_said,
     join_state,
     packed,
+    plain_hyperparameters,
     unpacked,
 )
 from allranks.torch.trainer import Trainer
@@ -99,16 +99,16 @@ def gradient(shard: Shard, *values: float) -> Any:
 def test_parts_add_up_in_their_order_whoever_comes_first_and_once() -> None:
     """1e16 + 1 - 1e16 is 0 from left to right, and 1 in another order."""
     shard = shard_of([0.0], parts=3, lr=1.0)
-    assert shard.bring(2, gradient(shard, -1e16))
-    assert shard.bring(0, gradient(shard, 1e16)) and not shard.bring(0, gradient(shard, 5.0))
+    assert shard.add_part(2, gradient(shard, -1e16))
+    assert shard.add_part(0, gradient(shard, 1e16)) and not shard.add_part(0, gradient(shard, 5.0))
     assert not shard.is_complete
-    assert shard.bring(1, gradient(shard, 1.0)) and not shard.bring(2, gradient(shard, 7.0))
+    assert shard.add_part(1, gradient(shard, 1.0)) and not shard.add_part(2, gradient(shard, 7.0))
     assert shard.is_complete and shard.squares() == 0.0
     shard.add(gradient(shard, 4.0), factor=0.5)
     shard.apply(0.25, [{"lr": 2.0}], ())
     assert (shard.weights.flats[0].item(), shard.version) == (-2.0, 1)
     for part in range(3):
-        shard.bring(part, gradient(shard, 1.0))
+        shard.add_part(part, gradient(shard, 1.0))
     assert shard.squares() == 9.0
     shard.apply(1.0, [{"lr": 2.0}], unused=[0])
     assert shard.weights.flats[0].item() == -2.0, "nobody used it"
@@ -116,7 +116,7 @@ def test_parts_add_up_in_their_order_whoever_comes_first_and_once() -> None:
     for part in (2, 0, 1):  # one worker brings all, in one memory
         shard.keep(memory)
         memory.flats[0].fill_(10.0**part)
-        shard.bring(part, memory)
+        shard.add_part(part, memory)
     assert shard.gradient.flats[0].item() == 111.0
 
 
@@ -129,7 +129,7 @@ def test_a_sum_and_its_squares_come_from_one_pass(dtype: torch.dtype, more: int)
     for number, part in enumerate(parts):
         flat = shard.layout.new()
         flat.flats[0].copy_(part)
-        shard.bring(number, flat)
+        shard.add_part(number, flat)
     wanted = parts[0] + parts[1] + parts[2]
     assert torch.equal(shard.gradient.flats[0], wanted)
     assert flat_module.LIBRARY is not None
@@ -181,15 +181,15 @@ def test_what_is_added_to_a_gradient_waits_for_its_last_part() -> None:
 @pytest.mark.parametrize("size", [3e30, 3e-25, 3.0])
 def test_the_norm_is_that_of_doubles(numbers: int, size: float) -> None:
     shard = shard_of([0.0] * numbers, parts=2, dtype=torch.float32)
-    shard.bring(0, gradient(shard, *[size / 2] * numbers))
-    shard.bring(1, gradient(shard, *[size / 2] * numbers))
+    shard.add_part(0, gradient(shard, *[size / 2] * numbers))
+    shard.add_part(1, gradient(shard, *[size / 2] * numbers))
     assert shard.squares() == pytest.approx(numbers * size**2) == shard.squares(unused=[1])
 
 
 def test_the_norm_of_no_number_is_none() -> None:
     shard = shard_of([0.0] * MANY, parts=2, dtype=torch.float32)
-    shard.bring(0, gradient(shard, *[float("nan")] * MANY))
-    shard.bring(1, gradient(shard, *[1.0] * MANY))
+    shard.add_part(0, gradient(shard, *[float("nan")] * MANY))
+    shard.add_part(1, gradient(shard, *[1.0] * MANY))
     assert math.isnan(shard.squares())
 
 
@@ -385,9 +385,9 @@ def test_a_scripted_order_of_pulls_and_pushes_is_a_plain_loop(rate: str) -> None
         for number, worker in enumerate(map(int, SCRIPT.split())):
             own = sides[worker].strategy
             loss_of(own.model, number).backward()
-            said = {"groups": hyper_parameters_said(own.step.optimizer)}
+            said = {"groups": plain_hyperparameters(own.step.optimizer)}
             sides[worker].push({"number": number, **said}, unused=True, pulls=True)
-            sides[worker].take()
+            sides[worker].receive_weights()
             own.model.zero_grad()
             loop.turn(worker, number)
         found = torch.cat([p.detach().reshape(-1) for p in sides[1].strategy.model.parameters()])

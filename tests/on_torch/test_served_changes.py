@@ -25,7 +25,7 @@ from allranks.torch.parameter_server.changes import Changes, ramp
 from allranks.torch.parameter_server.exchange import Exchange
 from allranks.torch.parameter_server.handing_out import HandingOut
 from allranks.torch.parameter_server.service import Done, Service
-from allranks.torch.parameter_server.state import hyper_parameters_said
+from allranks.torch.parameter_server.state import plain_hyperparameters
 from allranks.torch.trainer import Trainer
 from allranks.training.work_queue import Chunk, Ledger
 from conftest import Train
@@ -67,11 +67,11 @@ def test_what_a_worker_has_is_not_sent_again_and_not_counted() -> None:
         server.shard.begin(0)
         exchange = Exchange(own, 0)
         exchange.link(*links(0), shares=False)
-        nbytes, groups = own.layouts[0].nbytes, hyper_parameters_said(own.step.optimizer)
+        nbytes, groups = own.layouts[0].nbytes, plain_hyperparameters(own.step.optimizer)
         counted = []
         for step, version in enumerate((0, 0, 1, 1, 2)):
             if server.shard.version < version:
-                server.shard.bring(0, own.layouts[0].new())
+                server.shard.add_part(0, own.layouts[0].new())
                 if version == 1:
                     server.shard.apply(1.0, groups, ())
                 else:
@@ -130,12 +130,12 @@ def test_a_scripted_order_of_rounds_is_a_plain_loop(pipeline: bool) -> None:
             done = side.push(Chunk(number, 0, EVERY * number, EVERY), Done({"n": number}, b""))
             brought.append(done)
             if pipeline:  # the order of the script is that in which servers hear of it
-                assert side.is_under_way and side._sent is not None
-                side._sent.result()
+                assert side.is_under_way and side._in_flight is not None
+                side._in_flight.result()
             loop.turn(worker, number)
         if pipeline:
             brought += [side.settle() for side in sides]
-        said = sorted(done.said["n"] for done in brought if done is not None)
+        said = sorted(done.report["n"] for done in brought if done is not None)
         assert said == list(range(len(SCRIPT.split()))), "each round is brought once"
         kept = torch.cat([p.detach().reshape(-1) for p in keeper_weights(keeper, servers)])
         assert float((kept - loop.weights).abs().max()) < 1e-12
@@ -252,9 +252,9 @@ def test_a_save_waits_until_what_came_is_counted() -> None:
         assert chunk is not None
         said = {"chunk": chunk.number, "era": service.era, "steps": [{}] * chunk.steps}
         with service.changed:
-            service._take(0, said, memoryview(bytearray(8)))
+            service._accept(0, said, memoryview(bytearray(8)))
         assert service.wait_until_idle(0) and not service.wait_until_settled(60)
-        assert [one.chunk for one in service.brought(0)] == [chunk]
+        assert [one.chunk for one in service.results(0)] == [chunk]
         assert service.wait_until_settled(0)
 
 

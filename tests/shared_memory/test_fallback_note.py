@@ -11,7 +11,7 @@ def test_a_backend_that_was_asked_for_by_name_is_missed_aloud(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     told = {"asked": "shared_memory", "did": "gloo", "why": "rank 1: no library was built"}
-    monkeypatch.setattr(backend, "told_of", lambda group: told)
+    monkeypatch.setattr(backend, "backend_record", lambda group: told)
     (note,) = backend.notes_on_backend(None, "shared_memory")
     assert note == (
         "--backend shared_memory was asked for, and gloo does it: rank 1: no library was built"

@@ -54,16 +54,16 @@ def test_any_processor_gives_the_same_bits(tmp_path: Path, options: list[str]) -
 
 
 def test_segments_of_one_name_are_two_and_no_name_is_made() -> None:
-    one, other = (Segment.made(4096, "allranks-group") for _ in range(2))
+    one, other = (Segment.create(4096, "allranks-group") for _ in range(2))
     assert not [name for name in os.listdir("/dev/shm") if "allranks" in name]
     ctypes.memset(one.address, 7, 4096)
     assert bytes((ctypes.c_char * 4096).from_address(other.address)) == bytes(4096)
-    again = Segment.opened(one.where, 4096)
+    again = Segment.open(one.where, 4096)
     assert bytes((ctypes.c_char * 4096).from_address(again.address)) == bytes([7]) * 4096
     where = one.where
     one.hide()
     with pytest.raises(OSError, match=r"No such file|smaller"):
-        Segment.opened(where, 4096)
+        Segment.open(where, 4096)
     for segment in (one, other, again):
         segment.unmap()
 

@@ -130,7 +130,7 @@ def test_the_others_say_which_rank_is_lost(server: ForkServer, tmp_path: Path, h
 
 
 @pytest.mark.parametrize(
-    "take", [PostedCall().given, PostedCall().taken, lambda t: PostedCall().together([t])]
+    "take", [PostedCall().source, PostedCall().target, lambda t: PostedCall().joint_source([t])]
 )
 def test_a_tensor_without_memory_is_refused(take: Callable[[torch.Tensor], object]) -> None:
     """A DTensor stands for others in the same way: at its address a process would end."""

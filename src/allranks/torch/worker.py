@@ -37,7 +37,7 @@ from allranks.torch.parameter_server.evaluator import evaluate_checkpoints
 from allranks.torch.parameter_server.server import ServedTrainer, serve
 from allranks.torch.parameter_server.trainer import SchedulerTrainer
 from allranks.torch.parameter_server.worker import work
-from allranks.torch.shared_memory.backend import told_of
+from allranks.torch.shared_memory.backend import backend_record
 from allranks.torch.task import Task
 from allranks.torch.trainer import Trainer
 from allranks.torch.witness.trace import RankTrace
@@ -333,7 +333,7 @@ class TorchRank(RankProgram[Trainer]):
             "sent_bytes": {kind: round(sent) for kind, sent in trainer.comm.sent.items()},
             "card_bytes_per_step": trainer.strategy.promised_bytes(),
             "model_notes": trainer.model_notes,
-            "backend": told_of(trainer.comm.of_torch),
+            "backend": backend_record(trainer.comm.of_torch),
             "bitwise": self.job.bitwise,
             "witness": trainer.witness.testimony.to_data(),
         }

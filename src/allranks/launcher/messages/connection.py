@@ -50,7 +50,7 @@ class Connection:
     def __init__(self, peer: socket.socket, most_bytes: int, timeout_s: float) -> None:
         self._socket, self._most, self.timeout_s = peer, most_bytes, timeout_s
         self._ahead, self._came = memoryview(bytearray(AHEAD)), memoryview(b"")
-        self.given = -1
+        self.version = -1
         """For who serves: the newest version that this peer was sent."""
         self.sent = self.received = self.control = 0
         peer.settimeout(timeout_s)

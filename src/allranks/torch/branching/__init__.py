@@ -1,1 +1,1 @@
-"""Branches of one model on different ranks: who runs which, and how they run at the same time."""
+"""Branches of one model on different ranks: their placement, and how they run in parallel."""

@@ -1,13 +1,13 @@
 """Branches of one model on different ranks at the same time: towers, paths, heads.
 
-    every rank     the forward of the whole model, for the whole batch: the trunk is computed alike
-    a branch       runs on its home rank; what it returns is broadcast       `branching.calls`
-    backward       each rank goes back through its branches; gradients of their inputs are summed
+    every rank     the forward of the whole model for the whole batch; all compute the same trunk
+    a branch       runs on its home rank; its outputs are broadcast            `branching.run`
+    backward       each rank runs that of its branches; gradients of their inputs are summed
     reduce         the tally; gradients of the trunk are the same on all ranks already
 
-Weights of a branch, their gradients and what the optimizer keeps are on its home rank alone, with
-meta tensors elsewhere, as in a pipeline; those of the trunk are on all ranks. A step takes the time
-of the trunk and of the slowest rank's branches, where no branch waits for what another returns.
+Weights of a branch, their gradients and optimizer states are on its home rank alone, with meta
+tensors elsewhere, as in a pipeline; those of the trunk are on all ranks. If no branch needs the
+output of another, a step takes the time of the trunk and of the slowest rank's branches.
 Krizhevsky 2014, One weird trick for parallelizing convolutional neural networks, arXiv 1404.5997.
 """
 
@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from allranks.errors import RequestError, explained
 from allranks.strategies.mesh import BRANCH
 from allranks.torch.branching.plan import Branch, BranchPlan, holds, plan_of
-from allranks.torch.branching.run import Around, BranchExchange, Calls, real, wait_before
+from allranks.torch.branching.run import BranchContext, BranchExchange, Calls, real, wait_before
 from allranks.torch.data.batch import Batch
 from allranks.torch.parallel.pipeline.staged import Staged
 from allranks.torch.step.gradients import Gradients
@@ -35,7 +35,7 @@ ELSEWHERE = re.compile(r"\bmeta\b", re.IGNORECASE)
 
 
 class Branches(Staged):
-    """Run the branches of this rank. Sends their outputs, gradients of their inputs, the tally."""
+    """Runs the branches of this rank. Sends their outputs, gradients of their inputs, the tally."""
 
     name = "branches"
     equal_passes = True
@@ -51,7 +51,7 @@ class Branches(Staged):
         alone = BranchPlan((), (), ())
         self.plan = alone if ranks == 1 else plan_of(self.task, model, ranks, asked)
         holders = self.plan.holders(model, ranks)
-        many = {n for n, found in holders.items() if len(found) > 1}
+        many = {n for n, ranks_of in holders.items() if len(ranks_of) > 1}
         shared = {
             branch.number: [
                 p for n, p in model.named_parameters() if n in many and holds(branch.module, p)
@@ -61,7 +61,7 @@ class Branches(Staged):
         self.hold(model, holders)
         self.exchange = BranchExchange(self.line)
         scope, exchange = self.context.scope, self.exchange
-        self.calls = Calls(Around(exchange, scope, shared, self._running, self._is_apart))
+        self.calls = Calls(BranchContext(exchange, scope, shared, self._running, self._is_apart))
         for branch in self.plan.branches:
             self._intercept(branch)
         for module in self.plan.trunk:
@@ -70,7 +70,7 @@ class Branches(Staged):
         return model
 
     def _intercept(self, branch: Branch) -> None:
-        """Let a call of the branch wait for the others."""
+        """Make a call of the branch wait for those of other branches."""
         module: Any = branch.module
         self._forwards.append((module, vars(module).get("forward")))
         forward = module.forward
@@ -81,9 +81,9 @@ class Branches(Staged):
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """Around the branches of this rank: the moments of their BatchNorm are counted here.
+        """The context of this rank's branches: counts the moments of their BatchNorm layers.
 
-        Those of the trunk are the same on all ranks, and counted by the first.
+        Those of the trunk are the same on all ranks; the first rank counts them.
         """
         scope, counts = self.context.scope, self.step.parts.counts_samples
         if counts or not scope.pieces:
@@ -101,7 +101,7 @@ class Branches(Staged):
         self.step.forward = lambda data: forward(self.task, self._whole, data)
 
     def _whole(self, *args: Any, **keywords: Any) -> Any:
-        """The output of the model; all branches that were called have run."""
+        """The output of the model, after all called branches have run."""
         self.calls.begin()
         with explained(ELSEWHERE, _on_another_rank):
             output = self.step.call(*args, **keywords)
@@ -122,7 +122,7 @@ class Branches(Staged):
             return self._make_passes(batch)
 
     def _make_passes(self, batch: Batch) -> Tally:
-        """Every micro-batch through the whole model."""
+        """Run every micro-batch through the whole model."""
         for parameter in self.own:
             parameter.grad = None
         tally = self._tally = self.step.layout.tally()
@@ -138,13 +138,13 @@ class Branches(Staged):
         return forward(self._whole, data)
 
     def messages(self) -> tuple[int, ...]:
-        """What branches return, the gradients of what they are given, the tally: of a step."""
-        layout, found, steps = self.step.layout, self.exchange, max(1, self.steps)
+        """Bytes of a step: outputs of branches, gradients of their inputs, the tally."""
+        layout, exchange, steps = self.step.layout, self.exchange, max(1, self.steps)
         tally = layout.size * layout.like.element_size()
-        return round(found.sent / steps), round(found.reduced / steps), tally
+        return round(exchange.broadcast_bytes / steps), round(exchange.reduced_bytes / steps), tally
 
     def close(self) -> None:
-        """The model is the user's own again."""
+        """Restore the user's model."""
         for hook in self._hooks:
             hook.remove()
         for module, before in self._forwards:
@@ -158,6 +158,6 @@ def _on_another_rank(line: str) -> RequestError:
     return RequestError(
         asked="--strategy branches",
         found=f"weights of a branch of another rank: {line}",
-        why="a branch is called as a whole, and what it holds is used there alone",
+        why="a branch must be called as a whole, and its weights used only there",
         do="call the module that branches(model) names, or name the parts that are called",
     )

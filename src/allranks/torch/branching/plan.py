@@ -1,4 +1,4 @@
-"""Which rank runs which branch of a model: as the task says, checked. Sends nothing."""
+"""The rank of each branch of a model, as the task says, with checks. No communication."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Branch:
 class BranchPlan:
     """The branches of a model, in the order in which the task names them.
 
-    `around` are the modules that hold a branch, and `trunk` the largest ones that hold none.
+    `around` are the modules that contain a branch, `trunk` the largest ones that contain none.
     """
 
     branches: tuple[Branch, ...]
@@ -34,19 +34,19 @@ class BranchPlan:
     trunk: tuple[nn.Module, ...]
 
     def holders(self, model: nn.Module, ranks: int) -> dict[str, list[int]]:
-        """The ranks that hold each parameter: its home, or all, if the trunk or several use it."""
+        """The ranks with each parameter: its home, or all if the trunk or other homes use it."""
         everyone = list(range(ranks))
         outside = set(map(id, self._outside()))
         homes: dict[int, set[int]] = {}
         for branch in self.branches:
             for parameter in branch.module.parameters():
                 homes.setdefault(id(parameter), set()).add(branch.home)
-        found = {}
+        holders = {}
         for name, parameter in model.named_parameters():
-            own = homes.get(id(parameter), set())
-            is_alone = len(own) == 1 and id(parameter) not in outside
-            found[name] = list(own) if is_alone else everyone
-        return found
+            ranks_of = homes.get(id(parameter), set())
+            is_alone = len(ranks_of) == 1 and id(parameter) not in outside
+            holders[name] = list(ranks_of) if is_alone else everyone
+        return holders
 
     def _outside(self) -> Iterator[nn.Parameter]:
         """The parameters that are used outside of the branches."""
@@ -58,33 +58,33 @@ class BranchPlan:
 
 def holds(module: nn.Module, parameter: nn.Parameter) -> bool:
     """Whether a parameter is one of a module's."""
-    return any(own is parameter for own in module.parameters())
+    return any(other is parameter for other in module.parameters())
 
 
 def plan_of(task: Task, model: nn.Module, ranks: int, asked: str) -> BranchPlan:
-    """What the task says; raises `RequestError` where it does not fit model and ranks."""
-    said = task.branches(model)
-    if not said:
+    """The task's plan; raises `RequestError` if it does not fit the model and the ranks."""
+    names = task.branches(model)
+    if not names:
         raise _refused(
             asked,
             f"no branches of {type(model).__name__}",
             "only the task knows which parts do not wait for each other",
             f"name them in branches(self, model) of the task{_candidates(model)}",
         )
-    modules = {name: _module(model, name, asked) for name in said}
+    modules = {name: _module(model, name, asked) for name in names}
     _check_apart(modules, asked)
-    homes = dict(said) if isinstance(said, Mapping) else _dealt(modules, said, ranks)
+    homes = dict(names) if isinstance(names, Mapping) else _dealt(modules, names, ranks)
     _check_homes(homes, ranks, asked)
     branches = tuple(
         Branch(number, name, module, homes[name])
         for number, (name, module) in enumerate(modules.items())
     )
-    own = {id(branch.module) for branch in branches}
+    ids = {id(branch.module) for branch in branches}
     around = [
-        m for m in model.modules() if own & {id(inner) for inner in m.modules() if inner is not m}
+        m for m in model.modules() if ids & {id(inner) for inner in m.modules() if inner is not m}
     ]
-    kept = own | set(map(id, around))
-    trunk = [child for m in around for child in m.children() if id(child) not in kept]
+    placed = ids | set(map(id, around))
+    trunk = [child for m in around for child in m.children() if id(child) not in placed]
     plan = BranchPlan(branches, tuple(around), tuple(dict.fromkeys(trunk)))
     _check_layers(plan, asked)
     return plan
@@ -119,7 +119,7 @@ def _module(model: nn.Module, name: str, asked: str) -> nn.Module:
 
 
 def _check_apart(modules: Mapping[str, nn.Module], asked: str) -> None:
-    """No branch is a part of another one, and none is named twice."""
+    """Raise `RequestError` for a branch within another one, or named twice."""
     for name, module in modules.items():
         inside = {id(inner) for inner in module.modules()}
         for other, inner in modules.items():
@@ -133,7 +133,7 @@ def _check_apart(modules: Mapping[str, nn.Module], asked: str) -> None:
 
 
 def _dealt(modules: Mapping[str, nn.Module], names: Sequence[str], ranks: int) -> dict[str, int]:
-    """Each branch to the rank with the fewest bytes of weights so far, the largest first."""
+    """Assign each branch, the largest first, to the rank with the fewest bytes of weights."""
     size = {name: sum(p.nbytes for p in modules[name].parameters()) for name in names}
     load, homes = [(0, 0, rank) for rank in range(ranks)], {}
     for name in sorted(size, key=lambda name: -size[name]):
@@ -162,13 +162,13 @@ def _check_homes(homes: Mapping[str, int], ranks: int, asked: str) -> None:
 
 
 def _check_layers(plan: BranchPlan, asked: str) -> None:
-    """A layer counts its calls in one process in order: it is in one place alone."""
+    """Raise `RequestError` for a layer in two places: it counts its calls within one process."""
     places = [(repr(b.name), b.module) for b in plan.branches]
     places += [("the rest of the model", module) for module in plan.trunk]
-    seen: dict[int, str] = {}
+    place_of: dict[int, str] = {}
     for place, module in places:
         for layer in filter(lambda layer: isinstance(layer, OfShard), every_layer(module)):
-            first = seen.setdefault(id(layer), place)
+            first = place_of.setdefault(id(layer), place)
             if first != place:
                 raise _refused(
                     asked,
@@ -179,7 +179,7 @@ def _check_layers(plan: BranchPlan, asked: str) -> None:
 
 
 def _candidates(model: nn.Module) -> str:
-    """Names that may be meant."""
+    """Names of possible branches."""
     names = [
         f"{path}.{member}" if path else member
         for path, module in model.named_modules()

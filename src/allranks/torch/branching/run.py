@@ -1,4 +1,4 @@
-"""Calls of branches that run together, as one differentiable function of what they are given."""
+"""Calls of branches that run in parallel, as one differentiable function of their inputs."""
 
 from __future__ import annotations
 
@@ -24,37 +24,37 @@ from allranks.torch.model.layers import Scope
 from allranks.torch.parallel.pipeline.links import Received
 from allranks.torch.parallel.pipeline.tensor_meta import TensorMeta, flat, laid_out
 
-# --- later ---------------------------------------------------------------------------------------
-# A tensor that a branch has not computed yet: whoever looks at it waits, and gets the real one.
+# --- lazy tensors --------------------------------------------------------------------------------
+# A tensor that a branch has not computed yet: any operation on it waits, and uses the real one.
 
 
-class Later(Tensor):
-    """Stands for an output of a branch. Any operation on it calls `wait`, and takes what came.
+class LazyTensor(Tensor):
+    """Stands for an output of a branch. Any operation on it calls `wait`, and uses the real one.
 
-    Only what reads tensors beneath `__torch_function__` sees the object itself: an
-    `autograd.Function` that is applied to it. Its gradient would go nowhere, so it is refused.
+    Only an `autograd.Function`, which reads tensors beneath `__torch_function__`, gets the object
+    itself. Its gradient would be lost, so it is refused.
     """
 
-    found: Tensor | None
+    real_value: Tensor | None
     wait: Callable[[], None]
 
     @staticmethod
     def make(
         like: Tensor, device: torch.device, wait: Callable[[], None], *, wants_gradient: bool
-    ) -> Later:
-        """One that is there (`found`) once `wait` has returned; `like` it but for the numbers.
+    ) -> LazyTensor:
+        """A lazy tensor with the metadata of `like`; `wait` sets its `real_value`.
 
         Read by mistake, it is NaN.
         """
         nan = math.nan if like.is_floating_point() or like.is_complex() else 0
         empty = torch.full((), nan, dtype=like.dtype, device=device).expand(like.shape)
-        made: Any = Tensor._make_subclass(Later, empty, wants_gradient)
-        made.found, made.wait = None, wait
+        lazy: Any = Tensor._make_subclass(LazyTensor, empty, wants_gradient)
+        lazy.real_value, lazy.wait = None, wait
         if wants_gradient:
             with torch._C.DisableTorchFunctionSubclass():
-                made.register_hook(_refuse)
-        found: Later = made
-        return found
+                lazy.register_hook(_refuse)
+        output: LazyTensor = lazy
+        return output
 
     @classmethod
     def __torch_function__(
@@ -64,23 +64,23 @@ class Later(Tensor):
 
 
 def real(value: Any) -> Any:
-    """The same with the real tensors; waits for those that are not there yet."""
-    if any(type(tensor) is Later for tensor in tensors_of_arguments(value)):
+    """The same with real tensors; waits for those that are not computed yet."""
+    if any(type(tensor) is LazyTensor for tensor in tensors_of_arguments(value)):
         return map_arguments(_real, value)
     return value
 
 
 def _real(tensor: Tensor) -> Tensor:
-    if type(tensor) is not Later:
+    if type(tensor) is not LazyTensor:
         return tensor
-    if tensor.found is None:
+    if tensor.real_value is None:
         tensor.wait()
-    assert tensor.found is not None
-    return tensor.found
+    assert tensor.real_value is not None
+    return tensor.real_value
 
 
 def wait_before(module: nn.Module, args: Any, keywords: Any) -> Any:
-    """A hook before the forward of a module that holds no branch: it is given real tensors."""
+    """A hook before the forward of a module without branches: makes its inputs real tensors."""
     return real(args), real(keywords)
 
 
@@ -88,20 +88,20 @@ def _refuse(_: Tensor) -> None:
     raise RequestError(
         asked="--strategy branches",
         found="an autograd.Function that forward applies to what a branch has returned",
-        why="it takes tensors without waiting for them, and its gradient would be lost",
+        why="it does not wait for the real tensors, and its gradient would be lost",
         do="call it in a module of its own (an nn.Module whose forward applies it)",
     )
 
 
 # --- drawing -------------------------------------------------------------------------------------
-# What user code draws in a branch is apart from what it draws elsewhere.
+# Draws of user code in a branch do not affect draws elsewhere.
 
 
 @contextmanager
 def generators_kept(scope: Scope) -> Iterator[None]:
-    """Within, anything may be drawn; afterwards all generators are where they were.
+    """Restores the states of all generators afterwards.
 
-    The rest of the model draws the same on every rank then, whichever branches ran there.
+    So the trunk draws the same on every rank, whichever branches ran there.
     """
     devices = list(filter(accelerator.is_accelerator, {scope.device, *scope.more_devices}))
     of_python, of_numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
@@ -117,22 +117,22 @@ def generators_kept(scope: Scope) -> Iterator[None]:
 
 
 # --- exchange ------------------------------------------------------------------------------------
-# What the ranks of a line exchange for branches: what these return, and gradients of inputs.
+# The exchanges between the ranks of a line: outputs of branches, and gradients of inputs.
 
 
 class BranchExchange:
-    """The ranks that run branches. `sent` and `reduced` count the bytes of whole tensors that steps
-    have broadcast and all-reduced; `known` is what branches return, by what they are given.
+    """The ranks that run branches. `broadcast_bytes` and `reduced_bytes` count whole tensors of
+    steps; `known` has the metadata of the outputs of branches, by that of their inputs.
     """
 
     def __init__(self, line: Comm) -> None:
         self.line = line
-        self.kind, self.sent, self.reduced = "control", 0, 0
+        self.kind, self.broadcast_bytes, self.reduced_bytes = "control", 0, 0
         self.known: dict[Hashable, TensorMeta] = {}
 
     @contextmanager
     def opened(self, kind: str) -> Iterator[None]:
-        """Within, passes go through the model; what they send is of that kind."""
+        """Within, passes send messages of this kind."""
         self.kind = kind
         try:
             yield
@@ -140,35 +140,35 @@ class BranchExchange:
             self.kind = "control"
 
     def agree(
-        self, keys: Sequence[tuple[Branch, Hashable]], own: dict[int, TensorMeta]
+        self, keys: Sequence[tuple[Branch, Hashable]], local: dict[int, TensorMeta]
     ) -> list[TensorMeta]:
-        """What each call returns; `own` are those of this rank, by number.
+        """The output metadata of each call; `local` has those of this rank, by number.
 
-        Sends what was not known yet (`control`).
+        All-gathers metadata that are not known yet (`control`).
         """
-        for number, looks in own.items():
+        for number, looks in local.items():
             branch, key = keys[number]
             known = self.known.get(key)
             if known is not None and known != looks:
                 raise _changed(branch, known, looks)
         if any(key not in self.known for _, key in keys):
-            mine = json.dumps({number: looks.text for number, looks in own.items()})
+            mine = json.dumps({number: looks.text for number, looks in local.items()})
             for text in self.line.gather_texts(mine):
-                for number, told in json.loads(text).items():
-                    self.known[keys[int(number)][1]] = TensorMeta(told)
+                for number, meta in json.loads(text).items():
+                    self.known[keys[int(number)][1]] = TensorMeta(meta)
         return [self.known[key] for _, key in keys]
 
-    def spread(self, tensor: Tensor, home: int) -> None:
-        """The tensor of rank `home` on all."""
+    def broadcast(self, tensor: Tensor, home: int) -> None:
+        """Broadcast the tensor of rank `home`."""
         if self.kind == "gradients":
-            self.sent += tensor.nbytes
+            self.broadcast_bytes += tensor.nbytes
         if tensor.numel():
             self.line.broadcast(flat(tensor), source=home, kind=self.kind)
 
     def sum_(self, tensor: Tensor) -> None:
         """Sum over the ranks, in place."""
         if self.kind == "gradients":
-            self.reduced += tensor.nbytes
+            self.reduced_bytes += tensor.nbytes
         self.line.all_reduce(tensor, self.kind).wait()
 
 
@@ -177,18 +177,18 @@ def _changed(branch: Branch, known: TensorMeta, looks: TensorMeta) -> RequestErr
         asked="--strategy branches",
         found=f"{branch.name!r} returned {looks.text} for inputs of the shapes for which it had "
         f"returned {known.text}"[:300],
-        why="the other ranks have made room for what came the first time",
-        do="let the shapes that a branch returns follow from the shapes of its inputs",
+        why="the other ranks have allocated tensors of the first shapes",
+        do="let the shapes of a branch's outputs depend only on the shapes of its inputs",
     )
 
 
 @dataclass(frozen=True)
-class Around:
-    """What there is around the branches. `shared` are the weights that a branch has in common with
-    the rest of the model, or with a branch of another rank: their gradients are summed, too.
+class BranchContext:
+    """The context of branches. `shared` are weights that a branch shares with the trunk, or with a
+    branch of another rank: their gradients are summed, too.
 
-    `running` is entered around the branches of this rank; `is_apart` says whether a backward pass
-    is the task's own.
+    `running` is the context manager for the branches of this rank; `is_apart` says whether a
+    backward pass is the task's own.
     """
 
     exchange: BranchExchange
@@ -200,7 +200,7 @@ class Around:
 
 @dataclass
 class BranchCall:
-    """A call of a branch: what it was given, and what it is known to return."""
+    """A call of a branch, with its arguments and the known metadata of its outputs."""
 
     branch: Branch
     forward: Callable[..., Any]
@@ -208,26 +208,26 @@ class BranchCall:
     key: Hashable
     versions: list[int]
     looks: TensorMeta | None = None
-    laters: list[Later] = field(default_factory=list)
+    lazy_outputs: list[LazyTensor] = field(default_factory=list)
     value: Any = None
 
     def tensors(self) -> list[Tensor]:
-        """What went in."""
+        """The tensors among the arguments."""
         return list(tensors_of_arguments(self.arguments))
 
     def check_unwritten(self, when: str) -> None:
-        """Raise `RequestError` where something has written into what went in."""
+        """Raise `RequestError` if an argument was written in place."""
         if versions_of(self.tensors()) != self.versions:
             raise _written(self.branch, when)
 
 
 class BranchRun:
-    """One time that calls run together. `inputs` are the tensors that want a gradient, each once.
+    """One parallel run of calls. `inputs` are the tensors that require a gradient, each once.
 
-    `shared` are weights that the branches of these calls have in common with others.
+    `shared` are weights that the branches of these calls share with others.
     """
 
-    def __init__(self, around: Around, calls: list[BranchCall], first: int) -> None:
+    def __init__(self, around: BranchContext, calls: list[BranchCall], first: int) -> None:
         self.around, self.calls, self._first = around, calls, first
         wanting = [t for call in calls for t in call.tensors() if t.requires_grad]
         self.inputs = list({id(t): t for t in wanting}.values())
@@ -236,11 +236,11 @@ class BranchRun:
         weights = [p for branch in self._branches for p in around.shared[branch.number]]
         self.shared = list({id(p): p for p in weights if p.requires_grad}.values())
         self._received = {id(t): Received(t.detach()) for t in self.inputs}
-        self._own: list[tuple[int, Tensor]] = []
+        self._local_outputs: list[tuple[int, Tensor]] = []
         self.wants: list[bool] = []
 
     def forward(self) -> list[Tensor]:
-        """All outputs of all calls, one after another. Broadcasts them."""
+        """The outputs of all calls, in order. Broadcasts them."""
         around, exchange = self.around, self.around.exchange
         values: dict[int, Any] = {}
         entered: dict[int, Tensor] = {}
@@ -249,27 +249,27 @@ class BranchRun:
             for number, call in enumerate(self.calls):
                 if call.branch.home == exchange.line.rank:
                     values[number] = self._value(number, call, entered, grad=grad)
-        own = {number: TensorMeta.of(value) for number, value in values.items()}
-        looks = exchange.agree([(call.branch, call.key) for call in self.calls], own)
-        found: list[Tensor] = []
+        local = {number: TensorMeta.of(value) for number, value in values.items()}
+        looks = exchange.agree([(call.branch, call.key) for call in self.calls], local)
+        outputs: list[Tensor] = []
         for number, call in enumerate(self.calls):
             call.looks = looks[number]
             if number in values:
                 tensors = list(tensors_of_arguments(values[number]))
-                self._own += [(len(found) + at, t) for at, t in enumerate(tensors)]
-                found += [self._leaving(call, tensor) for tensor in tensors]
+                self._local_outputs += [(len(outputs) + at, t) for at, t in enumerate(tensors)]
+                outputs += [self._own_copy(call, tensor) for tensor in tensors]
             else:
-                found += [tensor for tensor, _ in call.looks.tensors(exchange.line.device)]
+                outputs += [tensor for tensor, _ in call.looks.tensors(exchange.line.device)]
             self.wants += [grad and bool(row[3]) for row in call.looks.rows]
-            for tensor in found[len(found) - len(call.looks.rows) :]:
-                exchange.spread(tensor, call.branch.home)
-        self.calls = []  # they hold what comes of this: no cycle
-        return found
+            for tensor in outputs[len(outputs) - len(call.looks.rows) :]:
+                exchange.broadcast(tensor, call.branch.home)
+        self.calls = []  # they reference the outputs: avoid a cycle
+        return outputs
 
     def _value(
         self, number: int, call: BranchCall, entered: dict[int, Tensor], *, grad: bool
     ) -> Any:
-        """What a branch of this rank returns for its inputs, apart from the graph around it."""
+        """The output of a branch of this rank, detached from the graph around it."""
 
         def enter(tensor: Tensor) -> Tensor:
             if not grad or not tensor.requires_grad:
@@ -286,75 +286,75 @@ class BranchRun:
         return value
 
     @staticmethod
-    def _leaving(call: BranchCall, tensor: Tensor) -> Tensor:
-        """An output as all ranks have it: laid out alike, and in memory of its own."""
-        found = laid_out(tensor.detach())
+    def _own_copy(call: BranchCall, tensor: Tensor) -> Tensor:
+        """An output in the layout of all ranks, in its own memory."""
+        output = laid_out(tensor.detach())
         memory = {t.untyped_storage().data_ptr() for t in call.tensors() if t.numel()}
-        return found.clone() if found.untyped_storage().data_ptr() in memory else found
+        return output.clone() if output.untyped_storage().data_ptr() in memory else output
 
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of `inputs` and of `shared`. All-reduces them."""
-        pairs = [(t, gradients[at]) for at, t in self._own if t.requires_grad]
+        pairs = [(t, gradients[at]) for at, t in self._local_outputs if t.requires_grad]
         pairs = [(t, gradient) for t, gradient in pairs if gradient is not None]
-        with self._weights_apart() as of_weights:
+        with self._separate_weights() as of_weights:
             if pairs:
                 torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
             of_inputs = [self._received[id(t)].gradient for t in self.inputs]
         return self._summed([*of_inputs, *of_weights], [*self.inputs, *self.shared])
 
     @contextmanager
-    def _weights_apart(self) -> Iterator[list[Tensor | None]]:
-        """Within, weights that others use too have no gradient; the list has what they got, after.
+    def _separate_weights(self) -> Iterator[list[Tensor | None]]:
+        """Within, shared weights have no gradient; afterwards the list has those of this pass.
 
-        In a backward pass of the task's own nothing is left on the weights of the branches.
+        In a backward pass of the task's own, no weight of the branches keeps a gradient of it.
         """
-        own: list[nn.Parameter] = []
+        of_task: list[nn.Parameter] = []
         if self.around.is_apart():
-            own = [p for branch in self._branches for p in branch.module.parameters()]
-        kept = [(p, p.grad) for p in {id(p): p for p in [*self.shared, *own]}.values()]
-        for parameter, _ in kept:
+            of_task = [p for branch in self._branches for p in branch.module.parameters()]
+        saved = [(p, p.grad) for p in {id(p): p for p in [*self.shared, *of_task]}.values()]
+        for parameter, _ in saved:
             parameter.grad = None
-        found: list[Tensor | None] = []
+        gradients: list[Tensor | None] = []
         try:
-            yield found
+            yield gradients
         finally:
-            found += [p.grad for p in self.shared]
-            for parameter, gradient in kept:
+            gradients += [p.grad for p in self.shared]
+            for parameter, gradient in saved:
                 parameter.grad = gradient
 
     def _summed(self, gradients: list[Tensor | None], of: list[Tensor]) -> list[Tensor | None]:
-        """The sum over the ranks of each gradient; `None` where no rank has one."""
-        found: list[Tensor | None] = [None] * len(of)
+        """The sum over the ranks of each gradient; `None` if no rank has one."""
+        sums: list[Tensor | None] = [None] * len(of)
         for kind in dict.fromkeys(t.dtype for t in of):
             at = [number for number, t in enumerate(of) if t.dtype == kind]
-            own = [gradients[number] for number in at]
+            local = [gradients[number] for number in at]
             parts = [
                 of[n].new_zeros(of[n].numel()) if g is None else g.detach().reshape(-1)
-                for n, g in zip(at, own, strict=True)
+                for n, g in zip(at, local, strict=True)
             ]
-            there = parts[0].new_tensor([float(g is not None) for g in own])
+            there = parts[0].new_tensor([float(g is not None) for g in local])
             whole = torch.cat([*parts, there])
             self.around.exchange.sum_(whole)
-            *sums, there = whole.split([part.numel() for part in parts] + [len(at)])
+            *totals, there = whole.split([part.numel() for part in parts] + [len(at)])
             with self.around.exchange.line.reading():
                 flags = there.abs().tolist()
-            for number, total, is_there in zip(at, sums, flags, strict=True):
-                found[number] = total.view(of[number].shape) if is_there else None
-        return found
+            for number, total, is_there in zip(at, totals, flags, strict=True):
+                sums[number] = total.view(of[number].shape) if is_there else None
+        return sums
 
 
-class Together(torch.autograd.Function):
-    """The calls of a region as one function of what the branches are given."""
+class ParallelCalls(torch.autograd.Function):
+    """The calls of a region as one function of the inputs of the branches."""
 
     @staticmethod
     def forward(ctx: Any, run: BranchRun, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.run = run
         ctx.set_materialize_grads(False)
         with torch.enable_grad():
-            found = run.forward()
-        pairs = zip(found, run.wants, strict=True)
+            outputs = run.forward()
+        pairs = zip(outputs, run.wants, strict=True)
         ctx.mark_non_differentiable(*(tensor for tensor, wants in pairs if not wants))
-        return tuple(found)
+        return tuple(outputs)
 
     @staticmethod
     @once_differentiable
@@ -363,7 +363,7 @@ class Together(torch.autograd.Function):
 
 
 def versions_of(tensors: list[Tensor]) -> list[int]:
-    """How often each was written."""
+    """The version counter of each tensor."""
     return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
@@ -371,44 +371,44 @@ def _written(branch: Branch, when: str) -> RequestError:
     return RequestError(
         asked="--strategy branches",
         found=f"what goes into {branch.name!r} is written in place {when}",
-        why="other ranks have a tensor of their own there, and branches run when all are called",
-        do="write into a copy: no inplace=True, no x += … on what branches are given",
+        why="other ranks have their own copy of it, and branches run after all have been called",
+        do="write into a copy: no inplace=True, no x += … on the inputs of branches",
     )
 
 
 # --- calls ---------------------------------------------------------------------------------------
-# Calls of branches that wait, and then run at the same time: each rank its own.
+# Calls of branches are deferred, and then run in parallel, each rank its own.
 #
 #     forward     each rank runs the calls of its branches; all outputs are broadcast
-#     backward    each rank goes back through its branches; the gradients of what all branches were
-#                 given are all-reduced, once
+#     backward    each rank runs that of its branches; the gradients of the inputs of all branches
+#                 are all-reduced, once
 #
-# A call returns `Later` tensors. The first operation on one of them closes the region: all calls
-# that wait are run as one differentiable function, with its own backward passes within. Every rank
-# goes through the same forward, so all of them close it at the same place. What a branch returns is
-# told the first time that it is called with inputs of such shapes; that time nothing waits.
+# A call returns lazy tensors. The first operation on one of them closes the region: all deferred
+# calls run as one differentiable function, with their own backward passes within. All ranks run the
+# same forward, so they close it at the same place. The first call of a branch with inputs of new
+# shapes exchanges the metadata of its outputs, and is not deferred.
 
 
 Mode = tuple[bool, bool, bool, torch.dtype]
 
 
 class Calls:
-    """The calls that wait on this rank; those before them in this forward pass are counted."""
+    """The deferred calls on this rank, and a count of the calls in this forward pass."""
 
-    def __init__(self, around: Around) -> None:
+    def __init__(self, around: BranchContext) -> None:
         self.around, self.exchange = around, around.exchange
         self._waiting: list[BranchCall] = []
-        self._made = 0
+        self._calls_made = 0
         self._mode: Mode | None = None
-        self._anchor = torch.zeros((), requires_grad=True)  # what makes outputs differentiable
+        self._anchor = torch.zeros((), requires_grad=True)  # makes outputs differentiable
 
     def begin(self) -> None:
-        """A forward pass begins."""
-        self._made = 0
+        """Begin a forward pass."""
+        self._calls_made = 0
         self._waiting.clear()
 
     def call(self, branch: Branch, forward: Callable[..., Any], args: Any, keywords: Any) -> Any:
-        """What a branch returns: all of it may be `Later`."""
+        """The output of a branch; its tensors may be lazy."""
         if torch._C._current_graph_task_id() != -1:
             raise _again(branch)
         arguments, mode = real((args, keywords)), self._mode_now()
@@ -426,14 +426,14 @@ class Calls:
             return call.value
         call.looks = known
         device = self.exchange.line.device
-        call.laters = [
-            Later.make(like, device, self.close, wants_gradient=wants and mode[0])
+        call.lazy_outputs = [
+            LazyTensor.make(like, device, self.close, wants_gradient=wants and mode[0])
             for like, wants in known.tensors(torch.device("meta"))
         ]
-        return known.value(iter(call.laters))
+        return known.value(iter(call.lazy_outputs))
 
     def close(self) -> None:
-        """Run all calls that wait; every rank calls this at the same place of its forward."""
+        """Run all deferred calls; all ranks call this at the same place of the forward."""
         calls, self._waiting = self._waiting, []
         if not calls:
             return
@@ -441,19 +441,19 @@ class Calls:
         for call in calls:
             call.check_unwritten("after it is called")
         with self._mode_again(self._mode):
-            run = BranchRun(self.around, calls, self._made)
+            run = BranchRun(self.around, calls, self._calls_made)
             if torch.is_grad_enabled():
-                apply: Any = Together.apply
-                found = iter(apply(run, self._anchor, *run.inputs, *run.shared))
+                apply: Any = ParallelCalls.apply
+                outputs = iter(apply(run, self._anchor, *run.inputs, *run.shared))
             else:
-                found = iter(run.forward())
-        self._made += len(calls)
+                outputs = iter(run.forward())
+        self._calls_made += len(calls)
         for call in calls:
             assert call.looks is not None
-            own = [next(found) for _ in call.looks.rows]
-            for later, tensor in zip(call.laters, own, strict=False):
-                later.found = tensor
-            call.value = call.looks.value(iter(own))
+            values = [next(outputs) for _ in call.looks.rows]
+            for lazy, tensor in zip(call.lazy_outputs, values, strict=False):
+                lazy.real_value = tensor
+            call.value = call.looks.value(iter(values))
 
     def _mode_now(self) -> Mode:
         kind = self.exchange.line.device.type
@@ -473,7 +473,7 @@ class Calls:
 
 
 def _words(value: Any) -> Hashable:
-    """What else may decide over what a branch returns: flags and words, where they stand."""
+    """Other arguments on which the output may depend: flags and strings, in their positions."""
     if isinstance(value, Mapping):
         return tuple((str(key), _words(item)) for key, item in value.items())
     if isinstance(value, (tuple, list)):
@@ -485,6 +485,6 @@ def _again(branch: Branch) -> RequestError:
     return RequestError(
         asked="activation checkpointing around a branch",
         found=f"{branch.name!r} is called again during backward",
-        why="the ranks exchange what it returns, each time that it is called",
+        why="the ranks exchange its outputs at each call",
         do="checkpoint within the branch: blocks(model) of the task",
     )

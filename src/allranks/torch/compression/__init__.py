@@ -1,1 +1,1 @@
-"""Flat tensors in fewer bytes, and what was left out kept for the next time."""
+"""Codecs for flat tensors, and error feedback."""

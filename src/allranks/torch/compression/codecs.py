@@ -1,4 +1,4 @@
-"""What every codec is: a flat tensor becomes bytes, of a size known before, and is added back."""
+"""Codecs: a flat tensor becomes bytes of a size known in advance, and is added back."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from allranks.strategies.reductions.compressed import (
 from allranks.torch.native.built import built
 
 # --- kernels -------------------------------------------------------------------------------------
-# The loops of the codecs in C (`native/`), where they were compiled and numbers lie in memory.
+# The loops of the codecs in C (`native/`), if they were compiled, for contiguous CPU tensors.
 #
-# They give the bytes of the torch code beside each call, tens of times faster; only bounds and
-# means may differ in their last bits, because they are summed in float64 here. Where there is no
-# library, on other devices and for other types, the torch code is what runs.
+# They give the same bytes as the torch code next to each call, tens of times faster. Only bounds
+# and means may differ in their last bits, as C sums them in float64. The torch code runs without
+# the library, on other devices and for other types.
 
 
 LIBRARY = built("allranks.torch.compression._codecs")
@@ -33,24 +33,24 @@ TYPES = (torch.float32, torch.float64)
 
 
 def kernels(numbers: Tensor, *more: Tensor) -> ModuleType | None:
-    """The library, if it takes these numbers, and the memory of `more`, as they lie."""
+    """The library, if it supports these numbers and the memory of `more`, else `None`."""
     if LIBRARY is None or numbers.dtype not in TYPES:
         return None
-    fits = all(one.device.type == "cpu" and one.is_contiguous() for one in (numbers, *more))
+    fits = all(t.device.type == "cpu" and t.is_contiguous() for t in (numbers, *more))
     return LIBRARY if fits else None
 
 
 def is_double(numbers: Tensor) -> bool:
-    """Which of the two types the numbers have."""
+    """Whether the numbers are float64, not float32."""
     return numbers.dtype == torch.float64
 
 
 class Codec(ABC):
-    """Codes a flat tensor. Nothing is communicated; equal tensors give equal bytes."""
+    """Encodes a flat tensor. Nothing is communicated; equal tensors give equal bytes."""
 
     @abstractmethod
     def size_bytes(self, count: int, itemsize: int = 4) -> int:
-        """The bytes of a message of `count` numbers of `itemsize` bytes: a multiple of 8."""
+        """The size of a message of `count` numbers of `itemsize` bytes: a multiple of 8."""
 
     @abstractmethod
     def encode(self, flat: Tensor) -> Tensor:
@@ -58,23 +58,23 @@ class Codec(ABC):
 
     @abstractmethod
     def add_decoded(self, message: Tensor, into: Tensor, alpha: float = 1) -> None:
-        """Add `alpha` times what `message` says to `into`, (n,), of the type that was encoded.
+        """Add `alpha` times the decoded `message` to `into`, (n,), of the type that was encoded.
 
         `message` begins at a multiple of 8 bytes.
         """
 
 
 # --- columns -------------------------------------------------------------------------------------
-# Columns in a few bits a number, each with a range of its own. The bytes are those of CNTK.
+# Columns in a few bits per number, each with its own range. The bytes are those of CNTK.
 #
-# A column of M numbers becomes words of 32 bits, then `lower` and `upper` as float32. With n bits a
-# number and W words, the bits from n k on of word w are those of number w + k W: not of one that
-# follows. Of one bit: [a >= 0], decoded as the mean of all that have the same; these two means are
-# a quarter and three quarters of the way from `lower` to `upper`. Of more bits: steps of one size
-# between -4 and 4 times the root of the mean square, decoded at their middle.
+# A column of M numbers becomes words of 32 bits, then `lower` and `upper` as float32. With n bits
+# per number and W words, bits n k and up of word w have number w + k W, not the next one. With one
+# bit: [a >= 0], decoded as the mean of all numbers with that bit; these two means are a quarter and
+# three quarters of the way from `lower` to `upper`. With more bits: equal steps between -4 and 4
+# times the root of the mean square, decoded at their middle.
 #
 # Seide et al. 2014, 1-bit SGD; CNTK's `ColumnQuantizer.h` and `ValueQuantizer.h`, with the
-# threshold at zero, as its Python API has it.
+# threshold at zero, as in its Python API.
 
 
 WORD = 32
@@ -82,7 +82,7 @@ RANGE = 4.0  # in roots of the mean square
 
 
 class ColumnQuantizer:
-    """1, 2, 4, 8 or 16 bits a number. Nothing is communicated; equal columns give equal bytes."""
+    """1, 2, 4, 8 or 16 bits per number. No communication; equal columns give equal bytes."""
 
     def __init__(self, bits: int) -> None:
         self.bits = bits
@@ -92,10 +92,10 @@ class ColumnQuantizer:
         """Messages of (c, M): uint8, (c, column_bytes(M, bits))."""
         if (library := kernels(columns)) is not None:
             count, length = columns.shape
-            sent = torch.empty((count, column_bytes(length, self.bits)), dtype=torch.uint8)
-            given = is_double(columns), columns.data_ptr(), count, length, self.bits
-            library.encode_columns(*given, sent.data_ptr())
-            return sent
+            messages = torch.empty((count, column_bytes(length, self.bits)), dtype=torch.uint8)
+            arguments = is_double(columns), columns.data_ptr(), count, length, self.bits
+            library.encode_columns(*arguments, messages.data_ptr())
+            return messages
         codes, lower, upper = self._one_bit(columns) if self.bits == 1 else self._many(columns)
         count, length = columns.shape
         slots = WORD // self.bits
@@ -109,7 +109,7 @@ class ColumnQuantizer:
         return torch.cat([low.view(torch.uint8), bounds.view(torch.uint8)], 1)
 
     def decode(self, messages: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-        """What `messages` say, (c, length)."""
+        """The decoded `messages`, (c, length)."""
         into = torch.empty(len(messages), length, dtype=dtype, device=messages.device)
         self.add_decoded(messages, into, adds=False)
         return into
@@ -117,21 +117,21 @@ class ColumnQuantizer:
     def add_decoded(
         self, messages: Tensor, into: Tensor, alpha: float = 1, *, adds: bool = True
     ) -> None:
-        """Add `alpha` times what `messages` say to `into`, (c, M); or lay it there."""
+        """Add `alpha` times the decoded `messages` to `into`, (c, M); or overwrite it."""
         messages, (count, length) = messages.contiguous(), into.shape
         assert messages.shape == (count, column_bytes(length, self.bits))
         if (library := kernels(into, messages)) is not None:
-            given = is_double(into), messages.data_ptr(), count, length, self.bits
-            library.decode_columns(*given, into.data_ptr(), alpha, adds)
+            arguments = is_double(into), messages.data_ptr(), count, length, self.bits
+            library.decode_columns(*arguments, into.data_ptr(), alpha, adds)
         elif adds:
             into.add_(self._values(messages, length, into.dtype), alpha=alpha)
         else:
             into.copy_(self._values(messages, length, into.dtype)).mul_(alpha)
 
     def _values(self, messages: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-        found = messages.view(torch.int32).long()
+        words = messages.view(torch.int32).long()
         shifts = torch.arange(0, WORD, self.bits, device=messages.device)[:, None]
-        codes = (found[:, None, :-2] >> shifts) & (2**self.bits - 1)
+        codes = (words[:, None, :-2] >> shifts) & (2**self.bits - 1)
         bounds = messages.view(torch.float32)[:, -2:].to(dtype)
         lower, upper = bounds[:, :1], bounds[:, 1:]
         codes = codes.flatten(1)[:, :length]
@@ -154,17 +154,17 @@ class ColumnQuantizer:
 
 
 # --- two bit -------------------------------------------------------------------------------------
-# Two bits a number: a threshold, its negative, or nothing. The bytes are those of MXNet.
+# Two bits per number: a threshold, its negative, or zero. The bytes are those of MXNet.
 #
-# Four numbers are in a byte, the first one in its highest bits; a message is whole words of 32 bits
-# (and here of 64). Codes are 11 for the threshold, 10 for its negative, 00 for nothing; MXNet
-# leaves 01 free, which here says that a number was not finite: it is decoded as NaN, so no rank
-# goes on with it unseen. At most one threshold is sent of a number in a step, however large its
-# residual is. Source: `gradient_compression-inl.h` of MXNet.
+# A byte has four numbers, the first one in its highest bits; a message is whole words of 32 bits
+# (here of 64). Codes are 11 for the threshold, 10 for its negative, 00 for zero. MXNet does not use
+# 01; here it marks a number that is not finite: it is decoded as NaN, so that no rank continues
+# unaware. A step sends at most one threshold per number, however large its residual is. Source:
+# `gradient_compression-inl.h` of MXNet.
 
 
 class TwoBit(Codec):
-    """Sends `threshold` for what is at least that, and its negative likewise."""
+    """Sends `threshold` for numbers of at least that, and its negative likewise."""
 
     def __init__(self, threshold: float) -> None:
         self.threshold = threshold
@@ -175,21 +175,21 @@ class TwoBit(Codec):
     def encode(self, flat: Tensor) -> Tensor:
         if (library := kernels(flat)) is not None:
             message = torch.empty(two_bit_bytes(flat.numel()), dtype=torch.uint8)
-            given = is_double(flat), flat.data_ptr(), flat.numel(), self.threshold
-            library.encode_two_bits(*given, message.data_ptr(), message.numel())
+            arguments = is_double(flat), flat.data_ptr(), flat.numel(), self.threshold
+            library.encode_two_bits(*arguments, message.data_ptr(), message.numel())
             return message
         codes = flat.new_zeros(4 * two_bit_bytes(flat.numel()), dtype=torch.uint8)
-        own = codes[: flat.numel()]
-        own[flat >= self.threshold] = 3
-        own[flat <= -self.threshold] = 2
-        own[~flat.isfinite()] = 1
+        of_flat = codes[: flat.numel()]
+        of_flat[flat >= self.threshold] = 3
+        of_flat[flat <= -self.threshold] = 2
+        of_flat[~flat.isfinite()] = 1
         four = codes.view(-1, 4)
         return four[:, 0] << 6 | four[:, 1] << 4 | four[:, 2] << 2 | four[:, 3]
 
     def add_decoded(self, message: Tensor, into: Tensor, alpha: float = 1) -> None:
         if (library := kernels(into, message)) is not None:
-            given = is_double(into), message.data_ptr(), into.numel(), self.threshold, alpha
-            library.add_two_bits(*given, into.data_ptr())
+            arguments = is_double(into), message.data_ptr(), into.numel(), self.threshold, alpha
+            library.add_two_bits(*arguments, into.data_ptr())
             return
         shifts = torch.arange(6, -1, -2, device=message.device, dtype=torch.uint8)
         codes = ((message[:, None] >> shifts) & 3).flatten()[: into.numel()]
@@ -198,16 +198,16 @@ class TwoBit(Codec):
 
 
 # --- four bit ------------------------------------------------------------------------------------
-# Four bits a number: a sign and a power of two, as Streaming DiLoCo sends outer gradients (E3M0).
+# Four bits per number: a sign and a power of two, as in Streaming DiLoCo's outer gradients (E3M0).
 #
-# Numbers are cut into chunks, each with a scale, the largest magnitude in it. What is sent of a
-# number is 0 or one of seven magnitudes, scale / 64, scale / 32, ... scale: the nearest one, the
-# larger where two are as near. Two numbers are in a byte, the first one in its low bits; bit 3 is
-# the sign, the others are the exponent, 0 for nothing. Codes come first, then scales as float32.
+# Numbers are cut into chunks, each with a scale, its largest magnitude. A number is sent as 0 or
+# one of seven magnitudes, scale / 64, scale / 32, ... scale: the nearest one, the larger of two at
+# equal distance. A byte has two numbers, the first one in its low bits; bit 3 is the sign, the
+# others are the exponent, 0 for zero. Codes come first, then scales as float32.
 #
-# A chunk with a number that is not finite has a scale that is none, and is decoded as NaN, so no
-# rank goes on with it unseen. Douillard et al. 2025, arXiv 2501.18512; how numbers are scaled it
-# does not say: the chunks are ours.
+# A chunk with a number that is not finite has a scale that is not finite, and is decoded as NaN, so
+# that no rank continues unaware. Douillard et al. 2025, arXiv 2501.18512, which does not describe
+# the scaling: the chunks are ours.
 
 
 CHUNK = 512
@@ -224,15 +224,15 @@ class FourBit(Codec):
     def encode(self, flat: Tensor) -> Tensor:
         if (library := kernels(flat)) is not None:
             message = torch.empty(four_bit_bytes(flat.numel()), dtype=torch.uint8)
-            given = is_double(flat), flat.data_ptr(), flat.numel()
-            library.encode_four_bits(*given, message.data_ptr(), message.numel())
+            arguments = is_double(flat), flat.data_ptr(), flat.numel()
+            library.encode_four_bits(*arguments, message.data_ptr(), message.numel())
             return message
         message = flat.new_zeros(four_bit_bytes(flat.numel()), dtype=torch.uint8)
         chunks = _in_chunks(flat)
         scales = chunks.abs().amax(1).float()
         size = chunks.abs().div_(scales.to(flat.dtype)[:, None]).nan_to_num_(nan=0.0)
         codes = torch.frexp(size * (2 / 3)).exponent.add_(MAGNITUDES).clamp_(1, MAGNITUDES)
-        codes *= size >= 2.0**-MAGNITUDES  # less than that is nearer to nothing
+        codes *= size >= 2.0**-MAGNITUDES  # a smaller number is nearer to 0
         codes += SIGN * (chunks < 0)
         pair = codes.to(torch.uint8).view(-1, 2)
         packed = (pair[:, 0] | pair[:, 1] << 4)[: -(-flat.numel() // 2)]
@@ -244,8 +244,8 @@ class FourBit(Codec):
     def add_decoded(self, message: Tensor, into: Tensor, alpha: float = 1) -> None:
         count = into.numel()
         if (library := kernels(into, message)) is not None:
-            given = is_double(into), message.data_ptr(), count, alpha
-            library.add_four_bits(*given, into.data_ptr())
+            arguments = is_double(into), message.data_ptr(), count, alpha
+            library.add_four_bits(*arguments, into.data_ptr())
             return
         packed, at = message[: -(-count // 2)], _scales_at(count)
         scales = message[at : at + 4 * -(-count // CHUNK)].view(torch.float32).to(into.dtype)
@@ -257,19 +257,19 @@ class FourBit(Codec):
 
 
 def _in_chunks(flat: Tensor) -> Tensor:
-    """The numbers, (chunks, CHUNK), with zeros behind them."""
+    """The numbers, (chunks, CHUNK), padded with zeros."""
     chunks = -(-flat.numel() // CHUNK)
     behind = flat.new_zeros(chunks * CHUNK - flat.numel())
     return torch.cat([flat, behind]).view(chunks, CHUNK)
 
 
 def _scales_at(count: int) -> int:
-    """Where the scales begin: at whole words, so that they lie as numbers do."""
+    """The offset of the scales, aligned to words."""
     return 4 * -(-count // 8)
 
 
 # --- top k ---------------------------------------------------------------------------------------
-# Chunked top-k: of every chunk of a tensor the k numbers of largest magnitude, and where they are.
+# Chunked top-k: the k numbers of largest magnitude in each chunk of a tensor, and their indices.
 #
 # A message is, one after another: the values, chunk by chunk, in the order of their indices; with
 # values in 2 bits, then a scale for each chunk; and the indices in their chunks, 12 bits each, two
@@ -277,9 +277,9 @@ def _scales_at(count: int) -> int:
 # alone. The form is that of SparseLoCo (Sarfi et al. 2025, arXiv 2508.15706): chunks of 4,096, 12 +
 # 2 bits.
 #
-# Values in 2 bits are a sign and one of two magnitudes, `scale` and `3 * scale`, the larger one
-# where a magnitude is at least the mean of its chunk's. `scale` is that of least squares, so what
-# is left of the kept numbers is always shorter than they were: error feedback does not diverge.
+# Values in 2 bits are a sign and one of two magnitudes, `scale` and `3 * scale`: the larger one for
+# magnitudes of at least the mean of the chunk. `scale` is a least-squares fit, so the residual of
+# the kept numbers is always shorter than they are: error feedback does not diverge.
 
 
 class TopK(Codec):
@@ -304,15 +304,15 @@ class TopK(Codec):
             coded = [_two_bits(part) for part in values]
             scales = [scale for scale, _ in coded]
             codes = [code.flatten() for _, code in coded]
-            sent = [_bytes(torch.cat(scales)), _packed_codes(torch.cat(codes))] if coded else []
+            pieces = [_bytes(torch.cat(scales)), _packed_codes(torch.cat(codes))] if coded else []
         else:
-            sent = [_bytes(torch.cat([part.flatten() for part in values]))] if values else []
+            pieces = [_bytes(torch.cat([part.flatten() for part in values]))] if values else []
         message = flat.new_zeros(
             self.size_bytes(flat.numel(), flat.element_size()), dtype=torch.uint8
         )
         if parts:
-            found = torch.cat([*sent, indices])
-            message[: found.numel()] = found
+            used = torch.cat([*pieces, indices])
+            message[: used.numel()] = used
         return message
 
     def add_decoded(self, message: Tensor, into: Tensor, alpha: float = 1) -> None:
@@ -333,20 +333,20 @@ class TopK(Codec):
         into.index_add_(0, at, values, alpha=alpha)  # no index twice: one order of additions
 
     def _rows(self, flat: Tensor) -> list[Tensor]:
-        """The whole chunks, (chunks, chunk), and the rest of the tensor, (1, rest)."""
+        """The whole chunks, (chunks, chunk), and the last part of the tensor, (1, length)."""
         whole = flat.numel() // self.chunk * self.chunk
         parts = [flat[:whole].view(-1, self.chunk), flat[whole:].view(1, -1)]
         return [part for part in parts if part.numel()]
 
     def _chosen(self, rows: Tensor) -> Tensor:
-        """Indices of what is kept of each row, (rows, k), ascending."""
+        """The indices of the kept numbers of each row, (rows, k), ascending."""
         keep = min(self.keep, rows.shape[1])
         if keep == rows.shape[1]:
             return torch.arange(keep, device=rows.device).expand(rows.shape[0], keep)
         if (library := kernels(rows)) is not None:
-            found = torch.empty(rows.shape[0], keep, dtype=torch.int64)
-            library.top_k(is_double(rows), rows.data_ptr(), *rows.shape, keep, found.data_ptr())
-            return found
+            indices = torch.empty(rows.shape[0], keep, dtype=torch.int64)
+            library.top_k(is_double(rows), rows.data_ptr(), *rows.shape, keep, indices.data_ptr())
+            return indices
         size = rows.abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
         least = size.topk(keep, dim=1).values[:, -1:]
         above, equal = size > least, size == least
@@ -354,9 +354,9 @@ class TopK(Codec):
         chosen = above | (equal & (equal.cumsum(1) <= free))
         return chosen.nonzero()[:, 1].view(-1, keep)
 
-    def _chunk_of_each(self, flat: Tensor, kept: int) -> Tensor:
-        """In which chunk each number that is kept is."""
-        return torch.arange(kept, device=flat.device) // self.keep
+    def _chunk_of_each(self, flat: Tensor, count: int) -> Tensor:
+        """The chunk of each kept number."""
+        return torch.arange(count, device=flat.device) // self.keep
 
 
 def _bytes(values: Tensor) -> Tensor:
@@ -386,7 +386,7 @@ def _from_codes(packed: Tensor, count: int) -> Tensor:
 
 
 def _packed_indices(indices: Tensor | None) -> Tensor:
-    """Two numbers below 4,096 in three bytes, low bits first; of an odd last one two bytes."""
+    """Two numbers below 4,096 in three bytes, low bits first; an odd last one in two bytes."""
     if indices is None:
         return torch.empty(0, dtype=torch.uint8)
     count = indices.numel()
@@ -397,7 +397,7 @@ def _packed_indices(indices: Tensor | None) -> Tensor:
 
 
 def _unpacked_indices(packed: Tensor, count: int) -> Tensor:
-    """What `_packed_indices` was given, (count,), int64."""
+    """The indices in a result of `_packed_indices`, (count,), int64."""
     three = torch.cat([packed, packed.new_zeros(-packed.numel() % 3)]).view(-1, 3).long()
     first = three[:, 0] | (three[:, 1] & 15) << 8
     second = three[:, 1] >> 4 | three[:, 2] << 4

@@ -1,9 +1,9 @@
-"""The largest cosine coefficients of each block of a tensor: what is slow in it, in few numbers.
+"""The largest cosine coefficients of each block of a tensor: its slow components in few numbers.
 
 A matrix is cut into blocks of rows and columns, a vector into runs, whose lengths divide its own.
-A block X becomes A X B', where A and B are the cosine transforms of its two lengths (DCT-II); they
-are orthonormal, so A' Y B is X again. Of each block the k largest coefficients are sent, as
-`codecs.TopK` sends numbers. Peng et al. 2024, DeMo, arXiv 2411.19870.
+A block X becomes A X B', where A and B are the cosine transforms of its two lengths (DCT-II). They
+are orthonormal, so A' Y B restores X. The k largest coefficients of each block are sent by
+`codecs.TopK`. Peng et al. 2024, DeMo, arXiv 2411.19870.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ def cosines(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     Row 0 is sqrt(1/n). Computed in float64.
     """
     at = torch.arange(count, dtype=torch.float64)
-    found = torch.cos(math.pi / (2 * count) * (2 * at + 1) * at[:, None]) * math.sqrt(2 / count)
-    found[0] = math.sqrt(1 / count)
-    return found.to(device, dtype)
+    matrix = torch.cos(math.pi / (2 * count) * (2 * at + 1) * at[:, None]) * math.sqrt(2 / count)
+    matrix[0] = math.sqrt(1 / count)
+    return matrix.to(device, dtype)
 
 
 class CosineBlocks(Codec):
-    """Keeps `keep` coefficients of each block of a tensor of `shape`; there and back no loss.
+    """Keeps `keep` coefficients of each block of a tensor of `shape`; the transform is lossless.
 
-    A block has at most `chunk` rows and columns. What is coded is its memory, flat.
+    A block has at most `chunk` rows and columns. Encodes the flat tensor.
     """
 
     def __init__(self, shape: tuple[int, ...], keep: int, chunk: int) -> None:
@@ -51,9 +51,9 @@ class CosineBlocks(Codec):
         return self.coefficients.encode(self.transformed(flat))
 
     def add_decoded(self, message: Tensor, into: Tensor, alpha: float = 1) -> None:
-        found = torch.zeros_like(into)
-        self.coefficients.add_decoded(message, found)
-        into.add_(self.restored(found), alpha=alpha)
+        coefficients = torch.zeros_like(into)
+        self.coefficients.add_decoded(message, coefficients)
+        into.add_(self.restored(coefficients), alpha=alpha)
 
     def transformed(self, flat: Tensor) -> Tensor:
         """The coefficients of (n,), block by block, (n,)."""
@@ -62,7 +62,7 @@ class CosineBlocks(Codec):
         return (rows @ blocks @ columns.T).flatten()
 
     def restored(self, coefficients: Tensor) -> Tensor:
-        """What was `transformed`."""
+        """The inverse of `transformed`."""
         rows, columns = self._transforms(coefficients)
         blocks = coefficients.view(-1, self.width // self.columns, self.rows, self.columns)
         return (rows.T @ blocks @ columns).transpose(1, 2).flatten()
@@ -73,25 +73,25 @@ class CosineBlocks(Codec):
 
 
 class CodecParts(Codec):
-    """A flat tensor of which each part has a codec of its own: `parts` are (start, count, codec).
+    """A codec for each part of a flat tensor: `parts` are (start, count, codec).
 
-    What lies between them is not sent.
+    Numbers between the parts are not sent.
     """
 
     def __init__(self, parts: Sequence[tuple[int, int, Codec]]) -> None:
         self.parts = parts
 
     def size_bytes(self, count: int, itemsize: int = 4) -> int:
-        return sum(codec.size_bytes(own, itemsize) for _, own, codec in self.parts)
+        return sum(codec.size_bytes(length, itemsize) for _, length, codec in self.parts)
 
     def encode(self, flat: Tensor) -> Tensor:
-        return torch.cat([codec.encode(flat[at : at + own]) for at, own, codec in self.parts])
+        return torch.cat([codec.encode(flat[at : at + length]) for at, length, codec in self.parts])
 
     def add_decoded(self, message: Tensor, into: Tensor, alpha: float = 1) -> None:
         begun = 0
-        for at, own, codec in self.parts:
-            size = codec.size_bytes(own, into.element_size())
-            codec.add_decoded(message[begun : begun + size], into[at : at + own], alpha)
+        for at, length, codec in self.parts:
+            size = codec.size_bytes(length, into.element_size())
+            codec.add_decoded(message[begun : begun + size], into[at : at + length], alpha)
             begun += size
 
 
@@ -103,20 +103,20 @@ PASSES = 2  # "twice is enough": Giraud et al. 2005
 
 
 def orthonormal(matrices: Tensor) -> Tensor:
-    """Of (b, n, r): each column less its parts along those before it, of length 1.
+    """Orthonormalise the columns of (b, n, r), in order.
 
-    A column that lies in the span of those before it, up to rounding, becomes zero. One order of
-    operations, so equal inputs give equal bits; no value comes back to the host.
+    A column in the span of those before it, up to rounding, becomes zero. The order of operations
+    is fixed, so equal inputs give equal bits; does not synchronise with the host.
     """
-    found = torch.zeros_like(matrices)
+    basis = torch.zeros_like(matrices)
     least = 100 * torch.finfo(matrices.dtype).eps
     for k in range(matrices.shape[2]):
         column = matrices[:, :, k : k + 1]
         size = column.norm(dim=1, keepdim=True)
-        before = found[:, :, :k]
+        before = basis[:, :, :k]
         for _ in range(PASSES if k else 0):
             column = column - before @ (before.mT @ column)
-        left = column.norm(dim=1, keepdim=True)
-        is_new = (left > least * size) | left.isnan()
-        found[:, :, k : k + 1] = torch.where(is_new, column / left, torch.zeros_like(column))
-    return found
+        remainder = column.norm(dim=1, keepdim=True)
+        is_new = (remainder > least * size) | remainder.isnan()
+        basis[:, :, k : k + 1] = torch.where(is_new, column / remainder, torch.zeros_like(column))
+    return basis

@@ -1,9 +1,9 @@
-"""Error feedback: what a codec leaves out of one message is part of the next one.
+"""Error feedback: the error of a codec in one message is added to the next one.
 
     e <- decay * e + x;  send encode(e);  e <- e - decoded
 
-So nothing is lost, only late: with decay 1, all that was sent and the residual e add up to all that
-was given. Seide et al. 2014 (1-bit SGD); with a decay: SparseLoCo, arXiv 2508.15706.
+So nothing is lost, only delayed: with decay 1 the sum of all decoded messages and the residual e is
+the sum of all inputs. Seide et al. 2014 (1-bit SGD); with a decay: SparseLoCo, arXiv 2508.15706.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from allranks.torch.compression.codecs import Codec
 
 
 class ErrorFeedback:
-    """A residual of the shape of `like`, (n,), in front of `codec`. Nothing is communicated."""
+    """A residual of the shape of `like`, (n,), before `codec`. Nothing is communicated."""
 
     def __init__(self, codec: Codec, like: Tensor, decay: float = 1.0) -> None:
         self.codec, self.decay = codec, decay
         self.residual = torch.zeros_like(like)
 
     def encode(self, flat: Tensor) -> Tensor:
-        """The message of `flat` and of what was left out before it, uint8.
+        """The message of `flat` plus the residual, uint8.
 
-        What is not finite is sent once and forgotten: the residual is zero there.
+        Numbers that are not finite are sent once: the residual is zero there.
         """
         residual = self.residual
         if self.decay != 1:
@@ -37,9 +37,9 @@ class ErrorFeedback:
         return message
 
     def state(self) -> dict[str, Any]:
-        """The residual: all that the next message depends on besides what it is given."""
+        """The residual, the only state."""
         return {"residual": self.residual}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take up what `state` returned."""
+        """Load what `state` returned."""
         self.residual.copy_(state["residual"])

@@ -1,12 +1,12 @@
-"""Attention over the whole sequence, where a block calls `scaled_dot_product_attention`.
+"""Attention over the whole sequence, for blocks that call `scaled_dot_product_attention`.
 
-While a block works on a rank's positions, this function is taken out of its hands
-(`torch.overrides.TorchFunctionMode`: of this thread, however it was imported), also within
+While a block computes a rank's positions, this function is intercepted
+(`torch.overrides.TorchFunctionMode`: in this thread, however it was imported), also within
 `nn.MultiheadAttention`.
 
     ulysses   all-to-all to some heads of all positions, torch's own kernel, all-to-all back
     ring      keys and values travel round the ranks                                   `ring`
-    zig-zag   the same, of a sequence that lies folded on them                         `Span.of`
+    zig-zag   the same, with a folded sequence                                         `Span.of`
 
 Jacobs et al. 2023, DeepSpeed Ulysses, arXiv 2309.14509.
 """
@@ -32,7 +32,7 @@ Attention = Callable[..., Tensor]
 
 
 class Intercepted(TorchFunctionMode):
-    """Within, attention is what `attention` makes of its arguments."""
+    """Within, calls of attention go to `attention`."""
 
     def __init__(self, attention: Attention) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Intercepted(TorchFunctionMode):
     ) -> Any:
         if func is KERNEL:
             return self.attention(*args, **(kwargs or {}))
-        if func is F.multi_head_attention_forward:  # it runs where this mode is off
+        if func is F.multi_head_attention_forward:  # it runs with this mode off
             F.scaled_dot_product_attention = self.attention
             try:
                 return func(*args, **(kwargs or {}))
@@ -53,7 +53,7 @@ class Intercepted(TorchFunctionMode):
 
 
 def attention_of(by: str, exchange: ContextExchange, span: Span) -> Attention:
-    """What takes the place of the kernel for a sequence that lies on the ranks as `span` says."""
+    """The attention that replaces the kernel for a sequence with this `span`."""
 
     def attention(
         query: Tensor,
@@ -79,35 +79,35 @@ def attention_of(by: str, exchange: ContextExchange, span: Span) -> Attention:
 def _ulysses(
     exchange: ContextExchange,
     span: Span,
-    given: tuple[Tensor, Tensor, Tensor],
+    inputs: tuple[Tensor, Tensor, Tensor],
     mask: Tensor | None,
     options: dict[str, Any],
 ) -> Tensor:
     """Attention of some heads over all positions; each rank has as many heads as any other."""
     if mask is not None and mask.ndim == DIMS and mask.shape[HEADS] > 1:
         mask = mask.chunk(len(span.sizes), HEADS)[span.rank]
-    query, key, value = given
+    query, key, value = inputs
     if query.shape[:-1] == key.shape[:-1] == value.shape[:-1]:  # in one message
-        widths = [tensor.shape[-1] for tensor in given]
-        query, key, value = exchange.to_heads(torch.cat(given, -1), span).split(widths, -1)
+        widths = [tensor.shape[-1] for tensor in inputs]
+        query, key, value = exchange.to_heads(torch.cat(inputs, -1), span).split(widths, -1)
     else:
-        query, key, value = (exchange.to_heads(tensor, span) for tensor in given)
+        query, key, value = (exchange.to_heads(tensor, span) for tensor in inputs)
     return exchange.to_rows(KERNEL(query, key, value, attn_mask=mask, **options), span)
 
 
 def _check(
     by: str,
     span: Span,
-    given: tuple[Tensor, Tensor, Tensor],
+    inputs: tuple[Tensor, Tensor, Tensor],
     mask: Tensor | None,
     dropout: float,
 ) -> None:
-    """Raise `RequestError` for attention that would be another one than over the whole sequence."""
-    ranks, shapes = len(span.sizes), [tuple(tensor.shape) for tensor in given]
-    if any(len(shape) != DIMS or shape[ROWS] != span.own for shape in shapes):
+    """Raise `RequestError` for attention that would differ from that over the whole sequence."""
+    ranks, shapes = len(span.sizes), [tuple(tensor.shape) for tensor in inputs]
+    if any(len(shape) != DIMS or shape[ROWS] != span.local for shape in shapes):
         raise _refused(
             f"attention of shapes {', '.join(map(str, shapes))}",
-            f"it is over the sequence itself: (sample, head, {span.own} positions of this rank, "
+            f"it is over the sequence itself: (sample, head, {span.local} positions of this rank, "
             "feature), of queries, keys and values alike",
             "attention over something else outside of the blocks, or --strategy ddp",
         )
@@ -134,7 +134,7 @@ def _check_mask(by: str, span: Span, mask: Tensor) -> None:
         raise _refused(
             f"a mask of shape {tuple(mask.shape)} for {span.whole} positions",
             "a mask is that of the whole sequence: a rank that makes one itself, from its own "
-            f"{span.own} positions, knows nothing of the others",
+            f"{span.local} positions, knows nothing of the others",
             "is_causal=True, or hand the whole mask to each block",
         )
     if by != "ulysses" and mask.requires_grad:

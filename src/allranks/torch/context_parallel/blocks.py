@@ -1,6 +1,6 @@
-"""The blocks of a model whose sequences are cut: found, looked at, and gone through.
+"""The blocks of a model whose sequences are cut: their checks and their passes.
 
-Who cuts them makes one `CutBlocks` before its first pass; every rank of its axis makes the same
+A strategy creates one `CutBlocks` before its first pass; all ranks of its axis make the same
 passes.
 """
 
@@ -29,10 +29,10 @@ from allranks.torch.task import Task
 def blocks_of(task: Task, model: nn.Module, asked: str) -> dict[str, nn.Module]:
     """The blocks of a task by name, none within another; raises `RequestError` for those that
     cannot work on a part of a sequence."""
-    given = dict.fromkeys(task.blocks(model))
-    inside = {m for block in given for m in block.modules() if m is not block}
+    candidates = dict.fromkeys(task.blocks(model))
+    inside = {m for block in candidates for m in block.modules() if m is not block}
     names = {module: name for name, module in model.named_modules()}
-    blocks = {names[m]: m for m in given if m in names and m not in inside}
+    blocks = {names[m]: m for m in candidates if m in names and m not in inside}
     if not blocks:
         raise nothing_to_cut(asked, f"no blocks in {type(model).__name__}")
     norms = normalising_layers(model)
@@ -52,9 +52,9 @@ def blocks_of(task: Task, model: nn.Module, asked: str) -> dict[str, nn.Module]:
 
 
 class CutBlocks:
-    """The blocks through which sequences go in parts, each pass by what the first one has proved.
+    """The blocks which compute parts of sequences, in the way that the first pass has proved.
 
-    `inside` is entered where a block works on a part. Dropout there draws for the whole.
+    Blocks run in the context of `inside`. Dropout in them draws for the whole sequence.
     """
 
     def __init__(
@@ -72,21 +72,21 @@ class CutBlocks:
                 layer.part_of = partial(_part_of, layer.part_of, self.passes.part_of)
 
     def weights(self) -> Iterator[nn.Parameter]:
-        """All of the blocks, which may share some."""
+        """All weights of the blocks, repeated if blocks share them."""
         with self.exchange.closed():
             yield from (w for block in self.blocks.values() for w in block.parameters())
 
     def check_own_weights(self, is_summed: Callable[[nn.Parameter], bool]) -> None:
-        """Raise `RequestError` for a weight that blocks share with what is beside them, where a
-        sum over the ranks of all of its gradient is not that of the part from the blocks."""
+        """Raise `RequestError` for a summed weight that is used in blocks and elsewhere: only the
+        part of its gradient from the blocks may be summed over the ranks."""
         within = {module for block in self.blocks.values() for module in block.modules()}
-        own = {id(weight): weight for weight in self.weights()}
+        in_blocks = {id(weight): weight for weight in self.weights()}
         for name, module in self.model.named_modules():
-            for held, weight in module.named_parameters(recurse=False):
-                if module not in within and id(weight) in own and is_summed(weight):
+            for attr, weight in module.named_parameters(recurse=False):
+                if module not in within and id(weight) in in_blocks and is_summed(weight):
                     raise RequestError(
                         asked=self.exchange.asked,
-                        found=f"the weight {f'{name}.{held}'.strip('.')!r}, which a block has, too",
+                        found=f"the weight {f'{name}.{attr}'.strip('.')!r}, which a block has, too",
                         why="its gradient is that of some positions in the block, to be summed "
                         "over the ranks, and elsewhere that of all",
                         do="a weight of their own for the blocks, or leave sequence=yes out",
@@ -97,7 +97,7 @@ class CutBlocks:
     ) -> Any:
         """The output of the model, or of a stage, by a pass in which sequences are cut.
 
-        What is proved holds for the weights that are trained: others may be let in later.
+        A proof holds for one set of trained weights; it is repeated when that changes.
         """
         with self.exchange.closed():
             trained = [weight.requires_grad for weight in self.model.parameters()]
@@ -116,7 +116,7 @@ class CutBlocks:
         return output
 
     def restore(self) -> None:
-        """The model's own blocks again."""
+        """Restore the forwards of the blocks."""
         self.passes.restore()
 
 
@@ -124,9 +124,9 @@ Which = Callable[[Tensor], TensorPart | None]
 
 
 def _part_of(features: Which | None, positions: Which, tensor: Tensor) -> TensorPart | None:
-    """Where some features of all positions are, or all features of some positions."""
-    found = None if features is None else features(tensor)
-    return positions(tensor) if found is None else found
+    """The part of the whole in `tensor`: some features, or else some positions."""
+    part = None if features is None else features(tensor)
+    return positions(tensor) if part is None else part
 
 
 def _has_capacity(module: nn.Module) -> bool:

@@ -1,14 +1,13 @@
-"""The proof that a cut sequence gives what a whole one does, made in the first pass.
+"""The proof that a cut sequence gives the results of a whole one, made in the first pass.
 
-A block that looks along the sequence anywhere but in `scaled_dot_product_attention` (positions
-counted from its own length, a convolution or a mean over time, an RNN, attention written out), or
-draws by the shape of what it is given, runs without an error on a part of the sequence, and is
-wrong. So each block goes through forward and backward once whole and once cut, from the same
-activations, with the same draws; output, gradient of the input and gradient of each weight must
-agree, up to rounding, which is that of the weights: blocks are compared without autocast and
-TF32. Then the model's output must be that of the whole pass, and nothing may have been done with a
-part of it between two blocks. Costs about two more passes, and in each of them one block of whole
-length at a time.
+Some blocks use positions other than through `scaled_dot_product_attention` (positions counted from
+the length, a convolution or a mean over time, an RNN, attention written out), or draw by the shape
+of their input. On a part of the sequence they run without an error, and are wrong. So each block
+runs forward and backward once whole and once cut, on the same activations, with the same draws.
+Output, gradient of the input and gradient of each weight must agree up to the rounding of the
+weights' type: blocks are compared without autocast and TF32. Then the model's output must be that
+of the whole pass, and the model must not use a part of it between two blocks. Costs about two more
+passes, each with one block of whole length at a time.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ from allranks.torch.step.user_buffers import Copy, UserBuffers, put_back
 
 ROUNDED = {torch.float64: (1e-8, 1e-11), torch.float32: (1e-3, 1e-5)}
 HALF = 5e-2, 5e-2
-"""By type: how far a change may be off, by its own size and by that of what it is part of."""
+"""By type: the tolerances relative to a change, and to the size of the changed tensor."""
 FULL = 4  # bytes of a float32
-SMALL = 0.1  # what stands for zeros is drawn so large
+SMALL = 0.1  # standard deviation of the draws that replace zeros
 
 
 @dataclass(frozen=True)
 class Ran:
-    """What a block gave for its input, and for a gradient of its output."""
+    """The output and the gradients of a block, for its input and a gradient of its output."""
 
     input: Tensor
     output: Tensor
@@ -58,7 +57,7 @@ class Ran:
 
 
 class Proof:
-    """Makes the first pass of a model, in training or in evaluation; every rank calls it alike."""
+    """Makes the first pass of a model, in training or in evaluation; all ranks call it."""
 
     def __init__(
         self, passes: BlockPasses, model: nn.Module, scope: Scope, *, is_half: bool
@@ -68,9 +67,9 @@ class Proof:
         self.refusal = self.exchange.refusal
 
     def first_pass(self, run: Callable[[], Any]) -> tuple[Any, list[Call]]:
-        """The output of a cut pass that was compared with a whole one, and the calls of blocks.
+        """The output of a cut pass and the calls of its blocks, compared with a whole pass.
 
-        Raises `RequestError` where they differ.
+        Raises `RequestError` if they differ.
         """
         whole, name = WholePass(), type(self.model).__name__
         with self._untraced(), torch.no_grad(), self.passes.passing(whole):
@@ -87,7 +86,7 @@ class Proof:
 
     @contextmanager
     def _untraced(self) -> Iterator[None]:
-        """Within, passes draw what the next one will, and nothing of them stays."""
+        """Within, passes draw the same as the next one, and leave no trace."""
         shortens = self.scope.shortens
         buffers = [(copy, copy[2]._version) for copy in UserBuffers(self.model).copies()]
         self.scope.shortens = False
@@ -102,41 +101,41 @@ class Proof:
             self.scope.shortens = shortens
             put_back([copy for copy, version in buffers if _changed(copy, version)])
 
-    def _prove(self, block: CutBlock, span: Span, given: Arguments, own: Arguments) -> None:
+    def _prove(self, block: CutBlock, span: Span, inputs: Arguments, local: Arguments) -> None:
         """Compare a block, whole and cut; raises `RequestError` on all ranks of the axis."""
-        hidden = hidden_of(own)
+        hidden = hidden_of(local)
         assert hidden is not None
         with self.exchange.opened("control"):
             whole_hidden = self.exchange.all_rows(hidden.detach(), span)
         refused = _refused(self.refusal, f"the block {block.name!r}")
         with refused, _exactly(self.scope.device) as exact:
-            given, own, whole_hidden, hidden = map_arguments(
-                exact, (given, own, whole_hidden, hidden.detach())
+            inputs, local, whole_hidden, hidden = map_arguments(
+                exact, (inputs, local, whole_hidden, hidden.detach())
             )
             with _without_zeros(self._weights(block.module)):
-                whole = self._ran(block, None, given, whole_hidden, span)
-                cut = self._ran(block, span, own, hidden, span)
+                whole = self._ran(block, None, inputs, whole_hidden, span)
+                cut = self._ran(block, span, local, hidden, span)
         self._compare(block, span, whole, cut)
 
     @torch.enable_grad()
     def _ran(
-        self, block: CutBlock, span: Span | None, given: Arguments, hidden: Tensor, lies: Span
+        self, block: CutBlock, span: Span | None, inputs: Arguments, hidden: Tensor, lies: Span
     ) -> Ran:
-        """Forward and backward of a block by itself, for a gradient that all ranks draw alike."""
-        leaf, first = hidden.clone().requires_grad_(), hidden_of(given)
+        """Forward and backward of one block, for a gradient that is the same on all ranks."""
+        leaf, first = hidden.clone().requires_grad_(), hidden_of(inputs)
         versions = [buffer._version for buffer in block.module.buffers()]
         others: list[Tensor] = []
 
         def argument(tensor: Tensor) -> Tensor:
             if tensor is first:
                 return leaf.clone()
-            found = tensor.detach()
+            detached = tensor.detach()
             if tensor.requires_grad and not self.exchange.cuts_arguments:
-                others.append(found.requires_grad_())
-            return found
+                others.append(detached.requires_grad_())
+            return detached
 
         with self._untraced():
-            args, keywords = map_arguments(argument, given)
+            args, keywords = map_arguments(argument, inputs)
             output = hidden_of(((block.run(span, *args, **keywords),), {}))
             if versions != [buffer._version for buffer in block.module.buffers()]:
                 raise self.refusal(f"the block {block.name!r} writes a buffer in its forward pass")
@@ -145,43 +144,43 @@ class Proof:
             if span is not None:
                 gradient = span.own_part(gradient, POSITIONS)
             weights, strangers = self._weights(block.module), self._strangers(block.module)
-            asked = [leaf, *weights, *others, *strangers.values()]
-            found = torch.autograd.grad(output, asked, gradient.to(output), allow_unused=True)
+            targets = [leaf, *weights, *others, *strangers.values()]
+            results = torch.autograd.grad(output, targets, gradient.to(output), allow_unused=True)
         grads = [
-            torch.zeros_like(one) if grad is None else grad.to_dense()
-            for one, grad in zip(asked, found, strict=True)
+            torch.zeros_like(target) if grad is None else grad.to_dense()
+            for target, grad in zip(targets, results, strict=True)
         ]
-        own, rest = grads[1 : 1 + len(weights)], found[1 + len(weights) :]
-        for name, grad in zip(strangers, rest[len(others) :], strict=True):
+        of_weights, of_others = grads[1 : 1 + len(weights)], results[1 + len(weights) :]
+        for name, grad in zip(strangers, of_others[len(others) :], strict=True):
             if grad is not None:
                 raise self.refusal(f"the block {block.name!r} uses {name!r}, not its own")
-        for other, grad in zip(others, rest, strict=False):
+        for other, grad in zip(others, of_others, strict=False):
             if span is None and grad is not None and not grad.any():
-                what = f"an argument of shape {tuple(other.shape)}, of zero gradient"
-                raise self.refusal(f"{what}, which proves nothing, in the block {block.name!r}")
+                shape = f"an argument of shape {tuple(other.shape)}, of zero gradient"
+                raise self.refusal(f"{shape}, which proves nothing, in the block {block.name!r}")
         arguments = grads[1 + len(weights) :][: len(others)]
-        return Ran(hidden, output.detach(), grads[0], own, arguments)
+        return Ran(hidden, output.detach(), grads[0], of_weights, arguments)
 
     def _weights(self, block: nn.Module) -> list[nn.Parameter]:
-        """The trained weights of a block, as this rank holds them."""
+        """The trained weights of a block, in the form this rank has them."""
         with self.exchange.closed():
             return [weight for weight in block.parameters() if _is_trained(weight)]
 
     def _strangers(self, block: nn.Module) -> dict[str, nn.Parameter]:
-        """The weights that a block must not use, by name: of which nobody sums the gradients."""
+        """The weights outside a block, by name: it must not use them (nothing sums them)."""
         if self.exchange.cuts_arguments:
             return {}
         with self.exchange.closed():
-            own = {id(weight) for weight in block.parameters()}
+            in_block = {id(weight) for weight in block.parameters()}
             named = list(self.model.named_parameters())
-        return {name: one for name, one in named if id(one) not in own and _is_trained(one)}
+        return {name: w for name, w in named if id(w) not in in_block and _is_trained(w)}
 
     def _compare(self, block: CutBlock, span: Span, whole: Ran, cut: Ran) -> None:
         rows: list[tuple[str, Tensor, Tensor, Tensor]] = []  # what, off by, changed by, size
 
-        def add(what: str, found: Tensor, wanted: Tensor, size: Tensor, start: Tensor) -> None:
+        def add(label: str, result: Tensor, wanted: Tensor, size: Tensor, start: Tensor) -> None:
             change = wanted - start if start.shape == wanted.shape else wanted
-            rows.append((what, _square(found - wanted), _square(change), size))
+            rows.append((label, _square(result - wanted), _square(change), size))
 
         wanted = span.own_part(whole.output, POSITIONS)
         add("its output", cut.output, wanted, _square(wanted), cut.input)
@@ -189,7 +188,7 @@ class Proof:
         passed = span.own_part(_drawn(whole.output, span), POSITIONS)
         add("the gradient of its input", cut.of_input, wanted, _square(wanted), passed)
         with self.exchange.closed():
-            named = [(n, one) for n, one in block.module.named_parameters() if _is_trained(one)]
+            named = [(n, w) for n, w in block.module.named_parameters() if _is_trained(w)]
         with self.exchange.opened("control"):
             sums = [
                 self.exchange.sum_(part.contiguous().clone())
@@ -199,13 +198,13 @@ class Proof:
             ]
         all_weights = torch.stack([_square(part) for part in (*whole.of_weights, whole.input)])
         size = all_weights[:-1].sum()
-        for found, wanted in zip(cut.of_arguments, whole.of_arguments, strict=True):
-            what = f"the gradient of an argument of shape {tuple(wanted.shape)}"
-            add(what, found, wanted, _square(wanted), wanted.new_zeros(0))
-        for (name, _), found, weight in zip(named, sums, whole.of_weights, strict=True):
-            add(f"the gradient of {name!r}", found, weight, size, weight.new_zeros(0))
-        own, whole_length = span.own, span.whole
-        where = f"the block {block.name!r}, where a rank has {own} of {whole_length} positions"
+        for result, wanted in zip(cut.of_arguments, whole.of_arguments, strict=True):
+            label = f"the gradient of an argument of shape {tuple(wanted.shape)}"
+            add(label, result, wanted, _square(wanted), wanted.new_zeros(0))
+        for (name, _), result, weight in zip(named, sums, whole.of_weights, strict=True):
+            add(f"the gradient of {name!r}", result, weight, size, weight.new_zeros(0))
+        local, whole_length = span.local, span.whole
+        where = f"the block {block.name!r}, where a rank has {local} of {whole_length} positions"
         self._judge(where, rows, whole.output.dtype)
 
     def _compare_outputs(self, wanted: Any, output: Any) -> None:
@@ -214,7 +213,7 @@ class Proof:
             "is what forward does between two blocks, where a rank has some positions"
         )
         pairs = list(zip(tensors_of_arguments(wanted), tensors_of_arguments(output), strict=False))
-        if any(one.shape != other.shape for one, other in pairs):
+        if any(first.shape != second.shape for first, second in pairs):
             raise self.refusal(f"another shape of {where}")
         rows = [
             ("it", _square(cut.detach() - whole), _square(whole), _square(whole))
@@ -228,21 +227,21 @@ class Proof:
     def _judge(
         self, where: str, rows: list[tuple[str, Tensor, Tensor, Tensor]], kind: torch.dtype
     ) -> None:
-        """Raise on all ranks of the axis if something is off on one of them."""
-        numbers = torch.stack([torch.stack([one.double() for one in row[1:]]) for row in rows])
+        """Raise on all ranks of the axis if a difference is too large on any of them."""
+        numbers = torch.stack([torch.stack([n.double() for n in row[1:]]) for row in rows])
         with self.exchange.opened("control"):
             self.exchange.sum_(numbers)
         share, floor = ROUNDED.get(kind, HALF)
         with self.exchange.comm.reading():
             sums = numbers.sqrt().tolist()
-        for (what, *_), (off, change, size) in zip(rows, sums, strict=True):
+        for (label, *_), (off, change, size) in zip(rows, sums, strict=True):
             if not off <= share * change + floor * size:
-                raise self.refusal(f"{what} differs by {off:.2g} (of {size:.2g}) in {where}")
+                raise self.refusal(f"{label} differs by {off:.2g} (of {size:.2g}) in {where}")
 
 
 @contextmanager
 def _exactly(device: torch.device) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Within, nothing is rounded below the type of the weights; yields what casts an activation."""
+    """Within, nothing is rounded below the weights' type; yields a cast for activations."""
     is_cast, rounds = torch.is_autocast_enabled(device.type), torch.get_float32_matmul_precision()
 
     def exact(tensor: Tensor) -> Tensor:
@@ -258,7 +257,7 @@ def _exactly(device: torch.device) -> Iterator[Callable[[Tensor], Tensor]]:
 
 
 class _Between(TorchDispatchMode):
-    """Refuses what a model does with a rank's positions on their way from block to block."""
+    """Refuses operations on a rank's positions between two blocks."""
 
     def __init__(self, cut: CutPass, name: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -282,13 +281,13 @@ def _storage(tensor: Tensor) -> int | None:
 
 
 def _changed(copy: Copy, version: int) -> bool:
-    """Whether a buffer was written, or replaced, since; who puts it back writes it, too."""
+    """Whether a buffer was written or replaced since `version`."""
     holder, name, buffer, _ = copy
     return holder[name] is not buffer or buffer._version != version
 
 
 def _drawn(like: Tensor, span: Span) -> Tensor:
-    """The gradient of the whole output for which blocks are compared, the same on all ranks."""
+    """The gradient of the whole output used in comparisons, the same on all ranks."""
     shape = list(like.shape)
     shape[POSITIONS] = span.whole
     return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(like)
@@ -300,20 +299,20 @@ def _is_trained(weight: nn.Parameter) -> bool:
 
 @contextmanager
 def _without_zeros(weights: list[nn.Parameter]) -> Iterator[None]:
-    """Within, weights that are all zero are drawn: a branch behind one shows no gradient.
+    """Within, weights of zeros are random: zeros hide the gradients of the layers before them.
 
-    Every rank draws the same for what is not cut.
+    All ranks draw the same for a weight that is not cut.
     """
-    generator, held = torch.Generator(), []
+    generator, replaced = torch.Generator(), []
     for number, weight in enumerate(weights):
         if not weight.any():
             drawn = torch.randn(weight.shape, generator=generator.manual_seed(number))
-            held.append((weight, weight.data))
+            replaced.append((weight, weight.data))
             weight.data = torch.empty_like(weight.data).copy_(drawn * SMALL)
     try:
         yield
     finally:
-        for weight, zeros in held:
+        for weight, zeros in replaced:
             weight.data = zeros
 
 
@@ -323,7 +322,7 @@ def _square(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _refused(refusal: Callable[[str], RequestError], where: str) -> Iterator[None]:
-    """Within, what a block says of a part of the sequence is a refusal."""
+    """Within, an error of a block on a part of the sequence becomes a refusal."""
     try:
         yield
     except AllranksError:

@@ -1,4 +1,4 @@
-"""What is said of models whose sequences cannot be cut; `asked` is what was to cut them."""
+"""Errors for models whose sequences cannot be cut; `asked` names the strategy."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ def nothing_to_cut(asked: str, found: str) -> RequestError:
     return RequestError(
         asked=asked,
         found=found,
-        why="what is cut are activations of (sample, position, feature), from the first repeated "
+        why="the strategy cuts activations of (sample, position, feature), from the first repeated "
         "block to the last",
         do="let blocks(model) of the task return the blocks that take such, or --strategy ddp",
     )
 
 
 def no_positions(asked: str, span: Span) -> RequestError:
-    """A sequence of which a rank would have nothing."""
+    """A sequence with fewer positions than ranks."""
     return RequestError(
         asked=f"{asked} on {len(span.sizes)} ranks of the axis",
         found=f"{span.whole} positions in a sequence: {'-'.join(map(str, span.sizes))} of them",
@@ -30,54 +30,54 @@ def no_positions(asked: str, span: Span) -> RequestError:
 
 
 def several_tensors(asked: str) -> RequestError:
-    """A block that returns more than what the next one is given."""
+    """A block that returns more than the input of the next one."""
     return RequestError(
         asked=asked,
         found="a block that returns more tensors than its activations",
-        why="whether they belong to this rank's positions or to all nobody knows",
+        why="it is not known whether they belong to this rank's positions or to all",
         do="return the activations alone, or --strategy ddp",
     )
 
 
-def several_positions(asked: str, name: str, given: Tensor, length: int) -> RequestError:
+def several_positions(asked: str, name: str, tensor: Tensor, length: int) -> RequestError:
     """An argument of a block that may be cut along two dimensions."""
     return RequestError(
         asked=asked,
-        found=f"the block {name!r} is given a tensor of shape {tuple(given.shape)}, with "
+        found=f"the block {name!r} is given a tensor of shape {tuple(tensor.shape)}, with "
         f"{length} positions",
-        why="along which dimension it is to be cut nobody knows",
+        why="it is not known along which dimension to cut it",
         do="another length of the sequence, or --strategy ddp",
     )
 
 
-def also_so_long(asked: str, name: str, given: Tensor, span: Span) -> RequestError:
+def also_so_long(asked: str, name: str, tensor: Tensor, span: Span) -> RequestError:
     """A whole argument of a block with as many positions as a rank has of the sequence."""
     return RequestError(
         asked=asked,
-        found=f"the block {name!r} is given another tensor of shape {tuple(given.shape)}, and a "
-        f"rank has {span.own} positions of {span.whole}",
-        why="a layer that takes it would gather it as if it were this rank's positions",
+        found=f"the block {name!r} is given another tensor of shape {tuple(tensor.shape)}, and a "
+        f"rank has {span.local} positions of {span.whole}",
+        why="a layer with this input would gather it as if it were this rank's positions",
         do="another length of one of the sequences, or --strategy ddp",
     )
 
 
 def other_blocks(asked: str, name: str) -> RequestError:
-    """Blocks that are called otherwise than in the pass that was proved."""
+    """Blocks whose calls differ from those of the proved pass."""
     return RequestError(
         asked=asked,
         found=f"other calls of blocks than in the first pass, at {name!r}",
-        why="the sequence is cut before the first of them and put together after the last",
+        why="the sequence is cut before the first block and gathered after the last",
         do="blocks that are always called, in one order, or --strategy ddp",
     )
 
 
-def other_argument(asked: str, name: str, given: Tensor, span: Span) -> RequestError:
-    """An argument of another layout than in that pass."""
+def other_argument(asked: str, name: str, tensor: Tensor, span: Span) -> RequestError:
+    """An argument with another layout than in the proved pass."""
     return RequestError(
         asked=asked,
-        found=f"the block {name!r} is given a tensor of shape {tuple(given.shape)}, with "
+        found=f"the block {name!r} is given a tensor of shape {tuple(tensor.shape)}, with "
         f"{span.whole} positions, another one than in the first pass",
-        why="which of its dimensions are positions was seen, and proved, there",
+        why="the first pass determined, and proved, which dimension has positions",
         do="arguments of one layout in every pass, or --strategy ddp",
     )
 
@@ -87,6 +87,6 @@ def other_length(asked: str, name: str, found: Tensor | None, span: Span) -> Req
     return RequestError(
         asked=asked,
         found=f"{shape} at the block {name!r}",
-        why=f"between blocks a rank has its {span.own} of {span.whole} positions along dimension 1",
+        why=f"between blocks a rank has {span.local} of {span.whole} positions along dimension 1",
         do="what changes the sequence before the first block or after the last, or --strategy ddp",
     )

@@ -1,17 +1,15 @@
-"""Ring attention: keys and values travel round the ranks, a tile of scores is there at a time.
+"""Ring attention: keys and values go round the ranks; one tile of scores is in memory at a time.
 
-Each rank has its own queries, and keeps for each a maximum and a sum of exponentials, by which what
-it has found so far is scaled when a larger score comes. In backward keys and values travel once
-more, and their gradients go with them, gathering what each rank adds, until they are at home. A
-message is under way while the block before it is computed. With a causal mask blocks above the
-diagonal are passed on and not computed. Then the last rank has the most to do, but where the
-sequence lies folded (`zig-zag`): a rank has an early part of it and a late one, and of the keys of
-any other rank its queries see half.
+Each rank has its own queries. For each query it keeps a maximum and a sum of exponentials, and
+rescales its output when a larger score comes. In backward keys and values go round once more. Their
+gradients go with them, and each rank adds its part, until they are back home. A message is under
+way during the computation of the block before it. With a causal mask blocks above the diagonal are
+passed on and not computed. Then the last rank has the most work, except with a folded sequence
+(`zig-zag`): a rank has an early and a late part, and its queries see half of the keys of any other.
 
-Sums are made in float32 for half types. Liu et al. 2023, Ring Attention, arXiv 2310.01889; the
-softmax: Milakov and Gimelshein 2018, arXiv 1805.02867; a sequence that is balanced: Brandon et al.
-2023, Striped Attention, arXiv 2311.09431, and Llama 3, arXiv 2407.21783, section 3.3.2, from which
-the two parts of a rank are.
+Sums are in float32 for half types. Liu et al. 2023, Ring Attention, arXiv 2310.01889; the softmax:
+Milakov and Gimelshein 2018, arXiv 1805.02867; balanced sequences: Brandon et al. 2023, Striped
+Attention, arXiv 2311.09431, and Llama 3, arXiv 2407.21783, section 3.3.2, with two parts per rank.
 """
 
 from __future__ import annotations
@@ -29,18 +27,18 @@ from allranks.torch.context_parallel.exchange import (
     HEADS,
     ROWS,
     ContextExchange,
-    OnItsWay,
+    RingMessage,
     Span,
     Stretch,
 )
 
 KEYS, GRADIENTS = 1, 2  # tags of messages
-TILE = 1024  # queries whose scores by the keys of a rank are there at once
+TILE = 1024  # queries of one tile, whose scores by the keys of a rank are in memory
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """How scores come from queries and keys; `mask` is that of the whole sequence."""
+    """Computes scores from queries and keys; `mask` is that of the whole sequence."""
 
     exchange: ContextExchange
     span: Span
@@ -49,9 +47,9 @@ class Scoring:
     mask: Tensor | None
 
     def pairs(self, source: int) -> list[tuple[Stretch, Stretch]]:
-        """Of this rank's queries and of the keys of rank `source` what may see each other."""
+        """(queries, keys) of this rank and of rank `source` that attend to each other."""
         ours, others = (
-            [one for one in self.span.stretches[rank] if one.length]
+            [stretch for stretch in self.span.stretches[rank] if stretch.length]
             for rank in (self.span.rank, source)
         )
         return [
@@ -77,21 +75,21 @@ class Scoring:
     def blocks(self, key: Tensor, value: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         """(rank, its keys, its values) of each rank in turn, this one first, then those before it.
 
-        Every rank of the axis goes through this to the end.
+        All ranks of the axis must iterate to the end.
         """
         ranks, rank = len(self.span.sizes), self.span.rank
-        held = torch.cat([key.reshape(-1), value.reshape(-1)])
+        outgoing = torch.cat([key.reshape(-1), value.reshape(-1)])
         for step in range(ranks):
             source = (rank - step) % ranks
             coming = None
             if step + 1 < ranks:
                 size = self.size(key, source - 1) + self.size(value, source - 1)
-                coming = self.exchange.pass_on(held, size, KEYS)
-            yield source, *self.split(held, key, value, source)
-            held = held if coming is None else coming.wait()
+                coming = self.exchange.pass_on(outgoing, size, KEYS)
+            yield source, *self.split(outgoing, key, value, source)
+            outgoing = outgoing if coming is None else coming.wait()
 
     def size(self, like: Tensor, rank: int) -> int:
-        """How many numbers a rank has of what is here `like` this."""
+        """The size of a rank's part of a tensor `like` this."""
         return math.prod(self.shape(like, rank))
 
     def shape(self, like: Tensor, rank: int) -> tuple[int, ...]:
@@ -99,14 +97,14 @@ class Scoring:
         return n, heads, self.span.sizes[rank % len(self.span.sizes)], features
 
     def split(self, flat: Tensor, key: Tensor, value: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-        """What belongs to the keys and to the values of a rank."""
+        """Split a flat tensor into the shapes of the keys and the values of a rank."""
         first = self.size(key, rank)
         keys, values = flat[:first], flat[first:]
         return keys.view(self.shape(key, rank)), values.view(self.shape(value, rank))
 
 
 def _part(mask: Tensor, dim: int, some: Stretch) -> Tensor:
-    """The part of a mask for some positions; one that is the same everywhere stays."""
+    """The part of a mask for some positions; a dimension of size 1 stays."""
     return mask if mask.shape[dim] == 1 else mask.narrow(dim, some.start, some.length)
 
 
@@ -115,8 +113,8 @@ def ring_attention(scoring: Scoring, query: Tensor, key: Tensor, value: Tensor) 
 
     All of (n, heads, t/P, d); queries may have more heads, in groups. Every rank calls this.
     """
-    found: Tensor = _Ring.apply(scoring, query, key, value)  # type: ignore[no-untyped-call]
-    return found
+    output: Tensor = _Ring.apply(scoring, query, key, value)  # type: ignore[no-untyped-call]
+    return output
 
 
 class _Ring(torch.autograd.Function):
@@ -152,13 +150,13 @@ def _forward(scoring: Scoring, query: Tensor, key: Tensor, value: Tensor) -> tup
                 scores = scoring.of(_of(wide, rows), some_keys, rows, theirs)
                 before = _of(most, rows)
                 larger = torch.maximum(before, scores.amax(-1, keepdim=True))
-                reference = larger.masked_fill(larger == -math.inf, 0.0)  # nothing seen so far
+                reference = larger.masked_fill(larger == -math.inf, 0.0)  # no key so far
                 weights, factor = (scores - reference).exp_(), (before - reference).exp_()
                 _of(total, rows).mul_(factor).add_(weights.sum(-1, keepdim=True))
                 _of(output, rows).mul_(factor).add_(weights @ some_values)
                 before.copy_(larger)
-    seen = total.masked_fill(total == 0, 1.0)
-    return output / seen, most + seen.log()
+    divisor = total.masked_fill(total == 0, 1.0)
+    return output / divisor, most + divisor.log()
 
 
 def _backward(
@@ -174,8 +172,8 @@ def _backward(
     groups = query.shape[HEADS] // key.shape[HEADS]
     wide, gradient = _wide(query), _wide(gradient)
     share = (_wide(output) * gradient).sum(-1, keepdim=True)
-    logs = logs.masked_fill(logs == -math.inf, math.inf)  # who sees nothing has weights of 0
-    of_query, own, coming = torch.zeros_like(wide), wide.new_empty(0), None
+    logs = logs.masked_fill(logs == -math.inf, math.inf)  # a query without keys has weights 0
+    of_query, local, coming = torch.zeros_like(wide), wide.new_empty(0), None
     for source, keys, values in scoring.blocks(key, value):
         added, pairs = wide.new_zeros(keys.numel() + values.numel()), scoring.pairs(source)
         if pairs:
@@ -195,44 +193,44 @@ def _backward(
             parts = [_summed(part, groups).reshape(-1) for part in (of_keys, of_values)]
             added = torch.cat(parts)
         if source == scoring.span.rank:
-            own = added
+            local = added
             continue
         if coming is not None:
             added += coming.wait()
         coming = _to_the_next(scoring, added, key, value, source)
     if coming is not None:
-        own = own + coming.wait()
-    of_key, of_value = scoring.split(own, key, value, scoring.span.rank)
+        local = local + coming.wait()
+    of_key, of_value = scoring.split(local, key, value, scoring.span.rank)
     return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)
 
 
 def _to_the_next(
     scoring: Scoring, added: Tensor, key: Tensor, value: Tensor, source: int
-) -> OnItsWay:
-    """Send on the gradients of the keys and values of `source`; those of the rank before come."""
+) -> RingMessage:
+    """Send the gradients of the keys and values of `source`; receive those of the rank before."""
     size = scoring.size(key, source - 1) + scoring.size(value, source - 1)
     return scoring.exchange.pass_on(added, size, GRADIENTS)
 
 
 def _tiles(mine: Stretch) -> Iterator[Stretch]:
-    """Runs of queries."""
+    """The tiles of a stretch of queries."""
     for first in range(0, mine.length, TILE):
         length = min(TILE, mine.length - first)
         yield Stretch(mine.start + first, length, mine.at + first)
 
 
 def _of(tensor: Tensor, some: Stretch) -> Tensor:
-    """What a rank has for some of its positions, as a view: (n, heads, positions, …)."""
+    """Some of a rank's positions, as a view: (n, heads, positions, …)."""
     return tensor.narrow(ROWS, some.at, some.length)
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """In the type in which sums are made."""
+    """In the type of sums, at least float32."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _repeated(tensor: Tensor, groups: int) -> Tensor:
-    """Once for each head of the queries."""
+    """Repeated for each head of the queries, in the type of sums."""
     return _wide(tensor if groups == 1 else tensor.repeat_interleave(groups, HEADS))
 
 

@@ -1,15 +1,15 @@
-"""A pass in which the blocks of a model work on a rank's positions of each sequence.
+"""A pass in which the blocks of a model compute a rank's positions of each sequence.
 
-    embeddings, positions      whole, alike on all ranks
+    embeddings, positions      whole, the same on all ranks
     first block                cut: (n, t, d) -> this rank's (n, t/P, d)
-    blocks                     own positions; attention over all of them              `attention`
-    last block                 gathered: (n, t/P, d) -> (n, t, d); so is one behind which the model
-                               does anything before the next block
-    head, loss                 whole, alike on all ranks
+    blocks                     local positions; attention over all of them            `attention`
+    last block                 gathered: (n, t/P, d) -> (n, t, d); also a block whose output the
+                               model uses before the next block
+    head, loss                 whole, the same on all ranks
 
-The first pass in training, and the first in evaluation, first goes through the model whole, to see
-which blocks are called in which order; then each block, and then the output, is compared with what
-it is where nothing is cut (`proof`). What later passes call must be the same blocks.
+The first pass in training, and the first in evaluation, runs the model whole, to record the order
+of the blocks. Then it compares each block, and the output, with those of the whole sequence
+(`proof`). Later passes must call the same blocks.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ DIMS = 3  # (sample, position, feature)
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a block in a pass: of how many positions, 0 where it is not cut.
+    """A call of a block in a pass, with its number of positions; 0 if it is not cut.
 
-    `follows`: it is given the very tensor that the block before returned. `cuts`: of each other
-    tensor that it was given in the first pass, how many dimensions it has, and which was cut.
+    `follows`: its input is the tensor which the block before returned. `cuts`: for each other
+    tensor argument in the first pass its number of dimensions, and the one that was cut.
     """
 
     block: CutBlock
@@ -56,7 +56,7 @@ class Call:
 
 
 class CutBlock:
-    """The forward of a block, in its place while the strategy holds the model."""
+    """Replaces the forward of a block while the strategy has the model."""
 
     def __init__(self, name: str, module: nn.Module, passes: BlockPasses) -> None:
         self.name, self.module, self.passes = name, module, passes
@@ -64,7 +64,7 @@ class CutBlock:
         again, forward = recomputed(module), module.forward
         if again is None:
             self.run: Callable[..., Any] = partial(_opened, passes, forward)
-        else:  # the span goes along to where backward computes the block again
+        else:  # the recomputation in backward needs the span, too
             how: Any = forward
             self.run = partial(how.func, partial(_opened, passes, how.args[0]), again)
         vars(module)["forward"] = self.called
@@ -73,7 +73,7 @@ class CutBlock:
         return self.passes.called(self, args, keywords)
 
     def restore(self) -> None:
-        """The module's own forward again."""
+        """Restore the module's own forward."""
         del vars(self.module)["forward"]
         if self.before is not None:
             vars(self.module)["forward"] = self.before
@@ -87,7 +87,7 @@ def _opened(
     *args: Any,
     **keywords: Any,
 ) -> Any:
-    """A block's own forward, of positions that lie on the ranks as `span` says."""
+    """A block's own forward, on this rank's positions of `span`."""
     if span is None:
         return forward(*args, **keywords)
     with passes.within(span):
@@ -95,16 +95,16 @@ def _opened(
 
 
 class Pass:
-    """What happens where a block is called; this one runs it as it is."""
+    """Handles the calls of blocks; this class runs them unchanged."""
 
-    is_inside = False  # a block, or what a strategy does in front of it
+    is_inside = False  # in a block, or in the strategy's code before it
 
     def called(self, block: CutBlock, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         return block.run(None, *args, **keywords)
 
 
 class WholePass(Pass):
-    """Runs every block whole, and notes which could be cut."""
+    """Runs every block whole, and records which can be cut."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -112,16 +112,16 @@ class WholePass(Pass):
 
     def called(self, block: CutBlock, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         output = super().called(block, args, keywords)
-        given, found = hidden_of((args, keywords)), hidden_of(((output,), {}))
-        fits = given is not None and found is not None and given.shape[:2] == found.shape[:2]
-        length = given.shape[POSITIONS] if fits and given is not None else 0
-        self.calls.append(Call(block, length, follows=given is not None and given is self.last))
-        self.last = found
+        hidden, result = hidden_of((args, keywords)), hidden_of(((output,), {}))
+        fits = hidden is not None and result is not None and hidden.shape[:2] == result.shape[:2]
+        length = hidden.shape[POSITIONS] if fits and hidden is not None else 0
+        self.calls.append(Call(block, length, follows=hidden is not None and hidden is self.last))
+        self.last = result
         return output
 
 
 class CutPass(Pass):
-    """Runs blocks on this rank's positions, as `calls` says; `prove` is called with each."""
+    """Runs blocks on this rank's positions, following `calls`; calls `prove` for each."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class CutPass(Pass):
         self.at = 0
         self.span: Span | None = None
         self.last: Tensor | None = None  # this rank's positions, on their way to the next block
-        self.handed: list[Tensor] = []  # all that were on their way, where it is proved
+        self.handed: list[Tensor] = []  # in a proof, all tensors between blocks
 
     def called(self, block: CutBlock, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         self.is_inside = True
@@ -150,39 +150,39 @@ class CutPass(Pass):
         self.at += 1
         if not call.length:
             return super().called(block, args, keywords)
-        given = args, keywords
-        is_first, hidden = self.span is None, hidden_of(given)
+        inputs = args, keywords
+        is_first, hidden = self.span is None, hidden_of(inputs)
         if hidden is None:
             raise other_blocks(self.asked, block.name)
         span = self.span = self.span or span_of(hidden, self.exchange)
         if not is_first and not _is_same(hidden, self.last):
             raise other_blocks(self.asked, block.name)
-        own = self._own(call, given, span, hidden, is_first=is_first)
+        local_inputs = self._local_inputs(call, inputs, span, hidden, is_first=is_first)
         if self.prove is not None:
-            self.prove(block, span, given, own)
-        output = block.run(span, *own[0], **own[1])
-        found = hidden_of(((output,), {}))
-        if found is None or found.shape[POSITIONS] != span.own:
-            raise other_length(self.asked, block.name, found, span)
-        rest = self.calls[self.at :]
-        if not _ends(call, rest):
-            self.last = found
+            self.prove(block, span, inputs, local_inputs)
+        output = block.run(span, *local_inputs[0], **local_inputs[1])
+        result = hidden_of(((output,), {}))
+        if result is None or result.shape[POSITIONS] != span.local:
+            raise other_length(self.asked, block.name, result, span)
+        following = self.calls[self.at :]
+        if not _ends(call, following):
+            self.last = result
             if self.prove is not None:
-                self.handed.append(found)
+                self.handed.append(result)
             return output
         self.span = None
-        is_last = not any(one.length for one in rest)
+        is_last = not any(call.length for call in following)
         return with_hidden(
-            self.asked, output, self.exchange.whole_rows(found, span, is_last=is_last)
+            self.asked, output, self.exchange.whole_rows(result, span, is_last=is_last)
         )
 
-    def _own(
-        self, call: Call, given: Arguments, span: Span, hidden: Tensor, *, is_first: bool
+    def _local_inputs(
+        self, call: Call, inputs: Arguments, span: Span, hidden: Tensor, *, is_first: bool
     ) -> Arguments:
-        """This rank's positions of what a block is given, cut as in the pass that was proved."""
+        """This rank's positions of a block's inputs, cut as in the proved pass."""
         known, name = iter(call.cuts), call.block.name
 
-        def own(tensor: Tensor) -> Tensor:
+        def cut(tensor: Tensor) -> Tensor:
             if tensor is hidden:
                 return self.exchange.own_rows(tensor, span) if is_first else tensor
             if not self.exchange.cuts_arguments:
@@ -194,18 +194,18 @@ class CutPass(Pass):
                 raise other_argument(self.asked, name, tensor, span)
             return tensor if dim is None else self.exchange.own_rows(tensor, span, dim)
 
-        args, keywords = map_arguments(own, given)
+        args, keywords = map_arguments(cut, inputs)
         return args, keywords
 
     def close(self) -> None:
-        """The pass is over; raises `RequestError` if it has not called all blocks."""
+        """End the pass; raises `RequestError` if it has not called all blocks."""
         if self.at != len(self.calls):
             raise other_blocks(self.asked, self.calls[self.at].block.name)
 
 
 class BlockPasses:
-    """The blocks of a model, and the pass that goes through them. `span` is set within a block,
-    and what `inside` makes of it is entered there."""
+    """The blocks of a model, and the current pass. `span` is set within a block, in the context of
+    `inside(span)`."""
 
     def __init__(
         self,
@@ -219,16 +219,16 @@ class BlockPasses:
         self.blocks = [CutBlock(name, module, self) for name, module in blocks.items()]
 
     def enter(self, *_: Any) -> None:
-        """A block comes next, and a strategy does its own in front of it."""
+        """A block comes next; the strategy may run code before it."""
         self.current.is_inside = True
 
     def called(self, block: CutBlock, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         return self.current.called(block, args, keywords)
 
     @contextmanager
-    def passing(self, one: Pass) -> Iterator[None]:
-        """Within, blocks are called by this pass."""
-        before, self.current = self.current, one
+    def passing(self, chosen: Pass) -> Iterator[None]:
+        """Within, this pass handles the calls of blocks."""
+        before, self.current = self.current, chosen
         try:
             yield
         finally:
@@ -236,7 +236,7 @@ class BlockPasses:
 
     @contextmanager
     def within(self, span: Span) -> Iterator[None]:
-        """Within, a block works on a rank's positions."""
+        """Within, a block computes this rank's positions."""
         before, self.span = self.span, span
         try:
             with self.inside(span):
@@ -245,50 +245,51 @@ class BlockPasses:
             self.span = before
 
     def part_of(self, tensor: Tensor) -> TensorPart | None:
-        """Which part of the whole an activation is, for dropout within a block."""
+        """The part of the whole that an activation is, for dropout within a block."""
         span = self.span
         if span is None:
             return None
-        if tensor.ndim <= POSITIONS or tensor.shape[POSITIONS] != span.own:
+        if tensor.ndim <= POSITIONS or tensor.shape[POSITIONS] != span.local:
             raise RequestError(
                 asked=self.exchange.asked,
                 found=f"dropout in a block, on a tensor of shape {tuple(tensor.shape)}",
-                why=f"it draws for the whole sequence, of which this rank has {span.own} positions "
-                "along dimension 1",
+                why="it draws for the whole sequence, of which this rank has "
+                f"{span.local} positions along dimension 1",
                 do="dropout on (sample, position, feature), or --strategy ddp",
             )
-        held = span.stretches[span.rank]
-        return TensorPart(POSITIONS, held[0].start, span.whole, tuple(one[:2] for one in held))
+        stretches = span.stretches[span.rank]
+        pieces = tuple(stretch[:2] for stretch in stretches)
+        return TensorPart(POSITIONS, stretches[0].start, span.whole, pieces)
 
     def restore(self) -> None:
-        """The model's own blocks again."""
+        """Restore the forwards of the blocks."""
         for block in self.blocks:
             block.restore()
 
 
-def _ends(call: Call, rest: list[Call]) -> bool:
-    """Whether something else comes than a block beside this one, on what this one returns."""
-    if not rest or rest[0].length != call.length or not rest[0].follows:
+def _ends(call: Call, following: list[Call]) -> bool:
+    """Whether the next call is not of a sibling block on this one's output."""
+    if not following or following[0].length != call.length or not following[0].follows:
         return True
-    return parent_of(rest[0].block.name) != parent_of(call.block.name)
+    return parent_of(following[0].block.name) != parent_of(call.block.name)
 
 
-def _is_same(found: Tensor, last: Tensor | None) -> bool:
-    """Whether a block is given what the last one returned, or as `fully_shard` hands it on: a view
-    of all of it."""
-    if found is last or last is None:
-        return found is last
+def _is_same(hidden: Tensor, last: Tensor | None) -> bool:
+    """Whether a block's input is the last one's output, or a view of all of it, as under
+    `fully_shard`."""
+    if hidden is last or last is None:
+        return hidden is last
     root = last if last._base is None else last._base
-    return found._base is root and (found.shape, found.stride(), found.storage_offset()) == (
+    return hidden._base is root and (hidden.shape, hidden.stride(), hidden.storage_offset()) == (
         last.shape,
         last.stride(),
         last.storage_offset(),
     )
 
 
-def hidden_of(given: Arguments) -> Tensor | None:
-    """What a block changes: the first of its arguments, if it is of (sample, position, feature)."""
-    args, keywords = given
+def hidden_of(inputs: Arguments) -> Tensor | None:
+    """The hidden state: the first argument, if it is (sample, position, feature)."""
+    args, keywords = inputs
     first = args[0] if args else next(iter(keywords.values()), None)
     if isinstance(first, (tuple, list)) and first:
         first = first[0]
@@ -301,7 +302,7 @@ def is_hidden(tensor: Tensor) -> bool:
 
 
 def with_hidden(asked: str, output: Any, hidden: Tensor) -> Any:
-    """What a block returns, with its first tensor replaced; it has no other one."""
+    """A block's output with its first tensor replaced; it may have no other one."""
     if isinstance(output, Tensor):
         return hidden
     if any(True for _ in tensors_of_arguments(output[1:])):
@@ -310,7 +311,7 @@ def with_hidden(asked: str, output: Any, hidden: Tensor) -> Any:
 
 
 def span_of(hidden: Tensor, exchange: SequenceExchange) -> Span:
-    """How the sequence lies on the ranks; raises `RequestError` where one would have none of it."""
+    """The parts of a sequence on the ranks; raises `RequestError` if one would have none."""
     span = exchange.span_of(hidden.shape[POSITIONS])
     if 0 in span.sizes:
         raise no_positions(exchange.asked, span)
@@ -318,7 +319,7 @@ def span_of(hidden: Tensor, exchange: SequenceExchange) -> Span:
 
 
 def position_dim(tensor: Tensor, length: int, asked: str, name: str) -> int | None:
-    """Along which dimension another argument of a block has positions; `None` if it stays whole.
+    """The dimension of positions in another argument of a block; `None` if it stays whole.
 
     Masks stay whole: (…, position, position), and (sample, 1, 1, position).
     """
@@ -332,12 +333,12 @@ def position_dim(tensor: Tensor, length: int, asked: str, name: str) -> int | No
 
 
 def _whole(tensor: Tensor, asked: str, name: str, span: Span) -> Tensor:
-    """Another argument of a block, which nobody must take for this rank's positions."""
-    if is_hidden(tensor) and tensor.shape[POSITIONS] == span.own:
+    """Another argument of a block, which must not look like this rank's positions."""
+    if is_hidden(tensor) and tensor.shape[POSITIONS] == span.local:
         raise also_so_long(asked, name, tensor, span)
     return tensor
 
 
 def parent_of(name: str) -> str:
-    """The module in which a block stands."""
+    """The name of the module which contains a block."""
     return name.rpartition(".")[0]

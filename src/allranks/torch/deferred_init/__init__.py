@@ -1,1 +1,1 @@
-"""The first weights of models that are large: whole on one rank of a node at a time, or on meta."""
+"""Initial weights of large models: whole on one rank of a node at a time, or on meta."""

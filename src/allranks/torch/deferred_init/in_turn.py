@@ -1,8 +1,8 @@
 """One rank of a node builds the model at a time, and keeps its part before the next one begins.
 
-The host then holds one whole model and the parts of all ranks. Ranks of other nodes build at the
-same time. The turn is a lock of the kernel, which ends with its process: no rank waits for one that
-has died, and none reads what another has left behind.
+So the host has at most one whole model and the parts of all ranks. Ranks of other nodes build at
+the same time. The turn is a lock of the kernel, which is released with its process: no rank waits
+for a dead one, and nothing is left behind.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FILES = {
     "": ("memory.max", "memory.current"),
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes"),
 }
-"""Of a control group, by controller ("" in version 2): its limit, and what it uses."""
+"""Files of a control group, by controller ("" in version 2): its limit and its usage."""
 CACHE = ("inactive_file", "active_file")
 GIB = 2**30
 LOOK_EVERY_BYTES = 2**26
@@ -42,7 +42,7 @@ _locks: set[socket.socket] = set()
 
 
 def _close_in_child() -> None:
-    """A process that the program starts in its turn, and that lives on, has no part in the lock."""
+    """A child process that outlives the turn must not keep the lock."""
     for lock in _locks:
         lock.close()
 
@@ -52,10 +52,10 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 @contextmanager
 def build_turn(world: World, heartbeat: Heartbeat | SaveThreadHeartbeat | None) -> Iterator[None]:
-    """Within, no other rank of this job on this node is in its turn.
+    """Within, no other rank of this job on this node has its turn.
 
-    Nothing within may wait for other ranks. The lock is the name of a socket that nobody connects
-    to: in Linux's abstract name space, which each simulated node has of its own.
+    Code within must not wait for other ranks. The lock is the name of a socket without
+    connections, in Linux's abstract name space, of which each simulated node has its own.
     """
     job = world.store or world.rendezvous or world.secret or master_endpoint()
     key = hashlib.sha256(f"{os.getuid()} {job} {world.node} {world.attempt}".encode()).hexdigest()
@@ -86,9 +86,9 @@ def _is_bound(lock: socket.socket, name: str) -> bool:
 def within_memory() -> Iterator[None]:
     """Within, refuse a model as soon as a parameter is larger than the free memory of the host.
 
-    Parameters are looked at as they are registered, which is mostly before they are written: the
-    kernel gives memory with the first write, and kills a process that has too much. What was
-    registered since the last look counts with it.
+    Checks parameters at their registration, mostly before they are written: the kernel allocates
+    memory at the first write, and kills a process that uses too much. Parameters since the last
+    check are counted together.
     """
     new_bytes = 0
 
@@ -110,7 +110,7 @@ def within_memory() -> Iterator[None]:
 
 
 def _own_bytes(parameter: nn.Parameter) -> int:
-    """What a parameter takes of the host: nothing where it is lazy, mapped or another kind."""
+    """The host memory of a parameter: 0 if it is lazy, mapped, or of another kind."""
     if is_lazy(parameter) or type(parameter) is not nn.Parameter or parameter.device.type != "cpu":
         return 0
     try:
@@ -121,7 +121,7 @@ def _own_bytes(parameter: nn.Parameter) -> int:
 
 
 def free_memory_bytes() -> int:
-    """What this process may still use: of the host, and of its control group and those around."""
+    """The memory this process may still use: of the host, and of all its control groups."""
     free: int = psutil.virtual_memory().available
     for kind, folder in control_groups(FILES):
         limit, usage = FILES[kind]
@@ -132,7 +132,7 @@ def free_memory_bytes() -> int:
 
 
 def _cache_bytes(folder: Path) -> int:
-    """The pages of files that a control group holds, which the kernel takes back when it needs."""
+    """The cached pages of files in a control group, which the kernel frees on demand."""
     rows = dict(line.split()[:2] for line in (folder / "memory.stat").read_text().splitlines())
     return sum(int(rows.get(f"total_{name}", rows.get(name, 0))) for name in CACHE)
 

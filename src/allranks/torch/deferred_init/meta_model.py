@@ -1,9 +1,9 @@
-"""A model with tensors on the meta device: given memory, then filled one module after the other.
+"""A model with tensors on the meta device: gets memory, and is filled module by module.
 
-`model()` of a task returns it so where no process can hold the model whole. What `pretrained()`
-names is read; the rest is drawn by `init(module)` of the task, whole, a module at a time. Draws
-depend on the seed of the job and the position of the module alone, so a process that keeps nothing
-of a module does not draw it, and all strategies start with the same bits.
+`model()` of a task returns such a model if it is too large for one process. Tensors that
+`pretrained()` names are read; `init(module)` of the task draws the others, whole, one module at a
+time. Draws depend only on the seed of the job and the position of the module. So a process skips
+modules of which it keeps nothing, and all strategies start with the same bits.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ CPU = torch.device("cpu")
 FIRST_WEIGHTS = -2  # the purpose of a random key
 
 Place = Callable[[str, Tensor, Tensor], None]
-"""`place(name, target, whole)` writes into `target` what this rank keeps of the whole tensor."""
+"""`place(name, target, whole)` copies this rank's part of the whole tensor into `target`."""
 
 
 @dataclass(frozen=True)
 class MetaModule:
-    """A module as `model()` returned it; of its tensors that are not on meta it has copies.
+    """A module as `model()` returned it, with copies of its tensors that are not on meta.
 
-    `names` are those of its tensors on meta in the model, by attribute.
+    `names` are the names of its tensors on meta in the model, by attribute.
     """
 
     name: str
@@ -45,7 +45,7 @@ class MetaModule:
 
 
 class MetaModel:
-    """The modules of `model` that have tensors on meta, and what these tensors are like, whole."""
+    """The modules of `model` with tensors on meta, and the shapes and types of these, whole."""
 
     def __init__(self, model: nn.Module) -> None:
         self.like: dict[str, Tensor] = {}
@@ -82,11 +82,11 @@ class MetaModel:
         seed: int,
         device: torch.device,
     ) -> dict[str, str]:
-        """Give the tensors memory on `device`, and fill them; returns the digest of each, whole.
+        """Allocate the tensors on `device` and fill them; returns the digest of each, whole.
 
-        No communication. At most the tensors of one module, and those that it shares with others,
-        are whole at a time, twice: `init` is called on zeros and on ones, and what differs then was
-        not set by it. The generators go on afterwards where they were.
+        No communication. At most the tensors of one module, and those it shares with others, are
+        whole at a time, twice: `init` runs on zeros and on ones, and numbers that differ afterwards
+        were not set. Restores the states of the generators.
         """
         if not self.modules:
             return {}
@@ -131,9 +131,9 @@ class MetaModel:
         init: Callable[[nn.Module], None],
         number: int,
     ) -> None:
-        """Have `init` set the tensors of a module, which is in its own class and whole for it.
+        """Call `init` on a module in its original class, with whole tensors.
 
-        They are full of `number` before.
+        They are filled with `number` before.
         """
         for name in entry.names.values():
             if name not in wholes:
@@ -162,9 +162,9 @@ class MetaModel:
 
 
 def give_memory(model: nn.Module, device: torch.device) -> None:
-    """Give every tensor of the model that lies on meta memory on `device`, uninitialised.
+    """Allocate every meta tensor of the model on `device`, uninitialised.
 
-    As `nn.Module.to_empty`, but tied weights stay tied, and references to a tensor stay valid.
+    Like `nn.Module.to_empty`, but tied weights stay tied, and references to a tensor stay valid.
     """
     for _, tensor in _named(model):
         if tensor.is_meta:
@@ -172,7 +172,7 @@ def give_memory(model: nn.Module, device: torch.device) -> None:
 
 
 def move(model: nn.Module, device: torch.device) -> None:
-    """Move what a model has elsewhere to `device`, in new tensors; what is on meta stays there."""
+    """Move tensors on other devices to `device`, as new tensors; meta tensors stay on meta."""
     moved: dict[int, tuple[Tensor, Tensor]] = {}  # with the old one, whose id is used no more
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
@@ -189,7 +189,7 @@ def move(model: nn.Module, device: torch.device) -> None:
 
 
 def exchange(tensor: Tensor, real: Tensor) -> None:
-    """Let the Python object `tensor` be the tensor `real`; references to it stay valid."""
+    """Make the Python object `tensor` the tensor `real`; references to it stay valid."""
     if isinstance(tensor, nn.Parameter):
         real = nn.Parameter(real, requires_grad=tensor.requires_grad)
     vars(real).update(vars(tensor))
@@ -201,7 +201,7 @@ def exchange(tensor: Tensor, real: Tensor) -> None:
 
 
 def same_bytes(whole: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one type hold the same bytes; NaN equals itself."""
+    """Whether two tensors of one type have the same bytes; NaN equals itself."""
     flat, other_flat = (t.detach().contiguous().reshape(-1) for t in (whole, other))
     return torch.equal(flat.view(torch.uint8), other_flat.view(torch.uint8))
 
@@ -221,7 +221,7 @@ def _named(model: nn.Module, *, remove_duplicate: bool = True) -> list[tuple[str
 def _left_unset(entry: MetaModule, name: str) -> RequestError:
     return RequestError(
         asked=f"init(module) of the task for {entry.name!r}, a {entry.kind.__name__} on meta",
-        found=f"numbers of {name!r} that it did not set, or that another call set otherwise",
+        found=f"numbers of {name!r} that it did not set, or that a second call set to other values",
         why="a tensor on the meta device has no numbers of its own",
         do=f"set all of {name!r} in init(module), or name it in pretrained()",
     )

@@ -1,20 +1,20 @@
-"""The global weights, and how they move by what learners have found. No clock, no thread, no wire.
+"""The global weights, and the merge of updates. No clock, no thread, no communication.
 
-A learner brings what it found in a chunk: its weights before minus those after, and the samples of
-it. All that one learner has brought since its last merge is one finding. A merge is due when enough
-learners have brought something (`quorum`); the caller may merge before, when its patience is over:
+A learner sends the delta of a chunk (its weights before minus those after) and its samples. All
+deltas of one learner since its last merge add up to one update. A merge is due when enough learners
+have sent something (`quorum`); the caller may merge earlier, after its grace time:
 
     theta <- outer(theta, sum_k n_k delta_k / sum_k n_k)         n_k: samples since k's last merge
 
-With fragments a finding is of one fragment of the parameters: all that its learner has found there
-since it has last brought that one, with the samples of all this time. Each fragment moves by
-itself, and has a momentum of its own. At the end of the job learners bring the rest: what they have
-found in the fragments that they had not brought.
+With fragments an update has one fragment of the parameters: the learner's delta there since it last
+sent that fragment, and the samples of all this time. Each fragment is merged by itself, with its
+own momentum. At the end of the job learners send the remainder: their deltas of the fragments they
+have not sent.
 
-A late finding counts in the next merge as any other: it is the way from the version that it began
-from, whatever the weights are by then (Decoupled DiLoCo, arXiv 2604.21428). Buffers are statistics,
-of which two changes do not add up: they become the same mean of what learners have now. Counts are
-those of the finding with most samples.
+A late update counts in the next merge as any other: it is relative to the version that it began
+from, whatever the weights are by then (Decoupled DiLoCo, arXiv 2604.21428). Changes of buffers do
+not add up, as these are statistics: they become the same mean of the learners' present values.
+Counts are those of the update with most samples.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from allranks.training.work_queue import Ledger
 
 @dataclass(frozen=True)
 class Work:
-    """What a learner says of a chunk: which, from which version, and the sums of its steps.
+    """A learner's report of a chunk: its number, its first version, and the sums of its steps.
 
-    What it has found comes along for one `fragment`, of `share` samples; it `owes` the others.
+    The delta is of one `fragment` and `share` samples; `owes`: there are unsent deltas of others.
     """
 
     chunk: int
@@ -51,19 +51,19 @@ class Work:
 
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> Work:
-        """What came in a message; raises `ValueError` or `KeyError` for what is none."""
+        """The report in a message; raises `ValueError` or `KeyError` if it is malformed."""
         kinds: dict[str, Any] = {"int": int, "float": float, "bool": bool}
-        return cls(**{one.name: kinds[str(one.type)](data[one.name]) for one in fields(cls)})
+        return cls(**{f.name: kinds[str(f.type)](data[f.name]) for f in fields(cls)})
 
     @property
-    def counted(self) -> int:
-        """The samples that its finding is of."""
+    def delta_samples(self) -> int:
+        """The number of samples of its delta."""
         return self.samples if self.share < 0 else self.share
 
 
 @dataclass
 class FragmentPart:
-    """What one learner has found in one fragment, (n,), and of how many samples."""
+    """The delta of one learner in one fragment, (n,), and its number of samples."""
 
     delta: Tensor
     samples: int
@@ -74,7 +74,7 @@ class FragmentPart:
 
 @dataclass
 class LearnerUpdate:
-    """What one learner has brought since its last merge: by fragments, and its buffers."""
+    """All that one learner has sent since its last merge: deltas by fragment, and buffers."""
 
     parts: dict[int, FragmentPart]
     buffers: Tensor
@@ -83,12 +83,12 @@ class LearnerUpdate:
 
     @property
     def samples(self) -> int:
-        return sum(one.samples for one in self.work)
+        return sum(work.samples for work in self.work)
 
 
 @dataclass(frozen=True)
 class Clock:
-    """How far a learner is, as the weights have it: its last chunk, and all of its samples."""
+    """The last chunk of a learner in the weights, and the number of all its samples there."""
 
     chunk: int = -1
     samples: int = 0
@@ -107,15 +107,15 @@ class Merged:
     rate: float
     learners: tuple[int, ...]
     staleness: int
-    """By how many versions the oldest finding was behind."""
+    """By how many versions the oldest update was behind."""
 
 
 @dataclass
 class Merging:
     """The global weights `theta`, of which the first `parameters` move by the `outer` optimizer.
 
-    `parts` are the fragments of these, all of them one unless it is said. `owing` are the learners
-    that have found what they have not brought.
+    `parts` are the fragments of these, by default a single one. `owing` are the learners with
+    unsent deltas.
     """
 
     theta: Numbers
@@ -128,30 +128,30 @@ class Merging:
     samples: int = 0
     """All samples that are in the weights."""
     clocks: dict[int, Clock] = field(default_factory=dict)
-    found: dict[int, LearnerUpdate] = field(default_factory=dict)
+    updates: dict[int, LearnerUpdate] = field(default_factory=dict)
     owing: set[int] = field(default_factory=set)
     rested: set[int] = field(default_factory=set)
-    """Those whose rest is in the weights."""
+    """Those whose remainder is in the weights."""
 
     def __post_init__(self) -> None:
         self.parts = self.parts or [slice(0, self.parameters)]
         self.outers = [copy.deepcopy(self.outer) for _ in self.parts]
         self.changed_at = [self.version] * len(self.parts)
-        """The version in which each fragment has moved last."""
+        """The version in which each fragment was last updated."""
 
     @property
     def is_over(self) -> bool:
-        """Whether all that was found is in the weights."""
-        return self.ledger.is_over and not self.owing and not self.found
+        """Whether all updates are in the weights."""
+        return self.ledger.is_over and not self.owing and not self.updates
 
     @property
     def fragment(self) -> int:
-        """The fragment that learners are to bring next: one in all merges of a round of them."""
+        """The fragment which learners send next: the same in all merges of a round."""
         merges = -(-self.ledger.parts // max(1, self.quorum))
         return self.version // merges % len(self.parts)
 
     def size_of(self, fragment: int) -> int:
-        """How many numbers a fragment has; raises `ValueError` for one that is none."""
+        """The size of a fragment; raises `ValueError` if there is no such fragment."""
         if not 0 <= fragment < len(self.parts):
             raise ValueError(f"fragment {fragment} of {len(self.parts)}")
         part = self.parts[fragment]
@@ -159,14 +159,14 @@ class Merging:
 
     @property
     def waiting(self) -> set[int]:
-        """The chunks that were brought and wait for a merge."""
-        return {work.chunk for one in self.found.values() for work in one.work}
+        """The chunks that wait for a merge."""
+        return {work.chunk for update in self.updates.values() for work in update.work}
 
-    def bring(self, learner: int, work: Work, delta: Numbers) -> bool:
-        """Take what a learner has found; returns whether it counts: its chunk may be done.
+    def add_update(self, learner: int, work: Work, delta: Numbers) -> bool:
+        """Add the delta of a chunk; returns `False` if the chunk was done before.
 
         `delta` is old minus new of the parameters of its fragment, and the new values of the
-        buffers. The memory is taken over.
+        buffers. Its memory is kept.
         """
         if self.ledger.is_done(work.chunk) or work.chunk in self.waiting:
             return False
@@ -174,22 +174,22 @@ class Merging:
         (self.owing.add if work.owes else self.owing.discard)(learner)
         cut = self.size_of(work.fragment)
         buffers = delta.weights[cut:]
-        known = self.found.setdefault(learner, LearnerUpdate({}, buffers, delta.counts, []))
+        known = self.updates.setdefault(learner, LearnerUpdate({}, buffers, delta.counts, []))
         known.buffers, known.counts = buffers, delta.counts
         known.work.append(work)
-        self._add(known, work.fragment, FragmentPart(delta.weights[:cut], work.counted))
+        self._add(known, work.fragment, FragmentPart(delta.weights[:cut], work.delta_samples))
         return True
 
-    def bring_rest(self, learner: int, shares: Sequence[int], delta: Numbers) -> None:
-        """Take what a learner has found in all fragments and not brought, of so many samples.
+    def add_remainder(self, learner: int, shares: Sequence[int], delta: Numbers) -> None:
+        """Add the unsent deltas of all fragments of a learner, with their numbers of samples.
 
-        Once, and when all chunks are done; raises `ValueError` for what is no rest.
+        Counts once, after all chunks are done; raises `ValueError` for malformed `shares`.
         """
         if len(shares) != len(self.parts) or min(shares) < 0:
             raise ValueError(f"shares {shares} of {len(self.parts)} fragments")
         if not self.ledger.is_over or learner not in self.owing:
             return
-        known = self.found.setdefault(
+        known = self.updates.setdefault(
             learner, LearnerUpdate({}, delta.weights[:0], delta.counts, [])
         )
         for fragment, (part, samples) in enumerate(zip(self.parts, shares, strict=True)):
@@ -206,37 +206,37 @@ class Merging:
 
     @property
     def is_due(self) -> bool:
-        """Whether enough learners have brought something, or no more can come."""
-        if not self.found or self.ledger.is_over:  # then it is the rest, if anything
+        """Whether enough learners have sent something, or no more can come."""
+        if not self.updates or self.ledger.is_over:  # then these are remainders
             return False
-        return len(self.found) >= self.quorum or self.is_all_there
+        return len(self.updates) >= self.quorum or self.is_all_there
 
     @property
     def is_all_there(self) -> bool:
-        """Whether every chunk of the job is done, or waits for a merge."""
+        """Whether every chunk of the job is done or waits for a merge."""
         done = self.ledger.whole + len(self.ledger.done)
         return done + len(self.waiting) == self.ledger.chunks
 
     @torch.no_grad()
     def merge(self) -> Merged:
-        """Move the weights by all that has come."""
-        found, total = self.found, sum(one.samples for one in self.found.values())
-        work = [w for one in found.values() for w in one.work]
+        """Update the weights by all updates since the last merge."""
+        updates, total = self.updates, sum(update.samples for update in self.updates.values())
+        work = [w for update in updates.values() for w in update.work]
         rate = work[-1].rate
         self._move(rate)
         if total:
-            seen = [FragmentPart(one.buffers, one.samples) for one in found.values()]
-            self.theta.weights[self.parameters :] = _mean(seen)
-        largest = max(found.values(), key=lambda one: one.samples)
+            buffers = [FragmentPart(update.buffers, update.samples) for update in updates.values()]
+            self.theta.weights[self.parameters :] = _mean(buffers)
+        largest = max(updates.values(), key=lambda update: update.samples)
         self.theta.counts.copy_(largest.counts)
         oldest = min(w.version for w in work)
         for done in work:
             self.ledger.merged(done.chunk)
-        for learner, one in found.items():
+        for learner, update in updates.items():
             before = self.clocks.get(learner, Clock())
-            self.clocks[learner] = Clock(one.work[-1].chunk, before.samples + one.samples)
+            self.clocks[learner] = Clock(update.work[-1].chunk, before.samples + update.samples)
         self.samples += total
-        self.found = {}
+        self.updates = {}
         return Merged(
             self.version,
             self.ledger.steps_done,
@@ -245,38 +245,38 @@ class Merging:
             sum(w.loss for w in work),
             sum(w.weight for w in work),
             rate,
-            tuple(found),
+            tuple(updates),
             max(0, self.version - 1 - oldest),
         )
 
     @torch.no_grad()
-    def merge_rest(self) -> None:
-        """Move the weights by the rest of what was found; no sample is counted again."""
+    def merge_remainders(self) -> None:
+        """Update the weights by the remainders; no sample is counted again."""
         self._move(0.0)
-        self.rested |= set(self.found)
-        self.found = {}
+        self.rested |= set(self.updates)
+        self.updates = {}
 
     def _move(self, rate: float) -> None:
-        """A new version: each fragment of which something was found moves by the mean of it."""
+        """Make a new version: each fragment with updates moves by their mean."""
         self.version += 1
         for fragment, (part, outer) in enumerate(zip(self.parts, self.outers, strict=True)):
-            brought = [one.parts[fragment] for one in self.found.values() if fragment in one.parts]
-            if brought:
-                outer.step(self.theta.weights[part], _mean(brought), rate)
+            deltas = [u.parts[fragment] for u in self.updates.values() if fragment in u.parts]
+            if deltas:
+                outer.step(self.theta.weights[part], _mean(deltas), rate)
                 self.changed_at[fragment] = self.version
 
     def _momentum(self) -> Tensor | None:
-        """That of all fragments, zeros for one that has not moved."""
+        """The momentum of all fragments, zeros for one that has not moved."""
         if all(outer.momentum is None for outer in self.outers):
             return None
-        kept = torch.zeros_like(self.theta.weights[: self.parameters])
+        momentum = torch.zeros_like(self.theta.weights[: self.parameters])
         for part, outer in zip(self.parts, self.outers, strict=True):
             if outer.momentum is not None:
-                kept[part] = outer.momentum
-        return kept
+                momentum[part] = outer.momentum
+        return momentum
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds beside the weights; what was not merged is handed out again."""
+        """The state besides the weights; chunks that are not merged are handed out again."""
         return {
             "version": self.version,
             "samples": self.samples,
@@ -287,7 +287,7 @@ class Merging:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take up what `state` returned; the weights are taken up by themselves."""
+        """Load what `state` returned; the weights are loaded separately."""
         self.version, self.samples = int(state["version"]), int(state["samples"])
         momentum = state["momentum"]
         for part, outer in zip(self.parts, self.outers, strict=True):
@@ -296,67 +296,67 @@ class Merging:
         self.ledger.load_state(state["ledger"])
         clocks = state.get("clocks", {})  # older checkpoints have none
         self.clocks = {learner: Clock(**clock) for learner, clock in clocks.items()}
-        self.found, self.owing, self.rested = {}, set(), set()
+        self.updates, self.owing, self.rested = {}, set(), set()
 
 
-def _mean(found: Sequence[FragmentPart]) -> Tensor:
-    """The mean of what was found, by samples; zeros where there was no sample."""
-    total, mean = sum(one.samples for one in found), torch.zeros_like(found[0].delta)
-    for one in found:
-        if one.samples:
-            mean.add_(one.delta, alpha=one.samples / total)
+def _mean(parts: Sequence[FragmentPart]) -> Tensor:
+    """The mean of the deltas, weighted by samples; zeros without any sample."""
+    total, mean = sum(part.samples for part in parts), torch.zeros_like(parts[0].delta)
+    for part in parts:
+        if part.samples:
+            mean.add_(part.delta, alpha=part.samples / total)
     return mean
 
 
-# --- rest ----------------------------------------------------------------------------------------
-# What a learner has found in the fragments of the weights that it has not brought yet.
+# --- remainder -----------------------------------------------------------------------------------
+# The delta of a learner in the fragments of the weights that it has not sent yet.
 #
-#     found     a chunk: old minus new of all parameters, and its samples
-#     kept     += found;  shares += samples, of every fragment
-#     brought   kept of one fragment, and its share; both are zero there from now on
-#     lost    all of it, where the link or the synchronizer is lost: its chunks may be others' then
+#     chunk     its delta: old minus new of all parameters, and its samples
+#     delta    += that of the chunk;  shares += samples, of every fragment
+#     sent      delta of one fragment, and its share; both are zero there from now on
+#     lost      all of it, if the link or the synchronizer is lost: others may get the chunks
 #
-# The fragment is the one whose turn it is, as the synchronizer says, so that learners bring the
-# same ones at a time; or the one that was not brought for longest, if that is twice as many chunks
-# as there are fragments: a slow learner might miss the turns of one for ever. With one fragment
-# nothing is kept.
+# The synchronizer names the next fragment, so that all learners send the same one. A learner sends
+# instead the fragment which it has not sent for the longest time, if that is more than twice as
+# many chunks as there are fragments: a slow learner might never meet its turn. With one fragment
+# there is no remainder.
 
 
 @dataclass(frozen=True)
 class Contribution:
-    """What is brought of a chunk: `sent` has one fragment, of a `share` of samples, and buffers."""
+    """What is sent after a chunk: one fragment, of `share` samples, and the buffers."""
 
     fragment: int
     share: int
-    sent: Numbers
+    numbers: Numbers
 
 
-class Rest:
-    """What is `kept`, (parameters,), of which each of the `parts` has a share of samples."""
+class Remainder:
+    """The unsent `delta`, (parameters,); each of its `parts` has a share of samples."""
 
     def __init__(self, flat: FlatModel, fragments: int) -> None:
         self._flat = flat
         self.parts = flat.fragments(min(fragments, max(1, flat.parameters)))
         self.turn = 0
         self.shares = [0] * len(self.parts)
-        self.kept: Tensor | None = None
+        self.delta: Tensor | None = None
         if len(self.parts) > 1:
-            self.kept = torch.zeros(flat.parameters, dtype=flat.type)
+            self.delta = torch.zeros(flat.parameters, dtype=flat.type)
         self._waited = [0] * len(self.parts)
 
-    def brings(self, found: Numbers, samples: int) -> Contribution:
-        """What is brought of the next chunk; the rest is kept."""
-        if self.kept is None:
-            return Contribution(0, samples, found)
-        own = self._flat.parameters
-        self.kept.add_(found.weights[:own])
+    def contribution(self, delta: Numbers, samples: int) -> Contribution:
+        """What to send after a chunk with this delta; the rest remains here."""
+        if self.delta is None:
+            return Contribution(0, samples, delta)
+        parameters = self._flat.parameters
+        self.delta.add_(delta.weights[:parameters])
         self.shares = [share + samples for share in self.shares]
         fragment = self._next()
         part, share = self.parts[fragment], self.shares[fragment]
-        sent = Numbers(torch.cat([self.kept[part], found.weights[own:]]), found.counts)
-        self.kept[part] = 0
+        numbers = Numbers(torch.cat([self.delta[part], delta.weights[parameters:]]), delta.counts)
+        self.delta[part] = 0
         self.shares[fragment] = 0
-        return Contribution(fragment, share, sent)
+        return Contribution(fragment, share, numbers)
 
     def _next(self) -> int:
         self._waited = [chunks + 1 for chunks in self._waited]
@@ -367,30 +367,30 @@ class Rest:
         return fragment
 
     def all(self) -> tuple[list[int], Numbers]:
-        """All that is kept, with the buffers of now; nothing is kept any more."""
+        """The samples of each fragment, and the whole delta with current buffers; clears it."""
         numbers = self._flat.read()
         shares = list(self.shares)
-        if self.kept is not None:
-            numbers.weights[: self._flat.parameters] = self.kept
+        if self.delta is not None:
+            numbers.weights[: self._flat.parameters] = self.delta
         self.forget()
         return shares, numbers
 
     def forget(self) -> None:
-        """Nothing is kept."""
+        """Clear the delta."""
         self.shares = [0] * len(self.parts)
-        if self.kept is not None:
-            self.kept.zero_()
+        if self.delta is not None:
+            self.delta.zero_()
 
     def state(self) -> dict[str, Any] | None:
-        """What a checkpoint has of it."""
-        if self.kept is None:
+        """The state for a checkpoint."""
+        if self.delta is None:
             return None
-        return {"kept": self.kept.clone(), "shares": [*self.shares], "waited": [*self._waited]}
+        return {"kept": self.delta.clone(), "shares": [*self.shares], "waited": [*self._waited]}
 
     def load(self, state: Mapping[str, Any] | None) -> None:
-        """Take up what `state` returned, where the parts are as many as then."""
-        if self.kept is None or state is None or len(state["shares"]) != len(self.shares):
+        """Load what `state` returned, if it has the same number of parts."""
+        if self.delta is None or state is None or len(state["shares"]) != len(self.shares):
             return
-        self.kept.copy_(state["kept"])
+        self.delta.copy_(state["kept"])
         self.shares = [int(share) for share in state["shares"]]
         self._waited = [int(chunks) for chunks in state["waited"]]

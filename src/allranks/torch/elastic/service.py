@@ -1,22 +1,21 @@
-"""The synchronizer's end of the wire: it hands out chunks and weights, and takes what was found.
+"""The synchronizer's server: it hands out chunks and weights, and receives deltas.
 
-One thread for each learner answers it (`Answering`), one looks at the clock; the thread that trains
-hears of merges, evaluates and saves meanwhile. All touch the weights under one lock, for as long as
-it takes to add two of them. Each answer is made at once: no learner waits for another one.
+Each learner has a thread which answers it (`Answering`), and one thread watches the clock. The
+training thread gets merges, evaluates and saves meanwhile. All use the weights under one lock, for
+no longer than an addition of two of them. Answers are immediate: no learner waits for another one.
 
     hello  learner, digest, holds (its chunks)             -> version, waits, work; body: weights
-    found  a `Work`; body: old minus new, of its fragment  -> the same
+    work   a `Work`; body: old minus new, of its fragment  -> the same
     rest   the samples of each fragment; body: all         -> the same
     ask                                                    -> the same
     inner  the chunk; body: the optimizer after it         -> nothing
 
-`work` is a chunk ("first", "steps", …), `null` where there is nothing to do for the moment, "over",
-or "rest", where all chunks are done and this learner has not brought all that it found. Of the
-weights those `fragments` come along that are newer than those the learner has, and the buffers;
-`fragment` is the one that it brings next; `waits` are the chunks that it has brought and that are
-in no version yet. With `keep` the synchronizer asks for the inner optimizer as it was after a
-chunk, for a checkpoint; a learner whose process is a new one (`fresh`) is sent the one of the last
-checkpoint behind its first answer.
+`work` is a chunk ("first", "steps", …), `null` if there is none just now, "over", or "rest" if
+all chunks are done and this learner has unsent deltas. The body has the `fragments` of the weights
+that are newer than the learner's, and the buffers. `fragment` is the one to send next. `waits` are
+chunks that the learner has sent and that are in no version yet. `keep` asks for the inner optimizer
+after that chunk, for a checkpoint. A learner in a new process (`fresh`) gets the optimizer of the
+last checkpoint after its first answer.
 """
 
 from __future__ import annotations
@@ -49,13 +48,13 @@ from allranks.torch.strategies.base import Strategy
 from allranks.training.work_queue import Chunk
 
 # --- inner state ---------------------------------------------------------------------------------
-# The inner optimizer of a learner on its way: from the learner into a checkpoint, and back.
+# The inner optimizer of a learner as a message: to the synchronizer's checkpoint, and back.
 #
 #     | bytes of the text: u64 | text: JSON | tensors, one behind the other |
 #
-# A learner keeps what its optimizer was after each chunk that waits for a merge, and after the last
-# one that is in the weights. A checkpoint has the latter, so that a training that goes on from it
-# does each step once, with the optimizer that was there before. Nothing of it is a pickle.
+# A learner keeps its optimizer state after each chunk that waits for a merge, and after the last
+# merged one. A checkpoint has the latter, so that a resumed job makes each step once, with the
+# right optimizer state. No pickle is involved.
 
 
 OPTIMIZER, REMAINDERS = "optimizer", "rest"
@@ -63,61 +62,61 @@ _LENGTH = struct.Struct("!Q")
 
 
 def largest(weight_bytes: int) -> int:
-    """The most bytes of a message about weights of so many."""
+    """The largest message for weights of so many bytes."""
     return 16 * weight_bytes + (1 << 20)
 
 
 def inner_state(strategy: Strategy) -> Any:
-    """A copy of what the optimizer keeps now."""
+    """A copy of the present optimizer state."""
     return copied(strategy.state()[OPTIMIZER])
 
 
 def load_inner_state(strategy: Strategy, state: Any) -> None:
-    """Take up what `inner_state` returned; weights stay as they are."""
+    """Load what `inner_state` returned; weights do not change."""
     strategy.load_state({**strategy.state(), OPTIMIZER: state})
 
 
-def with_rest(state: Any, rest: Any) -> Any:
-    """The state with what was found and not brought; without any it is the state itself."""
-    return state if rest is None else {OPTIMIZER: state, REMAINDERS: rest}
+def with_remainder(state: Any, remainder: Any) -> Any:
+    """The state with the unsent deltas; the state itself if `remainder` is `None`."""
+    return state if remainder is None else {OPTIMIZER: state, REMAINDERS: remainder}
 
 
 def owes(state: Any) -> bool:
-    """Whether there is anything that was not brought."""
+    """Whether a state has unsent deltas."""
     return REMAINDERS in state and any(state[REMAINDERS]["shares"])
 
 
-def without_rest(state: Any) -> Any:
-    """The state alone."""
+def without_remainder(state: Any) -> Any:
+    """The optimizer state alone."""
     return state[OPTIMIZER] if REMAINDERS in state else state
 
 
 def packed(state: Any, most_bytes: int) -> list[Buffer]:
-    """A state as the pieces of a message; raises `RequestError` for one of too many bytes."""
+    """The body of a message with a state; raises `RequestError` if it is too large."""
     skeleton, tensors = flatten(state, OPTIMIZER)
     flat = {path: tensor.cpu().contiguous() for path, tensor in tensors.items()}
-    rows = [[path, NAMES[one.dtype], list(one.shape)] for path, one in flat.items()]
+    rows = [[path, NAMES[t.dtype], list(t.shape)] for path, t in flat.items()]
     text = json.dumps({"state": skeleton, "tensors": rows}).encode()
     pieces: list[Buffer] = [_LENGTH.pack(len(text)), text, *map(_bytes, flat.values())]
     size = sum(map(len, pieces))
     if size > most_bytes:
         raise RequestError(
             asked="--strategy decoupled:inner=kept",
-            found=f"an optimizer that keeps {size} bytes, {most_bytes} at most are sent",
-            why="a checkpoint holds what the optimizer of each learner keeps",
+            found=f"an optimizer state of {size} bytes; at most {most_bytes} are sent",
+            why="a checkpoint has the optimizer state of each learner",
             do="--strategy decoupled:inner=anew",
         )
     return pieces
 
 
 def unpacked(body: memoryview) -> Any:
-    """The state in the bytes of a message; raises `ValueError` or `KeyError` for what is none."""
+    """The state in a message; raises `ValueError` or `KeyError` if it is malformed."""
     if len(body) < _LENGTH.size:
         raise ValueError("no state of an optimizer")
     at = _LENGTH.size + _LENGTH.unpack(body[: _LENGTH.size])[0]
-    said = json.loads(bytes(body[_LENGTH.size : at]))
+    header = json.loads(bytes(body[_LENGTH.size : at]))
     tensors: dict[str, Tensor] = {}
-    for path, name, shape in said["tensors"]:
+    for path, name, shape in header["tensors"]:
         dtype = DTYPES[name]
         end = at + prod(shape) * dtype.itemsize
         if end > len(body):
@@ -127,7 +126,7 @@ def unpacked(body: memoryview) -> Any:
             raw = torch.frombuffer(body[at:end], dtype=torch.uint8).clone()  # aligned
         tensors[path] = raw.view(dtype).view(shape)
         at = end
-    return unflatten(said["state"], tensors)
+    return unflatten(header["state"], tensors)
 
 
 def _bytes(tensor: Tensor) -> Buffer:
@@ -135,16 +134,16 @@ def _bytes(tensor: Tensor) -> Buffer:
     return memoryview(array) if tensor.numel() else b""
 
 
-OVER, REST = "over", "rest"
+OVER, REMAINDER = "over", "rest"
 REST_S = 30.0
-"""So long a learner that is stalled is waited for at the end."""
+"""At the end a stalled learner is waited for at least this long."""
 Report = Callable[..., None]
 
 
 class LearnerService(Answering):
-    """The learners of one training. `report` hears, from any thread, who came and who is lost.
+    """The learners of one job. Calls `report`, from any thread, when one joins or is lost.
 
-    `samples_of` says how many samples a chunk has.
+    `samples_of` returns the number of samples of a chunk.
     """
 
     def __init__(
@@ -160,11 +159,10 @@ class LearnerService(Answering):
     ) -> None:
         super().__init__(listener, secret, largest(flat.nbytes))
         self.inner: dict[int, tuple[int, Any]] = {}
-        """Of each learner a chunk, and the inner optimizer as it was after that."""
+        """For each learner a chunk, and the inner optimizer after it."""
         self.resumed = set[int]()
-        """The learners of whom that is of the checkpoint that was resumed, and who have not come:
-        what they had not brought then goes on with them. What others have kept is with them, or
-        lost with them."""
+        """The learners whose `inner` is from the resumed checkpoint, and which have not joined yet:
+        these also get the unsent deltas in it. All others have their own, or have lost them."""
         self._keeps, self._wanted = keeps, dict[int, int]()
         self.merging, self._flat = merging, flat
         self._grace_s, self._report, self._samples_of = grace_s, report, samples_of
@@ -182,7 +180,7 @@ class LearnerService(Answering):
 
     @property
     def is_done(self) -> bool:
-        """Whether all that was found is in the weights."""
+        """Whether all updates are in the weights."""
         with self.changed:
             return self.merging.is_over
 
@@ -191,13 +189,13 @@ class LearnerService(Answering):
         with self.changed:
             if not self._merges and not self.merging.is_over:
                 self.changed.wait_for(lambda: self._merges, timeout_s)
-            found, self._merges = self._merges, []
-            return found
+            merges, self._merges = self._merges, []
+            return merges
 
     def snapshot(self, *, asks: bool = False) -> tuple[Numbers, dict[str, Any]]:
-        """The weights, and the rest of the state, of one moment.
+        """The weights and the other state, consistent with each other.
 
-        If it `asks`, learners send their inner optimizers of that moment from now on: `collect`.
+        With `asks` learners then send their inner optimizers of that moment: see `collect`.
         """
         with self.changed:
             if asks and self._keeps:
@@ -206,38 +204,39 @@ class LearnerService(Answering):
             return self.merging.theta.copied(), self.merging.state()
 
     def _lacks(self, learner: int, chunk: int) -> bool:
-        """Whether a learner is there, and its optimizer after this chunk is not."""
+        """Whether a learner is connected, and its optimizer after this chunk is missing."""
         return learner in self._peers and self.inner.get(learner, (-1,))[0] != chunk
 
     def collect(self, state: dict[str, Any], patience_s: float) -> dict[int, Any]:
-        """The inner optimizers of the learners in the state of a snapshot, once they are here.
+        """The inner optimizers of the learners in the state of a snapshot; waits for them.
 
-        A learner says what its optimizer was when it comes with its next chunk. Of those that do
-        not come in time, and of lost ones, it is the last one that is known, if any.
+        A learner sends its optimizer with its next chunk. For late and lost learners the last known
+        one is returned, if any.
         """
         if not self._keeps:
             return {}
         with self.changed:
             self.changed.wait_for(lambda: not self._wanted or self.is_closed, patience_s)
-            self._wanted, found = {}, dict(self.inner)
+            self._wanted, states = {}, dict(self.inner)
         clocks = {learner: int(clock["chunk"]) for learner, clock in state["clocks"].items()}
-        late = {k for k, n in clocks.items() if k not in found or found[k][0] != n}
+        late = {k for k, n in clocks.items() if k not in states or states[k][0] != n}
+        stripped = late.union(state["rested"])
         if late:
             self._report("inner_left_out", learners=sorted(late))
         return {
-            k: {"chunk": n, "state": without_rest(i) if k in late or k in state["rested"] else i}
-            for k, (n, i) in found.items()
+            k: {"chunk": n, "state": without_remainder(i) if k in stripped else i}
+            for k, (n, i) in states.items()
         }
 
     def sent_by_kind(self) -> dict[str, float]:
-        """What was sent to learners so far: weights, and all the rest."""
-        found = self.sent_bytes()
-        return {"gradients": found["sent"], "control": found["control"]}
+        """The bytes sent to learners so far: weights, and everything else."""
+        sent_bytes = self.sent_bytes()
+        return {"gradients": sent_bytes["sent"], "control": sent_bytes["control"]}
 
     # --- threads --------------------------------------------------------------------------
 
     def admit(self, connection: Connection, hello: Message) -> int:
-        """Who it is, once it has the weights; what it held before a restart it still holds."""
+        """Send the weights to a learner; it keeps the chunks it had before a restart."""
         if hello.get("digest") != self._flat.digest:
             connection.send({"refused": "its model has other weights, or other types of them"})
             raise Disconnected("its model is another one")
@@ -251,13 +250,13 @@ class LearnerService(Answering):
             is_resumed = learner in self.resumed
         if before is not None:
             before.shut()
-        connection.given = -1
+        connection.version = -1
         self._report("learner_joined", learner=learner, version=self.merging.version)
         inner = self.inner.get(learner) if hello.get("fresh") else None
         work = None if known else self._work_for(learner)
         self._send_answer(learner, connection, work, follows=inner is not None)
         if inner is not None:
-            state = inner[1] if is_resumed else without_rest(inner[1])
+            state = inner[1] if is_resumed else without_remainder(inner[1])
             connection.send({"inner": inner[0]}, *packed(state, largest(self._flat.nbytes)))
         with self.changed:
             self.resumed.discard(learner)
@@ -276,34 +275,34 @@ class LearnerService(Answering):
                 self.changed.notify_all()
             return
         if "work" in message:
-            self._take(learner, Work.from_data(message["work"]), body)
+            self._accept(learner, Work.from_data(message["work"]), body)
         elif "rest" in message:
             shares = [int(samples) for samples in message["rest"]]
             with self.changed:
-                self.merging.bring_rest(learner, shares, self._flat.take(body))
-                self._merge_rest()
+                self.merging.add_remainder(learner, shares, self._flat.from_bytes(body))
+                self._merge_remainders()
         self._send_answer(learner, connection, self._work_for(learner))
 
-    def _take(self, learner: int, work: Work, body: memoryview) -> None:
-        """Take what was found in a chunk."""
+    def _accept(self, learner: int, work: Work, body: memoryview) -> None:
+        """Add the delta of a chunk, and merge if that is due."""
         merging = self.merging
-        delta = self._flat.take(body, merging.size_of(work.fragment))
+        delta = self._flat.from_bytes(body, merging.size_of(work.fragment))
         with self.changed:
             if not 0 <= work.chunk < merging.ledger.chunks:
                 raise Disconnected(f"it trained with chunk {work.chunk}, which is none")
-            was_empty = not merging.found
-            merging.bring(learner, work, delta)
-            if was_empty and merging.found:
+            was_empty = not merging.updates
+            merging.add_update(learner, work, delta)
+            if was_empty and merging.updates:
                 self._since = time.monotonic()
             if merging.is_due:
                 self._merge()
             self.changed.notify_all()
 
-    def _merge_rest(self) -> None:
-        """Merge the rest of all learners once nobody owes any."""
+    def _merge_remainders(self) -> None:
+        """Merge the remainders once no learner has unsent deltas."""
         merging = self.merging
-        if merging.ledger.is_over and merging.found and not merging.owing:
-            merging.merge_rest()
+        if merging.ledger.is_over and merging.updates and not merging.owing:
+            merging.merge_remainders()
         self.changed.notify_all()
 
     def _work_for(self, learner: int) -> Any:
@@ -311,7 +310,7 @@ class LearnerService(Answering):
             if self.is_over:
                 return OVER
             if self.merging.ledger.is_over:
-                return REST if learner in self.merging.owing else OVER
+                return REMAINDER if learner in self.merging.owing else OVER
             merging, is_whole = self.merging, len(self.merging.parts) == 1
             chunk = merging.ledger.next_for(learner, merging.waiting, spare=is_whole)
             return None if chunk is None else dataclasses.asdict(chunk)
@@ -322,21 +321,21 @@ class LearnerService(Answering):
         with self.changed:
             version, numbers = self._newest()
             merging = self.merging
-            newer = [n for n, at in enumerate(merging.changed_at) if at > connection.given]
+            newer = [n for n, at in enumerate(merging.changed_at) if at > connection.version]
             next_fragment = merging.fragment
-            own = self.merging.found.get(learner)
-            waits = [] if own is None else [one.chunk for one in own.work]
+            update = self.merging.updates.get(learner)
+            waits = [] if update is None else [w.chunk for w in update.work]
             keep = self._wanted.get(learner, -1)
             if self._keeps and work == OVER and learner in self.merging.clocks:
-                keep = self.merging.clocks[learner].chunk  # it leaves: a last checkpoint may follow
-        is_new, connection.given = version != connection.given, version
+                keep = self.merging.clocks[learner].chunk  # a last checkpoint may need it
+        is_new, connection.version = version != connection.version, version
         header = {"version": version, "waits": waits, "work": work}
         header |= {"inner": follows, "keep": keep, "fragments": newer, "fragment": next_fragment}
         parts = [merging.parts[n] for n in newer]
-        connection.send(header, *(numbers.part(parts, merging.parameters) if is_new else ()))
+        connection.send(header, *(numbers.buffers_of(parts, merging.parameters) if is_new else ()))
 
     def _newest(self) -> tuple[int, Numbers]:
-        """The weights of this version, in memory that does not change; one copy for all."""
+        """A copy of the weights of this version, which all threads share and none changes."""
         version = self.merging.version
         if self._published is None or self._published[0] != version:
             self._published = version, self.merging.theta.copied()
@@ -349,31 +348,31 @@ class LearnerService(Answering):
         self.changed.notify_all()
 
     def _watch_the_clock(self) -> None:
-        """Merge without a quorum, once the first of what came has waited for long enough.
+        """Merge without a quorum, once the first update has waited for `grace_s`.
 
-        Once all chunks are done, learners have as long for the rest, and `REST_S` at least.
+        After all chunks are done, learners have that time for remainders, at least `REST_S`.
         """
         with self.changed:
             while not self.is_closed:
                 is_over = self.merging.ledger.is_over
                 if is_over and self.merging.owing:
-                    left = self._since + max(self._grace_s, REST_S) - time.monotonic()
-                elif self.merging.found:
-                    left = self._since + self._grace_s - time.monotonic()
+                    remaining_s = self._since + max(self._grace_s, REST_S) - time.monotonic()
+                elif self.merging.updates:
+                    remaining_s = self._since + self._grace_s - time.monotonic()
                 else:
                     self.changed.wait()
                     continue
-                if left > 0:
-                    self.changed.wait(left)
+                if remaining_s > 0:
+                    self.changed.wait(remaining_s)
                 elif is_over:
                     self._report("rest_left_out", learners=sorted(self.merging.owing))
                     self.merging.owing.clear()
-                    self._merge_rest()
+                    self._merge_remainders()
                 else:
                     self._merge()
 
     def lost(self, learner: int, connection: Connection, error: Exception) -> None:
-        """A learner is gone: what it has not brought is handed out again."""
+        """Hand out the unfinished chunks of a lost learner again."""
         with self.changed:
             if self.is_closed or self._peers.get(learner) is not connection:
                 return
@@ -382,11 +381,11 @@ class LearnerService(Answering):
             self.changed.notify_all()
             freed = self.merging.ledger.lost(learner)
             self.merging.owing.discard(learner)
-            self._merge_rest()
+            self._merge_remainders()
             over = self.is_over or self.merging.ledger.is_over
             version = self.merging.version
         if not over:
-            told = [
+            chunks = [
                 {
                     "samples": self._samples_of(chunk),
                     "first": chunk.first,
@@ -395,29 +394,29 @@ class LearnerService(Answering):
                 for chunk in freed
             ]
             why = str(error)
-            self._report("learner_lost", learner=learner, version=version, freed=told, why=why)
+            self._report("learner_lost", learner=learner, version=version, freed=chunks, why=why)
 
 
 # --- wire ----------------------------------------------------------------------------------------
-# A learner's connection to the synchronizer, made again when it breaks.
+# A learner's connection to the synchronizer, which reconnects after a failure.
 #
-# A synchronizer that is gone is waited for, `patience_s` at most. One that has come in its place is
-# told which chunks the learner holds; what it does not know of it has handed out again.
+# It waits up to `patience_s` for a lost synchronizer. It tells the restarted one which chunks the
+# learner has; all others are handed out again.
 
 
 @dataclass(frozen=True)
-class Heard:
-    """One answer, with the weights where they are newer; `anew`: of a synchronizer just joined."""
+class Reply:
+    """An answer, with weights if they are newer; `anew`: the first one after a connection."""
 
     answer: Message
     body: memoryview
     anew: bool = False
     inner: Any = None
-    """The inner optimizer to begin with, if there is one."""
+    """The inner optimizer to begin with, if any."""
 
 
 class Wire:
-    """One exchange at a time, from any thread. Bodies go where `place` says."""
+    """One exchange at a time, from any thread. Bodies are received where `place` says."""
 
     def __init__(
         self, world: World, digest: str, weight_bytes: int, patience_s: float, place: Place
@@ -428,38 +427,38 @@ class Wire:
         self._joined = self._closed = False
 
     def exchange(
-        self, message: Message, found: Numbers | None, holds: Sequence[int]
-    ) -> list[Heard]:
-        """The answer to a message; before it those of each synchronizer that had to be joined.
+        self, message: Message, numbers: Numbers | None, holds: Sequence[int]
+    ) -> list[Reply]:
+        """The answer to a message, after those to the hello of each new connection.
 
-        Where there is nothing to bring, the answer to a hello is enough.
+        Without `numbers` to send the answer to a hello suffices.
         """
-        heard: list[Heard] = []
+        replies: list[Reply] = []
         while True:
             try:
                 if self._connection is None:
-                    heard.append(self._join(holds))
-                    if found is None:
-                        return heard
+                    replies.append(self._join(holds))
+                    if numbers is None:
+                        return replies
                 connection = self._connection
                 assert connection is not None
-                body = () if found is None else found.buffers
-                heard.append(Heard(*connection.ask(message, *body, place=self._place)))
-                return heard
+                body = () if numbers is None else numbers.buffers
+                replies.append(Reply(*connection.ask(message, *body, place=self._place)))
+                return replies
             except Disconnected:
                 if self._closed:
                     raise
                 self._leave()
 
-    def say(self, message: Message, pieces: Sequence[Any]) -> None:
-        """Send what has no answer; it is lost where the connection is."""
+    def send(self, message: Message, pieces: Sequence[Any]) -> None:
+        """Send a message without an answer; it is lost if the connection is."""
         try:
             if self._connection is not None:
                 self._connection.send(message, *pieces)
         except Disconnected:
             self._leave()
 
-    def _join(self, holds: Sequence[int]) -> Heard:
+    def _join(self, holds: Sequence[int]) -> Reply:
         connection = connect(self.world, self._most, ANSWER_S, self._patience_s)
         self._connection = connection
         hello = {"learner": self.world.role_index, "digest": self._digest, "holds": list(holds)}
@@ -475,7 +474,7 @@ class Wire:
                 do="let model() of the task return the same model in every process",
             ) from error
         self._joined = True
-        return Heard(answer, numbers, anew=True, inner=inner)
+        return Reply(answer, numbers, anew=True, inner=inner)
 
     def _leave(self) -> None:
         if self._connection is not None:
@@ -483,7 +482,7 @@ class Wire:
         self._connection = None
 
     def close(self) -> None:
-        """For good; an exchange under way in another thread ends with it."""
+        """Close for good; ends an exchange under way in another thread."""
         self._closed = True
         if self._connection is not None:
             self._connection.shut()

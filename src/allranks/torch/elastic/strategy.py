@@ -1,23 +1,22 @@
-"""`decoupled`: learners that come and go, and a synchronizer that merges what they have found.
+"""`decoupled`: learners that come and go, and a synchronizer that merges their updates.
 
-The processes of a job are a synchronizer, which leads it, and learners (`--ranks` of them). Neither
-is in a process group: they exchange framed messages (`launcher/messages`), so the death of one is
-nothing that another waits for.
+The processes of a job are a synchronizer, which leads it, and learners (`--ranks` of them). They
+are in no process group: they exchange framed messages (`launcher/messages`), so none blocks when
+another one dies.
 
     learner        service                merging                 trainer of the synchronizer
-    train a chunk -> found, samples   ->  quorum or grace: merge -> metrics, evaluation, checkpoint
-    begin again   <- weights, chunk   <-  theta, version, ledger <- taken up again after a restart
+    train a chunk -> delta, samples   ->  quorum or grace: merge -> metrics, evaluation, checkpoint
+    begin again   <- weights, chunk   <-  theta, version, ledger <- loaded after a restart
 
-`work_queue` hands out the samples, so that each counts once in an epoch; `merge` is the arithmetic;
-`service` answers learners, each in a thread, and has the learner's end of the connection; `learner`
-is their loop; `trainer` is the leader's, for which a step is a merge, so that record, evaluation
-and checkpoints are those of every strategy. What the launcher does for it: a learner that is lost
-is no failure while `least` are left, and is started again; so is the synchronizer, from its
-checkpoint, while learners wait for it (`Role`).
+`work_queue` hands out the samples, so that each counts once in an epoch. `merge` is the arithmetic.
+`service` answers learners, each in a thread, and has the learner's end of the connection. `learner`
+is their loop. `trainer` is the leader's: a step is a merge, so record, evaluation and checkpoints
+are those of every strategy. The launcher restarts a lost learner, which is no failure while `least`
+are left. It restarts the synchronizer from its checkpoint, while learners wait for it (`Role`).
 
-This class is what both have of a strategy: a step of one process alone. The inner optimizers are
-the learners' own; a checkpoint has what each was after its last chunk that is in the weights
-(`service.inner_state`), and a learner that comes again begins with that of the last checkpoint.
+This class is the strategy of both: a step of one process alone. Each learner has its own inner
+optimizer. A checkpoint has the state of each after its last chunk in the weights
+(`service.inner_state`); a restarted learner begins with that of the last checkpoint.
 """
 
 from __future__ import annotations
@@ -41,13 +40,12 @@ from allranks.torch.step.tally import Tally
 from allranks.torch.strategies.base import Strategy
 
 # --- flat ----------------------------------------------------------------------------------------
-# The weights of a model as flat numbers: what is subtracted, merged and sent.
+# The weights of a model as flat numbers, to be subtracted, merged and sent.
 #
 #     | parameters | buffers of real numbers | buffers of whole numbers |
 #
-# The first two are of one type, at least 32 bits wide, so that a sum of small changes is not
-# rounded to that of a half; the third one is int64. Its order is that of the model, alike in all
-# processes.
+# The first two have one type of at least 32 bits, so that sums of small changes are not rounded to
+# 16 bits; the third is int64. The order is that of the model, the same in all processes.
 
 
 @dataclass
@@ -62,13 +60,13 @@ class Numbers:
 
     @property
     def buffers(self) -> tuple[Buffer, Buffer]:
-        """The bytes of both, where they lie; to be used before they change."""
+        """The bytes of both, in place; use them before they change."""
         return _bytes(self.weights), _bytes(self.counts)
 
-    def part(self, parts: Sequence[slice], rest: int) -> list[Buffer]:
-        """The bytes of these parts of the weights, of those from `rest` on, and of the counts."""
-        pieces = [self.weights[part] for part in (*parts, slice(rest, None))]
-        return [_bytes(one) for one in (*pieces, self.counts)]
+    def buffers_of(self, parts: Sequence[slice], tail: int) -> list[Buffer]:
+        """The bytes of these parts of the weights, of those from `tail` on, and of the counts."""
+        pieces = [self.weights[each] for each in (*parts, slice(tail, None))]
+        return [_bytes(piece) for piece in (*pieces, self.counts)]
 
     @property
     def nbytes(self) -> int:
@@ -81,17 +79,17 @@ class FlatModel:
     def __init__(self, model: nn.Module, changed: Callable[[], None] = lambda: None) -> None:
         self._changed = changed
         self._trained = [p for p in model.parameters() if p.requires_grad]
-        own = {id(p) for p in model.parameters()}
-        buffers = [b for b in model.buffers() if id(b) not in own]
+        parameters = {id(p) for p in model.parameters()}
+        buffers = [b for b in model.buffers() if id(b) not in parameters]
         self._real = [b for b in buffers if b.is_floating_point() or b.is_complex()]
         self._whole = [b for b in buffers if not (b.is_floating_point() or b.is_complex())]
         types = {real_type(t.dtype) for t in (*self._trained, *self._real)}
         self.type = torch.float64 if torch.float64 in types else torch.float32
         self.parameters = sum(reals(p).numel() for p in self._trained)
-        """How many of the numbers are weights that are trained; buffers follow."""
+        """The number of trained weights; buffers follow."""
         shapes = [(tuple(t.shape), str(t.dtype)) for t in self._tensors]
         self.digest = hashlib.sha256(repr((shapes, self.type)).encode()).hexdigest()
-        """What two processes must have in common to exchange numbers."""
+        """Equal in processes which can exchange numbers."""
 
     @property
     def _tensors(self) -> list[Tensor]:
@@ -99,7 +97,7 @@ class FlatModel:
 
     @torch.no_grad()
     def read(self) -> Numbers:
-        """A copy of what the model holds now."""
+        """A copy of the present weights and buffers."""
         real = [reals(t.detach()).reshape(-1).to("cpu", self.type) for t in self._trained]
         real += [reals(t.detach()).reshape(-1).to("cpu", self.type) for t in self._real]
         whole = [t.detach().reshape(-1).to("cpu", torch.int64) for t in self._whole]
@@ -109,36 +107,36 @@ class FlatModel:
 
     @torch.no_grad()
     def write(self, numbers: Numbers) -> None:
-        """Let the model hold these numbers."""
+        """Write these numbers into the model."""
         for tensors, flat in (
             ((*self._trained, *self._real), numbers.weights),
             (self._whole, numbers.counts),
         ):
             at = 0
             for tensor in tensors:
-                seen = reals(tensor.detach())
-                seen.copy_(flat[at : at + seen.numel()].view(seen.shape))
-                at += seen.numel()
+                real = reals(tensor.detach())
+                real.copy_(flat[at : at + real.numel()].view(real.shape))
+                at += real.numel()
         self._changed()
 
     def empty(self) -> Numbers:
         """Memory for numbers of this model."""
-        found = self.read()
-        return Numbers(torch.empty_like(found.weights), torch.empty_like(found.counts))
+        numbers = self.read()
+        return Numbers(torch.empty_like(numbers.weights), torch.empty_like(numbers.counts))
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its numbers, as they are sent."""
+        """The number of bytes of a message with all numbers."""
         real = self.parameters + sum(reals(b).numel() for b in self._real)
         return real * self.type.itemsize + 8 * sum(b.numel() for b in self._whole)
 
     def fragments(self, count: int) -> list[slice]:
-        """The parameters among the numbers, cut into so many parts of equal size but for one."""
+        """The parameters, cut into so many parts whose sizes differ by at most one."""
         ends = [round(self.parameters * n / count) for n in range(count + 1)]
         return [slice(*pair) for pair in pairwise(ends)]
 
-    def take(self, body: memoryview, parameters: int | None = None) -> Numbers:
-        """The numbers in the bytes of a message, in the same memory: of so many parameters."""
+    def from_bytes(self, body: memoryview, parameters: int | None = None) -> Numbers:
+        """The numbers in a message, in the same memory; of all, or so many `parameters`."""
         left_out = 0 if parameters is None else self.parameters - parameters
         nbytes = self.nbytes - left_out * self.type.itemsize
         if len(body) != nbytes:
@@ -159,12 +157,12 @@ def _bytes(tensor: Tensor) -> Buffer:
 
 
 class Decoupled(Strategy):
-    """Forward, backward, update, alone. The synchronizer makes no step; it holds `merged`."""
+    """Forward, backward, update, in one process. The synchronizer makes no step."""
 
     name = "decoupled"
     learners = 1
     merged: dict[str, Any] | None = None
-    """What of the state is the synchronizer's, beside the weights; set by its trainer."""
+    """The synchronizer's state besides the weights; set by its trainer."""
 
     def prepare(self) -> None:
         task = self.task
@@ -174,7 +172,7 @@ class Decoupled(Strategy):
             "loss_over = 'batch'": task.loss_over == "batch",
         }
         found = "learners that each make steps of their own"
-        why = "it follows from every step of the whole job, which nobody makes here"
+        why = "it depends on every step of the whole job, and no process makes those"
         refuse_without_whole_steps(self.name, asked, found=found, why=why)
 
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:

@@ -1,10 +1,9 @@
-"""The trainer of the synchronizer: the same loop, in which a step is a merge.
+"""The trainer of the synchronizer: the usual loop, in which a step is a merge.
 
-Learners are answered by threads (`service`) from the first call of `calls` on. This thread hears of
-merges, writes them down, evaluates and saves, while learners go on: the model that it evaluates is
-a copy of the global weights. Progress is counted in steps of the job, by samples: N chunks of
-`every` steps are `every` steps. A merge makes several of them, so an evaluation or a checkpoint
-follows the first merge at which its step has been reached.
+Threads answer learners (`service`) from the first call of `calls` on. This thread records merges,
+evaluates and saves, while learners go on: it evaluates a copy of the global weights. Progress is
+counted in steps of the job, by samples: N chunks of `every` steps are `every` steps. A merge makes
+several of them, so an evaluation or a checkpoint follows the first merge that reaches its step.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from allranks.training.work_queue import Chunk, Ledger
 
 LOOK_S = 0.2
 INNER_S = 20.0
-"""For so long a checkpoint waits for the inner optimizers of the learners, which do not wait."""
+"""How long a checkpoint waits for the inner optimizers; learners do not wait for it."""
 
 
 class SynchronizerTrainer(Trainer):
@@ -40,7 +39,7 @@ class SynchronizerTrainer(Trainer):
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self.strategy.learners = self.job.ranks
-        self._told = more.get("report") or (lambda event, **values: None)
+        self._report = more.get("report") or (lambda event, **values: None)
         self._evaluated_at = self._saved_at = 0
         self._is_saving = False
 
@@ -48,7 +47,7 @@ class SynchronizerTrainer(Trainer):
 
     def calls(self) -> Iterator[list[Any]]:
         """The merges, until all samples are in the weights."""
-        service = self._served()
+        service = self._start_service()
         self._evaluated_at = self._saved_at = self.progress.batch_index
         self.heartbeat.at_step(self.progress.batch_index)
         self.heartbeat.enter("exchange")  # once: to wait and wait is no sign of life
@@ -64,15 +63,15 @@ class SynchronizerTrainer(Trainer):
         self.comm.sent.update(service.sent_by_kind())
 
     def steps(self, batches: list[Any]) -> list[StepResult]:
-        """What each merge was: the mean loss of its samples, and how far the job is with it."""
-        return [self._taken_up(merged) for merged in batches]
+        """The result of each merge: the mean loss of its samples, and the progress of the job."""
+        return [self._count_merge(merged) for merged in batches]
 
-    def _taken_up(self, merged: Merged) -> StepResult:
+    def _count_merge(self, merged: Merged) -> StepResult:
         self.heartbeat.at_step(merged.steps)
-        made = range(self.progress.batch_index, merged.steps)
-        for step in made:
+        steps = range(self.progress.batch_index, merged.steps)
+        for step in steps:
             self.faults.reach("step", step)
-        asked = RankRequests.of(self.heartbeat.wants_stop, self.heartbeat.wants_save())
+        requests = RankRequests.of(self.heartbeat.wants_stop, self.heartbeat.wants_save())
         done, per_epoch = self.progress, self._per_epoch
         epoch = max(0, merged.steps - 1) // per_epoch
         result = StepResult(
@@ -83,7 +82,7 @@ class SynchronizerTrainer(Trainer):
             merged.weight,
             merged.rate,
             updated=True,
-            asked=asked,
+            asked=requests,
         )
         known = (done.loss_sum, done.weight_sum) if epoch == done.epoch else (0.0, 0.0)
         self.progress = Progress(
@@ -95,7 +94,7 @@ class SynchronizerTrainer(Trainer):
             known[0] + merged.loss,
             known[1] + merged.weight,
         )
-        for step in made:
+        for step in steps:
             self.faults.reach("stepped", step)
         return result
 
@@ -104,8 +103,8 @@ class SynchronizerTrainer(Trainer):
         """Steps of an epoch; raises `RequestError` for data that is read in one order only."""
         return self.task_data.batches.steps_by_number(self.strategy.name)
 
-    def _served(self) -> LearnerService:
-        """The service, with the state that was resumed, if any."""
+    def _start_service(self) -> LearnerService:
+        """Start the service, with the resumed state, if any."""
         flat, options = FlatModel(self.strategy.model), self.job.strategy_spec.options
         per_epoch, done = self._per_epoch, self.progress
         steps = self.job.steps
@@ -119,30 +118,30 @@ class SynchronizerTrainer(Trainer):
             merging.load_state(self.strategy.merged)
         self._flat = flat
         listener, secret = listen(self.world), self.world.secret
-        grace_s, report = options["grace_s"], self._told
+        grace_s, report = options["grace_s"], self._report
         self.service = LearnerService(
             *(merging, flat, listener, secret, grace_s, report),
             samples_of=partial(self._samples_of, ledger),
             keeps=options["inner"] == "kept",
         )
-        kept = (self.strategy.merged or {}).get("inner", {})
-        self.service.inner = {k: (one["chunk"], one["state"]) for k, one in kept.items()}
-        self.service.resumed = set(kept)
-        merging.owing = {k for k in kept if k < self.job.ranks and owes(kept[k]["state"])}
+        inner = (self.strategy.merged or {}).get("inner", {})
+        self.service.inner = {k: (saved["chunk"], saved["state"]) for k, saved in inner.items()}
+        self.service.resumed = set(inner)
+        merging.owing = {k for k in inner if k < self.job.ranks and owes(inner[k]["state"])}
         self.service.start()
         self._taken.undone_by(self.service.close)
         return self.service
 
     def _samples_of(self, ledger: Ledger, chunk: Chunk) -> int:
-        """How many samples a learner trains with that has this chunk."""
+        """The number of samples in a chunk."""
         batches, per_epoch = self.task_data.batches, self._per_epoch
-        own = owned_shards(batches.shards, ledger.parts, chunk.part)
-        found = 0
+        shards = owned_shards(batches.shards, ledger.parts, chunk.part)
+        samples = 0
         for step in range(chunk.first, chunk.first + chunk.steps):
-            left = len(batches.source) - step % per_epoch * batches.batch_size  # type: ignore[arg-type]
-            sizes = even_sizes(min(left, batches.batch_size), batches.shards)
-            found += sum(sizes[shard] for shard in own)
-        return found
+            remaining = len(batches.source) - step % per_epoch * batches.batch_size  # type: ignore[arg-type]
+            sizes = even_sizes(min(remaining, batches.batch_size), batches.shards)
+            samples += sum(sizes[shard] for shard in shards)
+        return samples
 
     # --- between the merges ---------------------------------------------------------------
 
@@ -172,15 +171,15 @@ class SynchronizerTrainer(Trainer):
         return result.asked.stop
 
     def evaluate(self, data: Any = None) -> dict[str, float]:
-        self._take_weights()
+        self._load_weights()
         return super().evaluate(data)
 
     def save(self, *, wait: bool = True, evaluate: bool = True) -> bool:
-        """Save the weights and the ledger of one moment, and the learners' optimizers as they were.
+        """Save the weights, the ledger and the learners' optimizers, consistent with each other.
 
         Learners go on meanwhile.
         """
-        self._take_weights(asks=True)
+        self._load_weights(asks=True)
         merged = self.strategy.merged
         if self.service is not None and merged is not None:
             merged["inner"] = self.service.collect(merged, INNER_S)
@@ -191,15 +190,15 @@ class SynchronizerTrainer(Trainer):
             self._is_saving = False
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        self._take_weights()
+        self._load_weights()
         return super().weights()
 
     def state(self) -> dict[str, Any]:
-        self._take_weights()
+        self._load_weights()
         return super().state()
 
-    def _take_weights(self, *, asks: bool = False) -> None:
-        """The model, and what is saved with it, are those of the newest version from here on."""
+    def _load_weights(self, *, asks: bool = False) -> None:
+        """Load the newest version into the model, with the state to save."""
         if self.service is None or self._is_saving:
             return
         numbers, state = self.service.snapshot(asks=asks)

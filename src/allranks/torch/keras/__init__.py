@@ -1,1 +1,1 @@
-"""Keras models as guests of the torch engine."""
+"""Keras models in the torch engine."""

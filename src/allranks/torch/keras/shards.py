@@ -1,13 +1,13 @@
-"""Keras layers in the torch engine: they hear of training, and BatchNorm and dropout have shards.
+"""Keras layers in the torch engine: `training` flags, and BatchNorm and dropout by shard.
 
-Under `KERAS_BACKEND=torch` a Keras model is an `nn.Module`, but its layers are out of torch's
-sight: they do not hear of `train()` and `eval()`, and draw and count by themselves. So the engine
-swaps them in place, as it does torch's own (`layers`), and puts them back at the end:
+Under `KERAS_BACKEND=torch` a Keras model is an `nn.Module`, but torch does not control its layers:
+they ignore `train()` and `eval()`, and have their own draws and counts. So the engine swaps them in
+place, like torch's own (`layers`), and restores them at the end:
 
-* A layer that torch's code calls says `training` to all below it, as Keras' own `fit` would. A part
-  that the model calls with `training=False` stays as it is in evaluation.
-* BatchNormalization, Dropout and SpatialDropout belong to shards.
-* A model that is Keras' as a whole has its weights by their Keras names, each once.
+* A layer that torch code calls passes `training` to all layers below, like Keras' own `fit`. A part
+  that the model calls with `training=False` stays in evaluation mode.
+* BatchNormalization, Dropout and SpatialDropout work by shard.
+* A pure Keras model has each weight once, by its Keras name.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from allranks.torch.random.dropout import dropped
 from allranks.torch.task import Task
 
 # --- setting -------------------------------------------------------------------------------------
-# What Keras keeps for a whole process, put in force for one call and then taken back.
+# Keras' settings of a process, changed for one call and then restored.
 #
-# On torch Keras makes tensors on a device of its own choice, a GPU if there is one, and rounds what
-# it computes to 32 bits, whatever goes in. A job says both itself. Nothing here imports Keras: the
-# user's program did.
+# On torch Keras creates tensors on a device of its choice, a GPU if there is one, and rounds to 32
+# bits, whatever the inputs. A job sets both itself. Nothing here imports Keras: the user's
+# program did.
 
 
 TYPES = "keras.src.backend.common.dtypes"
@@ -53,14 +53,14 @@ ROUNDED = "BIT64_TO_BIT32_DTYPE"
 
 @dataclass(frozen=True)
 class KerasSetting:
-    """The `device` on which Keras makes tensors, and the type of its numbers."""
+    """The `device` of Keras' new tensors, and the type of its numbers."""
 
     device: str = "cpu"
     floatx: str = "float32"
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
-        """Within, Keras does as this says; a policy of mixed precision stays in force."""
+        """Within, Keras uses this setting; a policy of mixed precision is not changed."""
         keras: Any = sys.modules["keras"]
         with keras.device(self.device):
             if keras.config.floatx() == self.floatx == "float32":
@@ -72,7 +72,7 @@ class KerasSetting:
 
 @contextmanager
 def of_keras_type(floatx: str) -> Iterator[None]:
-    """Within, a task of torch makes its Keras layers of this type, if its program has Keras."""
+    """Within, Keras layers of a torch task have this type, if its program uses Keras."""
     keras: Any = sys.modules.get("keras")
     backend = getattr(getattr(keras, "backend", None), "backend", None)
     if floatx == "float32" or backend is None or backend() != "torch":
@@ -86,7 +86,7 @@ def of_keras_type(floatx: str) -> Iterator[None]:
 def _of_type(keras: Any, floatx: str) -> Iterator[None]:
     before, policy = keras.config.floatx(), keras.config.dtype_policy()
     rounded: dict[str, str] = getattr(sys.modules.get(TYPES), ROUNDED, {})
-    kept = dict(rounded)
+    saved = dict(rounded)
     keras.config.set_floatx(floatx)
     if policy.name == before:
         keras.config.set_dtype_policy(floatx)
@@ -97,7 +97,7 @@ def _of_type(keras: Any, floatx: str) -> Iterator[None]:
         yield
     finally:
         rounded.clear()
-        rounded.update(kept)
+        rounded.update(saved)
         keras.config.set_floatx(before)
         keras.config.set_dtype_policy(policy)
 
@@ -106,13 +106,13 @@ def _rounds(keras: Any) -> RequestError:
     return RequestError(
         asked="--precision fp64 for a Keras task on the torch engine",
         found=f"Keras {keras.__version__}, which rounds what it computes to 32 bits",
-        why="on torch it does as on JAX, and this version has no table that says otherwise",
+        why="it treats torch like JAX here, and this version has no table to change that",
         do="--engine tensorflow, or --precision fp32",
     )
 
 
 def check_types(model: Any, floatx: str) -> None:
-    """Raise `RequestError` for weights of 32 bits in a job of 64: they would be both by turns."""
+    """Raise `RequestError` for 32-bit weights in a 64-bit job: their type would alternate."""
     if floatx != "float64":
         return
     for variable in getattr(model, "weights", ()):
@@ -126,7 +126,7 @@ def check_types(model: Any, floatx: str) -> None:
             )
 
 
-DROPOUTS = {  # axes beside samples and channels that share one draw
+DROPOUTS = {  # how many axes besides samples and channels share one draw
     "Dropout": 0,
     "SpatialDropout1D": 1,
     "SpatialDropout2D": 2,
@@ -137,20 +137,20 @@ FIRST_INDEX = 1 << 20  # the layers of torch are counted from 0
 
 
 def is_keras(module: nn.Module) -> bool:
-    """Whether a module is a layer of Keras, or made of such."""
+    """Whether a module is a Keras layer or model."""
     return hasattr(module, "_flatten_layers")
 
 
 def belongs_to_shards(kind: type) -> bool:
-    """Whether a class is one of Keras whose layers are swapped for such that belong to shards."""
+    """Whether layers of a Keras class are swapped for layers that work by shard."""
     known = kind.__name__ in DROPOUTS or kind.__name__ == BATCH_NORM
     return known and kind.__module__.startswith("keras.")
 
 
 def swap_keras_layers(model: nn.Module, scope: Scope, names: dict[str, list[str]]) -> None:
-    """Swap the Keras layers of `model` in place; adds their names to `names`."""
-    found: list[Any] = [layer for layer in every_layer(model) if is_keras(layer)]
-    for index, layer in enumerate(found, start=FIRST_INDEX):
+    """Swap the Keras layers of `model` in place; add their names to `names`."""
+    layers: list[Any] = [layer for layer in every_layer(model) if is_keras(layer)]
+    for index, layer in enumerate(layers, start=FIRST_INDEX):
         kind = own_kind(layer)
         if not belongs_to_shards(kind):
             continue
@@ -160,16 +160,16 @@ def swap_keras_layers(model: nn.Module, scope: Scope, names: dict[str, list[str]
         layer.scope, layer.index = scope, index
         names["batchnorm" if is_norm else "dropout"].append(str(getattr(layer, "name", index)))
     for entry in _entries(model):
-        told = ToldModel if entry is model else Told
+        adapter = KerasModelAdapter if entry is model else TrainingFlagAdapter
         below = type(entry) if isinstance(entry, OfShard) else own_kind(entry)
-        entry.__class__ = type(_kind_of(entry), (told, below), {})
+        entry.__class__ = type(_kind_of(entry), (adapter, below), {})
         entry.scope = scope
     if is_keras(model):
         _check_names(model)
 
 
 def _entries(module: nn.Module) -> Iterator[Any]:
-    """The Keras layers that code of torch calls: below them Keras passes on what they are told."""
+    """The Keras layers that torch code calls; Keras passes `training` on to those below."""
     if is_keras(module):
         yield module
         return
@@ -177,8 +177,8 @@ def _entries(module: nn.Module) -> Iterator[Any]:
         yield from _entries(child)
 
 
-class Told(Swapped):
-    """A Keras layer that hears of `train()` and `eval()`, and makes tensors where the job says."""
+class TrainingFlagAdapter(Swapped):
+    """A Keras layer which follows `train()` and `eval()`, and uses the job's device."""
 
     scope: Scope
 
@@ -195,8 +195,8 @@ class Told(Swapped):
         return output
 
 
-class ToldModel(Told):
-    """A model of Keras: its weights go by their paths, without what Keras draws from."""
+class KerasModelAdapter(TrainingFlagAdapter):
+    """A Keras model: its weights by their paths, without seeds of generators."""
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -206,18 +206,18 @@ class ToldModel(Told):
             yield f"{prefix}.{variable.path}" if prefix else variable.path, variable.value
 
     def state_dict(self) -> OrderedDict[str, Tensor]:
-        """The weights themselves, not copied."""
+        """The weights, not copied."""
         return OrderedDict((name, value.detach()) for name, value in self.named_parameters())
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take up what `state_dict` returned."""
+        """Load what `state_dict` returned."""
         with torch.no_grad():
             for name, value in self.named_parameters():
                 value.copy_(state[name])
 
 
 class ShardKerasDropout(OfShard):
-    """Dropout of Keras whose mask belongs to the shard."""
+    """Keras dropout whose mask depends on the shard."""
 
     def call(self, inputs: Tensor, training: bool = False) -> Any:
         layer: Any = self
@@ -227,10 +227,10 @@ class ShardKerasDropout(OfShard):
 
     def _mask_shape(self, inputs: Tensor) -> list[int]:
         shape = list(inputs.shape)
-        given = getattr(self, "noise_shape", None)
-        if given is not None:
-            own = zip(shape[1:], given[1:], strict=True)
-            return [shape[0], *(size if wanted is None else wanted for size, wanted in own)]
+        noise_shape = getattr(self, "noise_shape", None)
+        if noise_shape is not None:
+            pairs = zip(shape[1:], noise_shape[1:], strict=True)
+            return [shape[0], *(size if wanted is None else wanted for size, wanted in pairs)]
         first = 2 if getattr(self, "data_format", "") == "channels_first" else 1
         for axis in range(first, first + DROPOUTS[_kind_of(self)]):
             shape[axis] = 1
@@ -238,7 +238,7 @@ class ShardKerasDropout(OfShard):
 
 
 class ShardKerasBatchNorm(NormOfShard):
-    """BatchNormalization of Keras over each shard by itself."""
+    """Keras BatchNormalization over each shard separately."""
 
     track_running_stats: ClassVar[bool] = True
 
@@ -249,9 +249,9 @@ class ShardKerasBatchNorm(NormOfShard):
         if mask is not None:
             raise RequestError(
                 asked=f"to train the Keras {BATCH_NORM} {layer.name!r}",
-                found="a mask on what goes into it",
-                why="its moments would leave samples out by their tokens",
-                do="put it where no mask comes, or normalise with LayerNormalization",
+                found="a mask on its inputs",
+                why="its moments would depend on the tokens which the mask leaves out",
+                do="put it where there is no mask, or normalise with LayerNormalization",
             )
         mean, variance = self.running_statistics()
         by = Normalising(
@@ -285,7 +285,7 @@ def _kind_of(layer: Any) -> str:
 
 
 def _check_losses(entry: Any) -> None:
-    """Raise where a layer has added a loss in its first call: `fit` alone would take it in."""
+    """Raise `RequestError` if a layer added a loss in its first call: only `fit` uses it."""
     for layer in entry._flatten_layers():
         if getattr(layer, "_losses", ()):
             raise RequestError(
@@ -297,7 +297,7 @@ def _check_losses(entry: Any) -> None:
 
 
 def _check_names(model: Any) -> None:
-    """Raise where two weights have one name."""
+    """Raise `RequestError` if two weights have the same name."""
     paths = [variable.path for variable in model.weights]
     twice = sorted({path for path in paths if paths.count(path) > 1})
     if twice:
@@ -310,11 +310,10 @@ def _check_names(model: Any) -> None:
 
 
 # --- layers --------------------------------------------------------------------------------------
-# A Keras model in the torch engine: what would go wrong there is refused, by name.
+# Checks of Keras models in the torch engine.
 #
-# Most of what Keras does by itself the engine takes over (`keras_shards`). What is refused here are
-# layers that draw random numbers or count in a way that it cannot give to shards, and losses that
-# only Keras' own `fit` takes in.
+# The engine replaces most of what Keras does itself. Refused are layers whose random numbers or
+# statistics cannot work by shard, and losses which only Keras' own `fit` uses.
 
 
 ROUND_KERAS = "put it between Keras layers in an nn.Sequential or nn.Module of torch"
@@ -322,24 +321,24 @@ RATES = ("rate", "dropout", "recurrent_dropout")
 
 
 def check_keras(task: Task, model: nn.Module) -> None:
-    """Raise `RequestError` for a Keras layer that would not be trained as Keras trains it.
+    """Raise `RequestError` for a Keras layer that the engine would not train like Keras.
 
-    Lets torch see all weights of those that it has: Keras shows it only those made by then.
+    Registers all Keras weights in torch: Keras registers only those created early.
     """
     for module in list(model.modules()):
         if not is_keras(module):
             continue
         keras_layer: Any = module
         for layer in keras_layer._flatten_layers():
-            found = _what_differs(layer)
-            if found is not None:
-                raise _refused(layer, *found)
+            difference = _what_differs(layer)
+            if difference is not None:
+                raise _refused(layer, *difference)
         _show_all_weights(keras_layer)
         regularized = any(v.regularizer is not None for v in keras_layer.trainable_variables)
         if regularized and not task.overrides("regularizer"):
             why = (
                 "the engine takes losses from the task alone, "
-                "so its weights would not be kept small"
+                "so these weights would not be regularized"
             )
             raise _refused(module, "regularizers", why, "let regularizer(model) return their sum")
 
@@ -351,7 +350,7 @@ def _show_all_weights(layer: Any) -> None:
 
 
 def _what_differs(layer: Any) -> tuple[str, str, str] | None:
-    """What of one layer goes wrong: what was found, why, what to do; `None` if nothing does."""
+    """The problem of a layer: what was found, why, what to do; `None` without a problem."""
     if not layer.built:
         why = "its weights would be made in the first step, after the optimizer"
         return "no weights yet", why, "begin the model with keras.Input(shape), or build(shape) it"
@@ -382,13 +381,13 @@ def _what_differs_in_shards(layer: Any) -> tuple[str, str, str] | None:
         return "renorm=True", why, "leave it out"
     shape = getattr(layer, "noise_shape", None)
     if shape is not None and shape[0] == 1:
-        why = "one mask for all samples would be the same in no two shards"
+        why = "one mask for all samples would differ between shards"
         return f"noise_shape={tuple(shape)}", why, "write None for the samples"
     return None
 
 
 def _draws(layer: Any) -> bool:
-    """Whether a layer with a generator draws from it: a recurrent one has it in any case."""
+    """Whether a layer with a generator draws from it: recurrent layers always have one."""
     rates = [getattr(layer, name) for name in RATES if hasattr(layer, name)]
     return not rates or any(rates)
 

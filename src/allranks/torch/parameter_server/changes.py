@@ -1,16 +1,16 @@
-"""`mode=delta`: a worker trains by itself, and pushes what that has changed (CNTK on Multiverso).
+"""`mode=delta`: a worker trains alone and pushes the change of its weights (CNTK on Multiverso).
 
     base     the weights that it has pulled
     w        `every` steps of its own optimizer, from the base on
-    change   f · (base - w)         the server subtracts it from its weights when it comes
-    base, w  <- the weights that the server answers with; with `pipeline`, those that it has
-             answered to the push before, so nobody waits: a thread pushes, while this one trains
+    change   f · (base - w)         the server subtracts it from its weights on arrival
+    base, w  <- the weights in the server's answer; with `pipeline`, those in its answer to the
+             push before, so that training does not wait: another thread pushes meanwhile
 
     f        the ramp, over the rounds n of all workers so far, from c in steps of m rounds:
              staircase   min(1, c · (floor(n / m) + 1))          line   min(1, c + (1 - c) · n / m)
 
-Every change is from the base that the worker began from, so nothing counts twice. A worker that
-comes again begins with an optimizer that keeps nothing.
+Every change is relative to the base the worker began with, so nothing counts twice. A restarted
+worker begins with an empty optimizer state.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from allranks.training.work_queue import Chunk
 
 
 def ramp(kind: str, start: float, over: int, rounds: int) -> float:
-    """The part of a change that is pushed after so many rounds."""
+    """The factor f of a change after so many rounds."""
     if kind == STAIRCASE:
         return min(1.0, start * (rounds // over + 1))
     if kind == LINE:
@@ -43,7 +43,7 @@ def ramp(kind: str, start: float, over: int, rounds: int) -> float:
 
 
 class Changes:
-    """The side of a worker that trains by itself; `exchange` is linked to the servers."""
+    """The strategy in a worker which trains alone; `exchange` is linked to the servers."""
 
     def __init__(self, exchange: Exchange, workers: int) -> None:
         self.exchange, self.workers = exchange, workers
@@ -53,25 +53,25 @@ class Changes:
         self._sender: ThreadPoolExecutor | None = None
         if self.options["pipeline"] == "yes":
             self._sender = ThreadPoolExecutor(1, "allranks-changes")
-        self._sent: Future[None] | None = None
+        self._in_flight: Future[None] | None = None
         self._done: Done | None = None
 
     @property
     def is_under_way(self) -> bool:
-        """Whether there is a change of which nobody knows yet that all servers have it."""
+        """Whether there is a push that is not known to have reached all servers."""
         return self._done is not None
 
     def begin(self) -> None:
-        """The weights that were pulled are those that this worker goes on from."""
+        """Make the pulled weights the base."""
         for base, weights in zip(self._bases, self.exchange.weights, strict=True):
             base.copy_(weights)
 
     def push(self, chunk: Chunk, done: Done) -> Done | None:
-        """Push what a chunk has changed, and go on from newer weights.
+        """Push the change of a chunk, and continue from newer weights.
 
-        Returns what is done for certain: this chunk, or with `pipeline` the one before it.
+        Returns the chunk which all servers have: this one, or with `pipeline` the one before.
         """
-        before = self.settle()  # until then the memory of the last change is read
+        before = self.settle()  # the last push reads this memory until then
         rounds = chunk.first // (self.options["every"] * self.workers)
         part = ramp(
             self.options["ramp"], self.options["ramp_from"], self.options["ramp_over"], rounds
@@ -81,16 +81,16 @@ class Changes:
             self._send(chunk.number)
             self._go_on()
             return done
-        self._go_on()  # from what the push before was answered with
+        self._go_on()  # from the answer to the push before
         self._done = done
-        self._sent = self._sender.submit(self._send, chunk.number)
+        self._in_flight = self._sender.submit(self._send, chunk.number)
         return before
 
     def settle(self) -> Done | None:
-        """Wait for what is under way, if anything is; returns what is done with it."""
-        if self._sent is not None:
-            self._sent.result()
-        done, self._done, self._sent = self._done, None, None
+        """Wait for the push under way, if there is one; returns its chunk."""
+        if self._in_flight is not None:
+            self._in_flight.result()
+        done, self._done, self._in_flight = self._done, None, None
         return done
 
     @torch.no_grad()
@@ -98,8 +98,8 @@ class Changes:
         weights = [p.detach() for p in self.exchange.strategy.parameters]
         for base, change in zip(self._bases, self.exchange.gradients, strict=True):
             change.read_from(weights)
-            for own, from_ in zip(change.flats, base.flats, strict=True):
-                torch.sub(from_, own, out=own).mul_(part)
+            for change_flat, base_flat in zip(change.flats, base.flats, strict=True):
+                torch.sub(base_flat, change_flat, out=change_flat).mul_(part)
 
     def _send(self, number: int) -> None:
         self.exchange.push_numbers({"number": number, "change": True}, pulls=True)
@@ -112,14 +112,14 @@ class Changes:
             base.write_to(weights)
 
     def forget(self) -> None:
-        """The servers are left: what is under way may have come there, or not."""
+        """The servers are left; the push under way may have reached them or not."""
         links: Links | None = self.exchange.links
-        if self._sent is not None:
+        if self._in_flight is not None:
             if links is not None:
                 links.shut()
             with suppress(Disconnected):
-                self._sent.result()
-        self._sent = self._done = None
+                self._in_flight.result()
+        self._in_flight = self._done = None
 
     def close(self) -> None:
         if self._sender is not None:
@@ -139,10 +139,10 @@ class Changes:
         yield
 
     def after_update(self, result: StepResult) -> None:
-        """What has changed is pushed after the last step of a chunk."""
+        """Nothing to do: `push` follows the last step of a chunk."""
 
     def take_weights(self, *, optimizer: bool = False) -> None:
-        """A worker has its own."""
+        """Nothing to do: a worker has its own weights."""
 
     def put_weights(self) -> None:
-        """A worker changes nothing on a server but by what it pushes."""
+        """Nothing to do: a worker changes servers only by its pushes."""

@@ -1,8 +1,8 @@
-"""The evaluator of a job with servers: it judges each checkpoint while the training goes on.
+"""The evaluator of a job with servers: it evaluates checkpoints while the training goes on.
 
-It evaluates the weights of each newest checkpoint in this process alone, each sample once, and
-writes the event `evaluated`. It speaks to nobody, so nobody waits for it, and its death costs
-nothing but time. Which checkpoints those are, `training/work_queue.py` says.
+It evaluates the newest checkpoint in this process alone, each sample once, and writes the event
+`evaluated`. It does not communicate, so no process waits for it, and its death costs only time.
+`training/work_queue.py` selects the checkpoints.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def evaluate_checkpoints(trainer: Trainer, job: Job, world: World, events: JsonL
     events.event("ready", host=socket.gethostname(), role=world.role, index=world.role_index)
     model, evaluated = trainer.strategy.model, 0
     run_dir, heartbeat = Path(job.run_dir), trainer.heartbeat
-    found = checkpoints_to_evaluate(run_dir, world, heartbeat, _model_state, events)
-    for (step, digest), state in found:
+    checkpoints = checkpoints_to_evaluate(run_dir, world, heartbeat, _model_state, events)
+    for (step, digest), state in checkpoints:
         trainer.faults.reach("step", step)
         load_model_state(model, state)
         metrics = trainer.evaluate()
@@ -45,7 +45,7 @@ def evaluate_checkpoints(trainer: Trainer, job: Job, world: World, events: JsonL
 
 
 def _model_state(folder: Path, manifest: Manifest) -> dict[str, Any]:
-    """The weights and buffers in a checkpoint; what the optimizer keeps is not read."""
+    """The weights and buffers in a checkpoint; the optimizer state is not read."""
     wanted = {path: saved for path, saved in manifest.tensors.items() if is_below(path, MODEL)}
     targets: dict[str, Tensor] = {
         path: torch.empty(saved.shape, dtype=DTYPES[saved.dtype]) for path, saved in wanted.items()

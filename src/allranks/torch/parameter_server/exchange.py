@@ -1,18 +1,18 @@
 """What a worker pulls and pushes: its side of the strategy, while it is linked to servers.
 
     pull    weights of all servers; with update=worker the sum of the gradients
-    push    the gradient, which backward leaves where it is sent from (`LaidOut`)
+    push    the gradient, which backward writes into the send buffer (`LaidOut`)
 
-With update=worker (`OwnUpdate`) a worker updates weights of its own, by the gradient that it pulls:
+With update=worker (`LocalUpdate`) a worker pulls the gradient and updates its own weights:
 
     servers   sum <- the parts of step t; factor, rates      (as without it)
-    worker    pulls factor · sum, and what the scheduler said of the update
+    worker    pulls factor · sum, and the hyperparameters of the update
               w, optimizer <- update(w, optimizer, factor · sum)
 
-So MXNet's kvstore works where the optimizer is not on it. The servers update as well, behind what
-they answer: by theirs a checkpoint is made, and a worker goes on that has not seen the step before,
-because it has just come, or another one did its part. It pulls weights and what the optimizer
-keeps, whole. As all update the same pieces by the same numbers, all have the same bits.
+MXNet's kvstore works like this if the optimizer is not on it. The servers also update, after they
+have answered: their weights go into checkpoints, and to a worker which missed the step before (it
+has just joined, or another one did its part). That worker pulls all weights and optimizer states.
+As all update the same pieces by the same numbers, all have the same bits.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from allranks.torch.parameter_server.flat import Flat
 from allranks.torch.parameter_server.links import CalledBack, Links, Stale
 from allranks.torch.parameter_server.memory import SharedNumbers
 from allranks.torch.parameter_server.shard import Shard
-from allranks.torch.parameter_server.state import hyper_parameters_said, unpacked
+from allranks.torch.parameter_server.state import plain_hyperparameters, unpacked
 from allranks.torch.parameter_server.strategy import ParameterServer
 from allranks.torch.parameter_server.tables.pulled import Lookups, pull_tables
-from allranks.torch.parameter_server.tables.remote import Found, RemoteRows, RowGradients
+from allranks.torch.parameter_server.tables.remote import RemoteRows, RowGradients, TableGradients
 from allranks.torch.parameter_server.tables.served import let_go
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.tally import Tally
@@ -50,8 +50,8 @@ writes, which `weight.data` does not add to. A write may change nothing in the f
 class LaidOut:
     """Gradients of `parameters` in `flats`, one for each server.
 
-    Those of tensors that are cut, or lie on a device, backward leaves elsewhere. A step calls
-    `begin` before its passes, `finished` in them, and `settle` after them.
+    Gradients of tensors that are cut, or are on a device, are copied there. A step calls `begin`
+    before its passes, `finished` in them, and `settle` after them.
     """
 
     def __init__(self, flats: Sequence[Flat], parameters: Sequence[nn.Parameter]) -> None:
@@ -61,7 +61,7 @@ class LaidOut:
         self._small = [home for at, home in homes.items() if at not in large]
 
     def begin(self) -> None:
-        """All gradients are zero, or yet to be made."""
+        """Zero the gradients, or set them to `None`."""
         for parameter in self._parameters:
             parameter.grad = None
         self._moved.begin()
@@ -82,8 +82,8 @@ class LaidOut:
 NONE = -1
 
 
-class OwnUpdate:
-    """The pieces of every server with an optimizer for them; `versions` are those they have."""
+class LocalUpdate:
+    """The pieces of every server, with an optimizer for them and their `versions`."""
 
     def __init__(self, strategy: ParameterServer) -> None:
         self._strategy = strategy
@@ -97,11 +97,11 @@ class OwnUpdate:
         self.forget()
 
     def forget(self) -> None:
-        """The servers may have other weights: what is here is not gone on from."""
+        """The servers may have other weights: load the full state at the next pull."""
         self.versions = [NONE] * len(self._shards)
 
-    def take(self, server: int, answer: Message, flat: Flat, body: memoryview) -> None:
-        """Have the version that a server has: by its gradient in `flat`, or by all that it has."""
+    def load(self, server: int, answer: Message, flat: Flat, body: memoryview) -> None:
+        """Reach the version of a server: by its gradient in `flat`, or by its full state."""
         shard = self._shards[server]
         if "kept" in answer:
             whole = body[: shard.layout.nbytes]
@@ -118,30 +118,29 @@ class Exchange:
 
     def __init__(self, strategy: ParameterServer, worker: int) -> None:
         self.strategy, self.worker = strategy, worker
-        self._own = [(layout.new(), layout.new()) for layout in strategy.layouts]
-        self.gradients, self.weights = map(list, zip(*self._own, strict=True))
-        self._is_shared = [False] * len(self._own)
+        self._local = [(layout.new(), layout.new()) for layout in strategy.layouts]
+        self.gradients, self.weights = map(list, zip(*self._local, strict=True))
+        self._is_shared = [False] * len(self._local)
         self._checks_left = CHECKED_PASSES
         self.links: Links | None = None
         self.era = self.version = -1
         self.number = -1
         self.tally: Tally | None = None
-        self.moved: dict[str, Any] = {"pushed": 0, "pulled": [0] * len(self._own), "kept": 0}
-        """The bytes that were pushed so far, those that were pulled from each server, and those of
-        what optimizers keep."""
-        self.own = OwnUpdate(strategy) if strategy.updates_on_worker else None
+        self.moved: dict[str, Any] = {"pushed": 0, "pulled": [0] * len(self._local), "kept": 0}
+        """The bytes pushed so far, pulled from each server, and pulled of optimizer states."""
+        self.local_update = LocalUpdate(strategy) if strategy.updates_on_worker else None
         self.rows = RemoteRows(strategy.tables, self.moved)
         self.lookups = Lookups(self.rows, self._used)
         pull_tables(strategy.model, self.lookups, self.rows.tables)
-        for one in strategy.tables:
-            let_go(strategy.parameters[one.position], strategy.step.optimizer)
+        for table in strategy.tables:
+            let_go(strategy.parameters[table.position], strategy.step.optimizer)
 
     def _used(self, table: str) -> None:
-        """Backward has reached a lookup in a table."""
+        """Backward has reached a lookup in a table (called during backward)."""
         self.strategy.step.mark(self.rows.tables[table][1].position)
 
     def link(self, links: Links, era: int, hello: Message, *, shares: bool = True) -> None:
-        """Go on with these servers: in memory that is shared, where they can and it `shares`."""
+        """Use these servers; with `shares` through shared memory, if they are on this host."""
         layouts = self.strategy.layouts
         offers = [SharedNumbers.offer(layout) if shares else (None, {}) for layout in layouts]
         links.open(hello, [offer for _, offer in offers])
@@ -152,13 +151,13 @@ class Exchange:
         self.laid_out = LaidOut(self.gradients, self.strategy.parameters)
         self.strategy.step.on_gradient = self.laid_out.finished
         self.links, self.era, self.version = links, era, -1
-        if self.own is not None:
-            self.own.forget()
+        if self.local_update is not None:
+            self.local_update.forget()
         self.rows.link(links, era)
 
     def _lay(self, server: int, shared: SharedNumbers | None) -> None:
-        """Let gradient and weights lie in the memory that is shared with a server, if any is."""
-        gradient, weights = self._own[server]
+        """Put gradient and weights into the memory shared with a server, if there is one."""
+        gradient, weights = self._local[server]
         if shared is not None:
             gradient, weights = shared.gradient, shared.weights
         self._is_shared[server] = shared is not None
@@ -167,7 +166,7 @@ class Exchange:
             weights.be_memory_of(self.strategy.parameters)
 
     def unlink(self) -> None:
-        """Leave the servers; of a forward pass that this has cut off nothing is counted."""
+        """Leave the servers; drop the statistics of a forward pass which this interrupted."""
         step = self.strategy.step
         step.scope.moments.clear()
         step.on_gradient = None
@@ -176,32 +175,32 @@ class Exchange:
         self.links = None
 
     def pull(self, version: int) -> None:
-        """The model has weights of this version or a later one from here on."""
+        """Load weights of this version or a later one into the model; waits for them."""
         links = self.links
         assert links is not None
         for server in range(len(self.weights)):
-            asked: dict[str, Any] = {"pull": version, "era": self.era}
-            if self.own is not None:
-                asked["has"] = self.own.versions[server]
-            links.send(server, asked)
-        self.take()
+            request: dict[str, Any] = {"pull": version, "era": self.era}
+            if self.local_update is not None:
+                request["has"] = self.local_update.versions[server]
+            links.send(server, request)
+        self.receive_weights()
 
-    def take(self) -> None:
-        """Take the weights that were asked for, and in step what is told with them.
+    def receive_weights(self) -> None:
+        """Receive the requested weights; in synchronous mode also the settings of the step.
 
-        Raises `CalledBack`, with all answers heard, where other work comes first.
+        Raises `CalledBack`, after all answers have come, if other work comes first.
         """
         self.lookups.forget()
         parameters = [p.detach() for p in self.strategy.parameters]
         for server, answer, body in self.receive():
-            if self.own is None:
+            if self.local_update is None:
                 self.weights[server].write_to(parameters)
             else:
-                self.own.take(server, answer, self.weights[server], body)
+                self.local_update.load(server, answer, self.weights[server], body)
 
     def receive(self) -> list[tuple[int, Message, memoryview]]:
-        """The answers of all servers to a pull; raises as `take` does."""
-        found = []
+        """The answers of all servers to a pull; raises as `receive_weights` does."""
+        answers = []
         for server, flat in enumerate(self.weights):
             answer, body = self._answer(server)
             if "stale" in answer:
@@ -210,25 +209,25 @@ class Exchange:
                 continue
             self.moved["pulled"][server] += int(answer.get("numbers", flat.layout.nbytes))
             self.moved["kept"] += max(0, len(body) - flat.layout.nbytes)
-            found.append((server, answer, body))
-        if len(found) < len(self.weights):
+            answers.append((server, answer, body))
+        if len(answers) < len(self.weights):
             raise CalledBack
-        self.version = min(int(answer["version"]) for _, answer, _ in found)
-        return found
+        self.version = min(int(answer["version"]) for _, answer, _ in answers)
+        return answers
 
     def _answer(self, server: int) -> tuple[Message, memoryview]:
-        """What a server answers to a pull; the body of what is told comes before the weights.
+        """The answer of a server to a pull; its body has the statistics before the weights.
 
-        Numbers in the layout go where they lie; what has more to it has memory of its own.
+        Numbers in the layout are received in place; a longer body gets new memory.
         """
         links, flat = self.links, self.weights[server]
         assert links is not None
         answer, size = links.header(server)
         if "told" in answer:
-            told = memoryview(bytearray(int(answer["told_bytes"])))
-            links.fill(server, told)
-            self.strategy.hear(answer["told"], told)
-            size -= len(told)
+            statistics = memoryview(bytearray(int(answer["told_bytes"])))
+            links.fill(server, statistics)
+            self.strategy.apply_settings(answer["told"], statistics)
+            size -= len(statistics)
         fits = size <= flat.layout.nbytes
         body = flat.place(size) if fits else memoryview(bytearray(size))
         links.fill(server, body)
@@ -236,13 +235,13 @@ class Exchange:
 
     def push(
         self,
-        said: dict[str, Any],
-        rows: Found | None = None,
+        header: dict[str, Any],
+        rows: TableGradients | None = None,
         *,
         unused: bool = False,
         pulls: bool = False,
     ) -> None:
-        """Send the gradients where they lie in `.grad` to all servers; then ask for weights."""
+        """Send the gradients in `.grad` to all servers; with `pulls` also request weights."""
         touched = self.lookups.gradients() if rows is None else rows
         for table, (ids, gradient) in touched.items():
             self.rows.push(table, ids, gradient)
@@ -253,22 +252,22 @@ class Exchange:
         ]
         missing = [flat.read_from(gradients) for flat in self.gradients]
         more = [{"unused": positions + absent} for positions in missing] if unused else []
-        self.push_numbers(said, more, pulls=pulls)
+        self.push_numbers(header, more, pulls=pulls)
 
     def push_numbers(
         self,
-        said: dict[str, Any],
+        header: dict[str, Any],
         more: Sequence[dict[str, Any]] = (),
         *,
         pulls: bool = False,
     ) -> None:
-        """Send what lies in `gradients` to all servers, and `more` to each; ask for weights."""
+        """Send `gradients` to all servers, with the fields `more` of each; request weights."""
         links = self.links
         assert links is not None
         for server, flat in enumerate(self.gradients):
-            own = more[server] if more else {}
+            extra = more[server] if more else {}
             body = () if self._is_shared[server] else (flat.buffer,)
-            links.send(server, {"push": {**said, **own}, "era": self.era}, *body)
+            links.send(server, {"push": {**header, **extra}, "era": self.era}, *body)
             self.moved["pushed"] += flat.layout.nbytes
             if pulls:
                 links.send(server, {"pull": -1, "era": self.era})
@@ -280,10 +279,10 @@ class Exchange:
         return self.tally
 
     def compute(self, batch: Batch) -> Tally:
-        """Forward and backward; gradients are left in `gradients`, and leave from there.
+        """Forward and backward, with the gradients in `gradients`.
 
-        Raises `RequestError` for weights that the passes have written: they are lost with the next
-        ones that come.
+        Raises `RequestError` if the passes have written weights: the next pull would overwrite
+        them.
         """
         step = self.strategy.step
         weights = dict(zip(step.names, step.parameters, strict=True))
@@ -300,8 +299,8 @@ class Exchange:
                 asked=f"--strategy {self.strategy.name}",
                 found=f"the model writes {', '.join(sorted(written))} in its forward or backward "
                 "pass",
-                why="servers hold the weights, and update them by gradients alone",
-                do="compute what is used from the weights, or take another strategy",
+                why="servers have the weights, and update them only by gradients",
+                do="compute new tensors from the weights instead, or use another strategy",
             )
         self._checks_left = max(0, self._checks_left - 1)
         return tally
@@ -311,29 +310,29 @@ class Exchange:
 
     @contextmanager
     def updating(self, gradients: Gradients) -> Iterator[None]:
-        """Within, the optimizer finds no gradient: the servers have applied it."""
+        """Within, parameters have no gradient: the servers apply it."""
         assert isinstance(gradients, RowGradients)
-        said = {
+        header = {
             "number": self.number,
-            "groups": hyper_parameters_said(self.strategy.step.optimizer),
+            "groups": plain_hyperparameters(self.strategy.step.optimizer),
         }
-        self.push(said, gradients.found, unused=True, pulls=True)
+        self.push(header, gradients.of_tables, unused=True, pulls=True)
         for parameter in gradients.parameters:
             parameter.grad = None
         yield
-        self.take()
+        self.receive_weights()
 
     def after_update(self, result: StepResult) -> None:
-        """The weights are here already."""
+        """Nothing to do: the weights have been received."""
 
     def take_weights(self, *, optimizer: bool = False) -> None:
-        """A worker has what it pulled."""
+        """Nothing to do: a worker has the weights it pulled."""
 
     def put_weights(self) -> None:
-        """A worker changes nothing on a server but by a gradient."""
+        """Nothing to do: a worker changes servers only by gradients."""
 
 
 def _changed(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> set[str]:
-    """Which weights have other numbers: `weight.data.clamp_()` is not in torch's count."""
+    """The weights which differ: torch's version counter misses `weight.data.clamp_()`."""
     pairs = {name: (was, now[name]) for name, was in before.items()}
     return {n for n, pair in pairs.items() if not torch.allclose(*pair, 0, 0, equal_nan=True)}

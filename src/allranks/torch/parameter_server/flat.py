@@ -1,15 +1,15 @@
-"""Which server has which numbers, and how they lie in its memory.
+"""Which server has which weights, and their layout in its memory.
 
-A tensor of `bound` numbers or more is cut into as many pieces as there are servers, of equal size
-but for rounding (MXNet's kvstore cuts so, from 10^6 numbers on). Of the others each goes, in the
-order of the model, to the server that has the fewest bytes so far, the first of those (TensorFlow's
-greedy load balancing). A tensor that its optimizer must see whole is not cut.
+A tensor of `bound` numbers or more is cut into one piece for each server, of equal size up to
+rounding (as MXNet's kvstore does from 10^6 numbers on). Each other tensor goes, in the order of the
+model, to the first server with the fewest bytes so far (TensorFlow's greedy load balancing). A
+tensor whose optimizer needs it whole is not cut.
 
-The pieces of one server lie in one piece of memory, which is sent, summed and updated as a whole:
+The pieces of one server are contiguous in memory, which is sent, summed and updated as a whole:
 
     | numbers of the first type, piece by piece | pad to 64 bytes | numbers of the second type | …
 
-All processes come to the same layout, so a message is the bytes as they lie, and needs no names.
+All processes compute the same layout, so a message is these bytes and needs no names.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST_NUMBERS = 1_000_000
 
 @dataclass(frozen=True)
 class Sized:
-    """A tensor that is to be placed: how many numbers it has, of how many bytes each."""
+    """A tensor to place: how many numbers it has, of how many bytes each."""
 
     numbers: int
     itemsize: int
@@ -37,9 +37,9 @@ class Sized:
 
 @dataclass(frozen=True)
 class WeightPiece:
-    """The numbers `start` to `stop` - 1 of the tensor at `position`, and the server that has them.
+    """The numbers `start` to `stop` - 1 of the tensor at `position`, and their server.
 
-    `is_whole`: they are all of it.
+    `is_whole`: the piece is the whole tensor.
     """
 
     position: int
@@ -61,24 +61,24 @@ def placed(
 ) -> list[WeightPiece]:
     """The pieces of all tensors, in their order; the tensors at the positions `whole` are not cut.
 
-    A tensor is not cut either where it has fewer numbers than there are servers.
+    A tensor with fewer numbers than there are servers is not cut either.
     """
-    load, found = [0] * servers, dict[int, list[WeightPiece]]()
+    load, pieces = [0] * servers, dict[int, list[WeightPiece]]()
     cut = [
         at
-        for at, one in enumerate(tensors)
-        if servers > 1 and at not in whole and one.numbers >= max(bound, servers)
+        for at, tensor in enumerate(tensors)
+        if servers > 1 and at not in whole and tensor.numbers >= max(bound, servers)
     ]
     for at in cut:
-        found[at] = cut_evenly(at, tensors[at].numbers, servers)
-        for piece in found[at]:
+        pieces[at] = cut_evenly(at, tensors[at].numbers, servers)
+        for piece in pieces[at]:
             load[piece.server] += piece.numbers * tensors[at].itemsize
-    for at, one in enumerate(tensors):
-        if at not in found:
+    for at, tensor in enumerate(tensors):
+        if at not in pieces:
             least = load.index(min(load))
-            load[least] += one.numbers * one.itemsize
-            found[at] = [WeightPiece(at, 0, one.numbers, least, is_whole=True)]
-    return [piece for at in range(len(tensors)) for piece in found[at]]
+            load[least] += tensor.numbers * tensor.itemsize
+            pieces[at] = [WeightPiece(at, 0, tensor.numbers, least, is_whole=True)]
+    return [piece for at in range(len(tensors)) for piece in pieces[at]]
 
 
 def cut_evenly(position: int, numbers: int, servers: int) -> list[WeightPiece]:
@@ -92,9 +92,9 @@ def cut_evenly(position: int, numbers: int, servers: int) -> list[WeightPiece]:
 
 ALIGNED = 64
 MANY = 2**17
-"""So many numbers are squared in their own type by short rows, and fewer in doubles."""
+"""From so many numbers on squares are summed in their own type by short rows, else in float64."""
 SQUARED = {torch.float32, torch.float64}
-LEAST_SQUARE = 1e-30  # of a number, on the average: what is less may be 0 in 32 bits
+LEAST_SQUARE = 1e-30  # mean square of a number; a smaller one may underflow in 32 bits
 LIBRARY = library()
 
 
@@ -108,33 +108,33 @@ class Run:
 
 
 class FlatLayout:
-    """Where each of the `pieces` of some parameters lies: those of one server, in order.
+    """The offsets of the `pieces` of one server, in order.
 
     A piece that is a whole parameter keeps its shape; others are (numbers,).
     """
 
     def __init__(self, pieces: Sequence[WeightPiece], parameters: Sequence[nn.Parameter]) -> None:
         self.pieces = list(pieces)
-        held = [parameters[piece.position] for piece in pieces]
-        shapes = zip(pieces, held, strict=True)
+        params = [parameters[piece.position] for piece in pieces]
+        shapes = zip(pieces, params, strict=True)
         self.shapes = [
-            tuple(own.shape) if piece.is_whole else (piece.numbers,) for piece, own in shapes
+            tuple(param.shape) if piece.is_whole else (piece.numbers,) for piece, param in shapes
         ]
         self.runs: list[Run] = []
         self.starts = [0] * len(self.pieces)
         at = 0
-        for kind in dict.fromkeys(own.dtype for own in held):
+        for kind in dict.fromkeys(param.dtype for param in params):
             start = at = -(-at // ALIGNED) * ALIGNED
-            for number, (piece, own) in enumerate(zip(pieces, held, strict=True)):
-                if own.dtype == kind:
+            for number, (piece, param) in enumerate(zip(pieces, params, strict=True)):
+                if param.dtype == kind:
                     self.starts[number] = at
-                    at += piece.numbers * own.element_size()
+                    at += piece.numbers * param.element_size()
             self.runs.append(Run(start, at, kind))
-        self.types = [own.dtype for own in held]
+        self.types = [param.dtype for param in params]
         self.nbytes = at
 
     def new(self, memory: Any = None) -> Flat:
-        """Memory for all pieces, of zeros unless it is given (a writable buffer of `nbytes`)."""
+        """Memory for all pieces: zeros, or `memory` (a writable buffer of `nbytes`)."""
         if memory is None:
             raw = torch.zeros(self.nbytes, dtype=torch.uint8)
         elif self.nbytes:
@@ -160,12 +160,12 @@ class Flat:
 
     @property
     def buffer(self) -> memoryview:
-        """The bytes where they lie."""
+        """The bytes, in place."""
         array: Any = self.raw.numpy()
         return memoryview(array)
 
     def place(self, size: int) -> memoryview:
-        """Where so many bytes that come go."""
+        """The buffer which receives so many bytes."""
         return self.buffer[:size]
 
     def copy_(self, other: Flat) -> None:
@@ -179,58 +179,58 @@ class Flat:
 
     def add_(self, other: Flat) -> None:
         """Add the numbers of another memory in the same layout."""
-        for own, more in zip(self.flats, other.flats, strict=True):
-            own.add_(more)
+        for flat, more in zip(self.flats, other.flats, strict=True):
+            flat.add_(more)
 
     def add_and_square_(self, other: Flat) -> float | None:
         """Add the numbers of another memory; returns the squares of the sums, in the same pass.
 
-        Where nothing is compiled for that, numbers are few, or squares are out of the range of 32
-        bits, it returns `None`, and adds.
+        Returns `None`, after the addition, without the compiled library, for few numbers, and for
+        squares outside the range of 32 bits.
         """
         pairs = list(zip(self.flats, other.flats, strict=True))
-        numbers = sum(own.numel() for own, _ in pairs)
-        kinds = {own.dtype for own, _ in pairs}
+        numbers = sum(flat.numel() for flat, _ in pairs)
+        kinds = {flat.dtype for flat, _ in pairs}
         if LIBRARY is None or numbers < MANY or not kinds <= SQUARED:
             self.add_(other)
             return None
-        found = 0.0
-        for own, more in pairs:
-            is_double = own.dtype == torch.float64
-            found += LIBRARY.add_and_square(own.data_ptr(), more.data_ptr(), own.numel(), is_double)
-        return found if are_squares(found, numbers) else None
+        squares = 0.0
+        for flat, more in pairs:
+            sizes = flat.numel(), flat.dtype == torch.float64
+            squares += LIBRARY.add_and_square(flat.data_ptr(), more.data_ptr(), *sizes)
+        return squares if are_squares(squares, numbers) else None
 
     def copy(self) -> Flat:
-        """The same numbers in memory of their own."""
-        found = self.layout.new()
-        found.copy_(self)
-        return found
+        """A copy in new memory."""
+        flat = self.layout.new()
+        flat.copy_(self)
+        return flat
 
     def homes_of(
         self, parameters: Sequence[nn.Parameter]
     ) -> dict[int, tuple[nn.Parameter, Tensor]]:
-        """Where gradients are to lie, by their positions: of parameters that are whole here.
+        """(parameter, view for its gradient) by position, of parameters that are whole here.
 
-        Those of a device lie there, and are copied.
+        Without parameters on a device, whose gradients are copied.
         """
         pairs = zip(self.layout.pieces, self.views, strict=True)
-        found = {p.position: (parameters[p.position], view) for p, view in pairs if p.is_whole}
-        return {at: home for at, home in found.items() if home[0].device == home[1].device}
+        homes = {p.position: (parameters[p.position], view) for p, view in pairs if p.is_whole}
+        return {at: home for at, home in homes.items() if home[0].device == home[1].device}
 
     @torch.no_grad()
     def be_memory_of(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Let parameters that are whole here lie here: what comes is theirs without a copy."""
+        """Make whole parameters views of this memory: weights are received without a copy."""
         for piece, view in zip(self.layout.pieces, self.views, strict=True):
-            own = parameters[piece.position]
-            if piece.is_whole and own.device == view.device and own.is_contiguous():
-                view.copy_(own)
-                own.data = view
+            param = parameters[piece.position]
+            if piece.is_whole and param.device == view.device and param.is_contiguous():
+                view.copy_(param)
+                param.data = view
 
     @torch.no_grad()
     def read_from(self, whole: Sequence[Tensor | None]) -> list[int]:
-        """Copy the pieces of whole tensors, by their positions; zeros for one that is `None`.
+        """Copy the pieces out of whole tensors, by position; zeros for `None`.
 
-        Returns the positions of those that are zeros.
+        Returns the positions of the `None`.
         """
         missing = []
         for piece, view in zip(self.layout.pieces, self.views, strict=True):
@@ -238,7 +238,7 @@ class Flat:
             if tensor is None:
                 view.zero_()
                 missing.append(piece.position)
-            elif tensor.data_ptr() != view.data_ptr():  # else it lies here already
+            elif tensor.data_ptr() != view.data_ptr():  # else it is this memory
                 view.copy_(cut(tensor, piece).view(view.shape))
         return missing
 
@@ -247,15 +247,15 @@ class Flat:
         """Copy the pieces into whole tensors, by their positions."""
         for piece, view in zip(self.layout.pieces, self.views, strict=True):
             target = cut(whole[piece.position], piece)
-            if target.data_ptr() != view.data_ptr():  # else it lies here already
+            if target.data_ptr() != view.data_ptr():  # else it is this memory
                 target.copy_(view.view(target.shape))
 
 
 def cut(tensor: Tensor, piece: WeightPiece) -> Tensor:
-    """The numbers of a piece: of a contiguous tensor a view."""
+    """The numbers of a piece: a view of a contiguous tensor."""
     return tensor if piece.is_whole else tensor.reshape(-1)[piece.start : piece.stop]
 
 
-def are_squares(found: float, numbers: int) -> bool:
-    """Whether a sum of squares is right, though each was computed in the type of its number."""
-    return isnan(found) or LEAST_SQUARE * numbers < found < inf
+def are_squares(squares: float, numbers: int) -> bool:
+    """Whether a sum of squares is accurate without float64: in range, or NaN."""
+    return isnan(squares) or LEAST_SQUARE * numbers < squares < inf

@@ -1,13 +1,12 @@
-"""Who works on what, in step or out of it. No clock, no thread, no wire.
+"""Assigns chunks to workers, in every mode. No clock, no thread, no communication.
 
-In step the global batch of a step is cut into parts, each a chunk of the ledger. Who has brought
-its part is handed one of the next step at once (`ahead`), for whose weights it waits at the
-servers. A worker that is lost leaves its part to another one; to one that waits there, too, which
-is called back, and returns what it has. With `spares` nobody is ahead: a worker that has nothing to
-do is given a part that another one has, and the first to bring it counts. Out of step a chunk is a
-whole batch. A worker's clock is how many it has brought; who is more than `staleness` ahead of the
-slowest one waits for it (Ho et al. 2013). The slowest one never waits, so there is always one that
-goes on.
+Synchronous mode: the global batch of a step is cut into parts, each a chunk of the ledger. A worker
+which has finished its part gets one of the next step at once (`ahead`), and waits at the servers
+for the weights. The part of a lost worker goes to another one; if all wait at the servers, one is
+called back and returns its chunk. With `spares` no worker is ahead: an idle worker gets a part
+which another one has, and the first result counts. Asynchronous modes: a chunk is a whole batch. A
+worker's clock counts its finished chunks; a worker more than `staleness` ahead of the slowest waits
+(Ho et al. 2013). The slowest one never waits, so there is always progress.
 """
 
 from __future__ import annotations
@@ -29,20 +28,20 @@ class HandingOut:
     staleness: int = ANY
     clocks: dict[int, int] = field(default_factory=dict)
     arrived: set[int] = field(default_factory=set)
-    """In step: the chunks of this step that have come."""
+    """Synchronous mode: the chunks of this step that are finished."""
     is_paused: bool = False
     ahead: bool = False
-    """In step: whether parts of the next step are handed out before this one is over."""
+    """Synchronous mode: whether to hand out parts of the next step before this one is over."""
     _is_behind: bool = False
-    """Whether workers were called back: nobody is ahead until the step is over."""
+    """Whether workers were called back: no worker is ahead until the step is over."""
 
     def joined(self, worker: int) -> None:
-        """A worker is there, and has nothing: if it was there before, what it had is free again."""
+        """A worker joins without a chunk: chunks it had before are free again."""
         self.ledger.lost(worker)
         self.clocks[worker] = min(self.clocks.values(), default=0)
 
     def next_for(self, worker: int) -> Chunk | None:
-        """What a worker has from now on; `None` while there is nothing for it."""
+        """Assign a chunk to a worker; `None` if there is none for it now."""
         if self.is_paused:
             return None
         if self.in_step:
@@ -54,7 +53,7 @@ class HandingOut:
         return self.ledger.next_for(worker, spare=False)
 
     def came(self, worker: int, number: int) -> bool:
-        """A worker has brought a chunk; whether it counts: another one may have been first."""
+        """A worker has finished a chunk; `False` if another one was first."""
         ledger = self.ledger
         if not 0 <= number < ledger.chunks:
             raise ValueError(f"chunk {number}, which is none")
@@ -70,36 +69,36 @@ class HandingOut:
 
     @property
     def is_complete(self) -> bool:
-        """In step: whether all parts of the step have come."""
+        """Synchronous mode: whether all parts of the step are finished."""
         return len(self.arrived) == self.ledger.parts
 
     def close_step(self) -> None:
-        """In step: the step is over, whatever became of it; the next one is handed out."""
+        """Synchronous mode: the step is over, updated or not; hand out the next one."""
         for number in sorted(self.arrived):
             self.ledger.merged(number)
         self.arrived.clear()
         self._is_behind = False
 
     def calls_back(self) -> bool:
-        """In step: whether those who are ahead are called back, for a part that nobody has."""
+        """Synchronous mode: whether to call back workers that are ahead, for a free part."""
         ledger = self.ledger
         now = range(ledger.whole, min(ledger.whole + ledger.parts, ledger.chunks))
         is_free = any(n not in self.arrived and n not in ledger.held for n in now)
-        found = is_free and any(n >= now.stop for n in ledger.held)
-        self._is_behind = self._is_behind or found
-        return found
+        is_needed = is_free and any(n >= now.stop for n in ledger.held)
+        self._is_behind = self._is_behind or is_needed
+        return is_needed
 
     def returned(self, worker: int) -> None:
-        """A worker that was called back has nothing any more."""
+        """A worker that was called back gives up its chunk."""
         self.ledger.lost(worker)
 
     @property
     def is_idle(self) -> bool:
-        """Whether no worker has anything."""
+        """Whether no worker has a chunk."""
         return not self.ledger.held
 
     def lost(self, worker: int) -> list[Chunk]:
-        """A worker is gone; returns what is free again because of it."""
+        """A worker is gone; returns the chunks which that frees."""
         self.clocks.pop(worker, None)
         return self.ledger.lost(worker)
 

@@ -1,8 +1,8 @@
-"""The scheduler's side of a step: it waits for the parts, decides as one process, tells servers.
+"""The scheduler's side of a step: it waits for the parts, decides, and commands the servers.
 
-What every strategy shares (`SharedStep.apply`) runs here as it does anywhere: division,
-regularizer, guard, clipping, rates. The gradient that it handles is on the servers: what is done to
-it is said to them in a few numbers (`RemoteGradients`).
+The code which all strategies share (`SharedStep.apply`) runs here as elsewhere: division,
+regularizer, guard, clipping, rates. The gradient stays on the servers; each operation on it is sent
+to them as a few numbers (`RemoteGradients`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from allranks.torch.parameter_server.links import Links
 from allranks.torch.parameter_server.service import Service
 from allranks.torch.parameter_server.state import (
     cut_state,
-    hyper_parameters_said,
     join_state,
     packed,
+    plain_hyperparameters,
     unpacked,
 )
 from allranks.torch.parameter_server.strategy import ParameterServer
@@ -42,13 +42,13 @@ from allranks.training.progress import StepResult
 
 LOOK_S = 0.2
 NOT_SEARCHED = (
-    "the loss of each worker is finite; the servers have the sum of the gradients alone, so nobody "
-    "looks for the samples that did it (--strategy ddp does)"
+    "the loss of each worker is finite; the servers have only the sum of the gradients, so the "
+    "samples behind it are not searched for (--strategy ddp does that)"
 )
 
 
 class Leading:
-    """The servers of a training, with the strategy that has the model whole in this process."""
+    """The servers of a job, led by this process, whose strategy has the whole model."""
 
     def __init__(self, strategy: ParameterServer, links: Links) -> None:
         self.strategy, self.links = strategy, links
@@ -56,12 +56,12 @@ class Leading:
     def ask_all(
         self, message: dict[str, Any], bodies: Sequence[Sequence[Buffer]] = ()
     ) -> list[tuple[dict[str, Any], memoryview]]:
-        """Say the same to all servers; raises `PeerLost` where one is gone."""
+        """Send a message to all servers and wait for answers; raises `PeerLost` if one is gone."""
         with _is_lost():
             return self.links.ask_all(message, bodies)
 
     def load(self, version: int, era: int) -> None:
-        """Let the servers have the weights and the optimizer of this process."""
+        """Send the weights and the optimizer state of this process to the servers."""
         strategy, bodies, specs = self.strategy, [], []
         for layout in strategy.layouts:
             flat = layout.new()
@@ -79,7 +79,7 @@ class Leading:
                 self.links.receive(server)
 
     def take_weights(self, *, optimizer: bool = False) -> None:
-        """The model has the weights of the servers from here on."""
+        """Load the weights of the servers into the model, and optimizer states if asked."""
         answers = self.ask_all({"do": "fetch" if optimizer else "peek"})
         strategy = self.strategy
         for layout, (answer, body) in zip(strategy.layouts, answers, strict=True):
@@ -88,14 +88,14 @@ class Leading:
                     [p.detach() for p in strategy.parameters]
                 )
             if optimizer:
-                kept = unpacked(answer["kept"], body[layout.nbytes :])
-                join_state(strategy.step.optimizer, strategy.parameters, layout.pieces, kept)
+                states = unpacked(answer["kept"], body[layout.nbytes :])
+                join_state(strategy.step.optimizer, strategy.parameters, layout.pieces, states)
         keeping = strategy.step.optimizer if optimizer else None
         with _is_lost():
             take_tables(strategy.tables, strategy.parameters, keeping, self.links)
 
     def put_weights(self) -> None:
-        """The servers have the weights of this process from here on; nobody pulls meanwhile."""
+        """Send the weights of this process to the servers; no worker may pull meanwhile."""
         weights = [p.detach() for p in self.strategy.parameters]
         bodies: list[list[Buffer]] = []
         for layout in self.strategy.layouts:
@@ -115,11 +115,11 @@ class Leading:
         yield
 
     def after_update(self, result: StepResult) -> None:
-        """Nothing is left to do."""
+        """Nothing to do."""
 
 
 class LeadingInStep(Leading):
-    """The same where all parts of a step are waited for. `alive` is called meanwhile."""
+    """Synchronous mode: waits for all parts of a step, and calls `alive` meanwhile."""
 
     def __init__(
         self,
@@ -140,21 +140,21 @@ class LeadingInStep(Leading):
         step.begin(batch)
         self._service.go_on()
         self._ask_for_squares()
-        while (found := self._service.step(LOOK_S)) is None:
+        while (results := self._service.step(LOOK_S)) is None:
             if self._service.calls_back():
                 self.call_back()
             self._alive()
         self._findings = tuple(
-            BadStepFinding(**row) for brought in found for row in brought.said.get("found", ())
+            BadStepFinding(**row) for result in results for row in result.report.get("found", ())
         )
         tally = step.layout.tally()
-        for brought in found:
-            tally.tensor.add_(brought.tally)
+        for result in results:
+            tally.tensor.add_(result.tally)
         step.end(batch)
         return tally
 
-    def who(self, batch: Batch, spiked: bool) -> tuple[BadStepFinding, ...]:
-        """Who brought a bad step in, as the workers have found themselves."""
+    def find_bad_samples(self, batch: Batch, spiked: bool) -> tuple[BadStepFinding, ...]:
+        """The samples behind a bad step, as the workers reported them."""
         return self._findings or (BadStepFinding(NOT_SEARCHED),)
 
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
@@ -163,7 +163,7 @@ class LeadingInStep(Leading):
 
     @contextmanager
     def updating(self, gradients: Gradients) -> Iterator[None]:
-        """Within, the optimizer finds no gradient; then the servers update with theirs."""
+        """Within, parameters have no gradient; afterwards the servers update with theirs."""
         assert isinstance(gradients, RemoteGradients)
         for parameter in gradients.parameters:
             parameter.grad = None
@@ -171,68 +171,68 @@ class LeadingInStep(Leading):
         gradients.apply()
 
     def after_update(self, result: StepResult) -> None:
-        """Let the servers update; whoever waits there for the next version begins with it."""
+        """Let the servers update; workers which wait for the next version go on."""
         assert self._gradients is not None
         if self.strategy.step.probe is not None:  # it may change weights before the next step
             self._service.pause()
         self._service.close_step()
-        self.tell(self._gradients.update or {"do": "pass"})
+        self.announce(self._gradients.update or {"do": "pass"})
 
-    def tell(self, message: dict[str, Any], *, waits: bool = False) -> None:
-        """Say this to all servers, and to workers, by the first one, what the next step is made of.
+    def announce(self, message: dict[str, Any], *, waits: bool = False) -> None:
+        """Send this to all servers, and by the first one the next step's settings to workers.
 
-        Unless this `waits` they do not answer: who is gone is noticed when it is spoken to again.
+        Servers answer only if this `waits`; else a lost one is noticed at the next message.
         """
         step, links = self.strategy.step, self.links
         scale = None if step.loss_scale is None else step.loss_scale.value
-        told = {"loss_scale": scale, "regularizer": float(step.regularizers.was)}
+        settings = {"loss_scale": scale, "regularizer": float(step.regularizers.was)}
         message = {**message, "silent": not waits}
         with _is_lost():
             for server in range(1, len(links.servers)):
                 links.send(server, message)
-            links.send(0, {**message, "told": told}, self.strategy.statistics())
+            links.send(0, {**message, "told": settings}, self.strategy.statistics())
             if waits:
-                links.hear_all()
+                links.receive_all()
 
     # --- the norm -------------------------------------------------------------------------
 
     def _ask_for_squares(self) -> None:
-        """Ask for the norm before it is there: it comes when the last part has.
+        """Request the norm in advance: servers answer when the last part has arrived.
 
-        A regularizer, and who traces, ask for other things first.
+        Not with a regularizer or a probe, which send other messages first.
         """
         step = self.strategy.step
         if step.probe is None and not step.regularizers.is_there:
             with _is_lost():
-                self.links.say_to_all({"do": "squares", "unused": []})
+                self.links.send_to_all({"do": "squares", "unused": []})
             self._squares_come = True
 
     def squares(self, unused: Sequence[int]) -> float:
-        """The sum of the squares of the gradient; of parameters that nobody used they are zeros."""
+        """The sum of the squares of the gradient, with zeros for `unused` parameters."""
         answers = self._squares_that_come() or self.ask_all({"do": "squares", "unused": unused})
         return math.fsum(float(answer["squares"]) for answer, _ in answers)
 
     def _squares_that_come(self) -> list[tuple[dict[str, Any], memoryview]] | None:
-        """The answers that were asked for; `None` if they were not, or servers were interrupted."""
+        """The answers to the request in advance; `None` without one, or if it was interrupted."""
         if not self._squares_come:
             return None
         with _is_lost():
-            answers = self.links.hear_all()
+            answers = self.links.receive_all()
         self._squares_come = False
         return None if any(answer["squares"] is None for answer, _ in answers) else answers
 
     def call_back(self) -> None:
-        """Let those who wait at the servers for the next step ask the scheduler again."""
+        """Make workers which wait at the servers for the next step ask the scheduler again."""
         with _is_lost():
-            self.links.say_to_all({"do": "call_back"})
+            self.links.send_to_all({"do": "call_back"})
             self._squares_that_come()
-            self.links.hear_all()
+            self.links.receive_all()
 
 
 class RemoteGradients(Gradients):
-    """The gradient of a step, of which each server has its pieces: `factor` times what they have.
+    """The gradient of a step: `factor` times the pieces which the servers have.
 
-    Nothing of it comes here; `parameters` hold none.
+    It is not copied to this process; `parameters` have no `.grad`.
     """
 
     def __init__(self, leading: LeadingInStep) -> None:
@@ -241,7 +241,7 @@ class RemoteGradients(Gradients):
         self.factor = 1.0
         self.unused: list[int] = []
         self.update: dict[str, Any] | None = None
-        """What the servers are told to do with it."""
+        """The message which makes the servers apply it."""
 
     def settle(self, unused: Sequence[int]) -> None:
         self.unused = list(unused)
@@ -253,12 +253,12 @@ class RemoteGradients(Gradients):
         self.factor *= float(factor)
 
     def add(self, value: Tensor) -> None:
-        """Add the gradient of a value of the weights, which this process has computed whole."""
+        """Add the gradient of `value`, a function of the weights computed in this process."""
         for parameter in self.parameters:
             parameter.grad = None
         value.backward()
         gradients = [p.grad for p in self.parameters]
-        check_no_rows(self.parameters, {one.position for one in self._leading.strategy.tables})
+        check_no_rows(self.parameters, {table.position for table in self._leading.strategy.tables})
         self.unused = [at for at in self.unused if gradients[at] is None]
         bodies: list[list[Buffer]] = []
         for layout in self._leading.strategy.layouts:
@@ -271,15 +271,15 @@ class RemoteGradients(Gradients):
             parameter.grad = None
 
     def tensors(self) -> list[Tensor | None]:
-        """All of it, fetched from the servers: who traces a training asks for that."""
-        found = [torch.zeros_like(p) for p in self.parameters]
+        """The whole gradient, fetched from the servers; used by a trace."""
+        gradients = [torch.zeros_like(p) for p in self.parameters]
         layouts = self._leading.strategy.layouts
         answers = self._leading.ask_all({"do": "gradients"})
         for layout, (_, body) in zip(layouts, answers, strict=True):
             if layout.nbytes:
-                layout.new(body).write_to(found)
+                layout.new(body).write_to(gradients)
         unused = set(self.unused)
-        return [None if at in unused else g * self.factor for at, g in enumerate(found)]
+        return [None if at in unused else g * self.factor for at, g in enumerate(gradients)]
 
     def norm(self, *, clips: bool, left_out: bool) -> float:
         squares = self._leading.squares(self.unused)
@@ -292,15 +292,15 @@ class RemoteGradients(Gradients):
         self.factor *= clip_factor(limit, norm)
 
     def apply(self) -> None:
-        """The servers are to update with it, at the rates that the optimizer has now."""
-        groups = hyper_parameters_said(self._leading.strategy.step.optimizer)
+        """Prepare the update of the servers, with the optimizer's current hyperparameters."""
+        groups = plain_hyperparameters(self._leading.strategy.step.optimizer)
         how = {"factor": self.factor, "groups": groups, "unused": self.unused}
         self.update = {"do": "apply", **how}
 
 
 @contextmanager
 def _is_lost() -> Iterator[None]:
-    """Within, a server that is gone is a `PeerLost`."""
+    """Within, a broken connection to a server raises `PeerLost`."""
     try:
         yield
     except Disconnected as error:

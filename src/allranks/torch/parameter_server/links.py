@@ -1,4 +1,4 @@
-"""A connection to each server: of the scheduler, which leads them, and of a worker."""
+"""The connections of the scheduler, or of a worker, to all servers."""
 
 from __future__ import annotations
 
@@ -10,44 +10,44 @@ from allranks.launcher.messages.answering import ANSWER_S
 from allranks.launcher.messages.connection import Buffer, Connection
 from allranks.launcher.messages.meeting_point import connect_to
 from allranks.launcher.nodes.channel import Disconnected, Message
-from allranks.torch.parameter_server.server import KEPT
+from allranks.torch.parameter_server.server import MAX_STATES
 
 Address = tuple[str, int]
 
 
 class Stale(Disconnected):
-    """The servers have other weights than those that this worker went on from."""
+    """The servers have loaded other weights since this worker joined."""
 
 
 class CalledBack(Exception):
-    """There is work that comes before the weights that this worker waits for."""
+    """The worker must ask for other work before the weights which it waits for."""
 
 
 class Links:
-    """The servers at these addresses, in order. What goes wrong is `Disconnected`."""
+    """The servers at these addresses, in order. Failures raise `Disconnected`."""
 
     def __init__(self, addresses: Sequence[Address], secret: str, nbytes: Sequence[int]) -> None:
         self._addresses, self._secret = list(addresses), secret
-        self._most = [(1 + KEPT) * size + (1 << 20) for size in nbytes]
+        self._most = [(1 + MAX_STATES) * size + (1 << 20) for size in nbytes]
         self.servers: list[Connection] = []
         self.shares: list[bool] = []
 
     def open(self, hello: Message, offers: Sequence[Message] = ()) -> Self:
-        """Connect to all, and say hello; `offers` are of memory to share, one for each.
+        """Connect to all servers; `offers` has an offer of shared memory for each.
 
-        `shares` says of each server afterwards whether it shares that memory.
+        Afterwards `shares` says for each server whether it accepted.
         """
         self.shares = []
         for number, where in enumerate(self._addresses):
             with naming(number):
                 try:
-                    made = connect_to(where, self._secret, self._most[number], ANSWER_S)
+                    connection = connect_to(where, self._secret, self._most[number], ANSWER_S)
                 except OSError as error:
                     raise Disconnected(str(error)) from error
-                self.servers.append(made)
-                answer, _ = made.ask({**hello, "memory": offers[number]} if offers else hello)
+                self.servers.append(connection)
+                answer, _ = connection.ask({**hello, "memory": offers[number]} if offers else hello)
                 self.shares.append(bool(answer["memory"]))
-                made.waits_for_ever()
+                connection.waits_for_ever()
         return self
 
     def send(self, server: int, message: Message, *body: Buffer) -> None:
@@ -55,7 +55,7 @@ class Links:
             self.servers[server].send(message, *body)
 
     def receive(self, server: int) -> tuple[Message, memoryview]:
-        """The answer of one server; raises `Disconnected` for one that refuses, too."""
+        """The answer of one server; raises `Disconnected` also if it refuses."""
         with naming(server):
             answer, size = self._header(server)
             body = memoryview(bytearray(size))
@@ -63,7 +63,7 @@ class Links:
             return answer, body
 
     def header(self, server: int) -> tuple[Message, int]:
-        """The next answer of a server, and the bytes of its body, which `fill` is to receive."""
+        """The next answer of a server, and the size of its body; call `fill` to receive that."""
         with naming(server):
             return self._header(server)
 
@@ -74,28 +74,28 @@ class Links:
         return answer, size
 
     def fill(self, server: int, memory: memoryview) -> None:
-        """Receive the body of the answer whose header came last."""
+        """Receive the body of the last `header` into `memory`."""
         with naming(server):
             self.servers[server].receive_body(memory)
 
     def ask_all(
         self, message: Message, bodies: Sequence[Sequence[Buffer]] = ()
     ) -> list[tuple[Message, memoryview]]:
-        """Say the same to all, with a body of its own for each, and wait for all answers."""
-        self.say_to_all(message, bodies)
-        return self.hear_all()
+        """Send a message to all servers, with one body for each, and wait for all answers."""
+        self.send_to_all(message, bodies)
+        return self.receive_all()
 
-    def say_to_all(self, message: Message, bodies: Sequence[Sequence[Buffer]] = ()) -> None:
-        """Say the same to all, with a body of its own for each; their answers come later."""
+    def send_to_all(self, message: Message, bodies: Sequence[Sequence[Buffer]] = ()) -> None:
+        """Send a message to all servers, with one body for each; does not wait."""
         for server in range(len(self.servers)):
             self.send(server, message, *(bodies[server] if bodies else ()))
 
-    def hear_all(self) -> list[tuple[Message, memoryview]]:
-        """What all answer to the first thing said that they have not answered yet."""
+    def receive_all(self) -> list[tuple[Message, memoryview]]:
+        """The answers of all servers to the oldest message without an answer."""
         return [self.receive(server) for server in range(len(self.servers))]
 
     def shut(self) -> None:
-        """From any thread: who waits for a server hears that it is gone."""
+        """Break the connections, from any thread; a blocked call raises `Disconnected`."""
         for connection in self.servers:
             connection.shut()
 
@@ -107,7 +107,7 @@ class Links:
 
 @contextmanager
 def naming(server: int) -> Iterator[None]:
-    """Within, a connection that breaks says which server's it is."""
+    """Within, the message of `Disconnected` names the server."""
     try:
         yield
     except Disconnected as error:

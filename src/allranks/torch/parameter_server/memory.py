@@ -1,8 +1,8 @@
 """Memory that a worker and a server of one host share: what is pushed and pulled lies there.
 
-The worker makes it and tells the server where it is; both then say in a message only that the
-numbers are there. A worker writes its next gradient only when it has pulled, and a server answers
-the messages of one worker in their order, so nothing is read while it changes.
+The worker creates it and sends the server its path; later messages only say that the numbers are
+there. A worker writes its next gradient only after its pull, and a server answers the messages of
+one worker in order, so nothing is read while it changes.
 
     | the gradient: written by the worker, summed by the server | the weights: by the server |
 """
@@ -36,7 +36,7 @@ class SharedNumbers:
         if not host:
             return None, {}
         try:
-            segment = Segment.made(_size_of(layout), NAME)
+            segment = Segment.create(_size_of(layout), NAME)
         except OSError:
             return None, {}
         return cls(layout, segment), {"host": host, "where": segment.where}
@@ -47,12 +47,12 @@ class SharedNumbers:
         if not offer.get("host") or offer["host"] != host_identity():
             return None
         try:
-            return cls(layout, Segment.opened(str(offer["where"]), _size_of(layout)))
+            return cls(layout, Segment.open(str(offer["where"]), _size_of(layout)))
         except (OSError, ValueError):
             return None
 
     def hide(self) -> None:
-        """Nobody else can open it from now on."""
+        """Unlink the memory, so that no other process can open it."""
         self._segment.hide()
 
 

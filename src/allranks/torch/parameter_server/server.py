@@ -1,35 +1,35 @@
-"""A server's end of the wire: it sums and applies what workers push, and sends what they pull.
+"""A parameter server: it sums and applies what workers push, and sends what they pull.
 
-    who         message                           answer
+    sender      message                           answer
     scheduler   load   version, era, kept; body   version              weights and optimizer
                 squares  unused                   squares              once all parts are there
                 add    factor; body               version              sum <- factor · sum + body
                 apply  factor, groups, unused     version
                 pass                              version              the step updates nothing
                 fetch                             version, kept; body  weights and optimizer
-                call_back                         version              to who waits: `again`
-                tell   told; body                 version              what the next step is made of
+                call_back                         version              waiting pulls: `again`
+                tell   told; body                 version              settings of the next step
                 peek                              version; body        weights alone
                 put; body                         version              other weights, for a check
                 gradients                         version; body        the sum of all parts
                 load_rows   table, step, columns; body      rows of a table, and their state
                 fetch_rows  table, state          step, columns, widths; body
-                apply, pass and tell say `told`, with a body: what workers are told with weights;
-                what is said `silent` is not answered
+                apply, pass and tell have `told`, with a body: sent to workers with the weights;
+                a `silent` message has no answer
     all         hello                                 memory: whether it is shared
     worker      hold   table, count; body         none                 rows, for the next push
                 rows   table, count; body         rows, as they are
                 push   step, part; body           none
                 push   number, groups, unused; body
-                push   number, change; body       none                 what it has changed
+                push   number, change; body       none                 the change of the weights
                 pull   version, has               version; body        this version, or a later one
-                                                  told, told_bytes     in step: first in the body
+                                                  told, told_bytes     mode=sync: first in the body
                 with update=worker                version, update; body   a gradient after `has`
                                                   version, kept; body  or weights and optimizer
 
-An `era` begins whenever weights are loaded: after the scheduler was started again, from its
-checkpoint. What a worker brings of an era before is dropped, and it is told so (`stale`). With a
-worker of the same host the bodies are in memory that both share (`memory`).
+An `era` begins whenever weights are loaded: at the start, and from the checkpoint after a restart
+of the scheduler. A push of an earlier era is dropped, and a pull is answered `stale`. For a worker
+on the same host the bodies are in shared memory (`memory`).
 """
 
 from __future__ import annotations
@@ -57,20 +57,20 @@ from allranks.torch.trainer import Trainer
 
 SCHEDULER_ID = 1 << 30
 LOOK_S = 0.2
-KEPT = 16
-"""The optimizer keeps at most so many times the bytes of the weights."""
+MAX_STATES = 16
+"""The optimizer state has at most so many times the bytes of the weights."""
 OVER = "over"
 NO_ERA = -1
 OF_THE_SUM = ("add", "apply", "gradients")
-"""What the scheduler says of the sum of all parts of a step."""
+"""Messages of the scheduler which need the sum of all parts of a step."""
 WAITED_FOR = ("load", "apply", "pass", "call_back")
-"""What workers that wait go on by."""
+"""Messages after which waiting pulls are answered."""
 
 
 class Server(Answering):
-    """Serves one shard. `digest` is what workers must have in common with it.
+    """Serves one shard, to workers with the same `digest`.
 
-    `reached` is called with the version that an update is about to make.
+    Calls `reached` with the version before each update.
     """
 
     def __init__(
@@ -85,148 +85,148 @@ class Server(Answering):
     ) -> None:
         layout = shard.layout
         rows = 0 if tables is None else tables.most_bytes
-        super().__init__(listener, secret, (1 + KEPT) * (layout.nbytes + rows) + (1 << 20))
+        super().__init__(listener, secret, (1 + MAX_STATES) * (layout.nbytes + rows) + (1 << 20))
         self.tables = tables or ServedTables((), shard.optimizer, 0, 1)
         self.shard, self.layout, self.digest, self.in_step = shard, layout, digest, in_step
         self._reached = reached
         self.era = NO_ERA
-        self._told: tuple[Message, bytes] | None = None
+        self._announcement: tuple[Message, bytes] | None = None
         self._calls_back = False
-        self._brought: dict[int, Flat] = {}
+        self._pushed_gradients: dict[int, Flat] = {}
         self._shared: dict[int, SharedNumbers] = {}
-        self._own = threading.local()
+        self._of_thread = threading.local()
 
     def admit(self, connection: Connection, hello: Message) -> int:
         if hello.get("digest") != self.digest:
             connection.send({"refused": "its model has other weights, or another layout of them"})
             raise Disconnected("its model is another one")
-        who = SCHEDULER_ID if hello.get("role") == "scheduler" else int(hello["index"])
+        peer = SCHEDULER_ID if hello.get("role") == "scheduler" else int(hello["index"])
         shared = SharedNumbers.open(self.layout, hello.get("memory", {}))
-        self._shared.pop(who, None)
+        self._shared.pop(peer, None)
         with self.changed:
-            self.tables.drop(who)
+            self.tables.drop(peer)
         if shared is not None:
-            self._shared[who] = shared
+            self._shared[peer] = shared
         connection.send({"memory": shared is not None})
-        return who
+        return peer
 
-    def place(self, who: int, message: Message, size: int) -> memoryview:
-        """What a worker pushes goes where its last push was, which is not needed any more."""
-        if size != self.layout.nbytes or who == SCHEDULER_ID:
+    def place(self, peer: int, message: Message, size: int) -> memoryview:
+        """A push overwrites the memory of the worker's last push, which is not needed any more."""
+        if size != self.layout.nbytes or peer == SCHEDULER_ID:
             return memoryview(bytearray(size))
-        return self._gradient_of(who).buffer
+        return self._gradient_of(peer).buffer
 
-    def answer(self, who: int, connection: Connection, message: Message, body: memoryview) -> None:
-        if who == SCHEDULER_ID:
-            self._obey(connection, message, body)
+    def answer(self, peer: int, connection: Connection, message: Message, body: memoryview) -> None:
+        if peer == SCHEDULER_ID:
+            self._execute(connection, message, body)
         elif "hold" in message:
             with self.changed:
-                self.tables.hold(who, message["hold"], body)
+                self.tables.hold(peer, message["hold"], body)
         elif "rows" in message:
             self._rows_pulled(connection, message["rows"], body, int(message["era"]))
         elif "push" in message:
-            self._pushed(who, message["push"], int(message["era"]))
+            self._pushed(peer, message["push"], int(message["era"]))
         else:
-            self._pulled(who, connection, message)
+            self._pulled(peer, connection, message)
 
-    def lost(self, who: int, connection: Connection, error: Exception) -> None:
-        """Whoever it is comes again by itself, or is found missing by the scheduler."""
+    def lost(self, peer: int, connection: Connection, error: Exception) -> None:
+        """Peers reconnect by themselves; the scheduler notices one which does not."""
 
     # --- workers --------------------------------------------------------------------------
 
-    def _pushed(self, who: int, push: Message, era: int) -> None:
-        shared = self._shared.get(who)
-        gradient = self._gradient_of(who) if shared is None else shared.gradient
+    def _pushed(self, peer: int, push: Message, era: int) -> None:
+        shared = self._shared.get(peer)
+        gradient = self._gradient_of(peer) if shared is None else shared.gradient
         with self.changed:
             if era != self.era:
-                self.tables.drop(who)
+                self.tables.drop(peer)
                 return
             if self.in_step:
-                self._part_came(who, int(push["step"]), int(push["part"]), gradient)
+                self._part_came(peer, int(push["step"]), int(push["part"]), gradient)
             elif "change" in push:
                 self._reached(self.shard.version)
                 self.shard.change(int(push["number"]), gradient)
             else:
                 number, unused = int(push["number"]), push["unused"]
                 self._reached(self.shard.version)
-                stale = self.shard.push(number, who, gradient, push["groups"], unused)
+                stale = self.shard.push(number, peer, gradient, push["groups"], unused)
                 if stale is not None:
                     slower = self.shard.slower(stale)
-                    self.tables.push(who, push["groups"], slower, unused)
-            self.tables.drop(who)
+                    self.tables.push(peer, push["groups"], slower, unused)
+            self.tables.drop(peer)
 
-    def _part_came(self, who: int, step: int, part: int, gradient: Flat) -> None:
-        if step == self.shard.version and self.shard.bring(part, gradient):
-            self.tables.bring(who, part)
+    def _part_came(self, peer: int, step: int, part: int, gradient: Flat) -> None:
+        if step == self.shard.version and self.shard.add_part(part, gradient):
+            self.tables.add_part(peer, part)
             if self.shard.is_complete:
                 self.changed.notify_all()
 
-    def _pulled(self, who: int, connection: Connection, message: Message) -> None:
+    def _pulled(self, peer: int, connection: Connection, message: Message) -> None:
         version, era = int(message["pull"]), int(message["era"])
-        shared = self._shared.get(who)
-        found = self._copy_for_this_thread() if shared is None else shared.weights
+        shared = self._shared.get(peer)
+        weights = self._copy_for_this_thread() if shared is None else shared.weights
         with self.changed:
             self._wait(lambda: self.era > era or self._calls_back or self._has(era, version))
             is_stale, is_there = self.era != era, self._has(era, version)
-            told = self._told
-            if is_there:  # and only then does a worker write where its last gradient is
-                self.shard.keep(self._gradient_of(who) if shared is None else shared.gradient)
-                body: list[Any] = [] if shared is not None else [found.buffer]
+            announcement = self._announcement
+            if is_there:  # the worker overwrites its last gradient after this answer
+                self.shard.keep(self._gradient_of(peer) if shared is None else shared.gradient)
+                body: list[Any] = [] if shared is not None else [weights.buffer]
                 answer = {"version": self.shard.version}
                 if self.shard.hands_on:
-                    body = self._hand_on(int(message["has"]), found, answer, body)
+                    body = self._hand_on(int(message["has"]), weights, answer, body)
                 else:
-                    self.shard.pull(who, found)
+                    self.shard.pull(peer, weights)
         if is_there:
-            if told is not None:
-                answer |= told[0]
-                body.insert(0, told[1])
+            if announcement is not None:
+                answer |= announcement[0]
+                body.insert(0, announcement[1])
             connection.send(answer, *body)
         else:
             connection.send({"stale": self.era} if is_stale else {"again": version})
 
     def _hand_on(self, has: int, into: Flat, answer: Message, body: list[Any]) -> list[Any]:
-        """What a worker that has a version updates by; all that there is, where that is too old."""
+        """The body for a worker at a version: one gradient, or the full state if it is older."""
         last = self.shard.last
         answer["update"], answer["numbers"] = None, 0
         if last is not None and has == self.shard.version:
             return []
         answer["numbers"] = self.layout.nbytes
         if last is None or (has, last.version) != (last.version - 1, self.shard.version):
-            answer["kept"], more = packed(self.shard.kept())
+            answer["kept"], more = packed(self.shard.optimizer_state())
             return [bytes(self.shard.weights.buffer), *map(bytes, more)]
-        answer["update"] = last.said
+        answer["update"] = last.settings
         if last.gradient is None:
             answer["numbers"] = 0
             return []
         into.copy_(last.gradient)
         return body
 
-    def _gradient_of(self, who: int) -> Flat:
-        """What it has pushed; a server may hold rows of tables, and nothing else."""
-        if who not in self._brought:
-            self._brought[who] = self.layout.new()
-        return self._brought[who]
+    def _gradient_of(self, peer: int) -> Flat:
+        """Memory for its pushes, made at the first one: a server may hold only rows of tables."""
+        if peer not in self._pushed_gradients:
+            self._pushed_gradients[peer] = self.layout.new()
+        return self._pushed_gradients[peer]
 
     def _rows_pulled(
-        self, connection: Connection, asked: Message, body: memoryview, era: int
+        self, connection: Connection, request: Message, body: memoryview, era: int
     ) -> None:
         with self.changed:
-            found = None if era != self.era else self.tables.pull(asked, body)
-        if found is None:
+            rows = None if era != self.era else self.tables.pull(request, body)
+        if rows is None:
             connection.send({"stale": self.era})
         else:
-            connection.send({}, *answer_rows(found))
+            connection.send({}, *answer_rows(rows))
 
     def _has(self, era: int, version: int) -> bool:
         return self.era == era and self.shard.version >= version
 
     def _copy_for_this_thread(self) -> Flat:
-        """Memory in which weights stay as they are while they are sent."""
-        if not hasattr(self._own, "copy"):
-            self._own.copy = self.layout.new()
-        found: Flat = self._own.copy
-        return found
+        """A copy of the weights which does not change while this thread sends it."""
+        if not hasattr(self._of_thread, "copy"):
+            self._of_thread.copy = self.layout.new()
+        copy: Flat = self._of_thread.copy
+        return copy
 
     def _wait(self, until: Any) -> None:
         self.changed.wait_for(lambda: self.is_closed or until())
@@ -235,10 +235,10 @@ class Server(Answering):
 
     # --- the scheduler --------------------------------------------------------------------
 
-    def _obey(self, connection: Connection, message: Message, body: memoryview) -> None:
+    def _execute(self, connection: Connection, message: Message, body: memoryview) -> None:
         shard, answer, pieces = self.shard, dict[str, Any](), list[Any]()
         with self.changed:
-            if message["do"] in OF_THE_SUM:  # tallies may come before gradients
+            if message["do"] in OF_THE_SUM:  # tallies may arrive before gradients
                 self._wait(lambda: shard.is_complete)
             match message["do"]:
                 case "load":
@@ -246,7 +246,7 @@ class Server(Answering):
                 case "squares":
                     answer["squares"] = self._squares(connection, message["unused"])
                 case "load_rows":
-                    self.era = NO_ERA  # what comes until all is loaded is of weights before
+                    self.era = NO_ERA  # pushes are of the old weights until all is loaded
                     self.tables.load(message, body)
                 case "fetch_rows":
                     number = int(message["table"])
@@ -263,7 +263,7 @@ class Server(Answering):
                 case "call_back" | "tell":
                     self._calls_back = message["do"] == "call_back"
                 case "fetch":
-                    answer["kept"], more = packed(shard.kept())
+                    answer["kept"], more = packed(shard.optimizer_state())
                     pieces = [bytes(shard.weights.buffer), *map(bytes, more)]
                 case "peek":
                     pieces = [bytes(shard.weights.buffer)]
@@ -274,7 +274,7 @@ class Server(Answering):
                 case other:
                     raise ValueError(f"to {other!r}, which no server does")
             if "told" in message:
-                self._told = {"told": message["told"], "told_bytes": len(body)}, bytes(body)
+                self._announcement = {"told": message["told"], "told_bytes": len(body)}, bytes(body)
             answer["version"] = shard.version
             if message["do"] in WAITED_FOR:
                 self.changed.notify_all()
@@ -289,7 +289,7 @@ class Server(Answering):
         self._calls_back = False
 
     def _squares(self, connection: Connection, unused: list[int]) -> float | None:
-        """Those of the step, once all parts are there; `None` if the scheduler says more before."""
+        """Those of the step, once all parts arrived; `None` if another message arrives first."""
         while not self.shard.is_complete:
             if connection.has_more:
                 return None
@@ -300,22 +300,22 @@ class Server(Answering):
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The port it listens on."""
         return int(self._listener.getsockname()[1])
 
     def _load(self, message: Message, body: memoryview) -> None:
         cut = self.layout.nbytes
-        kept = unpacked(message["kept"], body[cut:])
-        self.shard.load(self.layout.new(bytearray(body[:cut])), kept)
+        state = unpacked(message["kept"], body[cut:])
+        self.shard.load(self.layout.new(bytearray(body[:cut])), state)
         self.shard.begin(int(message["version"]))
         self._calls_back = False
         self.era = int(message["era"])
 
 
 class ServedTrainer(Trainer):
-    """Keeps no table that lies on servers: one process of a node after the other builds the model.
+    """Keeps no table whose rows are on servers: the processes of a node build the model in turn.
 
-    What the model has on meta of a table is never given memory.
+    A table on meta never gets memory.
     """
 
     def _place_model(self) -> BuiltModel:
@@ -325,7 +325,7 @@ class ServedTrainer(Trainer):
 
 
 def serve(trainer: Trainer, world: World, events: JsonLines) -> None:
-    """Be a server until the scheduler says that it is over.
+    """Run a server until the scheduler says that the job is over.
 
     It listens at the address by which it reaches the scheduler. Raises `PeerLost` if no scheduler
     answers for `patience_s`.
@@ -361,7 +361,7 @@ def serve(trainer: Trainer, world: World, events: JsonLines) -> None:
                     scheduler.waits_for_ever()
                     message, _ = scheduler.receive()
                 except Disconnected:
-                    continue  # it is started again, or this is the end
+                    continue  # the scheduler restarts, or the job ends
                 if message.get("work") == OVER:
                     break
     finally:

@@ -1,17 +1,17 @@
-"""The scheduler's end of the wire: servers say where they are, workers are given work.
+"""The scheduler's server: parameter servers register their address, workers request work.
 
-    who      message                                    answer
+    sender   message                                    answer
     server   hello: index, digest, port                 {}, and "over" at the end
     worker   hello: index, digest                       era, servers: [[address, port], …]
-    worker   ask, or brought: chunk, …; body: tally     work, and what is `told`; body: statistics
+    worker   ask, or brought: chunk, …; body: tally     work and `settings`; body: statistics
              sent: {kind: bytes so far}
     worker   returned: what it was handed ahead         work
     worker   under_way                                  work
 
-`work` is a chunk ("first", "part", …) or "over"; or "settle", where there is nothing for a worker
-of which a change is `under way` to the servers: it brings that, and asks again. Else an answer is
-held back while there is nothing for the worker. The thread that trains hears of what came (`step`,
-`brought`), and of a server that is lost.
+`work` is a chunk ("first", "part", …) or "over". It is "settle" if there is no chunk for a worker
+which has a push `under_way` to the servers: the worker waits for that push, reports it and asks
+again. Otherwise the answer waits until there is work. The training thread gets the reports (`step`,
+`results`), and `PeerLost` for a lost server.
 """
 
 from __future__ import annotations
@@ -43,33 +43,33 @@ Report = Callable[..., None]
 
 @dataclass(frozen=True)
 class Done:
-    """What a worker says of a chunk that it is done with, and the tallies of its steps."""
+    """A worker's report of a finished chunk, and the tallies of its steps."""
 
-    said: dict[str, Any]
+    report: dict[str, Any]
     tallies: bytes
 
 
 @dataclass(frozen=True)
-class Brought:
-    """What a worker has brought: of which chunk, what it says of it, and its tally."""
+class ChunkResult:
+    """The report and the tally of a chunk that a worker has finished."""
 
     worker: int
     chunk: Chunk
-    said: dict[str, Any]
+    report: dict[str, Any]
     tally: Tensor
 
-    def steps(self) -> list[Brought]:
-        """Out of step: the same step by step."""
-        chunk, said = self.chunk, self.said["steps"]
-        tallies = self.tally.view(chunk.steps, -1)
+    def steps(self) -> list[ChunkResult]:
+        """Asynchronous modes: one result for each step of the chunk."""
+        chunk, tallies = self.chunk, self.tally.view(self.chunk.steps, -1)
+        steps = [Chunk(chunk.number, chunk.part, chunk.first + n, 1) for n in range(chunk.steps)]
         return [
-            Brought(self.worker, Chunk(chunk.number, chunk.part, chunk.first + n, 1), one, tally)
-            for n, (one, tally) in enumerate(zip(said, tallies, strict=True))
+            ChunkResult(self.worker, step, report, tally)
+            for step, report, tally in zip(steps, self.report["steps"], tallies, strict=True)
         ]
 
 
 class Service(Answering):
-    """The servers and workers of one training. `report` hears who came and who is lost."""
+    """The servers and workers of one job. Calls `report` when a worker joins or is lost."""
 
     def __init__(
         self,
@@ -86,22 +86,22 @@ class Service(Answering):
         self.servers, self._tally_type = servers, tally_type
         self.addresses: dict[int, Address] = {}
         self.era = -1
-        """Set once the servers have their weights: workers are welcome from then on."""
-        self.told: dict[str, Any] = {}
-        """Out of step: what workers are told with their work."""
+        """Set once the servers have their weights; from then on workers may join."""
+        self.settings: dict[str, Any] = {}
+        """Asynchronous modes: sent to workers with their work."""
         self.statistics = b""
-        """The body of that."""
+        """The body of that message: running statistics of BatchNorm."""
         self.is_over = False
-        self._found: list[Brought] = []
+        self._results: list[ChunkResult] = []
         self._peers: dict[int, Connection] = {}
         self._kinds: dict[int, str] = {}
         self._is_lost = ""
-        self._sent: dict[int, dict[str, Any]] = {}
+        self._moved: dict[int, dict[str, Any]] = {}
 
     # --- for the thread that trains -------------------------------------------------------
 
     def wait_for_servers(self, timeout_s: float) -> list[Address] | None:
-        """Where all servers are; `None` if some have not come within `timeout_s`."""
+        """The addresses of all servers; `None` if some have not registered within `timeout_s`."""
         with self.changed:
             self.changed.wait_for(lambda: len(self.addresses) == self.servers, timeout_s)
             if len(self.addresses) < self.servers:
@@ -114,38 +114,38 @@ class Service(Answering):
             self.era = era
             self.changed.notify_all()
 
-    def step(self, timeout_s: float) -> list[Brought] | None:
-        """In step: what all parts have brought, in their order; `None` if not all have come yet."""
+    def step(self, timeout_s: float) -> list[ChunkResult] | None:
+        """Synchronous mode: the results of all parts, in order; `None` after `timeout_s`."""
         with self.changed:
             self._wait(lambda: self.handing.is_complete, timeout_s)
             if not self.handing.is_complete:
                 return None
-            found, self._found = self._found, []
-        return sorted(found, key=lambda one: one.chunk.part)
+            results, self._results = self._results, []
+        return sorted(results, key=lambda result: result.chunk.part)
 
-    def tell(self, told: dict[str, Any], statistics: bytes) -> None:
-        """Out of step: what workers must know of the work that they are given from here on."""
+    def publish(self, settings: dict[str, Any], statistics: bytes) -> None:
+        """Asynchronous modes: send this with all work from now on."""
         with self.changed:
-            self.told, self.statistics = told, statistics
+            self.settings, self.statistics = settings, statistics
 
     def calls_back(self) -> bool:
-        """In step: whether workers that are ahead are called back, for a part that nobody has."""
+        """Synchronous mode: whether to call back workers that are ahead, for a free part."""
         with self.changed:
             return self.handing.calls_back()
 
     def close_step(self) -> None:
-        """In step: hand out the next one."""
+        """Synchronous mode: close this step and hand out the next one."""
         with self.changed:
             self.handing.close_step()
             self.changed.notify_all()
 
-    def brought(self, timeout_s: float) -> list[Brought]:
-        """Out of step: what came since the last call; waits up to `timeout_s` for the first."""
+    def results(self, timeout_s: float) -> list[ChunkResult]:
+        """Asynchronous modes: the results since the last call; waits up to `timeout_s` for one."""
         with self.changed:
-            if not self._found and not self.handing.ledger.is_over:
-                self._wait(lambda: bool(self._found), timeout_s)
-            found, self._found = self._found, []
-            return found
+            if not self._results and not self.handing.ledger.is_over:
+                self._wait(lambda: bool(self._results), timeout_s)
+            results, self._results = self._results, []
+            return results
 
     def pause(self) -> None:
         """Hand out nothing more, until `go_on`."""
@@ -158,36 +158,36 @@ class Service(Answering):
             self.changed.notify_all()
 
     def wait_until_idle(self, timeout_s: float) -> bool:
-        """Whether no worker has anything any more."""
+        """Whether no worker has a chunk any more."""
         with self.changed:
             self._wait(lambda: self.handing.is_idle, timeout_s)
             return self.handing.is_idle
 
     def wait_until_settled(self, timeout_s: float) -> bool:
-        """Whether no worker has anything any more, and nothing that came is yet to be counted."""
+        """Whether no worker has a chunk any more and `results` has returned all results."""
         with self.changed:
-            self._wait(lambda: self.handing.is_idle or bool(self._found), timeout_s)
-            return self.handing.is_idle and not self._found
+            self._wait(lambda: self.handing.is_idle or bool(self._results), timeout_s)
+            return self.handing.is_idle and not self._results
 
     def finish(self) -> None:
-        """There is no more work: tell all who ask, and the servers."""
+        """There is no more work: answer "over" to all workers and servers."""
         with self.changed:
             if self.is_over:
                 return
             self.is_over = True
             self.changed.notify_all()
-            servers = [self._peers[who] for who, kind in self._kinds.items() if kind == SERVER]
+            servers = [self._peers[peer] for peer, kind in self._kinds.items() if kind == SERVER]
         for connection in servers:
             with suppress(Disconnected):
                 connection.send({"work": OVER})
 
     def sent_by_workers(self) -> dict[int, dict[str, Any]]:
-        """What each worker says that it has sent so far."""
+        """The byte counts which each worker last reported."""
         with self.changed:
-            return dict(self._sent)
+            return dict(self._moved)
 
     def _wait(self, until: Callable[[], bool], timeout_s: float) -> None:
-        """Wait while nobody is lost without whom nothing goes on; raises `PeerLost` then."""
+        """Wait for a condition; raises `PeerLost` if a server is lost."""
         self.changed.wait_for(lambda: until() or bool(self._is_lost), timeout_s)
         if self._is_lost:
             raise PeerLost(self._is_lost)
@@ -199,10 +199,10 @@ class Service(Answering):
         if hello.get("digest") != self._digest:
             connection.send({"refused": "its model has other weights, or another optimizer"})
             raise Disconnected("its model is another one")
-        who = index if kind != SERVER else -2 - index
+        peer = index if kind != SERVER else -2 - index
         with self.changed:
-            before, self._peers[who] = self._peers.get(who), connection
-            self._kinds[who] = kind
+            before, self._peers[peer] = self._peers.get(peer), connection
+            self._kinds[peer] = kind
             if kind == SERVER:
                 self.addresses[index] = (connection.peer_address, int(hello["port"]))
             self.changed.notify_all()
@@ -210,79 +210,79 @@ class Service(Answering):
             before.shut()
         if kind == SERVER:
             connection.send({})
-            return who
+            return peer
         with self.changed:
             self._wait_for_work(lambda: self.era >= 0)
-            self.handing.joined(who)
+            self.handing.joined(peer)
             servers = [list(self.addresses[number]) for number in range(self.servers)]
-        self._report("worker_joined", worker=who)
+        self._report("worker_joined", worker=peer)
         connection.send({"era": self.era, "servers": servers})
-        return who
+        return peer
 
-    def answer(self, who: int, connection: Connection, message: Message, body: memoryview) -> None:
-        if who < 0:
+    def answer(self, peer: int, connection: Connection, message: Message, body: memoryview) -> None:
+        if peer < 0:
             raise ValueError("a server has nothing to say")
         with self.changed:
-            self._sent[who] = message.get("sent", {})
+            self._moved[peer] = message.get("sent", {})
             if "brought" in message:
-                self._take(who, message["brought"], body)
+                self._accept(peer, message["brought"], body)
             if "returned" in message:
-                self.handing.returned(who)
-            is_there = self._is_there(who, connection)
-            has_none = is_there and not self.is_over and not self._next_for(who)
+                self.handing.returned(peer)
+            is_there = self._is_there(peer, connection)
+            has_none = is_there and not self.is_over and not self._next_for(peer)
             settles = has_none and bool(message.get("under_way"))
             if has_none and not settles:
                 self._wait_for_work(
-                    lambda: not self._is_there(who, connection) or self._next_for(who)
+                    lambda: not self._is_there(peer, connection) or self._next_for(peer)
                 )
-            if not self._is_there(who, connection):
+            if not self._is_there(peer, connection):
                 raise Disconnected("it has come again, by another connection")
-            given: Any = OVER if self.is_over else SETTLE if settles else None
-            work = given or dataclasses.asdict(self._given)
-            told, statistics = self.told, self.statistics
-        connection.send({"work": work, **told}, statistics)
+            signal: Any = OVER if self.is_over else SETTLE if settles else None
+            work = signal or dataclasses.asdict(self._next_chunk)
+            settings, statistics = self.settings, self.statistics
+        connection.send({"work": work, **settings}, statistics)
 
-    def _is_there(self, who: int, connection: Connection) -> bool:
-        """Whether this is the newest connection of a worker; one that was killed waits here too."""
-        return self._peers.get(who) is connection
+    def _is_there(self, peer: int, connection: Connection) -> bool:
+        """Whether this is the newest connection of a worker; that of a killed one may linger."""
+        return self._peers.get(peer) is connection
 
-    def _next_for(self, who: int) -> bool:
-        """Whether there is something for this worker, which has it from then on."""
-        found = self.handing.next_for(who)
-        if found is not None:
-            self._given = found
-        return found is not None
+    def _next_for(self, worker: int) -> bool:
+        """Whether there is a chunk for this worker; if so it is assigned to it."""
+        chunk = self.handing.next_for(worker)
+        if chunk is not None:
+            self._next_chunk = chunk
+        return chunk is not None
 
     def _wait_for_work(self, until: Callable[[], bool]) -> None:
         self.changed.wait_for(lambda: self.is_closed or self.is_over or until())
         if self.is_closed:
             raise Disconnected("the training is at its end")
 
-    def _take(self, who: int, said: dict[str, Any], body: memoryview) -> None:
-        number = int(said["chunk"])
-        if said["era"] != self.era:
+    def _accept(self, worker: int, report: dict[str, Any], body: memoryview) -> None:
+        number = int(report["chunk"])
+        if report["era"] != self.era:
             return
         steps = self.handing.ledger.chunk(number).steps
-        if not self.handing.in_step and len(said["steps"]) != steps:
-            raise ValueError(f"of {len(said['steps'])} steps, where its chunk has {steps}")
-        if not self.handing.came(who, number):
+        if not self.handing.in_step and len(report["steps"]) != steps:
+            raise ValueError(f"of {len(report['steps'])} steps, where its chunk has {steps}")
+        if not self.handing.came(worker, number):
             return
         tally = torch.frombuffer(body, dtype=torch.uint8).clone().view(self._tally_type)
-        self._found.append(Brought(who, self.handing.ledger.chunk(number), said, tally))
+        self._results.append(ChunkResult(worker, self.handing.ledger.chunk(number), report, tally))
         self.changed.notify_all()
 
-    def lost(self, who: int, connection: Connection, error: Exception) -> None:
-        """A worker's chunks are handed out again; without a server nothing goes on."""
+    def lost(self, peer: int, connection: Connection, error: Exception) -> None:
+        """Hand out the chunks of a lost worker again; a lost server ends the attempt."""
         with self.changed:
-            if self.is_closed or self._peers.get(who) is not connection:
+            if self.is_closed or self._peers.get(peer) is not connection:
                 return
-            del self._peers[who]
-            kind = self._kinds.pop(who)
-            freed = [] if kind == SERVER else self.handing.lost(who)
+            del self._peers[peer]
+            kind = self._kinds.pop(peer)
+            freed = [] if kind == SERVER else self.handing.lost(peer)
             if kind == SERVER and not self.is_over:
-                self._is_lost = f"server {-2 - who} is gone: {error}"
+                self._is_lost = f"server {-2 - peer} is gone: {error}"
             over = self.is_over or self.handing.ledger.is_over
             self.changed.notify_all()
         if kind != SERVER and not over:
-            told = [{"step": chunk.first, "part": chunk.part} for chunk in freed]
-            self._report("handed_out_again", worker=who, freed=told, why=str(error))
+            chunks = [{"step": chunk.first, "part": chunk.part} for chunk in freed]
+            self._report("handed_out_again", worker=peer, freed=chunks, why=str(error))

@@ -1,17 +1,17 @@
-"""The numbers that one server holds, and how they move. No clock, no thread, no wire.
+"""The weights of one server, and their updates. No clock, no thread, no communication.
 
-In step, the workers' parts of a gradient add up in the order of the parts, whoever comes first, and
-the scheduler says when and by what they are applied; a part that comes twice counts once:
+Synchronous mode: the workers' parts of a gradient are added in the order of the parts, whatever
+their order of arrival. A part that arrives twice counts once. The scheduler applies the sum:
 
     sum = g_0 + g_1 + … + g_(parts - 1);  w <- optimizer(w, factor · sum)
 
-Out of step each gradient is applied when it comes (Li et al. 2014), with tau the versions that have
-passed since the weights that it was computed from:
+Asynchronous mode: each gradient is applied on arrival (Li et al. 2014). It is tau versions older
+than the weights:
 
     plain             w <- optimizer(w, g)
     staleness-aware   the same at the rate  lr / max(1, tau)              Zhang et al., 1511.05950
 
-With mode=delta it is no gradient, but what a worker has changed by itself: w <- w - change.
+mode=delta: a worker pushes the change of its weights instead of a gradient: w <- w - change.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from torch.optim import Optimizer
 from allranks.strategies.cards.parameter_server import PLAIN, STALENESS_AWARE
 from allranks.torch.parallel.sharded.gradients import squares_of
 from allranks.torch.parameter_server.flat import MANY, Flat, FlatLayout, WeightPiece, are_squares
-from allranks.torch.parameter_server.state import Kept, cut_state, join_state
+from allranks.torch.parameter_server.state import PieceState, cut_state, join_state
 from allranks.torch.step.trainable import update
 
 
 @dataclass
 class Summed:
-    """The parts of a step that have come: those up to `parts` in order are added.
+    """The parts of a step that have arrived: the first `parts` in order are added.
 
-    They are added where the worker of the first one has written it, and those that came early stay
-    where they are, as long as that memory does not change.
+    The sum is in the memory of part 0. Parts that arrive early stay in the memory of their push,
+    as long as it does not change.
     """
 
     sum: Flat | None = None
     parts: int = 0
     squares: float | None = None
-    """Those of the sum, where the pass that added the last part has found them."""
+    """The squares of the sum, if the pass that added the last part has computed them."""
     early: dict[int, Flat] = field(default_factory=dict)
 
     def add(self, gradient: Flat, *, is_last: bool) -> None:
@@ -56,7 +56,7 @@ class Summed:
         self.parts += 1
 
     def keep(self, memory: Flat) -> None:
-        """This memory changes from here on: what lies there is copied."""
+        """This memory is about to change: copy the gradient in it."""
         if self.sum is memory:
             self.sum = memory.copy()
         for part, gradient in self.early.items():
@@ -66,18 +66,18 @@ class Summed:
 
 @dataclass(frozen=True)
 class Update:
-    """What has made a version of the one before it; without a gradient nothing was updated."""
+    """The update which made a version; without a gradient the weights did not change."""
 
     version: int
     gradient: Flat | None = None
-    said: dict[str, Any] | None = None
+    settings: dict[str, Any] | None = None
 
 
 class Shard:
     """The weights of one server in a layout, and the optimizer of those alone.
 
-    The `optimizer` was made for the whole model, whose `parameters` it has in its groups; from now
-    on it has the pieces of this server in their place, and nothing of the others.
+    The groups of `optimizer` have the whole model's `parameters`; here they are replaced with the
+    pieces of this server.
     """
 
     def __init__(
@@ -92,50 +92,49 @@ class Shard:
     ) -> None:
         self.hands_on = hands_on
         self.last: Update | None = None
-        """The newest update, where workers make it as well (`hands_on`)."""
+        """The newest update, if workers also apply it (`hands_on`)."""
         self._room_of_last: Flat | None = None
         self.layout, self.optimizer, self.parts, self.rate = layout, optimizer, parts, rate
         self.weights = layout.new()
         self.version = 0
         self.applied: set[int] = set()
-        """The numbers of the gradients that were applied out of step, since the last `load`."""
+        """The numbers of the gradients pushed and applied since the last `load`."""
         self.pieces = [nn.Parameter(view) for view in self.weights.views]
         self._position = [piece.position for piece in layout.pieces]
         self._pulled: dict[int, int] = {}
         self._summed: Summed | None = None
-        held = {id(parameters[at]): [] for at in set(self._position)}  # type: ignore[var-annotated]
-        for at, own in zip(self._position, self.pieces, strict=True):
-            held[id(parameters[at])].append(own)
+        pieces_of = {id(parameters[at]): [] for at in set(self._position)}  # type: ignore[var-annotated]
+        for at, param in zip(self._position, self.pieces, strict=True):
+            pieces_of[id(parameters[at])].append(param)
         optimizer.state.clear()
         for group in optimizer.param_groups:
-            group["params"] = [own for p in group["params"] for own in held.get(id(p), ())]
+            group["params"] = [param for p in group["params"] for param in pieces_of.get(id(p), ())]
 
     # --- in step --------------------------------------------------------------------------
 
-    def bring(self, part: int, gradient: Flat) -> bool:
-        """A part of the gradient of the step that is going on; whether it is new.
+    def add_part(self, part: int, gradient: Flat) -> bool:
+        """Add a part to the gradient of the current step; `False` if it was added before.
 
-        The sum may lie in its memory, which others are not to change before the step is over,
-        unless `keep` is called.
+        The sum may use its memory: call `keep` before you change that within the step.
         """
-        found = self._summed
-        if found is None:
-            found = self._summed = Summed()
-        if part < found.parts or part in found.early:
+        summed = self._summed
+        if summed is None:
+            summed = self._summed = Summed()
+        if part < summed.parts or part in summed.early:
             return False
-        found.early[part] = gradient
-        while (following := found.early.pop(found.parts, None)) is not None:
-            found.add(following, is_last=found.parts == self.parts - 1)
+        summed.early[part] = gradient
+        while (following := summed.early.pop(summed.parts, None)) is not None:
+            summed.add(following, is_last=summed.parts == self.parts - 1)
         return True
 
     def keep(self, memory: Flat) -> None:
-        """What was brought may change in this memory from here on."""
+        """This memory is about to change: copy a part that is in it."""
         if self._summed is not None:
             self._summed.keep(memory)
 
     @property
     def is_complete(self) -> bool:
-        """Whether all parts of the step are there."""
+        """Whether all parts of the step have arrived."""
         return self._summed is not None and self._summed.parts == self.parts
 
     @property
@@ -145,9 +144,9 @@ class Shard:
         return self._summed.sum
 
     def squares(self, unused: Collection[int] = ()) -> float:
-        """The sum of the squares of the gradient, without the parameters that nobody used.
+        """The sum of the squares of the gradient, without `unused` parameters.
 
-        Parts have zeros for these; a regularizer has none.
+        Parts have zeros for these, and a regularizer has no gradient.
         """
         known = None if self._summed is None else self._summed.squares
         if known is not None:
@@ -156,13 +155,13 @@ class Shard:
         parts = [g for g in there if g is not None]
         numbers = sum(g.numel() for g in parts)
         if numbers >= MANY:  # else doubles take less time
-            found = float(squares_of(parts, torch.device("cpu")))
-            if are_squares(found, numbers):
-                return found
+            squares = float(squares_of(parts, torch.device("cpu")))
+            if are_squares(squares, numbers):
+                return squares
         return sum(map(_squares_in_doubles, parts))
 
     def add(self, more: Flat, factor: float) -> None:
-        """The gradient is `factor` times itself plus `more` from here on: of a regularizer."""
+        """Set the gradient to `factor` times itself plus `more`, that of a regularizer."""
         assert self._summed is not None
         self.gradient.scale_(factor)
         self.gradient.add_(more)
@@ -178,12 +177,12 @@ class Shard:
         if self.hands_on:
             self._room_of_last = self._room_of_last or self.layout.new()
             self._room_of_last.copy_(gradient)
-            said = {"groups": list(groups), "unused": list(unused)}
-            self.last = Update(self.version, self._room_of_last, said)
+            settings = {"groups": list(groups), "unused": list(unused)}
+            self.last = Update(self.version, self._room_of_last, settings)
         self.update(gradient, groups, unused)
 
     def pass_over(self) -> None:
-        """The step is over; without `apply`, it has left the weights as they were."""
+        """End the step; without `apply` the weights do not change."""
         self._summed = None
         self.version += 1
         self.last = Update(self.version) if self.hands_on else None
@@ -200,8 +199,7 @@ class Shard:
     ) -> int | None:
         """Apply the gradient with this number at once; returns its staleness.
 
-        `None` for one that is applied already: a worker that is lost may have brought it to some
-        of the servers.
+        `None` if it was applied before: a lost worker may have pushed it to some of the servers.
         """
         if self._is_applied(number):
             return None
@@ -215,11 +213,11 @@ class Shard:
         return stale
 
     def change(self, number: int, change: Flat) -> bool:
-        """Subtract what a worker has changed, under this number; whether it is new."""
+        """Subtract a worker's change with this number; `False` if it was applied before."""
         if self._is_applied(number):
             return False
-        for own, less in zip(self.weights.flats, change.flats, strict=True):
-            own.sub_(less)
+        for weights, less in zip(self.weights.flats, change.flats, strict=True):
+            weights.sub_(less)
         self.applied.add(number)
         self.version += 1
         return True
@@ -228,7 +226,7 @@ class Shard:
         return number in self.applied
 
     def slower(self, stale: int) -> int:
-        """The rate is divided by this for a gradient that is so stale."""
+        """The divisor of the learning rate for a gradient of this staleness."""
         return max(1, stale) if self.rate == STALENESS_AWARE else 1
 
     def pull(self, worker: int, into: Flat) -> int:
@@ -239,55 +237,55 @@ class Shard:
 
     # --- both -----------------------------------------------------------------------------
 
-    def load(self, weights: Flat, kept: Sequence[Kept]) -> None:
-        """Have these weights, and an optimizer that keeps this for them."""
+    def load(self, weights: Flat, states: Sequence[PieceState]) -> None:
+        """Load weights, and the optimizer state of each piece."""
         self.put(weights)
         self.optimizer.state.clear()
-        join_state(self.optimizer, self.pieces, self._own_pieces, kept)
+        join_state(self.optimizer, self.pieces, self._local_pieces, states)
 
     def put(self, weights: Flat) -> None:
-        """Have these weights; whoever updates by itself needs all of them."""
+        """Load weights; workers with their own update need all of them."""
         self.weights.copy_(weights)
         self.last = None
 
-    def kept(self) -> list[Kept]:
-        """What the optimizer keeps, piece by piece."""
-        return cut_state(self.optimizer, self.pieces, self._own_pieces)
+    def optimizer_state(self) -> list[PieceState]:
+        """The optimizer state, piece by piece."""
+        return cut_state(self.optimizer, self.pieces, self._local_pieces)
 
     @property
-    def _own_pieces(self) -> list[WeightPiece]:
-        """The pieces, as wholes of what the optimizer has."""
-        held = enumerate(self.layout.pieces)
-        return [WeightPiece(n, 0, p.numbers, p.server, is_whole=True) for n, p in held]
+    def _local_pieces(self) -> list[WeightPiece]:
+        """The pieces as whole parameters of this optimizer."""
+        pieces = enumerate(self.layout.pieces)
+        return [WeightPiece(n, 0, p.numbers, p.server, is_whole=True) for n, p in pieces]
 
     def update(
         self, gradient: Flat, groups: Sequence[dict[str, Any]], unused: Collection[int]
     ) -> None:
-        """Update the pieces by this gradient, at the rates that `groups` say."""
-        for own, found in zip(self.pieces, self._used(gradient, unused), strict=True):
-            own.grad = found
-        for group, said in zip(self.optimizer.param_groups, groups, strict=True):
-            for name, value in said.items():
+        """Update the pieces by this gradient, with the hyperparameters in `groups`."""
+        for param, grad in zip(self.pieces, self._used(gradient, unused), strict=True):
+            param.grad = grad
+        for group, settings in zip(self.optimizer.param_groups, groups, strict=True):
+            for name, value in settings.items():
                 group[name] = tuple(value) if isinstance(group.get(name), tuple) else value
         update(self.optimizer)
-        for own in self.pieces:
-            own.grad = None
+        for param in self.pieces:
+            param.grad = None
 
     def _used(self, gradient: Flat, unused: Collection[int]) -> list[Tensor | None]:
-        """The gradient of each piece; `None` for parameters that no part has used."""
+        """The gradient of each piece; `None` for `unused` parameters."""
         without = set(unused)
         pairs = zip(self._position, gradient.views, strict=True)
         return [None if at in without else view for at, view in pairs]
 
     def begin(self, version: int) -> None:
-        """Weights and optimizer were loaded: nothing that was brought before counts any more."""
+        """Begin at `version` after a load: drop all earlier parts and pushes."""
         self.version, self._summed = version, None
         self._pulled.clear()
         self.applied.clear()
 
 
 def _squares_in_doubles(gradient: Tensor) -> float:
-    """By parts, because each is copied as doubles."""
+    """In parts, because each is copied to float64."""
     kind = torch.promote_types(gradient.dtype, torch.float64)
     parts = gradient.reshape(-1).split(MANY)
     return sum(float(torch.linalg.vector_norm(part, dtype=kind)) ** 2 for part in parts)

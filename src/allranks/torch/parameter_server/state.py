@@ -1,8 +1,8 @@
-"""What an optimizer keeps for its parameters: cut for the servers, and put together again.
+"""The optimizer state: cut into pieces for the servers, and joined again.
 
-The scheduler has the whole of it, as a checkpoint needs it; a server keeps it for its pieces. What
-is as long as a piece is cut with it; anything else, such as a count of steps, is the same for all.
-In a message the header says what there is, and the body has the tensors, each at a multiple of 64:
+The scheduler has the whole state for checkpoints; a server has that of its pieces. A tensor with as
+many numbers as its parameter is cut with it; anything else, such as a step count, is copied. The
+header of a message describes the state; the body has the tensors, each at a multiple of 64:
 
     [{"exp_avg": {"type": "float32", "shape": [5, 4]}, "step": {"value": 3}}, …]    piece by piece
 """
@@ -20,7 +20,7 @@ from allranks.errors import RequestError
 from allranks.launcher.messages.connection import Buffer
 from allranks.torch.parameter_server.flat import ALIGNED, WeightPiece, cut
 
-Kept = dict[str, Any]
+PieceState = dict[str, Any]
 Spec = list[dict[str, dict[str, Any]]]
 TYPES = {
     str(t).removeprefix("torch."): t
@@ -44,16 +44,16 @@ PLAIN = (bool, int, float, str, type(None))
 
 def cut_state(
     optimizer: Optimizer, parameters: Sequence[nn.Parameter], pieces: Sequence[WeightPiece]
-) -> list[Kept]:
-    """What the optimizer of whole `parameters` keeps, for each of the pieces."""
+) -> list[PieceState]:
+    """The state of an optimizer of whole `parameters`, cut for each of the pieces."""
     return [
         _cut_one(optimizer.state.get(parameters[p.position], {}), p, parameters) for p in pieces
     ]
 
 
 def _cut_one(
-    kept: Mapping[str, Any], piece: WeightPiece, parameters: Sequence[nn.Parameter]
-) -> Kept:
+    state: Mapping[str, Any], piece: WeightPiece, parameters: Sequence[nn.Parameter]
+) -> PieceState:
     whole = parameters[piece.position].numel()
 
     def of_piece(value: Any) -> Any:
@@ -61,7 +61,7 @@ def _cut_one(
             return cut(value, piece)
         return value
 
-    return {name: of_piece(value) for name, value in kept.items()}
+    return {name: of_piece(value) for name, value in state.items()}
 
 
 @torch.no_grad()
@@ -69,85 +69,85 @@ def join_state(
     optimizer: Optimizer,
     parameters: Sequence[nn.Parameter],
     pieces: Sequence[WeightPiece],
-    found: Sequence[Kept],
+    states: Sequence[PieceState],
 ) -> None:
-    """Let the optimizer of whole parameters keep what was found of these pieces of them."""
-    for piece, kept in zip(pieces, found, strict=True):
+    """Copy the `states` of these pieces into the state of an optimizer of whole parameters."""
+    for piece, state in zip(pieces, states, strict=True):
         parameter = parameters[piece.position]
-        own = optimizer.state[parameter]
-        for name, value in kept.items():
+        whole_state = optimizer.state[parameter]
+        for name, value in state.items():
             is_part = isinstance(value, Tensor) and value.numel() == piece.numbers
             if piece.is_whole or not is_part or value.numel() == parameter.numel():
-                own[name] = value
+                whole_state[name] = value
                 continue
-            there = own.get(name)
+            there = whole_state.get(name)
             if not isinstance(there, Tensor) or there.numel() != parameter.numel():
-                there = own[name] = value.new_empty(parameter.shape)
+                there = whole_state[name] = value.new_empty(parameter.shape)
             cut(there, piece).copy_(value)
 
 
-def packed(kept: Sequence[Kept]) -> tuple[Spec, list[Buffer]]:
-    """A header for what is kept, and the body."""
+def packed(states: Sequence[PieceState]) -> tuple[Spec, list[Buffer]]:
+    """The header and the body of a message with these states."""
     spec, body = list[dict[str, dict[str, Any]]](), list[Buffer]()
-    for one in kept:
-        said: dict[str, dict[str, Any]] = {}
-        for name, value in one.items():
+    for state in states:
+        fields: dict[str, dict[str, Any]] = {}
+        for name, value in state.items():
             if isinstance(value, Tensor):
-                held = value.detach().contiguous()
-                kind = str(held.dtype).removeprefix("torch.")
+                tensor = value.detach().contiguous()
+                kind = str(tensor.dtype).removeprefix("torch.")
                 if kind not in TYPES:
                     raise _not_carried(name, f"a tensor of {kind}")
-                said[name] = {"type": kind, "shape": list(held.shape)}
-                array: Any = held.reshape(-1).view(torch.uint8).numpy()
+                fields[name] = {"type": kind, "shape": list(tensor.shape)}
+                array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
                 body += [memoryview(array), bytes(-array.nbytes % ALIGNED)]
             elif isinstance(value, PLAIN):
-                said[name] = {"value": value}
+                fields[name] = {"value": value}
             else:
                 raise _not_carried(name, f"a {type(value).__name__}")
-        spec.append(said)
+        spec.append(fields)
     return spec, body
 
 
-def unpacked(spec: Spec, body: memoryview) -> list[Kept]:
-    """What was packed, in memory of its own."""
+def unpacked(spec: Spec, body: memoryview) -> list[PieceState]:
+    """The states in a message, in new memory."""
     raw = torch.frombuffer(body, dtype=torch.uint8).clone() if len(body) else torch.empty(0)
-    at, found = 0, []
-    for said in spec:
-        kept: Kept = {}
-        for name, one in said.items():
-            if "value" in one:
-                kept[name] = one["value"]
+    at, states = 0, []
+    for fields in spec:
+        state: PieceState = {}
+        for name, field in fields.items():
+            if "value" in field:
+                state[name] = field["value"]
                 continue
-            kind, shape = TYPES[one["type"]], tuple(int(n) for n in one["shape"])
+            kind, shape = TYPES[field["type"]], tuple(int(n) for n in field["shape"])
             size = kind.itemsize * torch.Size(shape).numel()
-            kept[name] = raw[at : at + size].view(kind).view(shape)
+            state[name] = raw[at : at + size].view(kind).view(shape)
             at += size + -size % ALIGNED
-        found.append(kept)
-    return found
+        states.append(state)
+    return states
 
 
-def hyper_parameters_said(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """What the groups of an optimizer say, as far as a message can: numbers, texts, lists of them.
+def plain_hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The hyperparameters of each group which a message can carry: numbers, strings, lists.
 
-    What cannot be said stays on the servers as the task makes it.
+    Others stay on the servers as the task created them.
     """
 
-    def said(value: Any) -> bool:
+    def is_plain(value: Any) -> bool:
         if isinstance(value, (tuple, list)):
-            return all(map(said, value))
+            return all(map(is_plain, value))
         return isinstance(value, PLAIN)
 
     def plain(value: Any) -> Any:
         return float(value) if isinstance(value, Tensor) and value.numel() == 1 else value
 
     groups = [{n: plain(v) for n, v in g.items()} for g in optimizer.param_groups]
-    return [{n: v for n, v in g.items() if n != "params" and said(v)} for g in groups]
+    return [{n: v for n, v in g.items() if n != "params" and is_plain(v)} for g in groups]
 
 
-def _not_carried(name: str, what: str) -> RequestError:
+def _not_carried(name: str, kind: str) -> RequestError:
     return RequestError(
         asked="--strategy ps with the optimizer of the task",
-        found=f"{what} in what it keeps as {name!r}",
+        found=f"{kind} in what it keeps as {name!r}",
         why="servers and the scheduler exchange tensors and plain numbers",
         do="another optimizer, or --strategy ddp",
     )

@@ -1,24 +1,24 @@
 """`ps`: servers that hold the weights, workers that pull and push, and a scheduler that leads.
 
 The processes of a job are in no process group: they exchange framed messages (`launcher/messages`),
-so the death of a worker is nothing that another one waits for.
+so no worker blocks when another one dies.
 
     scheduler (leads)        server, of its pieces           worker
     hands out a part     ->                                  pulls weights; forward, backward
-    adds the tallies     <-  adds the parts in order     <-  pushes its gradient; brings its tally
-    norm, rates, guard   ->  updates; the next version   ->  pulls …                    (in step)
-    counts what came     <-  applies it at once          <->  divides, clips, pushes, pulls
+    adds the tallies     <-  adds the parts in order     <-  pushes its gradient; sends its tally
+    norm, rates, guard   ->  updates; the next version   ->  pulls …                  (mode=sync)
+    counts the steps     <-  applies it at once          <->  divides, clips, pushes, pulls
                                                                                     (mode=async)
 
-`flat` says which server has what, and how it lies there; `shard` is the arithmetic of a server,
-`server` its end of the wire and its process; `handing_out` says who works on what, `service` tells
-them; `leading` and `trainer` are the scheduler's, for which a step is a step of the job, so that
-record, evaluation and checkpoints are those of every strategy; `worker` is a worker's loop,
-`exchange` what it pulls and pushes, `changes` the same for mode=delta. A worker that is lost is no
-failure while `least` are left, and is started again. Without a server or the scheduler workers
-wait: all weights are loaded anew, from the checkpoint (`Role`).
+`flat` assigns weights to servers and lays them out; `shard` is the arithmetic of a server, `server`
+its communication and process. `handing_out` assigns chunks to workers, `service` sends them.
+`leading` and `trainer` are the scheduler's: each step is a step of the job, so record, evaluation
+and checkpoints are those of every strategy. `worker` is a worker's loop, `exchange` what it pulls
+and pushes, `changes` the same for mode=delta. A lost worker is no failure while `least` are left,
+and is restarted. If a server or the scheduler is lost, workers wait until all weights are loaded
+again from the checkpoint (`Role`).
 
-This class is what all three have of a strategy: how the weights are laid out, and one `side`.
+This class is the strategy of all three kinds of processes: the layout of the weights, and a `side`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ from allranks.training.progress import StepResult
 
 
 class Side(Protocol):
-    """What the strategy is in one kind of process."""
+    """The part of the strategy that depends on the kind of process."""
 
     def forward_backward(self, batch: Batch) -> Tally: ...
 
@@ -82,24 +82,24 @@ class Side(Protocol):
     def after_update(self, result: StepResult) -> None: ...
 
     def take_weights(self, *, optimizer: bool = False) -> None:
-        """The model has the newest weights from here on, and the optimizer what is kept of it."""
+        """Load the newest weights into the model, and the optimizer state if asked."""
         ...
 
     def put_weights(self) -> None:
-        """The servers have the weights of the model from here on."""
+        """Send the weights of the model to the servers."""
         ...
 
 
 class ParameterServer(Strategy):
-    """The layout of the weights on the servers. `workers` is set by whoever knows."""
+    """The layout of the weights on the servers. Each process sets `workers` at its start."""
 
     name = "ps"
     side: Side | None = None
     workers = 1
     tables: Sequence[PlacedTable] = ()
-    """Those whose rows alone travel."""
+    """The tables of which only rows are communicated."""
     handed: dict[str, Any] | None = None
-    """What of the state is the scheduler's, beside weights and optimizer; set by its trainer."""
+    """The scheduler's state besides weights and optimizer; set by its trainer."""
 
     @property
     def in_step(self) -> bool:
@@ -112,27 +112,27 @@ class ParameterServer(Strategy):
 
     @property
     def pushes_changes(self) -> bool:
-        """Whether workers train by themselves, and push what that has changed."""
+        """Whether workers train alone, and push the change of their weights."""
         return bool(self.context.options["mode"] == CHANGES)
 
     @property
     def weights_lie_where_they_come(self) -> bool:
-        """Whether the weights of a worker are the memory that servers send them to."""
+        """Whether a worker receives weights directly into its parameters."""
         return not self.updates_on_worker and not self.pushes_changes
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         if self.rows_travel:
             weights = dict(model.named_parameters())
-            found = [weights[name] for name in find_tables(model)]
-            self.context.scope.served = frozenset(map(id, found))
-            self.can_be_compiled = not found  # rows come by messages, in the middle of forward
+            tables = [weights[name] for name in find_tables(model)]
+            self.context.scope.served = frozenset(map(id, tables))
+            self.can_be_compiled = not tables  # rows come by messages, in the middle of forward
             if self.builds_in_turn:
-                leave_rows(found)
+                leave_rows(tables)
         return model
 
     @property
     def rows_travel(self) -> bool:
-        """Whether tables lie on servers alone."""
+        """Whether tables are on servers only."""
         return bool(self.context.options["tables"] == ROWS)
 
     def prepare(self) -> None:
@@ -141,35 +141,35 @@ class ParameterServer(Strategy):
             self.tables = placed_tables(self.model, step.names, step.optimizer)
         self._check()
         groups = step.optimizer.param_groups
-        in_rows = {one.position for one in self.tables}
+        in_rows = {table.position for table in self.tables}
         dense = [at for at in range(len(step.parameters)) if at not in in_rows]
         seen_whole = self._seen_whole(dense)
         uncut = {id(p) for number in seen_whole for p in groups[number]["params"]}
         uncut |= {id(p) for p in step.parameters if not p.is_contiguous()}
-        held = [step.parameters[at] for at in dense]
-        whole = {n for n, p in enumerate(held) if id(p) in uncut}
-        sizes = [Sized(p.numel(), p.element_size()) for p in held]
-        found = placed(sizes, options["servers"], options["bound"], whole)
-        pieces = [replace(piece, position=dense[piece.position]) for piece in found]
+        params = [step.parameters[at] for at in dense]
+        whole = {n for n, p in enumerate(params) if id(p) in uncut}
+        sizes = [Sized(p.numel(), p.element_size()) for p in params]
+        pieces_of_params = placed(sizes, options["servers"], options["bound"], whole)
+        pieces = [replace(piece, position=dense[piece.position]) for piece in pieces_of_params]
         self.layouts = [
             FlatLayout([p for p in pieces if p.server == server], step.parameters)
             for server in range(options["servers"])
         ]
         shapes = [
             (step.names[at], tuple(p.shape), str(p.dtype))
-            for at, p in zip(dense, held, strict=True)
+            for at, p in zip(dense, params, strict=True)
         ]
-        said = repr((shapes, pieces, self.tables, type(step.optimizer).__qualname__))
-        self.digest = hashlib.sha256(said.encode()).hexdigest()
+        layout = repr((shapes, pieces, self.tables, type(step.optimizer).__qualname__))
+        self.digest = hashlib.sha256(layout.encode()).hexdigest()
         self._placed = list(step.names)
 
     def _seen_whole(self, dense: Collection[int]) -> Collection[int]:
-        """The groups of the optimizer that servers update by whole weights, of these `dense`."""
+        """The optimizer's groups which need whole weights of these `dense` positions."""
         optimizer, options, asked = self.step.optimizer, self.context.options, "--strategy ps"
         servers, cuts = options["servers"], dict[int, WeightParts]()
         for parameter in (self.step.parameters[at] for at in dense):
             shape = tuple(parameter.shape)
-            if parameter.numel() > MOST:  # in one of fewer numbers it is seen, too, that it is flat
+            if parameter.numel() > MOST:  # a smaller shape shows as well whether it needs wholes
                 shape = tuple(min(size, 64) for size in shape)
             if parameter.numel() >= max(options["bound"], servers) and servers > 1:
                 cuts[id(parameter)] = WeightParts(shape, partial(_flat_pieces, servers))
@@ -179,12 +179,12 @@ class ParameterServer(Strategy):
         return ()
 
     def lay_out(self) -> None:
-        """Raises `RequestError` where other parameters are trained than have places on servers."""
+        """Raises `RequestError` if parameters are trained that are not on the servers."""
         if self.step.names != self._placed:
             raise unfrozen_on_the_way(self.name)
 
     def _check(self) -> None:
-        """Raise `RequestError` for what cannot be where no process sees a whole step."""
+        """Raise `RequestError` for features that need a process which sees a whole step."""
         task, step, options = self.task, self.step, self.context.options
         out_of_step = f"mode={options['mode']}"
         whole_norm = task.batchnorm == "whole" and bool(normalising_layers(self.model))
@@ -207,7 +207,7 @@ class ParameterServer(Strategy):
         refuse_without_whole_steps(self.name, asked, found=found, why=why)
 
     def shard(self, server: int) -> Shard:
-        """What a server holds; from here on this process has no optimizer of the whole model."""
+        """The shard of a server; afterwards this process has no optimizer of the whole model."""
         layout, step = self.layouts[server], self.step
         return Shard(
             layout,
@@ -219,12 +219,12 @@ class ParameterServer(Strategy):
         )
 
     def served_tables(self, server: int) -> ServedTables:
-        """The rows that a server holds; from here on this process has no table whole."""
+        """The rows of a server; afterwards this process has no whole table."""
         step, servers = self.step, self.context.options["servers"]
-        found = ServedTables(self.tables, step.optimizer, server, servers)
-        for one in self.tables:
-            let_go(step.parameters[one.position], step.optimizer)
-        return found
+        tables = ServedTables(self.tables, step.optimizer, server, servers)
+        for table in self.tables:
+            let_go(step.parameters[table.position], step.optimizer)
+        return tables
 
     # --- the step -------------------------------------------------------------------------
 
@@ -238,7 +238,7 @@ class ParameterServer(Strategy):
         return super().forward_backward(batch)
 
     def accumulate(self, batch: Batch) -> Tally:
-        """The same, adding to the gradients that are there."""
+        """The same, accumulating into the present gradients."""
         tally = self.step.layout.tally()
         self.step.accumulate(batch, lambda leaf: tally)
         return tally
@@ -267,7 +267,7 @@ class ParameterServer(Strategy):
         return tuple(layout.nbytes for layout in self.layouts)
 
     def most(self) -> tuple[int, ...]:
-        """What no message to or from a server is larger than, beside what its optimizer keeps."""
+        """The largest message to or from each server, without the optimizer state."""
         rows = most_bytes(self.tables, len(self.layouts)) if self.tables else 0
         return tuple(layout.nbytes + rows for layout in self.layouts)
 
@@ -282,32 +282,32 @@ class ParameterServer(Strategy):
 
     # --- weights and state ----------------------------------------------------------------
 
-    def _take(self, *, optimizer: bool = False) -> None:
+    def _pull(self, *, optimizer: bool = False) -> None:
         if self.side is not None:
             self.side.take_weights(optimizer=optimizer)
 
     def whole_weights(self) -> AbstractContextManager[None]:
-        self._take()
+        self._pull()
         return nullcontext()
 
     @contextmanager
     def owned(self, *, writes: bool = False) -> Iterator[None]:
-        """Within, the model has the weights of the servers; they have what was written there."""
-        self._take()
+        """Within, the model has the servers' weights; with `writes` they are sent back after."""
+        self._pull()
         yield
         if writes and self.side is not None:
             self.side.put_weights()
 
     def evaluated_weights(self) -> AbstractContextManager[None]:
-        self._take()
+        self._pull()
         return super().evaluated_weights()
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
-        self._take()
+        self._pull()
         return super().full_state()
 
     def state(self) -> dict[str, Any]:
-        self._take(optimizer=True)
+        self._pull(optimizer=True)
         state = super().state()
         return state if self.handed is None else {**state, "handed": self.handed}
 
@@ -318,26 +318,26 @@ class ParameterServer(Strategy):
     def statistics(self) -> bytes:
         """The running statistics of all BatchNorm layers, in the order of the model.
 
-        By them a shard of one sample is normalised, so workers are told them with their work.
+        Workers get them with their work: a shard of one sample is normalised by them.
         """
         return b"".join(tensor.cpu().numpy().tobytes() for tensor in self._statistics())
 
-    def hear(self, told: Mapping[str, Any], statistics: memoryview) -> None:
-        """Take what must be alike in all workers of a step, as the scheduler has it."""
+    def apply_settings(self, settings: Mapping[str, Any], statistics: memoryview) -> None:
+        """Apply the scheduler's settings, which must be the same in all workers of a step."""
         step = self.step
-        if step.loss_scale is not None and told.get("loss_scale") is not None:
-            step.loss_scale.value = float(told["loss_scale"])
-        if (was := told.get("regularizer")) is not None:
+        if step.loss_scale is not None and settings.get("loss_scale") is not None:
+            step.loss_scale.value = float(settings["loss_scale"])
+        if (was := settings.get("regularizer")) is not None:
             step.regularizers.was = step.layout.like.new_tensor(float(was))
         if len(statistics):
-            self.take_statistics(statistics)
+            self.load_statistics(statistics)
 
-    def take_statistics(self, found: memoryview) -> None:
-        """Go on with the running statistics that `statistics` returned elsewhere."""
+    def load_statistics(self, statistics: memoryview) -> None:
+        """Load running statistics which `statistics` returned in another process."""
         at = 0
         for tensor in self._statistics():
-            given = torch.frombuffer(found[at : at + tensor.nbytes], dtype=tensor.dtype)
-            tensor.copy_(given.view(tensor.shape))
+            values = torch.frombuffer(statistics[at : at + tensor.nbytes], dtype=tensor.dtype)
+            tensor.copy_(values.view(tensor.shape))
             at += tensor.nbytes
 
     def _statistics(self) -> list[Tensor]:
@@ -346,7 +346,7 @@ class ParameterServer(Strategy):
 
     @property
     def parameters(self) -> list[Parameter]:
-        """What is on the servers, in the order of the model."""
+        """The parameters on the servers, in the order of the model."""
         return self.step.parameters
 
 

@@ -1,9 +1,9 @@
-"""The trainer of the scheduler: the same loop, in which others compute a step.
+"""The trainer of the scheduler: the usual loop, in which workers compute the steps.
 
-In step, a step waits for all parts of its batch; workers begin with the next one as soon as servers
-have updated, also while this process evaluates or saves. Out of step, a step is what a worker has
-brought, in the order in which it came; to save, nothing more is handed out until nobody has
-anything, so that the weights of a checkpoint are those of just the batches that it counts.
+Synchronous mode: a step waits for all parts of its batch. Workers begin the next one once servers
+have updated, also while this process evaluates or saves. Asynchronous modes: each finished batch of
+a worker is a step, in order of arrival. Before a save no more work is handed out until all workers
+are idle, so that a checkpoint has the updates of exactly the batches it counts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from allranks.torch.model.precision import KERNELS
 from allranks.torch.parameter_server.handing_out import HandingOut
 from allranks.torch.parameter_server.leading import LOOK_S, Leading, LeadingInStep
 from allranks.torch.parameter_server.links import Links
-from allranks.torch.parameter_server.service import Brought, Service
+from allranks.torch.parameter_server.service import ChunkResult, Service
 from allranks.torch.parameter_server.strategy import ParameterServer
 from allranks.torch.trainer import Trainer
 from allranks.training.progress import RankRequests, StepResult
@@ -30,7 +30,7 @@ from allranks.training.work_queue import Ledger
 
 
 class SchedulerTrainer(Trainer):
-    """The leader of a job of workers and servers. It sees no sample, but to evaluate."""
+    """The leader of a job of workers and servers. It reads samples only to evaluate."""
 
     strategy: ParameterServer
     service: Service | None = None
@@ -39,22 +39,22 @@ class SchedulerTrainer(Trainer):
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self.strategy.workers = self.job.ranks
-        self._told = more.get("report") or (lambda event, **values: None)
+        self._report = more.get("report") or (lambda event, **values: None)
         self._saves_next = False
-        self._uncounted: list[Brought] = []
+        self._uncounted: list[ChunkResult] = []
 
     # --- the loop -------------------------------------------------------------------------
 
     def calls(self) -> Iterator[list[Any]]:
         """The steps, until all samples are in the weights."""
-        service = self._served()
+        service = self._start_servers()
         self.heartbeat.at_step(self.progress.batch_index)
         self.heartbeat.enter("exchange")  # once: to wait and wait is no sign of life
-        yield from self._batches() if self.strategy.in_step else self._brought(service)
+        yield from self._batches() if self.strategy.in_step else self._results(service)
         self._leave(service)
 
     def _batches(self) -> Iterator[list[Batch]]:
-        """In step: the batches that come next, without their data."""
+        """Synchronous mode: the plans of the next batches, without data."""
         last_epoch = 2**31 if self.job.steps is not None else self.task.epochs
         batches = self.task_data.batches
         for batch in batches.plans(self.progress, last_epoch, self.job.steps):
@@ -62,74 +62,74 @@ class SchedulerTrainer(Trainer):
                 return
             yield [batch]
 
-    def _brought(self, service: Service) -> Iterator[list[Brought]]:
-        """Out of step: what workers bring, as it comes; at an early end, what they are at too."""
+    def _results(self, service: Service) -> Iterator[list[ChunkResult]]:
+        """Asynchronous modes: results as they arrive; at an early end also those under way."""
         while not self.evaluation_plan.is_over:
-            found = service.brought(LOOK_S)
-            self._uncounted += [one for brought in found for one in brought.steps()]
+            results = service.results(LOOK_S)
+            self._uncounted += [step for result in results for step in result.steps()]
             while self._uncounted and not self.evaluation_plan.is_over:
                 yield [self._uncounted.pop(0)]
-            if self._saves_next and not found and service.wait_until_settled(LOOK_S):
+            if self._saves_next and not results and service.wait_until_settled(LOOK_S):
                 self._save_idle(service)
-            if not found and service.handing.ledger.is_over:
+            if not results and service.handing.ledger.is_over:
                 break
-        self._take_in(service)
+        self._drain(service)
         while self._uncounted:
             yield [self._uncounted.pop(0)]
 
-    def _take_in(self, service: Service) -> None:
-        """Hand out nothing more, and wait for what workers are at: the weights have it by then."""
+    def _drain(self, service: Service) -> None:
+        """Hand out no more work, and wait for the chunks under way: they are in the weights."""
         service.pause()
         while not service.wait_until_idle(LOOK_S):
             pass
-        self._uncounted += [one for brought in service.brought(0.0) for one in brought.steps()]
+        self._uncounted += [step for result in service.results(0.0) for step in result.steps()]
 
     def steps(self, batches: list[Any]) -> list[StepResult]:
-        """What each step was."""
-        make = self._made if self.strategy.in_step else self._counted
+        """The result of each step."""
+        make = self._train_step if self.strategy.in_step else self._count_step
         return [make(batch) for batch in batches]
 
-    def _made(self, batch: Batch) -> StepResult:
-        """In step: one step, of which workers compute the parts."""
+    def _train_step(self, batch: Batch) -> StepResult:
+        """Synchronous mode: one step, whose parts workers compute."""
         self.heartbeat.at_step(batch.index)
         self.heartbeat.enter("exchange")
         self.faults.reach("step", batch.index)
         with KERNELS:
             result = self._steps.make(batch)
-        asked = RankRequests.of(self.heartbeat.wants_stop, self.heartbeat.wants_save())
-        result = dataclasses.replace(result, asked=asked)
+        requests = RankRequests.of(self.heartbeat.wants_stop, self.heartbeat.wants_save())
+        result = dataclasses.replace(result, asked=requests)
         self.progress = self.progress.after(result, batch.epoch, batch.step_in_epoch)
         self.heartbeat.collective()
         self.faults.reach("stepped", batch.index)
         return result
 
-    def _counted(self, brought: Brought) -> StepResult:
-        """Out of step: what a worker has made of a batch, which is in the weights."""
-        done, said = self.progress, brought.said
+    def _count_step(self, chunk_result: ChunkResult) -> StepResult:
+        """Asynchronous modes: the step which a worker has made; it is in the weights."""
+        done, report = self.progress, chunk_result.report
         self.heartbeat.at_step(done.batch_index)
         self.heartbeat.collective()
         self.faults.reach("step", done.batch_index)
-        asked = RankRequests.of(self.heartbeat.wants_stop, self.heartbeat.wants_save())
-        tally = self.strategy.step.layout.tally(brought.tally)
-        totals = tally.totals(brought.chunk.first)
-        if said["updated"]:
+        requests = RankRequests.of(self.heartbeat.wants_stop, self.heartbeat.wants_save())
+        tally = self.strategy.step.layout.tally(chunk_result.tally)
+        totals = tally.totals(chunk_result.chunk.first)
+        if report["updated"]:
             tally.update_norms()
             assert self.service is not None
-            self.service.tell({}, self.strategy.statistics())
-        epoch = brought.chunk.first // self._per_epoch
+            self.service.publish({}, self.strategy.statistics())
+        epoch = chunk_result.chunk.first // self._per_epoch
         result = StepResult(
             done.batch_index,
             epoch,
-            float(said["loss"]),
+            float(report["loss"]),
             totals.samples,
             totals.weight,
-            float(said["rate"]),
-            updated=bool(said["updated"]),
-            grad_norm=said["grad_norm"],
-            asked=asked,
-            bad=str(said["bad"]),
+            float(report["rate"]),
+            updated=bool(report["updated"]),
+            grad_norm=report["grad_norm"],
+            asked=requests,
+            bad=str(report["bad"]),
         )
-        at = brought.chunk.first % self._per_epoch
+        at = chunk_result.chunk.first % self._per_epoch
         self.progress = done.after(result, max(epoch, done.epoch), at)
         self.faults.reach("stepped", done.batch_index)
         return result
@@ -141,8 +141,8 @@ class SchedulerTrainer(Trainer):
 
     # --- the servers ----------------------------------------------------------------------
 
-    def _served(self) -> Service:
-        """The service, once all servers have the weights that were resumed, or begun with."""
+    def _start_servers(self) -> Service:
+        """Start the service, and send the initial or resumed weights to all servers."""
         strategy, job, world = self.strategy, self.job, self.world
         options, done = strategy.context.options, self.progress
         total = job.steps if job.steps is not None else self._per_epoch * self.task.epochs
@@ -154,7 +154,7 @@ class SchedulerTrainer(Trainer):
             handing.load_state(strategy.handed)
         listener, kind = listen(world), strategy.step.layout.like.dtype
         service = self.service = Service(
-            handing, options["servers"], strategy.digest, listener, world.secret, kind, self._told
+            handing, options["servers"], strategy.digest, listener, world.secret, kind, self._report
         )
         service.start()
         self._taken.undone_by(service.close)
@@ -167,29 +167,29 @@ class SchedulerTrainer(Trainer):
             service.pause()
         if strategy.in_step:
             self._leading = leading = LeadingInStep(strategy, links, service)
-            self.guard.find = leading.who
+            self.guard.find = leading.find_bad_samples
             leading.load(done.batch_index, world.restarts)
-            leading.tell({"do": "tell"}, waits=True)  # before anybody pulls
+            leading.announce({"do": "tell"}, waits=True)  # before anybody pulls
         else:
             self._leading = Leading(strategy, links)
             self._leading.load(done.batch_index, world.restarts)
-            service.tell({}, strategy.statistics())
+            service.publish({}, strategy.statistics())
         strategy.side = self._leading
         service.welcome(world.restarts)
         return service
 
     def _check_traced(self) -> None:
-        """Raise `RequestError` for what no trace has: rows that are on servers alone."""
+        """Raise `RequestError` for tables on servers: a trace cannot have their rows."""
         if self.strategy.tables:
             raise RequestError(
                 asked=f"to check --strategy {self.job.strategy}",
-                found="tables whose rows lie on servers alone",
+                found="tables whose rows are on servers only",
                 why="a check compares every weight and gradient whole",
                 do="tables=whole in the options of the strategy",
             )
 
     def _linked(self, service: Service, patience_s: float) -> Links:
-        """Connections to all servers, once they have said where they are."""
+        """Connect to all servers, once they have registered."""
         deadline, problem = time.monotonic() + patience_s, "they have not said where they are"
         hello = {"role": "scheduler", "digest": self.strategy.digest}
         while time.monotonic() < deadline:
@@ -206,32 +206,32 @@ class SchedulerTrainer(Trainer):
         raise PeerLost(f"not all servers came within {patience_s:g} s: {problem}")
 
     def _leave(self, service: Service) -> None:
-        """The last step was made: take all that servers have, and let everybody go."""
+        """After the last step: fetch weights and optimizer states, and end the service."""
         self._leading.take_weights(optimizer=True)
         self._count_bytes(service)
-        self._let_go(service)
+        self._finish(service)
         self.strategy.side = None
 
     def _count_bytes(self, service: Service) -> None:
-        """What the busiest process has sent: a server its weights, or a worker its gradients.
+        """The bytes of the busiest process: a server's weights, or a worker's gradients.
 
-        In step that worker is one that did a part of each step: who did another one's part, while
-        that one was not there yet, the clock says.
+        Synchronous mode: those of a worker with one part of each step. A worker may have done the
+        parts of a late one too, which depends on timing and is not counted.
         """
-        workers = [sent for sent in service.sent_by_workers().values() if sent]
-        pulled = max(sum(sent["pulled"][s] for sent in workers) for s in range(service.servers))
-        pushed = [sent["pushed"] for sent in workers]
+        workers = [moved for moved in service.sent_by_workers().values() if moved]
+        pulled = max(sum(moved["pulled"][s] for moved in workers) for s in range(service.servers))
+        pushed = [moved["pushed"] for moved in workers]
         busiest = max(pushed, default=0)
         of_one = sum(pushed) // self.strategy.parts if self.strategy.in_step else busiest
-        own = service.sent_bytes()
+        replies = service.sent_bytes()
         self.comm.sent["gradients"] += max(pulled, of_one)
-        kept = sum(int(sent["kept"]) for sent in workers)
-        self.comm.sent["control"] += own["sent"] + own["control"] + kept
+        state_bytes = sum(int(moved["kept"]) for moved in workers)
+        self.comm.sent["control"] += replies["sent"] + replies["control"] + state_bytes
 
     # --- between the steps ----------------------------------------------------------------
 
     def save_if_due(self, result: StepResult) -> bool:
-        """Save where the job asks for it; out of step once nobody has anything."""
+        """Save if the job asks for it; in asynchronous modes once all workers are idle."""
         if self.strategy.in_step:
             return super().save_if_due(result)
         self._called.add("save_if_due")
@@ -243,14 +243,14 @@ class SchedulerTrainer(Trainer):
             service.pause()
         if not result.asked.stop:
             return False
-        self._take_in(service)
+        self._drain(service)
         if self._uncounted:  # each is a step of the job like any other; after the last of them
             return False
         self._save_idle(service, wait=True)
         return True
 
     def _save_idle(self, service: Service, *, wait: bool = False) -> None:
-        """Save, while no worker has anything; then they go on."""
+        """Save while all workers are idle; then resume."""
         self._saves_next = False
         self.strategy.handed = service.handing.state()
         self.save(wait=wait, evaluate=not wait)
@@ -264,11 +264,11 @@ class SchedulerTrainer(Trainer):
 
     def close(self, *, failed: bool = False) -> None:
         if self.service is not None:
-            self._let_go(self.service, failed=failed)
+            self._finish(self.service, failed=failed)
         super().close(failed=failed)
 
-    def _let_go(self, service: Service, *, failed: bool = False) -> None:
-        """There is no more work: workers hear of it, those that wait at the servers too."""
+    def _finish(self, service: Service, *, failed: bool = False) -> None:
+        """End the job for all workers, also those which wait at the servers."""
         if isinstance(self.strategy.side, LeadingInStep) and not failed:
             with suppress(PeerLost):
                 self.strategy.side.call_back()

@@ -1,14 +1,14 @@
-"""A worker: it pulls weights, computes what it is handed, pushes the gradient. Again.
+"""A worker: it pulls weights, computes a chunk, pushes the gradient, and repeats.
 
-    in step       part of batch t   weights of version t from all servers; forward, backward;
-                                    the gradient to all servers, the tally to the scheduler
-    out of step   a whole batch     the step of one process, whose update is on the servers:
-                                    its gradient to them, the newest weights back
-    mode=delta    batches           the steps of one process; what they have changed to the
-                                    servers, the newest weights back (`changes`)
+    mode=sync     part of batch t   pull version t of all servers; forward, backward; push the
+                                    gradient to all servers, send the tally to the scheduler
+    mode=async    a whole batch     the step of one process, whose update is on the servers:
+                                    push the gradient, pull the newest weights
+    mode=delta    batches           the steps of one process; push the change of the weights,
+                                    pull the newest weights (`changes`)
 
-A server or the scheduler that is gone is waited for, `patience_s` at most; then all servers have
-weights of a checkpoint, and what this worker was at is handed out again.
+A worker waits up to `patience_s` for a lost server or scheduler. Then all servers have the weights
+of a checkpoint, and the worker's chunk is handed out again.
 """
 
 from __future__ import annotations
@@ -47,29 +47,29 @@ from allranks.training.work_queue import Chunk
 
 
 class Reader:
-    """The data of the chunks that a worker is handed: read on, as long as they follow."""
+    """The batches of a worker's chunks; consecutive chunks share one iterator."""
 
     def __init__(self, trainer: Trainer, parts: int) -> None:
         self.trainer, self.parts = trainer, parts
         batches = trainer.task_data.batches
         self.per_epoch = batches.steps_by_number(trainer.strategy.name)
-        self._own: dict[int, Any] = {}
+        self._batches: dict[int, Any] = {}
         self._open: Generator[Batch] | None = None
         self._next = (-1, -1)
 
     def batch(self, chunk: Chunk) -> Batch:
-        """This part of the batch of the step of a chunk."""
+        """The chunk's part of the batch of its first step."""
         where = chunk.part, chunk.first
         if self._open is None or where != self._next:
             self.close()
-            if chunk.part not in self._own:
+            if chunk.part not in self._batches:
                 batches = self.trainer.task_data.batches
-                self._own[chunk.part] = dataclasses.replace(
+                self._batches[chunk.part] = dataclasses.replace(
                     batches, rank=chunk.part, ranks=self.parts
                 )
             epoch, step = divmod(chunk.first, self.per_epoch)
             done = Progress(epoch, step, chunk.first, updates=chunk.first)
-            self._open = self._own[chunk.part].after(done, 2**31, None)
+            self._open = self._batches[chunk.part].after(done, 2**31, None)
         self._next = chunk.part, chunk.first + 1
         return next(self._open)
 
@@ -102,7 +102,7 @@ class Worker:
             strategy.side = self.changes or self.exchange
 
     def run(self) -> None:
-        """Work until the scheduler says that it is over."""
+        """Work until the scheduler says that the job is over."""
         done: Done | None = None
         while True:
             try:
@@ -120,14 +120,14 @@ class Worker:
                 done, self._is_back = None, True
             except Refused:
                 raise
-            except Disconnected:  # what it was at is handed out again
+            except Disconnected:  # its chunk is handed out again
                 self._leave()
                 done = None
 
     # --- the scheduler --------------------------------------------------------------------
 
     def _join(self) -> None:
-        """Meet the scheduler, and the servers that it names."""
+        """Connect to the scheduler, and to the servers it names."""
         heartbeat = self.trainer.heartbeat
         heartbeat.enter("exchange")
         self._scheduler = connect(self.world, LARGEST_TALLY, ANSWER_S, self._patience_s)
@@ -144,7 +144,7 @@ class Worker:
                 asked="--strategy ps",
                 found=str(error),
                 why="workers and servers exchange the weights of one model",
-                do="let model() and optimizer() of the task make the same in every process",
+                do="let model() and optimizer() of the task return the same in every process",
             ) from error
         addresses = [(str(host), int(port)) for host, port in answer["servers"]]
         links = Links(addresses, self.world.secret, self.strategy.most())
@@ -156,7 +156,7 @@ class Worker:
             raise
 
     def _ask(self, done: Done | None) -> dict[str, Any]:
-        """Bring what was done, if anything, and get what comes next."""
+        """Report the finished chunk, if there is one, and get the next work."""
         heartbeat, scheduler = self.trainer.heartbeat, self._scheduler
         assert scheduler is not None
         heartbeat.enter("exchange")
@@ -167,9 +167,9 @@ class Worker:
             message["under_way"] = True
         body: tuple[Buffer, ...] = ()
         if done is not None:
-            message["brought"], body = done.said, (done.tallies,)
+            message["brought"], body = done.report, (done.tallies,)
         answer, statistics = scheduler.ask(message, *body)
-        self.strategy.hear(answer, statistics)
+        self.strategy.apply_settings(answer, statistics)
         return answer
 
     def _leave(self) -> None:
@@ -182,7 +182,7 @@ class Worker:
     # --- the work -------------------------------------------------------------------------
 
     def _work(self, chunk: Chunk) -> Done | None:
-        """What there is to say of a chunk, and its tallies; what was found is on its way."""
+        """Compute a chunk and push the gradient; returns the report."""
         return self._part(chunk) if self.strategy.in_step else self._steps(chunk)
 
     def _read(self, chunk: Chunk) -> Batch:
@@ -195,7 +195,7 @@ class Worker:
         return batch
 
     def _part(self, chunk: Chunk) -> Done:
-        """In step: its part of a batch, from the weights of that step."""
+        """Synchronous mode: its part of a batch, with the weights of that step."""
         trainer, batch = self.trainer, self._read(chunk)
         self.exchange.pull(chunk.first)
         trainer.heartbeat.enter("compute")
@@ -207,31 +207,31 @@ class Worker:
         trainer.heartbeat.enter("exchange")
         self.exchange.push({"step": chunk.first, "part": chunk.part})
         trainer.faults.reach("stepped", chunk.first)
-        said = {"chunk": chunk.number, "era": self.exchange.era}
-        return Done(said | self._looked_closer(batch, tally), _bytes(tally))
+        report = {"chunk": chunk.number, "era": self.exchange.era}
+        return Done(report | self._bad_samples(batch, tally), _bytes(tally))
 
-    def _looked_closer(self, batch: Batch, tally: Tally) -> dict[str, Any]:
-        """What is wrong with a part whose loss is not finite: the scheduler has no sample of it."""
+    def _bad_samples(self, batch: Batch, tally: Tally) -> dict[str, Any]:
+        """The bad samples of a part with a non-finite loss: the scheduler has no samples."""
         if math.isfinite(tally.loss):
             return {}
-        found = own_part(self.strategy.step, batch, self.world.rank, spiked=False)
-        return {"found": [dataclasses.asdict(finding) for finding in found]}
+        findings = own_part(self.strategy.step, batch, self.world.rank, spiked=False)
+        return {"found": [dataclasses.asdict(finding) for finding in findings]}
 
     def _steps(self, chunk: Chunk) -> Done | None:
-        """Out of step: whole batches; what there is to say of those that servers have."""
+        """Asynchronous modes: whole batches; returns the report of those which the servers have."""
         self.exchange.number = chunk.number
-        said, tallies = list[dict[str, Any]](), list[bytes]()
+        reports, tallies = list[dict[str, Any]](), list[bytes]()
         for first in range(chunk.first, chunk.first + chunk.steps):
             batch = self._read(Chunk(chunk.number, chunk.part, first, 1))
             if self.exchange.version < 0:
                 self.exchange.pull(-1)
                 if self.changes is not None:
                     self.changes.begin()
-            of_step, tally = self._step(batch)
-            said.append(of_step)
+            report, tally = self._step(batch)
+            reports.append(report)
             tallies.append(_bytes(tally))
-        of_chunk = {"steps": said, "chunk": chunk.number, "era": self.exchange.era}
-        done = Done(of_chunk, b"".join(tallies))
+        chunk_report = {"steps": reports, "chunk": chunk.number, "era": self.exchange.era}
+        done = Done(chunk_report, b"".join(tallies))
         return done if self.changes is None else self.changes.push(chunk, done)
 
     def _step(self, batch: Batch) -> tuple[dict[str, Any], Tally]:
@@ -245,14 +245,14 @@ class Worker:
         loss = result.loss if math.isfinite(result.loss) else math.nan
         tally = self.exchange.tally if self.changes is None else self.changes.tally
         assert tally is not None
-        said = {
+        report = {
             "loss": loss,
             "updated": result.updated,
             "rate": result.learning_rate,
             "grad_norm": result.grad_norm,
             "bad": result.bad,
         }
-        return said, tally
+        return report, tally
 
     def _unlink(self) -> None:
         if self.changes is not None:
@@ -274,7 +274,7 @@ def _bytes(tally: Tally) -> bytes:
 
 
 def work(trainer: Trainer, job: Job, world: World, events: JsonLines) -> None:
-    """Be a worker until the scheduler says that it is over."""
+    """Run a worker until the scheduler says that the job is over."""
     events.event("ready", host=sockets.gethostname(), role=world.role, index=world.role_index)
     keep_freed_memory()
     worker = Worker(trainer, job, world)

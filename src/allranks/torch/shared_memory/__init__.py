@@ -1,5 +1,5 @@
-"""Collectives between the ranks of one host, through memory that they share, not through sockets.
+"""Collectives between the ranks of one host through shared memory, not through sockets.
 
-The library itself is C (`native/`); what is here gives it memory, and torch a process group. Where
-it was not compiled, or memory cannot be shared, ranks talk over Gloo, and the run says so.
+The library is in C (`native/`); this package allocates its memory and gives torch a process group.
+Without the compiled library, or shared memory, ranks use Gloo, and the run says so.
 """

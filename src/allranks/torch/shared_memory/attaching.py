@@ -1,8 +1,8 @@
-"""How the ranks of one host come to share memory: an engine per process, a segment per group.
+"""Sets up shared memory for the ranks of one host: an engine per process, a segment per group.
 
-A process has one engine and one bell, the page on which it sleeps; they come with its first group
-and go with its last. A group has a segment: rank 0 makes it and tells where it is, the others open
-it; all map the bells of all. Every rank says how it went, and each hears the same verdict.
+A process has one engine and one bell, the page on which it sleeps, from its first group to its
+last. A group has a segment: rank 0 creates it and sends its place, the others open it. All ranks
+map the bells of all. Then the ranks exchange errors, so that all make the same decision.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 import allranks.torch.shared_memory.futures as futures
 from allranks.strategies.reduction_tree import merges
 from allranks.torch.shared_memory.library import library
-from allranks.torch.shared_memory.operands import ProcessCard, one_given
+from allranks.torch.shared_memory.operands import ProcessCard, have_one_file
 from allranks.torch.shared_memory.segment import Segment
 
-NOT_GIVEN = -1
-ONLY_OURS = 2  # references: the attribute, and the argument of whoever counts them
-STOPPED_S = 2400.0  # as long as a wait may last: whoever is stopped may be continued
+NO_FILE = -1
+ONLY_OURS = 2  # references: the attribute, and the argument of getrefcount
+STOPPED_S = 2400.0  # as long as a wait may last: a stopped process may be continued
 SEGMENT = "memfd:allranks-segment"  # what the launcher's file is called in /proc
 
 
@@ -34,8 +34,8 @@ class _Process:
     engine: Any = None
     bell: Segment | None = None
     groups: int = 0
-    given_fd: int = NOT_GIVEN
-    was_given: bool = False
+    fd: int = NO_FILE
+    had_file: bool = False
     most_ranks: int = 1
     retired: list[Attached] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -43,9 +43,9 @@ class _Process:
 
 @dataclass
 class Attached:
-    """A group of the library: `group` makes collectives, in memory that is kept here.
+    """A group of the library: `group` makes collectives in this memory.
 
-    `ranks` are its members, counted in the torch group that it serves.
+    `ranks` are its members in the torch group.
     """
 
     group: Any
@@ -54,41 +54,41 @@ class Attached:
     ranks: tuple[int, ...]
 
 
-def hand_over(fd: int) -> None:
-    """The launcher gave this process a memory file: the next group of all ranks uses it, once.
+def offer_file(fd: int) -> None:
+    """Use a memory file from the launcher for the next group of all ranks, once.
 
-    A variable may have been handed down to a process that has no such file: then there is none.
+    Ignores a number without such a file: a child process may have inherited the variable alone.
     """
     with suppress(OSError):
         is_ours = fd >= 0 and SEGMENT in os.readlink(f"/proc/self/fd/{fd}")
-        if is_ours and not _process.was_given:
-            _process.given_fd, _process.was_given = fd, True
+        if is_ours and not _process.had_file:
+            _process.fd, _process.had_file = fd, True
 
 
-def take_given() -> int:
-    """The file that was handed over, for whoever asks first; `NOT_GIVEN` for all others."""
-    fd, _process.given_fd = _process.given_fd, NOT_GIVEN
+def take_file() -> int:
+    """The file of `offer_file`, for the first caller; `NO_FILE` afterwards."""
+    fd, _process.fd = _process.fd, NO_FILE
     return fd
 
 
-def drop(given: int) -> None:
-    if given != NOT_GIVEN:
-        os.close(given)
+def drop(fd: int) -> None:
+    if fd != NO_FILE:
+        os.close(fd)
 
 
 def loaded() -> Any:
-    """The library, where it is known to be there."""
+    """The library, which must be there."""
     native = library()
     assert native is not None
     return native
 
 
 def enter() -> str:
-    """Make sure that this process has an engine, for one more group; where its bell is opened."""
+    """Ensure an engine, for one more group; returns the place of this process's bell."""
     with _process.lock:
         if _process.engine is None:
             native = loaded()
-            bell = Segment.made(native.BELL_BYTES, "allranks-bell")
+            bell = Segment.create(native.BELL_BYTES, "allranks-bell")
             _process.engine, _process.bell = native.Engine(bell.address, STOPPED_S), bell
         _process.groups += 1
         assert _process.bell is not None
@@ -96,9 +96,9 @@ def enter() -> str:
 
 
 def leave(attached: Attached | None = None) -> None:
-    """A group is gone, and its memory; with the last one the engine goes, its thread and its bell.
+    """Free a group and its memory; with the last group also the engine, its thread and bell.
 
-    What a thread is about to come back from still uses them: then they go at the next occasion.
+    If a thread still returns from an op of the group, the memory is freed later.
     """
     with _process.lock:
         if attached is not None:
@@ -115,14 +115,14 @@ def leave(attached: Attached | None = None) -> None:
 
 
 def _free_retired() -> None:
-    """Free the groups that were left, and their memory, but for those whose ops somebody holds."""
+    """Free the left groups and their memory, except those whose ops are still referenced."""
     if not _process.retired:
         return
     with _process.lock:
-        for one in list(_process.retired):
-            if sys.getrefcount(one.group) <= ONLY_OURS:  # an op holds its group
-                _process.retired.remove(one)
-                one.group = None  # before its memory
+        for each in list(_process.retired):
+            if sys.getrefcount(each.group) <= ONLY_OURS:  # an op holds its group
+                _process.retired.remove(each)
+                each.group = None  # before its memory
 
 
 futures.at_rest.append(_free_retired)
@@ -133,32 +133,32 @@ def attached(
     rank: int,
     ranks: Sequence[int],
     cards: Sequence[ProcessCard],
-    given: int = NOT_GIVEN,
+    fd: int = NO_FILE,
 ) -> Attached:
-    """The memory of these `ranks` of a group, whose `cards` say one host; `rank` is among them.
+    """The memory of these `ranks` of a group, all on one host; `rank` is one of them.
 
-    It is the file `given`, if all have that, and else closes it. Raises `OSError` or
-    `RuntimeError`; `store` tells it to those that would wait for the memory.
+    Uses the file `fd` if all have it, else closes it. Raises `OSError` or `RuntimeError`, also in
+    the ranks which wait for the memory: the error is sent by `store`.
     """
-    native, members = loaded(), [cards[one] for one in ranks]
-    own, size = list(ranks).index(rank), len(ranks)
+    native, members = loaded(), [cards[member] for member in ranks]
+    position, size = list(ranks).index(rank), len(ranks)
     nbytes = native.segment_bytes(size)
-    segment = _segment(store, own, members, nbytes, given)
+    segment = _segment(store, position, members, nbytes, fd)
     bells = [
-        Segment.opened(card.bell, native.BELL_BYTES)
+        Segment.open(card.bell, native.BELL_BYTES)
         for index, card in enumerate(members)
-        if index != own
+        if index != position
     ]
     for bell in bells:
         bell.hide()
     own_bell = _process.bell
     assert own_bell is not None
-    bells.insert(own, own_bell)
+    bells.insert(position, own_bell)
     _process.most_ranks = max(_process.most_ranks, size)
     group = native.Group(
         _process.engine,
         segment.address,
-        own,
+        position,
         size,
         tuple(bell.address for bell in bells),
         tuple(card.pid for card in members),
@@ -169,14 +169,14 @@ def attached(
 
 
 def _segment(
-    store: Any, own: int, members: Sequence[ProcessCard], nbytes: int, given: int
+    store: Any, position: int, members: Sequence[ProcessCard], nbytes: int, fd: int
 ) -> Segment:
-    if one_given(members):
-        return Segment.within(given, nbytes)
-    drop(given)
-    if own == 0:
+    if have_one_file(members):
+        return Segment.within(fd, nbytes)
+    drop(fd)
+    if position == 0:
         try:
-            segment = Segment.made(nbytes, "allranks-group")
+            segment = Segment.create(nbytes, "allranks-group")
         except OSError as error:
             store.set("segment", f"! {error}")
             raise
@@ -185,7 +185,7 @@ def _segment(
     where = store.get("segment").decode()
     if where.startswith("!"):
         raise OSError(where[2:])
-    return Segment.opened(where, nbytes)
+    return Segment.open(where, nbytes)
 
 
 _process = _Process()
@@ -193,7 +193,7 @@ _left_to_the_parent: list[_Process] = []
 
 
 def _forget() -> None:
-    """In a child of a fork the engine has no thread, and its bell is the parent's."""
+    """After a fork the child's engine has no thread, and its bell is the parent's."""
     global _process
     _left_to_the_parent.append(_process)  # not freed: that would wait for a thread
     _process = _Process()

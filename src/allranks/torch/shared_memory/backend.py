@@ -1,8 +1,8 @@
-"""The backend "shared_memory" of torch: what it makes of ranks that share a host, or do not.
+"""The backend "shared_memory" of torch: which group it creates for which ranks.
 
-Every rank says where it runs and whether it has the library; all decide alike. Ranks of one host
-get a `SharedMemoryGroup`; those of several hosts a `HierarchicalGroup`, if some share one. Where
-the memory cannot be had, all use Gloo, and `outcome_of` says why.
+All ranks exchange their hosts and whether they have the library, and make the same decision. Ranks
+of one host get a `SharedMemoryGroup`; those of several hosts a `HierarchicalGroup`, if some share a
+host. Without shared memory all use Gloo, and `outcome_of` says why.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ from allranks.torch.shared_memory.hierarchical import HierarchicalGroup
 from allranks.torch.shared_memory.library import NOT_BUILT, library
 from allranks.torch.shared_memory.operands import (
     ProcessCard,
+    exchange_texts,
     exchanged,
     hosts_of,
     own_card,
-    told_to_all,
 )
 from allranks.torch.shared_memory.posting import BACKEND, Named
 
 SHARED, HIERARCHICAL, GLOO = BACKEND, "hierarchical", "gloo"
+Function = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """What was asked for a group, what was done, and why it differs ("" if it does not)."""
+    """The backend asked for, the one used, and why they differ ("" if they do not)."""
 
     asked: str
     did: str
@@ -49,12 +50,12 @@ class BackendChoice:
         return asdict(self)
 
 
-def register(given: int = attaching.NOT_GIVEN) -> None:
-    """Make the name known to torch, once in a process; `init_process_group(BACKEND)` works then.
+def register(fd: int = attaching.NO_FILE) -> None:
+    """Register the backend in torch, once in a process, for `init_process_group(BACKEND)`.
 
-    The first group of all ranks that is made of it uses the file in memory that is `given`.
+    Its first group of all ranks uses the memory file `fd`.
     """
-    attaching.hand_over(given)
+    attaching.offer_file(fd)
     if not hasattr(dist.Backend, BACKEND.upper()):
         dist.Backend.register_backend(BACKEND, _make, extended_api=True, devices=["cpu"])
         replace(c10d, "monitored_barrier", _monitored_barrier)
@@ -64,70 +65,70 @@ def register(given: int = attaching.NOT_GIVEN) -> None:
         _keep_works_for(torch._C._distributed_c10d.Reducer)
 
 
-def replace(module: Any, name: str, by: Callable[..., Any]) -> None:
-    """Put a function in the place of one of torch's, wherever its modules have it by name.
+def replace(module: Any, name: str, by: Function) -> None:
+    """Replace a function of torch in all modules that have it by this name.
 
-    It is called with torch's own before the arguments.
+    `by` is called with the original before the arguments.
     """
-    own = getattr(module, name)
-    new = functools.wraps(own)(functools.partial(by, own))
-    for one in list(sys.modules.values()):
-        if getattr(one, "__dict__", {}).get(name) is own:
-            setattr(one, name, new)
+    original = getattr(module, name)
+    replacement = functools.wraps(original)(functools.partial(by, original))
+    for each in list(sys.modules.values()):
+        if getattr(each, "__dict__", {}).get(name) is original:
+            setattr(each, name, replacement)
 
 
 def _monitored_barrier(
-    own: Callable[..., Any],
+    original: Function,
     group: Any = None,
     timeout: timedelta | float | None = None,
     wait_all_ranks: bool = False,
 ) -> Any:
-    """Torch's asks for Gloo by its name, though a group of ours has one, too."""
+    """Torch's function requires the name of Gloo; our groups have this barrier, too."""
     of = group or dist.group.WORLD
     if isinstance(of, Named):
         return of.monitored_barrier(timeout, wait_all_ranks)  # type: ignore[attr-defined]
-    return own(group, timeout, wait_all_ranks)
+    return original(group, timeout, wait_all_ranks)
 
 
-def _set_pg_timeout(own: Callable[..., Any], timeout: timedelta | float, group: Any = None) -> None:
-    """Torch's sets that of Gloo and NCCL alone."""
+def _set_pg_timeout(original: Function, timeout: timedelta | float, group: Any = None) -> None:
+    """Torch's function supports only Gloo and NCCL."""
     of = group or dist.group.WORLD
     if isinstance(of, Named):
         of.set_timeout(timeout)  # type: ignore[arg-type]  # torch's own: a `timedelta`
     else:
-        own(timeout, group)
+        original(timeout, group)
 
 
-def _attach_flight_recorder(own: Callable[..., Any], pg: Any, *args: Any, **named: Any) -> None:
-    """Torch's asks the half of a group in C++ for its name, and ours has none there."""
+def _attach_flight_recorder(original: Function, pg: Any, *args: Any, **named: Any) -> None:
+    """Torch's function asks the C++ part of a group for its name; ours has none there."""
     if not isinstance(pg, Named):
-        own(pg, *args, **named)
+        original(pg, *args, **named)
 
 
 def _keep_works_for(reducer: Any) -> None:
-    """The works that DDP gives to C++ are kept for as long as it may ask them, until the next.
+    """Keep each work that DDP passes to C++ alive until the next one.
 
-    C++ holds its own half of a work alone: the other would go with the last reference of Python.
+    C++ references only the C++ part of a work: the Python part would be freed.
     """
-    own = reducer._set_forward_pass_work_handle
+    original = reducer._set_forward_pass_work_handle
 
     def set_handle(self: Any, work: Any, *args: Any, **named: Any) -> None:
         _works[self] = work
-        own(self, work, *args, **named)
+        original(self, work, *args, **named)
 
     reducer._set_forward_pass_work_handle = set_handle
 
 
 def outcome_of(group: Any = None) -> BackendChoice | None:
-    """What became of a group that was made of this backend; of the job's own if none is given."""
+    """The choice for a group of this backend; by default for the job's own group."""
     group = group or dist.group.WORLD
     return _outcomes.get(group.group_name)
 
 
-def told_of(group: Any) -> dict[str, str]:
-    """What was asked for any group of torch's, what was done, and why it differs: for records.
+def backend_record(group: Any) -> dict[str, str]:
+    """The `BackendChoice` of any of torch's groups as data, for records.
 
-    Of no group, as one rank has, nothing.
+    Empty for `None`, the group of a single rank.
     """
     if group is None:
         return {}
@@ -135,55 +136,55 @@ def told_of(group: Any) -> dict[str, str]:
     return (outcome or BackendChoice(name, name)).to_data()
 
 
-def notes_on_backend(group: Any, asked: str) -> list[str]:
-    """What to say where a job `asked` for a backend by its name, and another one does its work."""
-    told = told_of(group)
-    if not asked or told.get("asked") != asked or told["did"] == asked:
+def notes_on_backend(group: Any, requested: str) -> list[str]:
+    """A note if a job `requested` a backend by name and another one is used."""
+    choice = backend_record(group)
+    if not requested or choice.get("asked") != requested or choice["did"] == requested:
         return []
-    return [f"--backend {asked} was asked for, and {told['did']} does it: {told['why']}"]
+    return [f"--backend {requested} was asked for, and {choice['did']} does it: {choice['why']}"]
 
 
 def library_group_of(group: Any = None) -> Any:
-    """The library's group behind one of torch's, for direct calls; `None` where Gloo does it."""
+    """The library's group behind one of torch's, for direct calls; `None` for other backends."""
     group = group or dist.group.WORLD
     return group.library_group if isinstance(group, SharedMemoryGroup) else None
 
 
 def _make(options: Any, backend_options: Any) -> Any:
-    """What torch calls on every rank of a new group."""
+    """Create a group: torch calls this on every rank of it."""
     size = options.group_size
     ranks = list(options.global_ranks_in_group) or list(range(size))
     is_of_all = not options.global_ranks_in_group
-    given = attaching.take_given() if is_of_all else attaching.NOT_GIVEN
-    group, outcome = made(options.store, options.group_rank, size, options.timeout, ranks, given)
+    fd = attaching.take_file() if is_of_all else attaching.NO_FILE
+    group, outcome = make_group(options.store, options.group_rank, size, options.timeout, ranks, fd)
     _outcomes[str(options.group_id)] = outcome
     return group
 
 
-def made(
+def make_group(
     store: Any,
     rank: int,
     size: int,
     timeout: timedelta,
     ranks: Sequence[int],
-    given: int = attaching.NOT_GIVEN,
+    fd: int = attaching.NO_FILE,
 ) -> tuple[Any, BackendChoice]:
-    """A group of `ranks` of the job, and what it is; each of them calls this with a `store`.
+    """Create a group of these `ranks` of the job; all of them call this with one `store`.
 
-    `given` is a file in memory that the launcher gave to all ranks of this host for it.
+    `fd` is a memory file from the launcher, for all ranks of this host.
     """
     cannot = NOT_BUILT if library() is None else ""
     bell = "" if cannot else attaching.enter()
-    card = own_card(bell, cannot, given)
+    card = own_card(bell, cannot, fd)
     cards = exchanged(store, rank, size, card)
-    why = next((f"rank {ranks[i]}: {one.cannot}" for i, one in enumerate(cards) if one.cannot), "")
+    why = next((f"rank {ranks[i]}: {c.cannot}" for i, c in enumerate(cards) if c.cannot), "")
     hosts = hosts_of(cards)
     if not why and len(hosts) == size > 1:
         why = f"its {size} ranks run on {size} hosts"
     if why:
-        attaching.drop(given)
+        attaching.drop(fd)
     else:
-        attached, why = _attached(store, rank, hosts, cards, ranks, given)
+        attached, why = _attached(store, rank, hosts, cards, ranks, fd)
     if why:
         if bell:
             attaching.leave()
@@ -193,8 +194,8 @@ def made(
     if attached is None:
         attaching.leave()
     else:
-        own, members = host.index(rank), [ranks[one] for one in host]
-        inside = SharedMemoryGroup(attached, own, store, timeout, members)
+        position, members = host.index(rank), [ranks[member] for member in host]
+        inside = SharedMemoryGroup(attached, position, store, timeout, members)
     if inside is not None and len(hosts) == 1:
         return inside, BackendChoice(SHARED, SHARED)
     why = f"its {size} ranks run on {len(hosts)} hosts"
@@ -208,26 +209,26 @@ def _attached(
     hosts: list[list[int]],
     cards: Sequence[ProcessCard],
     ranks: Sequence[int],
-    given: int,
+    fd: int,
 ) -> tuple[Attached | None, str]:
-    """The memory of this host, if every rank has got its own, and else why not.
+    """The memory of this host, or the reason why a rank of any host has none.
 
-    One that is alone on its host, of several, needs none.
+    `None` without a reason for a rank that is alone on its host.
     """
     index = next(i for i, host in enumerate(hosts) if rank in host)
     attached, failed = None, ""
     of_host = PrefixStore(f"host-{index}", store)
     try:
         if len(hosts) == 1 or len(hosts[index]) > 1:
-            attached = attaching.attached(of_host, rank, hosts[index], cards, given)
+            attached = attaching.attached(of_host, rank, hosts[index], cards, fd)
         else:
-            attaching.drop(given)
+            attaching.drop(fd)
     except (OSError, RuntimeError) as error:
         failed = f"rank {ranks[rank]}: {error}"
-    said = told_to_all(store, "attached", rank, len(cards), failed)
+    errors = exchange_texts(store, "attached", rank, len(cards), failed)
     if attached is not None:
         attached.segment.hide()
-    why = next((text for text in said if text), "")
+    why = next((text for text in errors if text), "")
     return (None if why else attached), why
 
 

@@ -1,6 +1,6 @@
-"""The collectives of a shared-memory group that all ranks make alike: sums, copies, barriers.
+"""The collectives of a shared-memory group in which all ranks act alike: sums, copies, barriers.
 
-Torch's own declarations of these methods are narrower than what it calls them with.
+Torch calls these methods with more forms of arguments than its declarations allow.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from allranks.torch.shared_memory.work import SAYS, SharedMemoryWork
 
 
 class Collectives(Posting):
-    """Methods as torch calls them: lists of tensors, one per device, hence of one.
+    """Methods with torch's signatures: lists of tensors, one per device, so of length one.
 
-    A list of several, where torch takes none per call, goes to Gloo, which adds them up or refuses.
+    Longer lists go to Gloo, which adds them up or refuses.
     """
 
     @collective("all_reduce", 1, c10d.AllreduceOptions)
@@ -64,20 +64,20 @@ class Collectives(Posting):
 
     @collective("reduce", 1, c10d.ReduceOptions)
     def reduce(self, tensors: Any, opts: Any) -> Any:
-        """The sum lies in the tensor of the root alone; the others keep their values."""
+        """Only the root's tensor becomes the sum; others keep their values."""
         tensors, operation = listed(tensors), operation_of(opts)
         if len(tensors) != 1 or not is_reducible(tensors[0], operation):
             return self.gloo().reduce(tensors, opts)
         call, (tensor,) = PostedCall(), tensors
-        if self.own == root_of(opts, self.count):
+        if self.my_rank == root_of(opts, self.count):
             self._sum_into(call, tensor, operation)
         else:
             target = call.scratch(tensor, tensor.numel())
-            self._sum(call, call.given(tensor), target, operation)
+            self._sum(call, call.source(tensor), target, operation)
         return self._posted(call, tensors, opts)
 
     def _sum_into(self, call: PostedCall, tensor: Tensor, operation: str) -> None:
-        memory = call.taken(tensor, reads=True)
+        memory = call.target(tensor, reads=True)
         self._sum(call, memory, memory, operation)
 
     def _sum(self, call: PostedCall, source: Tensor, target: Tensor, operation: str) -> None:
@@ -91,7 +91,7 @@ class Collectives(Posting):
         tensors, root, call = listed(tensors), root_of(opts, self.count), PostedCall()
         if len(tensors) != 1:
             return self.gloo().broadcast(tensors, opts)
-        memory = call.given(tensors[0]) if self.own == root else call.taken(tensors[0])
+        memory = call.source(tensors[0]) if self.my_rank == root else call.target(tensors[0])
         if nbytes := memory.nbytes:
             call.ops.append(self.library_group.broadcast(memory.data_ptr(), nbytes, root))
         return self._posted(call, tensors, opts)
@@ -108,86 +108,86 @@ class Collectives(Posting):
         call = PostedCall(copies=self._must_copy(outputs, inputs))
         for whole, part in zip(outputs, inputs, strict=True):
             self._check_cut(whole, part)
-            self._gather(call, call.taken(whole), part)
+            self._gather(call, call.target(whole), part)
         return self._posted(call, list(outputs), opts)
 
     @collective("all_gather", 2, c10d.AllgatherOptions)
     def allgather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        if isinstance(inputs, Tensor):  # torch has a short form, too
+        if isinstance(inputs, Tensor):  # torch also has a short form
             outputs, inputs = [outputs], [inputs]
-        return self._gathered_apart(outputs, inputs, opts)
+        return self._gather_lists(outputs, inputs, opts)
 
     @collective("all_gather", 2, c10d.AllgatherOptions)
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        """`outputs` has one list per rank: what that rank gave, tensor by tensor."""
-        return self._gathered_apart(list(zip(*outputs, strict=True)), inputs, opts)
+        """`outputs` has one list per rank: the tensors of that rank."""
+        return self._gather_lists(list(zip(*outputs, strict=True)), inputs, opts)
 
-    def _gathered_apart(self, outputs: Any, inputs: Any, opts: Any) -> Any:
+    def _gather_lists(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         if len(inputs) == 1:
             (wholes,), (part,) = outputs, inputs
             check_parts("all_gather", wholes, part, self.count)
-            there = in_one_piece(wholes)
-            if there is not None and part.is_contiguous() and self._fits(there, part):
-                call = PostedCall(kept=(there, wholes))
-                self._gather(call, there, part)
+            memory = in_one_piece(wholes)
+            if memory is not None and part.is_contiguous() and self._fits(memory, part):
+                call = PostedCall(keep_alive=(memory, wholes))
+                self._gather(call, memory, part)
                 return self._posted(call, list(wholes), opts)
-        every, not_own = list[Tensor](), list[Tensor]()
+        gathered, others = list[Tensor](), list[Tensor]()
         for wholes, part in zip(outputs, inputs, strict=True):
             check_parts("all_gather", wholes, part, self.count)
-            every += wholes
-            if wholes[self.own].data_ptr() != part.data_ptr():
-                not_own.append(part)
-        call = PostedCall(copies=overlap(every, not_own))
+            gathered += wholes
+            if wholes[self.my_rank].data_ptr() != part.data_ptr():
+                others.append(part)
+        call = PostedCall(copies=overlap(gathered, others))
         for wholes, part in zip(outputs, inputs, strict=True):
             if part.nbytes:
-                self._gather(call, call.apart(wholes), part)
-        return self._posted(call, every, opts)
+                self._gather(call, call.joint_target(wholes), part)
+        return self._posted(call, gathered, opts)
 
     def _must_copy(self, wholes: Sequence[Tensor], parts: Sequence[Tensor]) -> bool:
-        """Whether tensors overlap, but for a part that lies at its place of its whole."""
+        """Whether tensors overlap, apart from a part in its own place of its whole."""
         if len(parts) == 1 and parts[0].is_contiguous() and wholes[0].is_contiguous():
             return not self._fits(wholes[0], parts[0])
-        apart = [
+        others = [
             part
             for whole, part in zip(wholes, parts, strict=True)
-            if part.data_ptr() != whole.data_ptr() + self.own * part.nbytes
+            if part.data_ptr() != whole.data_ptr() + self.my_rank * part.nbytes
         ]
-        return overlap(wholes, apart)
+        return overlap(wholes, others)
 
     def _fits(self, whole: Tensor, part: Tensor) -> bool:
-        """Whether a part lies outside of its whole or at its place; both without gaps.
+        """Whether a contiguous part is outside its whole, or in its own place of it.
 
-        `whole` begins where it does, and is as long as the parts of all ranks.
+        `whole` is contiguous from its first element, and as long as the parts of all ranks.
         """
         begin, nbytes = part.data_ptr() - whole.data_ptr(), part.nbytes
-        return not -nbytes < begin < nbytes * self.count or begin == self.own * nbytes
+        return not -nbytes < begin < nbytes * self.count or begin == self.my_rank * nbytes
 
     def _gather(self, call: PostedCall, whole: Tensor, part: Tensor) -> None:
         if nbytes := part.nbytes:
-            addresses = call.given(part).data_ptr(), whole.data_ptr()
+            addresses = call.source(part).data_ptr(), whole.data_ptr()
             call.ops.append(self.library_group.all_gather(*addresses, nbytes))
 
     @collective("_reduce_scatter_base", 2, c10d.ReduceScatterOptions)
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any) -> Any:
-        return self._cut_sums([output], [input], opts)
+        return self._reduce_scatter([output], [input], opts)
 
     @collective("reduce_scatter_tensor_coalesced", 2, c10d.ReduceScatterOptions)
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        return self._cut_sums(outputs, inputs, opts)
+        return self._reduce_scatter(outputs, inputs, opts)
 
-    def _cut_sums(self, outputs: Any, inputs: Any, opts: Any) -> Any:
+    def _reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         operation = operation_of(opts)
         if not are_reducible(inputs, operation):
             return self.gloo().reduce_scatter_tensor_coalesced(outputs, inputs, opts)
         call = PostedCall(copies=self._must_copy(inputs, outputs))
         for part, whole in zip(outputs, inputs, strict=True):
             self._check_cut(whole, part)
-            self._sum_cut(call, part, call.given(whole), operation)
+            self._sum_cut(call, part, call.source(whole), operation)
         return self._posted(call, list(outputs), opts)
 
     @collective("reduce_scatter", 2, c10d.ReduceScatterOptions)
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        """Each rank gives one tensor per rank; they may be of several sizes."""
+        """Each rank has one input per rank; the sizes may differ."""
         if isinstance(outputs, Tensor):
             outputs, inputs = [outputs], [inputs]
         operation = operation_of(opts)
@@ -195,22 +195,22 @@ class Collectives(Posting):
         if not are_reducible(every, operation):
             return self.gloo().reduce_scatter(outputs, inputs, opts)
         call = PostedCall()
-        if overlap(outputs, every):  # which may overlap each other: they are only read
-            call.copies = overlap(outputs) or any(overlap([one], outputs) for one in every)
+        if overlap(outputs, every):  # inputs are only read, so they may overlap each other
+            call.copies = overlap(outputs) or any(overlap([t], outputs) for t in every)
         for part, parts in zip(outputs, inputs, strict=True):
-            sizes = [one.numel() for one in parts]
-            whole = call.together(parts)
+            sizes = [t.numel() for t in parts]
+            whole = call.joint_source(parts)
             if len(set(sizes)) == 1:
                 self._sum_cut(call, part, whole, operation)
             else:
                 sums = call.scratch(part, sum(sizes))
-                self._sum(call, call.together([*parts, part[:0]]), sums, operation)
-                call.afterwards.append(_copying(part, sums.split(sizes)[self.own]))
+                self._sum(call, call.joint_source([*parts, part[:0]]), sums, operation)
+                call.afterwards.append(_copying(part, sums.split(sizes)[self.my_rank]))
         return self._posted(call, list(outputs), opts)
 
     def _sum_cut(self, call: PostedCall, part: Tensor, whole: Tensor, operation: str) -> None:
         if count := numbers_in(part):
-            addresses = whole.data_ptr(), call.taken(part).data_ptr()
+            addresses = whole.data_ptr(), call.target(part).data_ptr()
             kinds = codes(self.library, part, operation)
             call.ops.append(self.library_group.reduce_scatter(*addresses, count, *kinds))
 
@@ -239,10 +239,8 @@ def _copying(to: Tensor, values: Tensor) -> Callable[[], object]:
 # --- messages ------------------------------------------------------------------------------------
 # Sends and receives of a shared-memory group, and the collectives that are made of them.
 #
-# A message of the user carries the user's tag. A collective that is made of messages takes a tag
-# that no user has, and that counts such collectives: all ranks of a group make them in one order.
-#
-# Torch's own declarations of these methods are narrower than what it calls them with.
+# A message of the user has the user's tag. A collective made of messages has a tag outside the
+# user's range, from a count of such collectives: all ranks of a group make them in one order.
 
 
 # mypy: disable-error-code="override, assignment, attr-defined"
@@ -253,7 +251,7 @@ ANY_RANK = -1
 
 
 class Messages(Posting):
-    """`_turn` counts the collectives of this group that are made of messages."""
+    """`_turn` counts the collectives of this group which are made of messages."""
 
     _turn = 0
 
@@ -278,7 +276,7 @@ class Messages(Posting):
     def _send(
         self, call: PostedCall, tensor: Tensor, to: int, tag: int, *, even_nothing: bool = False
     ) -> None:
-        memory = call.given(tensor)
+        memory = call.source(tensor)
         if memory.nbytes or even_nothing:
             address = memory.data_ptr()
             call.ops.append(self.library_group.send(address, memory.nbytes, to, tag))
@@ -286,7 +284,7 @@ class Messages(Posting):
     def _receive(
         self, call: PostedCall, tensor: Tensor, source: int, tag: int, *, even_nothing: bool = False
     ) -> None:
-        memory = call.taken(tensor)
+        memory = call.target(tensor)
         if memory.nbytes or even_nothing:
             address = memory.data_ptr()
             call.ops.append(self.library_group.receive(address, memory.nbytes, source, tag))
@@ -296,23 +294,23 @@ class Messages(Posting):
             self._turn += 1
             return OUR_TAGS + self._turn
 
-    def _exchange(self, call: PostedCall, taken: Sequence[Tensor], given: Sequence[Tensor]) -> None:
-        """Send each of `given` to the rank of its place, and fill `taken` by what they send."""
+    def _exchange(self, call: PostedCall, into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """Send `values[r]` to rank r, and receive its tensor for this rank into `into[r]`."""
         tag = self._tag_of_turn()
-        for distance in range(1, self.count):  # all begin with the next: none is asked by all
-            source = (self.own - distance) % self.count
-            self._receive(call, taken[source], source, tag)
-            to = (self.own + distance) % self.count
-            self._send(call, given[to], to, tag)
-        write(taken[self.own], given[self.own])
+        for distance in range(1, self.count):  # each begins with its neighbour, to spread the load
+            source = (self.my_rank - distance) % self.count
+            self._receive(call, into[source], source, tag)
+            to = (self.my_rank + distance) % self.count
+            self._send(call, values[to], to, tag)
+        write(into[self.my_rank], values[self.my_rank])
 
     @collective("all_to_all", 2, c10d.AllToAllOptions)
     def alltoall(self, output_tensors: Any, input_tensors: Any, opts: Any) -> Any:
         if not len(output_tensors) == len(input_tensors) == self.count:
             raise RuntimeError(f"all_to_all: one tensor for each of {self.count} ranks")
-        call = PostedCall(copies=any(overlap([one], output_tensors) for one in input_tensors))
-        given = [call.given(tensor) for tensor in input_tensors]
-        self._exchange(call, output_tensors, given)
+        call = PostedCall(copies=any(overlap([t], output_tensors) for t in input_tensors))
+        sources = [call.source(tensor) for tensor in input_tensors]
+        self._exchange(call, output_tensors, sources)
         return self._posted(call, list(output_tensors), opts)
 
     @collective("all_to_all", 4, c10d.AllToAllOptions)
@@ -324,12 +322,12 @@ class Messages(Posting):
         input_split_sizes: Sequence[int],
         opts: Any,
     ) -> Any:
-        """Cut along the first dimension: evenly, or as the sizes say."""
+        """Split along the first dimension: evenly, or by the sizes."""
         whole = PostedCall(copies=overlap([output], [input]))
-        target, source, call = whole.taken(output), whole.given(input), PostedCall()
-        taken = self._cut(target, output_split_sizes)
-        self._exchange(call, taken, self._cut(source, input_split_sizes))
-        call.kept += whole.kept
+        target, source, call = whole.target(output), whole.source(input), PostedCall()
+        targets = self._cut(target, output_split_sizes)
+        self._exchange(call, targets, self._cut(source, input_split_sizes))
+        call.keep_alive += whole.keep_alive
         call.afterwards += whole.afterwards
         return self._posted(call, [output], opts)
 
@@ -350,7 +348,7 @@ class Messages(Posting):
             output_tensors, input_tensors = [output_tensors], [input_tensors]
         (part,), root, tag = input_tensors, root_of(opts, self.count), self._tag_of_turn()
         call = PostedCall()
-        if self.own != root:
+        if self.my_rank != root:
             self._send(call, part, root, tag)
             return self._posted(call, [], opts)
         (wholes,) = output_tensors
@@ -373,15 +371,15 @@ class Messages(Posting):
             output_tensors, input_tensors = [output_tensors], [input_tensors]
         (part,), root, tag = output_tensors, root_of(opts, self.count), self._tag_of_turn()
         call = PostedCall()
-        if self.own != root:
+        if self.my_rank != root:
             self._receive(call, part, root, tag)
             return self._posted(call, [part], opts)
         (parts,) = input_tensors
         check_parts("scatter", parts, part, self.count)
-        call.copies = any(overlap([part], [one]) for one in parts)
-        for rank, one in enumerate(parts):
+        call.copies = any(overlap([part], [tensor]) for tensor in parts)
+        for rank, tensor in enumerate(parts):
             if rank != root:
-                self._send(call, one, rank, tag)
+                self._send(call, tensor, rank, tag)
         write(part, parts[root])
         return self._posted(call, [part], opts)
 
@@ -389,14 +387,14 @@ class Messages(Posting):
     def monitored_barrier(
         self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Return when all ranks came; rank 0 raises and names the first, or all, that did not.
+        """Return when all ranks arrived; rank 0 raises and names the first, or all, missing ones.
 
-        Its errors begin as those of Gloo do: scripts look for these words.
+        Its errors begin like those of Gloo: scripts look for these words.
         """
         seconds = self.seconds if timeout is None else seconds_in(timeout)
         came, tag = torch.zeros(1, dtype=torch.uint8), self._tag_of_turn()
-        if self.own != 0:
-            self._come(came, tag, seconds)
+        if self.my_rank != 0:
+            self._report_arrival(came, tag, seconds)
             return
         self._await_all(came, tag, seconds, wait_all_ranks)
         call = PostedCall()
@@ -405,7 +403,7 @@ class Messages(Posting):
         self._posted(call, []).wait()
 
     def _await_all(self, came: Tensor, tag: int, seconds: float, wait_all_ranks: bool) -> None:
-        """Rank 0 hears of each other one, the first to the last, until the time is up."""
+        """On rank 0: wait for each other rank in order, until the timeout."""
         until, missing = time.monotonic() + seconds, list[int]()
         took = f"{seconds * 1000:g} ms"
         for rank in range(1, self.count):
@@ -419,7 +417,7 @@ class Messages(Posting):
                 error.args = (f"{SAYS}Rank {lost} failed to pass monitoredBarrier: {error}",)
                 raise error
             if remaining <= 0 and not wait_all_ranks:
-                there = ", ".join(str(self.ranks[one]) for one in range(1, rank)) or "none"
+                there = ", ".join(str(self.ranks[peer]) for peer in range(1, rank)) or "none"
                 raise RuntimeError(
                     f"{SAYS}Rank {self.ranks[0]} timed out in monitoredBarrier after {took}: "
                     f"of the other ranks came {there}"
@@ -434,17 +432,17 @@ class Messages(Posting):
                 f"{SAYS}{ranks} {names} failed to pass monitoredBarrier in {took}: Timed out"
             )
 
-    def _come(self, came: Tensor, tag: int, seconds: float) -> None:
-        """Tell rank 0, and hear from it that all came."""
+    def _report_arrival(self, came: Tensor, tag: int, seconds: float) -> None:
+        """Report to rank 0, and wait for its reply that all arrived."""
         call = PostedCall()
         self._send(call, came, 0, tag)
         self._receive(call, came.clone(), 0, tag)
         try:
             self._posted(call, []).wait(timedelta(seconds=seconds))
         except RuntimeError as error:
-            own, root = self.ranks[self.own], self.ranks[0]
+            my_rank, root = self.ranks[self.my_rank], self.ranks[0]
             error.args = (
-                f"{SAYS}Rank {own} successfully reached monitoredBarrier, but received errors "
+                f"{SAYS}Rank {my_rank} successfully reached monitoredBarrier, but received errors "
                 f"while waiting for send/recv from rank {root}: {error}",
             )
             raise
@@ -456,15 +454,14 @@ class Messages(Posting):
 # --- group ---------------------------------------------------------------------------------------
 # A process group of torch whose ranks share a host: its collectives run in memory they all map.
 #
-# Torch calls it as it calls Gloo, from Python and from C++: `dist`, DDP, FSDP2, DTensor,
-# pipelining. Whatever is not contiguous goes through flat memory; complex numbers are two real
-# ones; truth values are summed by `or`. What the library lacks (bitwise operations, sparse tensors,
-# means of integers) goes to a Gloo group of the same ranks, which is made when all of them first
-# need it.
+# Torch calls it like Gloo, from Python and from C++: `dist`, DDP, FSDP2, DTensor, pipelining.
+# Tensors which are not contiguous are copied; complex numbers are two real ones; booleans are
+# summed by `or`. What the library lacks (bitwise operations, sparse tensors, means of integers)
+# goes to a Gloo group of the same ranks, created at its first use.
 
 
 class SharedMemoryGroup(Collectives, Messages):
-    """The ranks of a group in one host, as torch knows a group."""
+    """A process group of torch for ranks of one host."""
 
 
 for _class in (SharedMemoryWork, Named, Posting, Collectives, Messages):

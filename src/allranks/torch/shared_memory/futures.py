@@ -1,8 +1,8 @@
-"""Futures of works that are not done yet: one thread of the process completes them all.
+"""Futures of collectives: one thread of the process completes all of them.
 
-Torch's DDP and `work.get_future().then(…)` want to be called when a collective is over, and nobody
-waits for it then. One thread waits in their place, for as long as there is such a work: while it
-does, the library drives every collective of the process. There is never a thread per wait.
+Torch's DDP and `work.get_future().then(…)` expect a callback when a collective is over, without a
+wait. One thread waits for them, as long as there are futures. While it waits, the library drives
+all collectives of the process. There is never a thread per wait.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Any, Protocol
 
 import torch
 
-LOOK_S = 0.02  # while it waits for one work, another may be done: it is told so much later
-LINGER_S = 2.0  # a training step later there are futures again, and a thread takes time to start
+LOOK_S = 0.02  # the longest delay of a future which is done while the thread waits for another
+LINGER_S = 2.0  # the next training step has futures again, and a thread takes time to start
 NAME = "allranks-shared-memory-futures"
-at_rest: list[Callable[[], None]] = []  # called when the thread holds no op any more
+at_rest: list[Callable[[], None]] = []  # called when the thread has no reference to an op
 
 
 class Awaited(Protocol):
-    """A work: it is driven for some seconds, and says whether it is over, well or not."""
+    """A work. `drive` waits for it and returns whether it is over, with or without an error."""
 
     def drive(self, seconds: float) -> bool: ...
 
 
 class _Completer:
-    """The futures that wait for a work, and the thread that completes them."""
+    """The futures whose work is not over, and the thread that completes them."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -73,7 +73,7 @@ class _Completer:
 def future_of(work: Awaited, outputs: Callable[[], object]) -> Any:
     """A future of what `outputs` returns or raises once `work` is over."""
     over: Any = torch.futures.Future()
-    future = over.then(lambda _: outputs())  # what it raises, C++ hears, too
+    future = over.then(lambda _: outputs())  # its exception reaches C++, too
     if work.drive(0):
         over.set_result(None)
     else:
@@ -82,7 +82,7 @@ def future_of(work: Awaited, outputs: Callable[[], object]) -> Any:
 
 
 def end_soon() -> None:
-    """No group is left: the thread need not wait for another future."""
+    """The last group is gone: the thread need not linger for another future."""
     _completer.end_soon()
 
 

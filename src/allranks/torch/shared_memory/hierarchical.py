@@ -1,12 +1,12 @@
-"""A process group over several hosts: shared memory inside of each, Gloo between their leaders.
+"""A process group over several hosts: shared memory inside each, Gloo between their leaders.
 
-All-reduce, broadcast, barrier and all-gather go in two levels: the ranks of a host meet in memory,
-one of them, its leader, meets the leaders of the other hosts over the network, and tells the rest.
-So a host sends and receives each value once, not once per rank. Messages between two ranks of one
-host go through memory. Everything else goes over Gloo among all ranks.
+All-reduce, broadcast, barrier and all-gather have two levels: a collective in the memory of each
+host, one between the leaders of the hosts over the network, and a broadcast in each host. So a host
+sends and receives each value once, not once per rank. Messages between two ranks of one host go
+through memory. Everything else uses Gloo among all ranks.
 
-The two levels follow each other, so one thread of the group makes them, call by call in the order
-of the program; torch waits for it. Sums are those of the hosts, in the order in which Gloo adds.
+One thread of the group makes both levels, call by call in the order of the program; torch waits for
+it. The sums of the hosts are added in Gloo's order.
 """
 
 # mypy: disable-error-code="override, assignment, attr-defined"
@@ -49,11 +49,11 @@ from allranks.torch.shared_memory.posting import (
 )
 from allranks.torch.shared_memory.work import FOR_EVER, SAYS, begin_event
 
-LEADER = 0  # of the ranks of a host, counted there
+LEADER = 0  # index among the ranks of a host
 
 
 class StagedWork(dist.Work):
-    """A call that the thread of its group makes; `tensors` are what it gives back."""
+    """A call that the thread of its group makes; `tensors` are its results."""
 
     def __init__(self, done: Future[None], tensors: list[Tensor], seconds: float) -> None:
         super().__init__()
@@ -100,10 +100,10 @@ class StagedWork(dist.Work):
 
 
 class _CallThread:
-    """A thread that makes the calls that it is given, one after the other, until `end`.
+    """A thread that makes calls one after the other, until `end`.
 
-    Once one has failed none is made any more: the ranks of this host are not in step, and what they
-    waited for would meet something else. `broken` is called then.
+    After a failure it calls `broken` and makes no more calls: the ranks of this host are out of
+    step, and their collectives would not match.
     """
 
     def __init__(self, broken: Callable[[], object]) -> None:
@@ -123,15 +123,15 @@ class _CallThread:
         self._calls.put(None)
 
     def _run(self) -> None:
-        while (asked := self._calls.get()) is not None:
-            calls, done = asked
+        while (entry := self._calls.get()) is not None:
+            calls, done = entry
             try:
                 self._make(calls)
             except BaseException as error:
                 done.set_exception(error)
             else:
                 done.set_result(None)
-            del asked, calls, done  # what they hold is not kept until the next call
+            del entry, calls, done  # do not keep their tensors alive until the next call
 
     def _make(self, calls: list[Callable[[], object]]) -> None:
         if self._error is not None:
@@ -147,9 +147,9 @@ class _CallThread:
 
 
 class HierarchicalGroup(Named):
-    """The ranks of several hosts. `hosts` are lists of ranks; `inside` is the group of this one's.
+    """The ranks of several hosts. `hosts` are lists of ranks; `inside` is the group of this host.
 
-    `inside` is nothing where a rank is alone on its host.
+    `inside` is `None` for a rank that is alone on its host.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class HierarchicalGroup(Named):
         self._store = store
         self.inside, self.hosts, self.seconds = inside, hosts, timeout.total_seconds()
         self.host = next(i for i, host in enumerate(hosts) if rank in host)
-        self.own, self.count = rank, size
+        self.my_rank, self.count = rank, size
         self._is_left, self._line = False, _CallThread(self._leave_host)
         leads = hosts[self.host][LEADER] == rank
         between, among_all = PrefixStore("leaders", store), PrefixStore("all", store)
@@ -175,15 +175,15 @@ class HierarchicalGroup(Named):
         self.gloo = gloo_group(among_all, rank, size, timeout)
 
     def _leave_host(self) -> None:
-        """The other ranks of this host hear that nothing more comes from this one."""
+        """Leave the group of this host, so that its other ranks get an error."""
         if self.inside is not None:
             self.inside.shutdown()
 
     def _staged(self, calls: list[Callable[[], object]], tensors: list[Tensor]) -> StagedWork:
         return StagedWork(self._line.add(calls), tensors, self.seconds)
 
-    def _tell_host(self, tensor: Tensor, root: int = LEADER) -> None:
-        """What `root` of this host has, on all of its ranks."""
+    def _broadcast_in_host(self, tensor: Tensor, root: int = LEADER) -> None:
+        """Broadcast from `root` to the ranks of this host."""
         if self.inside is not None:
             options = dist.BroadcastOptions()
             options.rootRank = root
@@ -207,7 +207,7 @@ class HierarchicalGroup(Named):
         if self.leaders is not None and memory.numel():
             real = torch.view_as_real(memory) if memory.is_complex() else memory
             self.leaders.allreduce([real], options).wait()
-        self._tell_host(memory)
+        self._broadcast_in_host(memory)
         if operation == "mean":
             memory.div_(self.count)
         if memory.data_ptr() != tensor.data_ptr():
@@ -218,19 +218,19 @@ class HierarchicalGroup(Named):
         tensors, root = listed(tensors), root_of(opts, self.count)
         if len(tensors) != 1:
             return self.gloo.broadcast(tensors, opts)
-        return self._staged([partial(self._tell_all, tensors[0], root)], tensors)
+        return self._staged([partial(self._broadcast, tensors[0], root)], tensors)
 
-    def _tell_all(self, tensor: Tensor, root: int) -> None:
+    def _broadcast(self, tensor: Tensor, root: int) -> None:
         memory = flat(tensor)
         host = next(i for i, ranks in enumerate(self.hosts) if root in ranks)
         if host == self.host:
-            self._tell_host(memory, self.hosts[host].index(root))
+            self._broadcast_in_host(memory, self.hosts[host].index(root))
         if self.leaders is not None and memory.nbytes:
             options = dist.BroadcastOptions()
             options.rootRank = host
             self.leaders.broadcast([memory.view(-1).view(torch.uint8)], options).wait()
         if host != self.host:
-            self._tell_host(memory)
+            self._broadcast_in_host(memory)
         if memory.data_ptr() != tensor.data_ptr():
             write(tensor, memory)
 
@@ -262,26 +262,26 @@ class HierarchicalGroup(Named):
         return self._staged([gather], list(wholes))
 
     def _gather(self, rows: Tensor, part: Tensor) -> None:
-        """Every rank's `part` as its row; hosts may have different numbers of ranks."""
+        """Gather `part` of rank r into `rows[r]`; hosts may have different numbers of ranks."""
         part = flat(part).view(-1)
         most = max(len(host) for host in self.hosts)
         mine = part.new_zeros(most, part.numel())
-        own = mine[: len(self.hosts[self.host])]
+        rows_of_host = mine[: len(self.hosts[self.host])]
         if self.inside is not None:
-            self.inside._allgather_base(own.view(-1), part).wait()
+            self.inside._allgather_base(rows_of_host.view(-1), part).wait()
         else:
-            own[0] = part
+            rows_of_host[0] = part
         every = part.new_empty(len(self.hosts), most, part.numel())
         if self.leaders is not None and part.nbytes:
             bytes_of = [host.reshape(-1).view(torch.uint8) for host in every]
             self.leaders.allgather([bytes_of], [mine.view(-1).view(torch.uint8)]).wait()
-        self._tell_host(every)
+        self._broadcast_in_host(every)
         for host, ranks in enumerate(self.hosts):
             for index, rank in enumerate(ranks):
                 rows[rank].copy_(every[host, index])
 
     def _way_to(self, rank: int) -> tuple[Any, int]:
-        """The group through which messages go to and from a rank, and its number there."""
+        """The group for messages with a rank, and its rank in that group."""
         host = self.hosts[self.host]
         if self.inside is not None and rank in host:
             return self.inside, host.index(rank)

@@ -1,8 +1,8 @@
-"""Tensors that all ranks of a group can read, and their sums where they lie, without a copy.
+"""Tensors in memory that all ranks of a group map, and sums of them in place, without a copy.
 
-Each rank has zeros of the same size; all have mapped those of all. A sum goes through a plan: rank
-r adds up chunk r of every leaf, along the fixed tree, and writes it to every rank. The memory goes
-with the last tensor in it.
+Each rank allocates zeros of the same size and maps those of all ranks. A sum goes through a plan:
+rank r adds up chunk r of every leaf along the fixed tree, and writes it to every rank. The memory
+is freed with the last tensor in it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from allranks.torch.shared_memory.segment import Segment
 from allranks.torch.shared_memory.work import SharedMemoryWork
 
 PAGE = 4096
-WHERE_BYTES = 64  # the text that says where memory is to be opened
+WHERE_BYTES = 64  # of the text that says where to open the memory
 
-Begin = Callable[[Callable[..., Any]], Any]  # makes a collective, whose wait is then called
+Begin = Callable[[Callable[..., Any]], Any]  # begins a collective; the caller waits for it
 
 
 class _Memory:
-    """This rank's part of memory that the ranks of `group` share; `addresses` has all parts."""
+    """Shared memory of the ranks of `group`; `addresses` has the part of each rank."""
 
     def __init__(self, segment: Segment, group: SharedMemoryGroup, nbytes: int) -> None:
         self.segment, self.group = segment, group
@@ -36,10 +36,10 @@ class _Memory:
         self.plans: dict[Any, Any] = {}
 
     def tensor(self, nbytes: int) -> Tensor:
-        """All of this rank's part, as bytes; it keeps the memory."""
-        own = self.addresses[self.group.rank()]
+        """This rank's whole part, as bytes; keeps the memory alive."""
+        address = self.addresses[self.group.rank()]
         part: Any = type("Part", (ctypes.c_char * nbytes,), {})
-        whole = part.from_address(own)
+        whole = part.from_address(address)
         whole.memory = self
         return torch.frombuffer(whole, dtype=torch.uint8)
 
@@ -47,9 +47,9 @@ class _Memory:
 def shared_zeros(group: Any, count: int, like: Tensor, begin: Begin) -> Tensor:
     """`count` zeros of the type of `like` that the other ranks of `group` can add up in place.
 
-    Every rank of it calls this alike. Where they share no memory, or there is none left on any of
-    them, each gets zeros of its own. Sends a line of text to each, twice; `begin` begins such a
-    collective, so that a wait for it is seen and told as any other.
+    All ranks of it call this with the same arguments. If they share no memory, or one of them has
+    none left, each gets private zeros. Two all-gathers of a line of text; `begin` begins them, so
+    that a wait for them is reported like any other.
     """
     nbytes = max(1, -(-count * like.element_size() // PAGE)) * PAGE
     if not share_memory(group) or like.device.type != "cpu" or like.dtype not in _TYPES:
@@ -63,48 +63,48 @@ def shared_zeros(group: Any, count: int, like: Tensor, begin: Begin) -> Tensor:
 
 
 def _segment(group: SharedMemoryGroup, nbytes: int, begin: Begin) -> Segment | None:
-    """Memory for all ranks, if every one of them has got it."""
+    """Memory which all ranks have mapped; `None` if one of them could not."""
     rank, size = group.rank(), group.size()
     segment: Segment | None = None
     with suppress(OSError):
-        segment = Segment.made(size * nbytes, "allranks-buffer") if rank == 0 else None
-    where = _told(group, segment.where if segment is not None else "", begin)[0]
+        segment = Segment.create(size * nbytes, "allranks-buffer") if rank == 0 else None
+    where = _exchange_text(group, segment.where if segment is not None else "", begin)[0]
     with suppress(OSError):
         if rank and where:
-            segment = Segment.opened(where, size * nbytes)
-    opened = _told(group, "yes" if segment is not None else "", begin)
+            segment = Segment.open(where, size * nbytes)
+    opened = _exchange_text(group, "yes" if segment is not None else "", begin)
     if segment is not None:
         segment.hide()
     return segment if all(opened) else None
 
 
-def _told(group: SharedMemoryGroup, text: str, begin: Begin) -> list[str]:
-    """The short text of every rank."""
-    own = torch.zeros(WHERE_BYTES, dtype=torch.uint8)
+def _exchange_text(group: SharedMemoryGroup, text: str, begin: Begin) -> list[str]:
+    """The short texts of all ranks, in order (an all-gather)."""
+    line = torch.zeros(WHERE_BYTES, dtype=torch.uint8)
     data = text.encode()
-    own[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
-    every = torch.zeros(group.size() * WHERE_BYTES, dtype=torch.uint8)
+    line[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
+    lines = torch.zeros(group.size() * WHERE_BYTES, dtype=torch.uint8)
 
     def gather(**_: Any) -> Any:
-        return group.allgather_into_tensor_coalesced([every], [own])
+        return group.allgather_into_tensor_coalesced([lines], [line])
 
     begin(gather).wait()
-    return [bytes(row.tolist()).rstrip(b"\0").decode() for row in every.view(-1, WHERE_BYTES)]
+    return [bytes(each.tolist()).rstrip(b"\0").decode() for each in lines.view(-1, WHERE_BYTES)]
 
 
 def share_memory(group: Any) -> bool:
-    """Whether the ranks of a group of torch's can add up in place."""
+    """Whether the ranks of one of torch's groups can sum in place."""
     return isinstance(group, SharedMemoryGroup)
 
 
 def addresses_of(group: Any, tensor: Tensor) -> tuple[int, ...]:
-    """Where `tensor`, the whole of what `shared_zeros` gave, lies on each rank; else nothing."""
+    """The addresses of a tensor of `shared_zeros` on all ranks; () for any other tensor."""
     memory = _memories.get(tensor.data_ptr())
     return memory.addresses if memory is not None and memory.group is group else ()
 
 
 def sum_in_place(group: Any, tensor: Tensor) -> Callable[..., Any] | None:
-    """Makes the sum of `tensor` over all ranks begin, if all can read it: every rank calls it."""
+    """A function with which all ranks begin the sum of `tensor`; `None` if it is not shared."""
     where = addresses_of(group, tensor)
     if not where:
         return None
@@ -117,9 +117,9 @@ def sum_in_place(group: Any, tensor: Tensor) -> Callable[..., Any] | None:
 def plan_of_sum(
     group: SharedMemoryGroup, into: Tensor, leaves: Sequence[int], order: bytes
 ) -> Callable[..., Any]:
-    """Makes the sum of `leaves`, addresses in shared memory, begin; it goes `into` every rank's.
+    """A function that begins the sum of `leaves`, addresses in shared memory, `into` every rank's.
 
-    Every rank calls what is returned, and has written its own leaves by then.
+    All ranks call it, after they have written their own leaves.
     """
     memory = _memories[into.data_ptr()]
     key = tuple(leaves), into.numel(), into.dtype
@@ -131,7 +131,8 @@ def plan_of_sum(
         )
 
     def begin(**_: Any) -> SharedMemoryWork:
-        return SharedMemoryWork(group, [plan.start()], [into], kept=into, seconds=group.seconds)
+        ops, seconds = [plan.start()], group.seconds
+        return SharedMemoryWork(group, ops, [into], keep_alive=into, seconds=seconds)
 
     return begin
 

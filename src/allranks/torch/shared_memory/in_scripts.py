@@ -1,8 +1,8 @@
 """In a script of `allranks run --shared-memory`: torch's process group is one of shared memory.
 
-The script is unchanged: its `init_process_group("gloo")`, or without a backend where there is no
-accelerator, makes a group of this backend. Groups that it makes of that one are alike; one that it
-asks for by the name of Gloo is Gloo's.
+The script is unchanged: its `init_process_group("gloo")`, or without a backend on a machine without
+accelerators, creates a group of this backend. Subgroups have the same backend, unless the script
+asks for Gloo by name.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ GLOO = ("gloo", "cpu:gloo")
 
 
 def in_place_of_gloo(outcome: str) -> None:
-    """Put it there, before the script begins; rank 0 writes what was made into a file `outcome`."""
+    """Install it before the script begins; rank 0 writes the `BackendChoice` to `outcome`."""
     register()
     replace(c10d, "init_process_group", functools.partial(_init_process_group, outcome))
 
 
 def _init_process_group(
-    outcome: str, own: Callable[..., Any], backend: Any = None, *args: Any, **kwargs: Any
+    outcome: str, original: Callable[..., Any], backend: Any = None, *args: Any, **kwargs: Any
 ) -> None:
     if not _is_meant(backend, kwargs):
-        own(backend, *args, **kwargs)
+        original(backend, *args, **kwargs)
         return
-    own(BACKEND, *args, **kwargs)
-    made = outcome_of()
-    if dist.get_rank() == 0 and made is not None:
+    original(BACKEND, *args, **kwargs)
+    choice = outcome_of()
+    if dist.get_rank() == 0 and choice is not None:
         with open(f"{outcome}.part", "w") as file:
-            json.dump(made.to_data(), file)
+            json.dump(choice.to_data(), file)
         os.replace(f"{outcome}.part", outcome)
 
 

@@ -1,4 +1,4 @@
-"""The C library, if it was compiled where this was installed."""
+"""The C library, if it was compiled at installation."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ NOT_BUILT = "the library for it was not compiled where allranks was installed (n
 
 
 def library() -> ModuleType | None:
-    """The module `_collectives`, or nothing where it was not compiled."""
+    """The module `_collectives`; `None` if it was not compiled."""
     return built("allranks.torch.shared_memory._collectives")

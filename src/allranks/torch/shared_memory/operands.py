@@ -1,7 +1,7 @@
-"""What a tensor is to the library: an address of flat memory, a type, and how to get it there.
+"""Tensors as operands of the library: the address of contiguous memory, and a type.
 
-Torch's own groups take what a call says besides its tensors in several forms: an object of options,
-or an operation, a root and a time, by name or by place. Here each becomes an object of options.
+Torch's groups accept the options of a call in several forms: an object of options, or an operation,
+a root and a timeout, by name or by position. Here each form becomes an object of options.
 """
 
 from __future__ import annotations
@@ -49,42 +49,42 @@ _KINDS: tuple[tuple[Any, str], ...] = (
 
 
 def in_one_form(
-    kind: Any, count: int, given: Sequence[Any], named: Mapping[str, Any]
+    kind: Any, count: int, positional: Sequence[Any], named: Mapping[str, Any]
 ) -> tuple[Any, ...]:
     """The first `count` arguments of a call of torch, and one object of options of that `kind`.
 
-    `given` are all arguments by place, `named` those by name. Raises `TypeError` for one that
-    torch does not know either.
+    `positional` and `named` are all arguments. Raises `TypeError` for an argument which torch does
+    not know either.
     """
-    first, said = dict(enumerate(given[:count])), dict[str, Any]()
+    first, fields = dict(enumerate(positional[:count])), dict[str, Any]()
     options = None
-    for value in given[count:]:
+    for value in positional[count:]:
         if isinstance(value, kind):
             options = value
         elif value is not None:
-            said[next((name for of, name in _KINDS if isinstance(value, of)), "")] = value
+            fields[next((name for of, name in _KINDS if isinstance(value, of)), "")] = value
     for name, value in named.items():
         if name == "opts":
             options = value
         elif name in _IN_OPTIONS:
-            said[name] = value
+            fields[name] = value
         else:
             first[_place_of(name)] = value
-    said = {name: value for name, value in said.items() if value is not None}
-    made = options or kind()
-    is_known = all(hasattr(made, _IN_OPTIONS.get(name, "")) for name in said)
+    fields = {name: value for name, value in fields.items() if value is not None}
+    result_options = options or kind()
+    is_known = all(hasattr(result_options, _IN_OPTIONS.get(name, "")) for name in fields)
     if sorted(first) != list(range(count)) or not is_known:
         raise TypeError(
             f"a collective of {count} arguments and {kind.__name__} was called with "
-            f"{[type(one).__name__ for one in given]} and {sorted(named)}"
+            f"{[type(each).__name__ for each in positional]} and {sorted(named)}"
         )
-    for name, value in said.items():
-        setattr(made, _IN_OPTIONS[name], value)
-    return (*(first[place] for place in range(count)), made)
+    for name, value in fields.items():
+        setattr(result_options, _IN_OPTIONS[name], value)
+    return (*(first[place] for place in range(count)), result_options)
 
 
 def _place_of(name: str) -> int:
-    """Where an argument stands that torch calls by this name, in one version or another."""
+    """The position of an argument with this name in any version of torch; -1 if unknown."""
     if name.endswith("split_sizes"):
         return 2 + name.startswith("input")
     if name in ("tensor", "tensors") or name.startswith("output"):
@@ -95,13 +95,13 @@ def _place_of(name: str) -> int:
 def operation_of(options: Any) -> str:
     """The library's name of the operation of these options; "" if it has none."""
     operation = options.reduceOp
-    if operation == ReduceOp.SUM:  # to ask for a name takes longer
+    if operation == ReduceOp.SUM:  # faster than the name
         return "sum"
     return _OPERATIONS.get(operation.op.name, "")
 
 
 def root_of(options: Any, ranks: int) -> int:
-    """The root that these options name; raises `ValueError` if no rank of the group is it."""
+    """The root in these options; raises `ValueError` if it is no rank of the group."""
     root = int(options.rootRank)
     if not 0 <= root < ranks:
         raise ValueError(f"the root is rank {root}, and the group has ranks 0 to {ranks - 1}")
@@ -109,14 +109,14 @@ def root_of(options: Any, ranks: int) -> int:
 
 
 def seconds_in(timeout: timedelta | float) -> float:
-    """A timeout in seconds: torch's C++ takes a number of them for a `timedelta`, too."""
+    """A timeout in seconds: like torch's C++ this accepts a number for a `timedelta`."""
     return timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
 
 
 def seconds_of(options: Any, default: float) -> float:
-    """How long a call may take: what its options say, or the group's own time."""
+    """The timeout of a call: that of its options, or the group's default."""
     timeout: timedelta | None = getattr(options, "timeout", None)
-    if timeout is None or timeout.days < 0:  # what is not set is negative
+    if timeout is None or timeout.days < 0:  # negative: not set
         return default
     return timeout.total_seconds() or default
 
@@ -149,12 +149,12 @@ def are_reducible(tensors: Sequence[Tensor], operation: str) -> bool:
 
 
 def of_truth(operation: str) -> str:
-    """What an operation is to truth values: a sum is `or`, a product `and`."""
+    """The operation for booleans: a sum is `or`, a product `and`."""
     return _OF_TRUTH[operation]
 
 
 def codes(library: Any, tensor: Tensor, operation: str) -> tuple[int, int]:
-    """(type, operation) as the library counts them; sums of truth values are `or`."""
+    """The library's codes (type, operation); sums of booleans are `or`."""
     dtype = tensor.dtype
     if dtype.is_complex:
         dtype = dtype.to_real()
@@ -164,12 +164,12 @@ def codes(library: Any, tensor: Tensor, operation: str) -> tuple[int, int]:
 
 
 def numbers_in(tensor: Tensor) -> int:
-    """How many real numbers: a complex one is two."""
+    """The count of real numbers: a complex one is two."""
     return tensor.numel() * (2 if tensor.dtype.is_complex else 1)
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Its values in one piece of memory, its own if they lie so."""
+    """Its values in contiguous memory, without a copy if possible."""
     _check_memory(tensor)
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
@@ -178,86 +178,85 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def is_flat(tensor: Tensor) -> bool:
-    """Whether its values lie in one piece of memory, as they are."""
+    """Whether its memory is contiguous and has its values (no conjugate or negative view)."""
     return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
 def _check_memory(tensor: Tensor) -> None:
-    """Raise `TypeError` for a tensor that only stands for others: the library needs an address."""
+    """Raise `TypeError` for a tensor without memory: the library needs an address."""
     if not tensor.data_ptr() and tensor.numel():
-        found = type(tensor).__name__
-        raise TypeError(f"a collective of a {found}, which has no memory of its own: to_local()")
+        kind = type(tensor).__name__
+        raise TypeError(f"a collective of a {kind}, which has no memory of its own: to_local()")
 
 
 class PostedCall:
-    """One call of torch as it is posted: the library's ops, the memory they use, what follows.
+    """One call of torch: the library's ops, the memory they use, and what to do afterwards.
 
-    With `copies` its tensors overlap: each is read before anything is written, and written at the
-    end, one after another.
+    With `copies` its tensors overlap: all are copied first, and written in order at the end.
     """
 
-    __slots__ = ("afterwards", "copies", "kept", "ops")
+    __slots__ = ("afterwards", "copies", "keep_alive", "ops")
 
     def __init__(
         self,
         ops: Iterable[Any] = (),
-        kept: Iterable[Any] = (),
+        keep_alive: Iterable[Any] = (),
         afterwards: Iterable[Callable[[], object]] = (),
         copies: bool = False,
     ) -> None:
-        self.ops, self.kept, self.afterwards = [*ops], [*kept], [*afterwards]
+        self.ops, self.keep_alive, self.afterwards = [*ops], [*keep_alive], [*afterwards]
         self.copies = copies
 
-    def given(self, tensor: Tensor) -> Tensor:
-        """The values of a tensor, flat, kept until the call is over."""
+    def source(self, tensor: Tensor) -> Tensor:
+        """Contiguous memory with the values of a tensor, which the call reads."""
         if self.copies:
             tensor = flat(tensor).clone()
         elif is_flat(tensor):
             _check_memory(tensor)
         else:
             tensor = flat(tensor)
-        self.kept.append(tensor)
+        self.keep_alive.append(tensor)
         return tensor
 
-    def taken(self, tensor: Tensor, *, reads: bool = False) -> Tensor:
-        """Flat memory that becomes the content of `tensor`; with `reads` it begins as that."""
+    def target(self, tensor: Tensor, *, reads: bool = False) -> Tensor:
+        """Contiguous memory for the result `tensor`; with `reads` it has its values first."""
         if not self.copies and is_flat(tensor):
             _check_memory(tensor)
-            self.kept.append(tensor)
+            self.keep_alive.append(tensor)
             return tensor
         if reads:
             memory = flat(tensor).clone() if self.copies else flat(tensor)
         else:
             memory = torch.empty(tensor.shape, dtype=tensor.dtype)
-        self.kept.append(memory)
+        self.keep_alive.append(memory)
         self.afterwards.append(lambda: write(tensor, memory))
         return memory
 
     def scratch(self, like: Tensor, count: int) -> Tensor:
         memory = torch.empty(count, dtype=like.dtype)
-        self.kept.append(memory)
+        self.keep_alive.append(memory)
         return memory
 
-    def together(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The values of tensors one after another in one piece; that which they lie in, if so."""
-        there = None if self.copies else in_one_piece(tensors)
-        if there is None:
-            there = torch.cat([flat(tensor).reshape(-1) for tensor in tensors])
-        self.kept += [there, tensors]
-        return there
+    def joint_source(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The concatenated values of tensors; without a copy if they are adjacent in memory."""
+        memory = None if self.copies else in_one_piece(tensors)
+        if memory is None:
+            memory = torch.cat([flat(tensor).reshape(-1) for tensor in tensors])
+        self.keep_alive += [memory, tensors]
+        return memory
 
-    def apart(self, tensors: Sequence[Tensor]) -> Tensor:
-        """One piece of memory that becomes the content of these tensors, one after another."""
-        there = None if self.copies else in_one_piece(tensors)
-        if there is None:
-            there = self.scratch(tensors[0], sum(tensor.numel() for tensor in tensors))
-            self.afterwards.append(lambda: _dealt_out(there, tensors))
-        self.kept += [there, tensors]
-        return there
+    def joint_target(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Contiguous memory for the results `tensors`, one after another."""
+        memory = None if self.copies else in_one_piece(tensors)
+        if memory is None:
+            memory = self.scratch(tensors[0], sum(tensor.numel() for tensor in tensors))
+            self.afterwards.append(lambda: _dealt_out(memory, tensors))
+        self.keep_alive += [memory, tensors]
+        return memory
 
 
 def in_one_piece(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The first of tensors that follow each other in one storage without a gap, else `None`."""
+    """The first tensor, if all are adjacent in one storage without gaps, else `None`."""
     first = tensors[0]
     here = first.data_ptr()
     if not here or not is_flat(first):
@@ -278,7 +277,7 @@ def _dealt_out(whole: Tensor, tensors: Sequence[Tensor]) -> None:
 
 
 def write(tensor: Tensor, values: Tensor) -> None:
-    """Make `values` the content of a tensor; what is expanded is written where it lies, once."""
+    """Copy `values` into a tensor; each element of an expanded tensor is written once."""
     tensor, values = tensor.detach(), values.reshape(tensor.shape)
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.size(dim) > 1:
@@ -286,27 +285,27 @@ def write(tensor: Tensor, values: Tensor) -> None:
     tensor.copy_(values)
 
 
-def check_parts(what: str, parts: Sequence[Tensor], part: Tensor, ranks: int) -> None:
-    """Raise `RuntimeError` unless there is a tensor like `part` for each of so many ranks."""
+def check_parts(call_name: str, parts: Sequence[Tensor], part: Tensor, ranks: int) -> None:
+    """Raise `RuntimeError` unless `parts` has a tensor like `part` for each of so many ranks."""
     nbytes, dtype = part.nbytes, part.dtype
     is_right = len(parts) == ranks
-    for one in parts:
-        is_right = is_right and one.dtype is dtype and one.nbytes == nbytes
+    for tensor in parts:
+        is_right = is_right and tensor.dtype is dtype and tensor.nbytes == nbytes
     if not is_right:
-        sizes = [f"{one.numel()} of {one.dtype}" for one in parts]
+        sizes = [f"{tensor.numel()} of {tensor.dtype}" for tensor in parts]
         raise RuntimeError(
-            f"{what}: {ranks} ranks have {part.numel()} values of {part.dtype} each, "
+            f"{call_name}: {ranks} ranks have {part.numel()} values of {part.dtype} each, "
             f"and the list of their tensors {sizes}"
         )
 
 
 def overlap(*lists: Sequence[Tensor]) -> bool:
-    """Whether two of all these tensors lie in the same memory, in part at least."""
+    """Whether any two of these tensors share memory."""
     spans = []
     for tensors in lists:
-        for one in tensors:
-            begin = one.data_ptr()
-            spans.append((begin, begin + one.nbytes if one.is_contiguous() else _end_of(one)))
+        for t in tensors:
+            begin = t.data_ptr()
+            spans.append((begin, begin + t.nbytes if t.is_contiguous() else _end_of(t)))
     spans.sort()
     before = 0
     for begin, end in spans:
@@ -326,15 +325,15 @@ def _end_of(tensor: Tensor) -> int:
 
 
 # --- cards ---------------------------------------------------------------------------------------
-# What each rank of a group tells the others of itself, so that all of them decide alike.
+# The facts which ranks of a group exchange, so that all make the same decision.
 
 
 @dataclass(frozen=True)
 class ProcessCard:
-    """One process: its `host`, where others open its bell, and the memory that it was `given`.
+    """One process: its `host`, the place of its `bell`, and the `cores` it may run on.
 
-    `cannot` says why it has no shared memory; empty if it has. `cores` are those it may run on.
-    `given` is which file the launcher handed it ("device:inode"), empty if none.
+    `cannot` is the reason why it has no shared memory; empty if it has. `given` identifies the
+    memory file from the launcher ("device:inode"); empty if there is none.
     """
 
     host: str
@@ -345,25 +344,25 @@ class ProcessCard:
     given: str = ""
 
 
-def own_card(bell: str, cannot: str, given_fd: int) -> ProcessCard:
+def own_card(bell: str, cannot: str, fd: int) -> ProcessCard:
     host = host_identity()
-    given = ""
-    if given_fd >= 0:
-        about = os.fstat(given_fd)
-        given = f"{about.st_dev}:{about.st_ino}"
+    file = ""
+    if fd >= 0:
+        about = os.fstat(fd)
+        file = f"{about.st_dev}:{about.st_ino}"
     cannot = cannot or ("" if host else "/proc does not say which host this is")
-    return ProcessCard(host, os.getpid(), bell, tuple(os.sched_getaffinity(0)), cannot, given)
+    return ProcessCard(host, os.getpid(), bell, tuple(os.sched_getaffinity(0)), cannot, file)
 
 
 def exchanged(store: Any, rank: int, size: int, card: ProcessCard) -> list[ProcessCard]:
-    """The cards of all ranks, in order; each rank calls this once per store."""
-    said = told_to_all(store, "card", rank, size, json.dumps(asdict(card)))
-    made = [json.loads(text) for text in said]
-    return [ProcessCard(**{**values, "cores": tuple(values["cores"])}) for values in made]
+    """The cards of all ranks, in order; all ranks call this, once per store."""
+    texts = exchange_texts(store, "card", rank, size, json.dumps(asdict(card)))
+    rows = [json.loads(text) for text in texts]
+    return [ProcessCard(**{**values, "cores": tuple(values["cores"])}) for values in rows]
 
 
-def told_to_all(store: Any, key: str, rank: int, size: int, text: str) -> list[str]:
-    """What each rank says, in order; returns when all have said it."""
+def exchange_texts(store: Any, key: str, rank: int, size: int, text: str) -> list[str]:
+    """The texts of all ranks, in order; all call this, and it waits for all."""
     store.set(f"{key}/{rank}", text)
     return [store.get(f"{key}/{peer}").decode() for peer in range(size)]
 
@@ -376,6 +375,6 @@ def hosts_of(cards: Sequence[ProcessCard]) -> list[list[int]]:
     return list(hosts.values())
 
 
-def one_given(cards: Sequence[ProcessCard]) -> bool:
-    """Whether all were handed the same memory by their launcher."""
+def have_one_file(cards: Sequence[ProcessCard]) -> bool:
+    """Whether all have the same memory file from their launcher."""
     return bool(cards[0].given) and len({card.given for card in cards}) == 1

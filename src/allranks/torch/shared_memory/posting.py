@@ -1,4 +1,4 @@
-"""What all calls of a shared-memory group share: their work, their time, and Gloo beside it."""
+"""The base of shared-memory groups: the work and timeout of calls, and Gloo as the fallback."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BACKEND = "shared_memory"
 
 
 def gloo_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """Gloo among some ranks, each of which calls this, as a group with all of torch's methods."""
+    """A Gloo group with all of torch's methods; all its ranks call this."""
     group: Any = dist.ProcessGroup(store, rank, size)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     gloo = ProcessGroupGloo(store, rank, size, timeout)
@@ -39,10 +39,9 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def untraced(method: Method) -> Method:
-    """A method that `torch.compile` calls as it calls one of C++: neither traced nor compiled.
+    """Make `torch.compile` call a method like one in C++: neither traced nor compiled.
 
-    As `torch.compiler.disable` does it, but without a function around it, and without the import
-    of the compiler.
+    Like `torch.compiler.disable`, but without a wrapper, and without an import of the compiler.
     """
     method._torchdynamo_disable = True  # type: ignore[attr-defined]
     method._torchdynamo_disable_msg = "a process group"  # type: ignore[attr-defined]
@@ -53,7 +52,7 @@ def untraced(method: Method) -> Method:
 
 
 def untraced_methods(of: type) -> type:
-    """A class none of whose methods is traced."""
+    """Make all methods of a class untraced."""
     for value in vars(of).values():
         if isinstance(value, types.FunctionType):
             untraced(value)
@@ -61,15 +60,15 @@ def untraced_methods(of: type) -> type:
 
 
 def collective(title: str, count: int, kind: Any = None) -> Callable[[Callable[..., Any]], Any]:
-    """A method as torch calls it: `count` arguments, and what it says besides in any form.
+    """Decorates a collective: it accepts `count` arguments, and options in any form of torch.
 
-    The method gets an object of options of that `kind` as its last argument; without a kind, what
-    it was called with. `title` is what the profiler shows while one runs. The form that `dist` uses
-    is tried first, as every step pays for what comes before the method.
+    The method gets an object of options of that `kind` as its last argument; without a kind, the
+    arguments of the call. The profiler shows `title` while it runs. The form that `dist` uses is
+    tested first, as this overhead is part of every step.
     """
     usual, most = kind and kind(), count + 1
 
-    def made(method: Callable[..., Any]) -> Any:
+    def decorate(method: Callable[..., Any]) -> Any:
         @functools.wraps(method)
         def call(self: Any, *args: Any, opts: Any = None, **named: Any) -> Any:
             if not (named or profiler._is_profiler_enabled):
@@ -100,11 +99,11 @@ def collective(title: str, count: int, kind: Any = None) -> Callable[[Callable[.
 
         return untraced(call)
 
-    return made
+    return decorate
 
 
 class Named(dist.ProcessGroup):
-    """What torch asks of a group: its name, devices, backend, store, and count of calls."""
+    """Attributes which torch expects of a group: name, devices, backend, store, call count."""
 
     _name = _desc = ""
     _store: Any = None
@@ -132,7 +131,7 @@ class Named(dist.ProcessGroup):
         return BACKEND
 
     def _get_backend(self, device: torch.device) -> Any:
-        """What does the work for a device: this group itself."""
+        """The backend for a device: this group itself."""
         if device.type != "cpu":
             raise RuntimeError(f"No backend type associated with device type {device.type}")
         return self
@@ -150,15 +149,15 @@ class Named(dist.ProcessGroup):
 
 
 class _Coalesced(threading.local):
-    """The works of this thread since `_start_coalescing`, if it is between that and the end."""
+    """The works of this thread since `_start_coalescing`; `None` outside of that."""
 
     works: list[Any] | None = None
 
 
 class Posting(Named):
-    """The ranks of a group in one host. `library_group` is the library's, for direct calls.
+    """A group of ranks on one host. `library_group` is the library's, for direct calls.
 
-    `ranks` are its members as the job counts them. `under_way` holds each work until it is over.
+    `ranks` are its members in the job. `under_way` references each work until it is over.
     """
 
     def __init__(
@@ -170,7 +169,7 @@ class Posting(Named):
         self.library_group = attached.group
         self._attached: Attached | None = attached
         self.ranks, self.under_way = tuple(ranks), set[Any]()
-        self.own, self.count = rank, len(attached.ranks)  # rank() and size() cross into C++
+        self.my_rank, self.count = rank, len(attached.ranks)  # rank() and size() cross into C++
         self.seconds = timeout.total_seconds()
         self._store, self._pid, self._is_left = store, os.getpid(), False
         self._gloo: Any = None
@@ -178,17 +177,17 @@ class Posting(Named):
         _alive.add(self)
 
     def _posted(self, call: PostedCall, tensors: list[Tensor], opts: Any = None) -> Any:
-        """The work of a call; inside of `_start_coalescing` it is a part of a larger one."""
+        """The work of a call; after `_start_coalescing` it becomes part of a larger one."""
         work = SharedMemoryWork(
             self,
             call.ops,
             tensors,
-            call.kept,
+            call.keep_alive,
             call.afterwards,
             seconds_of(opts, self.seconds),
         )
-        if (together := self._coalesced.works) is not None:
-            together.append(work)
+        if (works := self._coalesced.works) is not None:
+            works.append(work)
         return work
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -205,12 +204,12 @@ class Posting(Named):
         return self._posted(call, [tensor for work in works for tensor in work.tensors])
 
     def gloo(self) -> Any:
-        """Gloo among the same ranks, for what the library lacks; all ranks call this alike."""
+        """A Gloo group of the same ranks, for calls the library lacks; all ranks call this."""
         with self._lock:
             if self._gloo is None:
                 store = PrefixStore("gloo", self._store)
                 timeout = timedelta(seconds=self.seconds)
-                self._gloo = gloo_group(store, self.own, self.count, timeout)
+                self._gloo = gloo_group(store, self.my_rank, self.count, timeout)
             return self._gloo
 
     def set_timeout(self, timeout: timedelta | float) -> None:
@@ -221,15 +220,15 @@ class Posting(Named):
     _set_default_timeout = set_timeout
 
     def shutdown(self) -> None:
-        """Leave: whoever still waits for this rank hears of it at once. Memory is given back."""
+        """Leave the group: ranks which wait for this one get an error at once. Frees the memory."""
         if self._is_left or self._pid != os.getpid():
             return
         self._is_left = True
         self.library_group.leave()
         self._gloo = None
-        for work in list(self.under_way):  # all are over now, well or not
+        for work in list(self.under_way):  # all are over now, with or without an error
             work.drive(0)
-        self.library_group = _Left()
+        self.library_group = _ClosedGroup()
         attached, self._attached = self._attached, None
         attaching.leave(attached)
 
@@ -237,8 +236,8 @@ class Posting(Named):
         self.shutdown()
 
 
-class _Left:
-    """In place of the library's group once this process has left it."""
+class _ClosedGroup:
+    """Replaces the library's group after this process has left it."""
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError("this process has left the shared-memory group")
@@ -249,6 +248,6 @@ _alive: WeakSet[Posting] = WeakSet()
 
 @atexit.register
 def _leave_all() -> None:
-    """A program that ends without leaving its groups leaves them now: the others hear of it."""
+    """Leave all groups at the end of the program, so that other ranks get an error."""
     for group in list(_alive):
         group.shutdown()

@@ -1,8 +1,8 @@
-"""Memory that several processes of one host have mapped, with no name that could be left behind.
+"""Memory that several processes of one host map, without a name that could be left behind.
 
-One process makes a memfd and says where it is ("pid:fd"); the others open `/proc/PID/fd/FD`. Pages
-that nobody touches cost nothing. Once all have mapped it the file descriptor is closed: from then
-on the kernel takes the memory back with the last process that has it, however that one ends.
+One process creates a memfd and sends its place ("pid:fd"); the others open `/proc/PID/fd/FD`.
+Untouched pages cost nothing. After all have mapped it, the file descriptor is closed. The kernel
+then frees the memory with the last process that maps it, however that one ends.
 
 Two processes share a host if they agree on `host_identity`: same boot, same namespace of process
 ids, so that "pid" means the same to both, and same network, so that simulated nodes are hosts.
@@ -28,7 +28,7 @@ _REFUSED = ctypes.c_void_p(-1).value
 
 
 def host_identity() -> str:
-    """What two processes have in common if they can map each other's memory; empty if unknown."""
+    """A text, equal in processes which can map each other's memory; empty if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         spaces = [os.readlink(f"/proc/self/ns/{space}") for space in ("pid", "net")]
@@ -40,11 +40,11 @@ def host_identity() -> str:
 class Segment:
     """`nbytes` of shared memory at `address` of this process, until `unmap` or its last reference.
 
-    It starts as zeros. `where` says to others how to open it, while `hide` has not been called.
+    It starts as zeros. Other processes can open it at `where` until `hide` is called.
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        """Map what is behind `fd`, which this object closes; raises `OSError`."""
+        """Map the file `fd`, which this object closes; raises `OSError`."""
         self.fd, self.nbytes, self.address = fd, nbytes, 0
         try:
             read_and_write = mmap.PROT_READ | mmap.PROT_WRITE
@@ -58,13 +58,13 @@ class Segment:
         self.address = int(address)
 
     @classmethod
-    def made(cls, nbytes: int, name: str) -> Segment:
-        """A new one; `name` is what tools like lsof show, and means nothing."""
+    def create(cls, nbytes: int, name: str) -> Segment:
+        """A new segment; tools such as lsof show its `name`, which has no other use."""
         return cls.within(os.memfd_create(name, os.MFD_CLOEXEC), nbytes)
 
     @classmethod
     def within(cls, fd: int, nbytes: int) -> Segment:
-        """In a memory file that this process was given, made large enough if it is not."""
+        """A segment in an open memory file, which is made large enough."""
         try:
             if os.fstat(fd).st_size < nbytes:
                 os.ftruncate(fd, nbytes)
@@ -74,8 +74,8 @@ class Segment:
         return cls(fd, nbytes)
 
     @classmethod
-    def opened(cls, where: str, nbytes: int) -> Segment:
-        """That of another process of this host; raises `OSError` where it cannot be opened."""
+    def open(cls, where: str, nbytes: int) -> Segment:
+        """The segment of another process of this host; raises `OSError` if it cannot be opened."""
         pid, _, number = where.partition(":")
         fd = os.open(f"/proc/{int(pid)}/fd/{int(number)}", os.O_RDWR | os.O_CLOEXEC)
         if os.fstat(fd).st_size < nbytes:
@@ -88,19 +88,19 @@ class Segment:
         return f"{os.getpid()}:{self.fd}"
 
     def hide(self) -> None:
-        """Nobody can open it from now on; what is mapped stays so."""
+        """Close the file, so that no other process can open it; mappings stay."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             with suppress(OSError):
                 os.close(fd)
 
     def unmap(self) -> None:
-        """Give the memory back. Nothing may use the address any more."""
+        """Unmap the memory. The address must not be used any more."""
         self.hide()
         address, self.address = self.address, 0
         if address:
             _libc.munmap(address, self.nbytes)
 
     def __del__(self) -> None:
-        if not sys.is_finalizing():  # what a thread of the library may still touch goes last
+        if not sys.is_finalizing():  # a thread of the library may still use the memory
             self.unmap()

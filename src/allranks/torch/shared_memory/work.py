@@ -1,4 +1,4 @@
-"""What torch gets back from a collective in shared memory: how to wait for it, and what it made."""
+"""The `Work` of a collective in shared memory: how to wait for it, and its result."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from torch import Tensor
 from allranks.torch.shared_memory.futures import future_of
 from allranks.torch.shared_memory.operands import seconds_in
 
-FOR_EVER = timedelta(0)  # as torch says it; the group's own timeout holds then
+FOR_EVER = timedelta(0)  # torch's default; the group's timeout applies
 SAYS = "shared memory: "
 
 
 class RankLost(RuntimeError):
-    """A collective that cannot end: rank `rank` of the group, `job_rank` of the job, is why.
+    """A collective which cannot end, because of rank `rank` of the group, `job_rank` of the job.
 
-    `reason` is "died", "stopped", "left", or "contradiction": it made another collective.
+    `reason` is "died", "stopped", "left", or "contradiction": that rank called another collective.
     """
 
     def __init__(self, message: str, rank: int, job_rank: int, reason: str) -> None:
@@ -32,7 +32,7 @@ class RankLost(RuntimeError):
 
 
 def rank_lost(lost: Any, ranks: Sequence[int]) -> RankLost:
-    """The library's error in words of the job, whose ranks `ranks` are those of the group."""
+    """The library's error with ranks of the job: `ranks` are the members of the group."""
     rank, reason = int(lost.rank), str(lost.reason)
 
     def of_job(rank: int) -> int:
@@ -40,16 +40,16 @@ def rank_lost(lost: Any, ranks: Sequence[int]) -> RankLost:
 
     job_rank = of_job(rank)
     is_mismatch = reason == "contradiction"
-    told = re.sub(r"rank (\d+)( of \d+)?", lambda said: f"rank {of_job(int(said[1]))}", str(lost))
-    message = f"{'collective mismatch' if is_mismatch else 'peer lost'}: {told}"
+    text = re.sub(r"rank (\d+)( of \d+)?", lambda match: f"rank {of_job(int(match[1]))}", str(lost))
+    message = f"{'collective mismatch' if is_mismatch else 'peer lost'}: {text}"
     return RankLost(SAYS + message, rank, job_rank, reason)
 
 
 def begin_event(title: str) -> Callable[[], object]:
-    """An event of torch's profiler that begins now; what is returned ends it.
+    """Begin an event of torch's profiler; the returned function ends it.
 
-    It ends in a thread of its own: so the profiler takes it for one beside the thread that began
-    it, and not for one that encloses what that does meanwhile.
+    The event ends in another thread. So the profiler shows it as asynchronous, and not as the
+    parent of all that this thread does meanwhile.
     """
     event = torch.ops.profiler._record_function_enter_new(title, None)
 
@@ -63,12 +63,12 @@ def begin_event(title: str) -> Callable[[], object]:
 
 
 class SharedMemoryWork(dist.Work):
-    """One call of torch under way: the `ops` of the library that it takes, and what follows them.
+    """One call of torch under way: its `ops` of the library, and what follows them.
 
-    `tensors` is what the call gives back, `kept` the memory that must stay until it is over.
-    `afterwards` runs once, in whoever waits first: it writes what came to where torch wants it.
-    `seconds` is how long a wait lasts that says nothing else. The group holds every work until it
-    is over: to drop one neither stops it nor frees its memory.
+    `tensors` are the results; `keep_alive` has memory that is used until it is over. `afterwards`
+    runs once, in the first thread that waits: it copies results to where torch expects them.
+    `seconds` is the default timeout of a wait. The group references every work until it is over:
+    dropping one neither stops it nor frees its memory.
     """
 
     _end_event: Callable[[], object] | None = None
@@ -80,12 +80,12 @@ class SharedMemoryWork(dist.Work):
         group: Any,
         ops: Sequence[Any],
         tensors: list[Tensor],
-        kept: object = (),
+        keep_alive: object = (),
         afterwards: Sequence[Callable[[], object]] = (),
         seconds: float = 0.0,
     ) -> None:
         super().__init__()
-        self.group, self.ops, self.tensors, self.kept = group, ops, tensors, kept
+        self.group, self.ops, self.tensors, self.keep_alive = group, ops, tensors, keep_alive
         self.afterwards, self.seconds = afterwards, seconds
         self._is_over = not ops and not afterwards
         self._lock = threading.Lock()
@@ -93,9 +93,9 @@ class SharedMemoryWork(dist.Work):
             group.under_way.add(self)
 
     def wait(self, timeout: timedelta | float = FOR_EVER) -> bool:
-        """Return when it is done; raises `RankLost`, or `RuntimeError` when the time is up.
+        """Return when it is done; raises `RankLost`, or `RuntimeError` after the timeout.
 
-        After that it goes on, and can be waited for again.
+        After a timeout it goes on, and can be waited for again.
         """
         if not self._is_over:
             seconds = seconds_in(timeout) if timeout else self.seconds
@@ -108,7 +108,7 @@ class SharedMemoryWork(dist.Work):
         return True
 
     def drive(self, seconds: float) -> bool:
-        """Work on it for so long at most; whether it is over, well or not."""
+        """Drive it for at most so long; returns whether it is over, with or without an error."""
         if self._is_over:
             return True
         try:
@@ -141,13 +141,13 @@ class SharedMemoryWork(dist.Work):
                 error = failed
             self._source = self.ops[0].source if self.ops else -1
             self._error, self._is_over = error, True
-            self.ops, self.kept, self.afterwards = (), (), ()
+            self.ops, self.keep_alive, self.afterwards = (), (), ()
             self.group.under_way.discard(self)
             if self._end_event is not None:
                 self._end_event()
 
     def record(self, title: str) -> None:
-        """Show it to the profiler from now on until it is over."""
+        """Show it in the profiler until it is over."""
         end = begin_event(title)
         with self._lock:
             if not self._is_over:
@@ -172,7 +172,7 @@ class SharedMemoryWork(dist.Work):
         self.wait()
 
     def source_rank(self) -> int:
-        """Which rank of the group sent what this one received."""
+        """The rank of the group that sent the received message."""
         self.wait()
         return self._source
 
@@ -184,6 +184,6 @@ class SharedMemoryWork(dist.Work):
         return future_of(self, self.result)
 
     def boxed(self) -> Any:
-        """As an object of TorchScript, which does not hold this one: it holds the future."""
+        """As an object of TorchScript, which references the future, not this object."""
         c10d: Any = torch._C._distributed_c10d
         return c10d._create_work_from_future(self.get_future()).boxed()

@@ -95,7 +95,7 @@ class ScatteredExchange(SequenceExchange):
         if self.span is None:
             return False
         shape, span = activations.shape, self.span
-        found = activations.ndim == DIMS and shape[POSITIONS] == span.own
+        found = activations.ndim == DIMS and shape[POSITIONS] == span.local
         call = id(layer), self._calls[id(layer)]
         self._calls[id(layer)] += 1
         if self._is_proving:
@@ -103,7 +103,7 @@ class ScatteredExchange(SequenceExchange):
         elif found != self._known.get(call, found):
             raise self.refusal(
                 f"a {own_kind(layer).__name__} that is given a tensor of shape {tuple(shape)}, "
-                f"where a rank has {span.own} of {span.whole} positions: in the first pass what "
+                f"where a rank has {span.local} of {span.whole} positions: in the first pass what "
                 f"it was given was {'not ' * found}the positions of a rank"
             )
         return found

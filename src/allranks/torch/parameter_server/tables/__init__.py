@@ -1,1 +1,1 @@
-"""Tables that lie on parameter servers alone: their rows, the update of rows, what workers pull."""
+"""Embedding tables on parameter servers only: their rows, row updates, and pulls of workers."""

@@ -1,15 +1,14 @@
-"""`nn.Embedding` and `nn.EmbeddingBag` with `sparse=True`, whose tables are on servers alone.
+"""`nn.Embedding` and `nn.EmbeddingBag` with `sparse=True`, whose tables are on servers only.
 
-`pull_tables` takes the weight of such a layer away and lets its forward pull the rows that are
-looked up, each once (`Lookups`). What it computes is torch's own kernel on those rows. A row that
-is only looked up as `padding_idx` travels for its numbers, and never gets a gradient. Several
-layers may share a table: their gradients add up. What another row than the touched ones would
-follow is refused: `max_norm`, a table that is a weight of another layer too, an own forward.
+`pull_tables` removes the weight of such a layer. Its forward pulls the rows of its input, each once
+(`Lookups`), and runs torch's kernel on them. The row of `padding_idx` is pulled but never gets a
+gradient. Several layers may share a table: their gradients add up. Refused is what could change or
+read other rows: `max_norm`, a table that is also a weight of another layer, a custom forward.
 
-Each lookup has a leaf of autograd with the rows that it touched, one of each. A row travels once
-between two pushes: a second lookup, of that table or in another micro-batch, takes it from here.
-After the backward passes the gradients of all lookups of a table add up, in the order in which they
-were made, and only these rows are pushed.
+The rows of each lookup are one leaf of autograd. A row is pulled once between two pushes: a second
+lookup, of that table or in another micro-batch, uses the cached row. After the backward passes the
+gradients of all lookups of a table are added in the order of the lookups, and only these rows are
+pushed.
 """
 
 from __future__ import annotations
@@ -28,27 +27,27 @@ from allranks.torch.parameter_server.tables.row_table import TablePlan
 
 
 class Rows(Protocol):
-    """The servers, as a worker sees them. `ids`: (n,) int64 on the host, rising, each once."""
+    """The servers, as a worker sees them. `ids`: (n,) int64 on the host, strictly increasing."""
 
     def pull(self, table: str, ids: Tensor) -> Tensor:
-        """The rows as they are now: (n, dim), on the host."""
+        """The current rows: (n, dim), on the host."""
         ...
 
     def push(self, table: str, ids: Tensor, gradient: Tensor) -> None:
-        """A gradient (n, dim) for them, on the host."""
+        """Push a gradient (n, dim) of these rows, on the host."""
         ...
 
 
 @dataclass(frozen=True)
-class Looked:
-    """One lookup: rows `ids` as a leaf. The one at place `padding` is touched by nobody."""
+class Lookup:
+    """One lookup: rows `ids` as a leaf. The row at index `padding` gets no gradient."""
 
     ids: Tensor
     leaf: Tensor
     padding: int | None
 
     def gradient(self) -> tuple[Tensor, Tensor] | None:
-        """(ids, gradient) of the rows that were touched; `None` before backward."""
+        """(ids, gradient) of the rows without padding; `None` before backward."""
         if self.leaf.grad is None:
             return None
         ids, gradient = self.ids, self.leaf.grad.cpu()
@@ -59,53 +58,53 @@ class Looked:
 
 
 class Lookups:
-    """The rows that a worker has, and the lookups whose gradients it owes.
+    """The rows that a worker has pulled, and the lookups whose gradients it has not pushed.
 
-    `used` is called with the name of a table when backward has reached a lookup of it.
+    Calls `used` with the name of a table when backward has reached a lookup of it.
     """
 
     def __init__(self, rows: Rows, used: Callable[[str], None] = lambda table: None) -> None:
         self.rows, self._used = rows, used
-        self._held: dict[str, tuple[Tensor, Tensor]] = {}
-        self._looked: dict[str, list[Looked]] = {}
+        self._cached: dict[str, tuple[Tensor, Tensor]] = {}
+        self._looked: dict[str, list[Lookup]] = {}
 
     def rows_of(self, plan: TablePlan, ids: Tensor) -> Tensor:
-        """The rows (n, dim), where `ids` are; pulls those that are not here yet."""
+        """The rows (n, dim) on the device of `ids`; pulls those that are not cached."""
         return self._values(plan, ids.cpu()).to(ids.device)
 
     def leaf(self, plan: TablePlan, ids: Tensor, padding: int | None) -> Tensor:
-        """The same as a leaf whose gradient is owed to the servers, without that at `padding`."""
+        """The same as a leaf whose gradient will be pushed, without the row at `padding`."""
         leaf = self.rows_of(plan, ids)
         if torch.is_grad_enabled():
             leaf.requires_grad_()
             leaf.register_post_accumulate_grad_hook(lambda _: self._used(plan.name))
-            self._looked.setdefault(plan.name, []).append(Looked(ids.cpu(), leaf, padding))
+            self._looked.setdefault(plan.name, []).append(Lookup(ids.cpu(), leaf, padding))
         return leaf
 
     def gradients(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """For each table (ids, gradient) of the rows that backward has reached; lets go of all."""
-        found = {}
+        """For each table (ids, gradient) of the rows that backward has reached; clears all."""
+        gradients = {}
         for table, lookups in self._looked.items():
-            given = [each for looked in lookups if (each := looked.gradient()) is not None]
-            if given:
-                found[table] = _added(given)
+            parts = [part for lookup in lookups if (part := lookup.gradient()) is not None]
+            if parts:
+                gradients[table] = _sum(parts)
         self.forget()
-        return found
+        return gradients
 
     def push(self) -> None:
-        """Hand the gradients to the servers, and let go of the rows: the next step has others."""
+        """Push the gradients and clear the cache: the next step has new rows."""
         for table, (ids, gradient) in self.gradients().items():
             self.rows.push(table, ids, gradient)
 
     def forget(self) -> None:
-        """Nothing has been looked up: what is here may be out of date."""
-        self._held.clear()
+        """Clear the lookups and the cache: rows may be out of date."""
+        self._cached.clear()
         self._looked.clear()
 
     def _values(self, plan: TablePlan, ids: Tensor) -> Tensor:
-        """A copy of the rows that nobody else holds."""
+        """A new copy of the rows."""
         none = torch.empty(0, dtype=torch.int64), torch.empty(0, plan.dim, dtype=plan.kind)
-        known, values = self._held.get(plan.name, none)
+        known, values = self._cached.get(plan.name, none)
         missing = ids[~torch.isin(ids, known, assume_unique=True)]
         if len(missing):
             pulled = self.rows.pull(plan.name, missing)
@@ -114,23 +113,23 @@ class Lookups:
             else:
                 known, order = torch.cat([known, missing]).sort()
                 values = torch.cat([values, pulled])[order]
-            self._held[plan.name] = known, values
+            self._cached[plan.name] = known, values
         return values[torch.searchsorted(known, ids)]
 
 
-def _added(given: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    if len(given) == 1:
-        return given[0]
-    counts = [len(ids) for ids, _ in given]
-    ids, at = torch.cat([ids for ids, _ in given]).unique(return_inverse=True)
-    total = given[0][1].new_zeros(len(ids), given[0][1].shape[1])
-    for (_, gradient), where in zip(given, at.split(counts), strict=True):
+def _sum(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    if len(parts) == 1:
+        return parts[0]
+    counts = [len(ids) for ids, _ in parts]
+    ids, at = torch.cat([ids for ids, _ in parts]).unique(return_inverse=True)
+    total = parts[0][1].new_zeros(len(ids), parts[0][1].shape[1])
+    for (_, gradient), where in zip(parts, at.split(counts), strict=True):
         total.index_add_(0, where, gradient)
     return ids, total
 
 
 class PulledTable(Swapped):
-    """A layer without its table; its own class is the second base."""
+    """A layer without its table; its original class is the second base."""
 
     plan: TablePlan
     lookups: Lookups
@@ -141,12 +140,12 @@ class PulledTable(Swapped):
         raise _refused(
             self.plan.name,
             "forward, loss or a regularizer reads the whole table",
-            "it is on the servers, and a worker has the rows that it looked up",
+            "it is on the servers; a worker has only the rows that it looked up",
             "look rows up by the layer; or --strategy ps:tables=whole",
         )
 
     def rows_for(self, input: Tensor) -> tuple[Tensor, Tensor, int | None]:
-        """(places, rows, padding place): the rows that `input` looks up, and where in them."""
+        """(places, rows, padding place): the rows for `input`, and its indices in them."""
         layer: Any = self
         ids, places = input.unique(return_inverse=True)
         ids = ids.long()
@@ -156,8 +155,8 @@ class PulledTable(Swapped):
                 f"{self.plan.rows - 1}, and {int(ids[0])} to {int(ids[-1])} is asked"
             )
         padding = layer.padding_idx
-        found = [] if padding is None else (ids == padding).nonzero().flatten().tolist()
-        place = found[0] if found else None
+        places_of_padding = [] if padding is None else (ids == padding).nonzero().flatten().tolist()
+        place = places_of_padding[0] if places_of_padding else None
         if not self.trained:
             return places, self.lookups.rows_of(self.plan, ids), place
         return places, self.lookups.leaf(self.plan, ids, place), place
@@ -203,7 +202,7 @@ def find_tables(model: nn.Module) -> dict[str, TablePlan]:
     """The tables of `model` that servers can hold, by the name of their parameter.
 
     Those of every `nn.Embedding` and `nn.EmbeddingBag` with `sparse=True`. Raises `RequestError`
-    for one that cannot be. The model may lie on meta.
+    for one that servers cannot hold. The model may be on meta.
     """
     return {name: plan for name, plan, _ in _layers(model)}
 
@@ -211,11 +210,11 @@ def find_tables(model: nn.Module) -> dict[str, TablePlan]:
 def pull_tables(
     model: nn.Module, lookups: Lookups, names: Collection[str] | None = None
 ) -> dict[str, TablePlan]:
-    """Take these tables out of `model`, in place; its layers pull rows by `lookups` from then on.
+    """Remove these tables from `model`, in place; its layers then pull rows through `lookups`.
 
-    All of them, or those of these `names`, which are returned. The parameter stays where it is,
-    with no rows, so that the model has the parameters that it has elsewhere. Nothing here reads a
-    table, so that the model may lie on meta.
+    Removes and returns all tables, or those of these `names`. The parameters stay, with no rows, so
+    that the model has the same parameters as in other processes. Nothing here reads a table, so
+    the model may be on meta.
     """
     plans = {}
     for name, plan, layers in list(_layers(model)):
@@ -233,19 +232,19 @@ def pull_tables(
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, TablePlan, list[Any]]]:
-    """(name of the parameter, its plan, the layers that look up in it)."""
+    """(name of the parameter, its plan, the layers which use it)."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     users: dict[int, list[tuple[str, nn.Module, bool]]] = {}
     for name, module in model.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False):
             is_table = attribute == "weight" and _is_table(module)
             users.setdefault(id(parameter), []).append((name, module, is_table))
-    for key, found in users.items():
-        if not any(is_table for _, _, is_table in found):
+    for key, uses in users.items():
+        if not any(is_table for _, _, is_table in uses):
             continue
-        for name, module, is_table in found:
+        for name, module, is_table in uses:
             _check(names[key], name, module, is_table)
-        layers: list[Any] = [module for _, module, _ in found]
+        layers: list[Any] = [module for _, module, _ in uses]
         rows, dim = layers[0].num_embeddings, layers[0].embedding_dim
         yield names[key], TablePlan(names[key], rows, dim, layers[0].weight.dtype), layers
 
@@ -259,11 +258,11 @@ def _check(table: str, name: str, layer: Any, is_table: bool) -> None:
     kind: Any = own_kind(layer)
     if not is_table:
         found = f"it is a weight of {name or 'the model'!r} too, a {kind.__name__}"
-        raise _refused(table, found, "that reads, or changes, the whole of it", DENSE)
+        raise _refused(table, found, "that layer reads or changes the whole table", DENSE)
     base: Any = next(base for base in KINDS if issubclass(kind, base))
     if kind.forward is not base.forward or "forward" in vars(layer):
         found = f"{kind.__qualname__} has a forward of its own"
-        raise _refused(table, found, "what it looks up cannot be seen", DENSE)
+        raise _refused(table, found, "the engine cannot see which rows it uses", DENSE)
     if layer.max_norm is not None:
         found = f"max_norm={layer.max_norm} at {name!r}"
         raise _refused(table, found, "torch shortens rows in forward, before any update", DENSE)
@@ -275,7 +274,7 @@ def _check(table: str, name: str, layer: Any, is_table: bool) -> None:
         raise _refused(table, found, "torch has it for dense gradients alone", DENSE)
 
 
-DENSE = "take that away; or --strategy ps:tables=whole, where it is as any other weight"
+DENSE = "remove that; or --strategy ps:tables=whole, which treats it like any other weight"
 
 
 def _refused(table: str, found: str, why: str, do: str) -> RequestError:

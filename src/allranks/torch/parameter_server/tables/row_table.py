@@ -1,15 +1,14 @@
-"""The rows of one table that one server holds, and the rules that update those a step has touched.
+"""The rows of one table on one server, and the rules that update the rows of a step.
 
-A server has the rows r with r % servers == index. It calls this, which knows no wire. In the
-synchronous mode the parts of a step come in any order, and twice where one was handed out again:
-the first counts, and they are summed in the order of the parts, so the sum does not know who was
-first. Rows that no part touched are not read.
+A server has the rows r with r % servers == index. Nothing here communicates. In synchronous mode
+the parts of a step arrive in any order, and twice if one was handed out again. The first one
+counts, and the sum is in the order of the parts, so it does not depend on the order of arrival.
+Rows that no part touched are not read.
 
-Each rule is one of torch's optimizers, as it treats `nn.Embedding(sparse=True)`: the same numbers
-from the same gradients, with its state for each row. A server knows of an optimizer no more than
-its kind and the settings of a group. What would move rows that no sample has touched (momentum,
-weight decay, the moments of a dense Adam) is refused: such a row would have to be brought up to
-date when it is next read, and that is another algorithm.
+Each rule is one of torch's optimizers on `nn.Embedding(sparse=True)`: the same results for the same
+gradients, with state for each row. A server knows only the kind of an optimizer and the settings of
+a group. Settings that move untouched rows (momentum, weight decay, the moments of a dense Adam) are
+refused: such rows would need an update when they are next read, which is another algorithm.
 
     SGD              w ← w − γg
     Adagrad          s ← s + g²                        w ← w − γ' g / (√s + ε)    per number
@@ -38,10 +37,10 @@ State = dict[str, Tensor]
 
 
 class RowRule(ABC):
-    """One way to update rows. It holds nothing: state and settings are given to it."""
+    """One way to update rows. It is stateless: state and settings are arguments."""
 
     moves_others: tuple[str, ...] = ("weight_decay",)
-    """Settings under which rows that nobody touched would change."""
+    """Settings under which untouched rows would change."""
 
     @abstractmethod
     def state_for(self, rows: int, dim: int, kind: torch.dtype, group: Group) -> State:
@@ -131,20 +130,20 @@ RULES: dict[str, RowRule] = {
     "RowwiseAdagrad": RowwiseAdagradRule(),
     "SparseAdam": SparseAdamRule(),
 }
-"""By the name of the optimizer's class; a server is told the name."""
+"""By the name of the optimizer's class, which is sent to servers."""
 
 OF = ("torch.optim.", "allranks.torch.optimizers.")
 
 
 def rule_name(optimizer: Optimizer, parameter: Tensor, table: str) -> str:
-    """The name in `RULES` for a table of a task, or `RequestError` where none does the same."""
+    """The name in `RULES` for a table; raises `RequestError` if no rule fits the optimizer."""
     kind = type(optimizer)
     name = kind.__name__
     if name not in RULES or not kind.__module__.startswith(OF):
         raise _refused(
             table,
             f"{kind.__qualname__}, which has no rule for rows",
-            "rows of it would change, or count, that no sample has touched",
+            "it would change rows, or their counts, that no sample has touched",
         )
     group = next(
         (g for g in optimizer.param_groups if any(p is parameter for p in g["params"])), None
@@ -155,18 +154,18 @@ def rule_name(optimizer: Optimizer, parameter: Tensor, table: str) -> str:
 
 
 def check_group(name: str, group: Group, table: str) -> None:
-    """Raise `RequestError` for settings under which rows move that nobody touched."""
+    """Raise `RequestError` for settings under which untouched rows change."""
     for setting in RULES[name].moves_others:
         if group.get(setting, 0) != 0:
             raise _refused(
                 table,
                 f"{name} with {setting}={group[setting]}",
-                "it moves every row in every step, and a server updates those that were touched",
+                "it changes every row in every step, and a server updates only the touched ones",
             )
 
 
 def settings_of(group: Group) -> dict[str, Any]:
-    """The settings of a group as plain numbers, which a message can carry."""
+    """The settings of a group as plain values, which a message can carry."""
     return {
         name: float(value) if isinstance(value, Tensor) else value
         for name, value in group.items()
@@ -184,13 +183,13 @@ def _refused(table: str, found: str, why: str) -> RequestError:
         found=found,
         why=why,
         do="give it SGD without momentum and weight decay, Adagrad, RowwiseAdagrad or SparseAdam; "
-        "or --strategy ps:tables=whole, where it is as any other weight",
+        "or --strategy ps:tables=whole, which treats it like any other weight",
     )
 
 
 @dataclass(frozen=True)
 class TablePlan:
-    """A table as everybody knows it: the name of its parameter, (rows, dim), and its type."""
+    """A table in all processes: the name of its parameter, (rows, dim), and its dtype."""
 
     name: str
     rows: int
@@ -199,7 +198,7 @@ class TablePlan:
 
     @property
     def bytes(self) -> int:
-        """Of its rows, without state."""
+        """The bytes of its rows, without state."""
         return self.rows * self.dim * self.kind.itemsize
 
 
@@ -207,23 +206,23 @@ class RowTable:
     """The rows of a table on server `index` of `servers`, and the state of its optimizer.
 
     `rule` is a name of `RULES`, `group` has the settings of the optimizer's group (`settings_of`).
-    `ids` are always numbers of rows of the whole table, int64, rising, each of them once, and rows
-    of this server. Nothing here communicates.
+    `ids` are always row numbers of the whole table, int64, strictly increasing, all on this server.
+    Nothing here communicates.
     """
 
     def __init__(self, plan: TablePlan, rule: str, index: int, servers: int, group: Group) -> None:
         assert 0 <= index < servers
         self.plan, self.index, self.servers = plan, index, servers
         self.rule = RULES[rule]
-        held = len(range(index, plan.rows, servers))
-        self.weight = torch.zeros(held, plan.dim, dtype=plan.kind)
-        self.state: State = self.rule.state_for(held, plan.dim, plan.kind, group)
+        rows = len(range(index, plan.rows, servers))
+        self.weight = torch.zeros(rows, plan.dim, dtype=plan.kind)
+        self.state: State = self.rule.state_for(rows, plan.dim, plan.kind, group)
         self.step = 0
         self._parts: dict[int, tuple[Tensor, Tensor]] = {}
         self._sum: tuple[Tensor, Tensor] | None = None
 
     def ids(self) -> Tensor:
-        """All rows that are here."""
+        """The ids of all rows on this server."""
         return torch.arange(self.index, self.plan.rows, self.servers)
 
     def pull(self, ids: Tensor) -> Tensor:
@@ -233,7 +232,7 @@ class RowTable:
     # --- one step of all parts -----------------------------------------------------------
 
     def add(self, ids: Tensor, gradient: Tensor, part: int) -> bool:
-        """Keep the gradient (n, dim) of one part of the step; `False` if that part was here."""
+        """Keep the gradient (n, dim) of one part of the step; `False` if it was added before."""
         assert gradient.shape == (len(ids), self.plan.dim) and gradient.dtype == self.plan.kind
         if part in self._parts:
             return False
@@ -242,7 +241,7 @@ class RowTable:
         return True
 
     def summed(self) -> tuple[Tensor, Tensor]:
-        """(ids, gradient) of the rows that some part touched, summed in the order of the parts."""
+        """(ids, gradient) of all touched rows, summed in the order of the parts."""
         places, gradient = self._summed()
         return places * self.servers + self.index, gradient
 
@@ -251,19 +250,19 @@ class RowTable:
         return float(self._summed()[1].square().sum())
 
     def scale(self, factor: float) -> None:
-        """What the parts give is `factor` times as much from here on."""
+        """Multiply the summed gradient by `factor`."""
         places, gradient = self._summed()
         self._sum = places, gradient * factor
 
     def apply(self, group: Group, factor: float = 1.0) -> int:
-        """Update the touched rows by `factor` times the sum, and forget it. Returns how many."""
+        """Update the touched rows by `factor` times the sum, and clear it. Returns how many."""
         places, gradient = self._summed()
         self.step += 1
         if len(places):
             rows = self.weight[places]
             state = {name: column[places] for name, column in self.state.items()}
-            given = gradient if factor == 1.0 else gradient * factor
-            self.rule.update(rows, given, state, self.step, group)
+            scaled = gradient if factor == 1.0 else gradient * factor
+            self.rule.update(rows, scaled, state, self.step, group)
             self.weight[places] = rows
             for name, column in state.items():
                 self.state[name][places] = column
@@ -271,12 +270,12 @@ class RowTable:
         return len(places)
 
     def forget(self) -> None:
-        """Let go of what the parts have brought: the step is not made."""
+        """Drop the gradients of all parts, without an update."""
         self._parts.clear()
         self._sum = None
 
     def push(self, ids: Tensor, gradient: Tensor, group: Group, factor: float = 1.0) -> int:
-        """A step of one worker, made at once (asynchronous modes)."""
+        """Apply the gradient of one worker at once (asynchronous modes)."""
         assert not self._parts, "a step of parts is in progress"
         self.add(ids, gradient, 0)
         return self.apply(group, factor)
@@ -284,7 +283,7 @@ class RowTable:
     # --- what a checkpoint holds ---------------------------------------------------------
 
     def put(self, ids: Tensor, rows: Tensor, state: Mapping[str, Tensor] | None = None) -> None:
-        """Write rows (n, dim), and their state (n, dim or 1) where it is given."""
+        """Write rows (n, dim), and their state (n, dim or 1) if there is one."""
         places = self._places(ids)
         self.weight[places] = rows.to(self.plan.kind)
         for name, column in (state or {}).items():
@@ -302,7 +301,7 @@ class RowTable:
         return self._sum
 
     def _places(self, ids: Tensor) -> Tensor:
-        """Where the rows are in `weight`."""
+        """The indices of the rows in `weight`."""
         assert ids.dtype == torch.int64 and ids.ndim == 1
         if len(ids):
             assert bool((ids % self.servers == self.index).all()), "rows of another server"
@@ -325,7 +324,7 @@ def _sum_in_order(parts: list[tuple[Tensor, Tensor]], like: Tensor) -> tuple[Ten
 
 
 def split(ids: Tensor, servers: int) -> list[Tensor]:
-    """For each server the positions in `ids` of the rows that it holds, in order."""
+    """For each server the positions in `ids` of its rows, in order."""
     if servers == 1:
         return [torch.arange(len(ids))]
     owners = ids % servers
@@ -333,6 +332,6 @@ def split(ids: Tensor, servers: int) -> list[Tensor]:
 
 
 def state_in_torch(rule: str, step: int, columns: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The state of a whole table as torch's optimizer has it, from `columns` of all its rows."""
+    """The state of a whole table in torch's format, from `columns` of all its rows."""
     counted = RULES[rule].step_in_torch(step)
     return dict(columns) if counted is None else {"step": counted, **columns}
