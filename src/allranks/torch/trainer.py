@@ -281,7 +281,7 @@ class Trainer(OnSteps):
         if not done.batch_index and self.task.overrides("initialise"):
             initialise(self.strategy, batch)
         step = self.strategy.step
-        step.asked = RankRequests.of(self.heartbeat.wants_stop, self.heartbeat.wants_save())
+        step.requests = RankRequests.of(self.heartbeat.wants_stop, self.heartbeat.wants_save())
         if self._saving is not None:
             self._saving.look_at_rates()
         self.witness.before_step(batch, self.task_data.opened, self.settle)

@@ -299,10 +299,10 @@ class Saving:
         """Before a step: refuse, or tell once, what sets rates and would not be saved."""
         step = self.strategy.step
         check_no_scheduler(step.optimizer, "to train with checkpoints")
-        if step.rates.told and not self._told_of_rates:
+        if step.rates.warning and not self._told_of_rates:
             self._told_of_rates = True
             if self.strategy.comm.rank == 0:
-                self.saved.report("rate_notes", notes=[step.rates.told])
+                self.saved.report("rate_notes", notes=[step.rates.warning])
 
     def prepare(self, rest: dict[str, Any]) -> None:
         """After the first step: a thread takes the memory that saves need."""

@@ -41,7 +41,7 @@ def initialise(strategy: Strategy, batch: Batch) -> None:
             "use at least as many samples as shards, or fewer ranks",
         )
     whole = gathered(step.comm, own, rows_of_ranks(batch.sizes, step.comm.size))
-    data = whole.put_together(whole.tensors, whole.lists)["batch"]
+    data = whole.rebuilt(whole.tensors, whole.lists)["batch"]
     before = [id(parameter) for parameter in model.parameters()]
     with (
         kept_random_streams(strategy.comm.device),

@@ -122,7 +122,7 @@ HIDDEN = "what it looks up cannot be seen"
 
 
 @torch.no_grad()
-def shorten_alike(model: nn.Module, scope: Scope, comm: Comm) -> None:
+def sync_max_norm(model: nn.Module, scope: Scope, comm: Comm) -> None:
     """Every table as if this rank had looked up what all have; every rank calls this in a step."""
     if comm.size == 1:
         return

@@ -382,9 +382,10 @@ class Strategy(Traits, ABC):
     def state(self) -> dict[str, Any]:
         """All that a step depends on but the data: weights, buffers, optimizer."""
         with self.owned():
+            step = self.step
             state = {
                 "model": model_state(self.model),
-                "optimizer": optimizer_state(self.model, self.step.optimizer, self.step.rates.made),
+                "optimizer": optimizer_state(self.model, step.optimizer, step.rates.initial),
                 "trained": {
                     "made": asdict(self.made),
                     "now": asdict(TrainedSet.of(self.model, self.step.optimizer)),
@@ -416,13 +417,13 @@ class Strategy(Traits, ABC):
         step, groups = self.step, len(self.made.groups)
         if "trained" in state:  # older checkpoints have none
             load_trained_set(self.model, step.optimizer, state["trained"], self.made)
-            step.rates.made[groups:] = state["optimizer"]["made"][groups:]
+            step.rates.initial[groups:] = state["optimizer"]["made"][groups:]
         step.follow_changes()
         state = {name: value for name, value in state.items() if name != "evaluated"}
         state = self._with_parameters(state, self.as_held)
         with self.owned(writes=True):
             load_model_state(self.model, state["model"])
-            load_optimizer_state(self.model, step.optimizer, state["optimizer"], step.rates.made)
+            load_optimizer_state(self.model, step.optimizer, state["optimizer"], step.rates.initial)
             step.rates.see()
             if step.average is not None:
                 step.average.load_state(self.model, state.get("average"))

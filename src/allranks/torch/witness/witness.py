@@ -244,7 +244,7 @@ class Witness:
             if self._observer is None:
                 self._observer = Observer(self.strategy.step, self._roots, alone, contents=True)
             self._observer.contents = self.steps == 0 and not self._looked_before
-            self.strategy.step.reached = self._reached
+            self.strategy.step.on_phase = self._reached
         self._at = batch.index
         if self.steps == 0:
             self.budget.begin()
@@ -259,7 +259,7 @@ class Witness:
         if not self.is_on:
             return
         self.steps += 1
-        self.strategy.step.reached = unwatched
+        self.strategy.step.on_phase = unwatched
         if self.steps <= OBSERVED_STEPS and not self._looked_before:
             verify(self.strategy, self._causes(EARLY_CAUSES))
 
@@ -281,7 +281,7 @@ class Witness:
             with self._unseen_if_it_fails():
                 self._observer.reached(where)
             return
-        self.strategy.step.reached = unwatched  # a bad step is looked at again after this
+        self.strategy.step.on_phase = unwatched  # a bad step is looked at again after this
         own, self._read = {**self._read, **self._observer.found}, {}
         gather = self.strategy.comm.gather_texts
         alike = told_alike(own, gather)

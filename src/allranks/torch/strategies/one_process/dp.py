@@ -262,7 +262,7 @@ class DP(Strategy):
                 )
             for number, position in enumerate(step.sparse.positions):
                 self._hooks.append(own[position].register_hook(step.sparse.marker(number)))
-        step.apart.parameters = held
+        step.user_backward.parameters = held
 
     def forward_backward(self, batch: Batch) -> Tally:
         for replica in self.copies:
