@@ -27,7 +27,7 @@ from allranks.torch.step.losses import forward, weighted_losses
 from allranks.torch.step.user_buffers import UserBuffers, put_back
 from allranks.torch.strategies.base import Strategy
 from allranks.torch.task import Task
-from allranks.torch.witness.observed import Kept, roots_of_model
+from allranks.torch.witness.observed import PlainStateCopy, roots_of_model
 from allranks.training.order import random_key
 
 Number = float | Tensor
@@ -124,7 +124,7 @@ def _leaving_no_trace(task: Task, strategy: Strategy) -> Iterator[None]:
     """
     model = strategy.model
     with ExitStack() as stack:  # each is put back, whatever another one raises
-        stack.callback(Kept.of(roots_of_model(model, task), task).put_back)
+        stack.callback(PlainStateCopy.of(roots_of_model(model, task), task).put_back)
         stack.callback(put_back, UserBuffers(model).copies())
         stack.callback(_put_back_weights, _copies_of_weights(model))
         yield

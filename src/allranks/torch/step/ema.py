@@ -58,12 +58,10 @@ class MovingAverage:
         """
         with self._owned():
             pairs = zip(self._tensors, self._parameters, strict=True)
-            pairs = [
-                (local(t), local(p)) for t, p in pairs if not p.is_meta
-            ]  # others are elsewhere
-            if not pairs:
+            here = [(local(t), local(p)) for t, p in pairs if not p.is_meta]
+            if not here:
                 return
-            averages, weights = [t for t, _ in pairs], [p for _, p in pairs]
+            averages, weights = [t for t, _ in here], [p for _, p in here]
             if skip is None:
                 torch._foreach_lerp_(averages, weights, 1 - self.decay)
             else:  # not where an update was skipped
