@@ -12,7 +12,14 @@ from torch.autograd import forward_ad
 
 from allranks.torch.model.layers import OfShard, Scope
 from allranks.torch.random.counter import Words
-from allranks.torch.random.keyed_rng import drawn, drawn_flags, kept, row_keys, scale_of, threshold
+from allranks.torch.random.keyed_rng import (
+    drawn,
+    drawn_flags,
+    mask_of,
+    row_keys,
+    scale_of,
+    threshold,
+)
 
 DROPOUTS: dict[type[nn.Module], int] = {
     nn.Dropout: 0,  # dimensions after (sample, channel) that share one draw
@@ -106,7 +113,7 @@ def without(
         flags = drawn_flags(keys, shape[1:], starts[1:], threshold(rate), input)
         if flags is not None:
             return scaled(input, flags.expand_as(input), scale_of(rate, input.dtype))
-    return input * drawn(keys, shape[1:], starts[1:], kept(rate, input.dtype), input)
+    return input * drawn(keys, shape[1:], starts[1:], mask_of(rate, input.dtype), input)
 
 
 def _takes_flags(input: Tensor) -> bool:
@@ -126,8 +133,8 @@ class _Scaled(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, flags: Tensor, scale: float) -> Tensor:
         ctx.save_for_backward(flags)
         ctx.scale = scale
-        found: Tensor = flagged(input, flags, scale)
-        return found
+        output: Tensor = flagged(input, flags, scale)
+        return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
@@ -138,5 +145,5 @@ class _Scaled(torch.autograd.Function):
 def scaled(input: Tensor, flags: Tensor, scale: float) -> Tensor:
     """`input` times `scale` where a flag is, times 0 elsewhere; a kernel forward and backward."""
     apply: Any = _Scaled.apply
-    found: Tensor = apply(input, flags, scale)
-    return found
+    output: Tensor = apply(input, flags, scale)
+    return output

@@ -38,7 +38,7 @@ from allranks.torch.checkpoint.state import (
 from allranks.torch.comm.comm import Comm
 from allranks.torch.data.batch import Batch
 from allranks.torch.model.layers import Scope
-from allranks.torch.model.placement import held
+from allranks.torch.model.placement import placed_tensors
 from allranks.torch.model.precision import Precision
 from allranks.torch.optimizers.made import made_on_parts
 from allranks.torch.parallel.data.tree import TreeSum
@@ -362,7 +362,8 @@ class Strategy(Traits, ABC):
         """What this rank holds and where;
         what the optimizer keeps is unknown before it `updated`."""
         step = self.step
-        return list(held(self.model, step.names, step.optimizer, step.average, updated=updated))
+        optimizer, average = step.optimizer, step.average
+        return list(placed_tensors(self.model, step.names, optimizer, average, updated=updated))
 
     def as_saved(self, name: str, tensor: Tensor) -> Tensor:
         """What stands in a state for a parameter, or for what the optimizer keeps in its shape.
