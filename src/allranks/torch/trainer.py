@@ -104,8 +104,8 @@ def tell_alone() -> None:
         )
 
 
-def tell_ignored(job: Job, called: Set[str], done: Progress) -> None:
-    """Warn of what a job asked for and a loop of one's own never did."""
+def warn_ignored(job: Job, called: Set[str], done: Progress) -> None:
+    """Warn of options of a job that a custom training loop has ignored."""
     options: dict[str, dict[str, Any]] = {
         "evaluate_if_due": {
             "eval_every": job.eval_every,
@@ -114,8 +114,8 @@ def tell_ignored(job: Job, called: Set[str], done: Progress) -> None:
         },
         "save_if_due": {"checkpoint_every": job.checkpoint_every},
     }
-    for method, asked in options.items():
-        ignored = [f"{name}={value!r}" for name, value in asked.items() if value]
+    for method, values in options.items():
+        ignored = [f"{name}={value!r}" for name, value in values.items() if value]
         if ignored and method not in called and done.batch_index:
             warnings.warn(
                 f"Job({', '.join(ignored)}) did nothing in this loop, which never called "
@@ -124,21 +124,21 @@ def tell_ignored(job: Job, called: Set[str], done: Progress) -> None:
             )
 
 
-def no_batch(given: Any) -> RequestError:
-    """What to say to who trains with data of his own."""
+def no_batch(value: Any) -> RequestError:
+    """The error for a batch that does not come from `trainer.batches()`."""
     return RequestError(
         asked="step(batch)",
-        found=f"a {type(given).__name__} for a batch",
+        found=f"a {type(value).__name__} for a batch",
         why="which samples a step uses, and which rank has which of them, is decided by the engine",
         do="for batch in trainer.batches(): trainer.step(batch); "
         "the data is what train_data() gives",
     )
 
 
-def nothing_left(asked: Sequence[str], done: Progress) -> RequestError:
-    """What to say to who asks again for what has been trained already."""
+def nothing_left(limits: Sequence[str], done: Progress) -> RequestError:
+    """The error for batches that have been trained already."""
     return RequestError(
-        asked=f"batches({', '.join(asked)})",
+        asked=f"batches({', '.join(limits)})",
         found=f"a training that has made {done.batch_index} steps, and is in epoch {done.epoch}",
         why="epochs and steps count from the start of the job, so that one that was stopped ends "
         "where it would have",
@@ -213,7 +213,7 @@ class Trainer(OnSteps):
         self.meter = FlopsMeter(self.job, peak_of(self.job, self.device))
         self._taken = ResourceStack()
         try:
-            self._take(report)
+            self._set_up(report)
         except BaseException as error:
             if hasattr(self, "comm"):  # it has joined the others
                 self.comm.tell_why_lost(error)
@@ -360,7 +360,7 @@ class Trainer(OnSteps):
         self.settle()
         state = {"strategy": self.strategy.state(), "own": self.strategy.own_state()}
         random = {"ranks": self.comm.size, **random_streams(self.device)}
-        return {**copied(state), "random": random, **copied(self._between.rest(self))}
+        return {**copied(state), "random": random, **copied(self._between.other_state(self))}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Resume from a state that `state` returned, on any number of ranks; all call this."""
@@ -427,7 +427,7 @@ class Trainer(OnSteps):
         try:
             if error is None:
                 self.settle()
-                tell_ignored(self.job, self._called, self.progress)
+                warn_ignored(self.job, self._called, self.progress)
                 if not self._came_to_an_end:
                     self.comm.come_no_more()
                 elif self.strategy.agreement.lockstep:
@@ -438,8 +438,8 @@ class Trainer(OnSteps):
 
     # --- how it is put together -----------------------------------------------------------
 
-    def _take(self, report: Callable[..., None]) -> None:
-        """Join the ranks, and make what the training needs; the last made is the first to leave."""
+    def _set_up(self, report: Callable[..., None]) -> None:
+        """Join the ranks, and set up the training; resources are released in reverse order."""
         taken, task, job = self._taken, self.task, self.job
         taken.undone_by(set_kernels(job))
         self.comm = join(

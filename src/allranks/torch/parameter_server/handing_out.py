@@ -84,8 +84,8 @@ class HandingOut:
         """In step: whether those who are ahead are called back, for a part that nobody has."""
         ledger = self.ledger
         now = range(ledger.whole, min(ledger.whole + ledger.parts, ledger.chunks))
-        is_free = any(n not in self.arrived and n not in ledger.held for n in now)
-        found = is_free and any(n >= now.stop for n in ledger.held)
+        is_free = any(n not in self.arrived and n not in ledger.owners for n in now)
+        found = is_free and any(n >= now.stop for n in ledger.owners)
         self._is_behind = self._is_behind or found
         return found
 
@@ -96,7 +96,7 @@ class HandingOut:
     @property
     def is_idle(self) -> bool:
         """Whether no worker has anything."""
-        return not self.ledger.held
+        return not self.ledger.owners
 
     def lost(self, worker: int) -> list[Chunk]:
         """A worker is gone; returns what is free again because of it."""
