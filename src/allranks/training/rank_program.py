@@ -125,7 +125,7 @@ class RankRecord(Callback):
         if self._phases is not None:
             self._phases.close()
         if self._metrics is not None:
-            self.keeping.keep_rows("metrics.jsonl", self._metrics.close_with_rest())
+            self.keeping.keep_rows("metrics.jsonl", self._metrics.close_with_unwritten())
         self.keeping.incomplete += self._logs.close(end)
         path = rank_events_path(self.run_dir, self.world.rank)
         self.keeping.keep_rows(path.name, self.events.take_waiting())

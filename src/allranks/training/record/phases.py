@@ -64,7 +64,7 @@ class PhaseRecord:
         """Watch no longer; what a full disk did not take is lost: it is no result."""
         if self._heartbeat.watch is not None:
             self._heartbeat.watch = None
-            self._file.close_with_rest()
+            self._file.close_with_unwritten()
 
     def _left(self, phase: str, since: float, now: float) -> None:
         """A phase is over, or a step in the midst of it."""
