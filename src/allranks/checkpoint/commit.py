@@ -202,14 +202,12 @@ class Commit:
         reach("save:written")
         return file
 
-    def _commit(self, answers: list[dict[str, Any]]) -> str:
+    def _commit(self, rows: list[dict[str, Any]]) -> str:
         """Leader: write the manifest. Returns why it could not be written, or nothing."""
         ranks = self.save.ranks
         names = [rank_file(r, ranks, self.rules.attempt) for r in range(self.comm.size)]
-        files = {
-            n: SavedFile(s["bytes"], s["blake2b"]) for n, s in zip(names, answers, strict=True)
-        }
-        rank_states = [answer["own"] for answer in answers] + [None] * (ranks - len(answers))
+        files = {n: SavedFile(s["bytes"], s["blake2b"]) for n, s in zip(names, rows, strict=True)}
+        rank_states = [answer["own"] for answer in rows] + [None] * (ranks - len(rows))
         manifest = Manifest(
             step=self.save.step,
             created=time.time(),

@@ -440,8 +440,8 @@ class Trainer(OnSteps):
 
     def _set_up(self, report: Callable[..., None]) -> None:
         """Join the ranks, and set up the training; resources are released in reverse order."""
-        taken, task, job = self._taken, self.task, self.job
-        taken.undone_by(set_kernels(job))
+        resources, task, job = self._taken, self.task, self.job
+        resources.undone_by(set_kernels(job))
         self.comm = join(
             self.world,
             self.device,
@@ -449,17 +449,17 @@ class Trainer(OnSteps):
             job.backend,
             share_device=job.share_device,
         )
-        taken.left_by(self.comm.leave)
+        resources.left_by(self.comm.leave)
         self._scope = Scope(job.seed, self.device)
         self.strategy = build_strategy(task, job, self.comm, self._scope)
-        taken.left_by(self.strategy.leave)
+        resources.left_by(self.strategy.leave)
         self.built = self._place_model()
         step, plan = self.strategy.step, self.evaluation_plan
         self._steps = InFlightSteps(self.strategy, job, lambda: plan.rate_factor)
         check_limits(task, job, self.strategy)
         whole = whole_norm(task, self.strategy.data, self._scope, self.built.swapped)
         if whole is not None:
-            taken.left_by(whole.leave)
+            resources.left_by(whole.leave)
         self.model_notes = notes_on(self.strategy.model, task)
         self.model_notes += notes_on_backend(self.comm.of_torch, job.backend) + notes_on_torch()
         self.model_notes += notes_on_update(step.optimizer, self.device)
@@ -469,13 +469,13 @@ class Trainer(OnSteps):
         self.faults.leave_out = self.comm.leave_out_one
         self.faults.poison = step.poison_next
         self.task_data = TaskData(task, job, self.strategy)
-        taken.undone_by(self.task_data.close)
+        resources.undone_by(self.task_data.close)
         self.witness = Witness(self.strategy.learner, job, report, self.world)
         self._saving: Saving | None = None
         if job.run_dir:
             attempt, reach = self.world.attempt, self.faults.reach
             self._saving = Saving(task, job, self.strategy, attempt, reach, report)
-            taken.left_by(self._saving.checkpointer.close)
+            resources.left_by(self._saving.checkpointer.close)
         ending, scale = StopAgreement(self.comm, self.strategy.agreement.lockstep), step.loss_scale
         kept_by = partial(contents_of, model=self.strategy.model)
         ranks = self.comm if self.strategy.agreement.is_one_training else Alone(self.comm.rank)

@@ -104,9 +104,7 @@ class Guard:
         """Decide about a bad step; all ranks that share weights call this. Raises `BadStep`."""
         findings = self.find(batch, bad.spiked)
         text = "; ".join(dict.fromkeys([f"step {batch.index}: {bad.problem}", *map(str, findings)]))
-        culprits = tuple(
-            (finding.rank, finding.text) for finding in findings if finding.rank is not None
-        )
+        culprits = tuple((f.rank, f.text) for f in findings if f.rank is not None)
         if self.policy == "warn":
             self.skipped_in_a_row = 0
             return StepVerdict(text, update=True, culprits=culprits)

@@ -235,6 +235,7 @@ DIGEST_LIMIT_BYTES = 16 * 2**30
 
 T = TypeVar("T", bound=EngineTrainer)
 Role = Callable[[Job, World, JsonLines], None]
+FactsOf = Callable[[Job], dict[str, Any]]
 
 
 class RankProgram(ABC, Generic[T]):
@@ -334,9 +335,7 @@ class RankProgram(ABC, Generic[T]):
         return cls._write_event(argument, "weighed", weighed)
 
     @staticmethod
-    def _write_event(
-        argument: dict[str, Any], event: str, facts_of: Callable[[Job], dict[str, Any]]
-    ) -> int:
+    def _write_event(argument: dict[str, Any], event: str, facts_of: FactsOf) -> int:
         """Write an event with the facts of the job, or `failed`."""
         job = Job.from_data(argument)
         with JsonLines(rank_events_path(Path(job.run_dir), 0)) as events:

@@ -130,9 +130,10 @@ class Ledger:
 
     def _longest_held(self, learner: int, waiting: set[int]) -> int | None:
         """The longest assigned chunk that only one other learner has."""
-        pairs = self.owners.items()
-        numbers = (n for n, owners in pairs if len(owners) == 1 and learner not in owners)
-        return next((n for n in numbers if n not in waiting), None)
+        for number, owners in self.owners.items():
+            if len(owners) == 1 and learner not in owners and number not in waiting:
+                return number
+        return None
 
     def came(self, number: int) -> None:
         """The result of this chunk waits for a merge: it has no owner any more."""

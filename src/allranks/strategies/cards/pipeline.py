@@ -142,11 +142,8 @@ def _of_three_axes(work: Workload, options: Mapping[str, Any]) -> int:
 
 def _own_part(has: Contents, options: Mapping[str, Any]) -> float:
     """Of the layers of a stage that can be cut a part, and all of its others."""
-    return (
-        (2 + has.optimizer)
-        * (has.cut / int(options["tensor"]) + has.uncut)
-        / int(options["pipeline"])
-    )
+    tensor, pipeline = int(options["tensor"]), int(options["pipeline"])
+    return (2 + has.optimizer) * (has.cut / tensor + has.uncut) / pipeline
 
 
 MESH_CARD = Card(

@@ -228,16 +228,15 @@ def power_sgd_sent(work: Workload, options: Mapping[str, Any]) -> int:
 
 def columns_sent(work: Workload, options: Mapping[str, Any]) -> int:
     """All stripes but a rank's own, then its stripe to all; the rest is all-reduced."""
-    shapes_of_all = [shape for shapes in work.shapes for shape in shapes]
+    shapes = [shape for message in work.shapes for shape in message]
     bits = int(options.get("bits", 1))
     stripes = sum(
         -(-shape[0] // work.ranks) * column_bytes(prod(shape[1:]), bits)
-        for shape in shapes_of_all
+        for shape in shapes
         if is_matrix(shape)
     )
-    uncompressed = (
-        sum(prod(shape) for shape in shapes_of_all if not is_matrix(shape)) * _counts(work)[0][1]
-    )
+    numbers = sum(prod(shape) for shape in shapes if not is_matrix(shape))
+    uncompressed = numbers * _counts(work)[0][1]
     return round(2 * (work.ranks - 1) * (stripes + (uncompressed + work.tally) / work.ranks))
 
 

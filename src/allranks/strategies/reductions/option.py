@@ -98,9 +98,8 @@ def reduced_bytes(work: Workload, options: Mapping[str, Any]) -> int:
     *gradients, tally = work.messages
     of_tally = replace(work, messages=(tally,))
     of_gradients = replace(work, messages=tuple(gradients), tally=0)
-    return way(of_gradients, picked.options) + WAYS["tree" if picked.name == "tree" else "mean"](
-        of_tally, {}
-    )
+    way_of_tally = WAYS["tree" if picked.name == "tree" else "mean"]
+    return way(of_gradients, picked.options) + way_of_tally(of_tally, {})
 
 
 def mesh_of_groups(ranks: int, options: Mapping[str, Any]) -> Mesh:

@@ -159,13 +159,11 @@ def _halving_doubling_core(ranks: int, rank: int, size: int) -> list[Turn]:
     while distance:
         middle, partner = (low + high) // 2, rank ^ distance
         halves = (low, middle), (middle, high)
-        kept_half, sent_half = halves if not rank & distance else halves[::-1]
-        kept_part, sent_part = (
-            range(chunks[a].start, chunks[b - 1].stop) for a, b in (kept_half, sent_half)
-        )
+        keep, send = halves if not rank & distance else halves[::-1]
+        kept_part, sent_part = (range(chunks[a].start, chunks[b - 1].stop) for a, b in (keep, send))
         halving.append(_turn((partner, sent_part), (partner, kept_part), adds=True))
         doubling.append(_turn((partner, kept_part), (partner, sent_part)))
-        (low, high), distance = kept_half, distance // 2
+        (low, high), distance = keep, distance // 2
     return [*halving, *reversed(doubling)]
 
 

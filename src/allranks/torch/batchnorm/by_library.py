@@ -101,13 +101,11 @@ def derive(
         weight = _ones(source.shape[2], full_type(source.dtype), source.device)
     each = []
     parts = (of.chunk(shards) for of in (rows, above, out))
-    for shard, gradient_of_shard, into, mean, inverse, reserve in zip(
+    for shard, above_shard, into, mean, inverse, reserve in zip(
         *parts, saved[::3], saved[1::3], saved[2::3], strict=True
     ):
         of_shard = (weight, None, None, mean, inverse, True, eps, needs, reserve)
-        derivative, *sums = _derivative(
-            kernel, _aligned(shard), _aligned(gradient_of_shard), *of_shard
-        )
+        derivative, *sums = _derivative(kernel, _aligned(shard), _aligned(above_shard), *of_shard)
         if target is not None:
             into.copy_(derivative)
         each.append(torch.stack(sums))

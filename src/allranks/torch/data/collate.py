@@ -272,30 +272,28 @@ Visit = Callable[[str, Any], Any]
 
 @dataclass(frozen=True)
 class BatchRows:
-    """The rows of one part, by their place in its structure `value`; `constants` are not rows."""
+    """The rows of one part, by their place in its structure `value`; `fixed` are not rows."""
 
     value: Any
     samples: int
     tensors: dict[str, Tensor] = field(default_factory=dict)
     lists: dict[str, list[Any]] = field(default_factory=dict)
-    constants: dict[str, Any] = field(default_factory=dict)
+    fixed: dict[str, Any] = field(default_factory=dict)
 
     def looks(self) -> str:
         """The properties that must be equal in all parts; parts without samples do not count."""
         tensors = {n: [str(t.dtype), list(t.shape[1:])] for n, t in self.tensors.items()}
-        return json.dumps([tensors, list(self.lists), self.constants])
+        return json.dumps([tensors, list(self.lists), self.fixed])
 
     def rebuilt(self, tensors: dict[str, Tensor], lists: dict[str, list[Any]]) -> Any:
         """The structure with other tensors and lists in it."""
-        leaves = {**self.constants, **lists, **tensors}
+        leaves = {**self.fixed, **lists, **tensors}
         return _walked(self.value, self.samples, "", lambda place, item: leaves.get(place, item))
 
     def without_rows(self) -> BatchRows:
         """The same without a sample."""
         tensors = {place: tensor[:0] for place, tensor in self.tensors.items()}
-        return BatchRows(
-            self.value, self.samples, tensors, {n: [] for n in self.lists}, self.constants
-        )
+        return BatchRows(self.value, self.samples, tensors, {n: [] for n in self.lists}, self.fixed)
 
 
 def split_rows(value: Any, samples: int) -> BatchRows:
@@ -324,7 +322,7 @@ def split_rows(value: Any, samples: int) -> BatchRows:
         elif _is_list_of_rows(item, samples):
             rows.lists[place] = list(item)
         else:
-            rows.constants[place] = item
+            rows.fixed[place] = item
 
     _walked(value, samples, "", visit)
     return rows
@@ -338,7 +336,7 @@ def joined(parts: list[BatchRows]) -> BatchRows:
             raise _unlike(first.looks(), part.looks(), "micro-batches")
     tensors = {p: torch.cat([part.tensors[p] for part in parts]) for p in first.tensors}
     lists = {p: [item for part in parts for item in part.lists[p]] for p in first.lists}
-    return BatchRows(first.value, first.samples, tensors, lists, first.constants)
+    return BatchRows(first.value, first.samples, tensors, lists, first.fixed)
 
 
 def own_rows(parts: list[tuple[Any, int]]) -> BatchRows | RequestError | None:
@@ -371,7 +369,7 @@ def gathered(comm: Comm, local: BatchRows | RequestError, rows: list[int]) -> Ba
     if local.lists:
         lists_of_ranks = [json.loads(text) for text in comm.gather_texts(json.dumps(local.lists))]
         lists = {p: [item for lists in lists_of_ranks for item in lists[p]] for p in local.lists}
-    return BatchRows(local.value, local.samples, tensors, lists, local.constants)
+    return BatchRows(local.value, local.samples, tensors, lists, local.fixed)
 
 
 def _agreed(comm: Comm, local: BatchRows | RequestError, rows: list[int]) -> BatchRows:
@@ -404,7 +402,7 @@ def _agreed(comm: Comm, local: BatchRows | RequestError, rows: list[int]) -> Bat
         place: local.tensors[place].new_empty((0, *shape))
         for place, (_, shape) in json.loads(looks[0])[0].items()
     }
-    return BatchRows(local.value, local.samples, tensors, local.lists, local.constants)
+    return BatchRows(local.value, local.samples, tensors, local.lists, local.fixed)
 
 
 def _gathered_tensor(comm: Comm, local: Tensor, rows: list[int]) -> Tensor:

@@ -49,8 +49,7 @@ def compiled(
 ) -> tuple[Callable[..., Any], Callable[[], None]]:
     """The compiled forward of the model, and a function that undoes the changes for it.
 
-    Compiles by blocks if several `ranks` exchange gradients and the task names some. No
-    communication.
+    Compiles by blocks, if the task names some, for several `ranks`. No communication.
     """
     _check(model, backend)
     undo = ExitStack()

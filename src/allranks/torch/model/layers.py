@@ -50,7 +50,7 @@ class UnweightedMoments:
     """
 
     def __init__(self) -> None:
-        self._by_layer: dict[int, Tensor] = {}
+        self._stored: dict[int, Tensor] = {}
         self._samples: tuple[int, ...] = ()
         self._sizes: dict[int, int] = {}
         self._buffer: Tensor | None = None
@@ -69,25 +69,23 @@ class UnweightedMoments:
 
     def add(self, layer: int, both: Tensor, samples: tuple[int, ...]) -> bool:
         """Store those of a layer; returns false if the others must be taken first."""
-        first = next(iter(self._by_layer.values()), both)
+        first = next(iter(self._stored.values()), both)
         is_alike = (first.dtype, first.device) == (both.dtype, both.device)
-        if layer in self._by_layer or not is_alike or (self._by_layer and samples != self._samples):
+        if layer in self._stored or not is_alike or (self._stored and samples != self._samples):
             return False
-        self._by_layer[layer], self._samples = both, samples
+        self._stored[layer], self._samples = both, samples
         return True
 
     def order(self, layers: list[int]) -> bool:
         """Whether exactly these layers have stored some; sorts them in this order."""
-        if len(layers) != len(self._by_layer) or any(
-            layer not in self._by_layer for layer in layers
-        ):
+        if len(layers) != len(self._stored) or any(n not in self._stored for n in layers):
             return False
-        self._by_layer = {layer: self._by_layer[layer] for layer in layers}
+        self._stored = {layer: self._stored[layer] for layer in layers}
         return True
 
     def weighted(self) -> Tensor:
         """(weight, weighted mean and variance) of each layer in a row; removes all of them."""
-        moments, samples = list(self._by_layer.values()), self._samples
+        moments, samples = list(self._stored.values()), self._samples
         self.clear()
         shards = len(samples)
         self._sizes[shards] = sum(both.numel() for both in moments)
@@ -100,14 +98,14 @@ class UnweightedMoments:
 
     def take(self) -> Iterable[tuple[int, Tensor]]:
         """Those of each layer; removes all of them."""
-        if not self._by_layer:
+        if not self._stored:
             return ()
-        layers = list(self._by_layer)
-        sizes = [1 + 2 * both.shape[2] for both in self._by_layer.values()]
+        layers = list(self._stored)
+        sizes = [1 + 2 * both.shape[2] for both in self._stored.values()]
         return zip(layers, self.weighted().split(sizes), strict=True)
 
     def clear(self) -> None:
-        self._by_layer.clear()
+        self._stored.clear()
         self._buffer, self._end = None, 0
 
 

@@ -43,9 +43,7 @@ class WeightsFile:
         parameters = {name: whole(name, p.detach()) for name, p in model.named_parameters()}
         named = {**parameters, **dict(model.named_buffers())}
         self.names = saved_names(model)
-        tensors = {
-            name: named[name_here] for name_here, names in self.names.items() for name in names
-        }
+        tensors = {name: named[first] for first, names in self.names.items() for name in names}
         pairs = sorted(name for name, tensor in tensors.items() if NAMES.get(tensor.dtype) in PAIR)
         self.layout = lay_out(
             {name: _piece(name, tensor) for name, tensor in tensors.items()},

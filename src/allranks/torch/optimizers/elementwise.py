@@ -320,15 +320,13 @@ def _run_steps(
     return [weight.detach() for weight in weights], values
 
 
-def _step_late(
-    twin: Optimizer, weights: list[nn.Parameter], counters: Counters, steps: int
-) -> None:
+def _step_late(twin: Optimizer, weights: list[nn.Parameter], counts: Counters, steps: int) -> None:
     """Run more steps with advanced counters, because a rule may begin late.
 
     A step that then raises, or whose results are not finite, is undone, and is the last.
     """
     for jump in JUMPS:
-        if not counters.jumped(steps, jump):
+        if not counts.jumped(steps, jump):
             return
         before = [weight.detach().clone() for weight in weights]
         with suppress(Exception):

@@ -264,9 +264,7 @@ class _TensorWatch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.refuse, self.problem = refuse, ""
         every = instances_of(Tensor)
-        self._there = [
-            (tensor, storage) for tensor in every if (storage := _storage(tensor)) is not None
-        ]
+        self._there = [(t, storage) for t in every if (storage := _storage(t)) is not None]
         self._addresses = {address_of(storage) for _, storage in self._there}
 
     def __torch_dispatch__(
@@ -275,10 +273,8 @@ class _TensorWatch(TorchDispatchMode):
         for tensor in written_by(func, args, kwargs or {}):
             storage = _storage(tensor)
             if storage is not None and address_of(storage) in self._addresses:
-                self.problem = (
-                    f"a write into a tensor of shape {tuple(tensor.shape)}, which is none"
-                )
-                self.problem += " of its parameters or of its state"
+                text = f"a write into a tensor of shape {tuple(tensor.shape)}, which is none"
+                self.problem = f"{text} of its parameters or of its state"
                 raise self.refuse(self.problem, WHY)
         return func(*args, **(kwargs or {}))
 

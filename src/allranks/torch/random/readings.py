@@ -118,9 +118,8 @@ class Readings:
                 )
             if kinds == {ALL} and any(_grows_with_samples(readings[0], r) for r in readings):
                 if dims != ORDER:
-                    raise _unclear(
-                        name, f"{_was(readings[0])}, and other ranks have more with more"
-                    )
+                    text = f"{_was(readings[0])}, and other ranks have more with more"
+                    raise _unclear(name, text)
                 findings.add(_order_of_samples("randperm()"))
         if len(draws) > 1:
             findings.add(

@@ -170,8 +170,9 @@ class InFlightSteps:
 
     def _merge_requests(self, requests: RankRequests) -> None:
         now = self._pending_requests
-        stop, save = now.stop or requests.stop, now.save or requests.save
-        self._pending_requests = RankRequests.of(stop, save)
+        self._pending_requests = RankRequests.of(
+            now.stop or requests.stop, now.save or requests.save
+        )
 
 
 class OnSteps:

@@ -338,13 +338,9 @@ class Passes:
         self.names, self.parameters = self.changes.names, self.changes.parameters
         self.user_backward.parameters = self.parameters
         served, exact = self.scope.served, self.parts.shard_alone
+        model, optimizer, guard = self.model, self.optimizer, self.user_backward
         self.sparse = SparseRows(
-            self.model,
-            self.optimizer,
-            self.parameters,
-            lambda: self.user_backward.is_on,
-            served,
-            exact,
+            model, optimizer, self.parameters, lambda: guard.is_on, served, exact
         )
         self.layout = TallyLayout(
             self.model,

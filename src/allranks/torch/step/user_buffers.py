@@ -33,9 +33,7 @@ class UserBuffers:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        own_ids = {
-            id(buffer) for norm in shard_norms(model) for buffer in norm.running_statistics()
-        }
+        own_ids = {id(b) for norm in shard_norms(model) for b in norm.running_statistics()}
         self._slots = [
             (f"{path}.{name}" if path else name, holder, name)
             for path, holder in _holders(model)

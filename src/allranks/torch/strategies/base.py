@@ -362,8 +362,8 @@ class Strategy(Traits, ABC):
         """What this rank holds and where;
         what the optimizer keeps is unknown before it `updated`."""
         step = self.step
-        optimizer, average = step.optimizer, step.average
-        return list(placed_tensors(self.model, step.names, optimizer, average, updated=updated))
+        parts = self.model, step.names, step.optimizer, step.average
+        return list(placed_tensors(*parts, updated=updated))
 
     def as_saved(self, name: str, tensor: Tensor) -> Tensor:
         """What stands in a state for a parameter, or for what the optimizer keeps in its shape.

@@ -256,10 +256,8 @@ def _sketch(parts: list[RecomputedPart], losses: MicroBatchLosses, at: int) -> S
 
 def _sketch_of(rows: list[dict[str, Any]], reader: int, name: str) -> Sketch:
     """The sketch of a reader from the first rank that has a loss."""
-    sketches: Iterator[Sketch] = (
-        row[name] for row in rows if row["reader"] == reader and row[name]
-    )
-    return next(sketches, {})
+    known: Iterator[Sketch] = (row[name] for row in rows if row["reader"] == reader and row[name])
+    return next(known, {})
 
 
 def _dense_part(gradient: Tensor) -> Tensor:

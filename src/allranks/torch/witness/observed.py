@@ -435,8 +435,7 @@ def changed_by_reading(before: dict[str, Token], after: dict[str, Token]) -> Nam
             findings[name] = f"reading samples draws from {name!r}, {OWN}"
         elif token[0] == "number" and type(token[1]) is int and token[1] > was[1]:
             change = f"{was[1]} -> {token[1]}"
-            text = f"reading samples changes {name!r} ({change}): what a rank reads decides"
-            findings[name] = text
+            findings[name] = f"reading samples changes {name!r} ({change}): it depends on the rank"
     return findings
 
 

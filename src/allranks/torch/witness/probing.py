@@ -97,9 +97,8 @@ def _probe(source: MapSource, keys: list[Key]) -> Probed:
     try:
         samples = [_read(source, key) for key in keys]
         if digest_of(_read(source, keys[0])) != digest_of(samples[0]):
-            return Probed(
-                unkeyed="a sample of the data set", collate_draws=_draws(source, keys[:2])[0]
-            )
+            draws = _draws(source, keys[:2])[0]
+            return Probed(unkeyed="a sample of the data set", collate_draws=draws)
         digest = digest_of(samples)
         draws, repeats = _draws(source, keys[:2])
     except Exception:  # the error comes again in training, and is reported there

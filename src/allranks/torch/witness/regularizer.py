@@ -58,9 +58,7 @@ class Regularizer:
         if value == mean or not math.isfinite(value) or not math.isfinite(mean):
             return  # the guard reports values that are not finite
         if abs(value - mean) > ROUNDING * torch.finfo(kind).eps * abs(value):
-            raise from_forward(
-                f"{value:.9g} on this rank and {mean:.9g} in the mean over all ranks"
-            )
+            raise from_forward(f"{value:.9g} on this rank, {mean:.9g} in the mean over all ranks")
 
 
 def newest_node() -> int:

@@ -104,13 +104,11 @@ class _Parts:
             row |= {"samples": piece.samples, "ids": ids, "values": losses.numel()}
             weight = losses.numel() if weights is None else float(weights.sum())
             rows.append({**row, "loss": float(losses.detach().sum()), "weight": weight})
-            tensors_here = {"losses": losses.detach(), **self._moments()}
-            tensors_here["weights"] = (
-                torch.ones_like(tensors_here["losses"]) if weights is None else weights
-            )
+            named = {"losses": losses.detach(), **self._moments()}
+            named["weights"] = torch.ones_like(named["losses"]) if weights is None else weights
             pairs = zip(self.step.names, gradients, strict=True)
-            tensors_here |= {f"gradient/{name}": g for name, g in pairs if g is not None}
-            tensors |= {f"{number}/{name}": t.detach().clone() for name, t in tensors_here.items()}
+            named |= {f"gradient/{name}": g for name, g in pairs if g is not None}
+            tensors |= {f"{number}/{name}": t.detach().clone() for name, t in named.items()}
         return rows, tensors
 
     def _moments(self) -> dict[str, Tensor]:
@@ -297,9 +295,7 @@ class RankTrace(trace.TraceWriter[Tensor]):
         optimizer, task = self.strategy.step.optimizer, self.strategy.task
         shown = ("lr", "weight_decay", "momentum", "eps", "betas", "nesterov")
         group = optimizer.param_groups[0] if len(optimizer.param_groups) == 1 else {}
-        settings = {
-            name: group[name] for name in shown if isinstance(group.get(name), (int, float))
-        }
+        settings = {n: group[n] for n in shown if isinstance(group.get(n), (int, float))}
         return {
             "cut": self._cut,
             "clip_norm": task.clip_norm,

@@ -285,7 +285,7 @@ class Witness:
         gather = self.strategy.comm.gather_texts
         merged = merged_findings(local, gather)
         if merged:
-            for name in self._recomputed_by_hooks(self._observer.tensors, gather):
+            for name in self._recomputed(self._observer.tensors, gather):
                 merged.pop(name, None)
         self.strategy.step.user_buffers.agree(merged)
         findings = list(merged.values())
@@ -304,9 +304,7 @@ class Witness:
         unseen = max(gather(readings.untried())) if is_last else self._why_none
         self._add_findings(self._at, findings, unseen)
 
-    def _recomputed_by_hooks(
-        self, changed: set[str], gather: Callable[[str], list[str]]
-    ) -> set[str]:
+    def _recomputed(self, changed: set[str], gather: Callable[[str], list[str]]) -> set[str]:
         """Of the changed tensors of modules, those that hooks recompute from the weights alone.
 
         Every rank calls this.

@@ -53,9 +53,8 @@ class StopAgreement:
 
     def _agree(self, step: int, requested: bool) -> bool:
         """Agree on the last step; returns whether any rank was asked. Each calls this once."""
-        answers = [
-            json.loads(text) for text in self.comm.gather_texts(json.dumps([step, requested]))
-        ]
+        texts = self.comm.gather_texts(json.dumps([step, requested]))
+        answers = [json.loads(text) for text in texts]
         self._at = max(reached for reached, _ in answers)
         return any(was_asked for _, was_asked in answers)
 

@@ -146,13 +146,13 @@ class Walker:
                 names.append(f".{name}")
 
         def build(new: list[Any]) -> Any:
-            made = dict(zip(keys, new, strict=False))
+            built = dict(zip(keys, new, strict=False))
             other = _bare(value)
             if isinstance(value, UserDict):
-                _put(other, {**attributes_of(value), "data": made})
+                _put(other, {**attributes_of(value), "data": built})
             else:
                 base = OrderedDict if isinstance(value, OrderedDict) else dict
-                for key, item in made.items():
+                for key, item in built.items():
                     base.__setitem__(other, key, item)
                 _put(other, attributes_of(value))
             _put(other, {name: new[number] for name, number in same.items()})

@@ -342,9 +342,8 @@ class DP(Strategy):
         """Every replica's weights; on the first device what it gathers too."""
         rows, names = super().placement(updated=updated), self.step.names
         for each in self.copies:
-            rows += placed_tensors(
-                each.model, names, None, None, replica=each.number, updated=updated
-            )
+            replica = each.number
+            rows += placed_tensors(each.model, names, None, None, replica=replica, updated=updated)
         return rows + self._gathered_rows
 
     def close(self) -> None:
