@@ -48,7 +48,7 @@ def test_columns_and_rows_are_told_apart() -> None:
     value = (torch.zeros(2, 3), [["a"], ["b", "c"]], (["d", "e"], [1, 2]), 0.5, None)
     rows = split_rows(value, 2)
     assert rows.lists == {"[1]": [["a"], ["b", "c"]], "[2][0]": ["d", "e"], "[2][1]": [1, 2]}
-    assert rows.kept == {"[3]": 0.5, "[4]": None}
+    assert rows.fixed == {"[3]": 0.5, "[4]": None}
     other = split_rows((torch.ones(1, 3), [["f"]], (["g"], [3]), 0.5, None), 1)
     whole = joined([rows, other])
     found = whole.rebuilt(whole.tensors, whole.lists)

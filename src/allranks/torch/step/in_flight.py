@@ -55,7 +55,7 @@ class InFlightSteps:
     def __init__(self, strategy: Strategy, job: Job, rate_factor: Callable[[], float]) -> None:
         self.strategy, self.progress, self._rate_factor = strategy, Progress(), rate_factor
         self._last: InFlightStep | None = None
-        self._pending_requests: RankRequests = NOTHING
+        self._requests: RankRequests = NOTHING
         step = strategy.step
         is_fused, device = can_skip_on_device(step.optimizer), strategy.comm.device
         self.rows = DeferredResults(device, updates_wait=not is_fused)
@@ -80,7 +80,7 @@ class InFlightSteps:
         if last is not None and self._is_again(last):
             result = self._train(batch, ahead and self._can_stay_unread(batch))
         self.progress = self.progress.settled()
-        requests, self._pending_requests = self._pending_requests, NOTHING
+        requests, self._requests = self._requests, NOTHING
         if isinstance(result, UnreadResult):
             vars(result).update(asked=requests)
             self._last = self._in_flight(batch, result)
@@ -169,10 +169,8 @@ class InFlightSteps:
             step.loss_scale.load_state(last.loss_scale)
 
     def _merge_requests(self, requests: RankRequests) -> None:
-        now = self._pending_requests
-        self._pending_requests = RankRequests.of(
-            now.stop or requests.stop, now.save or requests.save
-        )
+        now = self._requests
+        self._requests = RankRequests.of(now.stop or requests.stop, now.save or requests.save)
 
 
 class OnSteps:
