@@ -59,9 +59,9 @@ def check(loaded: Loaded, rank: int, has_own: bool) -> None:
     step = loaded.step
     assert loaded.manifest.step == step
     assert_same(loaded.common, state(step))
-    assert (loaded.own is not None) is has_own
+    assert (loaded.rank_state is not None) is has_own
     if has_own:
-        assert_same(loaded.own, own(step, rank))
+        assert_same(loaded.rank_state, own(step, rank))
 
 
 def assert_same(found: Any, wanted: Any) -> None:
@@ -207,7 +207,7 @@ def disagree(argument: dict[str, Any]) -> None:
         checkpointer.save(2 + comm.rank, same, None, About())
     checkpointer.save(4, same, {"many": [other] * comm.rank}, About(), blocking=True)
     loaded = checkpointer.load([Path(argument["folder"])])
-    assert loaded is not None and loaded.step == 4 and len(loaded.own["many"]) == comm.rank
+    assert loaded is not None and loaded.step == 4 and len(loaded.rank_state["many"]) == comm.rank
     comm.leave()
 
 
@@ -346,7 +346,9 @@ def _fill_the_disk(folder: Path) -> None:
     assert not save(2, 200_000)
     assert not save(3, 200_000)
     loaded = checkpointer.load([folder / "checkpoints"])
-    assert loaded is not None and loaded.step == 1 and int(loaded.own["mine"].sum()) == 200_000
+    assert (
+        loaded is not None and loaded.step == 1 and int(loaded.rank_state["mine"].sum()) == 200_000
+    )
     assert len(list((folder / "checkpoints").iterdir())) == 1, "what did not fit is gone"
     assert save(4, 2_000), "training went on, and there is room for less"
     failures = [values for event, values in told if event == "checkpoint_failed"]

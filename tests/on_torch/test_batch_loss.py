@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from allranks.errors import RequestError
-from allranks.torch.data.collate import joined, own_rows, taken_apart
+from allranks.torch.data.collate import joined, own_rows, split_rows
 from conftest import Train
 
 FLAGS = {"precision": "fp64", "steps": 6, "threads": 1}
@@ -46,12 +46,12 @@ def test_what_cannot_be_put_together_is_refused_by_its_name(
 
 def test_columns_and_rows_are_told_apart() -> None:
     value = (torch.zeros(2, 3), [["a"], ["b", "c"]], (["d", "e"], [1, 2]), 0.5, None)
-    rows = taken_apart(value, 2)
+    rows = split_rows(value, 2)
     assert rows.lists == {"[1]": [["a"], ["b", "c"]], "[2][0]": ["d", "e"], "[2][1]": [1, 2]}
-    assert rows.kept == {"[3]": 0.5, "[4]": None}
-    other = taken_apart((torch.ones(1, 3), [["f"]], (["g"], [3]), 0.5, None), 1)
+    assert rows.fixed == {"[3]": 0.5, "[4]": None}
+    other = split_rows((torch.ones(1, 3), [["f"]], (["g"], [3]), 0.5, None), 1)
     whole = joined([rows, other])
-    found = whole.put_together(whole.tensors, whole.lists)
+    found = whole.rebuilt(whole.tensors, whole.lists)
     assert found[1:] == ([["a"], ["b", "c"], ["f"]], (["d", "e", "g"], [1, 2, 3]), 0.5, None)
     assert found[0].shape == (3, 3)
     for wrong in ((torch.ones(1, 4), *value[1:]), (*value[:3], 0.25, None)):

@@ -147,14 +147,14 @@ def test_a_compiler_is_given_a_derivative_of_two_sums(
     twin.load_state_dict(layer.state_dict())
     scope = entered(layer, pieces)
     scope.lay_out()
-    layer.left = []
+    layer.moments = []
     given = torch.randn(scope.samples, *SHAPES[3], dtype=torch.float64, requires_grad=True)
     backend = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph), bw_compiler=keep)
     output = torch.compile(layer, backend=backend)(given)
     expected, moments = by_piece(twin, pieces, given)
     above = torch.randn_like(output)
     torch.testing.assert_close(output, expected)
-    torch.testing.assert_close(layer.left[0], moments)
+    torch.testing.assert_close(layer.moments[0], moments)
     found = torch.autograd.grad(output, [given, *layer.parameters()], above)
     wanted = torch.autograd.grad(expected, [given, *twin.parameters()], above)
     torch.testing.assert_close(found, wanted)

@@ -316,7 +316,7 @@ def test_where_no_state_can_be_taken_up_nothing_starts_anew_or_is_set_aside(
     checkpoints = tmp_path / "run/checkpoints"
     for step in (2, 4):
         reseal(step_folder(checkpoints, step) / NAME, LIES["guard"])
-    with pytest.raises(RequestError, match=r"step-00000004\nfound: its state cannot be taken up"):
+    with pytest.raises(RequestError, match=r"step-00000004\nfound: its state cannot be loaded"):
         resumed(tmp_path / "run")
     assert {path.name for path in checkpoints.iterdir()} == {"step-00000002", "step-00000004"}
 

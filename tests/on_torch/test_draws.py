@@ -20,7 +20,7 @@ from allranks.torch.model.layers import Scope
 from allranks.torch.random import counter
 from allranks.torch.random import counter as kernel
 from allranks.torch.random.dropout import ShardDropout, TensorPart
-from allranks.torch.random.keyed_rng import drawn, kept
+from allranks.torch.random.keyed_rng import drawn, mask_of
 
 SIZES = {0: 4, 1: 4, 2: 3, 3: 1}
 CPU = torch.device("cpu")
@@ -257,7 +257,7 @@ def test_compilers_that_change_the_graph_draw_the_same() -> None:
 @pytest.mark.parametrize("rate", [0.0, 0.1, 0.5, 0.99, 1.0])
 def test_as_much_is_dropped_as_was_asked(rate: float) -> None:
     keys = counter.keys_of(5, 1, (Piece(0, 0, 4000, 4000),))
-    mask = drawn(keys, (50,), (0,), kept(rate, torch.float64), torch.ones(1))
+    mask = drawn(keys, (50,), (0,), mask_of(rate, torch.float64), torch.ones(1))
     wrong = abs(float((mask == 0).double().mean()) - rate)
     assert wrong <= 5 * (rate * (1 - rate) / mask.numel()) ** 0.5
     assert rate in (0, 1) or mask.unique().tolist() == [0, pytest.approx(1 / (1 - rate))]

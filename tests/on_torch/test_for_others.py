@@ -19,9 +19,9 @@ class Step:
     """Goes through a model of two layers, of which the second one is beside the loss."""
 
     def __init__(self) -> None:
-        self.scope, self.apart = Scope(0, torch.device("cpu")), UserBackwardGuard()
+        self.scope, self.user_backward = Scope(0, torch.device("cpu")), UserBackwardGuard()
         self.model = nn.ModuleList([nn.Linear(3, 2), nn.Linear(2, 1)])
-        self.apart.parameters = list(self.model.parameters())
+        self.user_backward.parameters = list(self.model.parameters())
 
     def output(self, batch: Batch, micro: MicroBatch) -> Any:
         first = self.model[0](micro.data)

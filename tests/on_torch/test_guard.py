@@ -240,7 +240,7 @@ def test_the_window_of_usual_lengths_is_part_of_the_state() -> None:
     for judge in (guard.judge, again.judge):
         assert judge(1.0, 9.9) is None
         spike = judge(1.0, 11.0)
-        assert spike is not None and spike.spiked and "11 times the usual 1" in spike.what
+        assert spike is not None and spike.spiked and "11 times the usual 1" in spike.problem
 
 
 def test_the_usual_length_is_that_of_the_last_good_steps() -> None:

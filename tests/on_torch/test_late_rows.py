@@ -16,7 +16,11 @@ from allranks.errors import BadStep
 from allranks.job.job import Job
 from allranks.torch import Trainer
 from allranks.torch.optimizers.layerwise import LAMB
-from allranks.torch.step.deferred_results import DeferredResults, can_be_held_back, notes_on_update
+from allranks.torch.step.deferred_results import (
+    DeferredResults,
+    can_skip_on_device,
+    notes_on_update,
+)
 from allranks.torch.step.in_flight import InFlightSteps
 from allranks.training.progress import RankRequests
 
@@ -48,7 +52,7 @@ def test_a_fused_optimizer_takes_the_flag_whatever_the_default_type_is() -> None
     optimizer: Any = AdamW([weight], fused=True)
     torch.set_default_dtype(torch.float64)
     try:
-        optimizer.found_inf, optimizer.grad_scale = DeferredResults(torch.device("cpu")).held, None
+        optimizer.found_inf, optimizer.grad_scale = DeferredResults(torch.device("cpu")).skip, None
         optimizer.step()
     finally:
         torch.set_default_dtype(default)
@@ -182,9 +186,9 @@ class Clamped(AdamW):
 def test_what_is_not_held_back_is_read_at_once() -> None:
     """A class of somebody else; and from its next step on, an optimizer that is hooked."""
     weights = [torch.nn.Parameter(torch.ones(2))]
-    assert can_be_held_back(AdamW(weights, fused=True))
-    assert not can_be_held_back(AdamW(weights, foreach=True))
-    assert not can_be_held_back(Clamped(weights, fused=True))
+    assert can_skip_on_device(AdamW(weights, fused=True))
+    assert not can_skip_on_device(AdamW(weights, foreach=True))
+    assert not can_skip_on_device(Clamped(weights, fused=True))
     with numbers_read(late=True), Trainer(Ahead(), Job(threads=1)) as trainer:
         is_read = []
         for batch in trainer.batches(steps=9):

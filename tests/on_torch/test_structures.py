@@ -21,7 +21,7 @@ from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.tensorflow.data.nested import arrays_in, joined, mapped
 from allranks.tools.check.against_single import CheckPlan, check_against_one
 from allranks.torch import Trainer
-from allranks.torch.data.collate import copied, map_tensors, structure_of, taken_apart, tensors_in
+from allranks.torch.data.collate import copied, map_tensors, split_rows, structure_of, tensors_in
 from allranks.torch.data.loaders import rows_between
 from allranks.torch.model.precision import Precision
 from allranks.torch.model.weights import weights_sha256
@@ -109,8 +109,8 @@ def test_rows_are_cut_cast_and_told_apart_in_every_kind(kind: str) -> None:
     assert type(rows) is type(made(kind)) and of(rows, "y").tolist() == [1, 2]
     double = Precision(CPU, torch.float64).to_device(made(kind))
     assert of(double, "x").dtype == torch.float64 and type(double) is type(made(kind))
-    apart = taken_apart(made(kind), 4)
-    again = apart.put_together({n: t[:2] for n, t in apart.tensors.items()}, apart.lists)
+    apart = split_rows(made(kind), 4)
+    again = apart.rebuilt({n: t[:2] for n, t in apart.tensors.items()}, apart.lists)
     assert type(again) is type(made(kind)) and of(again, "y").tolist() == [0, 1]
     assert digest_of(made(kind)) == digest_of(made(kind))
     other = made(kind)

@@ -34,7 +34,7 @@ def test_micro_batches_add_up() -> None:
     by = layout()
     found = filled(by, (1.5, 4.0, 2), (2.0, 0.5, 3)).totals(5)
     assert (found.loss, found.weight, found.samples) == (3.5, 4.5, 5)
-    assert found.asked == NOTHING and found.unused == ()
+    assert found.requests == NOTHING and found.unused == ()
 
 
 def test_a_tally_begins_anew_when_it_was_closed() -> None:
@@ -57,7 +57,7 @@ def test_what_any_rank_was_asked_for_reaches_all(asked: RankRequests) -> None:
     for told in (asked, NOTHING):
         total.tensor.add_(filled(by, (1.0, 2.0, 2), asked=told).tensor)
     found = total.totals(5)
-    assert found.asked == asked and (found.weight, found.samples) == (6.0, 6)
+    assert found.requests == asked and (found.weight, found.samples) == (6.0, 6)
 
 
 def test_a_parameter_is_unused_if_no_rank_used_it() -> None:

@@ -177,7 +177,7 @@ class Rank:
         self.own: list[Tensor] = list(self.weights.values())
         scope = SimpleNamespace(moments={}, calls=0, again=lambda moment: nullcontext())
         scope.moment = lambda: scope
-        self.step: Any = MagicMock(scope=scope, apart=nullcontext(), parameters=[])
+        self.step: Any = MagicMock(scope=scope, user_backward=nullcontext(), parameters=[])
         self.step.output = lambda batch, micro: self.passes.through(micro.data)
         self.step.take = lambda batch: self.take
         self.passes: Any = None

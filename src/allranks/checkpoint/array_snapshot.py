@@ -117,13 +117,13 @@ def read_checkpoint(folder: Path, manifest: Manifest) -> Loaded:
 class ArrayCopies:
     """Copies of a state that all ranks hold: nested dicts, lists and tuples of numpy arrays.
 
-    Whoever writes, writes all of it; nothing is a rank's own.
+    One rank writes all of it; there is no state of a single rank.
     """
 
     def __init__(self) -> None:
         self._snapshot = ArraySnapshot()
 
-    def plan(self, ranks: Ranks, step: int, common: Any, own: None) -> Planned:
+    def plan(self, ranks: Ranks, step: int, common: Any, rank_state: None) -> Planned:
         """Sends nothing."""
         skeleton, arrays = flatten(common, COMMON)
         take = partial(self._snapshot.take, arrays)

@@ -1,8 +1,8 @@
-"""Saves and loads checkpoints, on all ranks together: what is committed, is committed for all.
+"""Saves and loads checkpoints, on all ranks together: a commit is a commit for all.
 
-A save makes training wait for one copy in memory; a thread does the rest (`commit`). Two parts are
-handed in: how a state becomes bytes in memory and is read again, which is the engine's (`Copies`),
-and who of the ranks writes (`writers`).
+A save blocks training for one copy in memory; then a thread writes (`commit`). Two parts depend on
+the engine: how a state is copied to memory and read again (`Copies`), and which ranks write
+(`writers`).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from allranks.checkpoint.newest import Loaded, Search
 
 @dataclass(frozen=True)
 class Planned:
-    """What one rank writes of a state: `take` copies its tensors into the `snapshot`.
+    """The part of a state that one rank writes: `take` copies its tensors into the `snapshot`.
 
-    The rest is as in `Save`.
+    The other fields are as in `Save`.
     """
 
     common: Any
-    own: Any
+    rank_state: Any
     tensors: Callable[[list[str]], dict[str, SavedTensor]]
     snapshot: TensorSnapshot
     take: Callable[[], None]
@@ -44,12 +44,12 @@ class Planned:
 class Copies(Protocol):
     """How one engine copies a state into memory, and reads it again."""
 
-    def plan(self, ranks: Ranks, step: int, common: Any, own: Any) -> Planned:
-        """What this rank writes; raises `RequestError` for a state that cannot be saved."""
+    def plan(self, ranks: Ranks, step: int, common: Any, rank_state: Any) -> Planned:
+        """Plan the part of this rank; raises `RequestError` for a state that cannot be saved."""
         ...
 
     def reader(self, ranks: Ranks, templates: Any) -> Callable[[Path, Manifest], Loaded]:
-        """What reads a checkpoint whose digests hold; raises `BadCheckpoint`."""
+        """A function that reads a verified checkpoint; it raises `BadCheckpoint`."""
         ...
 
 
@@ -83,13 +83,13 @@ class Checkpointer:
         self._done_step = -1
 
     def save(
-        self, step: int, common: Any, own: Any, about: About, *, blocking: bool = False
+        self, step: int, common: Any, rank_state: Any, about: About, *, blocking: bool = False
     ) -> None:
-        """Save `common`, which all ranks hold, and `own`, which is this rank's. All ranks call it.
+        """Save `common`, which all ranks hold, and `rank_state` of this rank. All ranks call it.
 
         Waits for the save before it, copies, and returns while a thread writes; the state may then
-        change. With `blocking` it returns when all is over. A step that was the last to be saved or
-        loaded here is not saved again. Where the leader writes alone, only its state is looked at.
+        change. With `blocking`, it returns when the save is complete. The step that was last saved
+        or loaded here is not saved again. If only the leader writes, only its state is read.
         """
         begun = time.monotonic()
         self.wait()
@@ -98,16 +98,16 @@ class Checkpointer:
         ranks = self._ready()
         self._under_way = step
         if self.writers.writes:
-            planned = self._copies.plan(ranks, step, common, own)
+            planned = self._copies.plan(ranks, step, common, rank_state)
             save = self._take(step, planned, about.frozen(), begun)
             self.writers.begin(lambda writing: Commit(self._rules, writing, save).run())
         if blocking:
             self.wait()
 
     def wait(self) -> bool:
-        """Return when the save under way is over: whether it was committed, on all ranks alike.
+        """Wait for the running save; returns whether it was committed, the same on all ranks.
 
-        Raises what its thread raised: `PeerLost`, if another rank went away.
+        Raises the error of its thread: `PeerLost` if another rank was lost.
         """
         step, self._under_way = self._under_way, None
         if step is None:
@@ -124,12 +124,12 @@ class Checkpointer:
         templates: Any = None,
         take: Callable[[Loaded], None] = nothing,
     ) -> Loaded | None:
-        """The newest checkpoint that is whole, of the first source that has one. All ranks call it.
+        """Load the newest whole checkpoint of the first source that has one. All ranks call it.
 
-        A source is a folder of checkpoints, or a single one. What is not whole is reported, and
-        set aside if it lies in this run's own folder. `templates` are tensors, by path, to be
-        filled in place, where the engine can. `take` goes on from what was read; where it fails
-        the one before is tried. None if there is no checkpoint.
+        A source is a folder of checkpoints, or a single one. A damaged checkpoint is reported, and
+        renamed if it lies in this run's own folder. `templates` are tensors, by path, to be filled
+        in place, if the engine can. `take` loads the state that was read; if it fails, the
+        checkpoint before is tried. Returns None if there is no checkpoint.
         """
         self.wait()
         ranks = self._ready()
@@ -142,9 +142,9 @@ class Checkpointer:
         return loaded
 
     def close(self, *, failed: bool = False) -> None:
-        """Wait for the save under way. An error that nobody has seen yet is reported, not raised.
+        """Wait for the running save. An error that was not raised yet is reported, not raised.
 
-        Where this rank `failed` nothing is waited for: the others may never take part in it.
+        If this rank `failed`, it waits for nothing: the others may never take part in the save.
         """
         self._under_way = None
         try:
@@ -155,11 +155,11 @@ class Checkpointer:
         self.writers.leave(failed=failed)
 
     def _ready(self) -> Ranks:
-        """The ranks that agree; the first call clears away what dead attempts left."""
+        """The ranks that agree; the first call removes the remains of dead attempts."""
         return self.writers.ready(lambda: checkpoint_folder.sweep(self._rules.folder))
 
     def _take(self, step: int, planned: Planned, about: dict[str, Any], begun: float) -> Save:
-        """The save after its snapshot; what the machine lacks for one is not raised."""
+        """The save after its snapshot; a lack of memory or space is recorded, not raised."""
         failed = ""
         try:
             self._rules.reach("save:snapshot", step)
@@ -172,7 +172,7 @@ class Checkpointer:
             tensors=planned.tensors,
             snapshot=planned.snapshot,
             common=planned.common,
-            own=planned.own,
+            rank_state=planned.rank_state,
             about=about,
             begun=begun,
             stall_s=0.0,

@@ -1,10 +1,10 @@
-"""The commit of one checkpoint: what the thread of each writing rank does after the snapshot.
+"""The commit of one checkpoint, in the thread of each writing rank, after the snapshot.
 
-Every rank writes its file. One exchange tells all how each fared: if all did well the leader writes
-the manifest, and a second exchange tells that it stands. If any could not write (a full disk),
-every rank takes its file back, the last good checkpoint stays, and training goes on.
+Every rank writes its file. The ranks gather their results: if all succeeded, the leader writes the
+manifest, and a second exchange confirms it. If any rank could not write (a full disk), every rank
+removes its file, the last good checkpoint remains, and training goes on.
 
-An engine whose ranks all hold the same lets its leader write alone (`ALONE`): then nothing is sent.
+If all ranks of an engine hold the same state, only its leader writes (`ALONE`), without exchange.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from allranks.checkpoint.tensor_file import Layout
 from allranks.errors import PeerLost
 
 # --- writing -------------------------------------------------------------------------------------
-# The file that a snapshot becomes: written once, whole and lasting, or not there.
+# Writes a snapshot to its file: once, whole and synced, or not at all.
 
 
 Tell = Callable[[str], None]
 
 
 def write_file(path: Path, layout: Layout, data: memoryview, reach: Tell = nothing) -> SavedFile:
-    """Write a new file, whole and lasting when this returns; raises OSError, and then it is gone.
+    """Write a new file, which is whole and synced at the return; raises OSError, and removes it.
 
-    All of its room is taken before the first byte is written: a full disk shows at once.
+    All of its space is allocated before the first byte is written: a full disk fails at once.
     """
     total = len(layout.header) + layout.data_bytes
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
@@ -84,7 +84,7 @@ def _write_all(fd: int, data: memoryview, running: blake2b) -> None:
 
 
 class Ranks(Protocol):
-    """Ranks that tell each other texts, seen from one of them."""
+    """Ranks that exchange texts, as one of them sees them."""
 
     @property
     def rank(self) -> int: ...
@@ -93,13 +93,13 @@ class Ranks(Protocol):
     def size(self) -> int: ...
 
     def gather_texts(self, text: str) -> list[str]:
-        """What each rank says here, in rank order; every rank calls it."""
+        """The text of each rank, in rank order; every rank calls it."""
         ...
 
 
 @dataclass(frozen=True)
 class Alone:
-    """One rank that has nobody to tell."""
+    """A single rank, without others."""
 
     rank: int = 0
     size: int = 1
@@ -112,7 +112,7 @@ ALONE = Alone()
 
 
 class TensorSnapshot(Protocol):
-    """Copies of tensors as their file will hold them: its layout, and the bytes after it."""
+    """Copies of tensors in the form of their file: its layout, and the bytes after it."""
 
     @property
     def layout(self) -> Layout: ...
@@ -123,7 +123,7 @@ class TensorSnapshot(Protocol):
 
 @dataclass(frozen=True)
 class Rules:
-    """Where the checkpoints of a run lie, which are kept, and who is told what happens."""
+    """The folder of a run's checkpoints, the rule which remain, and the callback for reports."""
 
     folder: Path
     keep: int
@@ -135,12 +135,12 @@ class Rules:
 
 @dataclass(frozen=True)
 class Save:
-    """One save after its snapshot. `failed` says why there is none, if there is none.
+    """One save after its snapshot. If there is no snapshot, `failed` says why.
 
-    `ranks` are those of the job; not all of them need to write. `tensors(files)` says where every
-    tensor lies in the files of those that do, in rank order. `common` and `own` are the values
-    beside the tensors; `about` is what the manifest says beside the state; `begun` and `stall_s`
-    are for the report.
+    `ranks` is the number of ranks of the job; not all of them need to write. `tensors(files)` gives
+    the place of every tensor in the files of those that do, in rank order. `common` and
+    `rank_state` are the values without their tensors; `about` are further fields of the manifest;
+    `begun` and `stall_s` are for the report.
     """
 
     step: int
@@ -148,7 +148,7 @@ class Save:
     tensors: Callable[[list[str]], dict[str, SavedTensor]]
     snapshot: TensorSnapshot
     common: Any
-    own: Any
+    rank_state: Any
     about: dict[str, Any]
     begun: float
     stall_s: float
@@ -156,7 +156,7 @@ class Save:
 
 
 class Commit:
-    """Carries out one save on one rank, over a communicator that nobody else uses meanwhile."""
+    """Carries out one save on one rank, over a communicator that nothing else uses meanwhile."""
 
     def __init__(self, rules: Rules, comm: Ranks, save: Save) -> None:
         self.rules, self.comm, self.save = rules, comm, save
@@ -166,11 +166,11 @@ class Commit:
         self._wrote = False
 
     def run(self) -> bool:
-        """Whether the checkpoint stands: the same answer on all ranks. Raises `PeerLost`."""
-        told = [json.loads(text) for text in self.comm.gather_texts(self._write())]
-        errors = [(rank, said["error"]) for rank, said in enumerate(told) if said["error"]]
+        """Write and commit; returns whether it is committed, equal on all ranks. Or `PeerLost`."""
+        answers = [json.loads(text) for text in self.comm.gather_texts(self._write())]
+        errors = [(rank, answer["error"]) for rank, answer in enumerate(answers) if answer["error"]]
         if not errors:
-            outcome = self.comm.gather_texts(self._commit(told) if self.is_leader else "")[0]
+            outcome = self.comm.gather_texts(self._commit(answers) if self.is_leader else "")[0]
             errors = [(0, outcome)] if outcome else []
         if errors:
             self._take_back(*errors[0])
@@ -179,15 +179,15 @@ class Commit:
         return not errors
 
     def _write(self) -> str:
-        """Write this rank's file; what it has to say to the others, as JSON."""
-        said: dict[str, Any] = {"error": self.save.failed, "own": self.save.own}
+        """Write this rank's file; returns the result for the other ranks, as JSON."""
+        answer: dict[str, Any] = {"error": self.save.failed, "own": self.save.rank_state}
         try:
             if not self.save.failed:
                 file = self._write_file()
-                said |= {"bytes": file.bytes, "blake2b": file.blake2b}
+                answer |= {"bytes": file.bytes, "blake2b": file.blake2b}
         except Exception as error:
-            said["error"] = named(error)
-        return as_json(said)
+            answer["error"] = named(error)
+        return as_json(answer)
 
     def _write_file(self) -> SavedFile:
         def reach(point: str) -> None:
@@ -202,19 +202,19 @@ class Commit:
         reach("save:written")
         return file
 
-    def _commit(self, told: list[dict[str, Any]]) -> str:
+    def _commit(self, rows: list[dict[str, Any]]) -> str:
         """Leader: write the manifest. Returns why it could not be written, or nothing."""
         ranks = self.save.ranks
         names = [rank_file(r, ranks, self.rules.attempt) for r in range(self.comm.size)]
-        files = {n: SavedFile(s["bytes"], s["blake2b"]) for n, s in zip(names, told, strict=True)}
-        own = [said["own"] for said in told] + [None] * (ranks - len(told))
+        files = {n: SavedFile(s["bytes"], s["blake2b"]) for n, s in zip(names, rows, strict=True)}
+        rank_states = [answer["own"] for answer in rows] + [None] * (ranks - len(rows))
         manifest = Manifest(
             step=self.save.step,
             created=time.time(),
             ranks=ranks,
             files=files,
             tensors=self.save.tensors(names),
-            values={"common": self.save.common, "own": own},
+            values={"common": self.save.common, "own": rank_states},
             **self.save.about,
         )
         try:
@@ -223,10 +223,10 @@ class Commit:
             write_manifest(self.folder, manifest, self.rules.reach)
         except Exception as error:
             return named(error)
-        self._after("save:committed", lambda: self._tell(manifest))
+        self._after("save:committed", lambda: self._report_commit(manifest))
         return ""
 
-    def _tell(self, manifest: Manifest) -> None:
+    def _report_commit(self, manifest: Manifest) -> None:
         self.rules.report(
             "checkpoint",
             step=manifest.step,
@@ -241,7 +241,7 @@ class Commit:
         checkpoint_folder.prune(self.rules.folder, self.rules.keep, self.rules.best)
 
     def _after(self, point: str, act: Callable[[], None]) -> None:
-        """The leader's work after a commit: a failure is reported, and the checkpoint stands."""
+        """The leader's work after a commit: a failure is reported, and the checkpoint remains."""
         try:
             self.rules.reach(point, self.save.step)
             act()
@@ -249,8 +249,8 @@ class Commit:
             self.rules.report("checkpoints_not_pruned", step=self.save.step, error=named(error))
 
     def _take_back(self, rank: int, error: str) -> None:
-        """Nobody commits: this rank's file goes, and the folder with the last of them."""
-        with contextlib.suppress(OSError):  # what cannot be removed has no manifest, and is swept
+        """Undo a save that failed: remove this rank's file, and the folder if it is empty."""
+        with contextlib.suppress(OSError):  # what remains has no manifest, and is swept later
             if self._wrote:
                 self.path.unlink(missing_ok=True)
             self.folder.rmdir()
@@ -259,27 +259,27 @@ class Commit:
 
 
 def named(error: BaseException) -> str:
-    """What an error says; its type if it says nothing."""
+    """The message of an error; its type if there is none."""
     return str(error) or type(error).__name__
 
 
 # --- writers -------------------------------------------------------------------------------------
-# Who writes a checkpoint while training goes on: a thread of every rank, or one of the leader's.
+# The threads that write a checkpoint while training goes on: of every rank, or of the leader.
 #
-# Where every rank writes its part (`EveryRank`), their threads exchange texts over a communicator
-# of their own. Where all ranks hold the same (`LeaderAlone`), the leader's thread writes for all
-# and sends nothing; the ranks hear how it fared from the thread that trains, when they wait.
+# If every rank writes its part (`EveryRank`), their threads exchange texts over their own
+# communicator. If all ranks hold the same (`LeaderAlone`), the leader's thread writes for all, and
+# sends nothing; the training threads exchange the result when they wait.
 
 
 class BackgroundThread:
-    """Does one thing at a time beside the training; nothing that it raises is lost."""
+    """Runs one function at a time in a thread; its errors are raised by `wait`."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
     def start(self, act: Callable[[], None]) -> None:
-        """Begin `act` in a thread. The one before it is over: `wait` has returned."""
+        """Start `act` in a thread, after `wait` has returned for the one before it."""
         assert self._thread is None
         self._thread = threading.Thread(
             target=self._guarded, args=(act,), name="checkpoint", daemon=True
@@ -287,7 +287,7 @@ class BackgroundThread:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when it is over; raises what it raised, once."""
+        """Wait for the thread; raises its error, once."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -303,7 +303,7 @@ class BackgroundThread:
 
 
 class Writers(ABC):
-    """Those of `ranks`, which train together, that write a checkpoint; seen from one of them."""
+    """The writing part of `ranks`, which train together, as one of them sees it."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks, self.thread = ranks, BackgroundThread()
@@ -312,32 +312,32 @@ class Writers(ABC):
     @property
     @abstractmethod
     def writes(self) -> bool:
-        """Whether this rank does."""
+        """Whether this rank writes."""
 
     @abstractmethod
     def ready(self, sweep: Callable[[], object]) -> Ranks:
-        """The rank that plans a save and finds a checkpoint; its first call calls `sweep`."""
+        """The ranks that plan a save and find a checkpoint; the first call calls `sweep`."""
 
     @abstractmethod
     def begin(self, commit: Callable[[Ranks], bool]) -> None:
-        """Start `commit` in the thread, for those that write; it says whether the save stands."""
+        """Start `commit` in the thread of a writing rank; it returns whether the save succeeded."""
 
     @abstractmethod
     def outcome(self, step: int) -> bool:
-        """Whether the save of `step` is committed; every rank waits here, and hears the same.
+        """Wait for the save of `step`; returns whether it is committed, the same on every rank.
 
-        Raises what the thread raised, and `PeerLost` where another rank's did.
+        Raises the error of the thread, and `PeerLost` if another rank's thread raised one.
         """
 
     @abstractmethod
     def close(self, *, failed: bool) -> None:
-        """Wait for the thread, unless it may wait for others that this rank has `failed`.
+        """Wait for the thread; not if this rank `failed` and the thread may wait for other ranks.
 
-        Raises what the thread raised.
+        Raises the error of the thread.
         """
 
     def leave(self, *, failed: bool) -> None:
-        """Give back what `ready` has made."""
+        """Release what `ready` has created."""
 
     def _run(self, commit: Callable[[Ranks], bool], ranks: Ranks) -> None:
         def act() -> None:
@@ -345,17 +345,17 @@ class Writers(ABC):
 
         self.thread.start(act)
 
-    def _taken(self) -> bool:
-        """What the thread has found, once."""
+    def _pop_outcome(self) -> bool:
+        """The result of the thread, once."""
         stands, self._stands = self._stands, False
         return stands
 
 
 class Sides(Ranks, Protocol):
-    """Ranks that can have a second communicator beside the one that trains."""
+    """Ranks that can have a second communicator in addition to the one that trains."""
 
     def aside(self) -> Self:
-        """The same ranks once more; every rank calls this."""
+        """A second communicator of the same ranks; every rank calls this."""
         ...
 
     def barrier(self) -> None:
@@ -368,44 +368,44 @@ class Sides(Ranks, Protocol):
 
 
 class EveryRank(Writers):
-    """Each rank writes its part; their threads tell each other how it went."""
+    """Each rank writes its part; their threads exchange the results."""
 
     writes = True
 
     def __init__(self, ranks: Sides) -> None:
         super().__init__(ranks)
         self._training = ranks
-        self._aside: Sides | None = None
+        self._second: Sides | None = None
 
     def ready(self, sweep: Callable[[], object]) -> Ranks:
-        if self._aside is None:
+        if self._second is None:
             aside = self._training.aside()
             if aside.rank == 0:
                 sweep()
             aside.barrier()
-            self._aside = aside
-        return self._aside
+            self._second = aside
+        return self._second
 
     def begin(self, commit: Callable[[Ranks], bool]) -> None:
-        assert self._aside is not None
-        self._run(commit, self._aside)
+        assert self._second is not None
+        self._run(commit, self._second)
 
     def outcome(self, step: int) -> bool:
         self.thread.wait()
-        return self._taken()
+        return self._pop_outcome()
 
     def close(self, *, failed: bool) -> None:
         if not failed or self._training.size == 1:
             self.thread.wait()
 
     def leave(self, *, failed: bool) -> None:
-        if self._aside is not None:
-            self._aside.leave(failed=failed)
-            self._aside = None
+        if self._second is not None:
+            self._second.leave(failed=failed)
+            self._second = None
 
 
 class LeaderAlone(Writers):
-    """The leader writes what all ranks hold; they tell each other texts where they train."""
+    """The leader writes the state of all ranks; the training threads exchange the result."""
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__(ranks)
@@ -417,7 +417,7 @@ class LeaderAlone(Writers):
 
     def ready(self, sweep: Callable[[], object]) -> Ranks:
         if self.writes and not self._is_swept:
-            sweep()  # nobody looks before the leader has: a search begins with its list
+            sweep()  # before any rank searches: a search begins with the leader's list
             self._is_swept = True
         return self.ranks
 
@@ -430,8 +430,8 @@ class LeaderAlone(Writers):
             self.thread.wait()
         except Exception as raised:
             error = raised
-        said = json.dumps([self._taken(), "" if error is None else named(error)])
-        stands, failure = json.loads(self.ranks.gather_texts(said)[0])
+        answer = json.dumps([self._pop_outcome(), "" if error is None else named(error)])
+        stands, failure = json.loads(self.ranks.gather_texts(answer)[0])
         if error is not None:
             raise error
         if failure:

@@ -63,8 +63,8 @@ def _not_persistent(manifest: Manifest) -> list[str]:
 def check_free(target: Path) -> None:
     """Raise `RequestError` if something is there, be it a link to nothing."""
     if os.path.lexists(target):
-        what = "folder" if target.is_dir() else "file"
-        raise refused(target, f"a {what} is there already", "an export never writes over one")
+        kind = "folder" if target.is_dir() else "file"
+        raise refused(target, f"a {kind} is there already", "an export never writes over one")
 
 
 def verified(folder: Path) -> Manifest:
@@ -85,19 +85,19 @@ def model_name(path: str, below: str = MODEL) -> str:
 
 
 def _write(target: Path, layout: Layout, tensors: Iterator[bytes | bytearray]) -> None:
-    beside = target.with_name(f".{target.name}.{os.getpid()}")
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        with open(beside, "wb") as file:
+        with open(temporary, "wb") as file:
             file.write(layout.header)
             for tensor in tensors:
                 file.write(tensor)
             file.flush()
             os.fsync(file.fileno())
-        beside.rename(target)
+        temporary.rename(target)
     except OSError as error:
         raise refused(target, str(error), "it cannot be written there") from None
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def refused(target: Path, found: str, why: str) -> RequestError:

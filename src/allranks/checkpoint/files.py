@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and what JSON can say."""
+"""Atomic writes of files, and JSON of values that may not be finite."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 
 def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
-    """Write a file so that it is there whole or not at all: a name beside it, fsync, rename."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    """Write a file atomically: to a temporary name in its folder, fsync, rename."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(beside, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+        with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(beside, path)
+        os.replace(temporary, path)
     except OSError:  # the disk is full
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
@@ -43,7 +43,7 @@ def _finite(value: Any) -> Any:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Make the names in a folder last, as fsync does for the content of a file."""
+    """Sync the names in a folder, as fsync does for the content of a file."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

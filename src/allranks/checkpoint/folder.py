@@ -38,18 +38,18 @@ _BAD = re.compile(r"(step-[0-9]{8,})\.bad-[0-9]+")
 
 
 def step_of(folder: Path) -> int:
-    """The step that the name of a folder tells; -1 if it tells none."""
+    """The step in the name of a folder; -1 if there is none."""
     named = STEP_FOLDER.fullmatch(folder.name)
     return int(named[1]) if named else -1
 
 
 def committed(checkpoints: Path) -> list[Path]:
-    """The folders that hold a manifest, the newest first. Whether they are whole is not said."""
+    """The folders that hold a manifest, the newest first. They may be damaged."""
     return [folder for folder in _steps(checkpoints) if (folder / NAME).exists()]
 
 
 def candidates(source: Path) -> list[Path]:
-    """The checkpoints of a source, the newest first; a single one stands for itself."""
+    """The checkpoints of a source, the newest first; a source may be a single checkpoint."""
     return [source] if step_of(source) >= 0 or (source / NAME).exists() else committed(source)
 
 
@@ -57,26 +57,26 @@ def _steps(checkpoints: Path) -> list[Path]:
     """The step folders of any state, the newest first; never a link to one."""
     if not checkpoints.is_dir():
         return []
-    found = [
+    folders = [
         Path(entry) for entry in os.scandir(checkpoints) if entry.is_dir(follow_symlinks=False)
     ]
-    return sorted((f for f in found if step_of(f) >= 0), key=step_of, reverse=True)
+    return sorted((f for f in folders if step_of(f) >= 0), key=step_of, reverse=True)
 
 
 def uncommitted(checkpoints: Path) -> list[Path]:
-    """Step folders without a manifest: a save under way, or what a dead attempt left."""
+    """Step folders without a manifest: of a running save, or of a dead attempt."""
     return [folder for folder in _steps(checkpoints) if not (folder / NAME).exists()]
 
 
 def bad(checkpoints: Path) -> list[Path]:
-    """The folders that were set aside."""
+    """The folders of bad checkpoints, which were renamed."""
     return sorted(f for f in checkpoints.glob("step-*") if _BAD.fullmatch(f.name))
 
 
 def verify_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
-    """What is wrong with these files: missing, another length, another digest. Reads them whole."""
-    found = (_problem(folder / name, manifest, name) for name in names)
-    return [problem for problem in found if problem]
+    """The problems of these files: missing, wrong length, wrong digest. Reads all of them."""
+    problems = (_problem(folder / name, manifest, name) for name in names)
+    return [problem for problem in problems if problem]
 
 
 def _problem(path: Path, manifest: Manifest, name: str) -> str:
@@ -156,28 +156,27 @@ def set_aside(folder: Path) -> Path:
 
 
 def sweep(checkpoints: Path) -> list[Path]:
-    """Remove what dead attempts left: folders without a manifest, manifests never given a name.
+    """Remove the remains of dead attempts: folders without a manifest, unnamed manifests.
 
-    Only while nothing is being saved there. Returns the folders that it went through.
+    Only while no save runs there. Returns the folders that it removed.
     """
-    left = uncommitted(checkpoints)
-    for folder in left:
+    removed = uncommitted(checkpoints)
+    for folder in removed:
         remove(folder)
     for folder in committed(checkpoints):
         for path in _ours(folder):
             if _TEMPORARY_NAME.fullmatch(path.name):
                 path.unlink(missing_ok=True)
-    return left
+    return removed
 
 
 # --- room ----------------------------------------------------------------------------------------
-# Room on a disk: taken before it is needed, and where to go when there is none.
+# Space on a disk: reserved before it is needed, with another folder for when there is none.
 #
-# A job whose disk is full goes on, and what it computed is kept. Two things see to that. Files of
-# events hold blocks beyond their end, so that the last words of a job are never those that do not
-# fit. And what the run folder has no room for is written into a folder among the temporary ones,
-# which has a name that says whose it is, and which only this user can read. A job whose disk is
-# full before it starts does not start: `take` raises then.
+# A job whose disk is full goes on, and its results are saved. Files of events hold blocks beyond
+# their end, so that the last events of a job always fit. Files that do not fit into the run folder
+# are written to a temporary folder, whose name contains that of the run, and which only this user
+# can read. A job whose disk is full before it starts does not start: `take` raises then.
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -185,9 +184,9 @@ KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE: the file does not grow, only its blocks ar
 
 
 def reserve(fd: int, room_bytes: int) -> int:
-    """Give a file this much room beyond its end, which nobody else can take.
+    """Reserve this much space for a file beyond its end.
 
-    Returns 0, or the `errno`: the disk may be full, and not every file system can do this.
+    Returns 0, or the `errno`: the disk may be full, and not every file system supports this.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     end = ctypes.c_int64(os.fstat(fd).st_size)
@@ -196,10 +195,10 @@ def reserve(fd: int, room_bytes: int) -> int:
 
 
 def take(path: Path, room_bytes: int) -> None:
-    """Make the file `path` if it is not there, and give it this much room beyond its end.
+    """Create the file `path` if it does not exist, and reserve this much space beyond its end.
 
-    Raises the `OSError` of a disk that has no room for it. Where a file system cannot reserve, this
-    only tries whether there is room.
+    Raises `OSError` if the disk has no space for it. If a file system cannot reserve space, this
+    only checks that there is some.
     """
     with open(path, "ab", buffering=0) as file:
         error = reserve(file.fileno(), room_bytes)
@@ -220,15 +219,15 @@ def _try_to_write(file: FileIO, room_bytes: int) -> None:
 
 
 def give_back(fd: int) -> None:
-    """Let go of what is reserved beyond the end of a file."""
+    """Release the space that is reserved beyond the end of a file."""
     with suppress(OSError):
         os.ftruncate(fd, os.fstat(fd).st_size)
 
 
 class Elsewhere:
-    """Where the files go that a run folder has no room for: `TMPDIR`, then the system's own.
+    """The folder for files that do not fit into a run folder: in `TMPDIR`, then the system's own.
 
-    The folder is `allranks-<run>-<pid>`, made with the first file that needs it.
+    The folder is `allranks-<run>-<pid>`, created for the first file that needs it.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -236,9 +235,9 @@ class Elsewhere:
         self._made: set[Path] = set()
 
     def places(self, name: str) -> Iterator[Path]:
-        """Paths for the file `name`, to be tried in this order; a folder left empty is removed."""
-        given = (os.environ.get("TMPDIR"), tempfile.gettempdir())
-        for base in dict.fromkeys(os.path.realpath(path) for path in given if path):
+        """Paths for the file `name`, to be tried in this order; an empty folder is removed."""
+        roots = (os.environ.get("TMPDIR"), tempfile.gettempdir())
+        for base in dict.fromkeys(os.path.realpath(path) for path in roots if path):
             folder = Path(base) / self._name
             try:
                 if folder not in self._made:

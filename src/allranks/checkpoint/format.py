@@ -161,21 +161,21 @@ def _no_number(name: str) -> None:
 
 
 def write_manifest(folder: Path, manifest: Manifest, reach: Reach = nothing) -> None:
-    """Commit a checkpoint: write beside, fsync, rename, fsync. Not committed if it raises OSError.
+    """Commit a checkpoint: write, fsync, rename, fsync. Not committed if it raises OSError.
 
-    `reach` is told before the text is written, and before the name is given.
+    `reach` is called before the text is written, and before it is renamed.
     """
     reach("save:manifest", manifest.step)
-    beside = folder / f".{NAME}.{os.getpid()}"
+    temporary = folder / f".{NAME}.{os.getpid()}"
     try:
-        with open(beside, "wb") as file:
+        with open(temporary, "wb") as file:
             file.write(seal(manifest))
             file.flush()
             os.fsync(file.fileno())
         reach("save:rename", manifest.step)
-        os.replace(beside, folder / NAME)
+        os.replace(temporary, folder / NAME)
     except OSError:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     try:
         fsync_folder(folder)
@@ -293,8 +293,8 @@ def _any_overlap(chunks: Sequence[TensorBox], axis: int = 0) -> bool:
     reached: list[tuple[int, list[TensorBox]]] = []
     for (start, size), row in sorted(rows.items(), key=_edges):
         reached = [(end, others) for end, others in reached if end > start]
-        together = [chunk for _, others in reached for chunk in others]
-        if _any_overlap([*together, *row], axis + 1):
+        active = [chunk for _, others in reached for chunk in others]
+        if _any_overlap([*active, *row], axis + 1):
             return True
         reached.append((start + size, row))
     return False
@@ -357,12 +357,12 @@ def flatten(
     `tensor_of(value, path)` is the tensor that a value is, as it can be saved, or None if it is
     none. Raises `RequestError` for what cannot be saved.
     """
-    apart = _Apart(tensor_of)
-    return apart.to_json(state, prefix), apart.tensors
+    writer = _Apart(tensor_of)
+    return writer.to_json(state, prefix), writer.tensors
 
 
 def unflatten(skeleton: Any, tensors: Mapping[str, Any]) -> Any:
-    """The state that `flatten` took apart; raises `BadCheckpoint` for what it never writes."""
+    """Rebuild the state that `flatten` has split; raises `BadCheckpoint` for invalid values."""
     if isinstance(skeleton, list):
         return [unflatten(item, tensors) for item in skeleton]
     if not isinstance(skeleton, dict):

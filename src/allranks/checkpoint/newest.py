@@ -1,11 +1,10 @@
-"""Loading: the newest checkpoint whose digests hold, found and verified by all ranks together.
+"""Loading: all ranks together find and verify the newest checkpoint whose digests hold.
 
-Every decision is taken on every rank from the same exchanged words, so that no rank ever loads
-another checkpoint than the others. How the tensors are read is the engine's (`read`), and how a
-training goes on from them (`take`).
+Every rank decides from the same exchanged texts, so that all load the same checkpoint. The engine
+defines how tensors are read (`read`), and how a training loads them (`take`).
 
-A digest says that a file is as it was written, not that the state in it is one: what fails while a
-state is read or taken up is a checkpoint that does not hold, and the one before is tried.
+A digest shows that a file is as it was written, not that its state is valid. If a state cannot be
+read or loaded, the checkpoint counts as bad, and the one before is tried.
 """
 
 from __future__ import annotations
@@ -43,21 +42,21 @@ Read = Callable[[Path, Manifest], Any]
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint that was loaded; `own` is None if another number of ranks saved it."""
+    """A loaded checkpoint; `rank_state` is None if another number of ranks saved it."""
 
     step: int
     path: Path
     manifest: Manifest
     common: Any
-    own: Any
+    rank_state: Any
 
 
 @dataclass(frozen=True)
 class Search:
-    """Looks for one rank. `own_folder` is where bad checkpoints may be set aside.
+    """The search of one rank. Bad checkpoints in `own_folder` may be renamed.
 
-    `read(folder, manifest)` loads one whose digests hold; it raises `BadCheckpoint` for one that
-    is not what its manifest says. `take(loaded)` goes on from what was read, on all ranks.
+    `read(folder, manifest)` reads a verified checkpoint; it raises `BadCheckpoint` if that differs
+    from its manifest. `take(loaded)` loads the state that was read, on all ranks.
     """
 
     ranks: Ranks
@@ -67,11 +66,11 @@ class Search:
     take: Callable[[Loaded], None] = nothing
 
     def newest(self, sources: list[Path]) -> Loaded | None:
-        """The first candidate that all ranks find whole and go on from; every rank calls this.
+        """The first candidate that all ranks can verify and load; every rank calls this.
 
-        One that is whole and cannot be taken up may be the program's fault: it is set aside only
-        where an older one can be. Raises `RequestError` where none can, for what the training
-        holds by then is of no checkpoint.
+        If a verified one cannot be loaded, the program may be at fault: it is renamed only if an
+        older one can be loaded. Raises `RequestError` if none can, because the training then holds
+        the state of no checkpoint.
         """
         listed = json.dumps([str(path) for source in sources for path in candidates(source)])
         unfit: list[tuple[Path, list[str]]] = []
@@ -80,18 +79,18 @@ class Search:
             if loaded is None:
                 self._skip(Path(name), problems)
                 continue
-            problems = self._taken_up(loaded)
+            problems = self._load_problems(loaded)
             if not problems:
-                for folder, found in unfit:
-                    self._skip(folder, found)
+                for folder, problems_before in unfit:
+                    self._skip(folder, problems_before)
                 return loaded
             unfit.append((Path(name), problems))
         if unfit:
             raise _none_fits(*unfit[0])
         return None
 
-    def _taken_up(self, loaded: Loaded) -> list[str]:
-        """Go on from it; what went wrong with that on any rank."""
+    def _load_problems(self, loaded: Loaded) -> list[str]:
+        """Load it; returns the problems of all ranks with that."""
         if self.take is nothing:
             return []
         problems = []
@@ -100,38 +99,38 @@ class Search:
         except (AllranksError, OSError, MemoryError):
             raise
         except Exception as error:
-            problems = [f"its state cannot be taken up: {named(error)}"]
+            problems = [f"its state cannot be loaded: {named(error)}"]
         return self._agreed(problems, "")
 
     def _try(self, folder: Path) -> tuple[Loaded | None, list[str]]:
         problems: list[str] = []
-        manifest, seen = None, ""
+        manifest, sealed = None, ""
         try:
             manifest = read_manifest(folder)
-            seen = digest_of(seal(manifest))
+            sealed = digest_of(seal(manifest))
             problems = verify_files(folder, manifest, self._share(manifest))
         except BadCheckpoint as error:
             problems = [str(error)]
-        problems = self._agreed(problems, seen)
+        problems = self._agreed(problems, sealed)
         loaded = None
         if not problems and manifest is not None:
             try:
                 loaded = read_as(self.read, folder, manifest)
             except BadCheckpoint as error:
                 problems = [str(error)]
-            problems = self._agreed(problems, seen)
+            problems = self._agreed(problems, sealed)
         return (None if problems else loaded), problems
 
-    def _agreed(self, problems: list[str], seen: str) -> list[str]:
-        """What any rank found, each thing once; and whether all look at the same manifest."""
-        told = [json.loads(t) for t in self.ranks.gather_texts(json.dumps([problems, seen]))]
-        found = list(dict.fromkeys(problem for said, _ in told for problem in said))
-        if not found and len({manifest for _, manifest in told}) > 1:
+    def _agreed(self, problems: list[str], sealed: str) -> list[str]:
+        """The problems of all ranks, each once; also checks that all read the same manifest."""
+        answers = [json.loads(t) for t in self.ranks.gather_texts(json.dumps([problems, sealed]))]
+        merged = list(dict.fromkeys(problem for each, _ in answers for problem in each))
+        if not merged and len({manifest for _, manifest in answers}) > 1:
             return [f"{NAME} is not the same for all ranks: is the storage shared?"]
-        return found
+        return merged
 
     def _share(self, manifest: Manifest) -> list[str]:
-        """The files that this rank verifies: shared out by bytes, the largest first."""
+        """The files that this rank verifies: balanced by bytes, the largest first."""
         loads = [0] * self.ranks.size
         mine = []
         for name in sorted(manifest.files, key=lambda n: (-manifest.files[n].bytes, n)):
@@ -144,10 +143,10 @@ class Search:
     def _skip(self, folder: Path, problems: list[str]) -> None:
         if self.ranks.rank != 0:
             return
-        own = folder.parent.resolve() == self.own_folder.resolve()
+        is_own = folder.parent.resolve() == self.own_folder.resolve()
         step = checkpoint_folder.step_of(folder)
         aside = None
-        if own and step >= 0 and folder.is_dir():
+        if is_own and step >= 0 and folder.is_dir():
             aside = str(checkpoint_folder.set_aside(folder))
         self.report(
             "checkpoint_skipped", step=step, path=str(folder), problems=problems, set_aside=aside
@@ -159,13 +158,13 @@ def _none_fits(folder: Path, problems: list[str]) -> RequestError:
         asked=f"to resume from {folder}",
         found="; ".join(problems),
         why="its digests hold, so it is as it was written: by another version, or for a program "
-        "that is another one by now; and no older checkpoint can be taken up",
+        "that has changed since; and no older checkpoint can be loaded",
         do="resume with the version and the program that wrote it, or start anew in another folder",
     )
 
 
 def read_as(read: Read, folder: Path, manifest: Manifest) -> Any:
-    """What `read` makes of a checkpoint; raises `BadCheckpoint` where it is no such state."""
+    """Call `read` on a checkpoint; raises `BadCheckpoint` if its state is not valid."""
     try:
         return read(folder, manifest)
     except NOT_AS_EXPECTED as error:
@@ -175,13 +174,13 @@ def read_as(read: Read, folder: Path, manifest: Manifest) -> Any:
 def values_of(manifest: Manifest) -> tuple[Any, list[Any]]:
     """The values that all ranks hold, and those of each rank; raises `BadCheckpoint`."""
     try:
-        common, own = manifest.values["common"], manifest.values["own"]
-        assert len(own) == manifest.ranks
+        common, rank_states = manifest.values["common"], manifest.values["own"]
+        assert len(rank_states) == manifest.ranks
     except (TypeError, KeyError, AssertionError):
         raise BadCheckpoint(f"{NAME}: its values are not those of a state") from None
-    return common, own
+    return common, rank_states
 
 
 def is_below(path: str, prefix: str) -> bool:
-    """Whether a path is `prefix`, or one of what lies in it."""
+    """Whether a path is `prefix`, or below it."""
     return path == prefix or path.startswith(f"{prefix}/")

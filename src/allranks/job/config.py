@@ -82,7 +82,7 @@ def resolve(
 
 def _settings(texts: tuple[str, ...]) -> dict[str, Any]:
     """The fields of the task that --set gives, with their texts; raises `RequestError`."""
-    found: dict[str, Any] = {}
+    texts_by_name: dict[str, Any] = {}
     for setting in texts:
         name, equals, text = setting.partition("=")
         if not equals:
@@ -92,8 +92,8 @@ def _settings(texts: tuple[str, ...]) -> dict[str, Any]:
                 why="--set gives a field of the task a value",
                 do=f"--set {setting}=VALUE",
             )
-        found[name] = text
-    return found
+        texts_by_name[name] = text
+    return texts_by_name
 
 
 def _inherited(
@@ -113,14 +113,14 @@ def _inherited(
         values, task = {**values, **more}, {**task, **more_task}
         sources |= dict.fromkeys([*more, *(f"task.{name}" for name in more_task)], where)
     if job_file is not None and job_file.endswith(".json"):
-        found = read_deepspeed(job_file, ranks or values.get("ranks", 1))
-        values, task = {**values, **found.values}, {**task, **found.task}
-        sources |= found.sources
+        configuration = read_deepspeed(job_file, ranks or values.get("ranks", 1))
+        values, task = {**values, **configuration.values}, {**task, **configuration.task}
+        sources |= configuration.sources
     return values, task, sources
 
 
 def _forget_the_place(values: dict[str, Any], sources: dict[str, str]) -> None:
-    """A resumed run finds no nodes of its own: those of then are another job's by now."""
+    """Drop the nodes of the resumed run: they may belong to another job by now."""
     if not sources.get("place", "").startswith("run "):
         return
     if load(PLACES[place_spec(values["place"]).name]).lends_nodes:
@@ -130,7 +130,7 @@ def _forget_the_place(values: dict[str, Any], sources: dict[str, str]) -> None:
 
 
 def _keep_the_choice(values: dict[str, Any], sources: dict[str, str], base: Base | None) -> None:
-    """A resumed run keeps its strategy, which the dial chose: its state follows from it."""
+    """Keep the strategy of a resumed run, which the dial chose: its state depends on it."""
     if base is not None and is_auto(values.get("strategy", "")) and "strategy" in base.values:
         values["strategy"], sources["strategy"] = base.values["strategy"], f"run {base.path}"
 
@@ -143,15 +143,15 @@ def _forget_the_check(values: dict[str, Any], sources: dict[str, str]) -> None:
 
 
 def _forget_defaults(sources: dict[str, str], base: Base | None, job_file: str | None) -> None:
-    """What nobody gave to the run that this one goes on from, or whose file it is, is a default."""
+    """Treat values that were defaults in the resumed run, or in the job file, as defaults."""
     if base is not None:
         for name in base.defaults:
             if sources.get(name, "").startswith("run "):
                 del sources[name]
     elif job_file is not None and not job_file.endswith(".json"):
-        given = read_given(job_file)
+        explicit = read_given(job_file)
         of_file = {name for name, source in sources.items() if source == f"file {job_file}"}
-        for name in of_file - given if given else ():
+        for name in of_file - explicit if explicit else ():
             del sources[name]
 
 

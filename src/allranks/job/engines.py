@@ -21,23 +21,23 @@ from allranks.errors import RequestError, nearest
 from allranks.strategies.resolve import card_of, engines_of
 
 
-def choose_engine(asked: str, strategy: str, program: str) -> str:
-    """The engine of a job; `asked` and `strategy` are "" where nobody said one.
+def choose_engine(name: str, strategy: str, program: str) -> str:
+    """The engine of a job; `name` and `strategy` are "" if they are not given.
 
     Raises `RequestError` for one that is not known, and for one that has no such strategy.
     """
-    if asked and asked not in ENGINES:
+    if name and name not in ENGINES:
         raise RequestError(
-            asked=f"--engine {asked}",
-            found=f"no engine {asked!r}",
+            asked=f"--engine {name}",
+            found=f"no engine {name!r}",
             why=f"an engine is the framework that does the arithmetic: {', '.join(ENGINES)}",
-            do=nearest(asked, ENGINES),
+            do=nearest(name, ENGINES),
         )
     able = engines_of(strategy) if strategy else ()
-    if asked:
-        if able and asked not in able:
-            raise _not_there(asked, strategy)
-        return asked
+    if name:
+        if able and name not in able:
+            raise _not_there(name, strategy)
+        return name
     if len(able) == 1:
         return able[0]
     return engine_of_program(program)
@@ -120,7 +120,7 @@ def engine_of_program(program: str) -> str:
     """The engine of a program's task, as far as its name or the text of its file tells."""
     usual, *others = ENGINES.values()
     if program in PROGRAMS:
-        return next((one.name for one in others if program in one.programs), usual.name)
+        return next((engine.name for engine in others if program in engine.programs), usual.name)
     path = _file_of(program)
     if path is None:
         return usual.name
@@ -129,7 +129,7 @@ def engine_of_program(program: str) -> str:
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return usual.name  # what is wrong with it is said when it is loaded
     names = [name for node in ast.walk(tree) for name in _imported(node)]
-    return next((one.name for one in others if _takes_a_task(names, one)), usual.name)
+    return next((engine.name for engine in others if _takes_a_task(names, engine)), usual.name)
 
 
 def _takes_a_task(names: list[str], engine: Engine) -> bool:

@@ -1,4 +1,4 @@
-"""Faults on purpose: fail rank r at step s, or in the midst of a save, and see what happens.
+"""Fault injection: fail rank r at step s, or in the middle of a save.
 
     allranks train mytask.py --ranks 4 --inject kill@rank=2,step=30
     allranks train mytask.py --inject disk-full@at=save:write --checkpoint-every 10
@@ -72,13 +72,13 @@ def parse(text: str) -> tuple[Fault, ...]:
 
 def _parse_one(word: str) -> Fault:
     asked = f"--inject {word}"
-    action, _, rest = word.partition("@")
+    action, _, tail = word.partition("@")
     if action not in ACTIONS and action not in NODE_FAULTS:
         raise _unknown(asked, "action", action, (*ACTIONS, *NODE_FAULTS))
     values: dict[str, Any] = {}
     kinds = {"rank": int, "step": int, "at": str, "attempt": int, "seconds": float, "code": int}
     kinds |= {"node": int, "link": str}
-    for pair in filter(None, rest.split(",")):
+    for pair in filter(None, tail.split(",")):
         name, _, value = pair.partition("=")
         if name not in kinds:
             raise _unknown(asked, "value", name, kinds)
@@ -91,10 +91,10 @@ def _parse_one(word: str) -> Fault:
     return fault
 
 
-def _unknown(asked: str, what: str, found: str, known: Any) -> RequestError:
+def _unknown(asked: str, kind: str, found: str, known: Any) -> RequestError:
     return RequestError(
         asked=asked,
-        found=f"no {what} {found!r}",
+        found=f"no {kind} {found!r}",
         why="a fault is ACTION@NAME=VALUE,… and a misspelt one would never happen",
         do=nearest(found, known),
     )
@@ -116,13 +116,13 @@ class Faults:
 
     @classmethod
     def of(cls, text: str, rank: int, attempt: int) -> Faults:
-        """Those of the faults in `text` that are for this rank and attempt."""
+        """The faults in `text` for this rank and attempt."""
         meant = [f for f in parse(text) if f.action in ACTIONS]
-        own = [f for f in meant if f.rank == rank and f.attempt in (attempt, -1)]
-        return cls(tuple(own))
+        of_rank = [f for f in meant if f.rank == rank and f.attempt in (attempt, -1)]
+        return cls(tuple(of_rank))
 
     def reach(self, point: str, step: int = -1) -> None:
-        """The training is at `point`, in global batch `step`: the faults meant for it happen."""
+        """Inject the faults for `point` in global batch `step`."""
         for fault in self.faults:
             if fault.at == point and fault.step in (step, -1) and fault not in self.done:
                 if fault.action not in REPEATED_KINDS:

@@ -233,7 +233,7 @@ def names_in(group: type) -> tuple[str, ...]:
 # line, `[task]` in a job file. The same words, the same checks and the same errors for both.
 
 
-def with_settings(task_class: type, settings: dict[str, Any], asked: str) -> Any:
+def with_settings(task_class: type, settings: dict[str, Any], request: str) -> Any:
     """`task_class(**settings)` with every value checked and converted; raises `RequestError`."""
     hints = typing.get_type_hints(task_class)
     known = {f.name: f for f in dataclasses.fields(task_class) if f.init}
@@ -256,7 +256,7 @@ def with_settings(task_class: type, settings: dict[str, Any], asked: str) -> Any
     ]
     if missing:
         raise RequestError(
-            asked=asked,
+            asked=request,
             found=f"no value for {', '.join(missing)}",
             why="these fields of the task have no default",
             do=" ".join(f"--set {name}=…" for name in missing),
@@ -264,7 +264,7 @@ def with_settings(task_class: type, settings: dict[str, Any], asked: str) -> Any
     return task_class(**values)
 
 
-def read_value(name: str, value: Any, annotation: Any, asked: str = "") -> Any:
+def read_value(name: str, value: Any, annotation: Any, request: str = "") -> Any:
     """`value` (text from the command line, or already typed) as the annotation says.
 
     `none` is none wherever the annotation allows it, before it is text.
@@ -276,7 +276,7 @@ def read_value(name: str, value: Any, annotation: Any, asked: str = "") -> Any:
             return converted
     wanted = " or ".join(getattr(m, "__name__", str(m)) for m in members)
     raise RequestError(
-        asked=asked or f"--set {name}={value}",
+        asked=request or f"--set {name}={value}",
         found=f"{value!r}",
         why=f"{name} takes {wanted}",
         do=f"give {name} a value of that type, or leave it at its default",

@@ -78,17 +78,17 @@ def checked(job: Job) -> Job:
 
 
 def _check_names(job: Job) -> None:
-    """Every value that is one of a few names."""
+    """Check every value that is one of a few names."""
     names = ("precision", "on_bad_step", "witness")
-    asked = [(name, getattr(job, name)) for name in names]
+    pairs = [(name, getattr(job, name)) for name in names]
     known = {
         "precision": PRECISIONS,
         "on_bad_step": BAD_STEPS,
         "witness": WITNESS,
         "log": LOGS,
     }
-    asked += [("log", name) for name in logs_of(job)]
-    for name, value in asked:
+    pairs += [("log", name) for name in logs_of(job)]
+    for name, value in pairs:
         _check_name(name, value, known[name])
     if job.first_check not in ("auto", "off") and not _is_count(job.first_check):
         raise RequestError(
@@ -106,17 +106,17 @@ def _is_count(text: str) -> bool:
 
 
 def _check_backend(job: Job) -> None:
-    """What ranks talk over, where somebody asks for it: the memory of the host, or that of GPUs."""
+    """Check `--backend`, if it is given, against the device."""
     if not job.backend:
         return
     _check_name("backend", job.backend, BACKENDS)
     on_host = job.device == "cpu"
     is_shared = job.share_device and job.backend == GLOO
     if job.engine != TORCH or (on_host != (job.backend in BACKENDS_OF_HOST) and not is_shared):
-        what = f"--device {job.device}" if job.engine == TORCH else f"--engine {job.engine}"
+        option = f"--device {job.device}" if job.engine == TORCH else f"--engine {job.engine}"
         raise RequestError(
             asked=f"--backend {job.backend}",
-            found=what,
+            found=option,
             why="a backend of torch moves the tensors of one kind of device: nccl those of GPUs, "
             "the others those of the processor",
             do="leave --backend out: each device has one of its own",
@@ -146,9 +146,9 @@ def _check_name(name: str, value: str, known: tuple[str, ...]) -> None:
 
 
 def _check_devices(job: Job, spec: StrategySpec) -> None:
-    """Which devices, where every rank works on one of them or more."""
-    each, what = spec.devices_of_a_rank, spec.card.on_a_device
-    _check_sharing(job, each, what)
+    """Check `--devices`: one or more for every rank."""
+    each, unit = spec.devices_of_a_rank, spec.card.on_a_device
+    _check_sharing(job, each, unit)
     numbers = devices_of(job)
     if not numbers:
         return
@@ -161,18 +161,18 @@ def _check_devices(job: Job, spec: StrategySpec) -> None:
         )
     needed = 1 if job.share_device else job.ranks * each
     if len(numbers) < needed:
-        who = f"--ranks {job.ranks}" if each == 1 else f"--strategy {job.strategy}"
-        fits = f"--ranks {len(numbers)}" if each == 1 else f"{what}s={len(numbers)}"
+        ranks_option = f"--ranks {job.ranks}" if each == 1 else f"--strategy {job.strategy}"
+        fits = f"--ranks {len(numbers)}" if each == 1 else f"{unit}s={len(numbers)}"
         raise RequestError(
-            asked=f"--devices {job.devices} {who}",
+            asked=f"--devices {job.devices} {ranks_option}",
             found=f"{len(numbers)} devices",
-            why=f"every {'rank' if each == 1 else what} needs a device of its own",
+            why=f"every {'rank' if each == 1 else unit} needs a device of its own",
             do=f"{fits}, or name {needed} devices",
         )
 
 
-def _check_sharing(job: Job, each: int, what: str) -> None:
-    """Several ranks on one device, where somebody asks for it."""
+def _check_sharing(job: Job, each: int, unit: str) -> None:
+    """Check `--share-device`."""
     if not job.share_device:
         return
     if job.device == "cpu":
@@ -185,8 +185,8 @@ def _check_sharing(job: Job, each: int, what: str) -> None:
     if each > 1:
         raise RequestError(
             asked=f"--strategy {job.strategy} --share-device",
-            found=f"one rank with {each} {what}s",
-            why=f"ranks share a device, and a {what} has one of its own",
+            found=f"one rank with {each} {unit}s",
+            why=f"ranks share a device, and a {unit} has one of its own",
             do="leave it out, or --strategy ddp with several --ranks",
         )
 
@@ -234,7 +234,7 @@ def _check_arithmetic(job: Job) -> None:
 
 
 def check_engine(job: Job) -> None:
-    """What one of the engines does not have."""
+    """Refuse options that the engine does not support."""
     engine = ENGINES[job.engine]
     for name, why in engine.lacks.items():
         if getattr(job, name) != getattr(Job(), name):
@@ -251,18 +251,18 @@ def check_engine(job: Job) -> None:
         "--on-bad-step skip": job.on_bad_step == "skip",
         f"--spike {job.spike}": job.spike is not None,
     }
-    found = [flag for flag, is_asked in decided.items() if is_asked]
-    if job.steps_per_call > 1 and found:
+    flags = [flag for flag, is_asked in decided.items() if is_asked]
+    if job.steps_per_call > 1 and flags:
         raise RequestError(
             asked=f"--steps-per-call {job.steps_per_call}",
-            found=found[0],
+            found=flags[0],
             why="whether a step counts is decided by Python, before the next one begins",
             do="--steps-per-call 1",
         )
 
 
 def _check_roles(job: Job, process_set: ProcessSet) -> None:
-    """What cannot be where the processes of a job have roles, and work in their own time."""
+    """Refuse options that do not work if processes have roles, and run asynchronously."""
     if process_set.are_all_trainers:
         return
     at_once = "workers make several steps at once"
@@ -287,9 +287,9 @@ def _check_roles(job: Job, process_set: ProcessSet) -> None:
             "give --checkpoint-every, or leave the evaluator out",
         ),
     ]
-    for is_asked, asked, why, do in refused:
+    for is_asked, option, why, do in refused:
         if is_asked:
-            asked = f"--strategy {job.strategy} with {asked}"
+            asked = f"--strategy {job.strategy} with {option}"
             raise RequestError(asked=asked, found=str(process_set), why=why, do=do)
 
 
@@ -332,28 +332,28 @@ class Until:
     value: float
     at_most: bool
 
-    def is_reached(self, found: float) -> bool:
-        """Whether a metric of this value is there; what is no number never is."""
-        return found <= self.value if self.at_most else found >= self.value
+    def is_reached(self, metric_value: float) -> bool:
+        """Whether the metric has reached the value; never for NaN."""
+        return metric_value <= self.value if self.at_most else metric_value >= self.value
 
 
 def until_of(job: Job) -> Until | None:
-    """What `--until` asks for, if anything; raises `RequestError`."""
+    """The rule of `--until`, if there is one; raises `RequestError`."""
     if not job.until:
         return None
-    found = UNTIL.fullmatch(job.until)
+    match = UNTIL.fullmatch(job.until)
     try:
-        value = float(found[3]) if found else math.nan
+        value = float(match[3]) if match else math.nan
     except ValueError:
         value = math.nan
-    if found is None or math.isnan(value) or (found[1] is None and found[2] == FALLS):
+    if match is None or math.isnan(value) or (match[1] is None and match[2] == FALLS):
         raise RequestError(
             asked=f"--until {job.until}",
             found="no METRIC=NUMBER, or a loss without a word on which way is better",
             why="the training ends when a metric is at least (max:), or at most (min:), a number",
             do="for example --until accuracy=0.97, or --until min:loss=0.1",
         )
-    return Until(found[2], value, found[1] == "min")
+    return Until(match[2], value, match[1] == "min")
 
 
 def devices_of(job: Job) -> tuple[int, ...]:

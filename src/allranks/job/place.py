@@ -63,8 +63,8 @@ def place_spec(text: str) -> PlaceSpec:
                 why="a misspelt one would be passed over, and the links be faster than asked",
                 do=nearest(name, _READERS),
             )
-    given = [(name, read) for name, read in _READERS.items() if name in choice.options]
-    options = {name: read(choice.options[name], f"--place {text}") for name, read in given}
+    readers = [(name, read) for name, read in _READERS.items() if name in choice.options]
+    options = {name: read(choice.options[name], f"--place {text}") for name, read in readers}
     return PlaceSpec(choice.name, options, text)
 
 
@@ -138,10 +138,10 @@ class RankPlacement:
     @property
     def totals(self) -> tuple[PlacementTotals, ...]:
         """One for each replica, or part of one."""
-        found = []
+        totals = []
         for replica, part in sorted({(row.replica, row.part) for row in self.rows}):
             rows = [row for row in self.rows if (row.replica, row.part) == (replica, part)]
-            found.append(
+            totals.append(
                 PlacementTotals(
                     replica,
                     part,
@@ -152,7 +152,7 @@ class RankPlacement:
                     _sum(row.bytes for row in rows if row.kind == GATHERED),
                 )
             )
-        return tuple(found)
+        return tuple(totals)
 
     @property
     def all_bytes(self) -> int | None:
@@ -184,14 +184,14 @@ def write_placement(run_dir: Path, rank: int, rows: Iterable[Placed]) -> None:
 
 
 def read_placements(run_dir: Path, ranks: int) -> list[RankPlacement]:
-    """What the ranks of a job have written, without those that only an earlier start had."""
-    found = []
+    """The placements that the ranks of a job have written, without those of an earlier start."""
+    placements = []
     for rank in range(ranks):
         path = placement_path(run_dir, rank)
         if path.is_file():
             rows = json.loads(path.read_text())["rows"]
-            found.append(RankPlacement(rank, tuple(map(_read, rows))))
-    return found
+            placements.append(RankPlacement(rank, tuple(map(_read, rows))))
+    return placements
 
 
 def _read(row: dict[str, Any]) -> Placed:

@@ -67,12 +67,12 @@ def file_sha256(program: str) -> str | None:
 
 
 def by_name(facts: dict[str, object]) -> dict[str, object]:
-    """The same facts, each module by itself: `module helpers` -> its digest."""
+    """The same facts, with an entry for each module: `module helpers` -> its digest."""
     modules = facts.get(MODULES)
-    rest = {name: value for name, value in facts.items() if name != MODULES}
+    separate = {name: value for name, value in facts.items() if name != MODULES}
     if isinstance(modules, dict):
-        rest |= {f"module {name}": digest for name, digest in modules.items()}
-    return rest
+        separate |= {f"module {name}": digest for name, digest in modules.items()}
+    return separate
 
 
 def remember_modules() -> None:
@@ -172,7 +172,7 @@ class Reads:
 
 
 def changed_reads(files: Mapping[str, State]) -> list[str]:
-    """Those that are not as they were when they were read."""
+    """The files that have changed since they were read."""
     return [path for path, state in files.items() if not _is_as_then(path, state)]
 
 
@@ -182,8 +182,8 @@ def environment_of(files: Iterable[str]) -> str:
     for file in files:
         if file.endswith(".py") and not _is_known(file) and os.path.isfile(file):
             names |= set(QUOTED.findall(Path(file).read_text(errors="replace")))
-    given = {name: os.environ[name] for name in sorted(names - {"_"}) if name in os.environ}
-    return hashlib.sha256(json.dumps(given).encode()).hexdigest()
+    variables = {name: os.environ[name] for name in sorted(names - {"_"}) if name in os.environ}
+    return hashlib.sha256(json.dumps(variables).encode()).hexdigest()
 
 
 def _is_as_then(path: str, then: State) -> bool:
@@ -205,10 +205,10 @@ def _digest(path: str, size: int) -> str:
 
 def _state(path: str) -> State:
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except (OSError, ValueError):
         return None
-    return [found.st_size, found.st_mtime_ns]
+    return [status.st_size, status.st_mtime_ns]
 
 
 def _source(path: str) -> str:
@@ -256,24 +256,24 @@ def find_program(program: str, *bases: type) -> Any:
         for name, value in vars(module).items()
         if isinstance(value, type) and issubclass(value, bases) and value not in bases
     }
-    own = {name: c for name, c in classes.items() if c.__module__ == module.__name__}
+    local = {name: c for name, c in classes.items() if c.__module__ == module.__name__}
     if wanted:
         return _named_class(program, wanted, classes, module)
-    if len(own) != 1:
+    if len(local) != 1:
         raise RequestError(
             asked=f"PROGRAM {program!r}",
-            found=f"{len(own)} tasks in it ({', '.join(sorted(own)) or 'none'})",
+            found=f"{len(local)} tasks in it ({', '.join(sorted(local)) or 'none'})",
             why="a program is one class derived from "
             + " or ".join(f"{base.__module__}.{base.__qualname__}" for base in bases),
-            do=f"name one: {program}:{next(iter(sorted(own)))}"
-            if own
+            do=f"name one: {program}:{next(iter(sorted(local)))}"
+            if local
             else _of_another_engine(module),
         )
-    return next(iter(own.values()))
+    return next(iter(local.values()))
 
 
 def _of_another_engine(module: ModuleType) -> str:
-    """What to do about a file without a task of this engine: there may be one of another."""
+    """Advice for a file without a task of this engine: it may have one of another engine."""
     for engine in ENGINES.values():
         for name, value in sorted(vars(module).items()):
             bases = value.__mro__[1:] if isinstance(value, type) else ()
@@ -284,7 +284,7 @@ def _of_another_engine(module: ModuleType) -> str:
 
 
 def _check_is_no_script(path: Path, program: str) -> None:
-    """Raise for a loop of one's own, a file without any class: importing it would run it."""
+    """Raise for a file without any class, a training loop: importing it would run it."""
     try:
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):

@@ -42,10 +42,10 @@ NOT_INHERITED = ("inject", "profile", "run_dir", *FOR_CHECK)
 
 @dataclass(frozen=True)
 class Base:
-    """What a job resumes from: the values of the job that left it, and where its checkpoints are.
+    """The run that a job resumes from: its values, and the path of its checkpoints.
 
     `resumes` means in the same run folder; otherwise a new one branches off. `defaults` names the
-    values that nobody gave there, those of the task as `task.lr`.
+    values that were not given there, those of the task as `task.lr`.
     """
 
     path: Path
@@ -56,27 +56,27 @@ class Base:
 
 
 def checkpoint_folders(path: Path) -> list[Path]:
-    """Where to look for checkpoints when a job starts from `path`."""
+    """The folders of checkpoints for a job that starts from `path`."""
     return [path / CHECKPOINTS] if os.path.isdir(path / CHECKPOINTS) else [path]
 
 
 def how_to_resume(run: Path) -> str:
-    """Which checkpoint is the newest, and the command that goes on from it; "" without one."""
-    kept = committed(run / CHECKPOINTS)
-    if not kept:
+    """The newest checkpoint, and the command that resumes from it; "" without one."""
+    checkpoints = committed(run / CHECKPOINTS)
+    if not checkpoints:
         return ""
-    return f"its last checkpoint is that of step {step_of(kept[0])}; {resume_command(run)}"
+    return f"its last checkpoint is that of step {step_of(checkpoints[0])}; {resume_command(run)}"
 
 
 def resume_command(run: Path) -> str:
-    """What a person types to go on."""
+    """The command that resumes a run."""
     return f"resume with: allranks train --run-dir {shlex.quote(str(run))}"
 
 
 def find_base(path: Path, resumes: bool) -> Base:
-    """What a job resumes from: the run `path`, or that very checkpoint; raises `RequestError`.
+    """The base of a job: the run `path`, or that very checkpoint; raises `RequestError`.
 
-    A run says in its `job.toml` how it went on last; a checkpoint remembers the job that made it.
+    The `job.toml` of a run has its last values; a checkpoint has those of the job that saved it.
     """
     if resumes or os.path.isdir(path / CHECKPOINTS):
         job_file = path / "job.toml"
@@ -87,29 +87,29 @@ def find_base(path: Path, resumes: bool) -> Base:
             return Base(path, resumes, _inherited(values), task, _defaults(path, values, task))
     if not os.path.isdir(path):
         raise _nothing(path, "no such folder")
-    found = next(iter(committed(checkpoint_folders(path)[0])), path)
+    checkpoint = next(iter(committed(checkpoint_folders(path)[0])), path)
     try:
-        job = read_manifest(found).job
+        job = read_manifest(checkpoint).job
     except BadCheckpoint as error:
         raise _nothing(path, str(error)) from None
-    values, task = job_values(_inherited(job), str(found))
+    values, task = job_values(_inherited(job), str(checkpoint))
     run = path.parent.parent if path.parent.name == CHECKPOINTS else path
     return Base(path, resumes, values, task, _defaults(run, values, task))
 
 
 def _defaults(run: Path, values: dict[str, Any], task: dict[str, Any]) -> frozenset[str]:
-    """The names of the values that nobody gave to the run: as its `job.toml` says, if it is there.
+    """The names of the values that were not given to the run, from its `job.toml` if it exists.
 
-    Without it they are those that a job has by itself; of the fields of a task nothing is known.
+    Without it, they are values equal to a job's defaults; fields of a task are unknown.
     """
     defaults = {name for name, value in values.items() if value == getattr(Job(), name)}
     with suppress(RequestError):
-        given = read_given(str(run / "job.toml"))
+        explicit = read_given(str(run / "job.toml"))
         there, of_task = read_job_file(str(run / "job.toml"))
         both = {**there, **{f"task.{name}": value for name, value in of_task.items()}}
         now = {**values, **{f"task.{name}": value for name, value in task.items()}}
         alike = {name for name, value in now.items() if name in both and value == both[name]}
-        defaults = alike - given if given else defaults
+        defaults = alike - explicit if explicit else defaults
     return frozenset(defaults)
 
 

@@ -274,7 +274,7 @@ class JsonLines:
         self._lock = threading.Lock()  # a save reports from a thread of its own
         self._file = open(path, "ab", buffering=0)
         self._lines: list[str] = []
-        self._rest = b""  # of what was to be written, what is not in the file yet
+        self._unwritten = b""  # of what was to be written, what is not in the file yet
         self._full = errno.ENOSPC  # what the disk said last: it may be a quota
         self._flushed = time.monotonic()
         self._waiting: list[str] = []  # events that may not take the room of the last ones
@@ -335,35 +335,35 @@ class JsonLines:
         if self.is_unlinked:
             self._begin_again()
         if not self._file.closed:
-            self._rest += "".join(f"{line}\n" for line in self._lines).encode()
+            self._unwritten += "".join(f"{line}\n" for line in self._lines).encode()
         self._lines.clear()
         self._flushed = time.monotonic()
         try:
-            while self._rest:
-                self._rest = self._rest[self._file.write(self._rest) or 0 :]
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) or 0 :]
         except OSError as error:
             if error.errno not in FULL:
                 raise
             self._full = error.errno
 
     def take_waiting(self) -> bytes:
-        """The events that a full disk has not taken, for who keeps them elsewhere."""
+        """Remove and return the events that did not fit on a full disk, to be saved elsewhere."""
         with self._lock:
-            taken = "".join(f"{line}\n" for line in self._waiting).encode()
+            rows = "".join(f"{line}\n" for line in self._waiting).encode()
             self._waiting.clear()
-        return taken
+        return rows
 
     def close(self) -> None:
         self._finish()
-        rest, self._rest = self._rest, b""
-        if rest:
+        unwritten, self._unwritten = self._unwritten, b""
+        if unwritten:
             raise OSError(self._full, os.strerror(self._full), self._file.name)
 
-    def close_with_rest(self) -> bytes:
+    def close_with_unwritten(self) -> bytes:
         """Close; returns the lines that a full disk did not take, the first one whole."""
         self._finish()
-        rest, self._rest = self._rest, b""
-        return _cut_torn_line(Path(self._file.name)) + rest if rest else b""
+        unwritten, self._unwritten = self._unwritten, b""
+        return _cut_torn_line(Path(self._file.name)) + unwritten if unwritten else b""
 
     def _finish(self) -> None:
         with self._lock:
@@ -390,10 +390,10 @@ def _cut_torn_line(path: Path) -> bytes:
 
 
 def keep_rows(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:
-    """Rewrite a JSON-lines file with only those rows, whole; nobody may be writing to it."""
+    """Rewrite a JSON-lines file atomically with only those rows; not while it is written to."""
     if path.exists():
-        kept = [as_json(row) + "\n" for row in read_rows(path) if is_kept(row)]
-        write_whole(path, "".join(kept).encode())
+        lines = [as_json(row) + "\n" for row in read_rows(path) if is_kept(row)]
+        write_whole(path, "".join(lines).encode())
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -416,10 +416,10 @@ def read_events(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def rank_events_path(run_dir: Path, rank: int) -> Path:
-    """Where rank `rank` writes its events."""
+    """The file of the events of rank `rank`."""
     return run_dir / f"events-{rank}.jsonl"
 
 
 def rank_log_path(run_dir: Path, rank: int) -> Path:
-    """Where the output of rank `rank` goes, raw."""
+    """The file of the raw output of rank `rank`."""
     return run_dir / "logs" / f"rank-{rank:03d}.log"

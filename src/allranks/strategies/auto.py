@@ -1,4 +1,4 @@
-"""What the dial chooses among: ways to sum, from the least loss of exactness to the most.
+"""The candidates of `--strategy auto`, from the least loss of exactness to the most.
 
 The order is a judgement: an exact sum before one that is rounded, a gradient that is rounded or
 late before learners that train apart, short periods before long ones. `benchmarks/quality.py`
@@ -19,9 +19,9 @@ from allranks.strategies.reductions.compressed import four_bit_bytes
 from allranks.strategies.resolve import StrategySpec, strategy_spec
 
 # --- link ----------------------------------------------------------------------------------------
-# What joins two nodes, and its text: `100mbit`, `1ms`. Read by `--place` and by `--strategy auto`.
+# The link between two nodes, and its text: `100mbit`, `1ms`, in `--place` and `--strategy auto`.
 #
-# `--place simulated` makes such links; the dial asks what they cost.
+# `--place simulated` creates such links; the dial predicts their cost.
 
 
 _RATE = re.compile(r"(\d+(?:\.\d+)?)(k|m|g)bit")
@@ -48,36 +48,36 @@ class LinkSpeed:
         return f"{self.bits_per_s / 1e3:g} kbit/s"
 
 
-def parse_rate(text: str, asked: str) -> float:
+def parse_rate(text: str, request: str) -> float:
     """Bits per second of a text like 100mbit, 0 (no bound) of none; raises `RequestError`."""
     if not text:
         return 0.0
-    found = _RATE.fullmatch(text)
-    if found is None or float(found[1]) == 0:
+    match = _RATE.fullmatch(text)
+    if match is None or float(match[1]) == 0:
         raise RequestError(
-            asked=asked,
+            asked=request,
             found=f"link={text}",
             why="a link carries so many bits per second",
             do="for example link=1gbit, link=100mbit or link=2.5gbit",
         )
-    return float(found[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[found[2]]
+    return float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]]
 
 
-def parse_delay(text: str, asked: str) -> float:
+def parse_delay(text: str, request: str) -> float:
     """Seconds of a text like 1ms; raises `RequestError`."""
-    found = _DELAY.fullmatch(text)
-    if found is None:
+    match = _DELAY.fullmatch(text)
+    if match is None:
         raise RequestError(
-            asked=asked,
+            asked=request,
             found=f"delay={text}",
             why="a delay is added to every packet",
             do="for example delay=1ms or delay=500us",
         )
-    return float(found[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[found[2]]
+    return float(match[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[match[2]]
 
 
 # --- facts ---------------------------------------------------------------------------------------
-# What the dial knows of a job: its model, its measured step, its ranks and the link. Pure data.
+# The facts of a job for the dial: its model, its measured step, its ranks and the link. Pure data.
 
 
 @dataclass(frozen=True)
@@ -142,17 +142,17 @@ class Candidate:
         return int(self.spec(ranks).options.get("every", 1))
 
     def steps_under_way(self, ranks: int) -> float:
-        """While how many steps of a period a part of what is sent is on its way."""
+        """The steps of a period during which a message is being sent."""
         options = self.spec(ranks).options
         return float(options.get("fragments", 1) * options.get("overlap", 0))
 
     def sent_bytes(self, facts: ModelFacts) -> float:
-        """What its card says that the busiest rank sends, on average in a step."""
+        """The bytes that the busiest rank sends in a step on average, by its card."""
         spec = self.spec(facts.ranks)
         return float(spec.card.bytes_sent(self._work(facts), spec.options))
 
     def messages(self, facts: ModelFacts) -> int:
-        """How many messages a step, or a period, has."""
+        """The number of messages of a step, or of a period."""
         if self.sends != "gradients":
             return int(self.spec(facts.ranks).options.get("fragments", 1))
         return max(1, -(-facts.parameters * FP32_BYTES // BUCKET_BYTES))
@@ -200,13 +200,13 @@ def _coded_bytes(numbers: int, options: Mapping[str, Any]) -> int:
 
 
 def candidates(facts: ModelFacts) -> list[Candidate]:
-    """All that may be chosen for this job, the least loss of exactness first."""
+    """The candidates for this job, the least loss of exactness first."""
     several = 1 < facts.per_node < facts.ranks
     groups = f"ddp:reduce=hierarchical(group={facts.per_node})"
-    found = [Candidate("ddp", "nothing: EXACT")]
+    able = [Candidate("ddp", "nothing: EXACT")]
     if several:
-        found.append(Candidate(groups, "nothing: EXACT", route="hierarchical"))
-    found += [
+        able.append(Candidate(groups, "nothing: EXACT", route="hierarchical"))
+    able += [
         Candidate(
             "ddp:reduce=bf16",
             "each gradient is rounded to 16 bit",
@@ -216,8 +216,8 @@ def candidates(facts: ModelFacts) -> list[Candidate]:
         Candidate("ddp:late=1", "each gradient is applied one step late", is_late=True),
     ]
     if facts.shapes:
-        found += COMPRESSED
-    return found + [family.of(every) for family in LEARNERS for every in family.periods(facts)]
+        able += COMPRESSED
+    return able + [family.of(every) for family in LEARNERS for every in family.periods(facts)]
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ class Learners:
         return Candidate(text, costs, self.sends, arithmetic_s=self.arithmetic_s)
 
     def periods(self, facts: ModelFacts) -> list[int]:
-        """Those which leave a job of a known length enough meetings."""
+        """The periods that give a job of a known length enough exchanges."""
         longest = float("inf") if facts.steps is None else facts.steps / LEAST_MEETINGS
         return [every for every in self.every if every <= longest]
 
@@ -316,26 +316,26 @@ def predicted(candidate: Candidate, facts: ModelFacts) -> Prediction:
     """The seconds of a step of `candidate`, on average over its period."""
     compute = facts.compute_s * facts.busy
     every, through_memory = candidate.period(facts.ranks), facts.nodes == 1
-    sent = candidate.sent_bytes(facts)
+    sent_bytes = candidate.sent_bytes(facts)
     matrices = sum(len(shape) > 1 for shape in facts.shapes)
-    own = candidate.arithmetic_s * facts.parameters + candidate.matrix_s * matrices
-    arithmetic = own * facts.busy / every
+    codec_s = candidate.arithmetic_s * facts.parameters + candidate.matrix_s * matrices
+    arithmetic = codec_s * facts.busy / every
     message = MEMORY_MESSAGE_S if through_memory else MESSAGE_S + facts.link.one_way_s
     latency = 2 * (facts.ranks - 1) * message
-    copying = sent * (MEMORY_COPYING_S if through_memory else COPYING_S) * facts.busy
-    moving = max(copying, _on_the_link(candidate, sent, facts))
+    copying = sent_bytes * (MEMORY_COPYING_S if through_memory else COPYING_S) * facts.busy
+    moving = max(copying, _on_the_link(candidate, sent_bytes, facts))
     seconds = candidate.messages(facts) * latency / every + moving
-    apart = candidate.sends != "gradients"
-    hidden = _hidden(candidate, (seconds if apart else moving) - copying, compute, facts)
+    is_outer = candidate.sends != "gradients"
+    hidden = _hidden(candidate, (seconds if is_outer else moving) - copying, compute, facts)
     step = compute * (1 + SKEW / every) + arithmetic + seconds - hidden
-    return Prediction(candidate.text, sent, seconds, hidden, arithmetic, step)
+    return Prediction(candidate.text, sent_bytes, seconds, hidden, arithmetic, step)
 
 
-def _on_the_link(candidate: Candidate, sent: float, facts: ModelFacts) -> float:
+def _on_the_link(candidate: Candidate, sent_bytes: float, facts: ModelFacts) -> float:
     """Seconds until the bytes of a step are through the link of a node."""
     if facts.nodes == 1 or not facts.link.bits_per_s:
         return 0.0
-    bits = 8 * sent * crossings(candidate, facts)
+    bits = 8 * sent_bytes * crossings(candidate, facts)
     return bits / (facts.link.bits_per_s * OF_THE_LINK)
 
 
@@ -352,7 +352,7 @@ def crossings(candidate: Candidate, facts: ModelFacts) -> float:
 
 
 def _hidden(candidate: Candidate, waiting: float, compute: float, facts: ModelFacts) -> float:
-    """How much of the time in which only the link is busy passes while ranks compute."""
+    """The part of the time of the link that overlaps with computation."""
     if candidate.sends != "gradients":
         under_way = candidate.steps_under_way(facts.ranks) / candidate.period(facts.ranks)
         return min(waiting, under_way * compute)
@@ -393,7 +393,7 @@ class Decision:
 
 
 def choose(
-    asked: str, facts: ModelFacts, *, exact: bool = False, refusal: Allowed = lambda candidate: ""
+    request: str, facts: ModelFacts, *, exact: bool = False, refusal: Allowed = lambda candidate: ""
 ) -> Decision:
     """The choice for a job; `refusal` says why it cannot have a candidate, "" where it can."""
     refused, able = {}, []
@@ -409,7 +409,7 @@ def choose(
     chosen, its = next(pair for pair in able if pair[1].step_s <= SLACK * fastest)
     rows = tuple(prediction for _, prediction in able)
     why = _sentence(chosen, its, able[0][1], facts)
-    return Decision(asked, chosen.text, why, facts, rows, refused)
+    return Decision(request, chosen.text, why, facts, rows, refused)
 
 
 def _sentence(chosen: Candidate, its: Prediction, usual: Prediction, facts: ModelFacts) -> str:
@@ -469,18 +469,18 @@ def is_auto(text: str) -> bool:
 
 def parse_dial(text: str) -> DialRequest:
     """What `auto:…` asks for; raises `RequestError` for options that the dial does not have."""
-    options, asked = parse_choice(text).options, f"--strategy {text}"
+    options, request = parse_choice(text).options, f"--strategy {text}"
     for name in options:
         if name not in OPTIONS:
             raise RequestError(
-                asked=asked,
+                asked=request,
                 found=f"no option {name!r} of auto",
                 why="a misspelt one would be passed over, and another method be chosen",
                 do=nearest(name, OPTIONS),
             )
     if "delay" in options and "link" not in options:
         raise RequestError(
-            asked=asked,
+            asked=request,
             found="a delay without a link",
             why="what a message takes is its delay and its bytes at the speed of the link",
             do=f"--strategy auto:link=100mbit,delay={options['delay']}",
@@ -488,39 +488,39 @@ def parse_dial(text: str) -> DialRequest:
     exact = TRUTH.get(options.get("exact", "no").lower())
     if exact is None:
         raise RequestError(
-            asked=asked,
+            asked=request,
             found=f"exact={options['exact']}",
             why="it says whether only strategies that are EXACT will do: yes or no",
             do=f"--strategy {AUTO}:exact=yes",
         )
     link = None
     if "link" in options:
-        rate = parse_rate(options["link"], asked)
-        one_way_s = parse_delay(options["delay"], asked) if "delay" in options else 0.0
+        rate = parse_rate(options["link"], request)
+        one_way_s = parse_delay(options["delay"], request) if "delay" in options else 0.0
         link = LinkSpeed(rate, one_way_s, "said")
     return DialRequest(text, link, exact)
 
 
 def check_dial(request: DialRequest, *, ranks: int, bitwise: bool, many_on_torch: bool) -> None:
     """Raise `RequestError` where there is nothing to choose among."""
-    asked = f"--strategy {request.text}"
+    flag = f"--strategy {request.text}"
     if ranks == 1:
         raise RequestError(
-            asked=f"{asked} --ranks 1",
+            asked=f"{flag} --ranks 1",
             found="one rank",
             why="it sends nothing, so there is nothing to send less of",
             do="leave --strategy out, or --ranks 2 or more",
         )
     if bitwise:
         raise RequestError(
-            asked=f"{asked} --bitwise",
+            asked=f"{flag} --bitwise",
             found="equal bits on any ranks",
             why="that is one tree of sums over all shards, which no way of sending less keeps",
             do="--strategy ddp --bitwise, or drop --bitwise",
         )
     if not many_on_torch:
         raise RequestError(
-            asked=asked,
+            asked=flag,
             found="another engine than torch",
             why="the methods that the dial chooses among are strategies of torch",
             do="--engine torch, or name a strategy: see `allranks strategies`",

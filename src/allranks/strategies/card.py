@@ -1,4 +1,4 @@
-"""What a strategy promises, as data: its guarantee, its bytes, its memory, its options, its paper.
+"""The promise of a strategy, as data: its guarantee, its bytes, its memory, its options, its paper.
 
 A card needs no framework to be read: it feeds `allranks strategies`, the checks on a request, the
 documentation and the contract test, which holds every strategy to exactly what is written here.
@@ -82,16 +82,16 @@ class Workload:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a rank stores between two steps follows: bytes of all weights of a model, all trained.
+    """Bytes of all weights of a model, all trained, from which the memory of a rank follows.
 
-    `cut` are those that a strategy deals out to ranks, by parts or one by one, and `rest` all
-    others (for a strategy that cuts nothing, either). For each byte of a weight the optimizer keeps
-    `kept`: AdamW 2, SGD with momentum 1; a moving average is 1 more.
+    `cut` are those that a strategy distributes over ranks, by parts or one by one, and `uncut` all
+    others (for a strategy that cuts nothing, either). `optimizer` is the bytes of its state for
+    each byte of a weight: AdamW 2, SGD with momentum 1; a moving average is 1 more.
     """
 
     cut: int
-    rest: int
-    kept: float
+    uncut: int
+    optimizer: float
     ranks: int
 
 
@@ -136,10 +136,10 @@ class Option:
     above: float | None = None
     below: float | None = None
 
-    def read(self, text: str, asked: str) -> Any:
+    def read(self, text: str, request: str) -> Any:
         """The typed value of `text`, or a `RequestError`."""
         if self.choices:
-            return self._read_choice(text, asked)
+            return self._read_choice(text, request)
         kind = type(self.default)
         value: Any = None
         if kind is bool:
@@ -149,7 +149,7 @@ class Option:
                 value = kind(text)
         if value is None or not self._is_within(value):
             raise RequestError(
-                asked=asked,
+                asked=request,
                 found=f"{self.name}={text}",
                 why=f"{self.name} is {self._wanted()}: {self.meaning}",
                 do=f"for example {self.name}={self.shown_default}",
@@ -172,20 +172,20 @@ class Option:
             return self.default
         return Picked(self.default, read_all({}, self.own_options(self.default), "", self.default))
 
-    def _read_choice(self, text: str, asked: str) -> Any:
+    def _read_choice(self, text: str, request: str) -> Any:
         try:
             choice = parse_choice(text)
         except RequestError:  # a text that is no name is none of the choices either
             choice = Choice(text)
         if choice.name not in self.choices:
             raise RequestError(
-                asked=asked,
+                asked=request,
                 found=f"{self.name}={text}",
                 why=f"{self.name} is one of {', '.join(self.choices)}",
                 do=nearest(choice.name, self.choices),
             )
-        own = self.own_options(choice.name)
-        values = read_all(choice.options, own, asked, f"{self.name}={choice.name}")
+        choice_options = self.own_options(choice.name)
+        values = read_all(choice.options, choice_options, request, f"{self.name}={choice.name}")
         return Picked(choice.name, values) if isinstance(self.choices, Mapping) else choice.name
 
     def _is_within(self, value: Any) -> bool:
@@ -201,30 +201,30 @@ class Option:
     def _wanted(self) -> str:
         """`an int, at least 1`: what a value has to be."""
         words = {bool: "true or false", int: "an int", float: "a finite float"}
-        what = words.get(type(self.default), "a text")
+        kind = words.get(type(self.default), "a text")
         bounds = {"at least": self.at_least, "above": self.above, "below": self.below}
-        said = [f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None]
-        return ", ".join([what, *said])
+        limits = [f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None]
+        return ", ".join([kind, *limits])
 
 
 def read_all(
-    given: Mapping[str, str], options: tuple[Option, ...], asked: str, whose: str
+    texts: Mapping[str, str], options: tuple[Option, ...], request: str, whose: str
 ) -> dict[str, Any]:
-    """Every option with its value: what was given, checked, and the defaults for the rest.
+    """The value of every option: checked from its text, or its default.
 
-    `whose` they are stands in the error for one that is not known; so does `asked`.
+    `whose` and `request` are words for the error of an unknown option.
     """
     known = {option.name: option for option in options}
     values = {name: option.start for name, option in known.items()}
-    for name, text in given.items():
+    for name, text in texts.items():
         if name not in known:
             raise RequestError(
-                asked=asked,
+                asked=request,
                 found=f"option {name!r}",
                 why=f"{whose} has no such option",
                 do=nearest(name, known) if known else f"leave {name} out: it has no options",
             )
-        values[name] = known[name].read(text, asked)
+        values[name] = known[name].read(text, request)
     return values
 
 
@@ -277,28 +277,28 @@ class Card:
 
     @property
     def state(self) -> str:
-        """What a checkpoint holds: strategies with the same one resume from each other's."""
+        """The kind of state in a checkpoint: strategies with the same one can resume each other."""
         return WHOLE if self.agreement.is_one_training else APART
 
     @property
     def engines(self) -> tuple[str, ...]:
         """Which engines have it."""
-        return tuple(engine for engine, own in STRATEGIES.items() if self.name in own)
+        return tuple(engine for engine, strategies in STRATEGIES.items() if self.name in strategies)
 
     def guarantee_of(self, options: Mapping[str, Any]) -> Guarantee:
-        """What the strategy promises with these options, as `read_options` gives them."""
+        """The guarantee of the strategy with these options, as `read_options` returns them."""
         chosen = [(option.guarantees, str(options[option.name])) for option in self.options]
-        found = [guarantees[value] for guarantees, value in chosen if value in guarantees]
-        loops = [one.simulation for one in found if isinstance(one, Reference)]
+        promises = [guarantees[value] for guarantees, value in chosen if value in guarantees]
+        loops = [promise.simulation for promise in promises if isinstance(promise, Reference)]
         if len(loops) > 1:
             return Reference("; and ".join(loops))
-        return found[0] if found else self.guarantee
+        return promises[0] if promises else self.guarantee
 
-    def read_options(self, given: Mapping[str, str]) -> dict[str, Any]:
-        """Every option with its value: what was given, checked, and the defaults for the rest."""
+    def read_options(self, texts: Mapping[str, str]) -> dict[str, Any]:
+        """The value of every option: checked from its text, or its default."""
         values = {option.name: option.start for option in self.options}
-        for name, text in given.items():
-            asked = f"--strategy {self.name}:{name}={text}"
+        for name, text in texts.items():
+            request = f"--strategy {self.name}:{name}={text}"
             whose = f"strategy {self.name!r}"
-            values[name] = read_all({name: text}, self.options, asked, whose)[name]
+            values[name] = read_all({name: text}, self.options, request, whose)[name]
         return values

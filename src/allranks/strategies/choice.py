@@ -1,7 +1,7 @@
-"""The little language of `--strategy`: `ddp:reduce=power-sgd(rank=4),bucket_mb=1`.
+"""The syntax of `--strategy`: `ddp:reduce=power-sgd(rank=4),bucket_mb=1`.
 
 A choice is a name with options; the value of an option may be a choice again, in brackets. The
-text is only taken apart here; the cards say which names and options there are.
+text is only parsed here; the cards define names and options.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ def parse_choice(text: str, flag: str = "--strategy") -> Choice:
 
 
 def _parsed(text: str) -> Choice:
-    name, colon, rest = text.partition(":")
+    name, colon, tail = text.partition(":")
     if "(" in name:
-        name, _, rest = text.partition("(")
-        if not rest.endswith(")"):
+        name, _, tail = text.partition("(")
+        if not tail.endswith(")"):
             raise _Unreadable("a bracket is not closed at the end")
-        rest, colon = rest[:-1], "("
+        tail, colon = tail[:-1], "("
     if not name or not all(letter.isalnum() or letter in "-_" for letter in name):
         raise _Unreadable(f"{name!r} is not a name")
     options: dict[str, str] = {}
-    for part in split_outside_brackets(rest) if colon else ():
+    for part in split_outside_brackets(tail) if colon else ():
         key, equals, value = part.partition("=")
         if not equals or not key or not value:
             raise _Unreadable(f"{part!r} is not key=value")
@@ -51,19 +51,19 @@ def _parsed(text: str) -> Choice:
     return Choice(name, options)
 
 
-def split_outside_brackets(rest: str) -> list[str]:
+def split_outside_brackets(text: str) -> list[str]:
     """Cut at commas that stand outside brackets; raises `ValueError` if these do not match."""
     parts, depth, start = [], 0, 0
-    for position, letter in enumerate(rest):
+    for position, letter in enumerate(text):
         depth += (letter == "(") - (letter == ")")
         if depth < 0:
             raise _Unreadable("a bracket closes that was never opened")
         if letter == "," and depth == 0:
-            parts.append(rest[start:position])
+            parts.append(text[start:position])
             start = position + 1
     if depth:
         raise _Unreadable("a bracket is not closed")
-    return [*parts, rest[start:]]
+    return [*parts, text[start:]]
 
 
 class _Unreadable(ValueError):

@@ -1,4 +1,4 @@
-"""The mesh: how the ranks of a job lie along the axes of its strategy. Pure arithmetic.
+"""The mesh: the positions of a job's ranks along the axes of its strategy. Pure arithmetic.
 
 A mesh is one `arange` over all ranks, with the last axis varying fastest: on
 (replicate 2, shard 3) rank 4 is at (1, 1). `torch.distributed.DeviceMesh` lays ranks out alike.
@@ -39,19 +39,19 @@ class Mesh:
         return math.prod(size for name, size in self.axes if name in _parts(axis))
 
     def coordinate(self, rank: int, axis: str) -> int:
-        """Where along an axis a rank lies."""
-        found = 0
+        """The position of a rank along an axis."""
+        position = 0
         for (name, size), at in zip(self.axes, self.place(rank), strict=True):
             if name in _parts(axis):
-                found = found * size + at
-        return found
+                position = position * size + at
+        return position
 
     def group(self, rank: int, axis: str) -> tuple[int, ...]:
         """The ranks that differ from `rank` along this axis alone, and itself, in order."""
-        own = self.place(rank)
+        place = self.place(rank)
         ways = [
             range(size) if name in _parts(axis) else (at,)
-            for (name, size), at in zip(self.axes, own, strict=True)
+            for (name, size), at in zip(self.axes, place, strict=True)
         ]
         return tuple(self._rank_at(where) for where in product(*ways))
 
@@ -64,12 +64,12 @@ class Mesh:
         return all(at == 0 for (name, _), at in there if name not in FLATTENED[DATA])
 
     def place(self, rank: int) -> tuple[int, ...]:
-        """Where a rank lies along each axis, in their order."""
-        found = []
+        """The position of a rank along each axis, in their order."""
+        places = []
         for _, size in reversed(self.axes):
             rank, at = divmod(rank, size)
-            found.append(at)
-        return tuple(reversed(found))
+            places.append(at)
+        return tuple(reversed(places))
 
     def _rank_at(self, coordinates: tuple[int, ...]) -> int:
         rank = 0

@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: for each rank, which micro-batch it takes through which stage, when.
+"""Pipeline schedules as data: for each rank, its passes of micro-batches through stages, in order.
 
 A model is cut into stages; stage s lies on rank s mod ranks. `F` is a forward pass of one
 micro-batch through one stage, `B` its backward pass. Where there is a `W` too, `B` computes the
@@ -68,7 +68,7 @@ def interleaved(ranks: int, micros: int, chunks: int) -> Schedule:
         return one_forward_one_backward(ranks, micros)
     filled = -(-micros // ranks) * ranks
     groups = [range(start, start + ranks) for start in range(0, filled, ranks)]
-    found = []
+    lists = []
     for rank in range(ranks):
         forward = [(c * ranks + rank, k) for g in groups for c in range(chunks) for k in g]
         backward = [
@@ -76,8 +76,8 @@ def interleaved(ranks: int, micros: int, chunks: int) -> Schedule:
         ]
         ahead = (chunks - 1) * ranks + 2 * (ranks - rank - 1)
         actions = _alternating(forward, backward, ahead)
-        found.append(tuple(action for action in actions if action.micro < micros))
-    return tuple(found)
+        lists.append(tuple(action for action in actions if action.micro < micros))
+    return tuple(lists)
 
 
 def _alternating(
@@ -85,12 +85,12 @@ def _alternating(
 ) -> tuple[Action, ...]:
     """`ahead` forward passes; then one forward and one backward, in turn, while there are any."""
     ahead = min(ahead, len(forward))
-    found = [Action("F", *at) for at in forward[:ahead]]
+    actions = [Action("F", *at) for at in forward[:ahead]]
     for number, at in enumerate(backward):
         if ahead + number < len(forward):
-            found.append(Action("F", *forward[ahead + number]))
-        found.append(Action("B", *at))
-    return tuple(found)
+            actions.append(Action("F", *forward[ahead + number]))
+        actions.append(Action("B", *at))
+    return tuple(actions)
 
 
 def zero_bubble(ranks: int, micros: int) -> Schedule:
@@ -106,13 +106,13 @@ def zero_bubble(ranks: int, micros: int) -> Schedule:
 
 
 def _with_weights(rank: int, actions: tuple[Action, ...], micros: int) -> tuple[Action, ...]:
-    found = []
+    all_actions = []
     for action in actions:
-        found.append(action)
+        all_actions.append(action)
         if action.kind == "B" and action.micro >= rank:
-            found.append(Action("W", rank, action.micro - rank))
-    found += [Action("W", rank, micro) for micro in range(max(0, micros - rank), micros)]
-    return tuple(found)
+            all_actions.append(Action("W", rank, action.micro - rank))
+    all_actions += [Action("W", rank, micro) for micro in range(max(0, micros - rank), micros)]
+    return tuple(all_actions)
 
 
 SCHEDULES: Mapping[str, Callable[[int, int, int], Schedule]] = {
@@ -164,9 +164,9 @@ def duration(schedule: Schedule, seconds: Mapping[str, float] = SECONDS) -> floa
             while at[rank] < len(actions):
                 action = actions[at[rank]]
                 before = needs(action, last)
-                if any(one not in ended for one in before):
+                if any(needed not in ended for needed in before):
                     break
-                start = max([clocks[rank], *(ended[one] for one in before)])
+                start = max([clocks[rank], *(ended[needed] for needed in before)])
                 clocks[rank] = start + seconds[action.kind]
                 ended[action] = clocks[rank]
                 at[rank] += 1
@@ -183,10 +183,10 @@ def needs(action: Action, last_stage: int) -> tuple[Action, ...]:
         return (Action("F", action.stage - 1, action.micro),) if action.stage else ()
     if action.kind == "W":
         return (Action("B", action.stage, action.micro),)
-    own = Action("F", action.stage, action.micro)
+    own_forward = Action("F", action.stage, action.micro)
     if action.stage == last_stage:
-        return (own,)
-    return own, Action("B", action.stage + 1, action.micro)
+        return (own_forward,)
+    return own_forward, Action("B", action.stage + 1, action.micro)
 
 
 def most_stashed(actions: tuple[Action, ...]) -> int:

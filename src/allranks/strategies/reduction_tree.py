@@ -44,18 +44,18 @@ def subtree_roots(owned: range, shards: int) -> tuple[Span, ...]:
 
 
 @cache
-def are_siblings(left: Span, right: Span, shards: int) -> bool:
+def are_siblings(left_child: Span, right_child: Span, shards: int) -> bool:
     """Whether the two spans are the left and the right child of one node of the tree."""
-    if left[1] != right[0]:
+    if left_child[1] != right_child[0]:
         return False
     span = (0, shards)
     while span[1] - span[0] > 1:
         middle = split(span)
-        if span == (left[0], right[1]):
-            return middle == left[1]
-        if right[1] <= middle:
+        if span == (left_child[0], right_child[1]):
+            return middle == left_child[1]
+        if right_child[1] <= middle:
             span = (span[0], middle)
-        elif left[0] >= middle:
+        elif left_child[0] >= middle:
             span = (middle, span[1])
         else:
             return False
@@ -66,8 +66,8 @@ def are_siblings(left: Span, right: Span, shards: int) -> bool:
 def merges(spans: tuple[Span, ...], shards: int) -> bytes:
     """How many nodes are complete after each of `spans`, which cover the tree from left to right.
 
-    Whoever keeps a stack, puts each span on it, and then as often adds the upper two, has added
-    along the tree: 4 shards one by one are 0 1 0 2.
+    To add along the tree, push each span on a stack, then add the upper two this many times: for
+    4 single shards, 0 1 0 2.
     """
     stack: list[Span] = []
     complete = []
@@ -83,26 +83,26 @@ def merges(spans: tuple[Span, ...], shards: int) -> bytes:
 
 @cache
 def rounds_of_pairs(shards: int, ranks: int) -> int | None:
-    """In how many rounds of pairs the ranks can finish the tree, `None` if they cannot.
+    """The rounds of pairs in which the ranks can finish the tree; `None` if they cannot.
 
     In round k, rank r adds its sum to that of rank r XOR 2^k, and both hold the node above. That
     is the tree itself wherever every rank holds one root and partners are siblings: 2, 4 and 8
     ranks on 8 shards, say. The sum of two numbers is the same in either order.
     """
     roots = [subtree_roots(owned_shards(shards, ranks, rank), shards) for rank in range(ranks)]
-    if any(len(held) != 1 for held in roots):
+    if any(len(own_roots) != 1 for own_roots in roots):
         return None
-    nodes, rounds = [held[0] for held in roots], 0
+    nodes, rounds = [own_roots[0] for own_roots in roots], 0
     while 1 << rounds < ranks:
         partners = [rank ^ (1 << rounds) for rank in range(ranks)]
         above = []
         for rank, partner in enumerate(partners):
             if partner >= ranks:
                 return None
-            left, right = nodes[min(rank, partner)], nodes[max(rank, partner)]
-            if not are_siblings(left, right, shards):
+            left_child, right_child = nodes[min(rank, partner)], nodes[max(rank, partner)]
+            if not are_siblings(left_child, right_child, shards):
                 return None
-            above.append((left[0], right[1]))
+            above.append((left_child[0], right_child[1]))
         nodes, rounds = above, rounds + 1
     return rounds
 

@@ -1,4 +1,4 @@
-"""From the name of a strategy to what it is: its card, its processes, its options checked."""
+"""Resolves the text of a strategy to its card, its processes, and its checked options."""
 
 from __future__ import annotations
 
@@ -136,8 +136,8 @@ def strategy_spec(text: str, ranks: int) -> StrategySpec:
 def at_setting(text: str, setting: Mapping[str, str]) -> str:
     """The strategy with the options of a setting, and of its own those that lay its ranks out."""
     choice = parse_choice(text)
-    kept = {name: value for name, value in choice.options.items() if name in LAYOUT}
-    return str(Choice(choice.name, {**kept, **setting}))
+    layout = {name: value for name, value in choice.options.items() if name in LAYOUT}
+    return str(Choice(choice.name, {**layout, **setting}))
 
 
 def has_mesh(text: str, ranks: int) -> bool:
@@ -185,21 +185,21 @@ def resolved_strategy(
     return _spec(str(choice), choice, ranks)
 
 
-def _with_equal_bits(card: Card, choice: Choice, asked: str) -> Choice:
+def _with_equal_bits(card: Card, choice: Choice, request: str) -> Choice:
     """The choice with the options that equal bits on any ranks need; raises `RequestError`."""
     if card.bitwise_options is None:
         able = [name for name, other in CARDS.items() if other.bitwise_options is not None]
         raise RequestError(
-            asked=asked,
+            asked=request,
             found=f"{card.name!r} has no fixed order of sums",
             why="equal bits on any number of ranks need one tree over all shards",
             do="use " + " or ".join(able),
         )
-    given, needed = card.read_options(choice.options), card.read_options(card.bitwise_options)
+    options, needed = card.read_options(choice.options), card.read_options(card.bitwise_options)
     for name, text in card.bitwise_options.items():
-        if name in choice.options and given[name] != needed[name]:
+        if name in choice.options and options[name] != needed[name]:
             raise RequestError(
-                asked=asked,
+                asked=request,
                 found=f"{name}={choice.options[name]}",
                 why=f"only the {text} adds in an order that does not follow the ranks",
                 do=f"leave {name} out, or drop --bitwise",

@@ -1,9 +1,9 @@
-"""What the processes of a job are to each other: all trainers, or with roles among them. Pure data.
+"""The roles of the processes of a job: all trainers, or different ones. Pure data.
 
-Most strategies have trainers alone, as many as `--ranks` says. A parameter server has more: a chief
-that hands out the work, workers (those are counted by `--ranks`), servers that hold the weights,
-and perhaps an evaluator. Learners that come and go have a synchronizer. A card says which; the
-plan, the supervisor and the reports read it here.
+Most strategies have only trainers, as many as `--ranks` says. A parameter server has more: a chief
+that distributes the work, workers (counted by `--ranks`), servers that hold the weights, and
+perhaps an evaluator. Elastic learners have a synchronizer. A card defines the roles; the plan, the
+supervisor and the reports read them here.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class ProcessSet:
         return all(role.name == TRAINER for role in self.roles)
 
     def has(self, role: str) -> bool:
-        return any(one.name == role for one in self.roles)
+        return any(role_here.name == role for role_here in self.roles)
 
     @property
     def nodes_apart(self) -> int:
@@ -95,29 +95,29 @@ class ProcessSet:
 
     @property
     def helpers(self) -> frozenset[int]:
-        """The processes that are ended when the leader is done."""
-        return frozenset(rank for rank, one in enumerate(self.members) if one.role.serves)
+        """The processes that the launcher ends when the leader is done."""
+        return frozenset(rank for rank, member in enumerate(self.members) if member.role.serves)
 
     def name_of(self, rank: int) -> str:
         """`rank 3`, or `server 0 (rank 3)` where there are roles."""
         if self.are_all_trainers:
             return f"rank {rank}"
-        one = self.members[rank]
-        which = "" if one.role.count == 1 else f" {one.index}"
-        return f"{one.role.name}{which} (rank {rank})"
+        member = self.members[rank]
+        which = "" if member.role.count == 1 else f" {member.index}"
+        return f"{member.role.name}{which} (rank {rank})"
 
     @property
     def outlive_nodes(self) -> frozenset[int]:
-        """The processes that can be done without where their whole node is lost."""
-        found = enumerate(self.members)
-        return frozenset(rank for rank, one in found if one.role.outlives_nodes)
+        """The processes that the job can lose together with their whole node."""
+        numbered = enumerate(self.members)
+        return frozenset(rank for rank, member in numbered if member.role.outlives_nodes)
 
-    def survives_loss_of(self, rank: int, left: Collection[int]) -> bool:
-        """Whether the job goes on when `rank` is gone, and only the processes `left` are there."""
+    def survives_loss_of(self, rank: int, remaining: Collection[int]) -> bool:
+        """Whether the job goes on without `rank`, with only the processes `remaining`."""
         role = self.members[rank].role
         if role.least is None:
             return False
-        return sum(self.members[other].role == role for other in left) >= role.least
+        return sum(self.members[other].role == role for other in remaining) >= role.least
 
     def __str__(self) -> str:
         """`1 chief, 2 workers, 1 server`."""

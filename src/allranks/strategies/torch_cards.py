@@ -48,7 +48,7 @@ from allranks.strategies.reductions.option import (
 
 def _replicas(has: Contents, options: Mapping[str, Any]) -> float:
     """Weights of each replica, one gradient and one optimizer."""
-    return (replicas_of(options) + 1 + has.kept) * (has.cut + has.rest)
+    return (replicas_of(options) + 1 + has.optimizer) * (has.cut + has.uncut)
 
 
 CARDS = {

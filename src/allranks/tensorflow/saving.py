@@ -116,22 +116,22 @@ class TensorFlowSaving:
             own_folder, LeaderAlone(comm), ArrayCopies(), **self.saved.rules
         )
 
-    def save(self, step: int, rest: dict[str, Any], metrics: dict[str, float]) -> None:
-        """Save the variables and the `rest` of the training; a thread of the leader goes on."""
-        if other := sorted(rest.get("callbacks_of_rank") or {}):
+    def save(self, step: int, other_state: dict[str, Any], metrics: dict[str, float]) -> None:
+        """Save the variables, and `other_state` of the training; a thread of the leader writes."""
+        if other := sorted(other_state.get("callbacks_of_rank") or {}):
             raise RequestError(
                 asked=f"a checkpoint of the state of the callback {other[0]}",
                 found="another one on each rank",
                 why="a checkpoint of this engine holds what all ranks have alike",
                 do="let its state_dict() return the same on all ranks",
             )
-        state = {**self.state.arrays(), **rest}
-        self.checkpointer.save(step, state, None, self.saved.about(rest, metrics))
+        state = {**self.state.arrays(), **other_state}
+        self.checkpointer.save(step, state, None, self.saved.about(other_state, metrics))
 
-    def prepare(self, rest: dict[str, Any]) -> None:
+    def prepare(self, other_state: dict[str, Any]) -> None:
         """Nothing: the first save takes the memory that all use."""
 
-    def load(self, load_rest: Callable[[dict[str, Any]], None]) -> int | None:
+    def load(self, load_other_state: Callable[[dict[str, Any]], None]) -> int | None:
         """Take up the newest good checkpoint; returns its step, if there is one.
 
         Raises `RequestError` if it is of another job.
@@ -140,7 +140,7 @@ class TensorFlowSaving:
         def take(loaded: Loaded) -> None:
             self.saved.check(loaded)
             self.state.load(loaded.common)
-            load_rest({**loaded.common, "step": loaded.step})
+            load_other_state({**loaded.common, "step": loaded.step})
 
         loaded = self.checkpointer.load(self.saved.sources, take=take)
         if loaded is None:

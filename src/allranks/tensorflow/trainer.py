@@ -130,7 +130,7 @@ class Trainer:
             self.faults.corrupt = lambda: flip_one_bit(self.built.model.trainable_variables[0])
             self.faults.poison = self._poison_next
             self._saving = self._made_saving(report) if self.job.run_dir else None
-            stopping, results = StopAgreement(self.comm, together=True), self.results
+            stopping, results = StopAgreement(self.comm, lockstep=True), self.results
             states = CallbackStates(self.callbacks, self.comm, digest_of_state)
             self._between = BetweenSteps(
                 self._saving, stopping, results.guard, results.loss_scale, states

@@ -31,7 +31,7 @@ SHOWN = ("name", "major", "minor", "multi_processor_count", "total_memory", "gcn
 
 
 def module_of(device: torch.device | str) -> Any:
-    """What torch has for this kind of device, as `torch.cuda` for cuda."""
+    """The module of torch for this kind of device, as `torch.cuda` for cuda."""
     return torch.get_device_module(device if isinstance(device, str) else device.type)
 
 
@@ -63,8 +63,8 @@ def count(kind: str) -> int:
 
 def compile_kernel(source: str, **defaults: Any) -> Callable[..., Tensor]:
     """A kernel for each element, of C++, for a device `WITH_KERNELS`."""
-    made: Callable[..., Tensor] = torch.cuda.jiterator._create_jit_fn(source, **defaults)
-    return made
+    kernel: Callable[..., Tensor] = torch.cuda.jiterator._create_jit_fn(source, **defaults)
+    return kernel
 
 
 def use(device: torch.device) -> None:
@@ -82,14 +82,14 @@ def using(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def synchronize(devices: Iterable[torch.device]) -> None:
-    """Return when these devices have done all that they were told: the host waits."""
+    """Wait until all work queued on these devices is done."""
     for device in devices:
         if is_accelerator(device):
             module_of(device).synchronize(device)
 
 
 def new_stream(device: torch.device) -> Any:
-    """A stream beside the default one."""
+    """A stream in addition to the default one."""
     return module_of(device).Stream(device)
 
 
@@ -99,7 +99,7 @@ def current_stream(device: torch.device) -> Any:
 
 
 def on_stream(stream: Any) -> AbstractContextManager[Any]:
-    """Within, what this thread starts on the stream's device is queued in `stream`."""
+    """Within, work of this thread on the stream's device is queued in `stream`."""
     guard: AbstractContextManager[Any] = module_of(stream.device).stream(stream)
     return guard
 
@@ -110,7 +110,7 @@ def new_event(device: torch.device, *, timed: bool = False) -> Any:
 
 
 def recorded_event(device: torch.device) -> Any:
-    """An event that comes when the device has done all that it was told; `None` on the host."""
+    """An event recorded after all work queued on the device so far; `None` on the host."""
     if not is_accelerator(device):
         return None
     event = new_event(device)
@@ -119,7 +119,7 @@ def recorded_event(device: torch.device) -> Any:
 
 
 def pinned(tensor: Tensor) -> Tensor:
-    """A copy on the host that a device reads and writes while the host goes on."""
+    """A copy in pinned memory, which a device reads and writes without blocking the host."""
     return tensor.pin_memory()
 
 
@@ -142,25 +142,25 @@ def seed(device: torch.device, key: int) -> None:
 
 
 def rng_state(device: torch.device) -> Tensor:
-    """Where the generator of this device is, as bytes on the host."""
+    """The state of the generator of this device, as bytes on the host."""
     state: Tensor = module_of(device).get_rng_state(device)
     return state
 
 
 def set_rng_state(state: Tensor, device: torch.device) -> None:
-    """Let the generator of this device go on from there."""
+    """Restore the state of the generator of this device."""
     module_of(device).set_rng_state(state, device)
 
 
 def default_generator(device: torch.device) -> torch.Generator | None:
-    """What draws on `device` where no generator is given; `None` if its backend does not say."""
+    """The default generator of `device`; `None` if its backend does not expose one."""
     module = module_of(device)
     generators = getattr(module, "default_generators", None)
     if not generators:
         return None
     index = module.current_device() if device.index is None else device.index
-    found: torch.Generator = generators[index]
-    return found
+    generator: torch.Generator = generators[index]
+    return generator
 
 
 def backend_of(device: torch.device) -> str:
@@ -188,48 +188,48 @@ def chip(device: torch.device) -> dict[str, Any]:
 
 
 def uuid(device: torch.device) -> str:
-    """What no other chip has; "" where its backend does not tell."""
+    """The unique id of the chip; "" if its backend has none."""
     return str(getattr(module_of(device).get_device_properties(device), "uuid", ""))
 
 
 def decides_bits(kind: str) -> dict[str, Any]:
-    """The chip and the libraries whose kernels make the bits on it; all `None` on the host."""
-    found: dict[str, Any] = dict.fromkeys(DECIDES_BITS)
+    """The chip and the versions of its libraries, which decide bits; all `None` on the host."""
+    facts: dict[str, Any] = dict.fromkeys(DECIDES_BITS)
     device = torch.device(kind)
     if not is_accelerator(device):
-        return found
-    found["chip"], known = chip_name(device), chip(device)
-    found["multiprocessors"] = known.get("multi_processor_count")
+        return facts
+    facts["chip"], known = chip_name(device), chip(device)
+    facts["multiprocessors"] = known.get("multi_processor_count")
     if kind == "cuda":  # ROCm too, whose libraries answer under the same names
-        found["cuda"] = torch.version.cuda or torch.version.hip
-        found["cudnn"] = torch.backends.cudnn.version()
+        facts["cuda"] = torch.version.cuda or torch.version.hip
+        facts["cudnn"] = torch.backends.cudnn.version()
         if dist.is_nccl_available():
-            found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found
+            facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return facts
 
 
 def memory_statistics(device: torch.device) -> dict[str, Any]:
-    """What the allocator of this device counts, in its own words; nothing where it counts none."""
+    """The statistics of this device's allocator, under its own names; empty if it has none."""
     counted = getattr(module_of(device), "memory_stats", None) if is_accelerator(device) else None
     return dict(counted(device)) if counted is not None else {}
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """The most that the allocator of this device has handed out at once; `None`: it counts not."""
+    """The peak of bytes allocated on this device; `None` if its allocator does not count."""
     peak = memory_statistics(device).get("allocated_bytes.all.peak")
     return None if peak is None else int(peak)
 
 
 def memory_report() -> str:
-    """What is held on the current device, by size of the blocks; "" where nobody counts."""
+    """The memory in use on the current device, by size of blocks; "" if it is not counted."""
     kind = torch.accelerator.current_accelerator()
     counted = {} if kind is None else memory_statistics(kind)
     if kind is None or not counted:
         return ""
     snapshot = getattr(module_of(kind), "memory_snapshot", list)
     blocks = [block for segment in snapshot() for block in segment["blocks"]]
-    held = Counter(block["size"] for block in blocks if block["state"] == "active_allocated")
-    most = sorted(held.items(), key=lambda one: -one[0] * one[1])[:LARGEST]
+    sizes = Counter(block["size"] for block in blocks if block["state"] == "active_allocated")
+    most = sorted(sizes.items(), key=lambda row: -row[0] * row[1])[:LARGEST]
     current, peak, reserved = (
         format_bytes(counted.get(name, 0))
         for name in (
@@ -244,8 +244,8 @@ def memory_report() -> str:
 
 
 def activities(device: torch.device) -> list[ProfilerActivity]:
-    """What the profiler watches of a process that trains on `device`."""
+    """The activities to profile in a process that trains on `device`."""
     of_kind = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}
-    own = of_kind.get(device.type, ProfilerActivity.PrivateUse1)
-    is_seen = is_accelerator(device) and own in torch.profiler.supported_activities()
-    return [ProfilerActivity.CPU, *([own] if is_seen else [])]
+    activity = of_kind.get(device.type, ProfilerActivity.PrivateUse1)
+    is_seen = is_accelerator(device) and activity in torch.profiler.supported_activities()
+    return [ProfilerActivity.CPU, *([activity] if is_seen else [])]

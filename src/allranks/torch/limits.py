@@ -1,4 +1,4 @@
-"""What a task and a job cannot have together: found before anything is trained."""
+"""Refuses combinations of a task and a job that cannot work, before the training begins."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from allranks.torch.task import Task
 
 
 def check_limits(task: Task, job: Job, strategy: Strategy) -> None:
-    """Raise `RequestError` for what cannot be; the strategy has its model."""
+    """Raise `RequestError` for a combination that cannot work; the strategy has its model."""
     for rule in RULES:
         problem = rule(task, job, strategy)
         if problem is not None:
@@ -117,14 +117,14 @@ def _what_runs(strategy: Strategy) -> str:
 
 def _metrics_of_ranks_apart(task: Task, job: Job, strategy: Strategy) -> RequestError | None:
     judges = {"--best": job.best, "--early-stop": job.early_stop, "--until": job.until}
-    asked = next((flag for flag, rule in judges.items() if rule), None)
-    if asked is None or not _are_apart(strategy):
+    judge = next((flag for flag, rule in judges.items() if rule), None)
+    if judge is None or not _are_apart(strategy):
         return None
     return RequestError(
-        asked=f"--strategy {job.strategy} with {asked}",
+        asked=f"--strategy {job.strategy} with {judge}",
         found=f"{strategy.comm.size} ranks that each have metrics of their own",
         why="they save together and end together, so they would have to judge alike",
-        do=f"leave {asked} out, or --strategy ddp",
+        do=f"leave {judge} out, or --strategy ddp",
     )
 
 
@@ -143,13 +143,13 @@ def _mixture_of_a_cut_shard(task: Task, job: Job, strategy: Strategy) -> Request
     return _cut_shard(task, job, "a MixtureOfExperts", why)
 
 
-def _cut_shard(task: Task, job: Job, what: str, why: str) -> RequestError | None:
+def _cut_shard(task: Task, job: Job, layers: str, why: str) -> RequestError | None:
     limit, largest = job.micro_batch, largest_shard(task.batch_size, task.shards)
     if limit is None or limit >= largest:
         return None
     return RequestError(
         asked=f"--micro-batch {limit}",
-        found=f"shards of {largest} samples, in a model with {what}",
+        found=f"shards of {largest} samples, in a model with {layers}",
         why=why,
         do=f"--micro-batch {largest}, or --set shards={-(-task.batch_size // limit)}",
     )
@@ -165,17 +165,17 @@ def _are_apart(strategy: Strategy) -> bool:
 
 
 def _late_gradients(task: Task, job: Job, strategy: Strategy) -> RequestError | None:
-    """What decides by the gradient of a step whether that step counts, or which rows it has."""
+    """Refuse `late` with features that need the gradient of a step within that step."""
     if not is_late(job.strategy_spec.options):
         return None
-    found = {
+    conflicts = {
         "--precision fp16": job.precision == "fp16",
         f"--on-bad-step {job.on_bad_step}": job.on_bad_step != "stop",
         f"--spike {job.spike}": job.spike is not None,
         "an optimizer that takes gradients row by row": bool(strategy.step.layout.rows),
         "a table with max_norm": bool(strategy.context.scope.looked_up),
     }
-    first = next((what for what, is_there in found.items() if is_there), None)
+    first = next((name for name, is_there in conflicts.items() if is_there), None)
     if first is None:
         return None
     return RequestError(
@@ -187,16 +187,16 @@ def _late_gradients(task: Task, job: Job, strategy: Strategy) -> RequestError | 
 
 
 def _compressed_gradients(task: Task, job: Job, strategy: Strategy) -> RequestError | None:
-    """What would change the unit of a residual, or leave out rows that it is sent for."""
+    """Refuse compression with features that change the scale or the rows of a residual."""
     reduce = strategy.learner.context.options.get("reduce")
     if str(reduce) not in compressed.CHOICES:
         return None
-    found = {
+    conflicts = {
         "--precision fp16": job.precision == "fp16",
         "an optimizer that takes gradients row by row": bool(strategy.step.layout.rows),
         "a table with max_norm": bool(strategy.context.scope.looked_up),
     }
-    first = next((what for what, is_there in found.items() if is_there), None)
+    first = next((name for name, is_there in conflicts.items() if is_there), None)
     if first is None:
         return None
     return RequestError(
@@ -209,7 +209,7 @@ def _compressed_gradients(task: Task, job: Job, strategy: Strategy) -> RequestEr
 
 
 def _signs(task: Task, job: Job, strategy: Strategy) -> RequestError | None:
-    """What would keep a momentum beside that of each rank, or add to what signs are left of."""
+    """Refuse sign updates with a second momentum, or with terms added after the signs."""
     reduce, optimizer = strategy.learner.context.options.get("reduce"), strategy.step.optimizer
     if str(reduce) not in compressed.SIGNED:
         return None
@@ -238,12 +238,12 @@ def _numbers_beside(job: Job) -> RequestError:
 
 
 def _two_modes(task: Task, job: Job, strategy: Strategy) -> RequestError | None:
-    """An optimizer whose evaluated weights follow from all that it keeps of each parameter."""
+    """Refuse an optimizer with two modes if the whole state of a parameter is not available."""
     optimizer = strategy.learner.step.optimizer
     if not TwoModes.are_in(optimizer):
         return None
     parts = bool(getattr(strategy, "kept_whole", None))
-    found = {
+    conflicts = {
         "ema": (task.ema is not None, "two averages of the weights would each be evaluated"),
         "learners": (
             LEARNER in dict(strategy.mesh.axes),
@@ -255,12 +255,12 @@ def _two_modes(task: Task, job: Job, strategy: Strategy) -> RequestError | None:
         ),
         "parts": (parts, "one rank keeps its state whole for weights that all hold parts of"),
     }
-    why = next((why for is_there, why in found.values() if is_there), None)
+    why = next((why for is_there, why in conflicts.values() if is_there), None)
     if why is None:
         return None
-    asked = "ema" if task.ema is not None else f"--strategy {job.strategy}"
+    setting = "ema" if task.ema is not None else f"--strategy {job.strategy}"
     return RequestError(
-        asked=f"{asked} with {type(optimizer).__name__}",
+        asked=f"{setting} with {type(optimizer).__name__}",
         found="an optimizer with two modes, train() and eval()",
         why=why,
         do="--set ema=none" if task.ema is not None else "--strategy ddp",

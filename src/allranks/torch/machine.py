@@ -1,4 +1,4 @@
-"""The machine under a training: its devices, and what decides which bits come out."""
+"""The machine of a training: its devices, and the facts that decide the bits of results."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def check_own_device(device: torch.device, world: World, store: Any) -> None:
 
     Some round trips to the store, where the ranks have accelerators.
     """
-    own = accelerator.uuid(device) if accelerator.is_accelerator(device) else ""
-    if not own or world.size == 1:
+    uuid = accelerator.uuid(device) if accelerator.is_accelerator(device) else ""
+    if not uuid or world.size == 1:
         return
-    first = store.compare_set(f"device/{own}", "", str(world.rank)).decode()
+    first = store.compare_set(f"device/{uuid}", "", str(world.rank)).decode()
     if first != str(world.rank):
         store.set("device/shared", f"ranks {first} and {world.rank} on one and the same device")
     if store.add("device/came", 1) == world.size:
@@ -80,20 +80,20 @@ def check_devices(job: Job, local_size: int) -> None:
         )
     found, replicas = accelerator.count(job.device), job.strategy_spec.devices_of_a_rank
     if found < (1 if job.share_device else local_size * replicas):
-        asked = f"--ranks {local_size}" if replicas == 1 else f"--strategy {job.strategy}"
-        what = job.strategy_spec.card.on_a_device
+        option = f"--ranks {local_size}" if replicas == 1 else f"--strategy {job.strategy}"
+        unit = job.strategy_spec.card.on_a_device
         fits = (
             f"--ranks {found}"
             if replicas == 1
-            else f"--strategy {job.strategy_spec.name}:{what}s={found}"
+            else f"--strategy {job.strategy_spec.name}:{unit}s={found}"
         )
         shared = f", or {SHARE}" if replicas == 1 else ""
         raise RequestError(
-            asked=f"--device {job.device} {asked}",
+            asked=f"--device {job.device} {option}",
             found=f"{found} {job.device.upper()} devices"
             + ("" if accelerator.is_built_in() else " (a CPU build of torch)")
             + (f" among --devices {job.devices}" if job.devices else ""),
-            why=f"every {'rank' if replicas == 1 else what} needs a device of its own",
+            why=f"every {'rank' if replicas == 1 else unit} needs a device of its own",
             do=f"--device {job.device} {fits}{shared}" if found else "--device cpu",
         )
 

@@ -104,8 +104,8 @@ def tell_alone() -> None:
         )
 
 
-def tell_ignored(job: Job, called: Set[str], done: Progress) -> None:
-    """Warn of what a job asked for and a loop of one's own never did."""
+def warn_ignored(job: Job, called: Set[str], done: Progress) -> None:
+    """Warn of options of a job that a custom training loop has ignored."""
     options: dict[str, dict[str, Any]] = {
         "evaluate_if_due": {
             "eval_every": job.eval_every,
@@ -114,8 +114,8 @@ def tell_ignored(job: Job, called: Set[str], done: Progress) -> None:
         },
         "save_if_due": {"checkpoint_every": job.checkpoint_every},
     }
-    for method, asked in options.items():
-        ignored = [f"{name}={value!r}" for name, value in asked.items() if value]
+    for method, values in options.items():
+        ignored = [f"{name}={value!r}" for name, value in values.items() if value]
         if ignored and method not in called and done.batch_index:
             warnings.warn(
                 f"Job({', '.join(ignored)}) did nothing in this loop, which never called "
@@ -124,21 +124,21 @@ def tell_ignored(job: Job, called: Set[str], done: Progress) -> None:
             )
 
 
-def no_batch(given: Any) -> RequestError:
-    """What to say to who trains with data of his own."""
+def no_batch(value: Any) -> RequestError:
+    """The error for a batch that does not come from `trainer.batches()`."""
     return RequestError(
         asked="step(batch)",
-        found=f"a {type(given).__name__} for a batch",
+        found=f"a {type(value).__name__} for a batch",
         why="which samples a step uses, and which rank has which of them, is decided by the engine",
         do="for batch in trainer.batches(): trainer.step(batch); "
         "the data is what train_data() gives",
     )
 
 
-def nothing_left(asked: Sequence[str], done: Progress) -> RequestError:
-    """What to say to who asks again for what has been trained already."""
+def nothing_left(limits: Sequence[str], done: Progress) -> RequestError:
+    """The error for batches that have been trained already."""
     return RequestError(
-        asked=f"batches({', '.join(asked)})",
+        asked=f"batches({', '.join(limits)})",
         found=f"a training that has made {done.batch_index} steps, and is in epoch {done.epoch}",
         why="epochs and steps count from the start of the job, so that one that was stopped ends "
         "where it would have",
@@ -213,7 +213,7 @@ class Trainer(OnSteps):
         self.meter = FlopsMeter(self.job, peak_of(self.job, self.device))
         self._taken = ResourceStack()
         try:
-            self._take(report)
+            self._set_up(report)
         except BaseException as error:
             if hasattr(self, "comm"):  # it has joined the others
                 self.comm.tell_why_lost(error)
@@ -281,7 +281,7 @@ class Trainer(OnSteps):
         if not done.batch_index and self.task.overrides("initialise"):
             initialise(self.strategy, batch)
         step = self.strategy.step
-        step.asked = RankRequests.of(self.heartbeat.wants_stop, self.heartbeat.wants_save())
+        step.requests = RankRequests.of(self.heartbeat.wants_stop, self.heartbeat.wants_save())
         if self._saving is not None:
             self._saving.look_at_rates()
         self.witness.before_step(batch, self.task_data.opened, self.settle)
@@ -360,7 +360,7 @@ class Trainer(OnSteps):
         self.settle()
         state = {"strategy": self.strategy.state(), "own": self.strategy.own_state()}
         random = {"ranks": self.comm.size, **random_streams(self.device)}
-        return {**copied(state), "random": random, **copied(self._between.rest(self))}
+        return {**copied(state), "random": random, **copied(self._between.other_state(self))}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Resume from a state that `state` returned, on any number of ranks; all call this."""
@@ -427,7 +427,7 @@ class Trainer(OnSteps):
         try:
             if error is None:
                 self.settle()
-                tell_ignored(self.job, self._called, self.progress)
+                warn_ignored(self.job, self._called, self.progress)
                 if not self._came_to_an_end:
                     self.comm.come_no_more()
                 elif self.strategy.agreement.lockstep:
@@ -438,10 +438,10 @@ class Trainer(OnSteps):
 
     # --- how it is put together -----------------------------------------------------------
 
-    def _take(self, report: Callable[..., None]) -> None:
-        """Join the ranks, and make what the training needs; the last made is the first to leave."""
-        taken, task, job = self._taken, self.task, self.job
-        taken.undone_by(set_kernels(job))
+    def _set_up(self, report: Callable[..., None]) -> None:
+        """Join the ranks, and set up the training; resources are released in reverse order."""
+        resources, task, job = self._taken, self.task, self.job
+        resources.undone_by(set_kernels(job))
         self.comm = join(
             self.world,
             self.device,
@@ -449,17 +449,17 @@ class Trainer(OnSteps):
             job.backend,
             share_device=job.share_device,
         )
-        taken.left_by(self.comm.leave)
+        resources.left_by(self.comm.leave)
         self._scope = Scope(job.seed, self.device)
         self.strategy = build_strategy(task, job, self.comm, self._scope)
-        taken.left_by(self.strategy.leave)
+        resources.left_by(self.strategy.leave)
         self.built = self._place_model()
         step, plan = self.strategy.step, self.evaluation_plan
         self._steps = InFlightSteps(self.strategy, job, lambda: plan.rate_factor)
         check_limits(task, job, self.strategy)
         whole = whole_norm(task, self.strategy.data, self._scope, self.built.swapped)
         if whole is not None:
-            taken.left_by(whole.leave)
+            resources.left_by(whole.leave)
         self.model_notes = notes_on(self.strategy.model, task)
         self.model_notes += notes_on_backend(self.comm.of_torch, job.backend) + notes_on_torch()
         self.model_notes += notes_on_update(step.optimizer, self.device)
@@ -469,13 +469,13 @@ class Trainer(OnSteps):
         self.faults.leave_out = self.comm.leave_out_one
         self.faults.poison = step.poison_next
         self.task_data = TaskData(task, job, self.strategy)
-        taken.undone_by(self.task_data.close)
+        resources.undone_by(self.task_data.close)
         self.witness = Witness(self.strategy.learner, job, report, self.world)
         self._saving: Saving | None = None
         if job.run_dir:
             attempt, reach = self.world.attempt, self.faults.reach
             self._saving = Saving(task, job, self.strategy, attempt, reach, report)
-            taken.left_by(self._saving.checkpointer.close)
+            resources.left_by(self._saving.checkpointer.close)
         ending, scale = StopAgreement(self.comm, self.strategy.agreement.lockstep), step.loss_scale
         kept_by = partial(contents_of, model=self.strategy.model)
         ranks = self.comm if self.strategy.agreement.is_one_training else Alone(self.comm.rank)

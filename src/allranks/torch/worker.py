@@ -49,10 +49,10 @@ from allranks.training.record.keeping import Keeping
 from allranks.training.task_fields import task_of
 
 # --- measuring -----------------------------------------------------------------------------------
-# How long a step takes in one process, and what the model holds: what `--strategy auto` asks.
+# Measures a step in one process, and the size of the model, for `--strategy auto`.
 #
 # The job is one rank with the share of the batch that each rank of the real job will have. It
-# trains a few steps as any job does, and nothing of them is kept.
+# trains a few steps as any job does, and discards the results.
 
 
 WARM_STEPS = 2
@@ -76,10 +76,10 @@ def measure_step(task: Task, job: Job) -> dict[str, Any]:
             if measured >= LEAST_STEPS and times[-1] - times[WARM_STEPS] >= ENOUGH_S:
                 break
     steps = [after - before for before, after in pairwise(times)]
-    kept = steps[WARM_STEPS:] or steps
+    measured_steps = steps[WARM_STEPS:] or steps
     return {
-        "step_s": statistics.median(kept),
-        "steps": len(kept),
+        "step_s": statistics.median(measured_steps),
+        "steps": len(measured_steps),
         "parameters": sum(map(math.prod, shapes)),
         "shapes": shapes,
         "buffer_bytes": buffers,
@@ -154,24 +154,24 @@ GAUGES = {
 def gauges_of(device: torch.device) -> dict[str, float | None]:
     """What each gauge shows now; `None` where it cannot be asked. Takes about a millisecond."""
     module = accelerator.module_of(device)
-    found: dict[str, float | None] = {}
+    values: dict[str, float | None] = {}
     for name, (function, factor) in GAUGES.items():
         try:
-            found[name] = factor * float(getattr(module, function)(device))
-        except Exception:  # who looks on ends no training, and NVML has errors of its own
-            found[name] = None  # its backend has none, its package is missing, or it refuses
-    return found
+            values[name] = factor * float(getattr(module, function)(device))
+        except Exception:  # an observer must not end a training, and NVML has its own errors
+            values[name] = None  # its backend has none, its package is missing, or it refuses
+    return values
 
 
 class RecordGauges(Callback):
     """Looks at the gauges after a step, if some seconds have passed; `tell` writes the event."""
 
     def __init__(self, tell: Callable[..., None], every_s: float = EVERY_S) -> None:
-        self._tell, self._every_s, self._last = tell, every_s, 0.0
+        self._report, self._every_s, self._last = tell, every_s, 0.0
         self._shows_any = True
 
     def on_step(self, trainer: Any, batch: Any, result: StepResult) -> None:
-        """A device whose gauges all say nothing is not asked again."""
+        """Write the gauges if they are due; never again for a device that shows none."""
         now = time.monotonic()
         if not self._shows_any or now - self._last < self._every_s:
             return
@@ -179,9 +179,9 @@ class RecordGauges(Callback):
         if not accelerator.is_accelerator(trainer.device):
             self._shows_any = False
             return
-        found = gauges_of(trainer.device)
-        self._shows_any = any(value is not None for value in found.values())
-        self._tell("gauges", step=trainer.progress.batch_index, **found)
+        gauges = gauges_of(trainer.device)
+        self._shows_any = any(value is not None for value in gauges.values())
+        self._report("gauges", step=trainer.progress.batch_index, **gauges)
 
 
 FLOAT64_BYTES = 8
@@ -190,8 +190,8 @@ FLOAT64_BYTES = 8
 def _load_task(job: Job) -> Task:
     """The task of a job, in torch's form if it is Keras'; raises `RequestError`."""
     seed_generators(job.seed)  # a fork inherits or reseeds them, each in another way
-    found: Any = task_of(job, Task, KerasTask)
-    return torch_task(found, job.precision)
+    task: Any = task_of(job, Task, KerasTask)
+    return torch_task(task, job.precision)
 
 
 def _led(job: Job) -> Job:
@@ -264,11 +264,11 @@ class TorchRank(RankProgram[Trainer]):
     def measure(cls, argument: dict[str, Any]) -> int:
         """Train a few steps alone, and write the event `measured` with what a step takes."""
 
-        def found(job: Job) -> dict[str, Any]:
+        def measured(job: Job) -> dict[str, Any]:
             cls.set_threads(threads_per_rank(job, 1))
             return measure_step(cls.load_task(job), job)
 
-        return cls._tell(argument, "measured", found)
+        return cls._write_event(argument, "measured", measured)
 
     def make_trainer(self, task: Task, **more: Any) -> Trainer:
         """The trainer, with what traces it where the job asks for that."""
@@ -281,13 +281,13 @@ class TorchRank(RankProgram[Trainer]):
         return trainer
 
     def callbacks(self) -> list[Callback]:
-        """Who hears of the steps: the record, the placement after an update, the profiler."""
+        """The callbacks of the steps: the record, the placement after an update, the profiler."""
         run_dir = self.record.run_dir
         gauges = RecordGauges(self.record.events.event)
-        found: list[Callback] = [self.record, RecordPlacement(run_dir), gauges]
+        callbacks: list[Callback] = [self.record, RecordPlacement(run_dir), gauges]
         if self.job.profile and self.world.is_leader:
-            found.append(Profiling(run_dir, self.record.events.event))
-        return found
+            callbacks.append(Profiling(run_dir, self.record.events.event))
+        return callbacks
 
     def placement(self, trainer: Trainer) -> Iterable[Placed]:
         """What this rank holds, with what an update has made the optimizer keep."""
@@ -322,15 +322,15 @@ class TorchRank(RankProgram[Trainer]):
         return weights_sha256(weights)
 
     def device_peak_bytes(self, trainer: Trainer) -> int | None:
-        """What the allocator of the rank's device has counted."""
+        """The peak that the allocator of the rank's device has counted."""
         return peak_bytes(trainer.device)
 
     def figures(self, trainer: Trainer, samples_per_s: float | None) -> dict[str, Any]:
-        """What was sent and computed, and what the witness has seen."""
+        """Figures of communication and computation, and the report of the witness."""
         return {
             "flops_per_sample": trainer.meter.flops_per_sample,
             "mfu": trainer.meter.utilisation(samples_per_s, self.world.size),
-            "sent_bytes": {kind: round(sent) for kind, sent in trainer.comm.sent.items()},
+            "sent_bytes": {kind: round(size) for kind, size in trainer.comm.sent.items()},
             "card_bytes_per_step": trainer.strategy.promised_bytes(),
             "model_notes": trainer.model_notes,
             "backend": backend_record(trainer.comm.of_torch),

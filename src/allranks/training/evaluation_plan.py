@@ -23,7 +23,7 @@ class EvaluationPlan:
 
     def __init__(self, job: Job, plateau: Plateau | None = None) -> None:
         self.job = job
-        self.found: dict[str, float] = {}
+        self.last_metrics: dict[str, float] = {}
         self.found_at = -1
         self.is_best = False
         self._best = Best(job.best) if job.best else None
@@ -55,8 +55,8 @@ class EvaluationPlan:
         return done.batch_index % int(every) == 0 and done.batch_index != self.found_at
 
     def take(self, metrics: dict[str, float], done: Progress) -> None:
-        """Take in an evaluation on the way."""
-        self.found, self.found_at = metrics, done.batch_index
+        """Record the metrics of an evaluation during training."""
+        self.last_metrics, self.found_at = metrics, done.batch_index
         self.is_best = self._best is not None and self._best.take(metrics)
         if self._stop is not None:
             self._stop.take(metrics)
@@ -68,12 +68,12 @@ class EvaluationPlan:
             self._plateau.take(metrics)
 
     def forget(self) -> None:
-        """The weights are other ones than when they were evaluated."""
+        """Forget the last metrics: the weights have changed since."""
         self.found_at = -1
 
     def metrics_of(self, done: Progress) -> dict[str, float] | None:
         """The metrics of the weights as they are now, if they are known."""
-        return self.found if self.found_at == done.batch_index else None
+        return self.last_metrics if self.found_at == done.batch_index else None
 
     def wants_save(self, done: Progress) -> bool:
         """Whether the weights as they are now are the best so far, and to be kept."""
@@ -82,7 +82,7 @@ class EvaluationPlan:
     def state(self) -> dict[str, Any]:
         """What later decisions depend on, as plain values."""
         return {
-            "found": self.found,
+            "found": self.last_metrics,
             "found_at": self.found_at,
             "best": None if self._best is None else self._best.state(),
             "stop": None if self._stop is None else self._stop.state(),
@@ -91,13 +91,13 @@ class EvaluationPlan:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take up what `state` returned."""
-        self.found = {name: float(score) for name, score in state["found"].items()}
+        """Load what `state` returned."""
+        self.last_metrics = {name: float(score) for name, score in state["found"].items()}
         self.found_at = int(state["found_at"])
         self.is_best = False
-        for own, was in ((self._best, state["best"]), (self._stop, state["stop"])):
-            if own is not None and was is not None:
-                own.load_state(was)
+        for judge, was in ((self._best, state["best"]), (self._stop, state["stop"])):
+            if judge is not None and was is not None:
+                judge.load_state(was)
         rule, reached_at = state.get("until") or ("", None)
         self.reached_at = None
         if rule == self.job.until and reached_at is not None:

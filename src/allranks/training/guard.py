@@ -2,8 +2,8 @@
 
 A step is bad if its loss or its gradient is not finite or, with `spike`, if its gradient is many
 times longer than it was lately. After the exchange every rank holds the same sums, so all ranks
-see it alike and decide alike, and nobody sends a message for it. Only for a bad step is it then
-found out who brought it in (`diagnose`), which costs that step twice and a good step nothing.
+judge and decide alike, without a message. Only for a bad step, the ranks then search for its cause
+(`bad_step`), which costs that step twice and a good step nothing.
 
     stop   nothing is updated, and every rank raises `BadStep`
     skip   nothing is updated, the next batch follows; a long row of them ends the job
@@ -35,9 +35,9 @@ class BatchPosition(Protocol):
 
 @dataclass(frozen=True)
 class Bad:
-    """What is wrong with a step; `spiked` if all is finite and the gradient only too long."""
+    """The problem of a step; `spiked` if all is finite, and only the gradient is too long."""
 
-    what: str
+    problem: str
     spiked: bool = False
 
 
@@ -69,7 +69,7 @@ class StepVerdict:
 
 
 class Guard:
-    """Judges every step of a job by `policy`. `find(batch, spiked)` says who brought it in."""
+    """Judges every step of a job by `policy`. `find(batch, spiked)` returns the causes."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Guard:
         return self.spike * usual if self.spike is not None and usual else math.inf
 
     def judge(self, loss: float, norm: float) -> Bad | None:
-        """What is wrong with a step of this loss and this gradient norm; `None` if nothing is."""
+        """The problem of a step with this loss and gradient norm; `None` for a good step."""
         if not (is_finite(loss) and is_finite(norm)):
             return Bad(_not_finite(loss, norm))
         if self.spike is not None:
@@ -101,10 +101,10 @@ class Guard:
         return None
 
     def decide(self, batch: BatchPosition, bad: Bad) -> StepVerdict:
-        """What is done with this step; all ranks that share weights call this. Raises `BadStep`."""
-        found = self.find(batch, bad.spiked)
-        text = "; ".join(dict.fromkeys([f"step {batch.index}: {bad.what}", *map(str, found)]))
-        culprits = tuple((one.rank, one.text) for one in found if one.rank is not None)
+        """Decide about a bad step; all ranks that share weights call this. Raises `BadStep`."""
+        findings = self.find(batch, bad.spiked)
+        text = "; ".join(dict.fromkeys([f"step {batch.index}: {bad.problem}", *map(str, findings)]))
+        culprits = tuple((f.rank, f.text) for f in findings if f.rank is not None)
         if self.policy == "warn":
             self.skipped_in_a_row = 0
             return StepVerdict(text, update=True, culprits=culprits)
@@ -155,7 +155,7 @@ class _Lately:
 
 
 def is_finite(number: Any) -> Any:
-    """Whether it is; of a tensor of no dimension a tensor says so, which nobody has to read."""
+    """Whether a number is finite; for a scalar tensor, a tensor, without waiting for it."""
     return number - number == 0
 
 

@@ -32,8 +32,8 @@ class Order:
     ) -> None:
         self.samples, self.batch_size, self.seed = samples, batch_size, seed
         self.shuffles = shuffles
-        full, rest = divmod(samples, batch_size)
-        self.steps_per_epoch = full + (rest > 0 and last_batch == "keep")
+        full, remainder = divmod(samples, batch_size)
+        self.steps_per_epoch = full + (remainder > 0 and last_batch == "keep")
         self._epoch = -1
         self._order: NDArray[np.int64] = np.empty(0, np.int64)
 

@@ -46,16 +46,16 @@ def staged(
             parts = [keys[start : start + size] for start in range(0, len(keys), size)]
             raw = [pools["read"].submit(_read, read, part) for part in parts]
             samples = [
-                pools["decode"].submit(_decoded, decode, part, one)
-                for part, one in zip(parts, raw, strict=True)
+                pools["decode"].submit(_decoded, decode, part, samples_of_part)
+                for part, samples_of_part in zip(parts, raw, strict=True)
             ]
             return pools["collate"].submit(_collated, collate, samples)
 
         under_way = deque(begin(keys) for keys in islice(batches, ahead))
         while under_way:
-            made = under_way.popleft().result()
+            batch = under_way.popleft().result()
             under_way.extend(begin(keys) for keys in islice(batches, 1))
-            yield made
+            yield batch
 
 
 def _read(read: Callable[[Key], Any], part: Sequence[Key]) -> list[Any]:
@@ -65,7 +65,7 @@ def _read(read: Callable[[Key], Any], part: Sequence[Key]) -> list[Any]:
 def _decoded(
     decode: Callable[[Key, Any], Any], part: Sequence[Key], raw: Future[list[Any]]
 ) -> list[Any]:
-    return [decode(key, one) for key, one in zip(part, raw.result(), strict=True)]
+    return [decode(key, item) for key, item in zip(part, raw.result(), strict=True)]
 
 
 def _collated(collate: Callable[[list[Any]], T], parts: list[Future[list[Any]]]) -> T:
@@ -76,9 +76,9 @@ def one_ahead(items: Iterator[T]) -> Generator[T]:
     """The same items; a thread makes the next one while its taker works with this one."""
     with _threads(copy=1) as pools:
         upcoming = pools["copy"].submit(_next, items)
-        while found := upcoming.result():
+        while item := upcoming.result():
             upcoming = pools["copy"].submit(_next, items)
-            yield found[0]
+            yield item[0]
 
 
 def _next(items: Iterator[T]) -> tuple[T] | tuple[()]:

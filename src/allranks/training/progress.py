@@ -1,4 +1,4 @@
-"""How far a job is, and what one step of it gave: plain numbers, the same on every rank."""
+"""The progress of a job, and the result of a step: plain numbers, the same on every rank."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class RankRequests:
-    """What the supervisor wants of this rank, for all ranks to hear with the step."""
+    """Requests of the supervisor to this rank, which are sent to all ranks with the step."""
 
     stop: bool = False
     save: bool = False
@@ -118,16 +118,16 @@ class StepResult:
 
     @property
     def is_read(self) -> bool:
-        """Whether all numbers are here, so that nobody waits for the device who asks for one."""
+        """Whether all numbers are on the host, so that reading them does not wait."""
         return True
 
 
 class UnreadResult(StepResult):
-    """A step whose numbers the device has not told yet: who asks for one of them waits for it.
+    """A pending result: reading a field blocks until the device has finished the step.
 
-    What was `asked` is what was heard with the step before. `read` gives the numbers, and
-    communicates nothing. Of a step that the device has held back it gives what is known so far:
-    the next step of all ranks says the rest (`take`).
+    `asked` holds the requests that came with the step before. `read` returns the numbers, without
+    communication. For a step that the device has skipped, it returns what is known so far; the
+    final numbers come with the next step of all ranks (`take`).
     """
 
     def __init__(
@@ -137,23 +137,23 @@ class UnreadResult(StepResult):
         vars(self).update(known, asked=NOTHING, _read=read, _change=None)
 
     def __getattribute__(self, name: str) -> Any:
-        own = super().__getattribute__("__dict__")
-        if name in LATER and name not in own:
+        known = super().__getattribute__("__dict__")
+        if name in LATER and name not in known:
             self.take(self.read())
         return super().__getattribute__(name)
 
     def read(self) -> StepResult:
-        """The numbers, which are waited for."""
-        found: StepResult = vars(self)["_read"]()
+        """Wait for the numbers, and return them."""
+        result: StepResult = vars(self)["_read"]()
         change = vars(self)["_change"]
-        return found if change is None else change(found)
+        return result if change is None else change(result)
 
     def then(self, change: Callable[[StepResult], StepResult]) -> None:
-        """Let the numbers be what `change` makes of those that the device tells."""
+        """Apply `change` to the numbers of the device when they are read."""
         vars(self).update(_change=change)
 
     def take(self, result: StepResult) -> None:
-        """The numbers are here."""
+        """Set the final numbers."""
         vars(self).update({name: getattr(result, name) for name in LATER})
 
     @property

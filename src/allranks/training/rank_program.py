@@ -1,9 +1,9 @@
 """The program of one rank: a job comes in, a record goes out. Started by the launcher, by name.
 
-`describe` loads the task and says what a place must know of it; `main` trains; `place` sets the
-rank up as `main` does, and says what it holds. A failure is written as an event before the process
-leaves, so that the supervisor can tell who was first. An engine derives from `RankProgram` and
-writes what is its own: how it loads a task, its trainer, its numbers.
+`describe` loads the task and records what a place must know of it; `main` trains; `place` sets the
+rank up as `main` does, and records its tensors. A failure is written as an event before the process
+exits, so that the supervisor can tell which rank failed first. An engine derives from `RankProgram`
+and defines how it loads a task, its trainer, and its figures.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from allranks.training.resume_checks import check_ends_later
 from allranks.training.task_fields import TaskFields, task_shape
 
 # --- fit -----------------------------------------------------------------------------------------
-# The loop of `allranks train`: what is done with a trainer from the first step to the last.
+# The loop of `allranks train`, from the first step to the last.
 #
-# A loop of one's own may leave out what it does not need; every call here is a public one.
+# A custom loop may leave out calls that it does not need; every call here is public.
 
 
 def fit(trainer: Loop) -> bool:
@@ -117,7 +117,7 @@ class RankRecord(Callback):
             self._phases = PhaseRecord(self.run_dir, *watched)
 
     def close(self, end: End) -> None:
-        """No more is written but events; what found no room in the run folder is kept elsewhere."""
+        """Close all files but the events; rows that do not fit are saved in another folder."""
         self._write()
         if self._metrics is not None:
             self._metrics.flush()
@@ -125,17 +125,17 @@ class RankRecord(Callback):
         if self._phases is not None:
             self._phases.close()
         if self._metrics is not None:
-            self.keeping.rest("metrics.jsonl", self._metrics.close_with_rest())
+            self.keeping.keep_rows("metrics.jsonl", self._metrics.close_with_unwritten())
         self.keeping.incomplete += self._logs.close(end)
         path = rank_events_path(self.run_dir, self.world.rank)
-        self.keeping.rest(path.name, self.events.take_waiting())
+        self.keeping.keep_rows(path.name, self.events.take_waiting())
 
     def fail(self) -> None:
-        """What the logs were given is in their files; nobody waits for a step that is unread."""
+        """After a failure: flush the logs, without waiting for an unread step."""
         self._logs.fail()
 
     def on_save(self, trainer: EngineTrainer) -> None:
-        """No step is saved that the metrics do not know."""
+        """Before a save: write all metrics up to this step."""
         self._write()
         if self._metrics is not None:
             self._metrics.flush()
@@ -152,7 +152,7 @@ class RankRecord(Callback):
         self._logs.evaluation(step, metrics)
 
     def on_step(self, trainer: EngineTrainer, batch: Any, result: StepResult) -> None:
-        """Record a step, and the one before it if that was unread: nobody waits for the device."""
+        """Record a step, and the one before it if that was unread, without waiting."""
         self._write()
         self._last_step_at = time.perf_counter()
         if self._first_step:
@@ -168,8 +168,8 @@ class RankRecord(Callback):
     def _write(self) -> None:
         for result in self._unread:
             if result.bad and self._speaks:
-                told = {"bad": result.bad, "culprits": result.culprits}
-                self.events.event("bad_step", step=result.batch_index, **told)
+                problem = {"bad": result.bad, "culprits": result.culprits}
+                self.events.event("bad_step", step=result.batch_index, **problem)
             if self._metrics is not None:
                 row = row_of(result)
                 self._metrics.row(row)
@@ -189,10 +189,10 @@ class RankRecord(Callback):
 
     def samples_per_s(self, trainer: EngineTrainer) -> float | None:
         """The samples of all ranks in a second, up to the last step; every rank calls this."""
-        seen = trainer.progress.samples_seen - self._seen_before
+        samples = trainer.progress.samples_seen - self._seen_before
         if self._trains_apart:  # each rank has counted its own
-            seen = sum(map(int, trainer.comm.gather_texts(str(seen))))
-        return seen / (self._last_step_at - self._began_at) if seen else None
+            samples = sum(map(int, trainer.comm.gather_texts(str(samples))))
+        return samples / (self._last_step_at - self._began_at) if samples else None
 
     def summary(
         self, trainer: EngineTrainer, evaluation: dict[str, float], sha256: str | None
@@ -235,6 +235,7 @@ DIGEST_LIMIT_BYTES = 16 * 2**30
 
 T = TypeVar("T", bound=EngineTrainer)
 Role = Callable[[Job, World, JsonLines], None]
+FactsOf = Callable[[Job], dict[str, Any]]
 
 
 class RankProgram(ABC, Generic[T]):
@@ -316,7 +317,7 @@ class RankProgram(ABC, Generic[T]):
             check_logs(job)
             return {"shape": task_shape(task)}
 
-        return cls._tell(argument, "described", shape)
+        return cls._write_event(argument, "described", shape)
 
     @staticmethod
     def weight_bytes(task: Any) -> int | None:
@@ -327,19 +328,19 @@ class RankProgram(ABC, Generic[T]):
     def weigh(cls, argument: dict[str, Any]) -> int:
         """Write the event `weighed`: the size of the model, and the files it was loaded from."""
 
-        def found(job: Job) -> dict[str, Any]:
+        def weighed(job: Job) -> dict[str, Any]:
             size = cls.weight_bytes(cls.load_task(job))
             return {"weight_bytes": size, "program": program_facts(job.program)}
 
-        return cls._tell(argument, "weighed", found)
+        return cls._write_event(argument, "weighed", weighed)
 
     @staticmethod
-    def _tell(argument: dict[str, Any], event: str, found: Callable[[Job], dict[str, Any]]) -> int:
-        """Write an event with what is `found` of the job, or `failed`."""
+    def _write_event(argument: dict[str, Any], event: str, facts_of: FactsOf) -> int:
+        """Write an event with the facts of the job, or `failed`."""
         job = Job.from_data(argument)
         with JsonLines(rank_events_path(Path(job.run_dir), 0)) as events:
             try:
-                events.event(event, **found(job))
+                events.event(event, **facts_of(job))
             except AllranksError as error:
                 events.event("failed", **failure_of(error, 0, None))
                 return error.exit_code
@@ -368,8 +369,8 @@ class RankProgram(ABC, Generic[T]):
                 cause, trainer = cls.root_cause(error), run.trainer
                 step = trainer.progress.batch_index if trainer else None
                 updates = trainer.progress.updates_unless_bad if trainer else 0
-                own = updates - run.record.updates_before  # without those it was resumed with
-                events.event("failed", **failure_of(cause, own, step))
+                updates -= run.record.updates_before  # without those it was resumed with
+                events.event("failed", **failure_of(cause, updates, step))
                 run.record.fail()
                 return exit_code_of(cause)
         return 0
@@ -429,8 +430,8 @@ class RankProgram(ABC, Generic[T]):
         trainer.comm.barrier()
         trainer.close()
         self._tell_reads()
-        seconds, held = trainer.heartbeat.seconds, self._held(trainer)
-        self.record.events.event("done", summary=summary, seconds=seconds, memory=held)
+        seconds, memory = trainer.heartbeat.seconds, self._held(trainer)
+        self.record.events.event("done", summary=summary, seconds=seconds, memory=memory)
         trainer.heartbeat.enter("done")
         trainer.faults.reach("done")
 
@@ -440,14 +441,14 @@ class RankProgram(ABC, Generic[T]):
             self.record.events.event("read", files=self.reads.files())
 
     def _stop(self, trainer: T) -> None:
-        """Asked to stop: the checkpoint is committed, or could not be."""
+        """End after a request to stop; the checkpoint is committed, or could not be."""
         self.record.close("stopped")
         committed = trainer.save(evaluate=False)  # the same step: known to all, not written again
         trainer.comm.barrier()
         trainer.close()
         step = trainer.progress.batch_index
-        held = self._held(trainer)
-        self.record.events.event("stopped", step=step, checkpoint=committed, memory=held)
+        memory = self._held(trainer)
+        self.record.events.event("stopped", step=step, checkpoint=committed, memory=memory)
         trainer.heartbeat.enter("done")
 
     def _held(self, trainer: T) -> dict[str, int | None]:

@@ -31,8 +31,8 @@ class ResumeChanges:
 
 def sources_for(job: Job) -> list[Path]:
     """Where the checkpoint of a job may lie: its own run folder first, then what it resumes."""
-    own = Path(job.run_dir) / CHECKPOINTS
-    return [own, *(checkpoint_folders(Path(job.resume)) if job.resume else [])]
+    own_folder = Path(job.run_dir) / CHECKPOINTS
+    return [own_folder, *(checkpoint_folders(Path(job.resume)) if job.resume else [])]
 
 
 def about_of(
@@ -70,25 +70,25 @@ def differing(
     """
     was, now = by_name(was), by_name(now)
     names = [name for name in was if name in now or not name.startswith("module ")]
-    found = {name: [was[name], now.get(name)] for name in names if was[name] != now.get(name)}
-    name = next((name for name in deciding if name in found), "")
+    changes = {name: [was[name], now.get(name)] for name in names if was[name] != now.get(name)}
+    name = next((name for name in deciding if name in changes), "")
     if bitwise and name:
         raise RequestError(
             asked="to resume with --bitwise",
-            found=f"{name} is {found[name][1]}; the checkpoint was made with {found[name][0]}",
+            found=f"{name} is {changes[name][1]}; the checkpoint was made with {changes[name][0]}",
             why="the bits of a step follow from it",
             do="resume where it was, or start anew without --bitwise and --resume PATH",
         )
-    return found
+    return changes
 
 
 def check_ends_later(job: Job, done: int, total: int | None) -> None:
     """Raise `RequestError` where a job asks for fewer steps than it goes on from."""
     if total is None or done <= total:
         return
-    asked = f"--steps {job.steps}" if job.steps is not None else f"epochs that are {total} steps"
+    limit = f"--steps {job.steps}" if job.steps is not None else f"epochs that are {total} steps"
     raise RequestError(
-        asked=f"{asked}, from {job.resume or job.run_dir}",
+        asked=f"{limit}, from {job.resume or job.run_dir}",
         found=f"its newest checkpoint, after step {done}",
         why="a training goes on, never back: the result would be that of other steps than asked",
         do=f"--steps {done} or more, or start at an earlier checkpoint in another folder: "

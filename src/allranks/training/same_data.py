@@ -88,7 +88,7 @@ def check_same(name: str, identities: list[str]) -> None:
     """Raise `RequestError` unless the data `name` is the same on all ranks, by their identities."""
     ranks = [json.loads(text) for text in identities]
     same = [{n: v for n, v in rank.items() if n != HASHES} for rank in ranks]
-    other = next((rank for rank, own in enumerate(same) if own != same[0]), None)
+    other = next((rank for rank, facts in enumerate(same) if facts != same[0]), None)
     if other is None:
         return
     why = "which rank reads which samples is arithmetic over one data set, the same on every rank"
@@ -103,10 +103,10 @@ def check_same(name: str, identities: list[str]) -> None:
     )
 
 
-def _difference(first: dict[str, Any], one: dict[str, Any], rank: int) -> str:
-    if one["kind"] != first["kind"]:
-        return f"{first['kind']} on rank 0, {one['kind']} on rank {rank}"
-    if one[SAMPLES] != first[SAMPLES]:
-        return f"{first[SAMPLES]} samples on rank 0, {one[SAMPLES]} on rank {rank}"
-    many = "" if one[SAMPLES] is None else f" ({one[SAMPLES]} on each)"
+def _difference(first: dict[str, Any], expected: dict[str, Any], rank: int) -> str:
+    if expected["kind"] != first["kind"]:
+        return f"{first['kind']} on rank 0, {expected['kind']} on rank {rank}"
+    if expected[SAMPLES] != first[SAMPLES]:
+        return f"{first[SAMPLES]} samples on rank 0, {expected[SAMPLES]} on rank {rank}"
+    many = "" if expected[SAMPLES] is None else f" ({expected[SAMPLES]} on each)"
     return f"other samples on rank {rank} than on rank 0{many}"

@@ -65,8 +65,8 @@ def polynomial(total: int, power: float = 1.0, warmup: int = 0, floor: float = 0
     _check_span("polynomial", total, warmup)
 
     def fall(step: int) -> float:
-        left = 1.0 - (step - warmup) / (total - warmup)
-        return floor + (1.0 - floor) * math.pow(left, power)
+        remaining = 1.0 - (step - warmup) / (total - warmup)
+        return floor + (1.0 - floor) * math.pow(remaining, power)
 
     return _after_warmup(fall, total, warmup, floor)
 
@@ -246,13 +246,13 @@ def _check_span(name: str, total: int, warmup: int) -> None:
 
 
 def _check_counts(name: str, least: int = 1, **counts: int) -> None:
-    for what, count in counts.items():
+    for setting, count in counts.items():
         if count < least:
             raise RequestError(
-                asked=f"schedule {name}({what}={count})",
+                asked=f"schedule {name}({setting}={count})",
                 found=str(count),
-                why=f"{what} is a count of at least {least}",
-                do=f"{what}={least} or more",
+                why=f"{setting} is a count of at least {least}",
+                do=f"{setting}={least} or more",
             )
 
 

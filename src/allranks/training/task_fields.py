@@ -253,16 +253,16 @@ def _names_used(kind: type, engines_own: type, but: Any) -> set[str]:
 
     Another task in the same file has names of its own, and does not count.
     """
-    found: set[str] = set()
+    names: set[str] = set()
     for base in _written_by_users(kind, engines_own):
         module = vars(sys.modules.get(base.__module__, object)).values()
-        beside = [v for v in module if isinstance(v, type) and _is_of(v, base)]
-        classes = [base, *(v for v in beside if not issubclass(v, TaskFields))]
+        neighbours = [v for v in module if isinstance(v, type) and _is_of(v, base)]
+        classes = [base, *(v for v in neighbours if not issubclass(v, TaskFields))]
         parts = [part for c in classes for part in vars(c).values()]
         for part in (*parts, *(v for v in module if _is_of(v, base))):
             if part is not but:
-                found.update(_names_in(part))
-    return found
+                names.update(_names_in(part))
+    return names
 
 
 def _is_of(value: Any, base: type) -> bool:

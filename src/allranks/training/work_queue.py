@@ -1,4 +1,4 @@
-"""Who trains with which samples: chunks that are handed out, each counted once.
+"""A queue of chunks of samples for learners, in which each chunk counts once.
 
 The steps of a job are cut into rounds of `every` steps, and the global batch of each step into
 `parts`, as ranks would cut it. A chunk is one part of the steps of one round:
@@ -7,10 +7,10 @@ The steps of a job are cut into rounds of `every` steps, and the global batch of
     0       0 … every-1  chunk 0   chunk 1   chunk 2
     1       every …      chunk 3   chunk 4   chunk 5
 
-A chunk is free, then with a learner, then done. One whose learner is lost is free again. When none
-is free, a learner that asks is given one that another has for the longest: whoever is first counts,
-and what the other has found is dropped. So each sample counts once in an epoch, whoever dies, and
-nobody waits for the slowest at the end. Pure arithmetic, no clock, no thread.
+A chunk is free, then assigned to a learner, then done. If its learner is lost, it is free again. If
+none is free, an idle learner gets the chunk that another one has had the longest: the first result
+counts, and the second one is dropped. So each sample counts once in an epoch, whichever learner
+dies, and the end of an epoch does not wait for the slowest. Pure arithmetic, no clock, no thread.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Chunk:
 class Ledger:
     """The chunks of the steps `origin` to `steps` - 1 of a job.
 
-    `held` says which learners have a chunk, in order.
+    `owners` are the learners of each assigned chunk, in order.
     """
 
     steps: int
@@ -55,7 +55,7 @@ class Ledger:
     parts: int
     origin: int = 0
     done: set[int] = field(default_factory=set)
-    held: dict[int, list[int]] = field(default_factory=dict)
+    owners: dict[int, list[int]] = field(default_factory=dict)
     whole: int = 0
     """All chunks below this number are done; `done` has those above alone."""
     steps_of_parts: int = 0
@@ -92,7 +92,7 @@ class Ledger:
         before: int | None = None,
         spare: bool = True,
     ) -> Chunk | None:
-        """What a learner works on next, and has from now on; `None`: there is nothing for it.
+        """Assign the next chunk to a learner, and return it; `None` if there is none for it.
 
         A free chunk of the first round that has one, that of its own part if it is free. `without`
         are chunks that wait for a merge. None that begins with step `before`, or later; and none
@@ -110,8 +110,8 @@ class Ledger:
         return self.chunk(number)
 
     def take(self, learner: int, number: int) -> None:
-        """A learner has this chunk."""
-        holders = self.held.setdefault(number, [])
+        """Assign this chunk to a learner."""
+        holders = self.owners.setdefault(number, [])
         if learner not in holders:
             holders.append(learner)
 
@@ -119,28 +119,30 @@ class Ledger:
         free = (
             n
             for n in range(self.whole, self.chunks)
-            if n not in self.done and n not in self.held and n not in waiting
+            if n not in self.done and n not in self.owners and n not in waiting
         )
         first = next(free, None)
         if first is None:
             return None
-        own = first - first % self.parts + learner % self.parts
-        is_free = not (self.is_done(own) or own in self.held or own in waiting)
-        return own if own > first and is_free else first
+        preferred = first - first % self.parts + learner % self.parts
+        is_free = not (self.is_done(preferred) or preferred in self.owners or preferred in waiting)
+        return preferred if preferred > first and is_free else first
 
     def _longest_held(self, learner: int, waiting: set[int]) -> int | None:
-        """A chunk that others have and nobody was given twice."""
-        found = (n for n, who in self.held.items() if len(who) == 1 and learner not in who)
-        return next((n for n in found if n not in waiting), None)
+        """The longest assigned chunk that only one other learner has."""
+        for number, owners in self.owners.items():
+            if len(owners) == 1 and learner not in owners and number not in waiting:
+                return number
+        return None
 
     def came(self, number: int) -> None:
-        """What was found in this chunk waits for a merge: nobody has it any more."""
-        self.held.pop(number, None)
+        """The result of this chunk waits for a merge: it has no owner any more."""
+        self.owners.pop(number, None)
 
     def merged(self, number: int) -> None:
-        """What was found in this chunk is in the weights."""
+        """The result of this chunk is in the weights."""
         assert not self.is_done(number), "a chunk counts once"
-        self.held.pop(number, None)
+        self.owners.pop(number, None)
         self.done.add(number)
         self.steps_of_parts += self.chunk(number).steps
         while self.whole in self.done:
@@ -148,13 +150,13 @@ class Ledger:
             self.whole += 1
 
     def lost(self, learner: int) -> list[Chunk]:
-        """A learner is gone; returns the chunks that are free again because of it."""
+        """Remove a lost learner; returns the chunks that are free again."""
         freed = []
-        for number, holders in list(self.held.items()):
+        for number, holders in list(self.owners.items()):
             if learner in holders:
                 holders.remove(learner)
                 if not holders:
-                    del self.held[number]
+                    del self.owners[number]
                     freed.append(self.chunk(number))
         return freed
 
@@ -171,7 +173,7 @@ class Ledger:
         """
         self.every, self.parts = int(state["every"]), int(state["parts"])
         self.origin, then = int(state["origin"]), int(state["steps"])
-        self.whole, self.done, self.held = int(state["whole"]), set(state["done"]), {}
+        self.whole, self.done, self.owners = int(state["whole"]), set(state["done"]), {}
         short_from = (then - self.origin) // self.every * self.parts
         if then != self.steps and (then - self.origin) % self.every:
             if self.whole == short_from + self.parts:  # that job was over
@@ -224,10 +226,10 @@ def checkpoints_to_evaluate(
     while True:
         is_last = heartbeat.wants_stop or _has_ended(run_dir, world.attempt)  # before it looks
         heartbeat.enter("exchange")
-        for judged, found in looks.newest(read):
+        for judged, value in looks.newest(read):
             heartbeat.at_step(judged.step)
             heartbeat.enter("evaluate")
-            yield judged, found
+            yield judged, value
         if is_last:
             return
         time.sleep(LOOK_S)
@@ -247,14 +249,14 @@ class CheckpointWatch:
         if folder is None or known is None or known in self._known:
             return []
         try:
-            found = self._read(folder, read)
+            results = self._read(folder, read)
         except (BadCheckpoint, OSError) as error:
             if _version_of(folder) != known:  # it went meanwhile, or another one is in its place
                 return []
-            found, told = [], {"step": step_of(folder), "path": str(folder), "set_aside": None}
-            self._events.event("checkpoint_skipped", problems=[str(error)], **told)
+            results, about = [], {"step": step_of(folder), "path": str(folder), "set_aside": None}
+            self._events.event("checkpoint_skipped", problems=[str(error)], **about)
         self._known.add(known)
-        return found
+        return results
 
     def _newest_folder(self) -> Path | None:
         with suppress(OSError):
@@ -269,18 +271,18 @@ class CheckpointWatch:
         problems = verify_files(folder, manifest, manifest.files)
         if problems:
             raise BadCheckpoint("; ".join(problems))
-        found: T = read_as(read, folder, manifest)
+        value: T = read_as(read, folder, manifest)
         self._done.add(judged)
-        return [(judged, found)]
+        return [(judged, value)]
 
 
 def _version_of(folder: Path) -> object:
-    """What is another one as soon as another manifest lies there; `None` where there is none."""
+    """A version that changes with the manifest of a folder; `None` if there is none."""
     try:
-        found = (folder / NAME).stat()
+        status = (folder / NAME).stat()
     except OSError:
         return None
-    return folder.name, found.st_ino, found.st_mtime_ns
+    return folder.name, status.st_ino, status.st_mtime_ns
 
 
 def _digest_of(manifest: Manifest) -> str:

@@ -179,8 +179,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _text(name: str, values: dict[str, Any]) -> str:
-    said = ",".join(
+    text = ",".join(
         f"{key}={str(value).lower() if isinstance(value, bool) else value}"
         for key, value in values.items()
     )
-    return f"{name}:{said}" if said else name
+    return f"{name}:{text}" if text else name

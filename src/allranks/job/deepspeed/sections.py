@@ -39,14 +39,14 @@ class DeepSpeedBatch:
 
 
 def batch_of(data: Mapping[str, Any], path: str, ranks: int) -> DeepSpeedBatch | None:
-    """What a configuration asks for on so many ranks; `None` where all it says is "auto".
+    """The batch of a configuration on so many ranks; `None` if all its values are "auto".
 
     Numbers that do not fit raise `RequestError`, as DeepSpeed refuses them.
     """
-    given = {key: _count(key, data[key], path) for key in KEYS if data.get(key, "auto") != "auto"}
-    if not given and any(key in data for key in (TRAIN, MICRO)):
+    counts = {key: _count(key, data[key], path) for key in KEYS if data.get(key, "auto") != "auto"}
+    if not counts and any(key in data for key in (TRAIN, MICRO)):
         return None
-    train, micro, passes = (given.get(key) for key in KEYS)
+    train, micro, passes = (counts.get(key) for key in KEYS)
     if train is None and micro is None:
         raise RequestError(
             asked=f"--job {path}",
@@ -63,9 +63,9 @@ def batch_of(data: Mapping[str, Any], path: str, ranks: int) -> DeepSpeedBatch |
         micro = train // ranks // passes
     passes = passes or train // micro // ranks
     if train != micro * passes * ranks:
-        said = ", ".join(f"{key} = {value}" for key, value in given.items())
+        text = ", ".join(f"{key} = {value}" for key, value in counts.items())
         raise RequestError(
-            asked=f"{said} in {path}, on {ranks} ranks",
+            asked=f"{text} in {path}, on {ranks} ranks",
             found=f"{train} is not {micro} · {passes} · {ranks}",
             why=f"{TRAIN} = {MICRO} · {ACCUMULATION} · ranks",
             do="change --ranks or one of them, or leave one of them out: it follows from the rest",
@@ -128,93 +128,93 @@ class FromDeepSpeed:
     task: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
 
-    def take(self, name: str, value: Any, key: str, asked: Any) -> None:
-        """A value of the job, or of the task (`task.NAME`), because `key` asks for it."""
-        where, _, own = name.rpartition(".")
-        (self.task if where else self.values)[own] = value
-        self.sources[name] = f"file {self.path}: {key} = {json.dumps(asked)}"
+    def set_value(self, name: str, value: Any, key: str, value_there: Any) -> None:
+        """Set a value of the job, or of the task (`task.NAME`), from the value of `key`."""
+        where, _, field_name = name.rpartition(".")
+        (self.task if where else self.values)[field_name] = value
+        self.sources[name] = f"file {self.path}: {key} = {json.dumps(value_there)}"
 
-    def note(self, key: str, asked: Any, why: str) -> None:
-        """A key from which nothing is taken."""
-        self.sources[f"{Path(self.path).name}: {key}"] = f"{json.dumps(asked)}, passed over: {why}"
+    def note(self, key: str, value: Any, why: str) -> None:
+        """Note a key that sets nothing."""
+        self.sources[f"{Path(self.path).name}: {key}"] = f"{json.dumps(value)}, passed over: {why}"
 
-    def refuse(self, key: str, asked: Any, why: str, do: str) -> RequestError:
+    def refuse(self, key: str, value: Any, why: str, do: str) -> RequestError:
         return RequestError(
-            asked=f"--job {self.path}", found=f"{key} = {json.dumps(asked)}", why=why, do=do
+            asked=f"--job {self.path}", found=f"{key} = {json.dumps(value)}", why=why, do=do
         )
 
 
 def read_deepspeed(path: str, ranks: int) -> FromDeepSpeed:
-    """What the configuration in `path` asks for on so many ranks; raises `RequestError`."""
+    """Read the configuration in `path` for so many ranks; raises `RequestError`."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8-sig"), object_pairs_hook=_once)
     except (OSError, ValueError, RecursionError) as error:
         raise _no_configuration(path, str(error) or type(error).__name__) from None
     if not isinstance(data, dict):
         raise _no_configuration(path, f"a {type(data).__name__}")
-    found = FromDeepSpeed(path)
-    _batch(found, data, ranks)
-    for key, asked in data.items():
-        if key in SECTIONS and asked != "auto":
-            SECTIONS[key](found, key, asked)
+    result = FromDeepSpeed(path)
+    _batch(result, data, ranks)
+    for key, value in data.items():
+        if key in SECTIONS and value != "auto":
+            SECTIONS[key](result, key, value)
         elif key not in SECTIONS and key not in KEYS:
-            _without_counterpart(found, key, asked, PASSED_OVER)
+            _without_counterpart(result, key, value, PASSED_OVER)
     if "gradient_clipping" not in data:
-        found.note("gradient_clipping", None, UNCLIPPED)
-    if "scheduler" in data and "schedule" in found.values and "optimizer" not in found.values:
-        raise found.refuse(
+        result.note("gradient_clipping", None, UNCLIPPED)
+    if "scheduler" in data and "schedule" in result.values and "optimizer" not in result.values:
+        raise result.refuse(
             "scheduler",
             data["scheduler"],
             "its rates are those of an optimizer, and the task's own has its own",
             "give optimizer too, or leave scheduler out and write schedule(step) in the task",
         )
-    _check_precision(found, data)
-    return found
+    _check_precision(result, data)
+    return result
 
 
-def _batch(found: FromDeepSpeed, data: Mapping[str, Any], ranks: int) -> None:
-    wanted = batch_of(data, found.path, ranks)
+def _batch(result: FromDeepSpeed, data: Mapping[str, Any], ranks: int) -> None:
+    wanted = batch_of(data, result.path, ranks)
     if wanted is None:
         return
-    asked = {key: data[key] for key in KEYS if key in data}
-    found.take("task.batch_size", wanted.train, "batch", asked)
-    found.take("micro_batch", wanted.micro, "batch", asked)
+    counts = {key: data[key] for key in KEYS if key in data}
+    result.set_value("task.batch_size", wanted.train, "batch", counts)
+    result.set_value("micro_batch", wanted.micro, "batch", counts)
 
 
-def _check_precision(found: FromDeepSpeed, data: Mapping[str, Any]) -> None:
+def _check_precision(result: FromDeepSpeed, data: Mapping[str, Any]) -> None:
     if {"bf16", "bfloat16"} <= data.keys():
         both = [data["bf16"], data["bfloat16"]]
-        raise found.refuse("bf16, bfloat16", both, "both name one section", "leave bfloat16 out")
+        raise result.refuse("bf16, bfloat16", both, "both name one section", "leave bfloat16 out")
     sections = {key: data[key] for key in ("fp16", "bf16", "bfloat16") if key in data}
     on = [
         key for key, value in sections.items() if value != "auto" and value.get("enabled") is True
     ]
     if len(on) > 1:
-        raise found.refuse(", ".join(on), True, "a job has one precision", "enable one of them")
+        raise result.refuse(", ".join(on), True, "a job has one precision", "enable one of them")
 
 
-def _zero(found: FromDeepSpeed, key: str, asked: Any) -> None:
-    section = _section(found, key, asked)
+def _zero(result: FromDeepSpeed, key: str, data: Any) -> None:
+    section = _section(result, key, data)
     stage = section.pop("stage", 0)
     if stage == "auto":
         stage = 0
     if type(stage) is not int or stage not in range(len(STAGES)):
-        raise found.refuse(f"{key}.stage", stage, "there are the stages 0, 1, 2, 3", "one of them")
+        raise result.refuse(f"{key}.stage", stage, "there are the stages 0, 1, 2, 3", "one of them")
     strategy = STAGES[stage]
     for name in ("offload_optimizer", "offload_param"):
-        device = _section(found, f"{key}.{name}", section.pop(name, None) or {}).get("device")
+        device = _section(result, f"{key}.{name}", section.pop(name, None) or {}).get("device")
         if device not in (None, "none"):
-            strategy = _offloaded(found, f"{key}.{name}.device", device, strategy)
-    found.take("strategy", strategy, f"{key}.stage", stage)
+            strategy = _offloaded(result, f"{key}.{name}.device", device, strategy)
+    result.set_value("strategy", strategy, f"{key}.stage", stage)
     for name, value in section.items():
-        _without_counterpart(found, f"{key}.{name}", value, PASSED_OVER_IN_ZERO)
+        _without_counterpart(result, f"{key}.{name}", value, PASSED_OVER_IN_ZERO)
 
 
-def _offloaded(found: FromDeepSpeed, key: str, device: Any, strategy: str) -> str:
+def _offloaded(result: FromDeepSpeed, key: str, device: Any, strategy: str) -> str:
     name = strategy.partition(":")[0]
     if device == "cpu" and any(option.name == "offload" for option in CARDS[name].options):
         return f"{name}:offload=cpu"
-    raise found.refuse(
+    raise result.refuse(
         key,
         device,
         f"{name!r} keeps what it trains on the devices that train",
@@ -222,75 +222,75 @@ def _offloaded(found: FromDeepSpeed, key: str, device: Any, strategy: str) -> st
     )
 
 
-def _fp16(found: FromDeepSpeed, key: str, asked: Any) -> None:
-    section = _section(found, key, asked)
-    if not _is_enabled(found, key, section):
+def _fp16(result: FromDeepSpeed, key: str, data: Any) -> None:
+    section = _section(result, key, data)
+    if not _is_enabled(result, key, section):
         return
-    found.take("precision", "fp16", f"{key}.enabled", True)
+    result.set_value("precision", "fp16", f"{key}.enabled", True)
     scale, power = section.get("loss_scale", 0), section.get("initial_scale_power", 16)
     window = section.get("loss_scale_window", 1000)
     if type(power) is not int or not 0 <= power <= MOST_POWER:
         why = f"the first scale is 2 to that power, a float32: from 0 to {MOST_POWER}"
-        raise found.refuse(f"{key}.initial_scale_power", power, why, "initial_scale_power: 16")
+        raise result.refuse(f"{key}.initial_scale_power", power, why, "initial_scale_power: 16")
     if scale != "auto" and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
-        raise found.refuse(f"{key}.loss_scale", scale, "a number; 0 is dynamic", "loss_scale: 0")
+        raise result.refuse(f"{key}.loss_scale", scale, "a number; 0 is dynamic", "loss_scale: 0")
     text = f"dynamic:initial={2.0**power},every={window}" if scale in (0, "auto") else str(scale)
-    found.take("loss_scale", text, key, asked)
+    result.set_value("loss_scale", text, key, data)
     if section.get("auto_cast"):
-        found.note(f"{key}.auto_cast", True, "inputs are always cast as the layers want them")
+        result.note(f"{key}.auto_cast", True, "inputs are always cast as the layers want them")
     for name, value in section.items():
         if name in OF_SCALE:
             if value != OF_SCALE[name] and text.startswith("dynamic"):
                 why = f"the scale here is halved at every overflow, down to 1: {name} is "
                 why += json.dumps(OF_SCALE[name])
-                raise found.refuse(f"{key}.{name}", value, why, f"leave {name} out")
+                raise result.refuse(f"{key}.{name}", value, why, f"leave {name} out")
         elif name not in OF_FP16:
-            _without_counterpart(found, f"{key}.{name}", value, {})
+            _without_counterpart(result, f"{key}.{name}", value, {})
     if "hysteresis" not in section and text.startswith("dynamic"):
-        found.note(f"{key}.hysteresis", 2, "its default; here the first overflow halves the scale")
+        result.note(f"{key}.hysteresis", 2, "its default; here the first overflow halves the scale")
 
 
-def _bf16(found: FromDeepSpeed, key: str, asked: Any) -> None:
-    section = _section(found, key, asked)
-    if _is_enabled(found, key, section):
-        found.take("precision", "bf16", f"{key}.enabled", True)
+def _bf16(result: FromDeepSpeed, key: str, data: Any) -> None:
+    section = _section(result, key, data)
+    if _is_enabled(result, key, section):
+        result.set_value("precision", "bf16", f"{key}.enabled", True)
     for name, value in section.items():
         if name != "enabled":
-            _without_counterpart(found, f"{key}.{name}", value, {"immediate_grad_update": SPEED})
+            _without_counterpart(result, f"{key}.{name}", value, {"immediate_grad_update": SPEED})
 
 
-def _is_enabled(found: FromDeepSpeed, key: str, section: Mapping[str, Any]) -> bool:
+def _is_enabled(result: FromDeepSpeed, key: str, section: Mapping[str, Any]) -> bool:
     enabled = section.get("enabled", False)
     if enabled == "auto":
         return False
     if not isinstance(enabled, bool):
         why = 'it is true, false, or "auto"'
-        raise found.refuse(f"{key}.enabled", enabled, why, f'"{key}": {{"enabled": true}}')
+        raise result.refuse(f"{key}.enabled", enabled, why, f'"{key}": {{"enabled": true}}')
     return enabled
 
 
-def _clipping(found: FromDeepSpeed, key: str, asked: Any) -> None:
-    is_number = isinstance(asked, (int, float)) and not isinstance(asked, bool)
-    if not is_number or not 0 <= asked <= sys.float_info.max:
+def _clipping(result: FromDeepSpeed, key: str, limit: Any) -> None:
+    is_number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
+    if not is_number or not 0 <= limit <= sys.float_info.max:
         why = "it is the longest gradient, a finite number; 0 is none"
-        raise found.refuse(key, asked, why, f"{key}: 1.0")
-    found.take("task.clip_norm", float(asked) or "none", key, asked)
+        raise result.refuse(key, limit, why, f"{key}: 1.0")
+    result.set_value("task.clip_norm", float(limit) or "none", key, limit)
 
 
-def _optimizer(found: FromDeepSpeed, key: str, asked: Any) -> None:
-    section = _section(found, key, asked)
-    if (text := optimizer_text(found.refuse, section)) is None:
-        found.note(key, asked, "all of it is auto: the optimizer is the task's")
+def _optimizer(result: FromDeepSpeed, key: str, data: Any) -> None:
+    section = _section(result, key, data)
+    if (text := optimizer_text(result.refuse, section)) is None:
+        result.note(key, data, "all of it is auto: the optimizer is the task's")
     else:
-        found.take("optimizer", text, key, asked)
+        result.set_value("optimizer", text, key, data)
 
 
-def _scheduler(found: FromDeepSpeed, key: str, asked: Any) -> None:
-    section = _section(found, key, asked)
-    if (text := schedule_text(found.refuse, section)) is None:
-        found.note(key, asked, "all of it is auto: the schedule is the task's")
+def _scheduler(result: FromDeepSpeed, key: str, data: Any) -> None:
+    section = _section(result, key, data)
+    if (text := schedule_text(result.refuse, section)) is None:
+        result.note(key, data, "all of it is auto: the schedule is the task's")
     else:
-        found.take("schedule", text, key, asked)
+        result.set_value("schedule", text, key, data)
 
 
 SECTIONS: dict[str, Callable[[FromDeepSpeed, str, Any], None]] = {
@@ -305,18 +305,18 @@ SECTIONS: dict[str, Callable[[FromDeepSpeed, str, Any], None]] = {
 
 
 def _without_counterpart(
-    found: FromDeepSpeed, key: str, asked: Any, harmless: Mapping[str, str]
+    result: FromDeepSpeed, key: str, value: Any, harmless: Mapping[str, str]
 ) -> None:
-    """Pass over what changes nothing, and what is not asked for; refuse the rest."""
+    """Note keys that change nothing or are off; refuse all others."""
     name = key.rpartition(".")[2]
     if name in harmless:
-        found.note(key, asked, harmless[name])
-    elif not _is_on(asked):
-        found.note(key, asked, "it is off")
+        result.note(key, value, harmless[name])
+    elif not _is_on(value):
+        result.note(key, value, "it is off")
     else:
-        raise found.refuse(
+        raise result.refuse(
             key,
-            asked,
+            value,
             "nothing here does that, and what is asked for must not be passed over",
             f"leave {key} out",
         )
@@ -328,10 +328,10 @@ def _is_on(value: Any) -> bool:
     return value not in (None, False, 0, "auto", "none", [])
 
 
-def _section(found: FromDeepSpeed, key: str, asked: Any) -> dict[str, Any]:
-    if not isinstance(asked, dict):
-        raise found.refuse(key, asked, f"{key} is a section", f'"{key}": {{…}}')
-    return dict(asked)
+def _section(result: FromDeepSpeed, key: str, data: Any) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        raise result.refuse(key, data, f"{key} is a section", f'"{key}": {{…}}')
+    return dict(data)
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def _tensor_bytes(work: Workload, options: Mapping[str, Any]) -> int:
 
 def _cut_layers(has: Contents, options: Mapping[str, Any]) -> float:
     """A part of the layers that can be cut, and all of the rest."""
-    return (2 + has.kept) * (has.cut * int(options["data"]) / has.ranks + has.rest)
+    return (2 + has.optimizer) * (has.cut * int(options["data"]) / has.ranks + has.uncut)
 
 
 TENSOR_CARD = Card(

@@ -96,25 +96,25 @@ def _bytes(work: Workload, options: Mapping[str, Any]) -> int:
     readers = work.ranks // tensor
     holders = options.get("shard", readers)
     times, groups = 2 if options["reshard"] else 1, readers / holders
-    sent: float = (holders - 1) / holders * (root + times * units)
+    per_pass: float = (holders - 1) / holders * (root + times * units)
     if reduce.name not in compressed.PIECES or "shard" in options:
-        sent += (holders - 1) / holders * gradients
+        per_pass += (holders - 1) / holders * gradients
     if reduce.name in compressed.PIECES:
         others = groups - 1 if "shard" in options else holders - 1
-        sent += others * _codes(work, reduce, gradients, holders)
+        per_pass += others * _codes(work, reduce, gradients, holders)
     elif reduce.name not in compressed.SIGNED:
-        sent += 2 * (1 - holders / readers) * gradients / holders
+        per_pass += 2 * (1 - holders / readers) * gradients / holders
     if is_tree:
-        sent += (groups - 1) * gradients
+        per_pass += (groups - 1) * gradients
     once = 0.0
     if reduce.name in compressed.SIGNED:
         once = (groups - 1) * _cosines(work, reduce, gradients, holders)
     last = Workload((tally,), work.ranks, work.shards)
-    beside = tree_bytes(work, [tally]) if is_tree else ring_bytes(last, options)
+    of_tally = tree_bytes(work, [tally]) if is_tree else ring_bytes(last, options)
     if along:
         reduced, gathered = along
-        beside += round((tensor - 1) / tensor * (2 * reduced + gathered))
-    return round(work.passes * sent + once) + beside + moved
+        of_tally += round((tensor - 1) / tensor * (2 * reduced + gathered))
+    return round(work.passes * per_pass + once) + of_tally + moved
 
 
 def _codes(work: Workload, reduce: Picked, gradients: int, holders: int) -> int:
@@ -157,7 +157,7 @@ def _parts(has: Contents, options: Mapping[str, Any]) -> float:
     residuals, reduce = 0, options["reduce"].name
     if reduce in (*compressed.PIECES, *compressed.SIGNED):
         residuals = (1 + (reduce in compressed.SIGNED)) if "shard" in options else holders
-    return (2 + residuals + has.kept) * (has.cut / tensor + has.rest) / holders
+    return (2 + residuals + has.optimizer) * (has.cut / tensor + has.uncut) / holders
 
 
 def _guarantees(whose: str) -> dict[str, Guarantee]:

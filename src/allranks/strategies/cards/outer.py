@@ -23,10 +23,10 @@ def learners_of(ranks: int, options: Mapping[str, Any]) -> int:
     """How many learners so many ranks are; raises `RequestError` where they do not fit."""
     inner: Picked = options["inner"]
     learners = int(options["learners"]) or ranks
-    asked = f"learners={options['learners']},inner={inner} on {ranks} ranks"
+    request = f"learners={options['learners']},inner={inner} on {ranks} ranks"
     if ranks % learners:
         raise RequestError(
-            asked=asked,
+            asked=request,
             found=f"{ranks} ranks for {learners} learners",
             why="each learner has as many ranks as any other",
             do=f"--ranks {-(-ranks // learners) * learners}",
@@ -34,7 +34,7 @@ def learners_of(ranks: int, options: Mapping[str, Any]) -> int:
     if (ranks == learners) != (inner.name == ALONE) and ranks > 1:
         several = ranks // learners
         raise RequestError(
-            asked=asked,
+            asked=request,
             found=f"{several} rank{'s' * (several > 1)} in a learner",
             why="one rank trains alone (inner=single), and several by a strategy of their own",
             do=f"learners={ranks // 2},inner=ddp" if ranks > 2 else "leave learners and inner out",
@@ -89,24 +89,24 @@ def of_nodes(options: Mapping[str, Any], per_node: int, ranks: int) -> dict[str,
 
     A learner of several ranks is a node, and learners of one node are near each other.
     """
-    found: dict[str, str] = {}
+    options_of_nodes: dict[str, str] = {}
     if "learners" not in options or per_node in (0, ranks):
-        return found
+        return options_of_nodes
     learners = int(options["learners"]) or ranks
     if learner_options(options).name != ALONE and not options["learners"]:
         learners = ranks // per_node
-        found["learners"] = str(learners)
+        options_of_nodes["learners"] = str(learners)
     if options.get("near") and not options["group"] and per_node % (ranks // learners) == 0:
-        found["group"] = str(max(1, per_node // (ranks // learners)))
-    return found
+        options_of_nodes["group"] = str(max(1, per_node // (ranks // learners)))
+    return options_of_nodes
 
 
 def _mesh(inner: Mapping[str, Card]) -> Any:
     def mesh(ranks: int, options: Mapping[str, Any]) -> Mesh:
         _check_periods(options)
         near_of(ranks, options)
-        learners, own = learners_of(ranks, options), options["inner"]
-        within = inner[own.name].mesh(ranks // learners, own.options)
+        learners, inner_choice = learners_of(ranks, options), options["inner"]
+        within = inner[inner_choice.name].mesh(ranks // learners, inner_choice.options)
         return Mesh(((LEARNER, learners), *within.axes))
 
     return mesh
@@ -114,15 +114,15 @@ def _mesh(inner: Mapping[str, Card]) -> Any:
 
 def _bytes(work: Workload, options: Mapping[str, Any]) -> int:
     """Those of the inner strategy in each step, and of all weights in each block."""
-    within, weights, coded, said = work.messages
+    within, weights, coded, notes = work.messages
     every, near = int(options["every"]), int(options.get("near", 0))
     learners = learners_of(work.ranks, options)
-    sent = within + 2 * (learners - 1) / learners * (weights + said) / every
-    sent += (learners - 1) * coded / every
+    per_step = within + 2 * (learners - 1) / learners * (weights + notes) / every
+    per_step += (learners - 1) * coded / every
     if near:
         group = near_of(work.ranks, options)
-        sent += 2 * (group - 1) / group * weights * (1 / near - 1 / every)
-    return round(sent)
+        per_step += 2 * (group - 1) / group * weights * (1 / near - 1 / every)
+    return round(per_step)
 
 
 def _stored(keeps: int, coded: str = "") -> Stored:
@@ -133,7 +133,7 @@ def _stored(keeps: int, coded: str = "") -> Stored:
 
     def of(has: Contents, options: Mapping[str, Any]) -> float:
         left_out = int(bool(coded) and options["bits"] == coded)
-        return (4 + keeps + left_out + has.kept) * (has.cut + has.rest)
+        return (4 + keeps + left_out + has.optimizer) * (has.cut + has.uncut)
 
     more = f"; bits={coded}: ({5 + keeps} + k)" if coded else ""
     return Stored(f"({4 + keeps} + k)(C + R), learners of one rank{more}", of)

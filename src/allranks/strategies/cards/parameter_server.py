@@ -48,12 +48,12 @@ def _pulled_or_pushed(work: Workload, options: Mapping[str, Any]) -> int:
 
     With `update=worker` it sends the sum of the gradients, and nothing where a worker has that.
     """
-    held = work.messages
+    server_bytes = work.messages
     if options["mode"] == CHANGES:  # once in `every` steps
-        return -(-sum(held) // int(options["every"]))
+        return -(-sum(server_bytes) // int(options["every"]))
     if options["mode"] == OUT_OF_STEP:  # one worker in each step
-        return sum(held)
-    return max(parts_of_a_step(work.ranks, options) * max(held), sum(held))
+        return sum(server_bytes)
+    return max(parts_of_a_step(work.ranks, options) * max(server_bytes), sum(server_bytes))
 
 
 def parts_of_a_step(workers: int, options: Mapping[str, Any]) -> int:
@@ -71,7 +71,7 @@ def _check_together(options: Mapping[str, Any]) -> None:
             raise RequestError(
                 asked=f"--strategy ps:{name}={options[name]}",
                 found=f"{of}={options[of]}",
-                why=f"{name} is an option of " + " or ".join(f"{of}={one}" for one in values),
+                why=f"{name} is an option of " + " or ".join(f"{of}={value}" for value in values),
                 do=f"{of}={values[0]}, or leave {name} out",
             )
 

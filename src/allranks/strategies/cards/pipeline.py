@@ -21,17 +21,17 @@ def _crossing(work: Workload, options: Mapping[str, Any]) -> int:
     Messages are (forward, back) for each pair of stages, and last what all ranks sum.
     """
     *crossed, summed = work.messages
-    ranks, sent = work.ranks, [0.0] * work.ranks
+    ranks, sent_bytes = work.ranks, [0.0] * work.ranks
     for stage, forward in enumerate(crossed[::2]):
-        sent[stage % ranks] += forward
-        sent[(stage + 1) % ranks] += crossed[2 * stage + 1]
+        sent_bytes[stage % ranks] += forward
+        sent_bytes[(stage + 1) % ranks] += crossed[2 * stage + 1]
     ring = 2 * (ranks - 1) / ranks * summed
-    return round(max(sent) * (ranks > 1) + ring)
+    return round(max(sent_bytes) * (ranks > 1) + ring)
 
 
 def _own_stages(has: Contents, options: Mapping[str, Any]) -> float:
     """Weights that several stages share are not cut."""
-    return (2 + has.kept) * (has.cut / has.ranks + has.rest)
+    return (2 + has.optimizer) * (has.cut / has.ranks + has.uncut)
 
 
 BY = Option(
@@ -101,13 +101,13 @@ def _three_axes(ranks: int, options: Mapping[str, Any]) -> Mesh:
     check_sequence("mesh", options)
     places = data * tensor * pipeline
     if places != ranks:
-        asked = f"mesh:data={data},tensor={tensor},pipeline={pipeline}"
-        copies, rest = divmod(ranks, tensor * pipeline)
+        mesh_text = f"mesh:data={data},tensor={tensor},pipeline={pipeline}"
+        copies, remainder = divmod(ranks, tensor * pipeline)
         raise RequestError(
-            asked=f"--strategy {asked} --ranks {ranks}",
+            asked=f"--strategy {mesh_text} --ranks {ranks}",
             found=f"data {data} x tensor {tensor} x pipeline {pipeline} = {places} places",
             why=f"each of the {ranks} ranks has one of them, and none is left empty",
-            do=f"--ranks {places}" + (f", or data={copies}" if not rest else ""),
+            do=f"--ranks {places}" + (f", or data={copies}" if not remainder else ""),
         )
     if options["reduce"] == "tree" and tensor > 1:
         raise RequestError(
@@ -122,7 +122,7 @@ def _three_axes(ranks: int, options: Mapping[str, Any]) -> Mesh:
 def _of_three_axes(work: Workload, options: Mapping[str, Any]) -> int:
     """Of the busiest rank; messages are a `ROW` for each rank, and twice the tally: as copies sum
     it, and with what goes with it as all ranks do, or those of a line."""
-    *rest, tally, along_line = work.messages
+    *by_rank, tally, along_line = work.messages
     copies, line = (int(options[name]) for name in ("data", "pipeline"))
     along = 1 - 1 / int(options["tensor"])
     is_tree = options["reduce"] == "tree"
@@ -132,17 +132,18 @@ def _of_three_axes(work: Workload, options: Mapping[str, Any]) -> int:
             return tree_bytes(Workload((), copies, work.shards), [message])
         return 2 * (1 - 1 / copies) * message
 
-    sent: list[float] = [
+    sent_bytes: list[float] = [
         crossing + along * (2 * reduced + gathered) + between(gradients) + tied
-        for crossing, reduced, gathered, gradients, tied in zip(*[iter(rest)] * ROW, strict=True)
+        for crossing, reduced, gathered, gradients, tied in zip(*[iter(by_rank)] * ROW, strict=True)
     ]
     of_tally = 2 * (1 - 1 / (line if is_tree else work.ranks)) * along_line
-    return round(max(sent) + of_tally + (between(tally) if is_tree else 0))
+    return round(max(sent_bytes) + of_tally + (between(tally) if is_tree else 0))
 
 
 def _own_part(has: Contents, options: Mapping[str, Any]) -> float:
     """Of the layers of a stage that can be cut a part, and all of its others."""
-    return (2 + has.kept) * (has.cut / int(options["tensor"]) + has.rest) / int(options["pipeline"])
+    tensor, pipeline = int(options["tensor"]), int(options["pipeline"])
+    return (2 + has.optimizer) * (has.cut / tensor + has.uncut) / pipeline
 
 
 MESH_CARD = Card(

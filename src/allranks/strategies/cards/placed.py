@@ -36,7 +36,7 @@ def ring_bytes(work: Workload, options: Mapping[str, Any]) -> int:
 
 def _all_stored(has: Contents, options: Mapping[str, Any]) -> float:
     """Weights, gradients, and what the optimizer keeps."""
-    return (2 + has.kept) * (has.cut + has.rest)
+    return (2 + has.optimizer) * (has.cut + has.uncut)
 
 
 EVERYTHING = Stored("(2 + k)(C + R)", _all_stored)
@@ -53,24 +53,24 @@ def tree_bytes(work: Workload, messages: Iterable[int]) -> int:
     """Each message in rounds of pairs, or by all-to-all of roots and all-gather of sums."""
     if work.ranks == 1:
         return 0
-    sent = 0.0
+    sent_bytes = 0.0
     for message in messages:
         if uses_pairs(work.shards, work.ranks, message):
-            sent += (rounds_of_pairs(work.shards, work.ranks) or 0) * message
+            sent_bytes += (rounds_of_pairs(work.shards, work.ranks) or 0) * message
         else:
-            sent += (tree_roots(work) + 1) * (work.ranks - 1) / work.ranks * message
-    return round(sent)
+            sent_bytes += (tree_roots(work) + 1) * (work.ranks - 1) / work.ranks * message
+    return round(sent_bytes)
 
 
 def _branches(work: Workload, options: Mapping[str, Any]) -> int:
     """What branches return is broadcast; the gradients of their inputs and the tally are summed."""
-    returned, given, tally = work.messages
-    return round((work.ranks - 1) / work.ranks * (returned + 2 * given + 2 * tally))
+    returned, inputs, tally = work.messages
+    return round((work.ranks - 1) / work.ranks * (returned + 2 * inputs + 2 * tally))
 
 
 def _own_branches(has: Contents, options: Mapping[str, Any]) -> float:
     """Branches are what is cut."""
-    return (2 + has.kept) * (has.cut / has.ranks + has.rest)
+    return (2 + has.optimizer) * (has.cut / has.ranks + has.uncut)
 
 
 PLACED_CARDS = (
@@ -140,7 +140,7 @@ def _zero(work: Workload, options: Mapping[str, Any]) -> int:
 
 def _own_rows(has: Contents, options: Mapping[str, Any]) -> float:
     """All weights, and what the optimizer keeps of own rows; gradients are gone after a step."""
-    return (1 + has.kept / has.ranks) * (has.cut + has.rest)
+    return (1 + has.optimizer / has.ranks) * (has.cut + has.uncut)
 
 
 BOTH: dict[str, Any] = {
@@ -165,7 +165,7 @@ def _expert_mesh(ranks: int, options: Mapping[str, Any]) -> Mesh:
 
 def _own_experts(has: Contents, options: Mapping[str, Any]) -> float:
     """Experts are what is cut."""
-    return (2 + has.kept) * (has.cut * replicas_of(options) / has.ranks + has.rest)
+    return (2 + has.optimizer) * (has.cut * replicas_of(options) / has.ranks + has.uncut)
 
 
 def _expert(work: Workload, options: Mapping[str, Any]) -> int:

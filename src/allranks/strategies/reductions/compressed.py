@@ -83,15 +83,15 @@ def whole_words(size: int) -> int:
     return -(-size // 8) * 8
 
 
-def kept(count: int, keep: int, chunk: int) -> tuple[int, int]:
+def kept_numbers(count: int, keep: int, chunk: int) -> tuple[int, int]:
     """How many of `count` numbers top-k keeps, and how many chunks they are of."""
-    full, rest = divmod(count, chunk)
-    return full * keep + min(rest, keep), full + (rest > 0)
+    full, remainder = divmod(count, chunk)
+    return full * keep + min(remainder, keep), full + (remainder > 0)
 
 
 def top_k_bytes(count: int, itemsize: int, keep: int, chunk: int, *, two_bit: bool) -> int:
     """Values, or codes and scales, and 12 bits for each index."""
-    numbers, chunks = kept(count, keep, chunk)
+    numbers, chunks = kept_numbers(count, keep, chunk)
     values = -(-numbers // 4) + 4 * chunks if two_bit else itemsize * numbers
     return whole_words(values + -(-numbers * 3 // 2))
 
@@ -194,11 +194,11 @@ def _gathered(work: Workload, sizes: list[int]) -> int:
 def coded_sent(name: str) -> Callable[[Workload, Mapping[str, Any]], int]:
     """What every rank gives to all others by one of `PIECES`."""
 
-    def sent(work: Workload, options: Mapping[str, Any]) -> int:
+    def bytes_sent(work: Workload, options: Mapping[str, Any]) -> int:
         reduce = Picked(name, dict(options))
         return _gathered(work, [code_bytes(reduce, n, item) for n, item in _counts(work)])
 
-    return sent
+    return bytes_sent
 
 
 def demo_bytes(shape: tuple[int, ...], itemsize: int, options: Mapping[str, Any]) -> int:
@@ -228,15 +228,16 @@ def power_sgd_sent(work: Workload, options: Mapping[str, Any]) -> int:
 
 def columns_sent(work: Workload, options: Mapping[str, Any]) -> int:
     """All stripes but a rank's own, then its stripe to all; the rest is all-reduced."""
-    found = [shape for shapes in work.shapes for shape in shapes]
+    shapes = [shape for message in work.shapes for shape in message]
     bits = int(options.get("bits", 1))
     stripes = sum(
         -(-shape[0] // work.ranks) * column_bytes(prod(shape[1:]), bits)
-        for shape in found
+        for shape in shapes
         if is_matrix(shape)
     )
-    rest = sum(prod(shape) for shape in found if not is_matrix(shape)) * _counts(work)[0][1]
-    return round(2 * (work.ranks - 1) * (stripes + (rest + work.tally) / work.ranks))
+    numbers = sum(prod(shape) for shape in shapes if not is_matrix(shape))
+    uncompressed = numbers * _counts(work)[0][1]
+    return round(2 * (work.ranks - 1) * (stripes + (uncompressed + work.tally) / work.ranks))
 
 
 WAYS = {

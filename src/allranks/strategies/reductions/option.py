@@ -59,7 +59,7 @@ def _buckets(has: Contents, options: Mapping[str, Any]) -> float:
     each = 1 + (1 + 1 / has.ranks / 2 if reduce in ("fp16", "bf16") else 0)
     each += (reduce in compressed.CHOICES) + (reduce in ("one-bit", "n-bit")) / has.ranks
     sets = 2 if is_late(options) else 1
-    return (1 + sets * each + has.kept) * (has.cut + has.rest)
+    return (1 + sets * each + has.optimizer) * (has.cut + has.uncut)
 
 
 STORED = Stored(
@@ -96,9 +96,10 @@ def reduced_bytes(work: Workload, options: Mapping[str, Any]) -> int:
     if not is_late(options):
         return way(work, picked.options)
     *gradients, tally = work.messages
-    own = replace(work, messages=(tally,))
-    rest = replace(work, messages=tuple(gradients), tally=0)
-    return way(rest, picked.options) + WAYS["tree" if picked.name == "tree" else "mean"](own, {})
+    of_tally = replace(work, messages=(tally,))
+    of_gradients = replace(work, messages=tuple(gradients), tally=0)
+    way_of_tally = WAYS["tree" if picked.name == "tree" else "mean"]
+    return way(of_gradients, picked.options) + way_of_tally(of_tally, {})
 
 
 def mesh_of_groups(ranks: int, options: Mapping[str, Any]) -> Mesh:

@@ -1,8 +1,8 @@
-"""Who sends which part of a message to whom, so that every rank ends with its sum: pure arithmetic.
+"""Schedules of messages by which every rank ends with the sum of all ranks: pure arithmetic.
 
-A schedule is a list of turns, as many for every rank; in turn t of all ranks the same messages
-leave and come. A part is a range of elements. Where `adds`, what comes is added to what is there;
-else it takes its place. Every element is summed once, in one order, and copied from there: all
+A schedule is a list of turns, equally many for every rank; messages of turn t match on all ranks.
+A part is a range of elements. If a turn `adds`, a received part is added to the local one;
+otherwise it replaces it. Every element is summed once, in one order, and copied from there: all
 ranks end with the same bits. With p ranks and n bytes a rank sends at most
 
     ring               2(p-1)/p·n, in 2(p-1) turns                Patarasuk and Yuan 2009
@@ -39,8 +39,8 @@ class Turn:
 def ring(ranks: int, rank: int, size: int, options: Mapping[str, Any]) -> list[Turn]:
     """A chunk for each rank goes round twice: to be added up, then to be copied."""
     members = range(ranks)
-    own, scatter = _ring_reduce_scatter(members, rank, range(size))
-    return [*scatter, *_ring_all_gather(members, rank, range(size), own)]
+    own_chunk, scatter = _ring_reduce_scatter(members, rank, range(size))
+    return [*scatter, *_ring_all_gather(members, rank, range(size), own_chunk)]
 
 
 def halving_doubling(ranks: int, rank: int, size: int, options: Mapping[str, Any]) -> list[Turn]:
@@ -95,10 +95,10 @@ def hierarchical(ranks: int, rank: int, size: int, options: Mapping[str, Any]) -
     node, local = divmod(rank, group)
     inside = range(node * group, (node + 1) * group)
     across = range(local, ranks, group)
-    own, scatter = _ring_reduce_scatter(inside, local, range(size))
-    summed, scatter_across = _ring_reduce_scatter(across, node, own)
-    gather_across = _ring_all_gather(across, node, own, summed)
-    gather = _ring_all_gather(inside, local, range(size), own)
+    own_chunk, scatter = _ring_reduce_scatter(inside, local, range(size))
+    summed, scatter_across = _ring_reduce_scatter(across, node, own_chunk)
+    gather_across = _ring_all_gather(across, node, own_chunk, summed)
+    gather = _ring_all_gather(inside, local, range(size), own_chunk)
     return [*scatter, *scatter_across, *gather_across, *gather]
 
 
@@ -140,10 +140,10 @@ def _ring_reduce_scatter(members: Sequence[int], at: int, part: Part) -> tuple[P
     return chunks[(at + 1) % count], turns
 
 
-def _ring_all_gather(members: Sequence[int], at: int, part: Part, own: Part) -> list[Turn]:
+def _ring_all_gather(members: Sequence[int], at: int, part: Part, own_chunk: Part) -> list[Turn]:
     """Every chunk comes to `members[at]`, which holds the sum of its `own`."""
     chunks, count = cut(part, len(members)), len(members)
-    assert own == chunks[(at + 1) % count]
+    assert own_chunk == chunks[(at + 1) % count]
     after, before = members[(at + 1) % count], members[at - 1]
     return [
         _turn((after, chunks[(at + 1 - k) % count]), (before, chunks[(at - k) % count]))
@@ -159,14 +159,14 @@ def _halving_doubling_core(ranks: int, rank: int, size: int) -> list[Turn]:
     while distance:
         middle, partner = (low + high) // 2, rank ^ distance
         halves = (low, middle), (middle, high)
-        kept, given = halves if not rank & distance else halves[::-1]
-        own, other = (range(chunks[a].start, chunks[b - 1].stop) for a, b in (kept, given))
-        halving.append(_turn((partner, other), (partner, own), adds=True))
-        doubling.append(_turn((partner, own), (partner, other)))
-        (low, high), distance = kept, distance // 2
+        keep, send = halves if not rank & distance else halves[::-1]
+        kept_part, sent_part = (range(chunks[a].start, chunks[b - 1].stop) for a, b in (keep, send))
+        halving.append(_turn((partner, sent_part), (partner, kept_part), adds=True))
+        doubling.append(_turn((partner, kept_part), (partner, sent_part)))
+        (low, high), distance = keep, distance // 2
     return [*halving, *reversed(doubling)]
 
 
-def _turn(sent: tuple[int, Part], received: tuple[int, Part], *, adds: bool = False) -> Turn:
-    """Both at once; of an empty part nothing leaves and nothing comes."""
-    return Turn((sent,) if sent[1] else (), (received,) if received[1] else (), adds)
+def _turn(outgoing: tuple[int, Part], received: tuple[int, Part], *, adds: bool = False) -> Turn:
+    """A turn that sends and receives at once; empty parts are left out."""
+    return Turn((outgoing,) if outgoing[1] else (), (received,) if received[1] else (), adds)

@@ -37,7 +37,7 @@ class WholeBatchNorm:
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
-        self.sent: list[tuple[str, int, torch.dtype]] = []
+        self.collectives: list[tuple[str, int, torch.dtype]] = []
         self._known: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._alone = False
         self._zeros: list[Pending] = []
@@ -53,16 +53,16 @@ class WholeBatchNorm:
         self._settle()
         self._known.clear()
         if own_samples:
-            self.sent.clear()
+            self.collectives.clear()
             return
-        if not self.sent and self.comm.size > 1:
+        if not self.collectives and self.comm.size > 1:
             raise RequestError(
                 asked='batchnorm = "whole"',
                 found="a first batch of which a rank has no sample",
                 why="what the layers send is only known from a forward pass",
                 do="use at least as many samples as shards, or fewer ranks",
             )
-        for collective, size, kind in self.sent:
+        for collective, size, kind in self.collectives:
             zeros = torch.zeros(size, dtype=kind, device=self.comm.device)
             if collective == "gather":
                 whole = zeros.new_empty(self.comm.size * size)
@@ -104,9 +104,9 @@ class WholeBatchNorm:
         var = squares / count
         self._known[index, call] = mean, var
         if by.running is not None:
-            kept = squares / (count if by.biased else count - 1)
-            found = torch.cat((mean.new_ones(1), mean, kept))
-            scope.add_moments(index, found.mul_(scope.samples))
+            variance = squares / (count if by.biased else count - 1)
+            moments = torch.cat((mean.new_ones(1), mean, variance))
+            scope.add_moments(index, moments.mul_(scope.samples))
         if self.comm.size == 1:
             plain = F.batch_norm(full, None, None, by.weight, by.bias, True, 0.0, by.eps)
             return plain.to(input.dtype)
@@ -121,13 +121,13 @@ class WholeBatchNorm:
     def _statistics(self, input: Tensor) -> tuple[float, Tensor, Tensor]:
         """Values for each channel, their mean, and the sum of squares around it, of all ranks."""
         dims = _dims(input)
-        own = float(input.numel() // input.shape[1])
+        values = float(input.numel() // input.shape[1])
         mean = input.mean(dims)
         squares = (input - _along(mean, input)).square().sum(dims)
         if self.comm.size == 1:
-            return own, mean, squares
-        self.sent.append(("gather", 1 + 2 * len(mean), input.dtype))
-        parts = self._gathered(torch.cat((mean.new_tensor([own]), mean, squares)))
+            return values, mean, squares
+        self.collectives.append(("gather", 1 + 2 * len(mean), input.dtype))
+        parts = self._gathered(torch.cat((mean.new_tensor([values]), mean, squares)))
         counts, means = parts[:, :1], parts[:, 1 : 1 + len(mean)]
         count = counts.sum()
         mean = (counts * means).sum(0) / count
@@ -144,7 +144,7 @@ class WholeBatchNorm:
 
     def summed(self, part: Tensor) -> Tensor:
         """The sum over all ranks, in place."""
-        self.sent.append(("sum", part.numel(), part.dtype))
+        self.collectives.append(("sum", part.numel(), part.dtype))
         self.comm.all_reduce(part, KIND).wait()
         return part
 
@@ -179,10 +179,10 @@ class _Whole(torch.autograd.Function):
         (gradient,) = gradients
         xhat, inverse = ctx.saved_tensors
         dims = _dims(gradient)
-        own = torch.cat((gradient.sum(dims), (gradient * xhat).sum(dims)))
-        plain, product = (ctx.of.summed(own) / ctx.count).chunk(2)
-        found = gradient - _along(plain, gradient) - xhat * _along(product, gradient)
-        return found * _along(inverse, gradient), None, None, None, None
+        sums = torch.cat((gradient.sum(dims), (gradient * xhat).sum(dims)))
+        plain, product = (ctx.of.summed(sums) / ctx.count).chunk(2)
+        derivative = gradient - _along(plain, gradient) - xhat * _along(product, gradient)
+        return derivative * _along(inverse, gradient), None, None, None, None
 
 
 class _Met(torch.autograd.Function):

@@ -50,25 +50,25 @@ def normalise(
     (2, shards, channels).
     """
     values = source.shape[1] * source.shape[3]
-    kept: list[Tensor] = []
+    saved: list[Tensor] = []
     kernel = 0
     if values < LARGE:
         mean, var = (part.flatten() for part in both)
         numbers = _as_channels(source, full_type(source.dtype))
         of_channels = (None, None, mean, var, True, 1.0, by.eps)
-        found, *kept = _of_channels(_one_sample(numbers), *of_channels)
-        _scaled(_as_shards(found, source), by.weight, by.bias, target)
+        output, *saved = _of_channels(_one_sample(numbers), *of_channels)
+        _scaled(_as_shards(output, source), by.weight, by.bias, target)
     else:
         shards = (of.chunk(len(source)) for of in (rows, out))
         for shard, into, mean, var in zip(*shards, *both, strict=True):
             of_shard = (by.weight, by.bias, mean, var, True, 1.0, by.eps)
             enabled = torch.backends.cudnn.enabled
-            found, *more, kernel = _batch_norm(_aligned(shard), *of_shard, enabled)
-            into.copy_(found)
-            kept += more
+            output, *more, kernel = _batch_norm(_aligned(shard), *of_shard, enabled)
+            into.copy_(output)
+            saved += more
     if by.biased:
         both[1].mul_((values - 1) / values)
-    return kept, kernel
+    return saved, kernel
 
 
 def derive(
@@ -80,7 +80,7 @@ def derive(
     target: Tensor | None,
     weight: Tensor | None,
     eps: float,
-    kept: list[Tensor],
+    saved: list[Tensor],
     kernel: int,
 ) -> Tensor:
     """Fill `target`, a view of `out`, with the gradient of `source`, a view of `rows`, unless it is
@@ -92,22 +92,22 @@ def derive(
         kind = full_type(source.dtype)
         numbers = (_one_sample(_as_channels(of, kind)) for of in (gradient, source))
         ones = _ones(shards * source.shape[2], kind, source.device)
-        of_channels = (ones, None, None, *kept, True, eps, needs)
-        found, *sums = _derivative_of_channels(*numbers, *of_channels)
+        of_channels = (ones, None, None, *saved, True, eps, needs)
+        derivative, *sums = _derivative_of_channels(*numbers, *of_channels)
         if target is not None:
-            _scaled(_as_shards(found, source), weight, None, target)
+            _scaled(_as_shards(derivative, source), weight, None, target)
         return torch.stack(sums).view(2, shards, -1).sum(1)
     if weight is None:
         weight = _ones(source.shape[2], full_type(source.dtype), source.device)
     each = []
     parts = (of.chunk(shards) for of in (rows, above, out))
-    for shard, own, into, mean, inverse, reserve in zip(
-        *parts, kept[::3], kept[1::3], kept[2::3], strict=True
+    for shard, above_shard, into, mean, inverse, reserve in zip(
+        *parts, saved[::3], saved[1::3], saved[2::3], strict=True
     ):
         of_shard = (weight, None, None, mean, inverse, True, eps, needs, reserve)
-        found, *sums = _derivative(kernel, _aligned(shard), _aligned(own), *of_shard)
+        derivative, *sums = _derivative(kernel, _aligned(shard), _aligned(above_shard), *of_shard)
         if target is not None:
-            into.copy_(found)
+            into.copy_(derivative)
         each.append(torch.stack(sums))
     return torch.stack(each).sum(0)
 
@@ -123,28 +123,28 @@ def _ones(count: int, kind: torch.dtype, device: torch.device) -> Tensor:
 
 def _as_channels(of: Tensor, kind: torch.dtype) -> Tensor:
     """(shards, samples, channels, positions) -> (shards, channels, samples, positions), dense."""
-    turned = of.transpose(1, 2)
-    return torch.empty(turned.shape, dtype=kind, device=of.device).copy_(turned)
+    channels_first = of.transpose(1, 2)
+    return torch.empty(channels_first.shape, dtype=kind, device=of.device).copy_(channels_first)
 
 
 def _one_sample(numbers: Tensor) -> Tensor:
     return numbers.view(1, numbers.shape[0] * numbers.shape[1], -1)
 
 
-def _as_shards(found: Tensor, source: Tensor) -> Tensor:
+def _as_shards(output: Tensor, source: Tensor) -> Tensor:
     """The way back of both."""
     shards, samples, channels, positions = source.shape
-    return found.view(shards, channels, samples, positions).transpose(1, 2)
+    return output.view(shards, channels, samples, positions).transpose(1, 2)
 
 
-def _scaled(found: Tensor, weight: Tensor | None, bias: Tensor | None, target: Tensor) -> None:
-    factor, shift = (None if of is None else along(of, found) for of in (weight, bias))
+def _scaled(numbers: Tensor, weight: Tensor | None, bias: Tensor | None, target: Tensor) -> None:
+    factor, shift = (None if of is None else along(of, numbers) for of in (weight, bias))
     if factor is None:
-        target.copy_(found if shift is None else found + shift)
+        target.copy_(numbers if shift is None else numbers + shift)
     elif shift is None:
-        torch.mul(found, factor, out=target)
+        torch.mul(numbers, factor, out=target)
     else:
-        torch.addcmul(shift, found, factor, out=target)
+        torch.addcmul(shift, numbers, factor, out=target)
 
 
 def _aligned(shard: Tensor) -> Tensor:

@@ -25,8 +25,8 @@ def library_for(source: Tensor, *more: Tensor | None) -> ModuleType | None:
     if LIBRARY is None or source.dtype not in TYPES or source.shape[3] < LEAST_VALUES:
         return None
     fits = torch.get_num_threads() == 1 and all(
-        one is None or (one.dtype == source.dtype and _lies_in_memory(one))
-        for one in (source, *more)
+        tensor is None or (tensor.dtype == source.dtype and _lies_in_memory(tensor))
+        for tensor in (source, *more)
     )
     return LIBRARY if fits else None
 

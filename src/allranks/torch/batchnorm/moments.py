@@ -31,11 +31,11 @@ def weighted_moments(run: ShardRun, values: int, both: Tensor, by: Normalising) 
 
     Each has `values` of each channel, over which `both` were taken.
     """
-    found = torch.cat((both.new_full((1,), run.pieces), both.flatten(2).sum(1).flatten()))
-    found.mul_(run.samples)
+    moments = torch.cat((both.new_full((1,), run.pieces), both.flatten(2).sum(1).flatten()))
+    moments.mul_(run.samples)
     if not by.biased:
-        found[1 + by.features :].mul_(values / (values - 1))
-    return found
+        moments[1 + by.features :].mul_(values / (values - 1))
+    return moments
 
 
 def joined(moments: list[Tensor], by: Normalising, like: Tensor) -> Tensor:
@@ -47,8 +47,8 @@ def joined(moments: list[Tensor], by: Normalising, like: Tensor) -> Tensor:
 
 def summed(parts: list[Tensor]) -> Tensor:
     """Their sum, in the first one."""
-    first, *rest = parts
-    for part in rest:
+    first, *others = parts
+    for part in others:
         first.add_(part)
     return first
 
@@ -93,9 +93,9 @@ def expression(
 def _normalised(part: Tensor, pieces: int, by: Normalising) -> tuple[Tensor, Tensor]:
     """The rows of a run normalised piece by piece; mean and variance of each, without gradient."""
     if torch.compiler.is_compiling():
-        apply: Any = _Given.apply
-        found: tuple[Tensor, Tensor] = apply(part, by.weight, by.bias, pieces, by.eps)
-        return found
+        apply: Any = _Traced.apply
+        traced: tuple[Tensor, Tensor] = apply(part, by.weight, by.bias, pieces, by.eps)
+        return traced
     source = _pieces(part, pieces)
     var, mean = torch.var_mean(source, _samples(source), correction=0, keepdim=True)
     output = _affine((source - mean) * (var + by.eps).rsqrt(), by.weight, by.bias)
@@ -103,7 +103,7 @@ def _normalised(part: Tensor, pieces: int, by: Normalising) -> tuple[Tensor, Ten
     return output.to(part.dtype).flatten(0, 1), both
 
 
-class _Given(torch.autograd.Function):
+class _Traced(torch.autograd.Function):
     """The same with its derivative: traced by a compiler, forward and backward."""
 
     @staticmethod
@@ -134,21 +134,21 @@ class _Given(torch.autograd.Function):
         product = (gradient * around).sum(dims, keepdim=True) * inverse
         values = source.numel() // mean.numel()
         scale = inverse if weight is None else inverse * along(weight, source)
-        found = scale * (gradient - plain / values - around * (product * inverse / values))
-        of_part = found.to(part.dtype).flatten(0, 1)
+        derivative = scale * (gradient - plain / values - around * (product * inverse / values))
+        of_part = derivative.to(part.dtype).flatten(0, 1)
         return of_part, _like(product, weight), _like(plain, bias), None, None
 
 
 def _pieces(part: Tensor, pieces: int) -> Tensor:
     """(rows, channels, …) -> (pieces, rows, channels, …), in 32 bits or more."""
-    found: Tensor = part.to(full_type(part.dtype)).unflatten(0, (pieces, -1))
-    return found
+    pieces_of_part: Tensor = part.to(full_type(part.dtype)).unflatten(0, (pieces, -1))
+    return pieces_of_part
 
 
-def _affine(found: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+def _affine(output: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     if weight is not None:
-        found = found * along(weight, found)
-    return found if bias is None else found + along(bias, found)
+        output = output * along(weight, output)
+    return output if bias is None else output + along(bias, output)
 
 
 def _like(sums: Tensor, channels: Tensor | None) -> Tensor | None:

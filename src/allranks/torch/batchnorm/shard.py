@@ -56,10 +56,10 @@ def normalised_runs(
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return expression(input, runs, per_sample, by)
     apply: Any = _ByShard.apply  # a copy inside of it would have no second derivative
-    found: tuple[Tensor, Tensor] = apply(
+    output: tuple[Tensor, Tensor] = apply(
         _dense(input), by.weight, by.bias, runs, per_sample, by, both
     )
-    return found
+    return output
 
 
 class _ByShard(torch.autograd.Function):
@@ -77,7 +77,7 @@ class _ByShard(torch.autograd.Function):
         both: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         output = torch.empty_like(input)
-        kept: list[Tensor] = []
+        saved: list[Tensor] = []
         # of each run: how many tensors it keeps, and the kernel that torch took
         kinds: list[tuple[int, int | None]] = []
         moments = []
@@ -88,21 +88,21 @@ class _ByShard(torch.autograd.Function):
                 place = both[:, first:shard]
                 of_run = (input[rows], source, by, target, output[rows], place)
                 more, kernel = by_library.normalise(*of_run)
-                kept += more
+                saved += more
                 kinds.append((len(more), kernel))
                 continue
-            found, inverse = _normalise(run, source, weight, bias, by, target)
+            result, inverse = _normalise(run, source, weight, bias, by, target)
             if not is_alone(run, by):
                 values = source.shape[1] * source.shape[3]
-                moments.append(weighted_moments(run, values, found, by))
-            kept += found[0], inverse
+                moments.append(weighted_moments(run, values, result, by))
+            saved += result[0], inverse
             kinds.append((2, None))
         ctx.layout, ctx.by, ctx.kinds = (runs, per_sample), by, kinds
-        ctx.save_for_backward(input, weight, bias, *kept)
-        found = kept[0] if both is not None else joined(moments, by, kept[0])
-        ctx.mark_non_differentiable(found)
+        ctx.save_for_backward(input, weight, bias, *saved)
+        result = saved[0] if both is not None else joined(moments, by, saved[0])
+        ctx.mark_non_differentiable(result)
         ctx.set_materialize_grads(False)
-        return output, found
+        return output, result
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -111,17 +111,17 @@ class _ByShard(torch.autograd.Function):
             return (None,) * 7
         if torch.is_grad_enabled():
             return (*_differentiable(ctx, above), None, None, None, None)
-        input, weight, bias, *kept = ctx.saved_tensors
+        input, weight, bias, *saved = ctx.saved_tensors
         above = _dense(above, _format(input))
-        found = torch.empty_like(input) if ctx.needs_input_grad[0] else None
-        targets = above if found is None else found  # not written then
+        of_input = torch.empty_like(input) if ctx.needs_input_grad[0] else None
+        targets = above if of_input is None else of_input  # not written then
         at, sums = 0, []
         split = _split(*ctx.layout, input, above, targets)
         for (run, rows, source, gradient, target), (count, kernel) in zip(
             split, ctx.kinds, strict=True
         ):
-            of_run, at = kept[at : at + count], at + count
-            to = None if found is None else target
+            of_run, at = saved[at : at + count], at + count
+            to = None if of_input is None else target
             if kernel is None:
                 mean, inverse = of_run
                 sums.append(_derive(run, source, gradient, weight, mean, inverse, ctx.by, to))
@@ -131,7 +131,7 @@ class _ByShard(torch.autograd.Function):
             sums.append(by_library.derive(*whole, *views, weight, ctx.by.eps, of_run, kernel))
         of_weight, of_bias = summed(sums)
         return (
-            found,
+            of_input,
             None if weight is None else of_weight.to(weight.dtype),
             None if bias is None else of_bias.to(bias.dtype),
             *(None, None, None, None),
@@ -234,14 +234,14 @@ def _affine(
 
 def _differentiable(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     """The gradients as functions of what they came from, for a second derivative."""
-    given = ctx.saved_tensors[:3]
+    inputs = ctx.saved_tensors[:3]
     needs = ctx.needs_input_grad[:3]
-    by = replace(ctx.by, weight=given[1], bias=given[2])
+    by = replace(ctx.by, weight=inputs[1], bias=inputs[2])
     runs, per_sample = ctx.layout
-    output, _ = expression(given[0], runs, per_sample, by)
-    wanted = [tensor for tensor, need in zip(given, needs, strict=True) if need]
-    found = iter(torch.autograd.grad(output, wanted, gradient, create_graph=True))
-    return tuple(next(found) if need else None for need in needs)
+    output, _ = expression(inputs[0], runs, per_sample, by)
+    wanted = [tensor for tensor, need in zip(inputs, needs, strict=True) if need]
+    derivatives = iter(torch.autograd.grad(output, wanted, gradient, create_graph=True))
+    return tuple(next(derivatives) if need else None for need in needs)
 
 
 def _split(runs: Runs, per_sample: int, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
@@ -254,12 +254,12 @@ def _split(runs: Runs, per_sample: int, *tensors: Tensor) -> Iterator[tuple[Any,
     for run in runs:
         rows = run.samples * per_sample
         end = at + run.pieces * rows
-        own = tensors if rows * run.pieces == len(tensors[0]) else [t[at:end] for t in tensors]
+        parts = tensors if rows * run.pieces == len(tensors[0]) else [t[at:end] for t in tensors]
         where = slice(at, end)
         if last:
-            yield run, where, *(t.movedim(1, -1).view(run.pieces, -1, t.shape[1], 1) for t in own)
+            yield run, where, *(t.movedim(1, -1).view(run.pieces, -1, t.shape[1], 1) for t in parts)
         else:
-            yield run, where, *(t.view(run.pieces, rows, t.shape[1], -1) for t in own)
+            yield run, where, *(t.view(run.pieces, rows, t.shape[1], -1) for t in parts)
         at = end
 
 
@@ -278,22 +278,22 @@ def _dense(tensor: Tensor, format: torch.memory_format | None = None) -> Tensor:
 # --- layer ---------------------------------------------------------------------------------------
 # BatchNorm layers that belong to shards, of torch here, of Keras in `keras.shards`.
 #
-# Each shard is normalised by its own moments, which are left in the scope: the running statistics
+# Each shard is normalised by its own moments, which are added to the scope: the running statistics
 # take one update per step, from the sample-weighted moments of all shards of all ranks (below). A
 # shard of one sample is normalised by the running statistics and adds nothing to them. With
 # `batchnorm = "whole"` the global batch is normalised instead (`across_ranks`).
 
 
 class NormOfShard(OfShard):
-    """A layer that is normalised; where it is compiled, its moments are `left` behind in it."""
+    """A normalisation layer; if it is compiled, it stores its `moments`."""
 
-    left: list[Tensor]
+    moments: list[Tensor]
 
 
 def normalised(layer: NormOfShard, input: Tensor, by: Normalising) -> Tensor:
     """`input`, (rows, channels, …), normalised shard by shard; leaves the moments in the scope.
 
-    Those of a layer that keeps no running statistics are of no use to anybody, and not left there.
+    A layer without running statistics leaves no moments.
     """
     scope = layer.scope
     if input.shape[1] != by.features:  # one feature would go along all channels
@@ -309,9 +309,9 @@ def normalised(layer: NormOfShard, input: Tensor, by: Normalising) -> Tensor:
             raise no_variance(f"shard {scope.pieces[at].shard}")
         at += run.pieces
     if torch.compiler.is_compiling():
-        output, found = normalised_runs(input, runs, per_sample, by)
+        output, moments = normalised_runs(input, runs, per_sample, by)
         if by.running is not None:
-            layer.left.append(found)  # not in the scope: a number of the layer would be guarded
+            layer.moments.append(moments)  # not in the scope: the layer's number would be guarded
         return output
     if len(scope.pieces) == 1:
         return _by_torch(layer, input, runs[0], by)
@@ -319,11 +319,11 @@ def normalised(layer: NormOfShard, input: Tensor, by: Normalising) -> Tensor:
     if by_library.takes(input):
         kind, shards = full_type(input.dtype), len(scope.pieces)
         both = scope.unweighted.room(shards, by.features, kind, input.device)
-    output, found = normalised_runs(input, runs, per_sample, by, both)
+    output, moments = normalised_runs(input, runs, per_sample, by, both)
     if by.running is None:
         return output
     if both is None:
-        scope.add_moments(layer.index, found)
+        scope.add_moments(layer.index, moments)
     else:
         lone = [(run.pieces, 0 if is_alone(run, by) else run.samples) for run in runs]
         samples = tuple(samples for pieces, samples in lone for _ in range(pieces))
@@ -345,9 +345,9 @@ def _by_torch(layer: NormOfShard, input: Tensor, run: ShardRun, by: Normalising)
     if by.biased:
         values = input.numel() // by.features
         weight = mean.new_ones(1)
-        found = torch.cat((weight, mean, var)).mul_(run.samples)
-        found[1 + by.features :] *= (values - 1) / values
-        scope.add_moments(layer.index, found)
+        moments = torch.cat((weight, mean, var)).mul_(run.samples)
+        moments[1 + by.features :] *= (values - 1) / values
+        scope.add_moments(layer.index, moments)
     else:
         scope.leave_moments(layer.index, both, (run.samples,))
     return output
@@ -362,11 +362,11 @@ def _other_channels(input: Tensor, by: Normalising) -> RequestError:
     )
 
 
-def no_variance(what: str) -> RequestError:
+def no_variance(where: str) -> RequestError:
     """The refusal of a BatchNorm of one value per channel without running statistics."""
     return RequestError(
         asked="BatchNorm with track_running_stats=False",
-        found=f"one value for each channel in {what}",
+        found=f"one value for each channel in {where}",
         why="one value has no variance, and no running statistics stand in for it",
         do="--set last_batch=drop, fewer shards, or running statistics in that layer",
     )
@@ -406,15 +406,15 @@ class ShardBatchNorm(NormOfShard, _BatchNorm):
 
 
 class RunningStatistics:
-    """Those of `norms`, whose moments stand in this order in a tensor on the device of `like`."""
+    """Those of `norms`, whose moments are stored in this order on the device of `like`."""
 
     def __init__(self, norms: Sequence[ShardNorm], like: Tensor) -> None:
         self.norms, self.like = norms, like
         self.sizes = [n for norm in norms for n in (1, norm.num_features, norm.num_features)]
-        own = torch.tensor([1 + 2 * norm.num_features for norm in norms], dtype=torch.long)
-        self.layer = torch.arange(len(norms)).repeat_interleave(own).to(like.device)
-        self.weights = (own.cumsum(0) - own).to(like.device)
-        self._asked: list[float | None] = []
+        sizes = torch.tensor([1 + 2 * norm.num_features for norm in norms], dtype=torch.long)
+        self.layer = torch.arange(len(norms)).repeat_interleave(sizes).to(like.device)
+        self.weights = (sizes.cumsum(0) - sizes).to(like.device)
+        self._rates_then: list[float | None] = []
 
     @torch.no_grad()
     def update(self, moments: Tensor) -> None:
@@ -424,7 +424,7 @@ class RunningStatistics:
         weights = moments[self.weights]
         had_some = weights > 0
         statistics = [norm.running_statistics() for norm in self.norms]
-        counted = [number for number, own in enumerate(statistics) if len(own) > 2]
+        counted = [number for number, tensors in enumerate(statistics) if len(tensors) > 2]
         counts = [statistics[number][2] for number in counted]
         if counts:
             more = had_some.to(counts[0].dtype)
@@ -432,9 +432,9 @@ class RunningStatistics:
             torch._foreach_add_(counts, [_to(by_layer[n], statistics[n][2]) for n in counted])
         rates = self._rates(statistics) * had_some
         ones = torch.ones_like(weights)
-        found = moments / torch.where(had_some, weights, ones)[self.layer]
-        new, rate = (x.split(self.sizes) for x in (found, rates[self.layer]))
-        running = [tensor for own in statistics for tensor in own[:2]]
+        means = moments / torch.where(had_some, weights, ones)[self.layer]
+        new, rate = (x.split(self.sizes) for x in (means, rates[self.layer]))
+        running = [tensor for tensors in statistics for tensor in tensors[:2]]
         places = [at for at in range(len(self.sizes)) if at % 3]
         torch._foreach_lerp_(
             running,
@@ -444,17 +444,17 @@ class RunningStatistics:
 
     def _rates(self, statistics: list[list[Tensor]]) -> Tensor:
         """How far each layer goes: its momentum, or one over its updates, this one included."""
-        asked = [norm.running_rate() for norm in self.norms]
-        if asked != self._asked:
-            self._asked = asked
-            self._given = self.like.new_tensor([rate or 0.0 for rate in asked])
+        rates = [norm.running_rate() for norm in self.norms]
+        if rates != self._rates_then:
+            self._rates_then = rates
+            self._constant = self.like.new_tensor([rate or 0.0 for rate in rates])
             self._cumulative = torch.tensor(
-                [rate is None for rate in asked], device=self.like.device
+                [rate is None for rate in rates], device=self.like.device
             )
-        if None not in asked:
-            return self._given
-        done = torch.stack([_to(own[-1].reshape(-1)[0], self.like) for own in statistics])
-        return torch.where(self._cumulative, done.clamp(min=1).reciprocal(), self._given)
+        if None not in rates:
+            return self._constant
+        done = torch.stack([_to(tensors[-1].reshape(-1)[0], self.like) for tensors in statistics])
+        return torch.where(self._cumulative, done.clamp(min=1).reciprocal(), self._constant)
 
 
 def _to(tensor: Tensor, like: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ class Branches(Staged):
         module.forward = lambda *args, **keywords: self.calls.call(branch, forward, args, keywords)
 
     def _is_apart(self) -> bool:
-        return self.step.apart.is_on
+        return self.step.user_backward.is_on
 
     @contextmanager
     def _running(self) -> Iterator[None]:

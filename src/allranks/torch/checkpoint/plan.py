@@ -1,9 +1,9 @@
-"""Who writes what, and who reads it from where.
+"""Plans which rank writes which part of a checkpoint, and which parts a rank reads.
 
-Every rank plans what it holds, the plans are exchanged as text, and every rank computes the same
-global plan from them: what several ranks hold is written by one of them, balanced by bytes. A state
-with DTensors is planned by torch.distributed.checkpoint (`dcp`), each rank its part; the plain plan
-here is what that planner makes of whole tensors, without a second of imports.
+Every rank plans its tensors, the plans are gathered as text, and every rank computes the same
+global plan from them: a tensor that several ranks hold is written by one of them, balanced by
+bytes. torch.distributed.checkpoint (`dcp`) plans a state with DTensors, each rank its part. For
+whole tensors, the plain plan here is the same, without a second of imports.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class WritePart:
 
 @dataclass(frozen=True)
 class Read:
-    """What fills `target`: the `part` of a `chunk`."""
+    """One read: the `part` of a `chunk` that fills `target`."""
 
     path: str
     chunk: TensorBox
@@ -68,33 +68,33 @@ class Read:
 
 
 def holds(chunk: TensorBox) -> bool:
-    """Whether there is any number in it: an empty one may lie where another begins."""
+    """Whether it has any number: an empty chunk may lie at the offset of another one."""
     return 0 not in chunk.sizes
 
 
 @dataclass(frozen=True)
 class WritePlan:
-    """What every rank writes, in rank order. Equal on all ranks."""
+    """The parts that each rank writes, in rank order. Equal on all ranks."""
 
     parts: tuple[tuple[WritePart, ...], ...]
 
     def tensors(self, files: list[str]) -> dict[str, SavedTensor]:
         """Every tensor with its chunks, for the manifest; `files` by rank."""
-        found: dict[str, list[tuple[WritePart, TensorBox]]] = {}
+        chunks: dict[str, list[tuple[WritePart, TensorBox]]] = {}
         for file, parts in zip(files, self.parts, strict=True):
             for part in parts:
                 chunk = TensorBox(file, part.offsets, part.sizes)
-                found.setdefault(part.path, []).append((part, chunk))
+                chunks.setdefault(part.path, []).append((part, chunk))
         return {
             path: SavedTensor(pairs[0][0].dtype, pairs[0][0].shape, tuple(c for _, c in pairs))
-            for path, pairs in sorted(found.items())
+            for path, pairs in sorted(chunks.items())
         }
 
 
 class Planner:
-    """Plans the saves of one rank; planned and exchanged again only when some rank's state changed.
+    """Plans the saves of one rank; plans again only if the state of some rank has changed.
 
-    Every rank calls `plan` for the same step. Each call sends a digest; a new plan is sent whole.
+    Every rank calls `plan` for the same step. Each call gathers a digest; a new plan, all of it.
     """
 
     def __init__(self, comm: Ranks) -> None:
@@ -108,7 +108,7 @@ class Planner:
     def plan(
         self, step: int, tensors: dict[str, Tensor]
     ) -> tuple[WritePlan, dict[WritePart, Tensor]]:
-        """The plan of all ranks, and what this rank writes: its own tensors, not copies."""
+        """The plan of all ranks, and the tensors that this rank writes, which are not copies."""
         parts = _local_parts(tensors)
         looks = list(parts)
         if looks != self._looks:
@@ -119,11 +119,11 @@ class Planner:
         return self._plan, {part: parts[part] for part in self._plan.parts[self.comm.rank]}
 
     def _agree(self, step: int) -> None:
-        said = [word.split() for word in self.comm.gather_texts(f"{step} {self._digest}")]
-        steps = [word[0] for word in said]
+        words = [word.split() for word in self.comm.gather_texts(f"{step} {self._digest}")]
+        steps = [word[0] for word in words]
         if len(set(steps)) > 1:
             raise _unlike(f"steps {', '.join(steps)}, in rank order", "the same step on every rank")
-        digests = [word[-1] for word in said]
+        digests = [word[-1] for word in words]
         if digests != self._known:
             texts = self.comm.gather_texts(self._text)
             ranks = [self._looks if text == self._text else _read_parts(text) for text in texts]
@@ -132,11 +132,11 @@ class Planner:
 
 
 def _local_parts(tensors: dict[str, Tensor]) -> dict[WritePart, Tensor]:
-    """What this rank holds, part by part, and what it knows to be elsewhere (meta tensors)."""
+    """The parts that this rank holds, and those that other ranks hold (meta tensors)."""
     if any(is_dtensor(tensor) for tensor in tensors.values()):
-        held = {path: tensor for path, tensor in tensors.items() if not tensor.is_meta}
-        rest = {_whole(path, t): t for path, t in tensors.items() if t.is_meta}
-        return {**load(PLANNER).local_parts(held), **rest}
+        present = {path: tensor for path, tensor in tensors.items() if not tensor.is_meta}
+        absent = {_whole(path, t): t for path, t in tensors.items() if t.is_meta}
+        return {**load(PLANNER).local_parts(present), **absent}
     return {_whole(path, tensor): tensor for path, tensor in tensors.items()}
 
 
@@ -147,7 +147,7 @@ def _whole(path: str, tensor: Tensor) -> WritePart:
 
 
 def _global(ranks: list[list[WritePart]]) -> WritePlan:
-    """The same on every rank: a pure function of what all ranks hold."""
+    """The plan for the parts of all ranks, the same on every rank."""
     _check(ranks)
     ranks = [[part for part in parts if part.kind != ELSEWHERE] for parts in ranks]
     if all(part.kind == WHOLE for parts in ranks for part in parts):
@@ -165,7 +165,7 @@ def _read_parts(text: str) -> list[WritePart]:
 
 
 def _shared_out(ranks: list[list[WritePart]]) -> list[list[WritePart]]:
-    """Each part to that of its holders with the fewest bytes to write, the largest part first."""
+    """Assign each part to its holder with the fewest bytes to write, the largest part first."""
     holders: dict[WritePart, list[int]] = {}
     for rank, parts in enumerate(ranks):
         for part in parts:
@@ -180,18 +180,18 @@ def _shared_out(ranks: list[list[WritePart]]) -> list[list[WritePart]]:
 
 
 def _check(ranks: list[list[WritePart]]) -> None:
-    """What all hold must be there on all, and look the same; a planner would take any one."""
-    seen: dict[str, Any] = {}
+    """Check that shared parts exist on all ranks with the same looks; a planner uses any one."""
+    known: dict[str, Any] = {}
     cut = {part.path for parts in ranks for part in parts if part.kind == SHARD}
     for parts in ranks:
         for part in parts:
             is_whole = part.path not in cut if part.kind == ELSEWHERE else part.kind == WHOLE
             looks = (is_whole, part.dtype, part.shape)
-            if seen.setdefault(part.path, looks) != looks:
-                found = f"{part.path} as {seen[part.path]} and as {looks}"
+            if known.setdefault(part.path, looks) != looks:
+                found = f"{part.path} as {known[part.path]} and as {looks}"
                 raise _unlike(found, "the same on every rank")
-    held = {p.path for parts in ranks for p in parts if p.kind != ELSEWHERE}
-    for path in sorted(seen.keys() - held)[:1]:
+    stored = {p.path for parts in ranks for p in parts if p.kind != ELSEWHERE}
+    for path in sorted(known.keys() - stored)[:1]:
         raise refused(path, "a tensor without storage on any rank")
     shared = [{p.path for p in parts} - cut for parts in ranks]
     shared = [{path for path in paths if not path.startswith("own/")} for paths in shared]
@@ -205,7 +205,7 @@ def _unlike(found: str, wanted: str) -> RequestError:
         asked=f"a checkpoint of a state that all ranks hold: {wanted}",
         found=found,
         why="it would be written by one rank, and what the others hold would be lost",
-        do="give what differs between ranks as `own`",
+        do="give what differs between ranks as `rank_state`",
     )
 
 
@@ -230,7 +230,7 @@ def _box(target: Tensor, chunk: TensorBox) -> Tensor:
 
 
 # --- runs ----------------------------------------------------------------------------------------
-# What a rank holds of a tensor in several runs of rows: `_StridedShard` of torch.
+# The part of a tensor that a rank holds in several runs of rows: `_StridedShard` of torch.
 #
 #     rows of one weight      q q q q k k k k v v v v
 #     on rank 0 of 2          q q     k k     v v          three runs, side by side in its memory
@@ -243,23 +243,23 @@ Box = tuple[int, ...]
 
 @dataclass(frozen=True)
 class RowRun:
-    """Rows that are side by side in the whole and here: where they begin there, and they."""
+    """Consecutive rows of the whole and of this rank: their offsets in the whole, and the rows."""
 
     offsets: Box
-    held: Tensor
+    rows: Tensor
 
     def overlap(self, offsets: Box, sizes: Box) -> tuple[tuple[slice, ...], Tensor] | None:
-        """What a box of the whole has of them: where in the box, and here; `None`: nothing."""
+        """The overlap with a box of the whole: its slices in the box, and these rows; or `None`."""
         there, here = [], []
-        for own, size, start, length in zip(
-            self.offsets, self.held.shape, offsets, sizes, strict=True
+        for offset, size, start, length in zip(
+            self.offsets, self.rows.shape, offsets, sizes, strict=True
         ):
-            first, last = max(own, start), min(own + size, start + length)
+            first, last = max(offset, start), min(offset + size, start + length)
             if first >= last:
                 return None
             there.append(slice(first - start, last - start))
-            here.append(slice(first - own, last - own))
-        return tuple(there), self.held[tuple(here)]
+            here.append(slice(first - offset, last - offset))
+        return tuple(there), self.rows[tuple(here)]
 
 
 def is_in_runs(tensor: Tensor) -> bool:
@@ -282,14 +282,14 @@ def runs_of(tensor: Any) -> list[RowRun]:
             rows = _chunk(rows, ranks, rank)
         if not place.is_replicate() and place.dim != 0:
             raise AssertionError(f"{place} of {tuple(tensor.shape)}")
-    held, found, start = tensor.to_local(), [], 0
+    local_rows, runs, start = tensor.to_local(), [], 0
     ends = [*((rows.diff() != 1).nonzero().flatten() + 1).tolist(), len(rows)]
     for end in ends:
         if end > start:
-            rest = (0,) * (tensor.dim() - 1)
-            found.append(RowRun((int(rows[start]), *rest), held[start:end]))
+            zeros = (0,) * (tensor.dim() - 1)
+            runs.append(RowRun((int(rows[start]), *zeros), local_rows[start:end]))
         start = end
-    return found
+    return runs
 
 
 def _chunk(rows: Tensor, ranks: int, rank: int) -> Tensor:

@@ -60,7 +60,7 @@ from allranks.training.callback import Callback
 from allranks.training.engine.saved_job import SavedJob
 
 # --- loading -------------------------------------------------------------------------------------
-# Which tensors of a checkpoint a rank reads, and into what: its own, and those that all hold.
+# Reads the tensors of a checkpoint that a rank needs: its own, and those that all ranks hold.
 
 
 Templates = dict[str, Tensor]
@@ -68,15 +68,15 @@ Templates = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class CheckpointReader:
-    """Reads for one of `ranks`; `templates` are tensors, by path, to be filled in place."""
+    """Reads for `rank`, one of `ranks`; `templates` are tensors, by path, to be filled in place."""
 
     rank: int
     ranks: int
     templates: Templates
 
     def read(self, folder: Path, manifest: Manifest) -> Loaded:
-        """A checkpoint whose digests hold; raises `BadCheckpoint` if it says what is not there."""
-        common, own = values_of(manifest)
+        """Read a verified checkpoint; raises `BadCheckpoint` if something in it is missing."""
+        common, rank_states = values_of(manifest)
         has_own = manifest.ranks == self.ranks
         prefixes = ["common", f"own/{self.rank}"] if has_own else ["common"]
         wanted = {
@@ -84,7 +84,7 @@ class CheckpointReader:
         }
         targets = {path: self._target(folder, path, tensor) for path, tensor in wanted.items()}
         read_files(folder, wanted, targets)
-        mine = unflatten(own[self.rank], targets) if has_own else None
+        mine = unflatten(rank_states[self.rank], targets) if has_own else None
         return Loaded(manifest.step, folder, manifest, unflatten(common, targets), mine)
 
     def _target(self, folder: Path, path: str, saved: SavedTensor) -> Tensor:
@@ -108,34 +108,33 @@ def _does_not_fit(folder: Path, path: str, saved: str, target: Tensor) -> Reques
 # --- dcp -----------------------------------------------------------------------------------------
 # Plans of states with DTensors, by the planner of torch.distributed.checkpoint.
 #
-# Loaded only for such a state (`plan`): importing it takes a second, which no launch should pay
-# that holds its weights whole. Only plans are made here; nothing of it reads, writes or pickles.
+# Loaded only for such a state (`plan`): the import takes a second, which a launch with whole
+# weights should not pay. Only its planner is used; nothing of it reads, writes or pickles.
 #
-# That planner knows of one box of each tensor on a rank. Where a rank has several runs of rows, as
-# of query, key and value in one weight, each run is a part by itself.
+# That planner supports one box of each tensor on a rank. If a rank has several runs of rows, as of
+# query, key and value in one weight, each run is a part by itself.
 
 
 KINDS = {WHOLE: WriteItemType.TENSOR, SHARD: WriteItemType.SHARD}
 
 
 def local_parts(tensors: dict[str, Tensor]) -> dict[WritePart, Tensor]:
-    """What this rank holds, part by part."""
+    """The parts that this rank holds."""
     in_runs = {path: tensor for path, tensor in tensors.items() if is_in_runs(tensor)}
     planner = _save_planner({path: t for path, t in tensors.items() if path not in in_runs})
-    found: dict[WritePart, Any] = {
+    parts: dict[WritePart, Any] = {
         _part(item): planner.resolve_data(item) for item in planner.create_local_plan().items
     }
     for path, tensor in in_runs.items():
         dtype, shape = NAMES[tensor.dtype], tuple(tensor.shape)
         for run in runs_of(tensor):
-            found[WritePart(path, dtype, shape, run.offsets, tuple(run.held.shape), SHARD)] = (
-                run.held
-            )
-    return {part: tensor.detach() for part, tensor in found.items()}
+            sizes = tuple(run.rows.shape)
+            parts[WritePart(path, dtype, shape, run.offsets, sizes, SHARD)] = run.rows
+    return {part: tensor.detach() for part, tensor in parts.items()}
 
 
 def global_parts(ranks: list[list[WritePart]]) -> list[list[WritePart]]:
-    """Of what all ranks hold, what each of them writes. The same on every rank."""
+    """The parts that each rank writes, from the parts of all. The same on every rank."""
     plans = [SavePlan([_item(part) for part in parts]) for parts in ranks]
     finished, _ = _save_planner({}).create_global_plan(plans)
     return [[_part(item) for item in plan.items] for plan in finished]
@@ -144,7 +143,7 @@ def global_parts(ranks: list[list[WritePart]]) -> list[list[WritePart]]:
 def reads(saved: dict[str, SavedTensor], targets: dict[str, Tensor]) -> list[Read]:
     """The reads that fill `targets`, each from one chunk."""
     in_runs = {path: target for path, target in targets.items() if is_in_runs(target)}
-    found = [
+    local_reads = [
         Read(path, chunk, *overlap)
         for path, target in in_runs.items()
         for chunk in filter(holds, saved[path].chunks)
@@ -160,8 +159,8 @@ def reads(saved: dict[str, SavedTensor], targets: dict[str, Tensor]) -> list[Rea
         chunk = next(c for c in saved[path].chunks if c.offsets == at and holds(c))
         lengths = zip(item.storage_offsets, item.lengths, strict=True)
         part = tuple(slice(start, start + length) for start, length in lengths)
-        found.append(Read(path, chunk, part, planner.resolve_tensor(item)))
-    return found
+        local_reads.append(Read(path, chunk, part, planner.resolve_tensor(item)))
+    return local_reads
 
 
 def _save_planner(tensors: dict[str, Tensor]) -> DefaultSavePlanner:
@@ -201,35 +200,34 @@ def _metadata(tensor: SavedTensor) -> TensorStorageMetadata:
 
 
 # --- checkpointer --------------------------------------------------------------------------------
-# The checkpoints of a training with torch: every rank writes its part, as all have agreed.
+# The checkpoints of a training with torch: every rank writes its part of the common plan.
 #
-# What a save and a load are is in `allranks.checkpoint`; which tensors a rank reads is
-# below, who writes what in `plan`, the copy in memory in `storage`, what a tensor may be in
-# `tree`.
+# `allranks.checkpoint` defines a save and a load; `plan` decides which rank writes which part,
+# `storage` copies tensors in memory, and `tree` defines the types of state.
 
 
 class TensorCopies:
-    """Copies of tensors in memory, and which rank writes which; one for each rank."""
+    """Copies of tensors in memory, and the plan of writes; one for each rank."""
 
     def __init__(self) -> None:
         self._snapshot = TorchSnapshot()
         self._planner: Planner | None = None
 
-    def plan(self, ranks: Ranks, step: int, common: Any, own: Any) -> Planned:
-        """Sends one digest; the plans too, when one has changed."""
+    def plan(self, ranks: Ranks, step: int, common: Any, rank_state: Any) -> Planned:
+        """Plan a save. Gathers one digest, and the plans if one has changed."""
         skeleton, tensors = flatten(common, "common")
-        own_skeleton, own_tensors = _own(ranks, own)
+        own_skeleton, own_tensors = _flat_rank_state(ranks, rank_state)
         plan, writes = self._planning(ranks).plan(step, {**own_tensors, **tensors})
         take = partial(self._snapshot.take, writes)
         return Planned(skeleton, own_skeleton, plan.tensors, self._snapshot, take)
 
-    def preparation(self, ranks: Ranks, common: Any, own: Any) -> Callable[[], None]:
-        """What a thread does before the first save: it plans, and takes the memory for a copy."""
-        tensors = {**_own(ranks, own)[1], **flatten(common, "common")[1]}
+    def preparation(self, ranks: Ranks, common: Any, rank_state: Any) -> Callable[[], None]:
+        """A function for a thread, before the first save: it plans, and allocates the copy."""
+        tensors = {**_flat_rank_state(ranks, rank_state)[1], **flatten(common, "common")[1]}
 
         def act() -> None:
             writes = self._planning(ranks).plan(-1, tensors)[1]
-            with suppress(MemoryError):  # the save tries again, and tells
+            with suppress(MemoryError):  # the save tries again, and reports it
                 self._snapshot.make_room(writes)
 
         return act
@@ -237,7 +235,7 @@ class TensorCopies:
     def reader(
         self, ranks: Ranks, templates: Templates | None
     ) -> Callable[[Path, Manifest], Loaded]:
-        """Reads what all ranks hold, and what is this rank's, if as many ranks have saved it."""
+        """A reader of the common state, and of this rank's, if as many ranks have saved it."""
         return CheckpointReader(ranks.rank, ranks.size, templates or {}).read
 
     def _planning(self, ranks: Ranks) -> Planner:
@@ -249,25 +247,25 @@ class TensorCopies:
 class TorchCheckpointer(checkpointer.Checkpointer):
     """The checkpoints of one run of torch; `rules` are those of all engines.
 
-    A thread of each rank has a communicator of its own, beside `comm`.
+    A thread of each rank has its own communicator, separate from `comm`.
     """
 
     def __init__(self, folder: Path, comm: Comm, **rules: Any) -> None:
         self._tensors = TensorCopies()
         super().__init__(folder, EveryRank(comm), self._tensors, **rules)
 
-    def prepare(self, common: Any, own: Any) -> None:
-        """Plan, and take the memory of the snapshot, so that the first save is like all others.
+    def prepare(self, common: Any, rank_state: Any) -> None:
+        """Plan, and allocate the snapshot, so that the first save is like all others.
 
-        All ranks call this once the state has all its tensors (after the first step); a thread
-        does it.
+        All ranks call this when the state has all its tensors (after the first step); a thread
+        runs it.
         """
         self.wait()
-        self.writers.thread.start(self._tensors.preparation(self._ready(), common, own))
+        self.writers.thread.start(self._tensors.preparation(self._ready(), common, rank_state))
 
 
-def _own(ranks: Ranks, own: Any) -> tuple[Any, dict[str, Tensor]]:
-    return flatten(own, f"own/{ranks.rank}")
+def _flat_rank_state(ranks: Ranks, rank_state: Any) -> tuple[Any, dict[str, Tensor]]:
+    return flatten(rank_state, f"own/{ranks.rank}")
 
 
 OF_RANK = "callbacks_of_rank"
@@ -291,66 +289,67 @@ class Saving:
         own_folder, *_ = self.saved.sources
         self.checkpointer = TorchCheckpointer(own_folder, strategy.comm, **self.saved.rules)
 
-    def save(self, step: int, rest: dict[str, Any], metrics: dict[str, float]) -> None:
-        """Save the strategy's state and the `rest` of the training; a thread goes on with it."""
-        self.checkpointer.save(step, *self._parts(rest), self.saved.about(rest, metrics))
+    def save(self, step: int, other_state: dict[str, Any], metrics: dict[str, float]) -> None:
+        """Save the strategy's state and `other_state` of the training; a thread writes it."""
+        about = self.saved.about(other_state, metrics)
+        self.checkpointer.save(step, *self._parts(other_state), about)
 
     def look_at_rates(self) -> None:
-        """Before a step: refuse, or tell once, what sets rates and would not be saved."""
+        """Before a step: refuse a scheduler, or note once that others set rates: not saved."""
         step = self.strategy.step
         check_no_scheduler(step.optimizer, "to train with checkpoints")
-        if step.rates.told and not self._told_of_rates:
+        if step.rates.warning and not self._told_of_rates:
             self._told_of_rates = True
             if self.strategy.comm.rank == 0:
-                self.saved.report("rate_notes", notes=[step.rates.told])
+                self.saved.report("rate_notes", notes=[step.rates.warning])
 
-    def prepare(self, rest: dict[str, Any]) -> None:
-        """After the first step: a thread takes the memory that saves need."""
-        self.checkpointer.prepare(*self._parts(rest))
+    def prepare(self, other_state: dict[str, Any]) -> None:
+        """After the first step: a thread allocates the memory that saves need."""
+        self.checkpointer.prepare(*self._parts(other_state))
 
-    def _parts(self, rest: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What all ranks hold, and what is this rank's own."""
-        rest = dict(rest)
-        own = {
+    def _parts(self, other_state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The state that all ranks hold, and this rank's own."""
+        other_state = dict(other_state)
+        rank_state = {
             "random": random_streams(self.strategy.comm.device),
             "strategy": self.strategy.own_state(),
-            OF_RANK: rest.pop(OF_RANK, {}),
+            OF_RANK: other_state.pop(OF_RANK, {}),
         }
-        state = {**self.strategy.state(), **rest}
+        state = {**self.strategy.state(), **other_state}
         if self.strategy.agreement.is_one_training:
-            return state, own
-        return {}, {**own, **state}
+            return state, rank_state
+        return {}, {**rank_state, **state}
 
-    def load(self, load_rest: Callable[[dict[str, Any]], None]) -> int | None:
+    def load(self, load_other_state: Callable[[dict[str, Any]], None]) -> int | None:
         """Load the newest good checkpoint; returns its step, or `None`.
 
-        That of this run folder if it has one, else that of `job.resume`. Raises `RequestError` if
-        the job is another one.
+        Uses this run folder if it has one, else `job.resume`. Raises `RequestError` if it is the
+        checkpoint of another job.
         """
 
-        def take(loaded: Loaded) -> None:
+        def load_state(loaded: Loaded) -> None:
             self.saved.check(loaded)
-            state, own = self._state_in(loaded), loaded.own or {}
+            state, rank_state = self._state_in(loaded), loaded.rank_state or {}
             self.strategy.load_state(state)
-            self.strategy.load_own_state(own.get("strategy", {}))
-            load_rest({**state, OF_RANK: own.get(OF_RANK), "step": loaded.step})
-            if (random := own.get("random")) is not None:
+            self.strategy.load_own_state(rank_state.get("strategy", {}))
+            load_other_state({**state, OF_RANK: rank_state.get(OF_RANK), "step": loaded.step})
+            if (random := rank_state.get("random")) is not None:
                 set_random_streams(random, self.strategy.comm.device)
 
-        loaded = self.checkpointer.load(self.saved.sources, self._templates(), take)
+        loaded = self.checkpointer.load(self.saved.sources, self._templates(), load_state)
         if loaded is None:
             self.saved.check_not_asked_for()
             return None
         if self.strategy.comm.rank == 0:
-            has_streams = (loaded.own or {}).get("random") is not None
+            has_streams = (loaded.rank_state or {}).get("random") is not None
             self.saved.resumed(loaded, random_streams_restored=has_streams)
         return loaded.step
 
     def _templates(self) -> dict[str, Tensor]:
-        """By path, where this rank's part of each tensor goes that not every rank holds whole.
+        """The target for this rank's part of each tensor that is not whole on every rank, by path.
 
-        New memory for that part alone (none for a meta tensor, which is not read): the training
-        holds what it held until all of a checkpoint is read and found to be of the same job.
+        New memory for that part alone (none for a meta tensor, which is not read): the state of the
+        training is unchanged until all of a checkpoint is read, and belongs to the same job.
         """
         prefix = "common"
         if not self.strategy.agreement.is_one_training:
@@ -363,21 +362,21 @@ class Saving:
     def _state_in(self, loaded: Loaded) -> dict[str, Any]:
         if self.strategy.agreement.is_one_training:
             return dict(loaded.common)
-        if loaded.own is None:
+        if loaded.rank_state is None:
             raise RequestError(
                 asked=f"to resume from {loaded.path} on {self.strategy.comm.size} ranks",
                 found=f"the states of {loaded.manifest.ranks} ranks that trained apart",
                 why="each of them is a training of its own",
                 do=f"--ranks {loaded.manifest.ranks}",
             )
-        return dict(loaded.own)
+        return dict(loaded.rank_state)
 
 
 # --- callbacks ------------------------------------------------------------------------------------
 
 
 def digest_of_state(state: Any, name: str) -> str:
-    """A digest of the state of a callback; raises `RequestError` for what cannot be saved."""
+    """A digest of the state of a callback; raises `RequestError` if it cannot be saved."""
     skeleton, tensors = flatten(state, f"callbacks/{name}")
     digest = hashlib.blake2b(json.dumps(skeleton).encode(), digest_size=16)
     for path, tensor in tensors.items():
@@ -389,8 +388,8 @@ def digest_of_state(state: Any, name: str) -> str:
 
 
 def contents_of(callback: Callback, model: nn.Module) -> dict[str, Any]:
-    """What tells whether a callback has changed what it keeps beside the `model`, by name."""
-    found: dict[str, Any] = {}
+    """Versions of a callback's attributes outside the `model`, by name: they show changes."""
+    versions: dict[str, Any] = {}
     known = {id(module) for module in model.modules()}
     waiting = [(name, value, 1) for name, value in vars(callback).items()]
     while waiting:
@@ -399,20 +398,20 @@ def contents_of(callback: Callback, model: nn.Module) -> dict[str, Any]:
             continue
         known |= {id(value)} if hasattr(value, "__dict__") else set()
         if isinstance(value, nn.Module):
-            found[name] = [t._version for t in (*value.parameters(), *value.buffers())]
+            versions[name] = [t._version for t in (*value.parameters(), *value.buffers())]
         elif isinstance(value, Tensor):
-            found[name] = id(value), value._version
+            versions[name] = id(value), value._version
         elif isinstance(value, (int, float, np.number)):
-            found[name] = value
+            versions[name] = value
         elif isinstance(value, np.ndarray):
-            found[name] = hashlib.blake2b(np.ascontiguousarray(value).data).digest()
+            versions[name] = hashlib.blake2b(np.ascontiguousarray(value).data).digest()
         elif isinstance(value, (list, tuple, dict, set, deque)):
-            found[name] = len(value)
+            versions[name] = len(value)
             pairs = value.items() if isinstance(value, dict) else enumerate(value)
             if depth < DEEPEST:
                 items = islice(pairs, MOST_ITEMS)
                 waiting += [(f"{name}[{key!r}]", item, depth + 1) for key, item in items]
         elif depth < DEEPEST and not callable(value):
-            own = getattr(value, "__dict__", {})
-            waiting += [(f"{name}.{key}", item, depth + 1) for key, item in own.items()]
-    return found
+            attributes = getattr(value, "__dict__", {})
+            waiting += [(f"{name}.{key}", item, depth + 1) for key, item in attributes.items()]
+    return versions

@@ -1,7 +1,7 @@
 """The state of a training, in the parts that torch does not name: optimizer, buffers, randomness.
 
-Torch numbers the parameters in the state of an optimizer; here they go by their names, so that a
-state can be taken up by another rank, another strategy, another order of parameters.
+Torch numbers the parameters in the state of an optimizer; here they have their names. So another
+rank, another strategy, or another order of parameters can load the state.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from allranks.torch.model.reals import reals
 
 
 def copied(state: Any) -> Any:
-    """A state that shares no memory with this one, DTensors too."""
+    """A copy of a state that shares no memory with it; DTensors are copied too."""
     if isinstance(state, Tensor):
         return state.detach().clone()
     if isinstance(state, dict):
@@ -42,19 +42,19 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor, of which ranks may hold parts; those that do all call this."""
+    """The whole tensor, of which ranks may hold parts; all of those ranks call this."""
     return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def put_whole(target: Tensor, given: Tensor) -> None:
+def put_whole(target: Tensor, value: Tensor) -> None:
     """Write a whole tensor into `target`: its part of it, if it is a part. No communication."""
     if not is_dtensor(target):
-        reals(target).copy_(given)
+        reals(target).copy_(value)
         return
-    held: Any = target
+    dtensor: Any = target
     cut = load(DTENSORS).distribute_tensor
-    placed = cut(given, held.device_mesh, held.placements, src_data_rank=None)
-    held.to_local().copy_(placed.to_local())
+    placed = cut(value, dtensor.device_mesh, dtensor.placements, src_data_rank=None)
+    dtensor.to_local().copy_(placed.to_local())
 
 
 def not_persistent(model: nn.Module) -> list[str]:
@@ -64,43 +64,43 @@ def not_persistent(model: nn.Module) -> list[str]:
 
 
 def saved_names(model: nn.Module) -> dict[str, list[str]]:
-    """By which names of its state dict a model saves each parameter and buffer.
+    """The names in the state dict under which a model saves each parameter and buffer.
 
-    Tied weights have two; buffers that are not persistent none.
+    Tied weights have two; buffers that are not persistent have none.
     """
     persistent = model.state_dict().keys()
     first: dict[int, str] = {}
-    found: dict[str, list[str]] = {}
+    names_of: dict[str, list[str]] = {}
     for name, tensor in (
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     ):
-        names = found.setdefault(first.setdefault(id(tensor), name), [])
+        names = names_of.setdefault(first.setdefault(id(tensor), name), [])
         if name in persistent and name not in names:
             names.append(name)
-    return found
+    return names_of
 
 
 def load_model_state(model: nn.Module, state: dict[str, Any]) -> None:
-    """Take up what `model_state` returned; raises `RequestError` if it is another model's."""
-    own = model_state(model)
+    """Load what `model_state` returned; raises `RequestError` if it is another model's."""
+    here = model_state(model)
     _check_same(
-        "tensors", {n: _shape(v) for n, v in own.items()}, {n: _shape(v) for n, v in state.items()}
+        "tensors", {n: _shape(v) for n, v in here.items()}, {n: _shape(v) for n, v in state.items()}
     )
     _check_same(
         "types of number",
-        {n: _dtype(v) for n, v in own.items()},
-        {n: _dtype(state[n]) for n in own},
+        {n: _dtype(v) for n, v in here.items()},
+        {n: _dtype(state[n]) for n in here},
     )
     persistent = model.state_dict().keys()
     model.load_state_dict({name: value for name, value in state.items() if name in persistent})
     with torch.no_grad():
-        for name in own.keys() - persistent:
-            own[name].copy_(state[name])
+        for name in here.keys() - persistent:
+            here[name].copy_(state[name])
 
 
 def hyper_parameters(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """What every group of an optimizer says beside its parameters; no value is shared with it."""
+    """A copy of the settings of every group of an optimizer, without its parameters."""
     groups = [{n: v for n, v in g.items() if n != "params"} for g in optimizer.param_groups]
     return copy.deepcopy(groups)
 
@@ -120,18 +120,18 @@ class TrainedSet:
 
 
 def load_trained_set(
-    model: nn.Module, optimizer: Optimizer, state: dict[str, Any], made: TrainedSet
+    model: nn.Module, optimizer: Optimizer, state: dict[str, Any], initial: TrainedSet
 ) -> None:
     """Train what was trained at the checkpoint: groups that were added, weights that were unfrozen.
 
-    `state` holds what the task `made` then, and what it was `now`. A weight that the task itself
-    makes frozen, or free, where it did not before, is as the task makes it. Raises `RequestError`
-    if the groups that the task makes are other ones.
+    `state` holds the set that the task `made`, and the set at the checkpoint, `now`. A weight that
+    the task newly creates as frozen, or as trainable, stays as the task creates it. Raises
+    `RequestError` if the task's groups differ.
     """
     then, now = TrainedSet(**state["made"]), TrainedSet(**state["now"])
-    _check_same("groups of parameters", _sorted(made.groups), _sorted(then.groups))
+    _check_same("groups of parameters", _sorted(initial.groups), _sorted(then.groups))
     parameters = dict(model.named_parameters())
-    free, was_made_free, was_free = set(made.free), set(then.free), set(now.free)
+    free, was_made_free, was_free = set(initial.free), set(then.free), set(now.free)
     for name, parameter in parameters.items():
         if (name in free) == (name in was_made_free):
             parameter.requires_grad_(name in was_free)
@@ -146,17 +146,17 @@ def load_trained_set(
 
 
 def _add_once(optimizer: Optimizer, first: int) -> None:
-    """The groups from `first` on are there: a program that comes to add them again has done so."""
+    """Ignore the program's next attempt to add each group from `first` on: it is there already."""
     there = [{id(p) for p in group["params"]} for group in optimizer.param_groups[first:]]
     add = optimizer.add_param_group
 
     def add_unless_there(group: dict[str, Any]) -> None:
-        given = group["params"]
-        given = [given] if isinstance(given, Tensor) else list(given)
-        if {id(p) for p in given} in there:
-            there.remove({id(p) for p in given})
+        parameters = group["params"]
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if {id(p) for p in parameters} in there:
+            there.remove({id(p) for p in parameters})
         else:
-            add({**group, "params": given})
+            add({**group, "params": parameters})
 
     optimizer.add_param_group = add_unless_there  # type: ignore[assignment, method-assign]
 
@@ -166,24 +166,24 @@ def _sorted(groups: list[list[str]]) -> dict[str, Any]:
 
 
 def optimizer_state(
-    model: nn.Module, optimizer: Optimizer, made: list[dict[str, Any]]
+    model: nn.Module, optimizer: Optimizer, initial: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """The state of an optimizer with the names of the parameters for their numbers.
+    """The state of an optimizer, with the names of the parameters in place of their numbers.
 
-    `made` are its hyper-parameters as the task made them, before any step. What the optimizer
-    keeps for no parameter stands in `shared`.
+    `initial` are its hyper-parameters as the task set them, before any step. `shared` is state that
+    belongs to no parameter.
     """
     names = _names(model, optimizer)
-    given = optimizer.state_dict()
-    groups = [{**g, "params": [names[n] for n in g["params"]]} for g in given["param_groups"]]
-    rest = {name: value for name, value in given.items() if name not in ("state", "param_groups")}
+    plain = optimizer.state_dict()
+    groups = [{**g, "params": [names[n] for n in g["params"]]} for g in plain["param_groups"]]
+    extras = {n: value for n, value in plain.items() if n not in ("state", "param_groups")}
     return {
-        **rest,
+        **extras,
         "kind": type(optimizer).__qualname__,
-        "state": {names[n]: values for n, values in given["state"].items() if n in names},
-        "shared": {n: values for n, values in given["state"].items() if n not in names},
+        "state": {names[n]: values for n, values in plain["state"].items() if n in names},
+        "shared": {n: values for n, values in plain["state"].items() if n not in names},
         "param_groups": groups,
-        "made": made,
+        "made": initial,
     }
 
 
@@ -191,37 +191,38 @@ GROUP_KEYS = ("kind", "state", "shared", "param_groups", "made")
 
 
 def load_optimizer_state(
-    model: nn.Module, optimizer: Optimizer, state: dict[str, Any], made: list[dict[str, Any]]
+    model: nn.Module, optimizer: Optimizer, state: dict[str, Any], initial: list[dict[str, Any]]
 ) -> None:
-    """Take up what `optimizer_state` returned; raises `RequestError` if it is another one's.
+    """Load what `optimizer_state` returned; raises `RequestError` if it is another optimizer's.
 
-    A hyper-parameter that the task makes as it did before goes on from where it was; one that it
-    now makes otherwise, because a rate was set anew, is as it is now.
+    A hyper-parameter with the same initial value as before continues from its saved value. One
+    that the task now sets differently has the new value.
     """
     names = _names(model, optimizer)
     numbers = {name: number for number, name in names.items()}
-    own = optimizer.state_dict()["param_groups"]
+    groups_here = optimizer.state_dict()["param_groups"]
     _check_same(
         "optimizer", {"its class": type(optimizer).__qualname__}, {"its class": state["kind"]}
     )
     was = {str(i): sorted(group["params"]) for i, group in enumerate(state["param_groups"])}
-    now = {str(i): sorted(names[n] for n in group["params"]) for i, group in enumerate(own)}
+    now = {str(i): sorted(names[n] for n in group["params"]) for i, group in enumerate(groups_here)}
     _check_same("groups of parameters", now, was)
     groups = []
-    for mine, saved, new, old in zip(own, state["param_groups"], made, state["made"], strict=True):
+    rows = zip(groups_here, state["param_groups"], initial, state["made"], strict=True)
+    for mine, saved, new, old in rows:
         anew = {n: v for n, v in new.items() if n not in old or not _is_same(v, old[n])}
         groups.append({**saved, **anew, "params": mine["params"]})
     moments = {numbers[name]: values for name, values in state["state"].items()}
-    rest = {name: value for name, value in state.items() if name not in GROUP_KEYS}
-    given = {**rest, "state": {**moments, **state["shared"]}, "param_groups": groups}
-    optimizer.load_state_dict(given)
+    extras = {name: value for name, value in state.items() if name not in GROUP_KEYS}
+    state_dict = {**extras, "state": {**moments, **state["shared"]}, "param_groups": groups}
+    optimizer.load_state_dict(state_dict)
     if type(optimizer).load_state_dict is Optimizer.load_state_dict:
         _undo_casts(model, optimizer, state["state"])
 
 
 def _undo_casts(model: nn.Module, optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Take values as they were saved where torch did not: it rounds what is of another type than
-    its parameter, and makes a text or a tuple into something else.
+    """Restore values that torch has changed while loading: it casts tensors to the type of their
+    parameter, and converts texts and tuples.
     """
     for name, parameter in model.named_parameters():
         for key, value in saved.get(name, {}).items():
@@ -242,10 +243,10 @@ def _moved(value: Any, device: torch.device) -> Any:
     return value
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return bool(torch.equal(torch.as_tensor(one), torch.as_tensor(other)))
-    return bool(one == other)
+def _is_same(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor) or isinstance(second, Tensor):
+        return bool(torch.equal(torch.as_tensor(first), torch.as_tensor(second)))
+    return bool(first == second)
 
 
 def _names(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
@@ -263,20 +264,20 @@ def _dtype(value: Any) -> Any:
     return value.dtype if isinstance(value, Tensor) else None
 
 
-def _check_same(what: str, now: dict[str, Any], was: dict[str, Any]) -> None:
+def _check_same(kind: str, now: dict[str, Any], was: dict[str, Any]) -> None:
     if now == was:
         return
     name = next(name for name in sorted({**now, **was}) if now.get(name) != was.get(name))
     raise RequestError(
         asked="to resume from a checkpoint",
-        found=f"other {what}: {name} is {now.get(name, 'missing')}, was {was.get(name, 'missing')}",
-        why="the state is taken up name by name",
+        found=f"other {kind}: {name} is {now.get(name, 'missing')}, was {was.get(name, 'missing')}",
+        why="the state is loaded name by name",
         do="resume with the program as it was, or start anew in another folder",
     )
 
 
 def random_streams(device: torch.device) -> dict[str, Any]:
-    """The generators that user code may draw from outside of what is keyed; this rank's own."""
+    """The states of this rank's generators, which user code may draw from without a key."""
     python = random.getstate()
     numpy: Any = np.random.get_state(legacy=False)
     streams = {
@@ -296,7 +297,7 @@ def random_streams(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_streams(streams: dict[str, Any], device: torch.device) -> None:
-    """Let the generators go on where `random_streams` found them."""
+    """Restore the generators to the states that `random_streams` returned."""
     random.setstate((3, tuple(streams["python"].tolist()), streams["python_gauss"]))
     position, has_gauss, gauss = streams["numpy_position"]
     key = streams["numpy"].numpy().astype(np.uint32)
@@ -308,7 +309,7 @@ def set_random_streams(streams: dict[str, Any], device: torch.device) -> None:
 
 @contextmanager
 def kept_random_streams(device: torch.device) -> Iterator[None]:
-    """Within, anything may be drawn or seeded; afterwards the streams go on as if it had not."""
+    """Restore all random streams afterwards, whatever is drawn or seeded within."""
     streams = random_streams(device)
     try:
         yield

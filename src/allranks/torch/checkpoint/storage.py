@@ -100,7 +100,7 @@ def read_files(folder: Path, saved: dict[str, SavedTensor], targets: dict[str, T
             raise BadCheckpoint(f"{file}: {error}") from None
 
 
-def _check(file: str, name: str, found: Tensor, dtype: str, sizes: tuple[int, ...]) -> None:
-    if found.dtype != DTYPES[dtype] or tuple(found.shape) != sizes:
-        what = f"{found.dtype} of shape {tuple(found.shape)}"
-        raise BadCheckpoint(f"{file}: {name} is {what}, not {dtype} of shape {sizes}")
+def _check(file: str, name: str, tensor: Tensor, dtype: str, sizes: tuple[int, ...]) -> None:
+    if tensor.dtype != DTYPES[dtype] or tuple(tensor.shape) != sizes:
+        kind = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+        raise BadCheckpoint(f"{file}: {name} is {kind}, not {dtype} of shape {sizes}")

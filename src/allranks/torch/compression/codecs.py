@@ -15,7 +15,7 @@ from allranks.strategies.reductions.compressed import (
     check_top_k,
     column_bytes,
     four_bit_bytes,
-    kept,
+    kept_numbers,
     two_bit_bytes,
 )
 from allranks.torch.native.built import built
@@ -316,7 +316,7 @@ class TopK(Codec):
         return message
 
     def add_decoded(self, message: Tensor, into: Tensor, alpha: float = 1) -> None:
-        count, chunks = kept(into.numel(), self.keep, self.chunk)
+        count, chunks = kept_numbers(into.numel(), self.keep, self.chunk)
         if count == 0:
             return
         if self.two_bit:

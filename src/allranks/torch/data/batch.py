@@ -1,4 +1,4 @@
-"""What a step works on: one rank's part of a global batch, its leaves and its micro-batches."""
+"""One rank's part of a global batch: its leaves and its micro-batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from allranks.torch.task import Task
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What goes through the model at once: pieces of shards, and their collated samples."""
+    """The samples of one forward pass: pieces of shards, and their collated data."""
 
     pieces: Micro
     samples: int
@@ -38,12 +38,11 @@ class Leaf:
 class Batch:
     """One rank's part of the global batch of one step.
 
-    `nominal` is what gradients are divided by before they are exchanged, in samples; `sizes` the
-    samples of every shard of the job, or `None` where only a stream knows; `ids` the numbers of
-    this rank's samples in the data set, in order (none for a stream). With `passes` every rank goes
-    through the model so often, with samples of no weight where it has too few (0: as often as it
-    has micro-batches). `spare` is what a rank without a sample goes through the model with, if it
-    has to (`cutting`); it is no part of what the rank trains with.
+    `nominal`, in samples, divides gradients before they are exchanged. `sizes` are the samples of
+    every shard of the job, or `None` if only a stream knows. `ids` are the numbers of this rank's
+    samples in the data set, in order (none for a stream). Every rank runs `passes` forward passes,
+    with samples of no weight if it has too few micro-batches (0: one for each micro-batch). `spare`
+    is the micro-batch of a rank without a sample, if it must run one; it is not trained on.
     """
 
     index: int
@@ -58,7 +57,7 @@ class Batch:
 
     @property
     def micros(self) -> list[MicroBatch]:
-        """What goes through the model of this rank, in order; `data` of each is as collated."""
+        """The micro-batches of this rank, in order; `data` of each is as collated."""
         return [micro for leaf in self.leaves for micro in leaf.micros]
 
     @property
@@ -68,11 +67,11 @@ class Batch:
 
     @property
     def passes_without_weight(self) -> int:
-        """How often this rank goes through the model for the others alone."""
+        """The number of passes that this rank runs only for the others."""
         return max(0, self.passes - len(self.micros))
 
     def with_data(self, leaves: tuple[Leaf, ...], spare: MicroBatch | None) -> Batch:
-        """The same, its data read. In every step, and `dataclasses.replace` takes twice as long."""
+        """The same with its data. Called in every step: `dataclasses.replace` is half as fast."""
         where = self.index, self.epoch, self.step_in_epoch, self.nominal, self.sizes
         return Batch(*where, leaves, self.ids, self.passes, spare)
 
@@ -83,26 +82,26 @@ class Batch:
 
 
 def samples_of(pieces: Micro, read: dict[int, list[Any]]) -> list[Any]:
-    """The samples of some pieces, in order, from those that were read of each shard."""
+    """The samples of these pieces, in order, from the samples that were read of each shard."""
     return [s for piece in pieces for s in read[piece.shard][piece.start : piece.stop]]
 
 
 def with_data(
     plans: Iterator[Batch], data: Iterator[AsyncCopy]
 ) -> Generator[tuple[Batch, list[AsyncCopy]]]:
-    """Each batch of `plans` with the data of what is read for it, on its way."""
+    """Each batch of `plans` with the running copies of its data."""
     for plan in plans:
         yield plan, [next(data) for _ in plan.to_read]
 
 
 # --- cutting -------------------------------------------------------------------------------------
-# How a global batch is cut: into leaves and micro-batches of each rank. Arithmetic, without data.
+# How a global batch is cut into leaves and micro-batches of each rank. Arithmetic, without data.
 #
-# A rank that has no sample of a batch may still have to go through the model, because passes
-# communicate, or to know what it returns, because outputs of all ranks are put together. It then
-# takes the first samples of the same global batch (`spare`), which another rank trains with: so no
-# step depends on an earlier one, and what is not finite in them is not finite in the step anyway.
-# Of a stream, of which nobody knows what others read, it takes those that it has read last.
+# A rank without a sample may still have to run the model: because passes communicate, or because
+# outputs of all ranks are joined, and it must know their form. It then uses the first samples of
+# the same global batch (`spare`), which another rank trains on. So no step depends on an earlier
+# one, and if those samples are not finite, neither is the step. For a stream, no rank knows the
+# samples of others, so it uses those that it has read last.
 
 
 Sizes = tuple[int, ...]
@@ -114,8 +113,8 @@ class Cutting:
     """Cuts the global batches of a job for the reader `rank` of `ranks`.
 
     `shard_alone` makes every shard a leaf, `collates_alone` a micro-batch; `cut_for` cuts
-    micro-batches as so many ranks would. With `counts_passes` batches say how many passes the rank
-    with the most makes; with `needs_spare` a rank without a sample is given one.
+    micro-batches as so many ranks would. With `counts_passes`, batches have the largest number of
+    passes of a rank; with `needs_spare`, a rank without a sample gets a spare one.
     """
 
     shards: int
@@ -144,8 +143,8 @@ class Cutting:
         """The sizes of all shards of a batch; its first sample on this rank, and how many."""
         if samples not in self._cuts:
             sizes = even_sizes(samples, self.shards)
-            own = sum(sizes[k] for k in self.owned)
-            self._cuts[samples] = sizes, sum(sizes[: self.owned.start]), own
+            local = sum(sizes[k] for k in self.owned)
+            self._cuts[samples] = sizes, sum(sizes[: self.owned.start]), local
         return self._cuts[samples]
 
     def leaves(self, sizes: Sizes) -> tuple[Leaf, ...]:
@@ -155,26 +154,26 @@ class Cutting:
         return self._leaves[sizes]
 
     def passes(self, sizes: Sizes) -> int:
-        """How often the rank with the most micro-batches goes through the model, if all are to."""
+        """The largest number of micro-batches of a rank; 0 unless passes are counted."""
         if not self.counts_passes:
             return 0
         if sizes not in self._passes:
             spans = (owned_shards(self.shards, self.ranks, rank) for rank in range(self.ranks))
             each = (self._leaves_for(sizes, span) for span in spans)
-            self._passes[sizes] = max(sum(len(leaf.micros) for leaf in own) for own in each)
+            self._passes[sizes] = max(sum(len(leaf.micros) for leaf in leaves) for leaves in each)
         return self._passes[sizes]
 
     def spare(self, sizes: Sizes) -> MicroBatch | None:
-        """What this rank goes through the model with where it has no sample: the first samples.
+        """The micro-batch of this rank if it has no sample: the first samples of the batch.
 
-        `None` where it has samples, or needs none.
+        `None` if it has samples, or needs none.
         """
         if not self.needs_spare or any(leaf.micros for leaf in self.leaves(sizes)):
             return None
         return self.first_of(dict(enumerate(sizes)))
 
     def first_of(self, sizes: dict[int, int]) -> MicroBatch:
-        """What of shards of these sizes goes through the model first."""
+        """The first micro-batch of shards of these sizes."""
         first = next(shard for shard, size in sizes.items() if size)
         micro = micro_batches({first: sizes[first]}, self.micro_batch)[0]
         return MicroBatch(micro, sum(piece.samples for piece in micro))
@@ -195,9 +194,9 @@ class Cutting:
         )
 
     def _micros_of(self, group: dict[int, int]) -> tuple[Micro, ...]:
-        """What of these shards goes through the model at once.
+        """The micro-batches of these shards.
 
-        Shards that are collated alone are: what is drawn there belongs to the shard.
+        If shards are collated alone, none is shared: random draws in `collate` belong to a shard.
         """
         if not self.collates_alone:
             return micro_batches(group, self.micro_batch)
@@ -205,7 +204,7 @@ class Cutting:
         return tuple(micro for micros in alone for micro in micros)
 
     def _parts(self, group: dict[int, int]) -> list[dict[int, int]]:
-        """What never goes through the model together: the shards that other ranks would own."""
+        """The shards in groups that no micro-batch may cross: one for each of `cut_for` ranks."""
         if not self.cut_for:
             return [group]
         spans = [owned_shards(self.shards, self.cut_for, rank) for rank in range(self.cut_for)]
@@ -213,9 +212,9 @@ class Cutting:
 
 
 # --- shares --------------------------------------------------------------------------------------
-# A micro-batch cut into shares of whole pieces, and what comes of them joined again.
+# Cuts a micro-batch into shares of whole pieces, and joins their outputs again.
 #
-# Used where several passes make up a micro-batch: replicas on devices, pieces in flight.
+# Used if several passes make up a micro-batch: replicas on devices, pieces in flight.
 
 
 PLAIN = (str, bytes, int, float, complex, bool, type(None))
@@ -223,14 +222,14 @@ PLAIN = (str, bytes, int, float, complex, bool, type(None))
 
 @dataclass(frozen=True)
 class ShareUse:
-    """Who asked for it, and what the shares are for: the words of what is refused."""
+    """The words of its errors: the option that cuts a batch, and the owners of the shares."""
 
-    asked: str
+    option: str
     whose: str
 
 
 def shares_of(pieces: Micro, most: int) -> list[Micro]:
-    """What each has of a micro-batch: whole pieces, in order, as even as can be.
+    """Cut a micro-batch into at most `most` shares of whole pieces, in order, as even as possible.
 
     Fewer pieces than `most` leave the last ones without a share.
     """
@@ -245,7 +244,7 @@ def samples_in(pieces: Micro) -> int:
 def scattered(
     data: Any, samples: int, shares: Sequence[Micro], devices: Sequence[torch.device], cut: ShareUse
 ) -> list[Any]:
-    """The rows of each share, on its device; what has no rows goes to all."""
+    """The rows of each share, on its device; scalars go to all."""
     for tensor in tensors_in(data):
         if tensor.ndim and tensor.shape[0] != samples:
             raise _no_row_each(tensor, samples, cut)
@@ -256,32 +255,32 @@ def scattered(
         rows = slice(start, start + samples_in(share))
         start = rows.stop
 
-        def own(tensor: Tensor, rows: slice = rows, device: torch.device = device) -> Tensor:
+        def rows_on(tensor: Tensor, rows: slice = rows, device: torch.device = device) -> Tensor:
             return (tensor[rows] if tensor.ndim else tensor).to(device, non_blocking=True)
 
-        parts.append(map_tensors(own, data))
+        parts.append(map_tensors(rows_on, data))
     return parts
 
 
 def check_first_batch(task: Task, cut: ShareUse) -> Callable[[], None]:
-    """Look whether rows follow samples in the first batch of each size that `collate` makes.
+    """Check that `collate` makes one row for each sample, in its first batch of each size.
 
-    It is asked for one sample less, too: what has as many rows then is no row for each sample, and
-    would be cut where there are as many samples by chance. Returns what undoes this.
+    `collate` also runs with one sample less. A tensor that then has as many rows has no row for
+    each sample, and would be cut wrongly. Returns a function that undoes this.
     """
     if not task.overrides("collate") or "collate" in vars(task):
         return lambda: None
-    collate, seen = task.collate, {1}
+    collate, checked_sizes = task.collate, {1}
 
     def checked(samples: list[Any]) -> Any:
-        found = collate(samples)
-        if len(samples) not in seen:
-            seen.add(len(samples))
-            pairs = zip(tensors_in(found), tensors_in(collate(samples[:-1])), strict=False)
+        batch = collate(samples)
+        if len(samples) not in checked_sizes:
+            checked_sizes.add(len(samples))
+            pairs = zip(tensors_in(batch), tensors_in(collate(samples[:-1])), strict=False)
             for tensor, fewer in pairs:
                 if tensor.ndim and tensor.shape[0] == fewer.shape[0] == len(samples):
                     raise _no_row_each(tensor, len(samples), cut)
-        return found
+        return batch
 
     def undo() -> None:
         vars(task).pop("collate", None)
@@ -292,7 +291,7 @@ def check_first_batch(task: Task, cut: ShareUse) -> Callable[[], None]:
 
 def _no_row_each(tensor: Tensor, samples: int, cut: ShareUse) -> RequestError:
     return RequestError(
-        asked=cut.asked,
+        asked=cut.option,
         found=f"a tensor of shape {tuple(tensor.shape)} in a batch of {samples} samples",
         why=f"the rows of a batch are cut for {cut.whose}, so there is one for each sample",
         do="let collate give every tensor a row per sample, or use --strategy ddp",
@@ -300,7 +299,7 @@ def _no_row_each(tensor: Tensor, samples: int, cut: ShareUse) -> RequestError:
 
 
 def _check_rows(data: Any, samples: int, cut: ShareUse) -> None:
-    """Raise for texts or arrays, one for each sample: only tensors are cut."""
+    """Raise for lists of texts or arrays, one for each sample: only tensors are cut."""
     inside = structure_of(data)
     if inside is not None and not (isinstance(data, (list, tuple)) and _is_text_in(data)):
         for item in inside.items:
@@ -310,7 +309,7 @@ def _check_rows(data: Any, samples: int, cut: ShareUse) -> None:
         and getattr(data, "__len__", int)() == samples > 1
     ):
         raise RequestError(
-            asked=cut.asked,
+            asked=cut.option,
             found=f"a {type(data).__name__} with one item for each of {samples} samples",
             why=f"only tensors are cut for {cut.whose}, so each would get all of it",
             do="let collate make tensors of it, or use --strategy ddp",
@@ -324,13 +323,13 @@ def _is_text_in(data: Sequence[Any]) -> bool:
 def gathered(
     outputs: list[Any], shares: Sequence[Micro], device: torch.device, cut: ShareUse
 ) -> Any:
-    """The outputs of all shares joined along their rows, on `device`. Autograd goes back."""
+    """Join the outputs of all shares along their rows, on `device`, differentiably."""
     for output, share in zip(outputs, shares, strict=True):
         for tensor in tensors_in(output):
             if not tensor.ndim or tensor.shape[0] % samples_in(share):
                 samples = samples_in(share)
                 raise RequestError(
-                    asked=cut.asked,
+                    asked=cut.option,
                     found=f"an output of shape {tuple(tensor.shape)} for {samples} samples",
                     why=f"the outputs of {cut.whose} are joined along their rows",
                     do="let the model return rows for each sample, or use --strategy ddp",
@@ -343,7 +342,7 @@ def gathered(
 
 
 def _joined(values: list[Any], sizes: list[int], cut: ShareUse, place: str) -> Any:
-    """What the model returned of all shares as one; raises for what has no rows and differs."""
+    """Join the outputs of all shares; raises for values without rows that differ."""
     first = values[0]
     if isinstance(first, Tensor):
         return torch.cat(values)
@@ -351,13 +350,13 @@ def _joined(values: list[Any], sizes: list[int], cut: ShareUse, place: str) -> A
     if is_rows and [len(value) for value in values] == sizes:
         return [item for value in values for item in value]
     inside = [structure_of(value) for value in values]
-    names = [found and found.names for found in inside]
+    names = [structure and structure.names for structure in inside]
     alike = all(type(value) is type(first) for value in values) and names.count(names[0]) == len(
         names
     )
     if not alike or (isinstance(first, PLAIN) and any(value != first for value in values)):
         raise RequestError(
-            asked=cut.asked,
+            asked=cut.option,
             found=f"{place} is {first!r} of one and {_other(values)!r} of another share"[:300],
             why=f"tensors of {cut.whose} are joined along their rows, and lists of one item for "
             "each sample; of the rest there would be that of the first",
@@ -365,7 +364,7 @@ def _joined(values: list[Any], sizes: list[int], cut: ShareUse, place: str) -> A
         )
     if inside[0] is None:
         return first
-    columns = zip(*(found.items for found in inside if found is not None), strict=True)
+    columns = zip(*(each.items for each in inside if each is not None), strict=True)
     return inside[0].build(
         [
             _joined(list(column), sizes, cut, f"{place}{name}")

@@ -1,12 +1,12 @@
 """The global batch of each step, as one rank sees it: its shards, cut into micro-batches.
 
-Nobody communicates: which samples a step uses, how they are cut into shards, and which rank owns
-which shard are arithmetic (`order`, `shards`). A stream is the exception: only reading it tells
-how much is left, so the step itself finds out, and no step waits for a rank that has run dry.
+No communication: the samples of a step, their cut into shards, and the owner of each shard are
+arithmetic (`order`, `shards`). A stream is the exception: only reading it shows how much remains,
+so the step itself notices the end, and no step waits for a rank whose stream has ended.
 
-`prefetch` batches are made ahead of the step, where something beside it can make them (`sources`):
-so a rank holds that many and the one that it trains with. With two or more, what is made ahead is
-brought to the device while the device computes.
+`prefetch` batches are made ahead of the step, if threads or processes can make them (`sources`). So
+a rank holds that many, and the one that it trains on. With two or more, they are copied to the
+device while the device computes.
 """
 
 from __future__ import annotations
@@ -202,9 +202,9 @@ class GlobalBatches:
 
     @property
     def _micros_ahead(self) -> int:
-        """How many micro-batches the source makes ahead: with what follows, `prefetch` batches.
+        """The micro-batches that the source makes ahead; with later ones, `prefetch` batches.
 
-        While the last micro-batch of a batch is waited for, the others of it are held here.
+        The step waits for the last micro-batch of a batch, while its others are stored here.
         """
         return (self.prefetch - 1) * self._micros_per_batch + (not self._copies_ahead)
 
@@ -215,29 +215,29 @@ class GlobalBatches:
 
     @property
     def note(self) -> str:
-        """Says so where more is read ahead than asked for."""
+        """A note if more is read ahead than requested; else empty."""
         per_batch, source = self._micros_per_batch, self.source
         if not isinstance(source, MapSource):
             return ""
-        made = source.made_ahead(self._micros_ahead) + per_batch * self._copies_ahead
-        if made <= self.prefetch * per_batch:
+        ahead = source.made_ahead(self._micros_ahead) + per_batch * self._copies_ahead
+        if ahead <= self.prefetch * per_batch:
             return ""
-        what = "batches" if per_batch == 1 else "micro-batches"
+        unit = "batches" if per_batch == 1 else "micro-batches"
         return (
-            f"{source.workers} loader processes make a batch each: {made} {what} are read ahead, "
+            f"{source.workers} loader processes make a batch each: {ahead} {unit} are read ahead, "
             f"not --prefetch {self.prefetch}"
         )
 
     def plans(self, done: Progress, epochs: int, steps: int | None) -> Iterator[Batch]:
-        """The batches without their data: arithmetic only, but for a sampler that is drawn from."""
-        own = self._own_order()
+        """The batches without their data: arithmetic only, except for draws of a sampler."""
+        fixed = self._own_order()
         epoch, step, index = done.epoch, done.step_in_epoch, done.batch_index
         while epoch < epochs and (steps is None or index < steps):
-            in_epoch = own.steps_per_epoch if self.order is None else self.order.steps_in(epoch)
+            in_epoch = fixed.steps_per_epoch if self.order is None else self.order.steps_in(epoch)
             if step >= in_epoch:
                 epoch, step = epoch + 1, 0
                 continue
-            chosen = (self.order or own).batch(epoch, step)
+            chosen = (self.order or fixed).batch(epoch, step)
             sizes, first, rows = self.cutting.cut(len(chosen))
             own_ids = chosen[first : first + rows]
             if (spare := self.cutting.spare(sizes)) is not None:

@@ -1,8 +1,8 @@
 """Tensors in what data sets yield and what models take and return: see `engine.structures`.
 
-`map_tensors`, `tensors_in` and `structure_of` go into batches and outputs, objects of one's own
-with them. `map_arguments` and `tensors_of_arguments` go into what modules hand to each other, where
-such an object (a cache) may have to stay the same one. `copied` is for all that only watches.
+`map_tensors`, `tensors_in` and `structure_of` traverse batches and outputs, including objects of
+user classes. `map_arguments` and `tensors_of_arguments` traverse the arguments of modules, where
+such an object (a cache) may have to keep its identity. `copied` is for code that only observes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ tensors_of_arguments = ARGUMENTS.arrays_in
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The same structure with `change` applied to every tensor; anything else is kept as it is."""
+    """The same structure with `change` applied to every tensor; anything else is unchanged."""
     if type(value) is tuple:  # as most batches are
         return tuple(
             [
@@ -89,12 +89,12 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def map_arguments(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """As `map_tensors`, for what modules hand to each other."""
+    """As `map_tensors`, for arguments and outputs of modules."""
     return ARGUMENTS.map(change, value)
 
 
 def replaced(value: Any, tensors: Iterator[Tensor]) -> Any:
-    """The same structure with its tensors taken, in order, from `tensors`."""
+    """The same structure with its tensors replaced, in order, by `tensors`."""
     return map_tensors(lambda _: next(tensors), value)
 
 
@@ -109,10 +109,10 @@ def map_to_device(
     *,
     pin: bool = False,
 ) -> Any:
-    """As `map_tensors`; an object with a `to` goes to `device` by that, and then is only `cast`.
+    """As `map_tensors`; an object with a `to` is moved to `device` by it, and then only `cast`.
 
-    It knows which of its tensors stay on the host, as the lengths of a packed sequence do. `pin`
-    asks for its `pin_memory` first.
+    Such an object knows which of its tensors stay on the host, like the lengths of a packed
+    sequence. With `pin`, its `pin_memory` is called first.
     """
     if type(value) is tuple:  # as most batches are
         items = []
@@ -140,7 +140,7 @@ def map_to_device(
 def _moved_and_cast(
     cast: Callable[[Tensor], Tensor], device: torch.device, pin: bool, value: Any
 ) -> Any:
-    """An object with a `to` on the device; `None` for what has none."""
+    """An object with a `to`, on the device; `None` for other values."""
     if not _moves_itself(value):
         return None
     tensors = list(tensors_in(value))
@@ -157,39 +157,39 @@ def _moves_itself(value: Any) -> bool:
 
 
 def _moved(value: Any, device: torch.device, *, pin: bool) -> Any:
-    """An object on the device: a shallow copy is moved, as many `to` change the object itself."""
+    """Move an object to the device: a shallow copy, because many `to` change the object itself."""
     other: Any = value if isinstance(value, tuple) else copy.copy(value)
-    if pin and callable(own := getattr(other, "pin_memory", None)):
-        found = own()
-        other = other if found is None else found
+    if pin and callable(pin_memory := getattr(other, "pin_memory", None)):
+        pinned = pin_memory()
+        other = other if pinned is None else pinned
     try:
         inspect.signature(other.to).bind(device, non_blocking=pin)
     except (TypeError, ValueError):
-        found = other.to(device)
+        moved = other.to(device)
     else:
-        found = other.to(device, non_blocking=pin)
-    return other if found is None else found
+        moved = other.to(device, non_blocking=pin)
+    return other if moved is None else moved
 
 
 # --- copies ---------------------------------------------------------------------------------------
 
 
 def copied(value: Any) -> Any:
-    """A batch that shares nothing with this one which a model could change.
+    """A copy of a batch that shares no mutable memory or object with it.
 
-    Raises `RequestError` for what cannot be copied, or whose copy still shares something.
+    Raises `RequestError` if a value cannot be copied, or its copy still shares something.
     """
     memo: dict[int, Any] = {}
-    found = _copied(value, memo)
+    duplicate = _copied(value, memo)
     if memo.pop(DEEP, None):
-        before, after = _mutable(value), _mutable(found)
+        before, after = _mutable(value), _mutable(duplicate)
         if shared := before.keys() & after.keys():
             raise _not_copied(before[shared.pop()], "its copy shares it")
-    return found
+    return duplicate
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    """As `copy.deepcopy`, which plain structures do not need; `memo[DEEP]` says whether it was."""
+    """As `copy.deepcopy`, which plain structures do not need; sets `memo[DEEP]` if it was used."""
     if type(value) is Tensor and not value.__dict__:
         if id(value) not in memo:
             memo[id(value)] = value.detach().clone().requires_grad_(value.requires_grad)
@@ -217,33 +217,33 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _mutable(value: Any) -> dict[Any, Any]:
-    """What a model could change in a value: memory and objects, by what tells them apart."""
-    found: dict[Any, Any] = {}
+    """The memory and objects in a value that a model could change, by their identity."""
+    mutable: dict[Any, Any] = {}
     waiting = [value]
     while waiting:
         item = waiting.pop()
         if isinstance(item, np.ndarray):
             if item.size:
-                found["array", np.lib.array_utils.byte_bounds(item)[0]] = item
+                mutable["array", np.lib.array_utils.byte_bounds(item)[0]] = item
             continue
         if isinstance(item, Tensor):
             if item.layout == torch.strided and item.numel() and not item.is_meta:
-                found["memory", item.untyped_storage().data_ptr()] = item
+                mutable["memory", item.untyped_storage().data_ptr()] = item
             waiting += vars(item).values()
             continue
         if isinstance(item, (*ATOMS, *CODE, torch.dtype, torch.device, torch.Size)):
             continue
-        own = attributes_of(item)
-        if id(item) in found:
+        attributes = attributes_of(item)
+        if id(item) in mutable:
             continue
-        if own or isinstance(item, (list, dict, set, bytearray)):
-            found[id(item)] = item
-        waiting += own.values()
+        if attributes or isinstance(item, (list, dict, set, bytearray)):
+            mutable[id(item)] = item
+        waiting += attributes.values()
         if isinstance(item, (tuple, list, set, frozenset)):
             waiting += item
         elif isinstance(item, Mapping):
             waiting += item.values()
-    return found
+    return mutable
 
 
 def _not_copied(value: Any, why: str) -> RequestError:
@@ -251,18 +251,18 @@ def _not_copied(value: Any, why: str) -> RequestError:
     return RequestError(
         asked="a copy of a batch",
         found=f"a {kind.__module__}.{kind.__qualname__}: {why}"[:300],
-        why="what only looks at a training goes through the model with copies",
+        why="passes that only observe a training run the model on copies",
         do="let copy.deepcopy copy it",
     )
 
 
 # --- rows ----------------------------------------------------------------------------------------
-# Rows of many parts made one: the tensors of a batch, and its lists of texts and numbers.
+# Joins the rows of many parts: the tensors of a batch, and its lists of texts and numbers.
 #
-# What a model returns and what `collate` makes has one row for each sample: tensors along dimension
-# 0, lists of plain values by their items. Parts are micro-batches, and ranks. What is no row (a
-# number, a text, `None`) must be the same in all parts. Called by the loss over a batch, and by the
-# data-dependent initialisation; communicates for nobody else.
+# Outputs of a model and of `collate` have one row for each sample: tensors along dimension 0, lists
+# of plain values by their items. Parts are micro-batches, and ranks. Other values (a number, a
+# text, `None`) must be the same in all parts. Only the loss over a batch and the data-dependent
+# initialisation use this, and communicate for it.
 
 
 PLAIN = (str, int, float, bool, type(None))
@@ -272,32 +272,32 @@ Visit = Callable[[str, Any], Any]
 
 @dataclass(frozen=True)
 class BatchRows:
-    """One part, taken apart: `value` is its structure, and what stands in it by place."""
+    """The rows of one part, by their place in its structure `value`; `fixed` are not rows."""
 
     value: Any
     samples: int
     tensors: dict[str, Tensor] = field(default_factory=dict)
     lists: dict[str, list[Any]] = field(default_factory=dict)
-    kept: dict[str, Any] = field(default_factory=dict)
+    fixed: dict[str, Any] = field(default_factory=dict)
 
     def looks(self) -> str:
-        """What all parts must have alike; a part without samples has nothing to compare."""
+        """The properties that must be equal in all parts; parts without samples do not count."""
         tensors = {n: [str(t.dtype), list(t.shape[1:])] for n, t in self.tensors.items()}
-        return json.dumps([tensors, list(self.lists), self.kept])
+        return json.dumps([tensors, list(self.lists), self.fixed])
 
-    def put_together(self, tensors: dict[str, Tensor], lists: dict[str, list[Any]]) -> Any:
+    def rebuilt(self, tensors: dict[str, Tensor], lists: dict[str, list[Any]]) -> Any:
         """The structure with other tensors and lists in it."""
-        found = {**self.kept, **lists, **tensors}
-        return _walked(self.value, self.samples, "", lambda place, item: found.get(place, item))
+        leaves = {**self.fixed, **lists, **tensors}
+        return _walked(self.value, self.samples, "", lambda place, item: leaves.get(place, item))
 
-    def none_of_them(self) -> BatchRows:
+    def without_rows(self) -> BatchRows:
         """The same without a sample."""
         tensors = {place: tensor[:0] for place, tensor in self.tensors.items()}
-        return BatchRows(self.value, self.samples, tensors, {n: [] for n in self.lists}, self.kept)
+        return BatchRows(self.value, self.samples, tensors, {n: [] for n in self.lists}, self.fixed)
 
 
-def taken_apart(value: Any, samples: int) -> BatchRows:
-    """A part of so many samples; raises `RequestError` for what has no rows and is not plain."""
+def split_rows(value: Any, samples: int) -> BatchRows:
+    """Split a part of so many samples; raises `RequestError` for values that cannot be joined."""
     rows = BatchRows(value, samples)
 
     def visit(place: str, item: Any) -> None:
@@ -322,27 +322,27 @@ def taken_apart(value: Any, samples: int) -> BatchRows:
         elif _is_list_of_rows(item, samples):
             rows.lists[place] = list(item)
         else:
-            rows.kept[place] = item
+            rows.fixed[place] = item
 
     _walked(value, samples, "", visit)
     return rows
 
 
 def joined(parts: list[BatchRows]) -> BatchRows:
-    """Parts of one rank as one; raises `RequestError` where they do not look the same."""
+    """Join the parts of one rank; raises `RequestError` if their looks differ."""
     first = parts[0]
     for part in parts[1:]:
         if part.looks() != first.looks():
             raise _unlike(first.looks(), part.looks(), "micro-batches")
     tensors = {p: torch.cat([part.tensors[p] for part in parts]) for p in first.tensors}
     lists = {p: [item for part in parts for item in part.lists[p]] for p in first.lists}
-    return BatchRows(first.value, first.samples, tensors, lists, first.kept)
+    return BatchRows(first.value, first.samples, tensors, lists, first.fixed)
 
 
 def own_rows(parts: list[tuple[Any, int]]) -> BatchRows | RequestError | None:
-    """The (value, samples) of each micro-batch of a rank as one; why not; `None` for no part."""
+    """Join the (value, samples) of a rank's micro-batches, or return the error; `None` for none."""
     try:
-        return joined([taken_apart(value, samples) for value, samples in parts]) if parts else None
+        return joined([split_rows(value, samples) for value, samples in parts]) if parts else None
     except RequestError as error:
         return error
 
@@ -353,28 +353,28 @@ def rows_of_ranks(sizes: tuple[int, ...], ranks: int) -> list[int]:
     return [sum(sizes[shard] for shard in shards) for shards in owned]
 
 
-def gathered(comm: Comm, own: BatchRows | RequestError, rows: list[int]) -> BatchRows:
+def gathered(comm: Comm, local: BatchRows | RequestError, rows: list[int]) -> BatchRows:
     """The rows of all ranks, `rows[r]` of rank r, in rank order; every rank calls this.
 
-    `own` may be why this rank has none: it is raised on all. Sends the tensors, padded to the most
-    rows of a rank (kind `outputs`), a digest of how they look, and the lists as text.
+    If `local` is an error, all ranks raise it. Gathers the tensors, padded to the most rows of a
+    rank (kind `outputs`), a digest of their looks, and the lists as text.
     """
     if comm.size == 1:
-        if isinstance(own, RequestError):
-            raise own
-        return own
-    own = _agreed(comm, own, rows)
-    tensors = {p: _gathered_tensor(comm, tensor, rows) for p, tensor in own.tensors.items()}
+        if isinstance(local, RequestError):
+            raise local
+        return local
+    local = _agreed(comm, local, rows)
+    tensors = {p: _gathered_tensor(comm, tensor, rows) for p, tensor in local.tensors.items()}
     lists: dict[str, list[Any]] = {}
-    if own.lists:
-        said = [json.loads(text) for text in comm.gather_texts(json.dumps(own.lists))]
-        lists = {p: [item for lists in said for item in lists[p]] for p in own.lists}
-    return BatchRows(own.value, own.samples, tensors, lists, own.kept)
+    if local.lists:
+        lists_of_ranks = [json.loads(text) for text in comm.gather_texts(json.dumps(local.lists))]
+        lists = {p: [item for lists in lists_of_ranks for item in lists[p]] for p in local.lists}
+    return BatchRows(local.value, local.samples, tensors, lists, local.fixed)
 
 
-def _agreed(comm: Comm, own: BatchRows | RequestError, rows: list[int]) -> BatchRows:
-    """`own` if all ranks have the same; raises on all of them before unequal lengths are sent."""
-    text = own.looks() if isinstance(own, BatchRows) else json.dumps(own.to_data())
+def _agreed(comm: Comm, local: BatchRows | RequestError, rows: list[int]) -> BatchRows:
+    """`local` if its looks are equal on all ranks; else all raise, before they send the tensors."""
+    text = local.looks() if isinstance(local, BatchRows) else json.dumps(local.to_data())
     has_rows = rows[comm.rank] > 0
     digest = blake2b(text.encode(), digest_size=DIGEST_BYTES).digest()
     part = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(comm.device)
@@ -383,53 +383,53 @@ def _agreed(comm: Comm, own: BatchRows | RequestError, rows: list[int]) -> Batch
     digests = whole.view(comm.size, -1)
     with comm.reading():
         is_alike = bool((digests == digests[0]).all())
-    if isinstance(own, BatchRows) and is_alike:
-        return own
-    said = comm.gather_texts(text if has_rows or not isinstance(own, BatchRows) else "")
+    if isinstance(local, BatchRows) and is_alike:
+        return local
+    texts = comm.gather_texts(text if has_rows or not isinstance(local, BatchRows) else "")
     looks = []
-    for words in filter(None, said):
-        found = json.loads(words)
-        if isinstance(found, dict):
-            raise RequestError.from_data(found)
+    for words in filter(None, texts):
+        about = json.loads(words)
+        if isinstance(about, dict):
+            raise RequestError.from_data(about)
         looks.append(words)
     for other in looks[1:]:
         if other != looks[0]:
             raise _unlike(looks[0], other, "ranks")
-    assert isinstance(own, BatchRows)
+    assert isinstance(local, BatchRows)
     if has_rows:
-        return own
+        return local
     tensors = {  # of no sample, as wide as those of the others
-        place: own.tensors[place].new_empty((0, *shape))
+        place: local.tensors[place].new_empty((0, *shape))
         for place, (_, shape) in json.loads(looks[0])[0].items()
     }
-    return BatchRows(own.value, own.samples, tensors, own.lists, own.kept)
+    return BatchRows(local.value, local.samples, tensors, local.lists, local.fixed)
 
 
-def _gathered_tensor(comm: Comm, own: Tensor, rows: list[int]) -> Tensor:
+def _gathered_tensor(comm: Comm, local: Tensor, rows: list[int]) -> Tensor:
     """Rows of every rank, as bytes padded to the longest part: any type."""
-    row_bytes = own[:0].new_empty((1, *own.shape[1:])).nbytes
-    part = torch.zeros(max(rows) * row_bytes, dtype=torch.uint8, device=own.device)
-    part[: own.nbytes] = own.contiguous().view(-1).view(torch.uint8)
+    row_bytes = local[:0].new_empty((1, *local.shape[1:])).nbytes
+    part = torch.zeros(max(rows) * row_bytes, dtype=torch.uint8, device=local.device)
+    part[: local.nbytes] = local.contiguous().view(-1).view(torch.uint8)
     whole = part.new_empty(comm.size * part.numel())
     comm.all_gather(whole, part, "outputs").wait()
     parts = whole.view(comm.size, -1)
     flat = torch.cat([part[: n * row_bytes] for part, n in zip(parts, rows, strict=True)])
-    return flat.view(own.dtype).view(sum(rows), *own.shape[1:])
+    return flat.view(local.dtype).view(sum(rows), *local.shape[1:])
 
 
 def _walked(value: Any, samples: int, place: str, visit: Visit) -> Any:
     """The same structure with `visit` of its tensors, lists of rows and plain values."""
-    found = None if _is_list_of_rows(value, samples) else structure_of(value)
-    if found is None:
+    inside = None if _is_list_of_rows(value, samples) else structure_of(value)
+    if inside is None:
         return visit(place, value)
-    pairs = zip(found.names, found.items, strict=True)
-    return found.build([_walked(item, samples, f"{place}{name}", visit) for name, item in pairs])
+    pairs = zip(inside.names, inside.items, strict=True)
+    return inside.build([_walked(item, samples, f"{place}{name}", visit) for name, item in pairs])
 
 
 def _is_list_of_rows(value: Any, samples: int) -> bool:
     """Whether a value is a list of plain values, one for each sample.
 
-    A tuple of lists which are such themselves is what holds them: columns, not rows.
+    A tuple of such lists is no list of rows: they are columns.
     """
     if not isinstance(value, (list, tuple)) or hasattr(value, "_fields"):
         return False
@@ -440,7 +440,7 @@ def _is_list_of_rows(value: Any, samples: int) -> bool:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether text can carry a value: texts, numbers, `None`, lists and dicts of such."""
+    """Whether JSON can carry a value: texts, numbers, `None`, lists and dicts of such."""
     if isinstance(value, (list, tuple)):
         return all(is_plain(item) for item in value)
     if isinstance(value, dict):
@@ -448,8 +448,8 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, PLAIN)
 
 
-def _unlike(one: str, other: str, whose: str) -> RequestError:
-    place, (first, second) = next(_differing(json.loads(one), json.loads(other)))
+def _unlike(first_looks: str, other_looks: str, whose: str) -> RequestError:
+    place, (first, second) = next(_differing(json.loads(first_looks), json.loads(other_looks)))
     return _refused(
         place,
         f"{first} of one and {second} of another of the {whose} of a step",
@@ -459,17 +459,17 @@ def _unlike(one: str, other: str, whose: str) -> RequestError:
     )
 
 
-def _differing(one: list[Any], other: list[Any]) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Where two looks differ, and what stands there."""
-    for mine, theirs in ((one[0], other[0]), (one[2], other[2])):
+def _differing(first: list[Any], second: list[Any]) -> Iterator[tuple[str, tuple[str, str]]]:
+    """The places where two looks differ, and the text of each there."""
+    for mine, theirs in ((first[0], second[0]), (first[2], second[2])):
         for place in [*mine, *(p for p in theirs if p not in mine)]:
             if mine.get(place) != theirs.get(place):
-                yield place, (_told(mine.get(place)), _told(theirs.get(place)))
-    for place in sorted(set(one[1]) ^ set(other[1])):
+                yield place, (_described(mine.get(place)), _described(theirs.get(place)))
+    for place in sorted(set(first[1]) ^ set(second[1])):
         yield place, ("a list with an item for each sample", "none")
 
 
-def _told(look: Any) -> str:
+def _described(look: Any) -> str:
     if isinstance(look, list) and len(look) == 2 and isinstance(look[1], list):
         return f"{look[0]} rows of shape {tuple(look[1])}"
     return "nothing" if look is None else repr(look)

@@ -1,8 +1,8 @@
 """Exact evaluation: every sample once, nothing padded, the same numbers on any number of ranks.
 
-The data is cut into chunks of a fixed size; rank r takes chunks r, r + N, …. Sums and counts of
-each chunk go into their own row of one table, which is summed over the ranks once, every other
-rank having zeros there; then the rows are added in order. So not even the rounding depends on N.
+The data is cut into chunks of a fixed size; rank r evaluates chunks r, r + N, …. Sums and counts of
+each chunk fill a row of one table, which has zeros there on every other rank. The table is summed
+over the ranks once, then its rows are added in order. So not even the rounding depends on N.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from allranks.torch.step.losses import forward, weighted_losses
 from allranks.torch.step.user_buffers import UserBuffers, put_back
 from allranks.torch.strategies.base import Strategy
 from allranks.torch.task import Task
-from allranks.torch.witness.observed import Kept, roots_of_model
+from allranks.torch.witness.observed import PlainStateCopy, roots_of_model
 from allranks.training.order import random_key
 
 Number = float | Tensor
 Pair = tuple[Number, Number]
-EVALUATION = -1  # what the generators are keyed for, beside chunks
+EVALUATION = -1  # a key of the generators, in addition to chunks
 
 
 @torch.no_grad()
@@ -49,8 +49,8 @@ def evaluate(
         comm = Comm(device=comm.device, heartbeat=comm.heartbeat)
     samples = len(source) if most is None else min(len(source), most)
     chunks = [range(start, min(start + chunk, samples)) for start in range(0, samples, chunk)]
-    own = range(comm.rank, len(chunks), comm.size)
-    visited = list(own) or [0]  # a rank without a chunk still has to know the metrics' names
+    chunks_here = range(comm.rank, len(chunks), comm.size)
+    visited = list(chunks_here) or [0]  # a rank without a chunk must know the metrics' names
     if strategy.equal_passes:
         visited += [0] * (-(-len(chunks) // comm.size) - len(visited))
     wanted = ((0, np.arange(chunks[n].start, chunks[n].stop)) for n in visited)
@@ -67,7 +67,7 @@ def evaluate(
             if list(pairs) != names:
                 found = f"{list(pairs)} for one part of the data, {names} for another"
                 raise _other_metrics(found)
-            if number in own:
+            if number in chunks_here:
                 rows[number] = list(pairs.values())
     _same_names_everywhere(comm, names)
     with strategy.comm.reading() if not strategy.computes_alone else nullcontext():
@@ -85,10 +85,10 @@ def evaluate(
 def try_evaluation(
     task: Task, strategy: Strategy, source: Source, chunk: int, notes: list[str]
 ) -> dict[str, float]:
-    """Evaluate the first samples: what is wrong is found before the first update, and every name.
+    """Evaluate the first samples, to raise errors and learn all names before the first update.
 
-    What training starts from is as it was, whatever a forward pass writes. `notes` gets a line for
-    metrics that look like means already.
+    The state of the training is restored, whatever a forward pass writes. Adds a line to `notes`
+    for metrics that look like means already.
     """
     samples = min(chunk, len(source))
     (data,) = source.batches([(0, np.arange(samples))])
@@ -111,20 +111,20 @@ def try_evaluation(
     table = _table({0: list(pairs.values())}, 1, len(pairs))
     _check_counts(table, list(pairs))
     numbers = zip(pairs, table[0].tolist(), strict=True)
-    found = {name: total / count for name, (total, count) in numbers if count}
-    return {**dict.fromkeys(pairs, math.nan), **task.finalize(found)}
+    known = {name: total / count for name, (total, count) in numbers if count}
+    return {**dict.fromkeys(pairs, math.nan), **task.finalize(known)}
 
 
 @contextmanager
 def _leaving_no_trace(task: Task, strategy: Strategy) -> Iterator[None]:
-    """Afterwards the model and the task hold what they held before.
+    """Afterwards, model and task are restored to their state before.
 
-    Holds one copy of the trainable parameters of this rank until then, and of all buffers. Frozen
+    Holds one copy of this rank's trainable parameters, and of all buffers, until then. Frozen
     parameters may be mapped from a file, and are not copied.
     """
     model = strategy.model
     with ExitStack() as stack:  # each is put back, whatever another one raises
-        stack.callback(Kept.of(roots_of_model(model, task), task).put_back)
+        stack.callback(PlainStateCopy.of(roots_of_model(model, task), task).put_back)
         stack.callback(put_back, UserBuffers(model).copies())
         stack.callback(_put_back_weights, _copies_of_weights(model))
         yield
@@ -134,13 +134,13 @@ def _copies_of_weights(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
     copies: list[tuple[Tensor, Tensor]] = []
     for weight in model.parameters():
         if weight.requires_grad:
-            with suppress(RequestError):  # of a strategy that lets nobody read it, or write
+            with suppress(RequestError):  # a strategy may forbid to read it, or to write it
                 copies.append((weight, weight.detach().clone()))
     return copies
 
 
 def _put_back_weights(copies: list[tuple[Tensor, Tensor]]) -> None:
-    """Only what was written is written again: others may share the memory of the rest."""
+    """Restore only the weights that were written: others may share the memory of the remaining."""
     for weight, before in copies:
         if not torch.equal(weight, before):
             weight.copy_(before)
@@ -148,7 +148,7 @@ def _put_back_weights(copies: list[tuple[Tensor, Tensor]]) -> None:
 
 @contextmanager
 def _evaluating(task: Task, model: nn.Module) -> Iterator[None]:
-    """Model and task in evaluation mode; afterwards every layer in the mode that it had."""
+    """Within, model and task are in evaluation mode; afterwards every layer has its former mode."""
     modes = [(module, module.training) for module in model.modules()]
     names_it_itself = "training" in vars(task) or type(task).training is not Task.training
     model.eval()
@@ -164,7 +164,7 @@ def _evaluating(task: Task, model: nn.Module) -> Iterator[None]:
 
 
 def _same_names_everywhere(comm: Comm, names: list[str]) -> None:
-    """Raise on every rank if one has other metrics than the rest: they would be mixed."""
+    """Raise on every rank if the metrics' names differ between ranks: sums would be mixed."""
     if comm.size == 1:
         return
     checks = torch.zeros(comm.size, dtype=torch.float64, device=comm.device)
@@ -186,7 +186,7 @@ def _other_metrics(found: str) -> RequestError:
 
 
 def _check_counts(table: Tensor, names: list[str]) -> None:
-    """Raise where a metric counts fewer than no samples; of the `loss` they are weights."""
+    """Raise if a metric has a negative count; those of the `loss` are weights, and may be."""
     for name, least in zip(names, table[:, :, 1].amin(0).tolist(), strict=True):
         if least < 0 and name != "loss":
             raise RequestError(
@@ -200,7 +200,7 @@ def _check_counts(table: Tensor, names: list[str]) -> None:
 def _table(rows: dict[int, list[Pair]], chunks: int, metrics: int) -> Tensor:
     """(chunk, metric, sum and count) on the host, zeros for chunks of others.
 
-    What lies on a device is read at once: the host waits for it here, and not in every chunk.
+    Values on a device are read together: the host waits once here, not in every chunk.
     """
     table = torch.zeros(chunks, metrics, 2, dtype=torch.float64)
     waiting: dict[Any, list[tuple[tuple[int, int, int], Tensor]]] = {}
@@ -230,8 +230,8 @@ def _pairs(task: Task, strategy: Strategy, data: Any, samples: int) -> dict[str,
             losses, weights = weighted_losses(task, output, data, samples)
             count = losses.numel() if weights is None else weights.sum()
             pairs["loss"] = (losses.sum(), count)
-        found = task.metrics(output, data)
-    for name, pair in found.items():
+        metrics = task.metrics(output, data)
+    for name, pair in metrics.items():
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise RequestError(
                 asked="metrics(output, batch) of the task",
@@ -244,7 +244,7 @@ def _pairs(task: Task, strategy: Strategy, data: Any, samples: int) -> dict[str,
 
 
 def _number(value: Any) -> Number:
-    """A number of the host, or of a device as it is now."""
+    """A number on the host, or a copy of one on the device."""
     if not isinstance(value, Tensor):
         return float(value)
     if value.numel() != 1 or not accelerator.holds(value):

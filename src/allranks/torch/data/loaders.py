@@ -1,13 +1,13 @@
-"""A torch `DataLoader` that a task hands in: what is taken of it, and what the job does itself.
+"""A torch `DataLoader` of a task: the parts that are used, and those that the job replaces.
 
     a data set with samples by number   the data set and `collate_fn`; the order is the job's, or
                                         that of the data set with `shuffle=False`
-    ... and a sampler of one's own      besides, the order that the sampler draws, each epoch anew
-    anything else (an IterableDataset)  every rank reads all of it and takes its own rows
+    ... and a custom sampler            also the order of the sampler, drawn anew each epoch
+    anything else (an IterableDataset)  every rank reads all of it and uses its own rows
 
-Nobody communicates, so every rank has to draw the same: the generators of the process, and those
-that sampler and loader hold, are keyed by (seed, epoch). What draws from others is found if it
-shows in the first epoch (`TaskData.rehearse`).
+Ranks do not communicate here, so every rank must draw the same: the generators of the process, and
+those of sampler and loader, are keyed by (seed, epoch). Draws from other generators are detected if
+they show in the first epoch (`TaskData.rehearse`).
 """
 
 from __future__ import annotations
@@ -97,10 +97,10 @@ def _draws_all(sampler: RandomSampler) -> bool:
 
 
 class SamplerOrder:
-    """The batches of each epoch as a sampler draws them, on every rank alike; in one thread.
+    """The batches of each epoch as a sampler draws them, the same on every rank; in one thread.
 
-    A sampler of single numbers is cut into batches of the task; one of batches gives them itself.
-    `steps` has how many there are, for each epoch that has been drawn.
+    The numbers of a plain sampler are cut into batches of the task; a batch sampler gives batches.
+    `steps` is the number of batches of each epoch that has been drawn.
     """
 
     def __init__(self, loader: DataLoader[Any], task: Task, seed: int, sampler: Any) -> None:
@@ -276,17 +276,17 @@ def rows_between(value: Any, start: int, stop: int, rows: int) -> Any:
         return value[start:stop]
     if isinstance(value, (list, tuple)) and len(value) == rows and all(map(_is_whole, value)):
         return value[start:stop]
-    if isinstance(value, (str, type(None))):  # said of the whole batch
+    if isinstance(value, (str, type(None))):  # of the whole batch
         return value
     if (inside := structure_of(value)) is not None:
         return inside.build([rows_between(item, start, stop, rows) for item in inside.items])
-    found = f"a {type(value).__name__} {tuple(getattr(value, 'shape', ()))}"
+    shape = f"a {type(value).__name__} {tuple(getattr(value, 'shape', ()))}"
     why = f"it is not one of {rows} rows, which are given to ranks"
-    raise _refused(f"{found} in a batch", why, "let collate_fn put the samples in dimension 0")
+    raise _refused(f"{shape} in a batch", why, "let collate_fn put the samples in dimension 0")
 
 
 def _is_whole(item: Any) -> bool:
-    """Whether what stands in a list can only be that of one sample: a text, or an object."""
+    """Whether an item of a list can only belong to one sample: a text, or an object."""
     if isinstance(item, (str, bytes)):
         return True
     is_number = isinstance(item, (int, float, complex, Tensor, np.ndarray, np.generic, type(None)))
@@ -294,38 +294,38 @@ def _is_whole(item: Any) -> bool:
 
 
 def notes_on(loader: DataLoader[Any], task: Task, name: str, order: SamplerOrder | None) -> str:
-    """What is done otherwise than the loader says, for whoever handed it in."""
-    said = f"{name}() is a DataLoader with num_workers={loader.num_workers}"
+    """A note for the user: what the job does differently from the loader."""
+    note = f"{name}() is a DataLoader with num_workers={loader.num_workers}"
     if not has_samples_by_number(loader):
         return (
-            f"{said} that can only be read as a whole: every rank reads all of it, in the step and "
+            f"{note} that can only be read as a whole: every rank reads all of it, in the step and "
             "without workers, and takes its own rows; resuming in mid-epoch reads the epoch from "
             f"its start; {ONLY_KEYED}"
         )
-    taken = f"{said}, batch_size={loader.batch_size}, {type(sampler_of(loader)).__name__}: "
+    text = f"{note}, batch_size={loader.batch_size}, {type(sampler_of(loader)).__name__}: "
     parts = "its data set and collate_fn"
     rival = "eval_collate" if name != "train_data" and task.overrides("eval_collate") else "collate"
     if not brings_collate(loader) and task.overrides(rival):
         parts = f"its data set and {rival}() of the task"
-    own = f"batch_size={task.batch_size} over all ranks, --loader-workers"
+    extra = f"batch_size={task.batch_size} over all ranks, --loader-workers"
     if loader.drop_last and name == "train_data":
-        taken = f"{taken}drop_last=True, "
+        text = f"{text}drop_last=True, "
     if loader.generator is not None and order is None:
-        own += ", no `generator` of its own"
+        extra += ", no `generator` of its own"
     if order is None:
         if name != "train_data":
-            own += ", each sample once"
+            extra += ", each sample once"
         elif is_in_order(loader):
             parts = f"{parts}, in the order of the data set (shuffle=False),"
         else:
-            own += ", an order drawn from --seed"
-        return f"{taken}{parts} are used; the rest is the job's own ({own})"
+            extra += ", an order drawn from --seed"
+        return f"{text}{parts} are used; the rest is the job's own ({extra})"
     if not order.is_cut:
-        own = "--loader-workers"
+        extra = "--loader-workers"
     return (
-        f"{taken}{parts} are used, in the order of its {order.kind}, which "
-        f"every rank draws; the rest is the job's own ({own}); {ONLY_KEYED}; a sample drawn twice "
-        "in an epoch is augmented alike"
+        f"{text}{parts} are used, in the order of its {order.kind}, which "
+        f"every rank draws; the rest is the job's own ({extra}); {ONLY_KEYED}; a sample drawn "
+        "twice in an epoch is augmented alike"
     )
 
 
@@ -339,15 +339,15 @@ def _refused(found: str, why: str, do: str) -> RequestError:
     return RequestError(asked="train_data() of the task: a DataLoader", found=found, why=why, do=do)
 
 
-def _larger(found: str, size: int, own: int) -> RequestError:
+def _larger(found: str, size: int, batch_size: int) -> RequestError:
     why = f"what it gives is the global batch of a step, and the task has batch_size = {size}"
-    return _refused(found, why, f"--set batch_size={own}")
+    return _refused(found, why, f"--set batch_size={batch_size}")
 
 
-def endless(epoch: int, what: str, do: str) -> RequestError:
-    """What to say of an epoch without a sample."""
+def endless(epoch: int, source: str, do: str) -> RequestError:
+    """The error for an epoch without a sample."""
     return RequestError(
-        asked=f"epoch {epoch} of {what}",
+        asked=f"epoch {epoch} of {source}",
         found="no sample in it",
         why="an epoch without a step would never end",
         do=do,

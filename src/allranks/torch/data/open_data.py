@@ -36,10 +36,10 @@ IN_ORDER = "each sample is evaluated once, so how many there are must be known"
 
 @dataclass(frozen=True)
 class Opened:
-    """A source, the order of a sampler that came with it, and what its owner should hear.
+    """A source, the order of its sampler if it has one, and a note for the user.
 
-    `drops_last`: the rest of an epoch is left out, as the loader says that came with it. Without
-    `shuffles` each epoch is in the order of the data set.
+    `drops_last`: the loader leaves out the incomplete last batch of an epoch. Without `shuffles`,
+    each epoch is in the order of the data set.
     """
 
     source: Source | StreamSource | WholeLoader
@@ -50,9 +50,9 @@ class Opened:
 
 
 def open_data(data: Any, task: Task, seed: int, workers: int, name: str) -> Opened:
-    """What reads `data`, which `task.<name>()` returned; raises `RequestError`.
+    """Open a source for `data`, which `task.<name>()` returned; raises `RequestError`.
 
-    Only training data is augmented, and decoded at random.
+    Only training data is augmented, and decoded with random draws.
     """
     training = name == "train_data"
     if isinstance(data, DataLoader):
@@ -90,7 +90,7 @@ def open_data(data: Any, task: Task, seed: int, workers: int, name: str) -> Open
 
 
 def _check_length(data: Any, name: str) -> None:
-    """Raise `RequestError` where a data set has a length that `len` does not take."""
+    """Raise `RequestError` if a data set has a length that `len` does not accept."""
     length = data.__len__()
     try:
         is_one = 0 <= operator.index(length) <= sys.maxsize
@@ -106,14 +106,14 @@ def _check_length(data: Any, name: str) -> None:
 
 
 def is_tensors(data: Any) -> bool:
-    """Whether rows of `data` are samples; a TensorDataset that reads otherwise is a data set."""
+    """Whether rows of `data` are samples; not for a TensorDataset with its own `__getitem__`."""
     if isinstance(data, TensorDataset):
         return type(data).__getitem__ is TensorDataset.__getitem__
     return isinstance(data, (Tensor, np.ndarray)) or _is_columns(data)
 
 
 def collate_of(task: Task, training: bool) -> Callable[[list[Any]], Any]:
-    """What makes batches of samples, where no loader with a `collate_fn` of its own came along."""
+    """The function that collates samples, if there is no loader with its own `collate_fn`."""
     if not training and task.overrides("eval_collate"):
         return task.eval_collate
     return task.collate if task.overrides("collate") else default_collate
@@ -121,27 +121,27 @@ def collate_of(task: Task, training: bool) -> Callable[[list[Any]], Any]:
 
 def _open_iterable(data: Any, task: Task, seed: int, workers: int, name: str) -> Opened:
     """Samples without numbers: every rank reads all of them, as from a DataLoader."""
-    found = type(data).__name__
+    kind = type(data).__name__
     if not hasattr(data, "__iter__"):
-        raise _unusable(name, found, "it has neither samples by number nor `open`")
+        raise _unusable(name, kind, "it has neither samples by number nor `open`")
     if name != "train_data":
         do = "return list(…) of it: a list has samples by number"
-        raise _unusable(name, f"{found}, whose samples have no numbers", IN_ORDER, do)
+        raise _unusable(name, f"{kind}, whose samples have no numbers", IN_ORDER, do)
     if isinstance(data, Iterator):
         why = "it can be read once, and every epoch reads all of it"
         do = "return an object whose __iter__ begins anew, or list(…) of it"
-        raise _unusable(name, f"{found}, an iterator", why, do)
+        raise _unusable(name, f"{kind}, an iterator", why, do)
     collate = task.collate if task.overrides("collate") else None
     loader: DataLoader[Any] = DataLoader(
         Iterated(data), batch_size=task.batch_size, collate_fn=collate
     )
     if task.overrides("augment"):
         do = "change the samples where they are read"
-        raise _unusable(name, f"{found}, and augment() of the task", "they have no numbers", do)
+        raise _unusable(name, f"{kind}, and augment() of the task", "they have no numbers", do)
     if workers:
-        raise _unusable(name, f"{found}, with --loader-workers {workers}", ONE_READER)
+        raise _unusable(name, f"{kind}, with --loader-workers {workers}", ONE_READER)
     note = (
-        f"{name}() is a {found}, whose samples have no numbers: every rank reads all of it, in the "
+        f"{name}() is a {kind}, whose samples have no numbers: every rank reads all of it, in the "
         "step and without workers, and takes its own rows; resuming in mid-epoch reads the epoch "
         f"from its start; {ONLY_KEYED}"
     )
@@ -155,8 +155,8 @@ def _open_loader(loader: DataLoader[Any], task: Task, seed: int, workers: int, n
     training = name == "train_data"
     drops, shuffles = training and loader.drop_last, not is_in_order(loader)
     if not training and (order is not None or not by_number):
-        what = "a DataLoader that reads an IterableDataset" if order is None else order.kind
-        raise _unusable(name, f"a DataLoader with its own {what}", IN_ORDER)
+        kind = "a DataLoader that reads an IterableDataset" if order is None else order.kind
+        raise _unusable(name, f"a DataLoader with its own {kind}", IN_ORDER)
     if by_number and type(loader.dataset) is TensorDataset and loader.collate_fn is default_collate:
         opened = open_data(loader.dataset, task, seed, workers, name)
         return replace(opened, order=order, note=note, drops_last=drops, shuffles=shuffles)
@@ -185,7 +185,7 @@ def _collate_of_loader(
         raise _unusable(
             name,
             f"a DataLoader with a collate_fn of its own, and {rival}() of the task",
-            "samples are collated once, and each of the two says how",
+            "samples are collated once, by one of the two",
             f"leave one of them out{'; eval_collate() is for the evaluation alone' * training}",
         )
     collate: Callable[[list[Any]], Any] = loader.collate_fn

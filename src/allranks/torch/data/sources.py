@@ -201,13 +201,13 @@ class MapSource:
             multiprocessing_context="fork",
             worker_init_fn=_start_process,
         )
-        (made,) = _unless_refused(iter(loader), as_it_is)
-        return made
+        (batch,) = _unless_refused(iter(loader), as_it_is)
+        return batch
 
     def check_draws(self) -> None:
         """Raise if reading a sample in stages draws from the generators of the process.
 
-        They belong to the thread that trains: what another one draws would differ from run to run.
+        They belong to the training thread: draws of another thread would differ from run to run.
         """
         if not (self.is_staged and self._training):
             return
@@ -223,17 +223,17 @@ class MapSource:
             )
 
     def made_ahead(self, ahead: int) -> int:
-        """How many batches are under way if `ahead` are asked for: a loader process makes one."""
+        """The number of batches in preparation for `ahead`: a loader process makes whole ones."""
         if not self.workers or self.is_staged:
             return ahead
         return self.workers * max(1, ahead // self.workers)
 
 
 def drawn_from() -> bytes:
-    """What changes when anything is drawn from a generator of the process."""
-    name, keys, *rest = np.random.get_state(legacy=True)
+    """The states of the generators of the process: they change with any draw."""
+    name, keys, *position = np.random.get_state(legacy=True)
     torchs = torch.get_rng_state().numpy().tobytes()
-    return repr((random.getstate(), name, rest)).encode() + keys.tobytes() + torchs  # type: ignore[union-attr]
+    return repr((random.getstate(), name, position)).encode() + keys.tobytes() + torchs  # type: ignore[union-attr]
 
 
 def _generator(seed: int) -> np.random.Generator:

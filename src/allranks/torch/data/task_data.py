@@ -39,9 +39,9 @@ STATE_NOT_SAVED = (
 
 
 class TaskData:
-    """What one rank reads for one task under one strategy: its batches, and its evaluation data.
+    """The data of one rank for one task under one strategy: its batches, and its evaluation data.
 
-    `notes` say what is done otherwise than the task's data asks for, once that is open.
+    `notes` tell the user where the engine differs from the settings of the data, once it is open.
     """
 
     def __init__(self, task: Task, job: Job, strategy: Strategy) -> None:
@@ -64,7 +64,7 @@ class TaskData:
             if isinstance(opened.source, StreamSource) and self.task.loss_over == "batch":
                 raise RequestError(
                     asked='a stream with loss_over = "batch"',
-                    found="nobody knows how many samples the other ranks have",
+                    found="no rank knows how many samples the others have",
                     why="the outputs of all ranks are gathered, so their sizes must be known",
                     do="read the data as a map-style data set",
                 )
@@ -94,19 +94,19 @@ class TaskData:
 
     @property
     def opened(self) -> GlobalBatches | None:
-        """The same; `None` while nobody has needed them."""
+        """The same; `None` until they are first needed."""
         return self._batches
 
     def evaluate(self, data: Any = None) -> dict[str, float]:
-        """The metrics over `data`, or the task's own; leaves the random streams as they were."""
+        """The metrics over `data`, or over the task's own; restores the random streams."""
         with kept_random_streams(self.strategy.comm.device):
             sources = self._evaluated(data)
             self._compare_evaluation(sources, of_task=data is None)
-            found: dict[str, float] = {}
+            means: dict[str, float] = {}
             most = self._chunk if self.job.brief else None
             for name, source in sources.items():
-                found |= named(name, evaluate(self.task, self.strategy, source, self._chunk, most))
-            return found
+                means |= named(name, evaluate(self.task, self.strategy, source, self._chunk, most))
+            return means
 
     def rehearse(self) -> None:
         """Open the data and evaluate a few samples, so that errors show before the first update.
@@ -124,14 +124,14 @@ class TaskData:
         check_metrics(self.job, names, self.task.plateau())
 
     def close(self) -> None:
-        """Let go of the data, and of the threads and processes that read it."""
+        """Release the data, and the threads and processes that read it."""
         if self._batches is not None:
             self._batches.close()
         self._batches = self._eval_sources = None
 
     @property
     def _meets_in_passes(self) -> bool:
-        """Whether ranks that read other samples make passes together; one reader alone has all."""
+        """Whether passes are collective for ranks that read different samples."""
         strategy = self.strategy
         meets = strategy.equal_passes and strategy.passes_meet_readers
         return meets and strategy.data.size > 1
@@ -150,8 +150,8 @@ class TaskData:
             return self._opened_sets(data)
         if self._eval_sources is None:
             seed_generators(self.job.seed)
-            own = self.task.eval_data()
-            self._eval_sources = {} if own is None else self._opened_sets(own)
+            data = self.task.eval_data()
+            self._eval_sources = {} if data is None else self._opened_sets(data)
         return self._eval_sources
 
     def _opened_sets(self, data: Any) -> dict[str, Any]:
@@ -172,9 +172,9 @@ class TaskData:
         return opened
 
     def compare_training(self) -> None:
-        """Raise where ranks have other training data; once. Every rank calls this.
+        """Raise if training data differ between ranks; once. Every rank calls this.
 
-        Sends some 150 bytes of text to every other rank, and what a loader draws first.
+        Gathers some 150 bytes of text from every rank, and a fingerprint of a loader's first draws.
         """
         batches, comm = self.batches, self.strategy.comm
         if comm.size == 1 or "train_data" in self._compared:
@@ -186,7 +186,7 @@ class TaskData:
             raise _drawn_by_rank(drawing)
 
     def _compare_evaluation(self, sources: dict[str, Any], *, of_task: bool = True) -> None:
-        """Raise where ranks' evaluation data differ, the task's once; every rank calls this."""
+        """Raise if evaluation data differ between ranks, the task's once; every rank calls this."""
         comm, name = self.strategy.comm, "eval_data" if of_task else "evaluate"
         if comm.size == 1 or not self.strategy.agreement.is_one_training or name in self._compared:
             return
@@ -198,11 +198,11 @@ class TaskData:
         if sources.keys() <= {""}:
             return self._identity_of(sources.get(""))
         each = {name: json.loads(self._identity_of(source)) for name, source in sources.items()}
-        digest = digest_of([{**own, HASHES: 0, "name": name} for name, own in each.items()])
+        digest = digest_of([{**one_set, HASHES: 0, "name": name} for name, one_set in each.items()])
         return identity(f"the sets {', '.join(each)}", None, digest)
 
     def _identity_of(self, source: Any) -> str:
-        """What ranks must have in common, in a text."""
+        """A text that must be equal on all ranks."""
         if isinstance(source, TensorSource):
             return identity("tensors", len(source), digest_of_rows(source.tensors))
         if isinstance(source, MapSource):
@@ -221,8 +221,8 @@ def _drawn_by_rank(drawing: WholeLoader | SamplerOrder) -> RequestError:
         return RequestError(
             asked="train_data() of the task: a DataLoader",
             found=f"the first epoch of its {drawing.kind} is not the same on all ranks",
-            why="each takes its own part of what all draw, so all must draw the same",
-            do="leave out what is cut by rank; draw from torch's generator alone, or hand in the "
+            why="each rank uses its own part of the same draws, so all must draw the same",
+            do="remove what is cut by rank; draw from torch's generator alone, or return the "
             "data set without a sampler",
         )
     return RequestError(
@@ -235,7 +235,7 @@ def _drawn_by_rank(drawing: WholeLoader | SamplerOrder) -> RequestError:
 
 
 def _with_a_state(data: Any) -> str:
-    """The class of data, or of a sampler that came with it, that has a state to be saved."""
+    """The name of the class, of the data or its sampler, that has a `state_dict`."""
     parts = [data]
     if isinstance(data, DataLoader):
         inner = getattr(data.batch_sampler, "sampler", None)

@@ -1,9 +1,9 @@
-"""Activation checkpointing: activations of blocks are not kept, but computed again in backward.
+"""Activation checkpointing: activations of blocks are not stored, but recomputed in backward.
 
-Torch's own checkpoint does it, and brings its own random streams back. The layers that belong to a
-shard (`layers`) have a scope instead: computed again, dropout must draw the mask it drew before,
-and BatchNorm must not count its moments twice. Chen et al. 2016, Training Deep Nets with Sublinear
-Memory Cost, arXiv 1604.06174.
+Torch's checkpoint does it, and restores its own random streams. The layers that belong to a shard
+(`layers`) use a scope instead: in a recomputation, dropout must draw the same mask, and BatchNorm
+must not count its moments twice. Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost,
+arXiv 1604.06174.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from allranks.torch.task import Task
 
 
 def recompute_blocks(task: Task, model: nn.Module, scope: Scope) -> Callable[[], None]:
-    """Let the blocks of `model` compute their activations again; returns what undoes that."""
+    """Let the blocks of `model` recompute their activations; returns a function that undoes it."""
     blocks = repeated_blocks(task, model)
     if not blocks:
         raise RequestError(
@@ -44,8 +44,8 @@ def recompute_blocks(task: Task, model: nn.Module, scope: Scope) -> Callable[[],
 
 def repeated_blocks(task: Task, model: nn.Module) -> list[nn.Module]:
     """The blocks that the task names, each once, and none that holds another one."""
-    given = list(dict.fromkeys(task.blocks(model)))  # a shared block is named more than once
-    return [b for b in given if not any(o in given for o in b.modules() if o is not b)]
+    blocks = list(dict.fromkeys(task.blocks(model)))  # a shared block is named more than once
+    return [b for b in blocks if not any(o in blocks for o in b.modules() if o is not b)]
 
 
 @dataclass
@@ -56,11 +56,11 @@ class Recomputed:
 
 
 def recomputed(block: nn.Module) -> Recomputed | None:
-    """What a block has that computes its activations again; `None` for any other module."""
+    """The recomputation of a block that recomputes its activations; `None` for other modules."""
     forward = block.forward
     if isinstance(forward, partial) and forward.func is _recomputed:
-        found: Recomputed = forward.args[1]
-        return found
+        recomputing: Recomputed = forward.args[1]
+        return recomputing
     return None
 
 

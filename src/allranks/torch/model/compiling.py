@@ -1,13 +1,13 @@
-"""A model in the hands of `torch.compile`, with the layers that belong to a shard inside of it.
+"""Compiles a model with `torch.compile`, including the layers that belong to a shard.
 
-What a compiled graph reads of the scope is the layout of the samples (`Scope.runs`), which is the
-same in every step but the last of an epoch. BatchNorm leaves its moments in the layer, and they are
-put into the scope after the call: a graph that several blocks share knows no layer by its number.
-What draws, communicates or looks up follows the step, and cuts the graph: one function for all
-layers keeps them outside.
+A compiled graph reads only the layout of the samples from the scope (`Scope.runs`), which is the
+same in every step but the last of an epoch. BatchNorm stores its moments in the layer, and they are
+added to the scope after the call: a graph that several blocks share has no number of a layer.
+Layers that draw, communicate or look up rows depend on the step, so they break the graph: one
+function for all of them keeps them outside.
 
-Where gradients leave during backward the model is compiled block by block. Compiled as a whole, its
-backward is one function: the first gradient is there when the last one is.
+If gradients are sent during backward, the model is compiled block by block. Compiled as a whole,
+its backward is one function, which returns all gradients at once.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ GRAPHS_OF_INDUCTOR = "TORCHINDUCTOR_CUDAGRAPHS"
 
 
 def compile_passes(task: Task, job: Job, strategy: Strategy) -> Callable[[], None]:
-    """Let the forward passes of a strategy be compiled as the job says; returns what undoes it."""
-    given = task, strategy.model, job.compile, strategy.context.scope, strategy.comm.size
-    strategy.step.call, undo = compiled(*given)
+    """Compile the forward passes of a strategy as the job says; returns a function to undo it."""
+    arguments = task, strategy.model, job.compile, strategy.context.scope, strategy.comm.size
+    strategy.step.call, undo = compiled(*arguments)
     return undo
 
 
 def compiled(
     task: Task, model: nn.Module, backend: str, scope: Scope, ranks: int
 ) -> tuple[Callable[..., Any], Callable[[], None]]:
-    """What a compiler makes of the model's forward, and what undoes the changes that it needs.
+    """The compiled forward of the model, and a function that undoes the changes for it.
 
-    By blocks if several `ranks` exchange gradients and the model has some. No communication.
+    Compiles by blocks, if the task names some, for several `ranks`. No communication.
     """
     _check(model, backend)
     undo = ExitStack()
@@ -57,8 +57,8 @@ def compiled(
     is_inside = task.batchnorm != "whole"
     inside = [m for m in modules if is_inside and isinstance(m, NormOfShard)]
     for norm in inside:
-        norm.left = []
-        undo.callback(vars(norm).pop, "left", None)
+        norm.moments = []
+        undo.callback(vars(norm).pop, "moments", None)
     traced = *inside, *(m for m in modules if isinstance(m, ShardDropout))
     outside = [m for m in modules if isinstance(m, OfShard) and m not in traced]
     layer: Any
@@ -73,44 +73,44 @@ def compiled(
         before = vars(block).get("_compiled_call_impl")  # its owner may have compiled it
         undo.callback(_uncompile, block, before)
         within: set[Any] = set(block.modules())
-        own = [norm for norm in inside if norm in within]
+        norms = [norm for norm in inside if norm in within]
         plain = block._call_impl
-        made = partial(_called, torch.compile(plain, backend=backend), scope, own)
-        block._compiled_call_impl = partial(_in_step, scope, made, plain)
+        call = partial(_called, torch.compile(plain, backend=backend), scope, norms)
+        block._compiled_call_impl = partial(_in_step, scope, call, plain)
     return partial(_by_blocks, model, scope), undo.close
 
 
-def _by_blocks(model: nn.Module, scope: Scope, /, *given: Any, **named: Any) -> Any:
+def _by_blocks(model: nn.Module, scope: Scope, /, *args: Any, **named: Any) -> Any:
     scope.by_compiler = True
-    return model(*given, **named)
+    return model(*args, **named)
 
 
 def _in_step(
-    scope: Scope, call: Callable[..., Any], plain: Callable[..., Any], /, *given: Any, **named: Any
+    scope: Scope, call: Callable[..., Any], plain: Callable[..., Any], /, *args: Any, **named: Any
 ) -> Any:
-    """A block in a pass of a step, compiled; as it is written for whoever else calls the model."""
-    return (call if scope.by_compiler else plain)(*given, **named)
+    """Call a block: compiled in a pass of a step, plain in any other call of the model."""
+    return (call if scope.by_compiler else plain)(*args, **named)
 
 
 def _called(
-    call: Callable[..., Any], scope: Scope, norms: list[NormOfShard], /, *given: Any, **named: Any
+    call: Callable[..., Any], scope: Scope, norms: list[NormOfShard], /, *args: Any, **named: Any
 ) -> Any:
-    """What is compiled, in the layout of now; its moments go to the scope, as those of others."""
+    """Call compiled code in the current layout, and add its moments to the scope."""
     scope.lay_out()
     try:
-        output = call(*given, **named)
+        output = call(*args, **named)
         for norm in norms:
-            for moments in norm.left:
+            for moments in norm.moments:
                 scope.add_moments(norm.index, moments)
         return output
     finally:
         for norm in norms:
-            norm.left.clear()
+            norm.moments.clear()
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _outside(layer: nn.Module, *given: Any, **named: Any) -> Any:
-    return type(layer).forward(layer, *given, **named)
+def _outside(layer: nn.Module, *args: Any, **named: Any) -> Any:
+    return type(layer).forward(layer, *args, **named)
 
 
 def _uncompile(block: nn.Module, before: Any) -> None:
@@ -121,7 +121,7 @@ def _uncompile(block: nn.Module, before: Any) -> None:
 
 
 def _room_for(blocks: int) -> Any:
-    """All blocks of a class share what is compiled of it, and each may have a shape of its own."""
+    """Blocks of one class share their compiled code; each may need an entry for its own shape."""
     limit = max(torch._dynamo.config.recompile_limit, LAYOUTS * blocks)
     return torch._dynamo.config.patch(
         recompile_limit=limit,

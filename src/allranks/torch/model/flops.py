@@ -43,13 +43,13 @@ PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
 
 
 def peak_flops(name: str, precision: str) -> float | None:
-    """Operations per second of a device at its best; `None` where nobody here knows."""
+    """Peak operations per second of a device; `None` if it is not in the table."""
     if OTHERS.search(name):
         return None
     for known, peaks in PEAKS:
         if re.search(rf"\b{known}\b", name):
-            found = peaks.get(precision)
-            return None if found is None else found * TERA
+            peak = peaks.get(precision)
+            return None if peak is None else peak * TERA
     return None
 
 
@@ -72,7 +72,7 @@ class FlopsMeter:
         self._waits = peak is not None and not hidden
 
     def watching(self, samples: int) -> AbstractContextManager[None]:
-        """A step of this rank with so many samples; the first one that has any is counted."""
+        """Around a step of this rank with so many samples; counts the first one that has any."""
         return self._counting(samples) if self._waits and samples else NOT_COUNTED
 
     @contextmanager
@@ -83,7 +83,7 @@ class FlopsMeter:
         self.flops_per_sample = counter.get_total_flops() / samples
 
     def utilisation(self, samples_per_s: float | None, devices: int) -> float | None:
-        """The MFU at this rate of the whole job; `None` where something of it is unknown."""
+        """The MFU at this rate of the whole job; `None` if the peak or the count is unknown."""
         if self.flops_per_sample is None or self.peak is None or samples_per_s is None:
             return None
         return self.flops_per_sample * samples_per_s / (devices * self.peak)

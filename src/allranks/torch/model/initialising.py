@@ -1,9 +1,9 @@
 """Initial weights that depend on the first batch: a task's `initialise(model, inputs)`.
 
 ActNorm, data-dependent initialisation (Salimans and Kingma 2016, arXiv 1602.07868) and codebooks
-that start from samples take what goes in first for typical of all. In forward that would be a part
-of the batch, another one on each rank. Here every rank is given the whole first global batch, in
-shard order, does the same with it, and the leader's weights and buffers are sent to all.
+that start from samples treat the first input as typical. In forward, that would be a different part
+of the batch on each rank. Here every rank gets the whole first global batch, in shard order, and
+computes the same; then the leader's weights and buffers are broadcast.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ def initialise(strategy: Strategy, batch: Batch) -> None:
     if batch.sizes is None:
         raise _refused(
             "a stream",
-            "nobody knows how many samples the other ranks have",
+            "no rank knows how many samples the others have",
             "read the data as a map-style data set, or set the weights in model()",
         )
-    own = own_rows([({"batch": micro.data}, micro.samples) for micro in batch.micros])
-    if own is None:
-        own = _refused(
+    rows = own_rows([({"batch": micro.data}, micro.samples) for micro in batch.micros])
+    if rows is None:
+        rows = _refused(
             f"{batch.nominal} samples in the first batch, so a rank has none",
             "what a batch looks like is only known from one",
             "use at least as many samples as shards, or fewer ranks",
         )
-    whole = gathered(step.comm, own, rows_of_ranks(batch.sizes, step.comm.size))
-    data = whole.put_together(whole.tensors, whole.lists)["batch"]
+    whole = gathered(step.comm, rows, rows_of_ranks(batch.sizes, step.comm.size))
+    data = whole.rebuilt(whole.tensors, whole.lists)["batch"]
     before = [id(parameter) for parameter in model.parameters()]
     with (
         kept_random_streams(strategy.comm.device),

@@ -43,14 +43,14 @@ class Moment:
 
 
 class UnweightedMoments:
-    """Moments of shards as layers leave them: weighted for all layers at once.
+    """Moments of shards that layers have stored, to be weighted for all layers at once.
 
-    A layer is handed `room` for its own in a buffer of all layers, zeroed at once: as large as
-    what the last pass of as many shards asked for.
+    `room` gives a layer its part of a buffer for all layers, which is zeroed at once. The buffer is
+    as large as the last pass with as many shards needed.
     """
 
     def __init__(self) -> None:
-        self._left: dict[int, Tensor] = {}
+        self._stored: dict[int, Tensor] = {}
         self._samples: tuple[int, ...] = ()
         self._sizes: dict[int, int] = {}
         self._buffer: Tensor | None = None
@@ -68,44 +68,44 @@ class UnweightedMoments:
         return buffer[start : self._end].view(2, shards, features)
 
     def add(self, layer: int, both: Tensor, samples: tuple[int, ...]) -> bool:
-        """Keep those of a layer; not if they do not fit the others, which are to be taken first."""
-        first = next(iter(self._left.values()), both)
+        """Store those of a layer; returns false if the others must be taken first."""
+        first = next(iter(self._stored.values()), both)
         is_alike = (first.dtype, first.device) == (both.dtype, both.device)
-        if layer in self._left or not is_alike or (self._left and samples != self._samples):
+        if layer in self._stored or not is_alike or (self._stored and samples != self._samples):
             return False
-        self._left[layer], self._samples = both, samples
+        self._stored[layer], self._samples = both, samples
         return True
 
     def order(self, layers: list[int]) -> bool:
-        """Whether exactly these layers have left some, which stand in this order then."""
-        if len(layers) != len(self._left) or any(layer not in self._left for layer in layers):
+        """Whether exactly these layers have stored some; sorts them in this order."""
+        if len(layers) != len(self._stored) or any(n not in self._stored for n in layers):
             return False
-        self._left = {layer: self._left[layer] for layer in layers}
+        self._stored = {layer: self._stored[layer] for layer in layers}
         return True
 
     def weighted(self) -> Tensor:
-        """(weight, weighted mean and variance) of each layer, one after the other; none is left."""
-        left, samples = list(self._left.values()), self._samples
+        """(weight, weighted mean and variance) of each layer in a row; removes all of them."""
+        moments, samples = list(self._stored.values()), self._samples
         self.clear()
         shards = len(samples)
-        self._sizes[shards] = sum(both.numel() for both in left)
-        one = _ones(shards, left[0].dtype, left[0].device)
-        each = torch.cat([part for both in left for part in (one, *both)], 1)
+        self._sizes[shards] = sum(both.numel() for both in moments)
+        ones = _ones(shards, moments[0].dtype, moments[0].device)
+        each = torch.cat([part for both in moments for part in (ones, *both)], 1)
         if len(set(samples)) == 1:
             return (each[0] if shards == 1 else each.sum(0)).mul_(samples[0])
         weights = _weights(samples, each.dtype, each.device)
         return each.mul_(weights).sum(0)
 
     def take(self) -> Iterable[tuple[int, Tensor]]:
-        """Those of each layer; none is left."""
-        if not self._left:
+        """Those of each layer; removes all of them."""
+        if not self._stored:
             return ()
-        layers = list(self._left)
-        sizes = [1 + 2 * both.shape[2] for both in self._left.values()]
+        layers = list(self._stored)
+        sizes = [1 + 2 * both.shape[2] for both in self._stored.values()]
         return zip(layers, self.weighted().split(sizes), strict=True)
 
     def clear(self) -> None:
-        self._left.clear()
+        self._stored.clear()
         self._buffer, self._end = None, 0
 
 
@@ -121,7 +121,7 @@ def _weights(samples: tuple[int, ...], kind: torch.dtype, device: torch.device) 
 
 @dataclass
 class Scope:
-    """What is going through the model right now: the pieces of shards, in the order of the rows."""
+    """The current forward pass: its pieces of shards, in the order of the rows."""
 
     seed: int
     device: torch.device
@@ -133,7 +133,7 @@ class Scope:
     looked_up: dict[int, Tensor] = field(default_factory=dict)
     more_devices: tuple[torch.device, ...] = ()  # whose generators user code may draw from, too
     served: frozenset[int] = frozenset()  # the ids of tables that lie on parameter servers
-    shortens: bool = True  # whether tables with a max_norm are written; not by passes beside a step
+    shortens: bool = True  # whether tables with a max_norm are written; not outside of a step
 
     def __post_init__(self) -> None:
         self.keys = Keys(self)
@@ -162,19 +162,19 @@ class Scope:
         self._seed(random_key(self.seed, step, first.shard, first.start, -1))
 
     def lay_out(self) -> Runs:
-        """The runs of the pieces that go through now; code that is compiled reads `runs` alone."""
+        """Set and return the runs of the current pieces; compiled code reads only `runs`."""
         if self._laid_out is not self.pieces:
             self._laid_out, self.runs = self.pieces, runs_of(self.pieces)
         return self.runs
 
     def key_stage(self, stage: int) -> None:
-        """What user code draws next belongs to a stage of what goes through the model."""
+        """Seed the generators of user code for a stage of the current pass."""
         self.keys.draw_elsewhere()
         first = self.pieces[0]
         self._seed(random_key(self.seed, self.step, first.shard, first.start, -1, stage))
 
     def key(self, step: int, purpose: int) -> None:
-        """What is drawn next is the same on every rank, whichever shard it was keyed for last."""
+        """Key the next draws for no shard: they are the same on every rank."""
         self.keys.draw_elsewhere()
         self._seed(random_key(self.seed, step, -1, -1, purpose))
 
@@ -191,12 +191,12 @@ class Scope:
         self.pieces, self.by_compiler = (), False
 
     def moment(self) -> Moment:
-        """What is going through the model right now, to come back to with `again`."""
+        """The current pass, which `again` can restore."""
         return Moment(self.step, self.pieces, self.samples, dict(self.calls))
 
     @contextmanager
     def again(self, moment: Moment) -> Iterator[None]:
-        """Within, it is `moment`: the same is drawn as then, and nothing of it is counted."""
+        """Within, the pass is `moment`: draws are the same as then, and nothing is counted."""
         now = self.step, self.pieces, self.samples, self.calls, self.moments
         self.step, self.pieces, self.samples = moment.step, moment.pieces, moment.samples
         self.calls, self.moments = dict(moment.calls), {}
@@ -208,9 +208,9 @@ class Scope:
 
     @property
     def moments(self) -> dict[int, Tensor]:
-        """What layers have left: (weight, weighted mean and variance) of each."""
-        for layer, found in self.unweighted.take():
-            self._add(layer, found)
+        """The moments of each layer: (weight, weighted mean and variance)."""
+        for layer, moments in self.unweighted.take():
+            self._add(layer, moments)
         return self._moments
 
     @moments.setter
@@ -219,35 +219,35 @@ class Scope:
         self._moments = moments
 
     def leave_moments(self, layer: int, both: Tensor, samples: tuple[int, ...]) -> None:
-        """A layer has seen shards of so many samples: mean and variance of each, which are
-        weighted with those of other layers, once somebody asks for them."""
+        """Store a layer's mean and variance of each shard of so many samples. They are weighted
+        together with those of other layers when they are read."""
         if not self.unweighted.add(layer, both, samples):
             self._moments = self.moments
             self.unweighted.add(layer, both, samples)
 
     def moments_of_all(self, layers: list[int]) -> Tensor | None:
-        """Those of exactly these layers, in this order, which have none left then."""
+        """Those of exactly these layers, in this order; removes them."""
         if self._moments or not self.unweighted.order(layers):
             return None
         return self.unweighted.weighted()
 
-    def add_moments(self, layer: int, found: Tensor) -> None:
-        """A layer has seen shards: (weight, weighted mean and variance), which it gives away."""
+    def add_moments(self, layer: int, moments: Tensor) -> None:
+        """Add a layer's (weight, weighted mean and variance); the tensor is reused."""
         self._moments = self.moments
-        self._add(layer, found)
+        self._add(layer, moments)
 
-    def _add(self, layer: int, found: Tensor) -> None:
+    def _add(self, layer: int, moments: Tensor) -> None:
         before = self._moments.get(layer)
-        self._moments[layer] = found if before is None else before.add_(found)
+        self._moments[layer] = moments if before is None else before.add_(moments)
 
-    def take_moments(self, own: Scope) -> None:
-        """Add what another scope has collected from a part of these samples, which then has none.
+    def merge_moments(self, part: Scope) -> None:
+        """Move the moments of another scope, of a part of these samples, to this one.
 
-        All of it is on the device of this scope afterwards.
+        All of them are on the device of this scope afterwards.
         """
-        for layer, found in own.moments.items():
-            self.add_moments(layer, found.to(self.device))
-        own.moments.clear()
+        for layer, moments in part.moments.items():
+            self.add_moments(layer, moments.to(self.device))
+        part.moments.clear()
 
     def rows(self, layer: str, tensor: Tensor) -> list[int]:
         """How many rows of `tensor` belong to each piece."""
@@ -321,7 +321,7 @@ class Normalising:
 
 
 def full_type(kind: torch.dtype) -> torch.dtype:
-    """The type for statistics over what is of this type: 16 bits would not hold them."""
+    """The type for statistics over numbers of this type: 16 bits are too few."""
     return torch.promote_types(kind, torch.float32)
 
 
@@ -336,7 +336,7 @@ def _swapped_kind(layer: Any, kind: Any) -> Any:
 
 
 def own_kind(module: nn.Module) -> type:
-    """The class of a layer as its owner made it, whether it is swapped or not."""
+    """The original class of a layer, whether it is swapped or not."""
     kind = type(module)
     while issubclass(kind, Swapped):
         kind = kind.__bases__[1]
@@ -344,7 +344,7 @@ def own_kind(module: nn.Module) -> type:
 
 
 def is_chain(module: nn.Module) -> bool:
-    """Whether a module calls its members in a row, and does nothing else."""
+    """Whether a module only calls its members one after the other."""
     kind = own_kind(module)
     if not issubclass(kind, nn.Sequential) or "forward" in vars(module) or has_hooks(module):
         return False
@@ -353,18 +353,18 @@ def is_chain(module: nn.Module) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether somebody looks at what goes into a module or comes out, or changes it."""
+    """Whether a module has hooks on its inputs or outputs."""
     return any(getattr(module, name, None) for name in HOOKS)
 
 
 def every_layer(model: nn.Module) -> Iterator[nn.Module]:
     """Every module of a model once, with the layers that Keras keeps out of torch's sight."""
-    seen: set[int] = set()
+    visited: set[int] = set()
     for module in model.modules():
         below: Any = getattr(module, "_flatten_layers", tuple)
         for layer in (module, *below()):
-            if id(layer) not in seen:
-                seen.add(id(layer))
+            if id(layer) not in visited:
+                visited.add(id(layer))
                 yield layer
 
 

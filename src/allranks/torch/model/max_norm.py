@@ -1,11 +1,11 @@
 """`nn.Embedding` and `nn.EmbeddingBag` with a `max_norm`, which renormalise rows in forward.
 
-Torch shortens, inside forward and in place, the rows that are looked up: on many ranks each would
-shorten its own, and replicas would drift. Here a row is shortened once in a step, where a rank
-looks it up first, and after the gradients are summed all ranks shorten the rows that any of them
-has looked up: before the update, every table is what one process makes of the whole batch. Sends a
-mark for each row of each such table (kind `rows`). Outside of a step nothing is written: rows are
-shortened on their way out, so an evaluation changes no weight.
+Torch renormalises the rows that are looked up in place, inside forward. Each of many ranks would
+change other rows, and replicas would drift. Here a rank renormalises a row when it first looks it
+up in a step. After the gradients are summed, all ranks renormalise the rows that any of them has
+looked up: before the update, every table is as one process would have it for the whole batch. Sends
+a mark for each row of each such table (kind `rows`). Outside of a step nothing is written: only
+the output is renormalised, so an evaluation changes no weight.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ class BoundedTable(OfShard):
     """Shortens the rows of its table once in each step."""
 
     def rows_for(self, input: Tensor) -> tuple[Tensor, Tensor, int | None]:
-        """(indices, table, padding index) in which every row that is looked up is short."""
+        """(indices, table, padding index) in which every looked-up row is renormalised."""
         layer: Any = self
         if layer.training and self.scope.pieces and self.scope.shortens:
-            seen = self.scope.looked_up[layer.index]
+            marked = self.scope.looked_up[layer.index]
             rows = input.unique()
-            _shorten(layer, layer.weight.detach(), rows[~seen[rows]])
-            seen[rows] = True
+            _shorten(layer, layer.weight.detach(), rows[~marked[rows]])
+            marked[rows] = True
             return input, layer.weight, layer.padding_idx
         rows, places = input.unique(return_inverse=True)
         table = layer.weight[rows]
         with torch.no_grad():
             _shorten(layer, table.detach(), torch.arange(len(rows), device=rows.device))
         padding = layer.padding_idx
-        found = [] if padding is None else (rows == padding).nonzero().flatten().tolist()
-        return places, table, found[0] if found else None
+        padding_rows = [] if padding is None else (rows == padding).nonzero().flatten().tolist()
+        return places, table, padding_rows[0] if padding_rows else None
 
 
 class BoundedEmbedding(BoundedTable):
@@ -113,8 +113,8 @@ def swap_tables(model: nn.Module, scope: Scope, names: dict[str, list[str]]) -> 
         names["max_norm"].append(name)
     for weight, (name, _) in bounded.items():
         if weight in others:
-            found = f"the table is a weight of {others[weight] or 'the model'!r} too"
-            raise _refused(name, found, READS)
+            reason = f"the table is a weight of {others[weight] or 'the model'!r} too"
+            raise _refused(name, reason, READS)
 
 
 READS = "that would read rows which another rank has yet to shorten"
@@ -122,18 +122,18 @@ HIDDEN = "what it looks up cannot be seen"
 
 
 @torch.no_grad()
-def shorten_alike(model: nn.Module, scope: Scope, comm: Comm) -> None:
-    """Every table as if this rank had looked up what all have; every rank calls this in a step."""
+def sync_max_norm(model: nn.Module, scope: Scope, comm: Comm) -> None:
+    """Renormalise the rows that any rank has looked up; every rank calls this in a step."""
     if comm.size == 1:
         return
     tables = {m.index: m for m in model.modules() if isinstance(m, BoundedTable)}
     for index, layer in tables.items():
-        own = scope.looked_up[index]
-        marks = own.to(torch.uint8 if comm.size <= MOST_MARKS else torch.int32)
+        marked = scope.looked_up[index]
+        marks = marked.to(torch.uint8 if comm.size <= MOST_MARKS else torch.int32)
         comm.all_reduce(marks, KIND).wait()
         table: Any = layer.weight
-        _shorten(layer, table.detach(), ((marks > 0) & ~own).nonzero().flatten())
-        own.copy_(marks > 0)
+        _shorten(layer, table.detach(), ((marks > 0) & ~marked).nonzero().flatten())
+        marked.copy_(marks > 0)
 
 
 def _shorten(layer: Any, table: Tensor, rows: Tensor) -> None:

@@ -1,9 +1,9 @@
-"""Which part of a model is on which device: by hand, or cut into runs of blocks of like weight.
+"""Assigns the parts of a model to devices: by hand, or as runs of blocks of similar cost.
 
-A `Unit` is what is moved as a whole: a module that is called, or a parameter that belongs to none
-of them. In order of the model, the units are cut into as many runs as there are parts, so that the
-largest part is as small as can be. A tied weight is in one place, so units that share one are on
-one device: the later one goes where the first one is.
+A `Unit` is moved as a whole: a module that is called, or a parameter that belongs to none of them.
+The units, in the order of the model, are cut into as many runs as there are parts, so that the
+largest part is as small as possible. Units that share a tied weight are on one device, that of the
+first one.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class DeviceMap:
     parts: tuple[int, ...]
 
     def part_of(self, name: str) -> int:
-        """The part of a parameter or buffer; the first for what is none of the model's."""
+        """The part of a parameter or buffer; the first for an unknown name."""
         for unit, part in zip(self.units, self.parts, strict=True):
             if name == unit.name or name.startswith(f"{unit.name}."):
                 return part
@@ -66,7 +66,7 @@ class DeviceMap:
 
     @torch.no_grad()
     def place(self, devices: Sequence[torch.device]) -> None:
-        """Bring every unit to the device of its part. Parameters stay the objects that they are."""
+        """Move every unit to the device of its part. Parameters keep their identity."""
         for unit, part in zip(self.units, self.parts, strict=True):
             if unit.module is not None:
                 unit.module.to(devices[part])
@@ -101,13 +101,13 @@ def units_of(model: nn.Module, least: int) -> tuple[Unit, ...]:
 
 
 def _cut(name: str, module: nn.Module) -> dict[str, nn.Module]:
-    """The modules below one, containers and sequences taken apart; each once."""
-    found: dict[str, nn.Module] = {}
+    """The modules below one, each once; containers and sequences are replaced by their members."""
+    modules: dict[str, nn.Module] = {}
     for child_name, child in module.named_children():
         full = f"{name}.{child_name}" if name else child_name
-        apart = isinstance(child, CONTAINERS) or type(child) is nn.Sequential
-        found |= _cut(full, child) if apart else {full: child}
-    return found
+        is_container = isinstance(child, CONTAINERS) or type(child) is nn.Sequential
+        modules |= _cut(full, child) if is_container else {full: child}
+    return modules
 
 
 def _with_loose(model: nn.Module, modules: dict[str, nn.Module]) -> tuple[Unit, ...]:
@@ -136,8 +136,8 @@ def balanced(units: tuple[Unit, ...], costs: Sequence[float], parts: int) -> Dev
         )
     sums = {i: sum(c for j, c in enumerate(costs) if owners[j] == i) for i in called}
     runs = runs_of([sums[i] for i in called], parts)
-    own = dict(zip(called, runs, strict=True))
-    return DeviceMap(units, tuple(own.get(owners[i], 0) for i in range(len(units))))
+    part_of = dict(zip(called, runs, strict=True))
+    return DeviceMap(units, tuple(part_of.get(owners[i], 0) for i in range(len(units))))
 
 
 def _owners(units: tuple[Unit, ...]) -> list[int]:
@@ -164,17 +164,17 @@ def runs_of(costs: Sequence[float], parts: int) -> list[int]:
     return [part for part, size in enumerate(sizes) for _ in range(size)]
 
 
-def by_hand(model: nn.Module, given: Mapping[str, int], parts: int) -> DeviceMap:
-    """The map that a task says; raises `RequestError` for one that cannot be."""
+def by_hand(model: nn.Module, parts_by_name: Mapping[str, int], parts: int) -> DeviceMap:
+    """The device map of a task; raises `RequestError` if it is not valid."""
     modules = dict(model.named_modules())
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    named = {name: modules[name] for name in given if name in modules}
-    _check_names(given, modules, tensors, parts)
+    named = {name: modules[name] for name in parts_by_name if name in modules}
+    _check_names(parts_by_name, modules, tensors, parts)
     loose = _with_loose(model, named)
-    missing = [u.name for u in loose if u.module is None and u.name not in given]
+    missing = [u.name for u in loose if u.module is None and u.name not in parts_by_name]
     if missing:
         raise _wrong(f"nothing for {missing[0]!r}", "every weight is on a device", "name it too")
-    numbers = tuple(given[unit.name] for unit in loose)
+    numbers = tuple(parts_by_name[unit.name] for unit in loose)
     owners = _owners(loose)
     for unit, owner, part in zip(loose, owners, numbers, strict=True):
         if part != numbers[owner]:
@@ -185,24 +185,24 @@ def by_hand(model: nn.Module, given: Mapping[str, int], parts: int) -> DeviceMap
 
 
 def _check_names(
-    given: Mapping[str, int],
+    parts_by_name: Mapping[str, int],
     modules: Mapping[str, nn.Module],
     tensors: Mapping[str, Tensor],
     parts: int,
 ) -> None:
-    for name, part in given.items():
+    for name, part in parts_by_name.items():
         if name not in modules and name not in tensors:
             raise _wrong(f"{name!r}", "the model has nothing of that name", "see named_modules()")
         if type(part) is not int or not 0 <= part < parts:
             found = f"part {part!r} for {name!r}, with parts={parts}"
             raise _wrong(found, "parts are counted from 0", f"a number below {parts}")
-        for other in given:
+        for other in parts_by_name:
             if other != name and (not name or other.startswith(f"{name}.")):
                 found = f"{name or 'the whole model'!r} and {other!r}"
                 raise _wrong(found, "one lies in the other", "name modules beside each other")
-    if unused := set(range(parts)) - set(given.values()):
+    if unused := set(range(parts)) - set(parts_by_name.values()):
         found = f"nothing in part {min(unused)} of {parts}"
-        do = f"--strategy model-parallel:parts={len(set(given.values()))}"
+        do = f"--strategy model-parallel:parts={len(set(parts_by_name.values()))}"
         raise _wrong(found, "its device would have nothing to do", do)
 
 
@@ -211,11 +211,11 @@ def _wrong(found: str, why: str, do: str) -> RequestError:
 
 
 # --- block costs ---------------------------------------------------------------------------------
-# What the blocks of a model cost: the time of forward and backward of each, measured.
+# Measures the cost of the blocks of a model: the time of forward and backward of each.
 #
-# One pass over a few samples of the task's own data shows what goes into each block; then each
-# block goes through forward and backward by itself, some times, and the quickest counts. Afterwards
-# nothing is left of it: no gradient, no statistics, no drawn number.
+# One pass over a few samples of the task's data records the inputs of each block. Then each block
+# runs forward and backward by itself, several times, and the quickest counts. Afterwards all state
+# is restored: gradients, statistics, and random streams.
 
 
 REPEATS = 3
@@ -229,14 +229,14 @@ def seconds_of(
     task: Task,
     scope: Scope,
     precision: Precision,
-    asked: str,
+    option: str,
 ) -> list[float]:
     """The seconds of forward and backward of each block, for the first shard of the first batch.
 
     Opens the training data of the task. A block that is not called costs nothing.
     """
     with kept_random_streams(scope.device):
-        micro = _first_shard(task, scope.seed, precision, asked)
+        micro = _first_shard(task, scope.seed, precision, option)
         moment = Moment(0, micro.pieces, micro.samples, {})
         buffers = UserBuffers(model).copies()
         with scope.again(moment), _not_shortening(scope), precision.autocast():
@@ -250,7 +250,7 @@ def seconds_of(
                 put_back(buffers)
 
 
-def _first_shard(task: Task, seed: int, precision: Precision, asked: str) -> MicroBatch:
+def _first_shard(task: Task, seed: int, precision: Precision, option: str) -> MicroBatch:
     """The first samples of the training, as a step would have them."""
     seed_generators(seed)
     opened = open_data(task.train_data(), task, seed, 0, "train_data")
@@ -275,7 +275,7 @@ def _first_shard(task: Task, seed: int, precision: Precision, asked: str) -> Mic
         batches.close()
     if first is None or not first.micros:
         raise RequestError(
-            asked=asked,
+            asked=option,
             found="no sample in the first batch",
             why="what a part of the model costs is measured on samples",
             do="by=size",
@@ -294,12 +294,12 @@ def _not_shortening(scope: Scope) -> Iterator[None]:
 
 @torch.no_grad()
 def _calls(blocks: Sequence[nn.Module], model: nn.Module, task: Task, data: Any) -> Calls:
-    """What goes into each block in one forward pass."""
-    found: Calls = {number: [] for number in range(len(blocks))}
+    """The inputs of each block in one forward pass."""
+    calls: Calls = {number: [] for number in range(len(blocks))}
 
     def noting(number: int) -> Any:
         def note(block: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-            found[number].append((args, keywords))
+            calls[number].append((args, keywords))
 
         return note
 
@@ -312,7 +312,7 @@ def _calls(blocks: Sequence[nn.Module], model: nn.Module, task: Task, data: Any)
     finally:
         for hook in hooks:
             hook.remove()
-    return found
+    return calls
 
 
 def _seconds(block: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> float:
@@ -331,10 +331,10 @@ def _once(block: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> 
         leaves.append(leaf)
         return leaf.clone()  # no leaf: a block may write into what it is given
 
-    given, named = map_arguments(fresh, args), map_arguments(fresh, keywords)
-    _wait(given)
+    positional, named = map_arguments(fresh, args), map_arguments(fresh, keywords)
+    _wait(positional)
     start = time.perf_counter()
-    output = block(*given, **named)
+    output = block(*positional, **named)
     outputs = [tensor for tensor in tensors_of_arguments(output) if tensor.requires_grad]
     if outputs and leaves:
         ones = [torch.ones_like(tensor) for tensor in outputs]
@@ -344,5 +344,5 @@ def _once(block: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> 
 
 
 def _wait(value: Any) -> None:
-    """Until the devices of these tensors have done all that was asked of them."""
+    """Wait until the devices of these tensors are idle."""
     accelerator.synchronize({tensor.device for tensor in tensors_of_arguments(value)})

@@ -1,7 +1,7 @@
-"""What a rank holds where, as it is: weights, buffers, gradients, and what the optimizer keeps.
+"""The tensors of a rank, and their devices: weights, buffers, gradients, optimizer state.
 
-What an optimizer keeps is known after an update only: torch makes it then, and nothing but the
-optimizer knows it. `update_by_nothing` finds out before a training, with the optimizer itself.
+The state of an optimizer is only known after an update, when torch creates it. Before a training,
+`update_by_nothing` makes the optimizer create it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from allranks.torch.task import Task
 from allranks.training.callback import Callback
 
 
-def held(
+def placed_tensors(
     model: nn.Module,
     trained: list[str],
     optimizer: Optimizer | None,
@@ -36,15 +36,14 @@ def held(
 ) -> Iterator[Placed]:
     """The tensors of a model, those in `trained` with a gradient.
 
-    `optimizer` is `None` for a replica that has none; before it has `updated` the weights, what it
-    keeps is unknown.
+    `optimizer` is `None` for a replica without one; its state is unknown until it has `updated`.
     """
     for name, parameter in model.named_parameters():
         gradient = local(parameter).nbytes if name in trained else 0
-        kept: int | None = 0
+        optimizer_bytes: int | None = 0
         if optimizer is not None and name in trained:
-            kept = _bytes(optimizer.state.get(parameter)) if updated else None
-        yield row(PARAMETER, name, parameter, gradient, kept, replica)
+            optimizer_bytes = _bytes(optimizer.state.get(parameter)) if updated else None
+        yield row(PARAMETER, name, parameter, gradient, optimizer_bytes, replica)
     for name, buffer in model.named_buffers():
         yield row(BUFFER, name, buffer, replica=replica)
     if average is not None:
@@ -129,7 +128,7 @@ class RecordPlacement(Callback):
 
 
 # --- model notes ---------------------------------------------------------------------------------
-# What a person should know of a model before it is trained: true, legal, and often not meant.
+# Notes for the user on a model before it is trained: legal settings that are often not intended.
 
 
 FEW_SAMPLES = 16  # in a shard: fewer make noisy statistics. A rule of thumb, not measured here
@@ -146,10 +145,10 @@ def _modes(model: nn.Module) -> list[str]:
     if not still:
         return []
     name, module = next(((n, m) for n, m in still if n), still[0])
-    what = f"{len(still)} of {len(named)} modules of the model"
+    modules = f"{len(still)} of {len(named)} modules of the model"
     first = f"{name or 'the model'} ({own_kind(module).__name__}) first"
     return [
-        f"{what} are trained in eval mode, {first}: dropout off, BatchNorm frozen; "
+        f"{modules} are trained in eval mode, {first}: dropout off, BatchNorm frozen; "
         "call model.train() in model() if that is not meant"
     ]
 

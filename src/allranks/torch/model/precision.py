@@ -108,15 +108,15 @@ class Precision:
         return self.parameters if tensor.is_floating_point() else tensor.dtype
 
 
-def _plain_where_it_ends(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+def _plain_where_it_ends(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
     """An input of GroupNorm that needs no gradient, in torch's own layout.
 
     On a CPU the backward pass of torch 2.13 ends the process if it lies by channels.
     """
-    first, *rest = given
+    first, *others = inputs
     if first.requires_grad or not torch.is_grad_enabled():
         return None
-    return first.contiguous(), *rest
+    return first.contiguous(), *others
 
 
 class _Explained:
@@ -150,8 +150,8 @@ class _OfKernels:
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         if not isinstance(error, RuntimeError):
             return
-        if classify(error) == FaultKind.OUT_OF_MEMORY and (held := accelerator.memory_report()):
-            error.add_note(held)
+        if classify(error) == FaultKind.OUT_OF_MEMORY and (report := accelerator.memory_report()):
+            error.add_note(report)
         if is_said(FaultKind.NOT_DETERMINISTIC, str(error)):
             raise RequestError(
                 asked="--bitwise",
@@ -183,8 +183,8 @@ def set_kernels(job: Job) -> Callable[[], None]:
         undo.append(_set_deterministic())
 
     def put_back() -> None:
-        for one in undo:
-            one()
+        for restore in undo:
+            restore()
 
     return put_back
 
@@ -390,13 +390,13 @@ def with_casts(
         if function in PRODUCTS:
             args = tuple(map(_cast, args))
             kwargs = {name: _cast(value) for name, value in kwargs.items()}
-        found = function(*args, **kwargs)
+        output = function(*args, **kwargs)
         if function in VIEWS and (casts := getattr(args[0], "casts", None)) is not None:
-            for view in found if isinstance(found, (tuple, list)) else (found,):
+            for view in output if isinstance(output, (tuple, list)) else (output,):
                 if type(view) is Tensor and view._is_view():
                     view.__class__ = _ViewOfWeight
                     view.casts = casts  # type: ignore[attr-defined]
-        return found
+        return output
 
 
 _ViewOfWeight.__torch_function__ = classmethod(with_casts)  # type: ignore[assignment,method-assign]

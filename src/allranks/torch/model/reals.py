@@ -55,9 +55,9 @@ class TensorFile(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._names:
             raise KeyError(name)
-        found: Tensor = self._file.get_tensor(name)
+        tensor: Tensor = self._file.get_tensor(name)
         # a file aligns to 8 bytes, and kernels for numbers of 128 bits want 16
-        return torch.view_as_complex(found.clone()) if name in self._pairs else found
+        return torch.view_as_complex(tensor.clone()) if name in self._pairs else tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

@@ -38,12 +38,12 @@ class WeightsFile:
     """
 
     def __init__(
-        self, model: nn.Module, whole: Callable[[str, Tensor], Tensor] = lambda name, held: held
+        self, model: nn.Module, whole: Callable[[str, Tensor], Tensor] = lambda name, part: part
     ) -> None:
         parameters = {name: whole(name, p.detach()) for name, p in model.named_parameters()}
         named = {**parameters, **dict(model.named_buffers())}
         self.names = saved_names(model)
-        tensors = {name: named[own] for own, names in self.names.items() for name in names}
+        tensors = {name: named[first] for first, names in self.names.items() for name in names}
         pairs = sorted(name for name, tensor in tensors.items() if NAMES.get(tensor.dtype) in PAIR)
         self.layout = lay_out(
             {name: _piece(name, tensor) for name, tensor in tensors.items()},
@@ -61,8 +61,8 @@ class WeightsFile:
 
         def write(file: BinaryIO) -> None:
             file.write(self.layout.header)
-            for own, tensor in tensors:
-                for name in self.names[own]:
+            for name_here, tensor in tensors:
+                for name in self.names[name_here]:
                     file.seek(start + self.layout.pieces[name].begin)
                     file.write(_content(tensor))
 

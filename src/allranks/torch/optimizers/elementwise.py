@@ -1,10 +1,10 @@
-"""Does an optimizer update each number by itself? It is asked, on small weights of its own kind.
+"""Tests whether an optimizer updates each number by itself, with trial steps on small weights.
 
-Where a rank updates its own rows of a weight, an optimizer that looks at the whole of it (the
-length of a layer in LARS and LAMB, the matrix in Muon, rows and columns in Adafactor) computes
-something else, and no error shows it. So those groups of parameters are found, and each parameter
-of them is updated whole by one rank (`whole_optimizers`), which takes an optimizer that looks
-at one parameter at a time.
+If a rank updates only its rows of a weight, an optimizer that reads the whole weight (the length of
+a layer in LARS and LAMB, the matrix in Muon, rows and columns in Adafactor) computes a wrong
+update, and no error shows it. So such groups of parameters are detected, and one rank updates each
+parameter of them whole (`whole_optimizers`). This needs an optimizer that reads one parameter at a
+time.
 """
 
 from __future__ import annotations
@@ -64,33 +64,33 @@ Cuts = Mapping[int, WeightParts]
 NO_CUTS: Cuts = MappingProxyType({})
 
 
-def groups_of_whole(optimizer: Optimizer, asked: str, cuts: Cuts = NO_CUTS) -> frozenset[int]:
-    """The groups whose update of some rows, or columns, is not those of the update of all.
+def groups_of_whole(optimizer: Optimizer, option: str, cuts: Cuts = NO_CUTS) -> frozenset[int]:
+    """The groups in which the update of a part of a weight differs from that of the whole.
 
-    For each group a copy of the optimizer with its hyper-parameters makes steps on weights of
-    random numbers, of as many dimensions as its own, and in the shapes and parts of `cuts`, as
-    some rules go by size; the optimizer itself, and all that is trained, is as it was. A rate of 0
-    is another one there. Raises `RequestError` for one that cannot be asked, and for such a group
-    of an optimizer that does not update each parameter by itself.
+    For each group, a copy of the optimizer with its hyper-parameters runs steps on random weights
+    with as many dimensions as its own, and in the shapes and parts of `cuts`, as some rules depend
+    on size. The optimizer itself and the trained weights are unchanged. A rate of 0 is replaced.
+    Raises `RequestError` if an optimizer cannot be tested, and for such a group if it does not
+    update each parameter by itself.
     """
-    with _nothing_else_changed(optimizer, asked):
-        return _groups_of_whole(optimizer, asked, cuts)
+    with _nothing_else_changed(optimizer, option):
+        return _groups_of_whole(optimizer, option, cuts)
 
 
-def check_no_step_hooks(optimizer: Optimizer, asked: str) -> None:
-    """Raise `RequestError` where a step calls what may look at weights that ranks hold in parts."""
-    if found := hook_of(optimizer):
+def check_no_step_hooks(optimizer: Optimizer, option: str) -> None:
+    """Raise `RequestError` if a step has a hook, which may read weights held in parts."""
+    if hook := hook_of(optimizer):
         why = "it may look at whole weights, of which a rank has parts or some, and change them"
-        raise _refused(optimizer, asked, found, why, "do it in the class of the optimizer")
+        raise _refused(optimizer, option, hook, why, "do it in the class of the optimizer")
 
 
-def check_fused(optimizer: Optimizer, asked: str) -> None:
-    """Raise `RequestError` for a fused update that torch does not have of a DTensor."""
+def check_fused(optimizer: Optimizer, option: str) -> None:
+    """Raise `RequestError` for a fused update that torch does not support for a DTensor."""
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
     if is_fused and isinstance(optimizer, (SGD, Adagrad)):
         raise _refused(
             optimizer,
-            asked,
+            option,
             "fused=True",
             "torch has no fused update of it for a weight that ranks hold in parts (a DTensor)",
             "leave fused=True out, or --strategy zero1",
@@ -98,49 +98,49 @@ def check_fused(optimizer: Optimizer, asked: str) -> None:
 
 
 @contextmanager
-def _nothing_else_changed(optimizer: Optimizer, asked: str) -> Iterator[None]:
-    """Ask within: no hook is called, and nothing changes that was there before."""
-    check_no_step_hooks(optimizer, asked)
+def _nothing_else_changed(optimizer: Optimizer, option: str) -> Iterator[None]:
+    """Around trial steps: no hook is called, and no existing tensor changes."""
+    check_no_step_hooks(optimizer, option)
     if is_by_number(optimizer):  # no code of a user's
         yield
         return
     device = _device_of(optimizer, 0)
-    with no_side_effects(device, partial(_refused, optimizer, asked)):
+    with no_side_effects(device, partial(_refused, optimizer, option)):
         yield
 
 
-def _groups_of_whole(optimizer: Optimizer, asked: str, cuts: Cuts) -> frozenset[int]:
+def _groups_of_whole(optimizer: Optimizer, option: str, cuts: Cuts) -> frozenset[int]:
     answers: dict[str, bool] = {}  # groups that differ in their rates alone are asked once
-    found = []
+    numbers = []
     for number in _with_parameters(optimizer):
-        own = _own_cuts(optimizer, number, cuts)
-        key = f"{_kind_of(optimizer, number)} {list(own)}"
+        group_cuts = _own_cuts(optimizer, number, cuts)
+        key = f"{_kind_of(optimizer, number)} {list(group_cuts)}"
         if key not in answers:
-            answers[key] = _is_elementwise(optimizer, number, asked, own.values())
+            answers[key] = _is_elementwise(optimizer, number, option, group_cuts.values())
         if not answers[key]:
-            found.append(number)
-    if found:
+            numbers.append(number)
+    if numbers:
         if names := sorted(_referring(optimizer)):
             text = f"its attribute {names[0]!r}, which refers to parameters"
             why = "it is given others in their place, which are whole, and must know them as these"
-            raise _refused(optimizer, asked, text, why)
-        _check_by_parameter(optimizer, asked)
-    return frozenset(found)
+            raise _refused(optimizer, option, text, why)
+        _check_by_parameter(optimizer, option)
+    return frozenset(numbers)
 
 
-def check_elementwise(optimizer: Optimizer, asked: str, cuts: Cuts = NO_CUTS) -> None:
-    """Raise `RequestError` unless an update of some rows, or columns, is those of the whole's."""
-    if groups := groups_of_whole(optimizer, asked, cuts):
-        found = f"another update by its group {min(groups)} for a part of a weight"
-        raise _refused(optimizer, asked, found, "each rank holds a part of a weight that is cut")
+def check_elementwise(optimizer: Optimizer, option: str, cuts: Cuts = NO_CUTS) -> None:
+    """Raise `RequestError` unless the update of a part of a weight is that of the whole."""
+    if groups := groups_of_whole(optimizer, option, cuts):
+        text = f"another update by its group {min(groups)} for a part of a weight"
+        raise _refused(optimizer, option, text, "each rank holds a part of a weight that is cut")
 
 
 def _own_cuts(optimizer: Optimizer, number: int, cuts: Cuts) -> dict[str, WeightParts]:
-    """Those of the weights of a group, one of each shape; torch's own need not be asked on them."""
+    """The cuts of a group's weights, one of each shape; none for torch's own optimizers."""
     if is_by_number(optimizer):
         return {}
-    found = (cuts.get(id(p)) for p in optimizer.param_groups[number]["params"])
-    some = (cut for cut in found if cut is not None and 0 < math.prod(cut.shape) <= MOST)
+    all_cuts = (cuts.get(id(p)) for p in optimizer.param_groups[number]["params"])
+    some = (cut for cut in all_cuts if cut is not None and 0 < math.prod(cut.shape) <= MOST)
     like = ((cut, cut.pieces(torch.empty(cut.shape, device="meta"))) for cut in some)
     return {f"{cut.shape} {[tuple(p.shape) for p in parts]}": cut for cut, parts in like}
 
@@ -151,12 +151,12 @@ def _with_parameters(optimizer: Optimizer) -> list[int]:
 
 def _kind_of(optimizer: Optimizer, number: int) -> str:
     group = optimizer.param_groups[number]
-    told = {n: v for n, v in group.items() if n not in ("params", "lr", "initial_lr")}
-    return f"{told} {_shapes(optimizer, number)}"
+    settings = {n: v for n, v in group.items() if n not in ("params", "lr", "initial_lr")}
+    return f"{settings} {_shapes(optimizer, number)}"
 
 
 def _shapes(optimizer: Optimizer, number: int) -> list[tuple[int, ...]]:
-    """The weights on which a group is asked."""
+    """The shapes of the weights for the trial steps of a group."""
     if is_by_number(optimizer):
         return [SMALL]
     dims = {max(1, p.ndim) for p in optimizer.param_groups[number]["params"]}
@@ -164,9 +164,9 @@ def _shapes(optimizer: Optimizer, number: int) -> list[tuple[int, ...]]:
 
 
 def _is_elementwise(
-    optimizer: Optimizer, number: int, asked: str, own: Iterable[WeightParts]
+    optimizer: Optimizer, number: int, option: str, group_cuts: Iterable[WeightParts]
 ) -> bool:
-    """Whether parts of a weight are updated as the whole is, in shapes of ours and its own."""
+    """Whether parts of a weight are updated as the whole is, in our shapes and its own."""
     ours = [
         (
             [WeightParts(shape, partial(_in_thirds, dim)) for dim in range(min(2, len(shape)))],
@@ -174,8 +174,8 @@ def _is_elementwise(
         )
         for shape in _shapes(optimizer, number)
     ]
-    several = [*ours, *(([cut], FEW_SCALES) for cut in own)]
-    return all(_is_cut(optimizer, number, cuts, scales, asked) for cuts, scales in several)
+    several = [*ours, *(([cut], FEW_SCALES) for cut in group_cuts)]
+    return all(_is_cut(optimizer, number, cuts, scales, option) for cuts, scales in several)
 
 
 def _is_cut(
@@ -183,59 +183,59 @@ def _is_cut(
     number: int,
     cuts: Sequence[WeightParts],
     scales: Sequence[float],
-    asked: str,
+    option: str,
 ) -> bool:
     """Whether parts of a weight are updated as the whole is, however these cut it."""
     drawn = _drawn(optimizer, number, 0, cuts[0].shape, scales)
-    (whole,), _ = _asked_steps(optimizer, [number], [drawn], {0}, asked)
+    (whole,), _ = _trial_steps(optimizer, [number], [drawn], {0}, option)
     if torch.equal(whole, drawn[0]):
         why = "steps of a copy of it left random weights as they were, so it cannot be asked"
-        raise _refused(optimizer, asked, f"no update by its group {number}", why)
+        raise _refused(optimizer, option, f"no update by its group {number}", why)
     for cut in cuts:
         parts = zip(*map(cut.pieces, drawn), strict=True)
         for part, wanted in zip(parts, cut.pieces(whole), strict=True):
-            (found,), _ = _asked_steps(optimizer, [number], [list(part)], {0}, asked)
-            if not _is_close(found, wanted):
+            (updated,), _ = _trial_steps(optimizer, [number], [list(part)], {0}, option)
+            if not _is_close(updated, wanted):
                 return False
     return True
 
 
-def _is_close(found: Tensor, wanted: Tensor) -> bool:
+def _is_close(tensor: Tensor, wanted: Tensor) -> bool:
     largest = max(1.0, float(wanted.abs().max()))
-    return torch.allclose(found, wanted, rtol=CLOSE, atol=CLOSE * largest)
+    return torch.allclose(tensor, wanted, rtol=CLOSE, atol=CLOSE * largest)
 
 
-def check_by_parameter(optimizer: Optimizer, asked: str, is_any_idle: bool = True) -> None:
+def check_by_parameter(optimizer: Optimizer, option: str, is_any_idle: bool = True) -> None:
     """Raise `RequestError` unless weights without a gradient change nothing for the others.
 
-    That is what a rank sees whose optimizer updates some of the parameters, or none. A copy is
-    asked, as above. Where no rank `is_any_idle`, a step without any gradient may raise.
+    So it is on a rank whose optimizer updates some of the parameters, or none. Uses a copy, as
+    above. If no rank `is_any_idle`, a step without any gradient may raise.
     """
-    with _nothing_else_changed(optimizer, asked):
-        _check_by_parameter(optimizer, asked, is_any_idle)
+    with _nothing_else_changed(optimizer, option):
+        _check_by_parameter(optimizer, option, is_any_idle)
 
 
-def _check_by_parameter(optimizer: Optimizer, asked: str, is_any_idle: bool = True) -> None:
+def _check_by_parameter(optimizer: Optimizer, option: str, is_any_idle: bool = True) -> None:
     kinds = {_kind_of(optimizer, n): n for n in reversed(_with_parameters(optimizer))}
     pairs = [(n, s) for n in sorted(kinds.values()) for s in _shapes(optimizer, n) for _ in "12"]
     groups = [number for number, _ in pairs]
     drawn = [_drawn(optimizer, n, seed, shape) for seed, (n, shape) in enumerate(pairs)]
-    wanted, values = _asked_steps(optimizer, groups, drawn, range(len(groups)), asked)
+    wanted, values = _trial_steps(optimizer, groups, drawn, range(len(groups)), option)
     for used in (range(0, len(groups), 2), range(1, len(groups), 2), range(0)):
         try:
-            found, others = _asked_steps(optimizer, groups, drawn, used, asked)
+            updated, others = _trial_steps(optimizer, groups, drawn, used, option)
         except RequestError:
             if used or is_any_idle:
                 raise
             continue
         if others != values:
             text = "hyper-parameters that a step changes by which parameters have a gradient"
-            raise _refused(optimizer, asked, text, APART)
-        for at, weight in enumerate(found):
+            raise _refused(optimizer, option, text, APART)
+        for at, weight in enumerate(updated):
             right = wanted[at] if at in used else drawn[at][0]
             if not _is_close(weight, right):
                 text = f"in its group {groups[at]} another update where others have no gradient"
-                raise _refused(optimizer, asked, text, APART)
+                raise _refused(optimizer, option, text, APART)
 
 
 def _drawn(
@@ -256,28 +256,28 @@ def _drawn(
 
 
 def _device_of(optimizer: Optimizer, number: int) -> torch.device:
-    held = [p.device for p in optimizer.param_groups[number]["params"] if not p.is_meta]
-    return held[0] if held else torch.device("cpu")
+    devices = [p.device for p in optimizer.param_groups[number]["params"] if not p.is_meta]
+    return devices[0] if devices else torch.device("cpu")
 
 
-def _asked_steps(
+def _trial_steps(
     optimizer: Optimizer,
     groups: Sequence[int],
     drawn: Sequence[list[Tensor]],
     used: Collection[int],
-    asked: str,
+    option: str,
 ) -> tuple[list[Tensor], list[dict[str, Any]]]:
-    """`_stepped`, and a `RequestError` where that raises."""
+    """`_run_steps`, which raises only `RequestError`."""
     try:
-        return _stepped(optimizer, groups, drawn, used)
+        return _run_steps(optimizer, groups, drawn, used)
     except RequestError:
         raise
     except Exception as error:
         why = "it is asked how it updates, by steps of a copy on other weights"
-        raise _refused(optimizer, asked, f"it raised {error!r}", why) from error
+        raise _refused(optimizer, option, f"it raised {error!r}", why) from error
 
 
-def _stepped(
+def _run_steps(
     optimizer: Optimizer,
     groups: Sequence[int],
     drawn: Sequence[list[Tensor]],
@@ -287,50 +287,50 @@ def _stepped(
 
     Each starts as the first of its `drawn`; those that are `used` have the others as gradients.
     """
-    weights = [nn.Parameter(one[0].clone()) for one in drawn]
+    weights = [nn.Parameter(tensors[0].clone()) for tensors in drawn]
     first = {number: weights[groups.index(number)] for number in groups}
     memo: dict[int, Any] = {
         id(p): first.get(number, weights[0])
         for number, group in enumerate(optimizer.param_groups)
         for p in group["params"]
     }
-    own = object.__new__(type(optimizer))
-    kept = {n: v for n, v in vars(optimizer).items() if n not in ("state", "param_groups")}
-    own.__dict__ = {name: _copied(value, memo) for name, value in kept.items()}
-    own.state = copy.deepcopy(type(optimizer.state)(optimizer.state.default_factory))
-    own.param_groups = []
+    twin = object.__new__(type(optimizer))
+    attributes = {n: v for n, v in vars(optimizer).items() if n not in ("state", "param_groups")}
+    twin.__dict__ = {name: _copied(value, memo) for name, value in attributes.items()}
+    twin.state = copy.deepcopy(type(optimizer.state)(optimizer.state.default_factory))
+    twin.param_groups = []
     for number in first:
-        given = optimizer.param_groups[number]
-        group = {n: _copied(value, memo) for n, value in given.items() if n != "params"}
+        group_of_user = optimizer.param_groups[number]
+        group = {n: _copied(value, memo) for n, value in group_of_user.items() if n != "params"}
         if not isinstance(group.get("lr", RATE), Tensor) and not group.get("lr", RATE):
             group["lr"] = RATE
-        held = [weight for weight, n in zip(weights, groups, strict=True) if n == number]
-        own.param_groups.append({**group, "params": held})
-    counters = Counters(own)
+        members = [weight for weight, n in zip(weights, groups, strict=True) if n == number]
+        twin.param_groups.append({**group, "params": members})
+    counters = Counters(twin)
     for step in range(1, len(drawn[0])):
         for at in used:
             weights[at].grad = drawn[at][step].clone()
-        type(optimizer).step(own)
-    if not type(own).step.__module__.startswith("torch.optim."):
-        _step_late(own, weights, counters, len(drawn[0]) - 1)
+        type(optimizer).step(twin)
+    if not type(twin).step.__module__.startswith("torch.optim."):
+        _step_late(twin, weights, counters, len(drawn[0]) - 1)
     values = [
         {n: v.tolist() if isinstance(v, Tensor) else v for n, v in group.items() if n != "params"}
-        for group in own.param_groups
+        for group in twin.param_groups
     ]
     return [weight.detach() for weight in weights], values
 
 
-def _step_late(own: Optimizer, weights: list[nn.Parameter], counters: Counters, steps: int) -> None:
-    """More steps, as if many had been made in between: a rule may begin late.
+def _step_late(twin: Optimizer, weights: list[nn.Parameter], counts: Counters, steps: int) -> None:
+    """Run more steps with advanced counters, because a rule may begin late.
 
-    A step that raises then, or leaves numbers that are not finite, is undone, and is the last.
+    A step that then raises, or whose results are not finite, is undone, and is the last.
     """
     for jump in JUMPS:
-        if not counters.jumped(steps, jump):
+        if not counts.jumped(steps, jump):
             return
         before = [weight.detach().clone() for weight in weights]
         with suppress(Exception):
-            type(own).step(own)
+            type(twin).step(twin)
             if all(weight.isfinite().all() for weight in weights):
                 steps += jump + 1
                 continue
@@ -342,23 +342,23 @@ def _step_late(own: Optimizer, weights: list[nn.Parameter], counters: Counters, 
 class Counters:
     """The numbers of an optimizer that grow by one in each step, from now on."""
 
-    def __init__(self, own: Optimizer) -> None:
-        self._places = [vars(own), *own.param_groups]
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._places = [vars(optimizer), *optimizer.param_groups]
         self._first = [_numbers(place) for place in self._places]
-        self._state = own.state
+        self._state = optimizer.state
 
     def jumped(self, steps: int, by: int) -> bool:
-        """Add to those that have grown by `steps`; whether there are any."""
+        """Advance the numbers that have grown by `steps`; returns whether there are any."""
         of_weights = [place for place in self._state.values() if isinstance(place, dict)]
-        found = False
+        has_any = False
         for place, start in (
             *zip(self._places, self._first, strict=True),
             *((place, {}) for place in of_weights),
         ):
             for name, number in _numbers(place).items():
                 if number - start.get(name, 0) == steps:
-                    place[name], found = place[name] + by, True
-        return found
+                    place[name], has_any = place[name] + by, True
+        return has_any
 
 
 def _numbers(place: dict[str, Any]) -> dict[str, float]:
@@ -394,26 +394,26 @@ class _CopyMemo(dict[int, Any]):
 
 
 def _referring(optimizer: Optimizer) -> list[str]:
-    """The attributes of an optimizer, beside its groups and state, that refer to parameters."""
+    """The attributes of an optimizer, besides its groups and state, that refer to parameters."""
     parameters = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    found = []
+    names = []
     for name, value in vars(optimizer).items():
-        asked = _CopyMemo(parameters)
+        copies = _CopyMemo(parameters)
         if name not in ("state", "param_groups"):
             try:
-                copy.deepcopy(value, asked)
+                copy.deepcopy(value, copies)
             except TypeError:
                 continue
-        if asked.was:
-            found.append(name)
-    return found
+        if copies.was:
+            names.append(name)
+    return names
 
 
 def _refused(
-    optimizer: Optimizer, asked: str, found: str, why: str, or_else: str = OTHERS
+    optimizer: Optimizer, option: str, found: str, why: str, or_else: str = OTHERS
 ) -> RequestError:
     return RequestError(
-        asked=f"{asked} with {type(optimizer).__name__}",
+        asked=f"{option} with {type(optimizer).__name__}",
         found=found,
         why=why,
         do=f"--strategy ddp, or {or_else}",

@@ -31,12 +31,12 @@ class Layerwise(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            given = [p for p in group["params"] if p.grad is not None]
-            for parameter in given:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            for parameter in parameters:
                 self._refuse_sparse(parameter)
-            for device in dict.fromkeys(p.device for p in given):
-                layers = [p for p in given if p.ndim > 1 and p.device == device]
-                vectors = [p for p in given if p.ndim <= 1 and p.device == device]
+            for device in dict.fromkeys(p.device for p in parameters):
+                layers = [p for p in parameters if p.ndim > 1 and p.device == device]
+                vectors = [p for p in parameters if p.ndim <= 1 and p.device == device]
                 if layers:
                     self.update(group, layers, are_layers=True)
                 if vectors:
@@ -65,13 +65,13 @@ def trust_ratio(ratio: Tensor, *lengths: Tensor) -> Tensor:
 
 def check_settings(name: str, **settings: float) -> None:
     """Raise `RequestError` for a setting that is negative or no number."""
-    for what, value in settings.items():
+    for setting, value in settings.items():
         if not 0 <= value < float("inf"):
             raise RequestError(
-                asked=f"{name}({what}={value})",
+                asked=f"{name}({setting}={value})",
                 found=str(value),
-                why=f"{what} is a number that is not negative",
-                do=f"{what} of 0 or more",
+                why=f"{setting} is a number that is not negative",
+                do=f"{setting} of 0 or more",
             )
 
 
@@ -141,17 +141,17 @@ class LAMB(Layerwise):
         firsts = [self.state[weight]["first"] for weight in weights]
         seconds = [self.state[weight]["second"] for weight in weights]
         gradients = [w.grad for w in weights if w.grad is not None]
-        one, two = group["betas"]
-        torch._foreach_mul_(firsts, one)
-        torch._foreach_add_(firsts, gradients, alpha=1 - one)
-        torch._foreach_mul_(seconds, two)
-        torch._foreach_addcmul_(seconds, gradients, gradients, 1 - two)
+        beta1, beta2 = group["betas"]
+        torch._foreach_mul_(firsts, beta1)
+        torch._foreach_add_(firsts, gradients, alpha=1 - beta1)
+        torch._foreach_mul_(seconds, beta2)
+        torch._foreach_addcmul_(seconds, gradients, gradients, 1 - beta2)
         roots = torch._foreach_sqrt(seconds)
         updates = firsts
         if group["bias_correction"]:
             steps = [self.state[weight]["step"] for weight in weights]
-            updates = list(torch._foreach_div(firsts, [1 - one**step for step in steps]))
-            torch._foreach_div_(roots, [(1 - two**step) ** 0.5 for step in steps])
+            updates = list(torch._foreach_div(firsts, [1 - beta1**step for step in steps]))
+            torch._foreach_div_(roots, [(1 - beta2**step) ** 0.5 for step in steps])
         torch._foreach_add_(roots, group["eps"])
         return list(torch._foreach_div(updates, roots))
 

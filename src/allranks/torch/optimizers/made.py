@@ -48,7 +48,7 @@ def made_on_parts(
     make: Callable[[nn.Module], Optimizer],
     model: nn.Module,
     shapes: Mapping[int, torch.Size],
-    asked: str,
+    option: str,
 ) -> Optimizer:
     """`make(model)`, where `shapes` are those of whole weights, by the `id` of what is held.
 
@@ -62,14 +62,14 @@ def made_on_parts(
             optimizer = make(model)
         except (RuntimeError, TypeError) as error:  # .numpy() raises the latter
             if "meta" in str(error).lower() and any(p.is_meta for p in model.parameters()):
-                raise _numbers_read(asked, error) from error
+                raise _numbers_read(option, error) from error
             raise
     after = _digests(model)
     changed = sorted(name for name in before if before[name] != after.get(name))
     if changed:
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
         raise RequestError(
-            asked=f"{asked} with this optimizer(self, model) of the task",
+            asked=f"{option} with this optimizer(self, model) of the task",
             found=f"other numbers in {changed[0]!r}{more} after it",
             why="the rank holds parts of the weights, or some, and draws others for them than for "
             "the whole",
@@ -78,11 +78,11 @@ def made_on_parts(
     return optimizer
 
 
-def _numbers_read(asked: str, error: Exception) -> RequestError:
+def _numbers_read(option: str, error: Exception) -> RequestError:
     frames = traceback.extract_tb(error.__traceback__)
     line = ([f for f in frames if "/torch/" not in f.filename] or frames)[-1]  # of the task
     return RequestError(
-        asked=f"{asked} with this optimizer(self, model) of the task",
+        asked=f"{option} with this optimizer(self, model) of the task",
         found=f"line {line.lineno} of {line.filename} reads the numbers of a weight: {line.line}",
         why="a rank holds the weights of its own stages; of the others it has names and shapes",
         do="take rates from names or shapes, set them in a callback, or --strategy ddp",
@@ -127,26 +127,26 @@ def with_recipe(task: Task, job: Job) -> Task:
     """
     if not job.optimizer:
         return task
-    asked = f"--optimizer {job.optimizer}"
+    option = f"--optimizer {job.optimizer}"
     if task.as_written is not task:
         raise RequestError(
-            asked=asked,
+            asked=option,
             found="a Keras task",
             why="its optimizer is one of Keras, which its model is compiled with",
             do="set it in the task, or write a torch task",
         )
     if job.schedule and task.overrides("plateau"):
         raise RequestError(
-            asked=f"{asked} --schedule {job.schedule}",
+            asked=f"{option} --schedule {job.schedule}",
             found="a task with plateau()",
             why="the rate would follow from two plans at once",
             do="leave one of them out",
         )
     task = copy.copy(task)
     object.__setattr__(task, "optimizer", partial(make_optimizer, job.optimizer))
-    own = partial(factor_of, job.schedule, job.optimizer) if job.schedule else None
-    if own is not None:
-        object.__setattr__(task, "schedule", own)
+    schedule = partial(factor_of, job.schedule, job.optimizer) if job.schedule else None
+    if schedule is not None:
+        object.__setattr__(task, "schedule", schedule)
     return task
 
 
@@ -223,7 +223,7 @@ def _kind(value: Any) -> Any:
     if isinstance(value, Tensor):
         return _kind(value.item()) if value.numel() == 1 else tuple(value.shape)
     if isinstance(value, (tuple, list)):
-        return [_kind(one) for one in value]
+        return [_kind(item) for item in value]
     if isinstance(value, (bool, str)) or not isinstance(value, (int, float)):
         return value if isinstance(value, (bool, str)) else type(value).__name__
     return (value > 0) - (value < 0), math.isinf(value)
@@ -253,8 +253,8 @@ def no_side_effects(device: torch.device, refuse: Refuse) -> Iterator[None]:
             yield
     finally:
         set_random_streams(streams, device)
-    if watch.found or watch.moved():  # the program may have caught what was raised
-        raise refuse(watch.found or "another memory that it gave a tensor", WHY)
+    if watch.problem or watch.moved():  # the program may have caught what was raised
+        raise refuse(watch.problem or "another memory that it gave a tensor", WHY)
 
 
 class _TensorWatch(TorchDispatchMode):
@@ -262,10 +262,10 @@ class _TensorWatch(TorchDispatchMode):
 
     def __init__(self, refuse: Refuse) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.refuse, self.found = refuse, ""
+        self.refuse, self.problem = refuse, ""
         every = instances_of(Tensor)
-        self._there = [(one, held) for one in every if (held := _storage(one)) is not None]
-        self._addresses = {address_of(held) for _, held in self._there}
+        self._there = [(t, storage) for t in every if (storage := _storage(t)) is not None]
+        self._addresses = {address_of(storage) for _, storage in self._there}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -273,16 +273,16 @@ class _TensorWatch(TorchDispatchMode):
         for tensor in written_by(func, args, kwargs or {}):
             storage = _storage(tensor)
             if storage is not None and address_of(storage) in self._addresses:
-                self.found = f"a write into a tensor of shape {tuple(tensor.shape)}, which is none"
-                self.found += " of its parameters or of its state"
-                raise self.refuse(self.found, WHY)
+                text = f"a write into a tensor of shape {tuple(tensor.shape)}, which is none"
+                self.problem = f"{text} of its parameters or of its state"
+                raise self.refuse(self.problem, WHY)
         return func(*args, **(kwargs or {}))
 
     def moved(self) -> bool:
         """Whether one of them lies elsewhere now: `weight.data = …`."""
         return any(
-            (now := _storage(one)) is None or address_of(now) != address_of(held)
-            for one, held in self._there
+            (now := _storage(tensor)) is None or address_of(now) != address_of(storage)
+            for tensor, storage in self._there
         )
 
 

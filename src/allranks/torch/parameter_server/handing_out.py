@@ -83,8 +83,8 @@ class HandingOut:
         """Synchronous mode: whether to call back workers that are ahead, for a free part."""
         ledger = self.ledger
         now = range(ledger.whole, min(ledger.whole + ledger.parts, ledger.chunks))
-        is_free = any(n not in self.arrived and n not in ledger.held for n in now)
-        is_needed = is_free and any(n >= now.stop for n in ledger.held)
+        is_free = any(n not in self.arrived and n not in ledger.owners for n in now)
+        is_needed = is_free and any(n >= now.stop for n in ledger.owners)
         self._is_behind = self._is_behind or is_needed
         return is_needed
 
@@ -95,7 +95,7 @@ class HandingOut:
     @property
     def is_idle(self) -> bool:
         """Whether no worker has a chunk."""
-        return not self.ledger.held
+        return not self.ledger.owners
 
     def lost(self, worker: int) -> list[Chunk]:
         """A worker is gone; returns the chunks which that frees."""

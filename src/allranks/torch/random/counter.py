@@ -117,27 +117,27 @@ def on_cpu(keys: Words, sizes: tuple[int, ...], starts: tuple[int, ...], finish:
     `keys`, (rows, 2), are those of the rows. Each has elements of the given `sizes`, the first of
     them at the coordinates `starts`.
     """
-    first, rest = table(sizes, starts)
+    first, more = table(sizes, starts)
     rows, elements = len(keys), len(first)
     if rows * elements <= BLOCK:
-        return finish(_hashed(keys, first, rest))
+        return finish(_hashed(keys, first, more))
     out = None
     wide = min(elements, BLOCK)
     high = max(1, BLOCK // wide)
-    for left in range(0, elements, wide):
-        own = slice(left, left + wide)
+    for start in range(0, elements, wide):
+        columns = slice(start, start + wide)
         for top in range(0, rows, high):
             some = keys[top : top + high]
-            done = finish(_hashed(some, first[own], None if rest is None else rest[own]))
+            done = finish(_hashed(some, first[columns], None if more is None else more[columns]))
             if out is None:
                 out = done.new_empty(rows, elements)
-            out[top : top + high, own] = done
+            out[top : top + high, columns] = done
     assert out is not None
     return out
 
 
-def _hashed(keys: Words, first: Words, rest: Words | None) -> Tensor:
-    second = keys[:, 1:] if rest is None else keys[:, 1:] + rest
+def _hashed(keys: Words, first: Words, more: Words | None) -> Tensor:
+    second = keys[:, 1:] if more is None else keys[:, 1:] + more
     return torch.from_numpy(mixed(keys[:, :1] + first, second).view(np.int32))
 
 
@@ -145,8 +145,8 @@ def on_device(
     keys: Tensor, sizes: tuple[int, ...], starts: tuple[int, ...], finish: Finish
 ) -> Tensor:
     """The same in tensor code, for any device and any compiler; `keys` are int32."""
-    first, rest = coordinates(sizes, starts, keys.device)
-    second = keys[:, 1:] if rest is None else keys[:, 1:] + rest
+    first, more = coordinates(sizes, starts, keys.device)
+    second = keys[:, 1:] if more is None else keys[:, 1:] + more
     return finish(mixed_tensor(keys[:, :1] + first, second))
 
 
@@ -159,8 +159,8 @@ def table(sizes: tuple[int, ...], starts: tuple[int, ...]) -> tuple[Words, Words
 
 
 def _table(sizes: tuple[int, ...], starts: tuple[int, ...]) -> tuple[Words, Words | None]:
-    first, rest = coordinates(sizes, starts, torch.device("cpu"))
-    return unsigned(first), None if rest is None else unsigned(rest)
+    first, second = coordinates(sizes, starts, torch.device("cpu"))
+    return unsigned(first), None if second is None else unsigned(second)
 
 
 _kept_table = lru_cache(maxsize=64)(_table)
@@ -182,7 +182,7 @@ def coordinates(
     """
     dims = len(sizes)
     first = torch.zeros([1] * dims, dtype=torch.int32, device=device)
-    rest = None
+    second = None
     for dim, (size, start) in enumerate(zip(sizes, starts, strict=True)):
         from_last = dims - 1 - dim
         at = torch.arange(start, start + size, dtype=torch.int32, device=device)
@@ -193,9 +193,9 @@ def coordinates(
                 continue
             at = at >> SHORT
         far = at * FAR[from_last]
-        rest = far if rest is None else rest + far
+        second = far if second is None else second + far
     first = first.expand(sizes).reshape(-1)
-    return first, None if rest is None else rest.expand(sizes).reshape(-1)
+    return first, None if second is None else second.expand(sizes).reshape(-1)
 
 
 # --- kernel --------------------------------------------------------------------------------------
@@ -247,30 +247,30 @@ def flags_from(
     2^16 elements along one of the last two dimensions.
     """
     *far, high, wide = (1, 1, *sizes)
-    *far_starts, top, left = (0, 0, *starts)
+    *far_starts, top, left_column = (0, 0, *starts)
     elements = len(keys) * high * wide
     for size in far:
         elements *= size
     kernel = _kernel_on(keys.device)
-    is_near = max(top + high, left + wide) <= 1 << SHORT
+    is_near = max(top + high, left_column + wide) <= 1 << SHORT
     if kernel is None or not is_near or not 0 < elements < MOST_ELEMENTS:
         return None
-    return _flags(kernel, keys, (far, high, wide), (far_starts, top, left), below).view(
+    return _flags(kernel, keys, (far, high, wide), (far_starts, top, left_column), below).view(
         len(keys), *sizes
     )
 
 
 def _flags(kernel: Kernel, keys: Tensor, sizes: Any, starts: Any, below: int) -> Tensor:
     far, high, wide = sizes
-    far_starts, top, left = starts
+    far_starts, top, left_column = starts
     first, second = keys.view(-1, 2, 1, 1, 1).unbind(1)
     if any(size > 1 or start for size, start in zip(far, far_starts, strict=True)):
         second = second + _far(tuple(far), tuple(far_starts), keys.device)
     row = _steps(top << SHORT, high, 1 << SHORT, keys.device).view(-1, 1)
     columns = -(-wide // FLAGS)
-    column = _steps(left, columns, FLAGS, keys.device)
-    found = kernel(first, second, row, column, below=below).contiguous().view(torch.bool)
-    return found if wide == columns * FLAGS else found[..., :wide]
+    column = _steps(left_column, columns, FLAGS, keys.device)
+    flags = kernel(first, second, row, column, below=below).contiguous().view(torch.bool)
+    return flags if wide == columns * FLAGS else flags[..., :wide]
 
 
 @lru_cache(maxsize=256)
@@ -286,9 +286,9 @@ def _steps(start: int, count: int, step: int, device: torch.device) -> Tensor:
 @lru_cache(maxsize=64)
 def _far(sizes: tuple[int, ...], starts: tuple[int, ...], device: torch.device) -> Tensor:
     """What coordinates before the last two add to the second word: (elements, 1, 1)."""
-    _, found = coordinates((*sizes, 1, 1), (*starts, 0, 0), torch.device("cpu"))
-    assert found is not None
-    return found.view(-1, 1, 1).to(device)
+    _, second = coordinates((*sizes, 1, 1), (*starts, 0, 0), torch.device("cpu"))
+    assert second is not None
+    return second.view(-1, 1, 1).to(device)
 
 
 @cache
@@ -315,6 +315,6 @@ def _kernel_on(device: torch.device) -> Kernel | None:
 def _is_right(kernel: Kernel, device: torch.device) -> bool:
     far, high, wide = TRIAL
     keys = torch.tensor([[-5, 7], [1 << 30, -(1 << 31)]], dtype=torch.int32).to(device)
-    found = _flags(kernel, keys, ([far], high, wide), ([2], 1, 3), 1 << 29)
+    flags = _flags(kernel, keys, ([far], high, wide), ([2], 1, 3), 1 << 29)
     wanted = on_device(keys, TRIAL, (2, 1, 3), lambda bits: bits.ge(1 << 29))
-    return torch.equal(found.reshape(2, -1), wanted)
+    return torch.equal(flags.reshape(2, -1), wanted)

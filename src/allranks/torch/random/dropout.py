@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from allranks.torch.model.layers import OfShard, Scope
+from allranks.torch.random import keyed_rng as keyed
 from allranks.torch.random.counter import Words
-from allranks.torch.random.keyed_rng import drawn, drawn_flags, kept, row_keys, scale_of, threshold
 
 DROPOUTS: dict[type[nn.Module], int] = {
     nn.Dropout: 0,  # dimensions after (sample, channel) that share one draw
@@ -59,7 +59,7 @@ class ShardDropout(OfShard, nn.Module):
         for dim in range(len(shape) - self.shared_dims, len(shape)):
             shape[dim] = 1
         if torch.compiler.is_compiling():
-            return without(input, self.p, row_keys(input, self.slot), shape, part)
+            return without(input, self.p, keyed.row_keys(input, self.slot), shape, part)
         return dropped(self.scope, self.index, input, self.p, shape, part)
 
 
@@ -103,10 +103,10 @@ def without(
     if part is not None:
         starts[part.dim] = part.start
     if _takes_flags(input):
-        flags = drawn_flags(keys, shape[1:], starts[1:], threshold(rate), input)
+        flags = keyed.drawn_flags(keys, shape[1:], starts[1:], keyed.threshold(rate), input)
         if flags is not None:
-            return scaled(input, flags.expand_as(input), scale_of(rate, input.dtype))
-    return input * drawn(keys, shape[1:], starts[1:], kept(rate, input.dtype), input)
+            return scaled(input, flags.expand_as(input), keyed.scale_of(rate, input.dtype))
+    return input * keyed.drawn(keys, shape[1:], starts[1:], keyed.mask_of(rate, input.dtype), input)
 
 
 def _takes_flags(input: Tensor) -> bool:
@@ -126,8 +126,8 @@ class _Scaled(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, flags: Tensor, scale: float) -> Tensor:
         ctx.save_for_backward(flags)
         ctx.scale = scale
-        found: Tensor = flagged(input, flags, scale)
-        return found
+        output: Tensor = flagged(input, flags, scale)
+        return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
@@ -138,5 +138,5 @@ class _Scaled(torch.autograd.Function):
 def scaled(input: Tensor, flags: Tensor, scale: float) -> Tensor:
     """`input` times `scale` where a flag is, times 0 elsewhere; a kernel forward and backward."""
     apply: Any = _Scaled.apply
-    found: Tensor = apply(input, flags, scale)
-    return found
+    output: Tensor = apply(input, flags, scale)
+    return output

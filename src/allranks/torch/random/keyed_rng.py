@@ -1,8 +1,8 @@
-"""The keys of what goes through a model: those of its samples, of its rows, and of no sample.
+"""The keys of random draws in a forward pass: for samples, for rows, and for no sample.
 
-`Keys` belong to the scope of a pass and make what a layer needs for its next call. A compiled graph
-asks for them by an operator of torch, `allranks::row_keys`, which it does not look into: neither
-the step nor the number of a layer or call is a constant of the graph, so nothing is compiled again.
+`Keys` belong to the scope of a pass, and create the keys for the next call of a layer. A compiled
+graph calls an opaque operator for them, `allranks::row_keys`: neither the step nor the number of a
+layer or call is a constant of the graph, so nothing is recompiled.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class KeyedPass(Protocol):
 
 
 class Keys:
-    """The keys of one scope, made for a pass when they are first asked for."""
+    """The keys of one scope, created for a pass when they are first used."""
 
     def __init__(self, scope: KeyedPass) -> None:
         self.scope = scope
@@ -66,16 +66,16 @@ class Keys:
         self._of_samples: Words | None = None
 
     def draw_elsewhere(self) -> None:
-        """What this thread draws by function from now on is torch's own, as nothing is passed."""
+        """From now on, random functions in this thread are torch's own: no pass is running."""
         _HERE.keys = None
 
     def draw_here(self) -> None:
-        """What this thread draws from now on belongs to this scope."""
+        """From now on, draws of this thread belong to this scope."""
         _HERE.keys = self
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Within, what this thread draws belongs to this scope."""
+        """Within, draws of this thread belong to this scope."""
         before = getattr(_HERE, "keys", None)
         _HERE.keys = self
         try:
@@ -88,7 +88,7 @@ class Keys:
         return torch.default_generator.initial_seed() != self.seed_of_torch
 
     def next_call(self, index: int) -> int:
-        """How often a layer has drawn in this pass; once more from now on."""
+        """The number of draws of a layer in this pass so far; counts one more."""
         call = self.scope.calls.get(index, 0)
         self.scope.calls[index] = call + 1
         return call
@@ -102,26 +102,26 @@ class Keys:
             self._of_samples = keys_of(scope.seed, scope.step, scope.pieces)
         return self._of_samples
 
-    def of_rows(self, index: int, shape: Sequence[int], what: str) -> Words:
-        """For the next call of a layer, a key for each row of what has this shape: (rows, 2).
+    def of_rows(self, index: int, shape: Sequence[int], operation: str) -> Words:
+        """The keys for the next call of a layer, one for each row of this shape: (rows, 2).
 
         Several rows per sample have the key of their sample and a coordinate more.
         """
-        per_sample = rows_per_sample(shape, self.scope.samples, what)
+        per_sample = rows_per_sample(shape, self.scope.samples, operation)
         keys = self.of_samples() + place_words(index, self.next_call(index))
         if per_sample == 1:
             return keys
-        first, rest = (
+        first, second = (
             0 if word is None else unsigned(word)
             for word in coordinates((per_sample, *[1] * (len(shape) - 1)), (0,) * len(shape), CPU)
         )
         rows = np.repeat(keys.reshape(-1, 1, 2), per_sample, axis=1)
         rows[..., 0] += first
-        rows[..., 1] += rest
+        rows[..., 1] += second
         return rows.reshape(-1, 2)
 
     def of_all(self, index: int) -> Words:
-        """For the next call of a layer that draws the same for all samples: (1, 2)."""
+        """The key for the next call of a layer that draws the same for all samples: (1, 2)."""
         key = np.array([words(self.scope.seed, self.scope.step, NO_SHARD, DRAWS)], np.uint32)
         return key + place_words(index, self.next_call(index))
 
@@ -132,12 +132,12 @@ def keys_here() -> Keys | None:
     return keys if keys is not None and keys.scope.pieces else None
 
 
-def rows_per_sample(shape: Sequence[int], samples: int, what: str) -> int:
-    """How many rows of what has this shape each sample has, or `RequestError`."""
+def rows_per_sample(shape: Sequence[int], samples: int, operation: str) -> int:
+    """The rows per sample in a tensor of this shape; raises `RequestError`."""
     per_sample = shape[0] // samples  # no divmod: a compiler that follows sizes knows none of them
     if shape[0] % samples or not per_sample:
         raise RequestError(
-            asked=f"{what} on a tensor of shape {tuple(shape)}",
+            asked=f"{operation} on a tensor of shape {tuple(shape)}",
             found=f"{shape[0]} rows for {samples} samples",
             why="rows are given to shards, so dimension 0 must run over all samples, in order",
             do="put the samples first (batch_first=True); where rows are picked out, as for an "
@@ -156,12 +156,12 @@ def drawn(
     """
     known = tuple(sizes), tuple(starts)
     if isinstance(keys, Tensor):
-        found = on_device(keys, *known, finish)
+        numbers = on_device(keys, *known, finish)
     elif on.is_cpu:
-        found = on_cpu(keys, *known, finish)
+        numbers = on_cpu(keys, *known, finish)
     else:
-        found = on_device(_moved(keys, on.device), *known, finish)
-    return found if len(sizes) == 1 else found.view(keys.shape[0], *sizes)
+        numbers = on_device(_moved(keys, on.device), *known, finish)
+    return numbers if len(sizes) == 1 else numbers.view(keys.shape[0], *sizes)
 
 
 def drawn_flags(
@@ -212,7 +212,7 @@ row_keys: Any = torch.ops.allranks.row_keys.default
 
 
 # --- sampling ------------------------------------------------------------------------------------
-# What is made of random bits: masks, and numbers of the distributions that torch draws from.
+# Turns random bits into masks, and into numbers of the distributions that torch draws from.
 
 
 def threshold(rate: float) -> int:
@@ -220,8 +220,8 @@ def threshold(rate: float) -> int:
     return min(round(rate * WORD), WORD - 1) - HALF
 
 
-def kept(rate: float, dtype: torch.dtype) -> Finish:
-    """A mask of dropout: 0 with this probability, else what the mean stays the same by."""
+def mask_of(rate: float, dtype: torch.dtype) -> Finish:
+    """A mask of dropout: 0 with probability `rate`, else 1 / (1 - rate)."""
 
     def finish(bits: Tensor) -> Tensor:
         if rate >= 1:
@@ -236,7 +236,7 @@ def kept(rate: float, dtype: torch.dtype) -> Finish:
 
 @cache
 def scale_of(rate: float, dtype: torch.dtype) -> float:
-    """What a mask of dropout has where it is not 0, rounded to this type."""
+    """The value of a mask of dropout where it is not 0, rounded to this type."""
     return 0.0 if rate >= 1 else torch.ones((), dtype=dtype).div_(1 - rate).item()
 
 

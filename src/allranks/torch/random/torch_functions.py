@@ -25,7 +25,7 @@ from allranks.torch.random.counter import HALF, Finish
 from allranks.torch.random.keyed_rng import (
     BY_FUNCTION,
     Keys,
-    kept,
+    mask_of,
     normal,
     threshold,
     uniform,
@@ -53,13 +53,13 @@ def catch() -> torch.library.Library:
 
 def _caught(name: str, draw: Draw, before: Any, keyset: Any, *args: Any, **keywords: Any) -> Any:
     here = keyed.keys_here()
-    own = any(isinstance(value, torch.Generator) for value in (*args, *keywords.values()))
+    has_generator = any(isinstance(value, torch.Generator) for value in (*args, *keywords.values()))
     is_keyed = here is not None and here.by_function and not here.is_part()
-    if here is not None and is_keyed and not own and not here.seeded_by_user():
+    if here is not None and is_keyed and not has_generator and not here.seeded_by_user():
         keywords.pop("generator", None)
-        found = draw(partial(_bits, here, name), *args, **keywords)
-        if found is not NotImplemented:
-            return found
+        result = draw(partial(_bits, here, name), *args, **keywords)
+        if result is not NotImplemented:
+            return result
     return before.call_boxed(keyset, *args, **keywords)
 
 
@@ -76,19 +76,19 @@ def _bits(
         here.next_call(BY_FUNCTION)
         return finish(like.new_empty(sizes, dtype=torch.int32))
     call = here.scope.calls.get(BY_FUNCTION, 0)
-    what = f"{name.partition('.')[0].strip('_')}()"
+    operation = f"{name.partition('.')[0].strip('_')}()"
     if shared:
-        here.readings.read_order(what, call, sizes[0], samples)
-    kind = ALL if shared else here.readings.read(what, call, sizes, samples)
+        here.readings.read_order(operation, call, sizes[0], samples)
+    kind = ALL if shared else here.readings.read(operation, call, sizes, samples)
     if kind == ROWS:
-        of_rows = here.of_rows(BY_FUNCTION, sizes, what)
+        of_rows = here.of_rows(BY_FUNCTION, sizes, operation)
         return keyed.drawn(of_rows, sizes[1:], (0,) * (len(sizes) - 1), finish, like)
     if kind == ALL:
-        found = keyed.drawn(here.of_all(BY_FUNCTION), sizes, (0,) * len(sizes), finish, like)
-        return found.view(sizes)
-    of_samples = here.of_rows(BY_FUNCTION, (samples,), what)
-    rest = (sizes[0], *sizes[2:])
-    return keyed.drawn(of_samples, rest, (0,) * len(rest), finish, like).transpose(0, 1)
+        numbers = keyed.drawn(here.of_all(BY_FUNCTION), sizes, (0,) * len(sizes), finish, like)
+        return numbers.view(sizes)
+    of_samples = here.of_rows(BY_FUNCTION, (samples,), operation)
+    others = (sizes[0], *sizes[2:])
+    return keyed.drawn(of_samples, others, (0,) * len(others), finish, like).transpose(0, 1)
 
 
 def bernoulli_of_part(like: Tensor, p: float, whole: Sequence[int], start: int = 0) -> Tensor:
@@ -101,9 +101,9 @@ def bernoulli_of_part(like: Tensor, p: float, whole: Sequence[int], start: int =
     is_keyed = here is not None and (here.by_function or not like.is_cpu)
     if here is None or not is_keyed or here.seeded_by_user():
         return torch.empty_like(like).bernoulli_(p)
-    below, what = threshold(p), "bernoulli()"
-    here.readings.read(what, here.scope.calls.get(BY_FUNCTION, 0), whole, here.scope.samples)
-    keys = here.of_rows(BY_FUNCTION, whole, what)
+    below, operation = threshold(p), "bernoulli()"
+    here.readings.read(operation, here.scope.calls.get(BY_FUNCTION, 0), whole, here.scope.samples)
+    keys = here.of_rows(BY_FUNCTION, whole, operation)
     starts = (start, *[0] * (like.dim() - 2))
     return keyed.drawn(keys, like.shape[1:], starts, lambda b: b.lt(below), like).to(like.dtype)
 
@@ -233,15 +233,15 @@ def _rrelu(
     return x * noise
 
 
-def _rrelu_in_place(bits: Draw, x: Tensor, *rest: Any, **keywords: Any) -> Any:
-    found = _rrelu(bits, x, *rest, **keywords)
-    return found if found is NotImplemented else x.copy_(found)
+def _rrelu_in_place(bits: Draw, x: Tensor, *others: Any, **keywords: Any) -> Any:
+    result = _rrelu(bits, x, *others, **keywords)
+    return result if result is NotImplemented else x.copy_(result)
 
 
 def _native_dropout(bits: Draw, x: Tensor, p: float, train: bool | None) -> Any:
     if train is False:
         return NotImplemented
-    mask = bits(x, kept(p, x.dtype))
+    mask = bits(x, mask_of(p, x.dtype))
     return x * mask, mask != 0
 
 

@@ -1,8 +1,8 @@
-"""Who brought a bad step in: every rank computes its own part again, alone, and looks closer.
+"""Find the cause of a bad step: every rank recomputes its own part, alone, and checks it.
 
-Everything in a step is keyed, so the same comes out again. What is found is exchanged as text, so
-that every rank can tell it: the rank, the shard, the samples, and where in the model it began.
-Only a bad step pays for this; weights, buffers and the gradients of the step are as before.
+Random draws in a step are keyed, so the results are the same. Findings are gathered as text, so
+that every rank can report them: the rank, the shard, the samples, and the first module that went
+wrong. Only a bad step pays for this. Weights, buffers and gradients are restored.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ from allranks.torch.strategies.base import Strategy
 from allranks.training.guard import BadStepFinding, Guard
 
 # --- watch ---------------------------------------------------------------------------------------
-# Watches one forward and backward pass, and says where in the model a number is first not finite.
+# Watches one forward and backward pass, and names the module where a number is first not finite.
 #
-# Used by `diagnose` alone: it looks at the output of every module, which no good step should pay
-# for.
+# It looks at the output of every module, so it runs only after a bad step.
 
 
 def bad_rows(tensor: Tensor, samples: int) -> list[int]:
@@ -49,7 +48,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 class FiniteWatch:
-    """While it is entered: `output` and `gradient` name the module where each first went wrong.
+    """Within, `output` and `gradient` name the module where each was first not finite.
 
     `rows` are the samples of the micro-batch, of `samples`, whose gradient was not finite there.
     """
@@ -110,7 +109,7 @@ BATCH_FINITE = "the outputs of all ranks are finite: it is the loss over the bat
 
 
 def guard_of(strategy: Strategy, job: Job, rank: int) -> Guard:
-    """The guard of a job, put where the steps of `strategy` find it."""
+    """Create the guard of a job, and set it on the step of `strategy`."""
     comm = (
         strategy.comm if strategy.agreement.is_one_training else Comm(device=strategy.comm.device)
     )
@@ -118,27 +117,27 @@ def guard_of(strategy: Strategy, job: Job, rank: int) -> Guard:
     def find(batch: Batch, spiked: bool) -> tuple[BadStepFinding, ...]:
         if strategy.equal_passes:
             return (BadStepFinding(NOT_SEARCHED),)
-        return who(strategy.step, batch, comm, rank, spiked)
+        return find_culprits(strategy.step, batch, comm, rank, spiked)
 
     strategy.step.guard = Guard(job.on_bad_step, job.spike, find)
     return strategy.step.guard
 
 
-def who(
+def find_culprits(
     step: SharedStep, batch: Batch, comm: Comm, rank: int, spiked: bool
 ) -> tuple[BadStepFinding, ...]:
-    """Who brought a bad step in; every rank of `comm` calls this. Sends what each has found."""
-    own = own_part(step, batch, rank, spiked)
-    texts = comm.gather_texts(json.dumps([dataclasses.asdict(finding) for finding in own]))
-    found = [BadStepFinding(**row) for text in texts for row in json.loads(text)]
+    """Find the cause of a bad step; every rank of `comm` calls this. Gathers all findings."""
+    local = own_part(step, batch, rank, spiked)
+    texts = comm.gather_texts(json.dumps([dataclasses.asdict(finding) for finding in local]))
+    findings = [BadStepFinding(**row) for text in texts for row in json.loads(text)]
     if spiked:
-        return (max(found, key=lambda finding: finding.size),) if found else ()
+        return (max(findings, key=lambda finding: finding.size),) if findings else ()
     nothing = BATCH_FINITE if step.task.loss_over == "batch" else ALL_FINITE
-    return tuple(dict.fromkeys(found)) or (BadStepFinding(nothing),)
+    return tuple(dict.fromkeys(findings)) or (BadStepFinding(nothing),)
 
 
 def own_part(step: SharedStep, batch: Batch, rank: int, spiked: bool) -> list[BadStepFinding]:
-    """What is wrong with this rank's own part of a bad step; raises nothing."""
+    """The findings in this rank's own part of a bad step; raises nothing."""
     try:
         with _set_aside(step), FiniteWatch(step.model) as watch:
             return _Search(step, batch, rank, watch).run(spiked)
@@ -148,7 +147,7 @@ def own_part(step: SharedStep, batch: Batch, rank: int, spiked: bool) -> list[Ba
 
 @contextmanager
 def _set_aside(step: SharedStep) -> Iterator[None]:
-    """Within, the buffers hold what they did before the step, and nothing that is done stays."""
+    """Within, buffers are as before the step; at the end, everything is restored."""
     gradients = [parameter.grad for parameter in step.parameters]
     on_gradient, step.on_gradient = step.on_gradient, None
     forward, step.forward = step.forward, None  # by this model alone: it is the one that is watched
@@ -177,7 +176,7 @@ def _forget_gradients(step: SharedStep) -> None:
 
 @dataclass(frozen=True)
 class _Search:
-    """What one rank does to find out."""
+    """The search of one rank."""
 
     step: SharedStep
     batch: Batch
@@ -190,19 +189,19 @@ class _Search:
         shared = self._weights() or self._regularizer()
         if shared:
             return shared
-        found: list[BadStepFinding] = []
+        findings: list[BadStepFinding] = []
         start = 0
         for micro in self.batch.micros:
             self.watch.begin(micro.samples)
             if self.step.task.loss_over == "batch":
-                found += self._outputs(micro, start)
+                findings += self._outputs(micro, start)
             else:
-                found += self._losses(micro, start)
+                findings += self._losses(micro, start)
             self.step.scope.moments.clear()
             start += micro.samples
-            if len(found) >= FOUND_ENOUGH:
+            if len(findings) >= FOUND_ENOUGH:
                 break
-        return found
+        return findings
 
     def _weights(self) -> list[BadStepFinding]:
         """The first weight that is not finite, as on all ranks: no sample is to blame then."""
@@ -221,10 +220,10 @@ class _Search:
             value.backward()
         bad = self._bad_gradients()
         _forget_gradients(self.step)
-        found = [
+        findings = [
             BadStepFinding(f"the gradient of the regularizer is not finite for {n!r}") for n in bad
         ]
-        return found[:1]
+        return findings[:1]
 
     def _losses(self, micro: MicroBatch, start: int) -> list[BadStepFinding]:
         losses, _ = self.step.losses(self.batch, micro)
@@ -297,8 +296,8 @@ def _plural(word: str, things: list[int]) -> str:
     return f"{word}s" if len(things) > 1 else word
 
 
-def _at(what: str, module: str | None) -> str:
-    """Where in the model it was seen first."""
+def _at(kind: str, module: str | None) -> str:
+    """The module where it was first seen, as a clause."""
     if module is None:
         return ""
-    return f", first seen in the {what} of {f'module {module!r}' if module else 'the model'}"
+    return f", first seen in the {kind} of {f'module {module!r}' if module else 'the model'}"

@@ -1,12 +1,12 @@
-"""What steps tell the host, and whether the device has held one back.
+"""Results of steps that the host reads later, and a flag that lets the device skip updates.
 
-A step is assumed good, and the host goes on. The device knows better: with the first step that is
-not plainly good `held` becomes 1 and stays so, and nothing is updated any more. Each step copies a
-row of numbers into one of two pinned slots; the host reads it while the step after it runs, and if
-that says that the step was held back, makes both again, reading every number at once (`in_flight`).
+A step is assumed good, and the host goes on. The first step that is not plainly good sets the flag
+`skip` to 1 on the device; it stays set, and no later update changes anything. Each step copies a
+row of numbers into one of two pinned slots, which the host reads while the next step runs. If the
+row says that the step was skipped, both steps run again, and are read at once (`in_flight`).
 
-An optimizer that cannot be held back on the device waits for the row of its own step, before it
-updates: once for all numbers of the step.
+An optimizer that cannot skip its update on the device waits for the row of its own step before it
+updates: one wait for all numbers of the step.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ FUSED = (SGD, Adam, AdamW)  # those of torch with a fused kernel on devices
 
 
 class StepRow:
-    """The numbers of one step, on their way to the host. `computed`: this rank has no more to do.
+    """The numbers of one step, being copied to the host; `computed`: the event after its passes.
 
-    Over NCCL a host waits for other ranks where it reads what they have summed: so the heartbeat is
-    in `compute` until this rank's own passes are over, and in `exchange` from then on.
+    Over NCCL, reading a sum over ranks waits for the other ranks. So the heartbeat is in `compute`
+    until this rank's own passes are over, and in `exchange` from then on.
     """
 
     def __init__(self, slot: Tensor, there: Any, computed: Any) -> None:
@@ -54,25 +54,25 @@ class StepRow:
 
 
 class DeferredResults:
-    """The rows of a training on `device`, and the flag `held`, which the device alone looks at.
+    """The rows of a training on `device`, and the flag `skip`, which only the device reads.
 
-    `is_on`: the step that is made now may stay unread; the same on all ranks. Its row is read
-    before its update where that can `wait` for it alone.
+    `is_on`: the current step may stay unread; the same on all ranks. With `updates_wait`, its row
+    is read before its update.
     """
 
     def __init__(self, device: torch.device, *, updates_wait: bool = False) -> None:
         self.device, self.is_on, self.updates_wait = device, False, updates_wait
-        self.held = torch.zeros((), dtype=torch.float32, device=device)  # as fused kernels want it
+        self.skip = torch.zeros((), dtype=torch.float32, device=device)  # as fused kernels want it
         self._slots: list[Tensor] = []
         self._turn = 0
 
-    def hold_unless(self, good: Tensor) -> Tensor:
-        """From now on everything is held back, unless this step is good; returns the flag."""
-        self.held.copy_(torch.maximum(self.held, (~good).to(self.held)))
-        return self.held
+    def skip_unless(self, is_good: Tensor) -> Tensor:
+        """Set the flag, so that updates are skipped from now on, unless this step is good."""
+        self.skip.copy_(torch.maximum(self.skip, (~is_good).to(self.skip)))
+        return self.skip
 
     def send(self, numbers: Tensor, computed: Any) -> StepRow:
-        """Let numbers leave for the host, which goes on; `computed` is an event, or `None`."""
+        """Start copying numbers to the host, without waiting; `computed` is an event or `None`."""
         if not self._slots or self._slots[0].shape != numbers.shape:
             size, pin = numbers.numel(), is_accelerator(self.device)
             self._slots = [
@@ -86,30 +86,30 @@ class DeferredResults:
 
 @contextmanager
 def fused_update(
-    optimizer: Optimizer, *, held: Tensor | None, divisor: Tensor | None
+    optimizer: Optimizer, *, skip: Tensor | None, divisor: Tensor | None
 ) -> Iterator[None]:
-    """Within, an update divides gradients first, and does nothing where `held` is 1.
+    """Within, an update divides gradients first, and does nothing where `skip` is 1.
 
-    As `torch.amp.GradScaler` asks for it. Only for one that `can_be_held_back`.
+    Uses the interface of `torch.amp.GradScaler`. Only if the optimizer `can_skip_on_device`.
     """
-    optimizer.found_inf, optimizer.grad_scale = held, divisor  # type: ignore[attr-defined]
+    optimizer.found_inf, optimizer.grad_scale = skip, divisor  # type: ignore[attr-defined]
     try:
         yield
     finally:
         del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
 
 
-def can_be_held_back(optimizer: Optimizer) -> bool:
-    """Whether its update looks at `found_inf` on the device: those of torch with `fused=True`.
+def can_skip_on_device(optimizer: Optimizer) -> bool:
+    """Whether its update reads `found_inf` on the device: torch's optimizers with `fused=True`.
 
-    A class of somebody else that calls such a step may do more in it, which is not held back.
+    A subclass that calls such a step may do more in it, which would not be skipped.
     """
     is_of_torch = type(optimizer).step.__module__.startswith("torch.optim.")
     return is_of_torch and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def notes_on_update(optimizer: Optimizer, device: torch.device) -> list[str]:
-    """What a person should know of an optimizer that takes `fused`, and is made without."""
+    """Advice for an optimizer that supports `fused` and was created without it."""
     is_asked = is_accelerator(device) and isinstance(optimizer, FUSED)
     if not is_asked or optimizer.defaults.get("fused"):
         return []
@@ -120,32 +120,32 @@ def notes_on_update(optimizer: Optimizer, device: torch.device) -> list[str]:
     ]
 
 
-# --- sent ----------------------------------------------------------------------------------------
-# What the row of a step says, once it is read: the numbers of a `StepResult`, and of the tally.
+# --- pending results -----------------------------------------------------------------------------
+# The contents of a step's row, once it is read: the numbers of a `StepResult`, and of the tally.
 
 
-HELD = "held back: the next step says what is wrong with it"
-OWN = 4  # numbers before those of the tally
+SKIPPED = "held back: the next step says what is wrong with it"
+HEAD = 4  # numbers before those of the tally
 
 
 def numbers_of(
-    held: Tensor, loss: Tensor, norm: Tensor, regularizer: float | Tensor, head: Tensor
+    skip: Tensor, loss: Tensor, norm: Tensor, regularizer: float | Tensor, head: Tensor
 ) -> Tensor:
-    """The row of a step, in 64 bits; nobody waits."""
-    own = torch.stack([number.to(head) for number in (held, loss, norm)])
+    """The row of a step, in 64 bits; does not wait for the device."""
+    first = torch.stack([number.to(head) for number in (skip, loss, norm)])
     if not isinstance(regularizer, Tensor):
         regularizer = torch.full((), regularizer, dtype=head.dtype, device=head.device)
-    return torch.cat([own, regularizer.to(head).view(1), head])
+    return torch.cat([first, regularizer.to(head).view(1), head])
 
 
-def is_held(numbers: Sequence[float]) -> bool:
-    """Whether the device has held this step back."""
+def is_skipped(numbers: Sequence[float]) -> bool:
+    """Whether the device skipped the update of this step."""
     return numbers[0] > 0
 
 
 @dataclass(frozen=True)
-class Sent:
-    """The row of a step on `batch`. Called, it reads the result; no communication."""
+class PendingResult:
+    """The row of a step on `batch`. A call reads the result; no communication."""
 
     row: StepRow
     layout: TallyLayout
@@ -158,21 +158,21 @@ class Sent:
         return self.row.read(self.heartbeat)
 
     @property
-    def is_held(self) -> bool:
-        return is_held(self._numbers())
+    def is_skipped(self) -> bool:
+        return is_skipped(self._numbers())
 
     @property
     def regularizer(self) -> float:
-        """What this rank gave for the regularizer, of the step before."""
+        """The value of the regularizer on this rank, in the step before."""
         return self._numbers()[3]
 
     def totals(self) -> Totals:
         """The sums of all ranks; raises `ProgramError` if they are not all of this step."""
-        return self.layout.totals(self._numbers()[OWN:], self.batch.index)
+        return self.layout.totals(self._numbers()[HEAD:], self.batch.index)
 
     def __call__(self) -> StepResult:
-        held, loss, norm, _, _, weight, samples, *_ = self._numbers()
-        bad = f"step {self.batch.index}: {HELD}" if held else ""
+        skip, loss, norm, _, _, weight, samples, *_ = self._numbers()
+        bad = f"step {self.batch.index}: {SKIPPED}" if skip else ""
         return StepResult(
             self.batch.index,
             self.batch.epoch,
@@ -180,7 +180,7 @@ class Sent:
             int(samples),
             weight,
             self.rate,
-            not held,
+            not skip,
             norm,
             bad=bad,
             loss_scale=self.loss_scale,

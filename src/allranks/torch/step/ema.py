@@ -1,11 +1,11 @@
-"""The weights that are evaluated, where they are others than those that are trained.
+"""The weights for evaluation, where they differ from the trained ones.
 
     average <- decay * average + (1 - decay) * weight        after every update
 
-The exponential moving average is kept beside the weights. Only weights that are trained are
+The exponential moving average is stored in addition to the weights. Only trained weights are
 averaged; buffers are the model's own. Polyak and Juditsky 1992; Tarvainen and Valpola 2017, arXiv
-1703.01780. An optimizer with two modes makes the others from its state: schedule-free ones do,
-Defazio et al. 2024, arXiv 2405.15682.
+1703.01780. An optimizer with two modes computes the weights for evaluation from its state, as
+schedule-free ones do: Defazio et al. 2024, arXiv 2405.15682.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Owned(Protocol):
 
 
 class MovingAverage:
-    """The average of the parameters that are added, which starts as they are.
+    """The average of parameters, which starts with their values when they are added.
 
-    Each rank averages what it updates: within `owned()` that is what the parameters are.
+    Each rank averages the part that it updates: within `owned()`, the parameters are that part.
     """
 
     def __init__(self, decay: float, owned: Owned) -> None:
@@ -41,7 +41,7 @@ class MovingAverage:
         self._tensors: list[Tensor] = []
 
     def add(self, names: list[str], parameters: list[nn.Parameter]) -> None:
-        """Average these too, from now on; those that are averaged already go on."""
+        """Average these too, from now on; those that are averaged already continue."""
         known = set(self.names)
         with self._owned():
             for name, parameter in zip(names, parameters, strict=True):
@@ -51,24 +51,22 @@ class MovingAverage:
                     self._tensors.append(parameter.detach().clone())
 
     @torch.no_grad()
-    def update(self, held: Tensor | None = None) -> None:
-        """Take in the weights as they are after an update; none is `held`. No communication.
+    def update(self, skip: Tensor | None = None) -> None:
+        """Add the weights after an update, unless `skip` is 1. No communication.
 
-        With a flag it rounds otherwise than without one: a training has it always, or never.
+        It rounds differently with a flag than without one: a training always has it, or never.
         """
         with self._owned():
             pairs = zip(self._tensors, self._parameters, strict=True)
-            taken = [
-                (local(t), local(p)) for t, p in pairs if not p.is_meta
-            ]  # others are elsewhere
-            if not taken:
+            here = [(local(t), local(p)) for t, p in pairs if not p.is_meta]
+            if not here:
                 return
-            averages, weights = [t for t, _ in taken], [p for _, p in taken]
-            if held is None:
+            averages, weights = [t for t, _ in here], [p for _, p in here]
+            if skip is None:
                 torch._foreach_lerp_(averages, weights, 1 - self.decay)
-            else:  # not where an update was held back
+            else:  # not where an update was skipped
                 steps = torch._foreach_sub(weights, averages)
-                multiply_(list(steps), (1 - self.decay) * (1 - held.double()))
+                multiply_(list(steps), (1 - self.decay) * (1 - skip.double()))
                 torch._foreach_add_(averages, steps)
 
     @contextmanager
@@ -82,7 +80,7 @@ class MovingAverage:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        """In place: whoever else knows a weight by its memory sees the average too."""
+        """Swap in place, so that views of a weight's memory see the average too."""
         with self._owned(writes=True):
             for parameter, tensor in zip(self._parameters, self._tensors, strict=True):
                 weight = parameter.clone()
@@ -95,7 +93,7 @@ class MovingAverage:
 
     @torch.no_grad()
     def load_state(self, model: nn.Module, state: dict[str, Tensor] | None) -> None:
-        """Take up what `state` returned; without one, begin with the weights as they are."""
+        """Load what `state` returned; without a state, start with the current weights."""
         if state is not None and state.keys() != set(self.names):
             weights = dict(model.named_parameters())
             self.names, self._parameters, self._tensors = [], [], []
@@ -108,10 +106,10 @@ class MovingAverage:
 
 
 class TwoModes:
-    """An optimizer that has `train()` for its steps, and `eval()` for what they are good for.
+    """An optimizer with `train()` for its steps, and `eval()` for the weights to evaluate.
 
-    The training keeps the weights of `train()`, to the bit: on the way back they are not computed
-    from those of `eval()`, but put back. Each rank has the modes of what it updates (`owned`).
+    The weights of `train()` are restored to the bit: they are not computed from those of `eval()`,
+    but copied back. Each rank changes the mode of the part that it updates (`owned`).
     """
 
     def __init__(self, optimizer: Any, owned: Owned) -> None:
@@ -142,9 +140,9 @@ class TwoModes:
         weights = [(p, p.detach().clone()) for p in self._parameters()]
         self._optimizer.eval()
         try:
-            own = {id(parameter) for parameter, _ in weights}
+            trained = {id(parameter) for parameter, _ in weights}
             named = model.named_parameters()
-            return {name: p.detach().clone() for name, p in named if id(p) in own}
+            return {name: p.detach().clone() for name, p in named if id(p) in trained}
         finally:
             self._put_back(weights)
 

@@ -77,7 +77,7 @@ class Gradients:
     def norm_unread(self, *, clips: bool, left_out: bool) -> Tensor:
         """The same where the device has it; not finite also where squares are too large."""
         flats = [] if left_out else self.flats
-        return together(norms_of(self.parameters, flats, clips=clips))
+        return total_norm(norms_of(self.parameters, flats, clips=clips))
 
     def clip_(self, limit: float, norm: float | Tensor) -> None:
         """Scale it down to the length `limit` if its `norm` is more."""
@@ -176,7 +176,7 @@ def norm_of(parameters: list[nn.Parameter], flats: list[Tensor], *, clips: bool)
 
 
 def norms_of(parameters: list[nn.Parameter], flats: list[Tensor], *, clips: bool) -> list[Tensor]:
-    """Norms of parts of the gradient, of which the norm is that of all; nobody waits for them."""
+    """Norms of parts of the gradient, whose norm is that of all; does not wait for the device."""
     if clips:
         return [get_total_norm(gradients_of(parameters))]
     if flats:
@@ -184,15 +184,15 @@ def norms_of(parameters: list[nn.Parameter], flats: list[Tensor], *, clips: bool
     return lengths(gradients_of(parameters))
 
 
-def together(norms: list[Tensor]) -> Tensor:
-    """The norm of several, where the device has it, in 64 bits."""
+def total_norm(norms: list[Tensor]) -> Tensor:
+    """The norm of several, on the device, in 64 bits."""
     if not norms:
         return torch.zeros((), dtype=torch.float64)
     first = norms[0].device
-    found: Tensor = torch.linalg.vector_norm(
+    total: Tensor = torch.linalg.vector_norm(
         torch.stack([norm.to(first) for norm in norms]), dtype=torch.float64
     )
-    return found
+    return total
 
 
 def read(norms: list[Tensor]) -> float:
@@ -201,7 +201,7 @@ def read(norms: list[Tensor]) -> float:
         return norms[0].item()
     if not norms or not holds(norms[0]):
         return math.hypot(*(norm.item() for norm in norms))
-    return float(together(norms))
+    return float(total_norm(norms))
 
 
 def gradient_taken(parameter: Tensor) -> RequestError:
@@ -226,11 +226,11 @@ def length_of_each(gradients: Sequence[Tensor | None]) -> list[float]:
         for place, g in enumerate(gradients)
         if type(g) is Tensor and g.layout is torch.strided and not _is_long(g)
     }
-    found = [0.0 if g is None or n in short else length([g]) for n, g in enumerate(gradients)]
+    sizes = [0.0 if g is None or n in short else length([g]) for n, g in enumerate(gradients)]
     norms = torch._foreach_norm([*short.values()]) if short else ()
     for place, norm in zip(short, norms, strict=True):
-        found[place] = norm.item()
-    return found
+        sizes[place] = norm.item()
+    return sizes
 
 
 def lengths(gradients: list[Tensor], kind: torch.dtype | None = None) -> list[Tensor]:
@@ -246,18 +246,18 @@ def lengths(gradients: list[Tensor], kind: torch.dtype | None = None) -> list[Te
 
 
 def _norms_of(gradient: Tensor) -> list[Tensor]:
-    """One, or two of one that is long.
+    """One norm, or two if the gradient is long.
 
-    A processor adds squares one after the other: 32 bits lose a thousandth of the sum of millions,
-    and next to nothing of that of a short row. Devices add in pairs.
+    A CPU adds squares one after the other: in 32 bits, a sum of millions loses a thousandth, that
+    of a short row almost nothing. Devices add in pairs.
     """
     if not _is_long(gradient):
         return [torch.linalg.vector_norm(gradient)]
     as_it_lies = sorted(range(gradient.dim()), key=gradient.stride, reverse=True)
     flat, end = gradient.permute(as_it_lies).reshape(-1), gradient.numel() // ROW * ROW
     rows = torch.linalg.vector_norm(flat[:end].view(-1, ROW), dim=1)
-    rest = [torch.linalg.vector_norm(flat[end:])] if end < flat.numel() else []
-    return [torch.linalg.vector_norm(rows), *rest]
+    tail = [torch.linalg.vector_norm(flat[end:])] if end < flat.numel() else []
+    return [torch.linalg.vector_norm(rows), *tail]
 
 
 def _is_long(gradient: Tensor) -> bool:

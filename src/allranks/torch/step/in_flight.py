@@ -1,13 +1,13 @@
-"""The steps of a training, one late where the host would wait: made, read, and made again.
+"""The steps of a training, read one step late where the host would wait: run, read, run again.
 
-    step n     forward, backward, exchange, update: all queued; its row leaves for the host
-    step n+1   queued as well; then the row of n is read, which is there by now
-               n was held back: nothing was updated since, so n is made again, read at once, as
-               it would have been, and n+1 after it
+    step n     forward, backward, exchange, update: all queued; its row is copied to the host
+    step n+1   queued as well; then the row of n is read, which has arrived by now
+               if n was skipped, nothing was updated since: n runs again, read at once, and
+               n+1 after it
 
-So what becomes of a bad step, of an overflow, of parameters that are unfrozen, is decided in one
-place (`step.apply`), on every device alike, and costs two more steps where it happens. What is
-known of a step one late: that it was bad, and that a rank was asked to stop or to save.
+So one place (`step.apply`) decides about a bad step, an overflow, or newly unfrozen parameters, on
+every device alike. Each such case costs two more steps. Two facts are known one step late: that a
+step was bad, and that a rank was requested to stop or to save.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from allranks.torch.checkpoint.tree import is_dtensor
 from allranks.torch.data.batch import Batch
 from allranks.torch.model.reals import real_type
 from allranks.torch.optimizers.made import hook_of
-from allranks.torch.step.deferred_results import DeferredResults, Sent, can_be_held_back
+from allranks.torch.step.deferred_results import DeferredResults, PendingResult, can_skip_on_device
 from allranks.torch.strategies.base import Strategy
 from allranks.training.progress import NOTHING, Progress, RankRequests, StepResult, UnreadResult
 
@@ -35,29 +35,29 @@ READ_AT_ONCE = {"cpu"}
 
 
 @dataclass(frozen=True)
-class Made:
-    """A step that is unread, and what it began with."""
+class InFlightStep:
+    """A step that is unread, and the state that it began with."""
 
     batch: Batch
     before: Progress
-    asked: RankRequests
+    requests: RankRequests
     loss_scale: dict[str, Any] | None
     result: UnreadResult
-    sent: Sent
+    pending: PendingResult
 
 
 class InFlightSteps:
-    """Makes the steps of a training; every rank makes the same calls.
+    """Runs the steps of a training; every rank makes the same calls.
 
-    `progress` is how far it is. `rate_factor()` is what the rates of the schedule are times.
+    `progress` is how far it is. `rate_factor()` multiplies the rates of the schedule.
     """
 
     def __init__(self, strategy: Strategy, job: Job, rate_factor: Callable[[], float]) -> None:
         self.strategy, self.progress, self._rate_factor = strategy, Progress(), rate_factor
-        self._last: Made | None = None
-        self._heard: RankRequests = NOTHING
+        self._last: InFlightStep | None = None
+        self._requests: RankRequests = NOTHING
         step = strategy.step
-        is_fused, device = can_be_held_back(step.optimizer), strategy.comm.device
+        is_fused, device = can_skip_on_device(step.optimizer), strategy.comm.device
         self.rows = DeferredResults(device, updates_wait=not is_fused)
         if can_read_at_end(strategy, job):
             is_short = all(real_type(p.dtype).itemsize <= DIVISOR_BYTES for p in step.parameters)
@@ -67,47 +67,48 @@ class InFlightSteps:
                 step.rows = self.rows
 
     def make(self, batch: Batch, *, ahead: bool = False) -> StepResult:
-        """One step; it may stay unread if `ahead`. What was unread until now is settled."""
+        """Run one step, which may stay unread if `ahead`; reads the step before it."""
         if self.strategy.step.rows is None:
             return self._train_with_rates(batch)
         ahead = ahead and self._can_stay_unread(batch)
         if self.rows.updates_wait:
             return self._read_before_update(batch) if ahead else self._train(batch, ahead=False)
-        if not ahead:  # it would not be held back with the step before it
+        if not ahead:  # it would not be skipped with the step before it
             self.settle()
         result = self._train(batch, ahead)  # if it raises, what is unread still is
         last, self._last = self._last, None
         if last is not None and self._is_again(last):
             result = self._train(batch, ahead and self._can_stay_unread(batch))
         self.progress = self.progress.settled()
-        heard, self._heard = self._heard, NOTHING
+        requests, self._requests = self._requests, NOTHING
         if isinstance(result, UnreadResult):
-            vars(result).update(asked=heard)
-            self._last = self._made(batch, result)
-        elif heard is not NOTHING:
-            both = RankRequests.of(heard.stop or result.asked.stop, heard.save or result.asked.save)
+            vars(result).update(asked=requests)
+            self._last = self._in_flight(batch, result)
+        elif requests is not NOTHING:
+            now = result.asked
+            both = RankRequests.of(requests.stop or now.stop, requests.save or now.save)
             result = dataclasses.replace(result, asked=both)
         return result
 
     def _read_before_update(self, batch: Batch) -> StepResult:
-        """A step whose numbers are read together; it is made again, one by one, if it is bad."""
+        """Run a step whose numbers are read in one wait; a bad step runs again, read at once."""
         result = self._train(batch, ahead=True)
         assert isinstance(result, UnreadResult)
-        made = self._made(batch, result)
-        if made.sent.is_held:
-            self._undo(made)
+        step = self._in_flight(batch, result)
+        if step.pending.is_skipped:
+            self._undo(step)
             return self._train(batch, ahead=False)
-        return dataclasses.replace(result.read(), asked=self._asked_with(made))
+        return dataclasses.replace(result.read(), asked=self._requests_with(step))
 
     def settle(self) -> None:
-        """Read what is unread, and make it again if it was held back; every rank calls this."""
+        """Read the unread step, and run it again if it was skipped; every rank calls this."""
         last, self._last = self._last, None
         if last is not None:
             self._is_again(last)
             self.progress = self.progress.settled()
 
     def begin_anew(self) -> None:
-        """Settle; a state is loaded next, whose optimizer may have none: every rank calls this."""
+        """Settle before a state is loaded, whose optimizer may be empty; every rank calls this."""
         self.settle()
         self.strategy.step.layout.was_updated = False
 
@@ -133,54 +134,53 @@ class InFlightSteps:
         finally:
             self.rows.is_on = False
 
-    def _made(self, batch: Batch, result: UnreadResult) -> Made:
-        asked = self.strategy.step.asked
-        return Made(batch, self.progress, asked, self._scale_was, result, vars(result)["_read"])
+    def _in_flight(self, batch: Batch, result: UnreadResult) -> InFlightStep:
+        requests, pending = self.strategy.step.requests, vars(result)["_read"]
+        return InFlightStep(batch, self.progress, requests, self._scale_was, result, pending)
 
-    def _is_again(self, last: Made) -> bool:
-        """Take in what the row says; whether the step was made again, and all after it must be."""
+    def _is_again(self, last: InFlightStep) -> bool:
+        """Read the row of a step; returns whether it ran again, so that its successor must too."""
         step = self.strategy.step
-        if not last.sent.is_held:
-            self._hear(self._asked_with(last))
+        if not last.pending.is_skipped:
+            self._merge_requests(self._requests_with(last))
             return False
         self.progress = last.before
         self._undo(last)
-        asked, step.asked = step.asked, last.asked
+        requests, step.requests = step.requests, last.requests
         result = self._train(last.batch, ahead=False)
-        step.asked = asked
+        step.requests = requests
         last.result.take(result)
-        self._hear(result.asked)
+        self._merge_requests(result.asked)
         self.progress = last.before.after(result, last.batch.epoch, last.batch.step_in_epoch)
         return True
 
-    def _asked_with(self, made: Made) -> RankRequests:
-        """What was asked with a good step, which is over; raises for sums that are no mean."""
-        step, totals = self.strategy.step, made.sent.totals()
-        step.check(made.batch, totals, made.sent.regularizer)
-        step.guard.judge(made.result.loss, float(made.result.grad_norm or 0.0))
-        return self.strategy.after_read(made.sent(), totals.asked)
+    def _requests_with(self, last: InFlightStep) -> RankRequests:
+        """The requests in the sums of a good step; raises for sums that are no mean."""
+        step, totals = self.strategy.step, last.pending.totals()
+        step.check(last.batch, totals, last.pending.regularizer)
+        step.guard.judge(last.result.loss, float(last.result.grad_norm or 0.0))
+        return self.strategy.after_read(last.pending(), totals.requests)
 
-    def _undo(self, made: Made) -> None:
-        """A step that was held back never was."""
+    def _undo(self, last: InFlightStep) -> None:
+        """Reset what a skipped step has changed: the flag, and the loss scale."""
         step = self.strategy.step
-        self.rows.held.zero_()
-        if step.loss_scale is not None and made.loss_scale is not None:
-            step.loss_scale.load_state(made.loss_scale)
+        self.rows.skip.zero_()
+        if step.loss_scale is not None and last.loss_scale is not None:
+            step.loss_scale.load_state(last.loss_scale)
 
-    def _hear(self, asked: RankRequests) -> None:
-        self._heard = RankRequests.of(
-            self._heard.stop or asked.stop, self._heard.save or asked.save
-        )
+    def _merge_requests(self, requests: RankRequests) -> None:
+        now = self._requests
+        self._requests = RankRequests.of(now.stop or requests.stop, now.save or requests.save)
 
 
 class OnSteps:
-    """What a trainer shows of the steps that it makes."""
+    """The part of a trainer that shows its steps."""
 
     _steps: InFlightSteps
 
     @property
     def progress(self) -> Progress:
-        """How far the training is; numbers of a step that is unread are waited for."""
+        """How far the training is; reading the numbers of an unread step waits for them."""
         return self._steps.progress
 
     @progress.setter
@@ -188,9 +188,9 @@ class OnSteps:
         self._steps.progress = progress
 
     def settle(self) -> None:
-        """Read what is unread: weights are those of the last step from here on.
+        """Read the unread step: afterwards the weights are those of the last step.
 
-        Every rank calls this. Nothing is to be done where the device is the processor.
+        Every rank calls this. Does nothing on a CPU.
         """
         self._steps.settle()
 

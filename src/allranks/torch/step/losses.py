@@ -27,9 +27,9 @@ from allranks.torch.data.collate import (
 from allranks.torch.model.precision import Precision
 from allranks.torch.task import Task
 
-IGNORED = -100  # what torch's cross_entropy leaves out unless it is told otherwise
+IGNORED = -100  # torch's cross_entropy leaves it out by default
 ROUNDED = 1e-6  # of a sum over ranks in 32 bits
-LOOKS = 16  # micro-batches: to look for such targets waits for the device
+LOOKS = 16  # micro-batches: a look for such targets waits for the device
 
 
 def forward(task: Task, model: Callable[..., Any], data: Any) -> Any:
@@ -55,10 +55,10 @@ def weighted_losses(
     if weight is None:
         return losses, None
     if not isinstance(weight, Tensor) or weight.shape != losses.shape:
-        what = f"shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else "no tensor"
+        shape = f"shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else "no tensor"
         raise RequestError(
             asked="weight(batch) of the task",
-            found=f"{what}, with losses of shape {tuple(losses.shape)}",
+            found=f"{shape}, with losses of shape {tuple(losses.shape)}",
             why="every value of the loss has one weight",
             do=f"return a tensor of shape {tuple(losses.shape)}",
         )
@@ -66,11 +66,11 @@ def weighted_losses(
 
 
 class UnweightedLosses:
-    """Whether values without weights are divided by what is meant: watched from step to step.
+    """Checks from step to step that losses without weights may be averaged over all values.
 
-    Where every sample has as many values as any other, all are alike. Batches padded to their
-    longest sample have others in each, and on each number of ranks: then only `weight` says how
-    much of it is padding. So it is for targets that `cross_entropy` ignores.
+    They may if every sample has the same number of values. Batches that are padded to their longest
+    sample vary with each batch, and with the number of ranks: then only `weight` says how much of
+    it is padding. The same holds for targets that `cross_entropy` ignores.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class UnweightedLosses:
         self._looks = LOOKS
 
     def see(self, losses: Tensor, data: Any) -> None:
-        """The losses of a micro-batch that has no weights; raises `RequestError`."""
+        """Check the losses of a micro-batch without weights; raises `RequestError`."""
         if losses.ndim == 1:
             self._check(1.0)
             return
@@ -93,8 +93,9 @@ class UnweightedLosses:
 
     def sum_up(self, samples: int, weight: float) -> None:
         """Raise if samples of other ranks have more values, or fewer, than those of this one."""
-        own = self._values
-        if own is not None and samples and not math.isclose(weight / samples, own, rel_tol=ROUNDED):
+        if self._values is None or not samples:
+            return
+        if not math.isclose(weight / samples, self._values, rel_tol=ROUNDED):
             self._check(weight / samples)
 
     def _check(self, values: float) -> None:
@@ -110,7 +111,7 @@ class UnweightedLosses:
 
 
 class NotCompared(UnweightedLosses):
-    """The same for passes outside of the steps, whose batches are cut otherwise."""
+    """The same for passes outside of the steps, whose batches are cut differently: no check."""
 
     def see(self, losses: Tensor, data: Any) -> None:
         pass
@@ -166,18 +167,18 @@ def _not_per_sample(losses: Any, samples: int) -> RequestError:
 # A loss that couples samples (`loss_over = "batch"`): contrastive, mixture-of-experts balance.
 #
 # The outputs and batches of all ranks are gathered, in shard order. Every rank computes the same
-# loss of the whole global batch, takes the gradient of its own rows, and sends it back through its
-# own forward passes, whose graphs are kept until then: a micro-batch bounds what goes through the
-# model at once here, not the memory. What is gathered, and what cannot be, is in `rows`.
+# loss of the whole global batch, and runs the gradient of its own rows backward through its own
+# forward passes. Their graphs are kept until then, so micro-batches do not bound the memory here.
+# `collate` says which data can be gathered.
 
 
-Taken = tuple[Tensor, float | Tensor, Callable[[], None]]
-"""Of one micro-batch: the sum of its losses, of its weights, and what runs backward."""
-Take = Callable[[MicroBatch], Taken]
+MicroLoss = tuple[Tensor, float | Tensor, Callable[[], None]]
+"""Of one micro-batch: the sum of its losses, of its weights, and a function that runs backward."""
+MicroStep = Callable[[MicroBatch], MicroLoss]
 
 
 class BatchLoss:
-    """Prepares one step: forward passes, gathering, the loss; then gives micro-batches backward."""
+    """Runs the forward passes of a step, gathers, computes the loss; then backward in parts."""
 
     def __init__(self, task: Task, comm: Comm, precision: Precision) -> None:
         self.task, self.comm, self.precision = task, comm, precision
@@ -190,13 +191,13 @@ class BatchLoss:
         forward: Callable[[MicroBatch], Any],
         after_forward: Callable[[], Any],
         loss_scale: float = 1.0,
-    ) -> Take:
+    ) -> MicroStep:
         """Run all forward passes, then `after_forward`, and the loss of the whole batch.
 
-        A rank without a sample has its `batch.spare`, of which `after_forward` returns the output:
-        it says what the rank has none of.
-        Returns a function that must be called once for each micro-batch, in order: it gives the
-        sums of losses and weights of its rows, and what carries their gradient back.
+        On a rank without a sample, `after_forward` returns the output for `batch.spare`, which
+        shows the shapes and types of the output.
+        Returns a function to call once for each micro-batch, in order. It returns the sums of
+        losses and weights of the rows, and a function that runs their gradient backward.
         """
         outputs = [forward(micro) for micro in batch.micros]
         spare = after_forward()
@@ -207,7 +208,7 @@ class BatchLoss:
         waiting = deque(outputs)
         row = rows_before
 
-        def take(micro: MicroBatch) -> Taken:
+        def take(micro: MicroBatch) -> MicroLoss:
             nonlocal row
             rows = slice(row, row + micro.samples)
             row += micro.samples
@@ -220,9 +221,9 @@ class BatchLoss:
             def backward() -> None:
                 torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
 
-            own = losses[rows].detach()
-            weight = own.numel() if weights is None else weights[rows].sum()
-            return own.sum(), weight, backward
+            local = losses[rows].detach()
+            weight = local.numel() if weights is None else weights[rows].sum()
+            return local.sum(), weight, backward
 
         return take
 
@@ -252,18 +253,18 @@ class BatchLoss:
             ({"output": output, "batch": micro.data}, micro.samples)
             for output, micro in zip(outputs, batch.to_read, strict=True)
         ]
-        own = own_rows(parts)
-        assert own is not None, "the data gives a rank without a sample a spare one"
-        if isinstance(own, BatchRows):
-            own = own if batch.micros else own.none_of_them()
+        local = own_rows(parts)
+        assert local is not None, "the data gives a rank without a sample a spare one"
+        if isinstance(local, BatchRows):
+            local = local if batch.micros else local.without_rows()
         elif self.comm.size == 1 and len(parts) == 1:
-            return parts[0][0], before  # nothing is put together
-        whole = gathered(self.comm, own, rows)
-        return whole.put_together(whole.tensors, whole.lists), before
+            return parts[0][0], before  # nothing to join
+        whole = gathered(self.comm, local, rows)
+        return whole.rebuilt(whole.tensors, whole.lists), before
 
 
 def uses_a_parameter(name: str) -> RequestError:
-    """What to say where the loss over a batch has a gradient for a weight by itself."""
+    """The error if the loss over a batch uses a parameter directly."""
     return RequestError(
         asked='loss(output, batch) of a task with loss_over = "batch"',
         found=f"it uses the parameter {name!r} itself",

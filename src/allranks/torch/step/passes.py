@@ -32,9 +32,9 @@ from allranks.torch.model.precision import Precision
 from allranks.torch.step.gradients import Backward, Gradients, SparseRows
 from allranks.torch.step.losses import (
     BatchLoss,
+    MicroLoss,
+    MicroStep,
     NotCompared,
-    Take,
-    Taken,
     UnweightedLosses,
     forward,
     uses_a_parameter,
@@ -47,53 +47,53 @@ from allranks.torch.task import Task
 from allranks.torch.witness.regularizer import Regularizer
 from allranks.training.progress import NOTHING
 
-# --- apart ---------------------------------------------------------------------------------------
-# A backward pass of the task's own, in forward or loss: adversarial samples, perturbed weights.
+# --- the task's own backward pass ----------------------------------------------------------------
+# A backward pass inside forward or loss of the task: adversarial samples, perturbed weights.
 #
-# While code of the task runs, the parameters have no gradient: what was summed so far is out of its
-# reach, so `zero_grad()` clears what the task's own backward pass has left and nothing else. What
-# it leaves and does not clear is refused: it would count once for each micro-batch of each rank.
+# While code of the task runs, `.grad` of the parameters is empty: the sums so far are hidden, so
+# `zero_grad()` clears only gradients of the task's own backward pass. A gradient that remains is
+# refused: it would count once for each micro-batch of each rank.
 
 
 UNRELATED = re.compile("[Dd]ifferentiated Tensor")
 
 
 class UserBackwardGuard:
-    """Keeps the gradients of `parameters` (and `late`) while code of the task runs.
+    """Hides the gradients of `parameters` (and `late`) while code of the task runs.
 
-    Within, no parameter has a gradient, and `is_on`; at the end `RequestError` is raised if one is
-    left.
+    Within, `is_on` is true and no parameter has a gradient. Raises `RequestError` at the end if a
+    parameter then has one.
     """
 
     def __init__(self) -> None:
         self.parameters: Sequence[nn.Parameter] = ()
         self.late: Sequence[nn.Parameter] = ()
         self.is_on = False
-        self._held: Sequence[nn.Parameter] = ()
+        self._guarded: Sequence[nn.Parameter] = ()
         self._kept: list[Tensor | None] = []
 
     def __enter__(self) -> None:
-        held = self._held = [*self.parameters, *self.late] if self.late else self.parameters
-        self._kept = [parameter.grad for parameter in held]
-        for parameter, gradient in zip(held, self._kept, strict=True):
+        guarded = self._guarded = [*self.parameters, *self.late] if self.late else self.parameters
+        self._kept = [parameter.grad for parameter in guarded]
+        for parameter, gradient in zip(guarded, self._kept, strict=True):
             if gradient is not None:
                 parameter.grad = None
         self.is_on = True
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.is_on = False
-        left = None
-        for parameter, gradient in zip(self._held, self._kept, strict=True):
+        written = None
+        for parameter, gradient in zip(self._guarded, self._kept, strict=True):
             if parameter.grad is not None:
-                left = parameter
-            if left is parameter or gradient is not None:
+                written = parameter
+            if written is parameter or gradient is not None:
                 parameter.grad = gradient
         self._kept = []
-        if left is not None and kind is None:
-            raise _left(left)
+        if written is not None and kind is None:
+            raise _gradient_left(written)
 
 
-def _left(parameter: nn.Parameter) -> RequestError:
+def _gradient_left(parameter: nn.Parameter) -> RequestError:
     return RequestError(
         asked="forward and loss of the task",
         found=f"a backward pass in them left a gradient, of shape {tuple(parameter.shape)}",
@@ -103,7 +103,7 @@ def _left(parameter: nn.Parameter) -> RequestError:
 
 
 def unrelated_input(asked: str) -> RequestError:
-    """What to say where rows of a batch are copied before they go through the model."""
+    """The error if loss differentiates by an input, and the model was given copies of the rows."""
     return RequestError(
         asked=asked,
         found="loss asks for the gradient of an output by an input",
@@ -113,28 +113,26 @@ def unrelated_input(asked: str) -> RequestError:
     )
 
 
-# --- for others ----------------------------------------------------------------------------------
-# Passes through the model whose samples have no weight: where a pass communicates,
-# all ranks make it.
+# --- passes for other ranks ----------------------------------------------------------------------
+# Padding passes, whose samples have no weight: if a pass communicates, all ranks must run it.
 #
-# Under a strategy that cuts its weights (`Strategy.equal_passes`) a forward pass gathers them from
-# all ranks, and backward sums their gradients over all ranks. A rank that has fewer micro-batches
-# than another one goes through the model with its last one again, and a rank that has no sample
-# with the `spare` one of the batch. The gradient of what the model returns is zero then, exactly,
-# whatever the loss is: a loss of infinity brings in nothing.
+# Under a strategy that cuts its weights (`Strategy.equal_passes`), a forward pass gathers them from
+# all ranks, and backward sums their gradients over all ranks. A rank with fewer micro-batches than
+# another one runs its last one again; a rank without a sample runs the batch's `spare` one. The
+# gradient of the model's output is exactly zero then, whatever the loss is: an infinite loss adds
+# nothing.
 #
-# Zero times a derivative that is infinite inside the model is NaN all the same. Samples of the
-# batch itself are part of the step: where they are not finite, neither is the step, on any rank.
-# Those that a rank has read last of a stream that has ended are not. So a strategy that sums
-# gradients itself, within a pass, brings in zeros in place of what backward has found while
-# `is_on`.
+# But zero times an infinite derivative inside the model is NaN. For samples of the batch itself
+# that is right: where they are not finite, neither is the step, on any rank. The last samples of a
+# stream that has ended are not part of the step. So a strategy that sums gradients itself, within a
+# pass, uses zeros in place of the gradients while `is_on`.
 
 
 class StepPass(Protocol):
-    """What goes through the model: the step."""
+    """The step, as its padding passes use it."""
 
     scope: Scope
-    apart: UserBackwardGuard
+    user_backward: UserBackwardGuard
 
     def output(self, batch: Batch, micro: MicroBatch) -> Any: ...
 
@@ -142,9 +140,9 @@ class StepPass(Protocol):
 
 
 class PassesForOthers:
-    """The passes without weight of one rank; with `equal_passes` as many as the batch says.
+    """The padding passes of one rank, which have no weight; with `equal_passes`, as the batch says.
 
-    `is_on` in forward and in backward of such a pass, and at no other time.
+    `is_on` is true in forward and backward of such a pass, and at no other time.
     """
 
     def __init__(self, step: StepPass, equal_passes: bool = True) -> None:
@@ -174,10 +172,10 @@ class PassesForOthers:
         return output
 
     def finish(self, batch: Batch, uses: list[bool] | None) -> None:
-        """The rest of the passes, after those of this rank's own samples.
+        """Run the remaining passes, after those of this rank's own samples.
 
-        `uses` says which tensors of the output a loss over the batch has used: backward goes
-        through the same parts of the model as on all ranks.
+        `uses` says which tensors of the output a loss over the batch has used: backward runs
+        through the same parts of the model on all ranks.
         """
         for tensors in self._outputs:
             pairs = zip(tensors, uses or (), strict=True)
@@ -195,7 +193,7 @@ class PassesForOthers:
         self._outputs = []
 
     def _again(self) -> MicroBatch:
-        """What the next pass goes through the model with, which may write on it."""
+        """A copy of the micro-batch for the next pass, which may write on it."""
         assert self._micro is not None
         return _copy_of(self._micro)
 
@@ -208,8 +206,8 @@ class PassesForOthers:
 
     @contextmanager
     def _forward(self) -> Iterator[None]:
-        """Around a forward pass: nothing that it finds is counted."""
-        with self.step.apart, self._is_on():
+        """Around a forward pass: its moments are dropped."""
+        with self.step.user_backward, self._is_on():
             yield
         self.step.scope.moments.clear()
 
@@ -223,7 +221,7 @@ class PassesForOthers:
 
 
 def _micro(batch: Batch) -> MicroBatch:
-    """What this rank goes through the model with for the others."""
+    """The micro-batch that this rank runs for the others."""
     micro = batch.micros[-1] if batch.micros else batch.spare
     assert micro is not None, "the data gives a rank without a sample a spare one"
     return micro
@@ -237,11 +235,11 @@ def _copy_of(micro: MicroBatch) -> MicroBatch:
         return micro
 
 
-LOSS = -4  # what the generator is keyed for, beside shards
+LOSS = -4  # a key of the generator, in addition to shards
 
 
 class StepProbe(Protocol):
-    """Sees the insides of a step, and changes nothing: `check` records a trace so."""
+    """Observes the inside of a step without changing it, as the trace of `check` does."""
 
     def begin(self, batch: Batch) -> None:
         """Before the forward passes."""
@@ -252,16 +250,16 @@ class StepProbe(Protocol):
         ...
 
     def gradients(self, stage: str, names: list[str], tensors: list[Tensor | None]) -> None:
-        """The gradients of that stage are there, as this rank holds them."""
+        """The gradients after that stage, as this rank holds them."""
         ...
 
 
 @dataclass(frozen=True)
 class StepParts:
-    """What a strategy brings into its steps; each part is described there (`strategies.base`).
+    """The parts of a step that come from its strategy, documented there (`strategies.base`).
 
-    `comm` are the ranks that read the global batch together. Where several ranks read the same
-    part of it, one of them `counts_samples`. `tally_type` is the type of a tally of its own.
+    `comm` are the ranks that share the global batch. If several ranks read the same part of it, one
+    of them `counts_samples`. `tally_type` is the type of the strategy's own tally.
     """
 
     comm: Comm
@@ -280,7 +278,7 @@ class StepParts:
 
 
 def unwatched(where: str) -> None:
-    """Nobody watches the step."""
+    """The default of `on_phase`: does nothing."""
 
 
 class Passes:
@@ -288,9 +286,9 @@ class Passes:
 
     `parameters` are those that the optimizer updates, in the order of the model. `on_gradient`,
     if set, is called with the position of each whose gradient a backward pass has finished.
-    `asked` is what this rank tells all others with its next step. `call` is what forward passes go
-    through: the model, or what a compiler has made of it; `forward`, where a strategy has one of
-    its own, is called with the data of a micro-batch in its place.
+    `requests` are sent to all ranks with the next step. Forward passes run through `call`: the
+    model, or its compiled form. If a strategy sets `forward`, that is called instead, with the data
+    of a micro-batch. `on_phase` is called with the name of each phase of a step.
     """
 
     def __init__(
@@ -309,11 +307,11 @@ class Passes:
         self.scope, self.precision = scope, precision
         self.loss_scale: LossScale | None = None
         self.probe: StepProbe | None = None
-        self.reached: Callable[[str], None] = unwatched
-        self.asked = NOTHING
+        self.on_phase: Callable[[str], None] = unwatched
+        self.requests = NOTHING
         self.on_gradient: Callable[[int], None] | None = None
         self.parts, self.comm = parts, parts.comm
-        self.apart = UserBackwardGuard()
+        self.user_backward = UserBackwardGuard()
         self.changes = TrainableChanges(model, optimizer)
         self.user_buffers = UserBuffers(model)
         self.for_others = PassesForOthers(self, parts.equal_passes)
@@ -332,16 +330,17 @@ class Passes:
         self.set_up()
 
     def set_up(self) -> None:
-        """Make what is built on these passes; called once, when they are ready."""
+        """Set up what is built on these passes; called once, when they are ready."""
 
     def _take_parameters(self) -> None:
-        """Train the parameters that `changes` has; what a step needs for each is made."""
+        """Train the parameters of `changes`: set up hooks, tally and flags for them."""
         self.close()
         self.names, self.parameters = self.changes.names, self.changes.parameters
-        self.apart.parameters = self.parameters
+        self.user_backward.parameters = self.parameters
         served, exact = self.scope.served, self.parts.shard_alone
+        model, optimizer, guard = self.model, self.optimizer, self.user_backward
         self.sparse = SparseRows(
-            self.model, self.optimizer, self.parameters, lambda: self.apart.is_on, served, exact
+            model, optimizer, self.parameters, lambda: guard.is_on, served, exact
         )
         self.layout = TallyLayout(
             self.model,
@@ -357,24 +356,21 @@ class Passes:
         ]
 
     def follow_changes(self) -> None:
-        """Between steps, on all ranks alike: lay out for what the optimizer updates now."""
+        """Between steps, on all ranks: lay out for the parameters that are updated now."""
         if self.changes.have_come():
             self.changes.lay_out()
             self._take_parameters()
             self.parts.lay_out()
 
     def close(self) -> None:
-        """Take the hooks off the parameters: the model is the user's own again.
-
-        Nothing goes through it, also where a step has failed on its way.
-        """
+        """Remove the hooks from the parameters, also after a step that failed midway."""
         self.scope.leave()
         for hook in self._hooks:
             hook.remove()
 
     def mark(self, position: int) -> None:
         """A pass has finished the gradient of a parameter."""
-        if self.apart.is_on:
+        if self.user_backward.is_on:
             return
         self.used[position] = True
         if self.on_gradient is not None:
@@ -391,7 +387,7 @@ class Passes:
 
         For each leaf, the tally that `tally_of` gives is filled and then `leaf_done` is called.
         `before_last` is called before the last backward pass of the last leaf, if that leaf has
-        any: gradients finished after it may leave.
+        any: gradients that finish after it may be sent.
         """
         self.begin(batch)
         take = self.take(batch)
@@ -422,14 +418,14 @@ class Passes:
             tally.close(
                 batch.index,
                 self.used,
-                self.asked,
+                self.requests,
                 changed=self.changes.leaf_done(leaf),
                 regularizer=self.regularizers.was,
                 touched=self.sparse.touched,
             )
 
     def begin(self, batch: Batch) -> None:
-        """Before the passes of a step: nothing of the last one is counted in it."""
+        """Prepare the passes of a step, and clear what the last one has counted."""
         if self.probe is not None:
             with self.parts.held_weights():
                 self.probe.begin(batch)
@@ -440,7 +436,7 @@ class Passes:
         self.user_buffers.begin()
         with self.parts.held_weights():
             self.changes.begin()
-        self.apart.late, self._rows = self.changes.late, self.sparse
+        self.user_backward.late, self._rows = self.changes.late, self.sparse
         for marks in self.scope.looked_up.values():
             marks.zero_()
         if self.scope.whole is not None:
@@ -449,7 +445,7 @@ class Passes:
         self.tell("begin")
 
     def end(self, batch: Batch) -> None:
-        """The passes of a step are over, also those for other ranks."""
+        """Run the passes for other ranks; then the passes of the step are over."""
         uses = None if self.batch_loss is None else self.batch_loss.uses
         self.for_others.finish(batch, uses)
         self.scope.leave()
@@ -457,27 +453,27 @@ class Passes:
         self.tell("end")
 
     def tell(self, where: str) -> None:
-        """Tell who watches the step; it looks at what this rank holds."""
-        if self.reached is not unwatched:
+        """Call `on_phase`, within the weights that this rank holds."""
+        if self.on_phase is not unwatched:
             with self.parts.held_weights():
-                self.reached(where)
+                self.on_phase(where)
 
     @contextmanager
     def recomputing(self, probe: StepProbe) -> Iterator[None]:
-        """Within, passes belong to no step, and `probe` alone sees them."""
-        before = self.probe, self.reached, self._unweighted
-        self.probe, self.reached, self._unweighted = probe, unwatched, NotCompared()
+        """Within, passes belong to no step, and only `probe` observes them."""
+        before = self.probe, self.on_phase, self._unweighted
+        self.probe, self.on_phase, self._unweighted = probe, unwatched, NotCompared()
         try:
             yield
         finally:
-            self.probe, self.reached, self._unweighted = before
+            self.probe, self.on_phase, self._unweighted = before
 
     def poison_next(self) -> None:
-        """A fault on purpose: the loss of this rank's first sample in its next step is NaN."""
+        """Inject a fault: the loss of this rank's first sample in its next step is NaN."""
         self._poison_next = True
 
     def output(self, batch: Batch, micro: MicroBatch) -> Any:
-        """The output of the model for a micro-batch of a step; the same whenever it is computed."""
+        """The output of the model for a micro-batch of a step; reproducible at any time."""
         self.tell("enter")
         self.scope.enter(batch.index, micro.pieces, micro.samples, self.stage)
         self.tell("entered")
@@ -494,8 +490,8 @@ class Passes:
             return weighted_losses(self.task, output, micro.data, micro.samples)
 
     def losses(self, batch: Batch, micro: MicroBatch) -> tuple[Tensor, Tensor | None]:
-        """The same of a micro-batch that goes through the model here, as part of the step."""
-        with self.apart:
+        """The same for a micro-batch that this call runs through the model, as part of the step."""
+        with self.user_backward:
             losses, weights = self.losses_of(self.output(batch, micro), micro)
         if self._poisoned and micro is batch.micros[0]:
             factors = losses.new_ones(losses.shape)
@@ -505,14 +501,14 @@ class Passes:
             self.probe.losses(losses.detach())
         return losses, weights
 
-    def take(self, batch: Batch) -> Take:
-        """What makes the forward pass and the loss of a micro-batch, and can run its backward."""
+    def take(self, batch: Batch) -> MicroStep:
+        """A function that runs forward and loss of a micro-batch, and returns its backward."""
         if self.batch_loss is not None:
             return self._take_batch_losses(batch, self.batch_loss)
         return self._take_sample_losses(batch)
 
-    def _take_sample_losses(self, batch: Batch) -> Take:
-        def take(micro: MicroBatch) -> Taken:
+    def _take_sample_losses(self, batch: Batch) -> MicroStep:
+        def take(micro: MicroBatch) -> MicroLoss:
             losses, weights = self.losses(batch, micro)
             total = losses.sum()
             if weights is None:
@@ -525,10 +521,10 @@ class Passes:
         return take
 
     def scale(self, nominal: int, like: Tensor) -> Tensor:
-        """By this the sum of losses is scaled before anything is exchanged: 1 / nominal.
+        """The factor on the sum of losses before any exchange: 1 / nominal.
 
-        Times the share of this rank, and under fp16 times the loss scale, which the gradients lose
-        again after the exchange.
+        Times the share of this rank, and under fp16 times the loss scale, by which the gradients
+        are divided again after the exchange.
         """
         factor = self.share * self._loss_scale / nominal
         key = factor, like.dtype
@@ -540,11 +536,11 @@ class Passes:
     def _loss_scale(self) -> float:
         return 1.0 if self.loss_scale is None else self.loss_scale.value
 
-    def _take_batch_losses(self, batch: Batch, batch_loss: BatchLoss) -> Take:
+    def _take_batch_losses(self, batch: Batch, batch_loss: BatchLoss) -> MicroStep:
         moments = {}
 
         def forward_one(micro: MicroBatch) -> Any:
-            with self.apart:
+            with self.user_backward:
                 output = self.output(batch, micro)
             moments[micro.pieces] = dict(self.scope.moments)
             self.scope.moments.clear()
@@ -563,7 +559,7 @@ class Passes:
         if any(self.used):
             raise uses_a_parameter(self.names[self.used.index(True)])
 
-        def take(micro: MicroBatch) -> Taken:
+        def take(micro: MicroBatch) -> MicroLoss:
             self.scope.moments.update(moments[micro.pieces])
             return take_rows(micro)
 

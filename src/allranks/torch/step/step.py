@@ -21,13 +21,13 @@ from allranks.torch.accelerator import is_accelerator, recorded_event
 from allranks.torch.checkpoint.state import hyper_parameters
 from allranks.torch.comm.subgroups import in_exchange
 from allranks.torch.data.batch import Batch, Leaf
-from allranks.torch.model.max_norm import shorten_alike
+from allranks.torch.model.max_norm import sync_max_norm
 from allranks.torch.optimizers.made import hook_of
 from allranks.torch.step.deferred_results import (
     DeferredResults,
-    Sent,
+    PendingResult,
     fused_update,
-    is_held,
+    is_skipped,
     numbers_of,
 )
 from allranks.torch.step.ema import MovingAverage
@@ -40,35 +40,35 @@ from allranks.training.guard import Bad, Guard, StepVerdict, is_finite, weightle
 from allranks.training.progress import StepResult, UnreadResult
 
 # --- rates ---------------------------------------------------------------------------------------
-# The learning rates of each update: those that the groups came with, times the task's schedule.
+# The learning rates of each update: the initial rates of the groups, times the task's schedule.
 #
-# Others may set rates too: a scheduler of torch that leaves no other mark (`ReduceLROnPlateau`), a
-# callback. Before each update they are compared with what they were when the engine, a checkpoint
-# or the optimizer itself had set them, which takes a microsecond for each group.
+# Others may set rates too: a callback, or a scheduler of torch that leaves no other mark
+# (`ReduceLROnPlateau`). Before each update, the rates are compared with those that the engine, a
+# checkpoint or the optimizer itself has set, which takes a microsecond for each group.
 
 
 class Rates:
-    """`made` is what every group of the optimizer says beside its parameters, as it came.
+    """`initial` holds the hyper-parameters of each group, as the optimizer was created.
 
-    `told` is a sentence on rates that others set, from when they first do.
+    `warning` is a sentence about rates that others set; empty until they first do.
     """
 
     def __init__(self, task: Task, optimizer: Optimizer) -> None:
         self.task, self.optimizer = task, optimizer
-        self.made = hyper_parameters(optimizer)
-        self.told = ""
+        self.initial = hyper_parameters(optimizer)
+        self.warning = ""
         self._are_scheduled = task.overrides("schedule") or task.overrides("plateau")
         self._is_first = True
         self._known = self._rates()
 
     def set(self, update: int, times: float = 1.0) -> None:
-        """Set the rates for update number `update` of the job, `times` what the schedule says.
+        """Set the rates for update number `update` of the job: `times` those of the schedule.
 
-        A group that was added on the way has the rate that it came with as its own. Raises
-        `RequestError` where there is a schedule, and others have set rates.
+        A group that was added later keeps its own initial rate. Raises `RequestError` if the task
+        has a schedule and others have set rates.
         """
         groups = self.optimizer.param_groups
-        if len(groups) != len(self.made):
+        if len(groups) != len(self.initial):
             self._note_groups()
         rates = self._rates()
         if rates != self._known and (self._are_scheduled or not self._is_first):
@@ -79,12 +79,12 @@ class Rates:
         self._known = rates
         if self._are_scheduled:
             factor = float(self.task.schedule(update)) * times
-            for group, made in zip(groups, self.made, strict=True):
-                group["lr"] = float(made["lr"]) * factor
+            for group, initial in zip(groups, self.initial, strict=True):
+                group["lr"] = float(initial["lr"]) * factor
             self.see()
 
     def see(self) -> None:
-        """Whoever may set the rates has done so: the engine, a checkpoint, the optimizer itself."""
+        """Accept the current rates: the engine, a checkpoint or the optimizer has set them."""
         self._known = self._rates()
 
     def _rates(self) -> list[Any]:
@@ -94,7 +94,7 @@ class Rates:
         ]
 
     def _others_set(self, update: int, was: Any, now: Any) -> None:
-        """Others set a rate, between two updates."""
+        """Handle a rate that others set between two updates: raise, or keep a warning."""
         when = f"from {was:g} to {now:g} after {update} update{'s' * (update != 1)}"
         if self._are_scheduled:
             raise RequestError(
@@ -102,38 +102,38 @@ class Rates:
                 found=f"a learning rate that was set {when}, not by the engine",
                 why="the engine sets the rates before each update: what a scheduler of torch or a "
                 "callback sets would be lost",
-                do="say all of it in schedule(step), and in plateau() what follows a metric "
-                "(allranks.training.schedules.Plateau), or leave both away",
+                do="write all of it in schedule(step), and in plateau() what depends on a metric "
+                "(allranks.training.schedules.Plateau), or remove both",
             )
-        self.told = self.told or (
-            f"a learning rate was set {when}, not by the engine: a checkpoint holds the rate, and "
-            "nothing of what decides on it; right for a function of the step, but a scheduler that "
+        self.warning = self.warning or (
+            f"a learning rate was set {when}, not by the engine: a checkpoint holds the rate, but "
+            "no state of its scheduler; right for a function of the step, but a scheduler that "
             "counts (ReduceLROnPlateau) would start anew: write plateau() in the task"
         )
 
     def _note_groups(self) -> None:
         now = hyper_parameters(self.optimizer)
-        if len(now) < len(self.made):
+        if len(now) < len(self.initial):
             raise RequestError(
                 asked="to go on training",
-                found=f"{len(now)} groups in the optimizer, where there were {len(self.made)}",
+                found=f"{len(now)} groups in the optimizer, where there were {len(self.initial)}",
                 why="rates and checkpoints go by the number of a group",
-                do="freeze what is not to be trained any more: requires_grad_(False)",
+                do="freeze parameters that shall not be trained any more: requires_grad_(False)",
             )
-        self.made += now[len(self.made) :]
+        self.initial += now[len(self.initial) :]
 
 
-REGULARIZER, UPDATE = -3, -2  # what the generator is keyed for, beside shards
+REGULARIZER, UPDATE = -3, -2  # keys of the generator, in addition to shards
 NOTHING = nullcontext()
 CLIP_EPS = 1e-6  # what torch.nn.utils.clip_grad_norm_ adds to the norm
 
 
 class SharedStep(Passes):
-    """A step that no strategy writes again: its passes, and then the update."""
+    """The parts of a step that all strategies share: its passes, and then the update."""
 
     def set_up(self) -> None:
         self.rows: DeferredResults | None = None  # where steps may stay unread
-        self.update_divides = False  # the mean and clipping are left to the kernel of the update
+        self.update_divides = False  # the kernel of the update takes the mean, and clips
         self._computed: Any = None  # the event at which this rank's own passes are over
         self._uses_all = True  # since the last update this rank's leaves used all parameters
         self.own_positions: Sequence[int] | None = None  # of the parameters that its passes meet
@@ -145,21 +145,21 @@ class SharedStep(Passes):
     def apply(self, batch: Batch, tally: Tally, gradients: Gradients) -> StepResult:
         """The update, from gradients and tally that are summed over all ranks.
 
-        Sends nothing of its own but which rows of tables with a `max_norm` were looked up, if there
-        are such; `gradients` may communicate.
+        Communicates only the looked-up rows of tables with a `max_norm`, if there are such tables;
+        `gradients` may communicate.
         """
         if self.scope.looked_up:
-            shorten_alike(self.model, self.scope, self.comm)
+            sync_max_norm(self.model, self.scope, self.comm)
         uses_all, self._uses_all = self._uses_all, True
         if self.rows is not None and self.rows.is_on:
             unused = () if uses_all else tally.unused()
             return self._apply_unread(self.rows, batch, tally, gradients, unused)
         totals = self._read(tally, batch)
-        self.reached("finish")
+        self.on_phase("finish")
         weight, samples = totals.weight, totals.samples
         where, rate = (batch.index, batch.epoch), float(self.optimizer.param_groups[0]["lr"])
         if not self.is_taken(batch, samples):
-            return StepResult(*where, math.nan, samples, weight, rate, False, asked=totals.asked)
+            return StepResult(*where, math.nan, samples, weight, rate, False, asked=totals.requests)
         self.check(batch, totals, self.regularizers.was)
         self._settle(batch, totals, gradients)
         loss_scale = None if self.loss_scale is None else self.loss_scale.value
@@ -187,9 +187,9 @@ class SharedStep(Passes):
         if totals.changed:
             self.parts.lay_out()
         self._adapt_loss_scale(overflow, verdict.update)
-        seen, judged = (*where, loss, samples, weight, rate), (verdict.text, loss_scale, overflow)
-        done = verdict.update, norm, totals.asked
-        return StepResult(*seen, *done, *judged, verdict.culprits)
+        sums, judged = (*where, loss, samples, weight, rate), (verdict.text, loss_scale, overflow)
+        done = verdict.update, norm, totals.requests
+        return StepResult(*sums, *done, *judged, verdict.culprits)
 
     def _apply_unread(
         self,
@@ -199,10 +199,10 @@ class SharedStep(Passes):
         gradients: Gradients,
         unused: tuple[int, ...],
     ) -> StepResult:
-        """The same of a step whose sums the host has not read: they stay on the device.
+        """The same for a step whose sums stay on the device, unread by the host.
 
-        It is held back unless it is plainly good. What else may become of it, `apply` alone says,
-        when it is made again, and read at once (`in_flight`).
+        The device skips the update unless the loss and the norm are finite and the sums are right.
+        A skipped step runs again (`in_flight`), and `apply` decides what to do.
         """
         sums = tally.unread(batch.index)
         gradients.settle(unused)
@@ -213,21 +213,21 @@ class SharedStep(Passes):
         left_out = bool(unused) and self.regularizers.is_there
         norm = gradients.norm_unread(clips=self.task.clip_norm is not None, left_out=left_out)
         norm = norm if factor is None else norm * factor
-        held = rows.hold_unless(sums.is_right & is_finite(loss) & is_finite(norm))
-        row = rows.send(numbers_of(held, loss, norm, was, sums.head), self._computed)
+        skip = rows.skip_unless(sums.is_right & is_finite(loss) & is_finite(norm))
+        row = rows.send(numbers_of(skip, loss, norm, was, sums.head), self._computed)
         if not rows.updates_wait:
-            self._update(batch, norm, tally, gradients, factor, held)
-        elif not is_held(row.read(self.comm.heartbeat)):
+            self._update(batch, norm, tally, gradients, factor, skip)
+        elif not is_skipped(row.read(self.comm.heartbeat)):
             self._update(batch, norm, tally, gradients)
-        tally.update_norms(held)
-        self.user_buffers.undo_where(held)
+        tally.update_norms(skip)
+        self.user_buffers.undo_where(skip)
         self._adapt_loss_scale(overflow=False, updated=True)
         rate = float(self.optimizer.param_groups[0]["lr"])
-        sent = Sent(row, self.layout, batch, rate, loss_scale, self.comm.heartbeat)
-        return UnreadResult(batch.index, batch.epoch, rate, sent)
+        pending = PendingResult(row, self.layout, batch, rate, loss_scale, self.comm.heartbeat)
+        return UnreadResult(batch.index, batch.epoch, rate, pending)
 
     def _read(self, tally: Tally, batch: Batch) -> Totals:
-        """What the tally says; where that waits for the device, it is for the other ranks."""
+        """Read the tally; a wait for the device counts as a wait for the other ranks."""
         with self._reading(self._computed):
             return tally.totals(batch.index)
 
@@ -236,7 +236,7 @@ class SharedStep(Passes):
         return in_exchange(self.comm.heartbeat, computed) if self._is_awaited else NOTHING
 
     def check(self, batch: Batch, totals: Totals, regularizer: float | Tensor) -> None:
-        """Raise for sums that are no mean; `regularizer` is what this rank gave for them."""
+        """Raise for sums that are no mean; `regularizer` is this rank's own value of it."""
         if self._unweighted is not None:
             self._unweighted.sum_up(totals.samples, totals.weight)
         if totals.weight <= 0:
@@ -246,23 +246,23 @@ class SharedStep(Passes):
     def close_leaf(self, batch: Batch, leaf: Leaf, tally: Tally) -> None:
         super().close_leaf(batch, leaf, tally)
         if self.rows is not None:
-            own = self.own_positions
-            used = self.used if own is None else [self.used[position] for position in own]
+            owned = self.own_positions
+            used = self.used if owned is None else [self.used[position] for position in owned]
             self._uses_all = self._uses_all and all(used)
 
     def end(self, batch: Batch) -> None:
-        """Note where the own passes end, if they wait for no other rank."""
+        """Record an event at the end of the rank's own passes, if they wait for no other rank."""
         super().end(batch)
         if self._is_awaited and self.comm.size > 1 and self.parts.computes_alone:
             self._computed = recorded_event(self.scope.device)
 
     def is_taken(self, batch: Batch, samples: int) -> bool:
-        """Whether so many samples of all ranks are a step, or the end of a stream."""
+        """Whether so many samples of all ranks make a step, or are the end of a stream."""
         drops = batch.sizes is None and self.task.last_batch == "drop"
         return samples > 0 and not (drops and samples < batch.nominal)
 
     def _settle(self, batch: Batch, totals: Totals, gradients: Gradients) -> None:
-        """Let every parameter that some rank used have a gradient, and no other one."""
+        """Give a gradient to each parameter that some rank used, and to no other one."""
         gradients.settle(totals.unused)
         if totals.changed:
             self._take_changes(batch)
@@ -271,9 +271,9 @@ class SharedStep(Passes):
     def _divide(
         self, gradients: Gradients, batch: Batch, weight: float | Tensor
     ) -> float | Tensor | None:
-        """Sums over the nominal samples become the mean over the weight, without the loss scale.
+        """Turn sums over the nominal samples into the mean over the weight, and unscale them.
 
-        Returns what they are still to be multiplied by, where that is left to the update.
+        Returns the remaining factor if the kernel of the update multiplies by it.
         """
         factor = batch.nominal / weight
         if self.loss_scale is not None:
@@ -285,7 +285,7 @@ class SharedStep(Passes):
         return None
 
     def _divisor(self, factor: float | Tensor, norm: float | Tensor) -> Tensor | None:
-        """What the kernel of the update divides gradients by: for their mean, and to clip them."""
+        """The divisor for the kernel of the update: for the mean, and for clipping."""
         divisor = 1.0 / factor
         if self.task.clip_norm is not None:
             over = (norm + CLIP_EPS) / self.task.clip_norm
@@ -306,7 +306,7 @@ class SharedStep(Passes):
             self.loss_scale.went_well()
 
     def _take_changes(self, batch: Batch) -> None:
-        """Other parameters are trained from this step on: sum their gradients over all ranks."""
+        """Sum the gradients of parameters that are trained from this step on, over all ranks."""
         with self._reading():
             self.changes.settle(self.comm, batch, self.layout.like, self.parts.sum_apart)
         self._take_parameters()
@@ -314,7 +314,7 @@ class SharedStep(Passes):
             self.average.add(self.names, self.parameters)
 
     def _decide(self, batch: Batch, bad: Bad) -> StepVerdict:
-        """What there is to say of a bad step, and whether it updates; if not, it never was."""
+        """Decide about a bad step; without an update, buffers are put back as they were."""
         update = False
         try:
             verdict = self.guard.decide(batch, bad)
@@ -331,7 +331,7 @@ class SharedStep(Passes):
         tally: Tally,
         gradients: Gradients,
         factor: float | Tensor | None = None,
-        held: Tensor | None = None,
+        skip: Tensor | None = None,
     ) -> None:
         divisor = None if factor is None else self._divisor(factor, norm)
         if self.task.clip_norm is not None:
@@ -344,15 +344,15 @@ class SharedStep(Passes):
         self._rows.hand_over([tally.tensor[where] for where in tally.layout.rows])
         self.scope.key(batch.index, UPDATE)
         with self.parts.updating(gradients):
-            if held is None and divisor is None:
+            if skip is None and divisor is None:
                 update(self.optimizer)
             else:
-                with fused_update(self.optimizer, held=held, divisor=divisor):
+                with fused_update(self.optimizer, skip=skip, divisor=divisor):
                     update(self.optimizer)
             self.rates.see()
         rows = self.rows
         if self.average is not None:  # it rounds alike where a step is read at once, and late
-            self.average.update(None if rows is None or rows.updates_wait else rows.held)
+            self.average.update(None if rows is None or rows.updates_wait else rows.skip)
 
     def regularizer(self, batch: Batch) -> Tensor | None:
         """The regularizer of a step, the same on every rank; `None` if the task has none."""

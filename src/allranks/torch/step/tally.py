@@ -4,13 +4,13 @@
       used? per parameter | BatchNorm: weight, mean, variance per layer
       | rows that are touched, of parameters with sparse gradients ]
 
-It rides on the gradients, so that no step sends a message for bookkeeping: every rank knows after
-the step the loss and the weight of the whole global batch, whether anybody had a sample, which
-parameters any rank used, whether any rank was asked to stop or to save, and the moments for the
-running statistics. `position` is where in the job each leaf stands: a rank that left a collective
-out, and whose step was added to another step of the rest, shows at once. `changed` counts the
-leaves that saw other parameters trained than the step was laid out for (`changes`), and
-`regularizer` is the value that the regularizer had on each rank in the step before.
+It is sent with the gradients, so a step needs no message for bookkeeping. After the step every
+rank knows the loss and the weight of the whole global batch, whether any rank had a sample, which
+parameters any rank used, whether any rank shall stop or save, and the moments for the running
+statistics. `position` is the place of each leaf in the job: it shows at once if a rank left out a
+collective, so that its step was added to another step of the other ranks. `changed` counts the
+leaves with other trained parameters than the step was laid out for (`changes`). `regularizer` is
+the value of the regularizer on each rank in the step before.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ POSITIONS = 16  # small, so that the counts of a usual step come from a small ca
 
 
 class Totals(NamedTuple):
-    """What the tally says once it is summed over all ranks."""
+    """The contents of a tally that is summed over all ranks."""
 
     loss: float
     weight: float
     samples: int
-    asked: RankRequests
+    requests: RankRequests
     changed: bool
     regularizer: float
     unused: tuple[int, ...]
@@ -49,9 +49,9 @@ class Totals(NamedTuple):
 
 @dataclass(frozen=True)
 class Unread:
-    """The sums of all ranks where the device has them; `is_right` unless the host must look.
+    """The sums of all ranks, on the device; `is_right` is false if the host must look at them.
 
-    `head` is what the host reads of them later, with `TallyLayout.totals`.
+    The host reads `head` later, with `TallyLayout.totals`.
     """
 
     loss: Tensor
@@ -71,8 +71,8 @@ class TallyLayout:
         kind: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> None:
-        own = reals(local(parameters[0].detach()))
-        self.like = own.new_empty(0, dtype=kind or own.dtype, device=device or own.device)
+        first = reals(local(parameters[0].detach()))
+        self.like = first.new_empty(0, dtype=kind or first.dtype, device=device or first.device)
         self.counts = slice(1, FLAGS + len(parameters))
         self.norms = shard_norms(model)
         self.layers = [norm.index for norm in self.norms]
@@ -103,8 +103,8 @@ class TallyLayout:
                 fault_kind=FaultKind.NOT_AT_THE_SAME_STEP,
             )
         unused = () if min(flags, default=1) > 0 else unused_of(flags)
-        asked = RankRequests.of(stop > 0, save > 0)
-        return Totals(loss, weight, int(samples), asked, changed > 0, value / leaves, unused)
+        requests = RankRequests.of(stop > 0, save > 0)
+        return Totals(loss, weight, int(samples), requests, changed > 0, value / leaves, unused)
 
     def tally(self, tensor: Tensor | None = None) -> Tally:
         """A tally over `tensor`, (size,); a new one of zeros if there is none."""
@@ -117,22 +117,22 @@ class TallyLayout:
         weight: float,
         samples: int,
         step: int,
-        asked: RankRequests,
+        requests: RankRequests,
         used: list[bool],
         changed: bool,
     ) -> Tensor:
-        """The counts of one leaf as a tensor; those of a usual step are made once."""
+        """The counts of one leaf as a tensor; those of a usual step are cached."""
         position = step % POSITIONS
-        key = weight, samples, position, asked.stop, asked.save, all(used) or tuple(used)
-        found = None if changed else self._cache.get(key)
-        if found is None:
-            counts = [weight, samples, 1.0, position, asked.stop, asked.save, changed, 0.0]
-            found = self.like.new_tensor([*counts, *used])
+        key = weight, samples, position, requests.stop, requests.save, all(used) or tuple(used)
+        cached = None if changed else self._cache.get(key)
+        if cached is None:
+            counts = [weight, samples, 1.0, position, requests.stop, requests.save, changed, 0.0]
+            cached = self.like.new_tensor([*counts, *used])
             if len(self._cache) == CACHED_COUNTS:
                 self._cache.clear()
             if not changed:
-                self._cache[key] = found
-        return found
+                self._cache[key] = cached
+        return cached
 
 
 class Tally:
@@ -145,12 +145,12 @@ class Tally:
         self._head = tensor[: layout.counts.stop]
         self._weight, self._samples = 0.0, 0
         self._weighed: float | Tensor = 0.0
-        self.is_right: Tensor | None = None  # what else a strategy has found of an unread sum
+        self.is_right: Tensor | None = None  # what a strategy has checked of an unread sum
 
     def add(self, loss: Tensor, weight: float | Tensor, samples: int, scope: Scope) -> None:
-        """Add what a micro-batch gave, with the moments that its forward pass left in `scope`."""
+        """Add the sums of a micro-batch, and the moments that its forward pass left in `scope`."""
         self._loss.add_(loss)
-        if isinstance(weight, Tensor):  # of the device, which nobody waits for
+        if isinstance(weight, Tensor):  # on the device: not waited for
             self._weighed = self._weighed + weight.detach().double()
         else:
             self._weight += weight
@@ -166,9 +166,9 @@ class Tally:
             self.tensor[self.layout.all_moments].add_(of_all.to(self.tensor.device))
             return
         for norm, where in zip(self.layout.norms, self.layout.moments, strict=True):
-            found = scope.moments.pop(norm.index, None)
-            if found is not None:
-                self.tensor[where].add_(found.to(self.tensor.device))
+            moments = scope.moments.pop(norm.index, None)
+            if moments is not None:
+                self.tensor[where].add_(moments.to(self.tensor.device))
 
     @property
     def weight(self) -> float:
@@ -181,7 +181,7 @@ class Tally:
         return float(self._loss)
 
     def leave_samples(self) -> None:
-        """Another rank counts the same samples: of this tally the flags remain."""
+        """Clear all but the flags, because another rank counts the same samples."""
         self._loss.zero_()
         self._counts[:2].zero_()
         for where in self.layout.moments:
@@ -191,7 +191,7 @@ class Tally:
         self,
         step: int,
         used: list[bool],
-        asked: RankRequests = NOTHING,
+        requests: RankRequests = NOTHING,
         *,
         changed: bool = False,
         regularizer: float | Tensor = 0.0,
@@ -199,7 +199,7 @@ class Tally:
     ) -> None:
         """The leaf is complete; `used` says which parameters got a gradient,
         `touched` which rows."""
-        counts = self.layout.counts_of(self._weight, self._samples, step, asked, used, changed)
+        counts = self.layout.counts_of(self._weight, self._samples, step, requests, used, changed)
         self._counts.add_(counts)
         for place, value in ((WEIGHT, self._weighed), (REGULARIZER, regularizer)):
             if isinstance(value, Tensor):
@@ -213,7 +213,7 @@ class Tally:
         return self.layout.totals(self._head.tolist(), step)
 
     def unread(self, step: int) -> Unread:
-        """The sums, which nobody waits for, in a layout of which one step was read."""
+        """The sums, without waiting for them; only after one step of this layout was read."""
         head = self._head[:FLAGS].double()
         loss, weight, _, leaves, position, _, _, changed, _ = head.unbind()
         usual = self.layout.leaves
@@ -226,13 +226,13 @@ class Tally:
         """The positions of the parameters that no rank used; waits for the device."""
         return unused_of(self._head[FLAGS:].tolist())
 
-    def update_norms(self, held: Tensor | None = None) -> None:
-        """One update of all running statistics, from the moments of all shards; none if `held`."""
+    def update_norms(self, skip: Tensor | None = None) -> None:
+        """Update all running statistics from the moments of all shards, unless `skip` is 1."""
         if not self.layout.norms:
             return
         moments = self.tensor[self.layout.all_moments]
-        if held is not None:
-            moments.masked_fill_(held > 0, 0)  # of no weight
+        if skip is not None:
+            moments.masked_fill_(skip > 0, 0)  # of no weight
         self.layout.running.update(moments)
 
 

@@ -1,6 +1,6 @@
 """Which parameters are trained: those that the task's optimizer updates, in the order of the model.
 
-And its update, which costs no more than its arithmetic while nobody listens to it.
+Also the optimizer's update, which costs no more than its arithmetic if it has no hook or profiler.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def check_no_scheduler(optimizer: Optimizer, asked: str) -> None:
 
 
 def update(optimizer: Optimizer) -> None:
-    """`optimizer.step()`, without the label that torch puts on it for a profiler, where none runs.
+    """`optimizer.step()`, without torch's label for the profiler if no profiler runs.
 
-    The label takes tens of microseconds, of which no small step has many. A hook on the step, and a
-    `step` that somebody else has put there, are called as by torch.
+    The label takes tens of microseconds, which is much for a small step. Hooks on the step, and a
+    `step` that was replaced, are called as by torch.
     """
     step: Any = type(optimizer).step
-    is_heard = (
+    is_observed = (
         getattr(step, "__code__", None) is not LABELLED
         or "step" in vars(optimizer)
         or optimizer._optimizer_step_pre_hooks
@@ -55,7 +55,7 @@ def update(optimizer: Optimizer) -> None:
         or of_all._global_optimizer_post_hooks
         or _profiler_enabled()
     )
-    if is_heard:
+    if is_observed:
         optimizer.step()
     else:
         step.__wrapped__(optimizer)
@@ -97,16 +97,16 @@ def trainable(model: nn.Module, optimizer: Optimizer) -> tuple[list[str], list[n
 
 
 # --- changes -------------------------------------------------------------------------------------
-# Which parameters are trained, seen anew in every step: layers are unfrozen, groups are added.
+# Which parameters are trained is looked up in every step: layers are unfrozen, groups are added.
 #
-# A step goes through with the parameters that it was laid out for. Where a rank sees other ones,
-# its tally says so, and once the sums are there all ranks know: they tell each other the names, the
-# gradients of those that are new are summed in a message of their own, and the next step is laid
-# out for all. So a change costs messages when it comes, and nothing in any other step. Ranks that
-# see different changes end with an error that names the parameter.
+# A step is completed with the parameters that it was laid out for. A rank that finds other ones
+# notes it in its tally, so that all ranks know once the sums are there. They then gather the names,
+# sum the gradients of new parameters in a message of their own, and lay out the next step for all.
+# So a change costs messages in its own step, and nothing in any other. Ranks with different changes
+# raise an error that names the parameter.
 #
-# A change may be made between steps, or in a forward pass. A rank that had no sample in that step
-# has seen no forward pass, and follows the others.
+# A change may happen between steps, or in a forward pass. A rank without a sample in that step has
+# run no forward pass, and follows the others.
 
 
 Gradients = dict[int, Tensor]
@@ -124,7 +124,7 @@ class TrainableChanges:
         self.lay_out()
 
     def lay_out(self) -> None:
-        """From now on a step is laid out for the parameters as they are."""
+        """Lay out the next steps for the parameters that are trained now."""
         before = self.parameters
         self.names, self.parameters = trainable(self.model, self.optimizer)
         self._laid = self._key()
@@ -143,7 +143,7 @@ class TrainableChanges:
         return [id(p) for group in groups for p in group["params"] if p.requires_grad]
 
     def begin(self) -> None:
-        """A step begins: what is trained from now on has no gradient yet."""
+        """Begin a step: newly trained parameters have no gradient yet."""
         self._leaves = {}
         self.late = []
         if self.have_come():
@@ -156,22 +156,22 @@ class TrainableChanges:
         self.late = [p for p in trainable(self.model, self.optimizer)[1] if id(p) not in known]
 
     def leaf_done(self, leaf: Leaf) -> bool:
-        """Keep the gradients that this leaf has for new parameters; returns whether any changed."""
+        """Store this leaf's gradients of new parameters; returns whether any parameter changed."""
         if not self.have_come():
             return False
         self._look()
-        found = {id(p): p.grad for p in self.late if p.grad is not None}
-        self._leaves[(leaf.shards.start, leaf.shards.stop)] = found
+        gradients = {id(p): p.grad for p in self.late if p.grad is not None}
+        self._leaves[(leaf.shards.start, leaf.shards.stop)] = gradients
         for parameter in self.late:
             parameter.grad = None
         return True
 
     def add(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
-        """Take in what another device has for a new parameter, after the last leaf."""
+        """Add another device's gradient of a new parameter, after the last leaf."""
         if gradient is not None:
-            found = self._leaves[next(reversed(self._leaves))]
-            gradient, own = gradient.to(parameter.device), found.get(id(parameter))
-            found[id(parameter)] = gradient if own is None else own.add_(gradient)
+            gradients = self._leaves[next(reversed(self._leaves))]
+            gradient, known = gradient.to(parameter.device), gradients.get(id(parameter))
+            gradients[id(parameter)] = gradient if known is None else known.add_(gradient)
 
     def settle(
         self,
@@ -180,9 +180,9 @@ class TrainableChanges:
         like: Tensor,
         sum_apart: Callable[[list[tuple[Span, Tensor]]], Tensor],
     ) -> None:
-        """Agree on what is trained now, sum what is new over all ranks, and lay it out.
+        """Agree on the trained parameters, sum new gradients over all ranks, and lay them out.
 
-        Every rank calls this, once the sums of a step say that something has changed.
+        Every rank calls this when the sums of a step say that something has changed.
         """
         self._agree(comm, saw_samples=batch.own_samples > 0, step=batch.index)
         if wanting := wanting_rows(self.model, self.optimizer, self.late):
@@ -193,16 +193,16 @@ class TrainableChanges:
         self.lay_out()
 
     def _agree(self, comm: Comm, *, saw_samples: bool, step: int) -> None:
-        """Find the new parameters, the same on all ranks. Sends all names."""
-        own: list[str] | None = trainable(self.model, self.optimizer)[0]
+        """Find the new parameters, the same on all ranks. Gathers all names."""
+        names_here: list[str] | None = trainable(self.model, self.optimizer)[0]
         if not saw_samples and not self.have_come():
-            own = None
-        said = [json.loads(text) for text in comm.gather_texts(json.dumps(own))]
-        wanted = next(names for names in said if names is not None)
-        for rank, names in enumerate(said):
+            names_here = None
+        gathered = [json.loads(text) for text in comm.gather_texts(json.dumps(names_here))]
+        wanted = next(names for names in gathered if names is not None)
+        for rank, names in enumerate(gathered):
             if names is not None and names != wanted:
-                raise _unlike(said.index(wanted), wanted, rank, names, step)
-        if own is None:
+                raise _unlike(gathered.index(wanted), wanted, rank, names, step)
+        if names_here is None:
             self._follow(wanted, step, comm.rank)
         self._look()
 
@@ -215,18 +215,18 @@ class TrainableChanges:
             raise _unlike(-1, wanted, rank, names, step)
 
     def _rows(self, spans: list[Span], like: Tensor) -> list[tuple[Span, Tensor]]:
-        """For each leaf the gradients of the new parameters, one after another, and who has one."""
+        """For each leaf: the gradients of the new parameters, then a flag for each that has one."""
         kind = real_type(like.dtype)
-        found = []
+        rows = []
         for span in spans:
             have = self._leaves.get(span, {})
             parts = [_flat(have.get(id(p)), p, kind).to(like.device) for p in self.late]
             used = [float(id(p) in have) for p in self.late]
-            found.append((span, torch.cat([*parts, like.new_tensor(used, dtype=kind)])))
-        return found
+            rows.append((span, torch.cat([*parts, like.new_tensor(used, dtype=kind)])))
+        return rows
 
     def _take(self, total: Tensor) -> None:
-        """Let the new parameters have their sums; those that nobody used have no gradient."""
+        """Set the summed gradients of the new parameters; those that no rank used get none."""
         used = total[total.numel() - len(self.late) :].tolist()
         start = 0
         for parameter, flag in zip(self.late, used, strict=True):
@@ -261,20 +261,20 @@ def _unlike(
 ) -> RequestError:
     name = sorted(set(wanted) ^ set(names))[0]
     ones, others = (rank, other_rank) if name in wanted else (other_rank, rank)
-    who = [f"rank {r}" if r >= 0 else "another rank" for r in (ones, others)]
+    ranks = [f"rank {r}" if r >= 0 else "another rank" for r in (ones, others)]
     return RequestError(
         asked=f"the same trained parameters on every rank, at step {step}",
-        found=f"{who[0]} trains {name!r} and {who[1]} does not",
+        found=f"{ranks[0]} trains {name!r} and {ranks[1]} does not",
         why="a gradient is summed over all ranks",
         do="let what freezes, unfreezes and adds parameters follow the step, not the rank",
     )
 
 
 def unfrozen_on_the_way(name: str) -> RequestError:
-    """What to say where other parameters are trained than a strategy has cut."""
+    """The error if the trained parameters change under a strategy that has cut them."""
     return RequestError(
         asked=f"--strategy {name} with parameters frozen, unfrozen or added in mid-training",
         found="other parameters than the strategy has laid out",
         why="what each process holds, sums and sends is laid out at the start",
-        do="say in model() which are trained, or --strategy ddp",
+        do="freeze and unfreeze in model() alone, or --strategy ddp",
     )

@@ -1,8 +1,8 @@
-"""Buffers that the model itself writes in its forward pass: kept, so that a bad step can be undone.
+"""Buffers that the model writes in its forward pass: copied, so that a bad step can be undone.
 
-The engine's own (BatchNorm) change only with an update; these change before anybody knows whether
-the step is good. Which ones are written is seen in the first step, and watched from then on. In a
-Keras model, whose layers have no buffers, the weights that are not trained are watched.
+The engine's own buffers (BatchNorm) change only with an update. These change before it is known
+whether the step is good. The first step shows which ones are written; they are watched from then
+on. In a Keras model, whose layers have no buffers, the weights that are not trained are watched.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ Holder = dict[str, Tensor | None]
 """Where buffers are by name: those of one module, or of a Keras model."""
 
 Copy = tuple[Holder, str, Tensor, Tensor]
-"""Holder, name in it, the buffer itself, and a copy of what it held."""
+"""Holder, name in it, the buffer itself, and a copy of its content."""
 Copies = list[Copy]
 
 
 class UserBuffers:
-    """`begin` and `end` around the forward passes of a step; `undo` puts back what they wrote.
+    """`begin` and `end` enclose the forward passes of a step; `undo` restores what they wrote.
 
-    A buffer that is written for the first time in a later step is put back from the step after it
-    on. Costs nothing in a model whose buffers are all the engine's.
+    A buffer that is first written in a later step is restored only from the step after it on.
+    Costs nothing in a model whose buffers are all the engine's.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        own = {id(buffer) for norm in shard_norms(model) for buffer in norm.running_statistics()}
+        own_ids = {id(b) for norm in shard_norms(model) for b in norm.running_statistics()}
         self._slots = [
             (f"{path}.{name}" if path else name, holder, name)
             for path, holder in _holders(model)
             for name, buffer in holder.items()
-            if buffer is not None and id(buffer) not in own
+            if buffer is not None and id(buffer) not in own_ids
         ]
         self.written: set[str] = set()
         self._watched = self._slots
@@ -47,7 +47,7 @@ class UserBuffers:
         self._before: list[tuple[Tensor | None, int]] = []
 
     def copies(self) -> Copies:
-        """What all of these buffers hold now, for `put_back`."""
+        """Copies of the current contents of these buffers, for `put_back`."""
         return _copies(self._slots)
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
@@ -75,12 +75,12 @@ class UserBuffers:
             self._watched = [slot for slot in self._slots if slot[0] in self.written]
 
     def agree(self, names: Container[str]) -> None:
-        """What other ranks have seen written is written here, too."""
+        """Count buffers that other ranks have written as written here, too."""
         self.written |= {name for name, _, _ in self._slots if name in names}
 
     @torch.no_grad()
     def write_into(self, tensors: Mapping[str, Tensor]) -> None:
-        """Let a buffer that forward has replaced be that of `tensors` again, with its content."""
+        """Copy a buffer that forward has replaced into its tensor of `tensors`, and use that."""
         for full, holder, name in self._slots:
             tensor, now = tensors.get(full), holder[name]
             if tensor is not None and now is not None and now is not tensor:
@@ -88,30 +88,30 @@ class UserBuffers:
                 holder[name] = tensor
 
     def undo(self) -> None:
-        """The buffers hold what they held before the step."""
+        """Restore the contents that the buffers had before the step."""
         put_back(self._kept)
 
     @torch.no_grad()
-    def undo_where(self, held: Tensor) -> None:
-        """The same if `held` is 1, which the device alone looks at."""
+    def undo_where(self, skip: Tensor) -> None:
+        """The same if `skip` is 1, which only the device reads."""
         for holder, name, buffer, content in self._kept:
             now = holder[name]
             if now is None or now.shape != buffer.shape or now.dtype != buffer.dtype:
-                if bool(held):  # this rank waits
+                if bool(skip):  # this rank waits
                     put_back([(holder, name, buffer, content)])
             elif now is not buffer or now._version != self._versions[id(buffer)]:
-                now.copy_(torch.where(held > 0, content, now))
+                now.copy_(torch.where(skip > 0, content, now))
 
 
 def _holders(model: nn.Module) -> Iterator[tuple[str, Holder]]:
-    """What holds the buffers of a model, each with its path."""
+    """The dicts that hold the buffers of a model, each with its path."""
     for path, module in model.named_modules():
         yield path, module._buffers
-    seen: set[int] = set()
+    known: set[int] = set()
     for layer in every_layer(model):
         frozen: Any = getattr(layer, "non_trainable_variables", ())  # of Keras
-        new = {v.path: v.value for v in frozen if id(v.value) not in seen}
-        seen.update(id(value) for value in new.values())
+        new = {v.path: v.value for v in frozen if id(v.value) not in known}
+        known.update(id(value) for value in new.values())
         yield "", new
 
 
@@ -122,13 +122,13 @@ def _version(holder: Holder, name: str) -> tuple[Tensor | None, int]:
 
 
 def _copies(slots: list[tuple[str, Holder, str]]) -> Copies:
-    found = ((holder, name, holder[name]) for _, holder, name in slots)
-    return [(holder, name, b, b.detach().clone()) for holder, name, b in found if b is not None]
+    current = ((holder, name, holder[name]) for _, holder, name in slots)
+    return [(holder, name, b, b.detach().clone()) for holder, name, b in current if b is not None]
 
 
 @torch.no_grad()
 def put_back(copies: Copies) -> None:
-    """Let every buffer be the tensor that it was, and hold what it held."""
+    """Restore each buffer: the same tensor as before, with its former content."""
     for holder, name, buffer, content in copies:
         buffer.copy_(content)
         holder[name] = buffer

@@ -38,7 +38,7 @@ from allranks.torch.checkpoint.state import (
 from allranks.torch.comm.comm import Comm
 from allranks.torch.data.batch import Batch
 from allranks.torch.model.layers import Scope
-from allranks.torch.model.placement import held
+from allranks.torch.model.placement import placed_tensors
 from allranks.torch.model.precision import Precision
 from allranks.torch.optimizers.made import made_on_parts
 from allranks.torch.parallel.data.tree import TreeSum
@@ -362,7 +362,8 @@ class Strategy(Traits, ABC):
         """What this rank holds and where;
         what the optimizer keeps is unknown before it `updated`."""
         step = self.step
-        return list(held(self.model, step.names, step.optimizer, step.average, updated=updated))
+        parts = self.model, step.names, step.optimizer, step.average
+        return list(placed_tensors(*parts, updated=updated))
 
     def as_saved(self, name: str, tensor: Tensor) -> Tensor:
         """What stands in a state for a parameter, or for what the optimizer keeps in its shape.
@@ -382,9 +383,10 @@ class Strategy(Traits, ABC):
     def state(self) -> dict[str, Any]:
         """All that a step depends on but the data: weights, buffers, optimizer."""
         with self.owned():
+            step = self.step
             state = {
                 "model": model_state(self.model),
-                "optimizer": optimizer_state(self.model, self.step.optimizer, self.step.rates.made),
+                "optimizer": optimizer_state(self.model, step.optimizer, step.rates.initial),
                 "trained": {
                     "made": asdict(self.made),
                     "now": asdict(TrainedSet.of(self.model, self.step.optimizer)),
@@ -416,13 +418,13 @@ class Strategy(Traits, ABC):
         step, groups = self.step, len(self.made.groups)
         if "trained" in state:  # older checkpoints have none
             load_trained_set(self.model, step.optimizer, state["trained"], self.made)
-            step.rates.made[groups:] = state["optimizer"]["made"][groups:]
+            step.rates.initial[groups:] = state["optimizer"]["made"][groups:]
         step.follow_changes()
         state = {name: value for name, value in state.items() if name != "evaluated"}
         state = self._with_parameters(state, self.as_held)
         with self.owned(writes=True):
             load_model_state(self.model, state["model"])
-            load_optimizer_state(self.model, step.optimizer, state["optimizer"], step.rates.made)
+            load_optimizer_state(self.model, step.optimizer, state["optimizer"], step.rates.initial)
             step.rates.see()
             if step.average is not None:
                 step.average.load_state(self.model, state.get("average"))

@@ -1,10 +1,10 @@
-"""The second look where a pass through the model communicates: all ranks make it together.
+"""The second look for passes that communicate: all ranks run it together.
 
-No rank holds the weights for a pass by itself. So each takes one of its own micro-batches, and all
-go through the model with it as a whole, then shard by shard, and then with one shard of the rank
-before, as often as the rank with the most, by the passes of the strategy (`Strategy.recompute`).
-Losses and weights are compared rank by rank, gradients over all ranks: passes may have summed them.
-They are computed as the job says, with autocast if it has one, by no more memory than a step takes.
+No rank holds the weights for a pass by itself. So each chooses one of its micro-batches. All ranks
+run theirs through the model as a whole, then shard by shard, then with one shard of the rank
+before, each as often as the rank with the most passes (`Strategy.recompute`). Losses and weights
+are compared rank by rank, gradients over all ranks, because passes may have summed them. Precision
+and autocast are those of the job, and the memory is that of a step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from allranks.torch.witness.observed import Roots, digest_of
 from allranks.torch.witness.recompute import (
     NO_REREADING,
     Coarsest,
-    Passed,
+    PassSums,
     RecomputedPart,
     SecondLook,
     Sketch,
@@ -57,7 +57,7 @@ class MicroBatchLosses:
     weight: float = 0.0
 
     def begin(self, batch: Batch) -> None:
-        """Nothing has gone through yet."""
+        """Nothing to do before the passes."""
 
     def losses(self, losses: Tensor) -> None:
         self.sums.append(float(losses.sum()))
@@ -69,17 +69,17 @@ class MicroBatchLosses:
 
 @dataclass(frozen=True)
 class PassParts:
-    """What one rank goes through the model with, in the order of the passes."""
+    """The parts that one rank runs through the model, in the order of the passes."""
 
     whole: list[RecomputedPart]
     alone: list[RecomputedPart]
-    of_another: list[RecomputedPart]
+    neighbour: list[RecomputedPart]
     chosen: int = 0
 
 
 @dataclass(frozen=True)
 class JointLook(SecondLook):
-    """What one rank does of it; the `offers` are those of the ranks that read the batch."""
+    """The look of one rank; the `offers` are those of the ranks that read the batch."""
 
     @property
     def owner(self) -> int:
@@ -87,13 +87,13 @@ class JointLook(SecondLook):
         return self.strategy.data.rank
 
     def run_together(self, roots: Roots, *, exact: bool) -> tuple[str, str]:
-        """What differs, and what was not looked at, the same on all; every rank calls this."""
-        step, sent = self.strategy.step, self.strategy.comm.sent
+        """The difference, and what was not checked, equal on all ranks; every rank calls this."""
+        step, sent_bytes = self.strategy.step, self.strategy.comm.sent
         for parameter in step.model.parameters():
             parameter.grad = None  # those of the step before, which the next one does not read
-        with _counted_as_control(sent), leaving_no_trace(step, roots):
+        with _counted_as_control(sent_bytes), leaving_no_trace(step, roots):
             parts, failed = self._prepared()
-            rows = self._told({"failed": failed, "passes": len(parts.alone)})
+            rows = self._gathered({"failed": failed, "passes": len(parts.alone)})
             if unseen := next(filter(None, (row["failed"] for row in rows)), ""):
                 return "", unseen
             most = max(row["passes"] for row in rows)
@@ -108,31 +108,31 @@ class JointLook(SecondLook):
     # --- what goes through ----------------------------------------------------------------
 
     def _prepared(self) -> tuple[PassParts, str]:
-        """The samples of this rank, or why it has none: no other rank waits for it yet."""
+        """The samples of this rank, or why it has none. No other rank waits for it yet."""
         try:
             return self._parts(), ""
         except Exception as error:
-            told = f"{type(error).__name__}: {error}"
-            return PassParts([], [], []), f"the samples of a shard were not there again: {told}"[
+            reason = f"{type(error).__name__}: {error}"
+            return PassParts([], [], []), f"the samples of a shard were not there again: {reason}"[
                 :400
             ]
 
     def _parts(self) -> PassParts:
-        offers, own = self.offers, self.strategy.data.rank
+        offers, reader = self.offers, self.strategy.data.rank
         for needed in (self.batch.spare, *self.batch.micros[:1]):
             if needed is not None:
-                copied(needed.data)  # raises here, where no rank waits, for what cannot be copied
-        of_another: list[RecomputedPart] = []
-        if self.can_read and (before := offers[own - 1]) is not None and len(offers) > 1:
+                copied(needed.data)  # if it cannot be copied, raises here, where no rank waits
+        neighbour: list[RecomputedPart] = []
+        if self.can_read and (before := offers[reader - 1]) is not None and len(offers) > 1:
             piece = before.pieces[self.turn % len(before.pieces)]
-            of_another = [RecomputedPart((piece,), self._data(before.ids_of(piece)))]
-        if offers[own] is None:
-            return PassParts([], [], of_another)
+            neighbour = [RecomputedPart((piece,), self._data(before.ids_of(piece)))]
+        if offers[reader] is None:
+            return PassParts([], [], neighbour)
         whole, alone = self._whole_and_parts()
-        return PassParts([whole], alone, of_another, whole.pieces.index(self.chosen))
+        return PassParts([whole], alone, neighbour, whole.pieces.index(self.chosen))
 
     def _with_another(self) -> RecomputedPart | None:
-        """On the host alone: a pass of two micro-batches may not fit the memory of a device."""
+        """Only on the host: a pass of two micro-batches may not fit the memory of a device."""
         on_host = self.strategy.comm.device.type == "cpu"
         return super()._with_another() if on_host else None
 
@@ -149,37 +149,37 @@ class JointLook(SecondLook):
     def _passes(
         self, parts: list[RecomputedPart], passes: int
     ) -> tuple[MicroBatchLosses, list[Tensor | None]]:
-        """What the passes of these parts give on this rank; all ranks make so many."""
-        step, found = self.strategy.step, MicroBatchLosses()
-        with step.recomputing(found):
-            found.weight = self.strategy.recompute(self._batch(parts, passes)).weight
+        """Losses and gradients of these parts on this rank; all ranks run as many passes."""
+        step, losses = self.strategy.step, MicroBatchLosses()
+        with step.recomputing(losses):
+            losses.weight = self.strategy.recompute(self._batch(parts, passes)).weight
         gradients = [p.grad for p in step.parameters]
-        return found, [None if g is None else _own(g) for g in gradients]
+        return losses, [None if g is None else _dense_part(g) for g in gradients]
 
     # --- what is compared -----------------------------------------------------------------
 
     def _compared(self, parts: PassParts, most: int, *, exact: bool) -> str:
-        together, rest = self._passes(parts.whole, 1)
-        sizes = length_of_each(rest)
+        whole, remaining = self._passes(parts.whole, 1)
+        sizes = length_of_each(remaining)
         alone, gradients = self._passes(parts.alone, most)
         for position, gradient in enumerate(gradients):
             if gradient is not None:
-                before = rest[position]
-                rest[position] = -gradient if before is None else before.sub_(gradient)
-        off = length_of_each(rest)
-        del rest, gradients
+                before = remaining[position]
+                remaining[position] = -gradient if before is None else before.sub_(gradient)
+        off = length_of_each(remaining)
+        del remaining, gradients
         row = {
             "reader": self.strategy.data.rank,
             "shards": [piece.shard for part in parts.whole for piece in part.pieces],
-            "whole": [together.weight, sum(together.sums), sum(together.sizes)],
+            "whole": [whole.weight, sum(whole.sums), sum(whole.sizes)],
             "alone": [alone.weight, sum(alone.sums)],
         }
-        rows = self._told(row)
+        rows = self._gathered(row)
         lengths = self._over_ranks(off), self._over_ranks(sizes)
         differs = self._differs(rows, *lengths)
         if differs and self.recomputing.loosen(self._coarsest(parts)):
             differs = self._differs(rows, *lengths)
-        return differs or self._of_another(parts, alone, exact=exact)
+        return differs or self._neighbour_differs(parts, alone, exact=exact)
 
     def _differs(self, rows: list[dict[str, Any]], off: list[float], sizes: list[float]) -> str:
         shards: set[int] = set()
@@ -187,8 +187,8 @@ class JointLook(SecondLook):
             (weight, loss, size), (weight_alone, loss_alone) = row["whole"], row["alone"]
             shards |= set(row["shards"])
             if weight == weight_alone == 0.0:
-                continue  # a rank that counts nothing
-            whole = Passed(weight, loss, size, [], [], None)
+                continue  # a rank that counts no samples
+            whole = PassSums(weight, loss, size, [], [], None)
             words = in_words(row["shards"])
             if text := self.recomputing.sums_differ(words, whole, weight_alone, loss_alone):
                 return text
@@ -199,48 +199,48 @@ class JointLook(SecondLook):
         squares = torch.tensor(lengths, dtype=torch.float64, device=comm.device).square_()
         comm.all_reduce(squares, "control").wait()
         with comm.reading():
-            found: list[float] = squares.sqrt().tolist()
-        return found
+            sums: list[float] = squares.sqrt().tolist()
+        return sums
 
     def _coarsest(self, parts: PassParts) -> float:
-        """The tolerance of the coarsest type on any rank, seen in one more pass of all."""
-        again, seen = self._prepared()[0], Coarsest()  # the model may have written on the others
-        with seen:
+        """The tolerance of the coarsest type on any rank, from one more pass of all ranks."""
+        again, types = self._prepared()[0], Coarsest()  # the model may have written on the others
+        with types:
             self._passes(again.alone[: len(parts.alone[:1])], 1)
-        return max(float(row) for row in self._told(seen.tolerance))
+        return max(float(row) for row in self._gathered(types.tolerance))
 
-    def _of_another(self, parts: PassParts, alone: MicroBatchLosses, *, exact: bool) -> str:
-        """What another rank has otherwise of a shard, in words."""
+    def _neighbour_differs(self, parts: PassParts, alone: MicroBatchLosses, *, exact: bool) -> str:
+        """The difference that another rank finds for the same shard, in words."""
         readers = len(self.offers)
         if readers == 1 or not self.can_read:
             return ""
-        again, _ = self._passes(parts.of_another, 1)
-        rows = self._told(
+        again, _ = self._passes(parts.neighbour, 1)
+        rows = self._gathered(
             {
                 "reader": self.strategy.data.rank,
                 "own": _sketch(parts.alone, alone, parts.chosen),
-                "of_another": _sketch(parts.of_another, again, 0),
+                "of_another": _sketch(parts.neighbour, again, 0),
             }
         )
         for reader, offer in enumerate(self.offers):
             if offer is None:
                 continue
-            own = _of(rows, reader, "own")
-            other = _of(rows, (reader + 1) % readers, "of_another")
+            mine = _sketch_of(rows, reader, "own")
+            other = _sketch_of(rows, (reader + 1) % readers, "of_another")
             shard = offer.pieces[self.turn % len(offer.pieces)].shard
-            if own and other:
-                text = self.recomputing.sketches_differ(shard, own, other, exact)
+            if mine and other:
+                text = self.recomputing.sketches_differ(shard, mine, other, exact)
                 if text:
                     return text
         return ""
 
-    def _told(self, own: Any) -> list[Any]:
-        """What every rank tells."""
-        return [json.loads(text) for text in self.strategy.comm.gather_texts(json.dumps(own))]
+    def _gathered(self, row: Any) -> list[Any]:
+        """The rows of all ranks."""
+        return [json.loads(text) for text in self.strategy.comm.gather_texts(json.dumps(row))]
 
 
 def _sketch(parts: list[RecomputedPart], losses: MicroBatchLosses, at: int) -> Sketch:
-    """Of one pass with a loss on this rank; empty where there is none."""
+    """The sketch of one pass with a loss on this rank; empty if there is none."""
     if at >= len(losses.sums):
         return {}
     return {
@@ -254,27 +254,27 @@ def _sketch(parts: list[RecomputedPart], losses: MicroBatchLosses, at: int) -> S
     }
 
 
-def _of(rows: list[dict[str, Any]], reader: int, name: str) -> Sketch:
-    """What the first rank that has a loss tells of a reader."""
-    found: Iterator[Sketch] = (row[name] for row in rows if row["reader"] == reader and row[name])
-    return next(found, {})
+def _sketch_of(rows: list[dict[str, Any]], reader: int, name: str) -> Sketch:
+    """The sketch of a reader from the first rank that has a loss."""
+    known: Iterator[Sketch] = (row[name] for row in rows if row["reader"] == reader and row[name])
+    return next(known, {})
 
 
-def _own(gradient: Tensor) -> Tensor:
-    own = local(gradient.detach())
-    return own.to_dense() if own.is_sparse else own
+def _dense_part(gradient: Tensor) -> Tensor:
+    part = local(gradient.detach())
+    return part.to_dense() if part.is_sparse else part
 
 
 @contextmanager
-def _counted_as_control(sent: dict[str, float]) -> Iterator[None]:
-    """Within, whatever is sent is of no step."""
-    before = dict(sent)
+def _counted_as_control(sent_bytes: dict[str, float]) -> Iterator[None]:
+    """Within, all bytes sent are counted as control, and belong to no step."""
+    before = dict(sent_bytes)
     try:
         yield
     finally:
-        moved = sum(sent.values()) - sum(before.values())
-        sent.update(before)
-        sent["control"] += moved
+        moved = sum(sent_bytes.values()) - sum(before.values())
+        sent_bytes.update(before)
+        sent_bytes["control"] += moved
 
 
 def _ended(error: Exception) -> RequestError:

@@ -1,10 +1,10 @@
-"""What the passes of a step change beside gradients: looked at before and after, and named.
+"""Finds what the passes of a step change in addition to gradients, and names it.
 
 The result is the same on any number of ranks because a pass is a function of weights, samples and
-keyed random numbers. Whatever else it reads and writes (a counter, a generator, a buffer, a weight)
-follows how many passes there are and which samples are in them, and so the number of ranks. In the
-first step contents are compared, as versions do not count every way to write; in the second, when
-modules hold what the first left on them, only numbers and generators. No pass is added,
+keyed random numbers. Any other state that it reads and writes (a counter, a generator, a buffer, a
+weight) depends on the number of passes and their samples, and so on the number of ranks. In the
+first step, contents are compared, as versions do not count every way to write. In the second, when
+modules hold what the first step stored on them, only numbers and generators are. No pass is added,
 and nothing is changed.
 """
 
@@ -35,18 +35,17 @@ from allranks.torch.step.step import SharedStep
 from allranks.torch.witness.replicas import digest
 
 # --- plain state ---------------------------------------------------------------------------------
-# Plain state: what a program keeps beside the weights and buffers that torch knows of.
+# Plain state: the state of a program in addition to the weights and buffers that torch knows of.
 #
 # Counters, generators, arrays and tensors among the attributes of modules, of the task, of its data
-# set, and of the globals of its program. The witness looks at them before and after what should
-# leave them alone (`read`), and puts them back after passes of its own (`Kept`).
+# set, and of the globals of its program. The witness reads them before and after code that should
+# not change them (`read`), and restores them after its own passes (`PlainStateCopy`).
 
 
 Roots = list[tuple[str, Any]]
-"""What is looked through: the words before the names in it, and the object."""
+"""The objects to search, each after a prefix for the names in it."""
 Token = tuple[str, Any]
-"""The kind of a value (`number`, `generator`, `array`, `tensor`),
-and what tells two contents apart."""
+"""The kind of a value (`number`, `generator`, `array`, `tensor`), and its content or a digest."""
 
 DEEPEST = 4  # attributes of attributes
 MOST_ITEMS = 64  # of a container that is looked into
@@ -61,21 +60,21 @@ OPAQUE_TYPES = (
 
 
 def generator_state(value: Any) -> bytes | None:
-    """What a random generator would draw next, as bytes; `None` for anything else."""
+    """The state of a random generator, as bytes; `None` for anything else."""
     if isinstance(value, torch.Generator):
         return value.get_state().numpy().tobytes()
     if isinstance(value, np.random.Generator):
         return repr(value.bit_generator.state).encode()
     if isinstance(value, np.random.RandomState):
-        name, keys, *rest = value.get_state(legacy=True)
-        return repr((name, rest)).encode() + np.asarray(keys).tobytes()
+        name, keys, *position = value.get_state(legacy=True)
+        return repr((name, position)).encode() + np.asarray(keys).tobytes()
     if isinstance(value, random.Random):
         return repr(value.getstate()).encode()
     return None
 
 
 def roots_of_task(task: Any) -> Roots:
-    """The task itself, and what counts or draws among the globals of its program."""
+    """The task itself, and the counters and generators among the globals of its program."""
     return [("task.", task), ("global ", plain_globals(task))]
 
 
@@ -87,34 +86,34 @@ def roots_of_model(model: nn.Module, task: Any) -> Roots:
 
 def read(roots: Roots) -> dict[str, Token]:
     """The content of every number, generator, and small array or tensor, by name."""
-    found: dict[str, Token] = {}
+    tokens: dict[str, Token] = {}
     for name, value in _walk(roots):
         state = generator_state(value)
         if state is not None:
-            found[name] = "generator", hashlib.blake2b(state, digest_size=16).hexdigest()
+            tokens[name] = "generator", hashlib.blake2b(state, digest_size=16).hexdigest()
         elif isinstance(value, NUMBERS) and not isinstance(value, bool):
-            found[name] = "number", value
+            tokens[name] = "number", value
         elif isinstance(value, np.ndarray) and value.nbytes <= MOST_BYTES and value.dtype != object:
-            found[name] = "array", (value.shape, hashlib.blake2b(value.tobytes()).hexdigest())
+            tokens[name] = "array", (value.shape, hashlib.blake2b(value.tobytes()).hexdigest())
         elif isinstance(value, Tensor) and value.nbytes <= MOST_BYTES and not value.is_sparse:
-            with suppress(RequestError):  # of a strategy that lets nobody read it
+            with suppress(RequestError):  # a strategy may forbid to read it
                 content = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
                 digest = hashlib.blake2b(content.data).hexdigest()
-                found[name] = "tensor", (tuple(value.shape), digest)
-    return found
+                tokens[name] = "tensor", (tuple(value.shape), digest)
+    return tokens
 
 
 def globals_of(task: Any) -> dict[str, Any]:
     """The globals of the program that defines a task; none of a task that comes with allranks."""
     for method in ("loss", "model", "train_data"):
-        own: dict[str, Any] = getattr(getattr(type(task), method, None), "__globals__", {})
-        if own and not str(own.get("__name__", "")).startswith("allranks."):
-            return own
+        of_program: dict[str, Any] = getattr(getattr(type(task), method, None), "__globals__", {})
+        if of_program and not str(of_program.get("__name__", "")).startswith("allranks."):
+            return of_program
     return {}
 
 
 def plain_globals(task: Any) -> dict[str, Any]:
-    """Those of them that count or draw."""
+    """The counters and generators among them."""
     return {
         name: value
         for name, value in globals_of(task).items()
@@ -125,7 +124,7 @@ def plain_globals(task: Any) -> dict[str, Any]:
 
 def _walk(roots: Roots) -> Iterator[tuple[str, Any]]:
     """Every value below the roots, each object once, containers before what is in them."""
-    seen: set[int] = set()
+    visited: set[int] = set()
     cells = 0
     waiting = deque((name, root, 0, True) for name, root in roots)
     while waiting and cells < MOST_CELLS:
@@ -138,14 +137,14 @@ def _walk(roots: Roots) -> Iterator[tuple[str, Any]]:
         if (isinstance(value, OPAQUE_TYPES) and not is_root) or depth > DEEPEST:
             continue
         items = _items(value, name)
-        if items is None or id(value) in seen:
+        if items is None or id(value) in visited:
             continue
-        seen.add(id(value))
+        visited.add(id(value))
         waiting.extend((inner, item, depth + 1, False) for inner, item in items)
 
 
 def _items(value: Any, name: str) -> list[tuple[str, Any]] | None:
-    """What is in a container or an object, with names; `None` for what has no insides."""
+    """The items of a container or an object, with names; `None` for other values."""
     dot = name if not name or name.endswith((".", " ")) else f"{name}."
     if isinstance(value, dict):
         if len(value) > MOST_ITEMS:
@@ -155,29 +154,29 @@ def _items(value: Any, name: str) -> list[tuple[str, Any]] | None:
         if len(value) > MOST_ITEMS:
             return []
         return [(f"{dot}{number}", item) for number, item in enumerate(value)]
-    own = getattr(value, "__dict__", None)
-    if not isinstance(own, dict):
+    attributes = getattr(value, "__dict__", None)
+    if not isinstance(attributes, dict):
         return None
     if isinstance(value, nn.Module):
-        own = {key: item for key, item in own.items() if key not in MODULE_ATTRIBUTES}
-        own.update(value._modules.items())
-    return [(f"{dot}{key}", item) for key, item in list(own.items())]
+        attributes = {key: item for key, item in attributes.items() if key not in MODULE_ATTRIBUTES}
+        attributes.update(value._modules.items())
+    return [(f"{dot}{key}", item) for key, item in list(attributes.items())]
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What plain state held at one moment; `put_back` lets it hold that again."""
+class PlainStateCopy:
+    """The content of plain state at one moment; `put_back` restores it."""
 
     undo: tuple[Callable[[], None], ...]
 
     @classmethod
-    def of(cls, roots: Roots, task: Any) -> Kept:
-        """Keep what the roots hold now, and the numbers among the globals of the task's program."""
+    def of(cls, roots: Roots, task: Any) -> PlainStateCopy:
+        """Copy the content of the roots, and the numbers among the globals of the program."""
         values = [root for _, root in roots] + [value for _, value in _walk(roots)]
-        own = globals_of(task)
+        of_program = globals_of(task)
         numbers = {n: v for n, v in plain_globals(task).items() if isinstance(v, NUMBERS)}
-        undo = [one for value in values if (one := _undo_of(value)) is not None]
-        return cls((*undo, lambda: own.update(numbers)))
+        undo = [restore for value in values if (restore := _undo_of(value)) is not None]
+        return cls((*undo, lambda: of_program.update(numbers)))
 
     def put_back(self) -> None:
         for undo in self.undo:
@@ -185,7 +184,7 @@ class Kept:
 
 
 def _undo_of(value: Any) -> Callable[[], None] | None:
-    """What gives `value` its content of now back, if it can change in place."""
+    """A function that restores the current content of `value`, if it can change in place."""
     if isinstance(value, torch.Generator):
         state = value.get_state()
         return lambda: void(value.set_state(state))
@@ -205,7 +204,7 @@ def _undo_of(value: Any) -> Callable[[], None] | None:
     if isinstance(value, Tensor) and value.nbytes <= MOST_BYTES and value.is_leaf:
         try:
             tensor = value.detach().clone()
-        except RequestError:  # of a strategy that lets nobody read it
+        except RequestError:  # a strategy may forbid to read it
             return None
         return lambda: void(value.detach().copy_(tensor))
     return _undo_of_container(value)
@@ -219,9 +218,9 @@ def _undo_of_container(value: Any) -> Callable[[], None] | None:
         return partial(_refill_row, value, list(value))
     if isinstance(value, (dict, set)):
         return _refill(value)
-    own = getattr(value, "__dict__", None)
-    is_looked_into = isinstance(own, dict) and not isinstance(value, OPAQUE_TYPES)
-    return _refill(own) if is_looked_into else None
+    attributes = getattr(value, "__dict__", None)
+    is_looked_into = isinstance(attributes, dict) and not isinstance(value, OPAQUE_TYPES)
+    return _refill(attributes) if is_looked_into else None
 
 
 def _refill(container: Any) -> Callable[[], None]:
@@ -240,16 +239,16 @@ def _refill_row(row: deque[Any], content: list[Any]) -> None:
     row.extend(content)
 
 
-def _differs(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
-    return one.keys() != other.keys() or any(one[key] is not other[key] for key in other)
+def _differs(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
+    return now.keys() != before.keys() or any(now[key] is not before[key] for key in before)
 
 
 def void(*_: Any) -> None:
-    """Nothing, whatever was done to get there."""
+    """Return `None`, for any arguments."""
 
 
 Named = dict[str, str]
-"""What was found to change, and a sentence on it."""
+"""The name of each changed value, and a sentence about it."""
 
 LOSS = "loss, weight or backward"
 COUNTS = "the result follows the number of passes, and with it the number of ranks"
@@ -261,18 +260,18 @@ OWN = "a generator of its own: what it draws follows how many passes there were 
 
 
 class Observer:
-    """Told by the shared step where it is; `found` is what changed, on this rank.
+    """Observes the phases of the shared step; `findings` are the changes on this rank.
 
-    `roots()` gives the plain state to look at. Where each shard goes through the model `alone`,
-    what is drawn from a generator that is keyed with it belongs to the shard.
+    `roots()` gives the plain state to read. If each shard goes through the model `alone`, draws
+    from a generator that is keyed with it belong to the shard.
     """
 
     def __init__(
         self, step: SharedStep, roots: Callable[[], Roots], alone: bool, contents: bool
     ) -> None:
         self.step, self.roots, self.alone = step, roots, alone
-        self.found: Named = {}
-        self.tensors: set[str] = set()  # of what was found, those that are no buffers
+        self.findings: Named = {}
+        self.tensors: set[str] = set()  # of the findings, those that are no buffers
         self.contents = contents
         self._changes: dict[str, int] = {}
         self._passes = 0
@@ -283,7 +282,7 @@ class Observer:
         self._keyed: set[str] = set()
 
     def reached(self, where: str) -> None:
-        """The step is at `where` (see `SharedStep`)."""
+        """The step is at the phase `where` (see `SharedStep`)."""
         if where == "begin":
             self._passes = 0
             self._tensors = dict(self._digests()) if self.contents else {}
@@ -323,17 +322,17 @@ class Observer:
         for name, state in now.items():
             if state != self._states[name] and not (self.alone and name in self._keyed):
                 why = DRAWS if name in self._keyed else UNKEYED
-                self.found.setdefault(
+                self.findings.setdefault(
                     f"{where} {name}", f"{where} draws from {name}'s own generator: {why}"
                 )
         self._states = now
 
     def _generators(self) -> dict[str, bytes]:
-        """What each generator of the process would draw next."""
-        _, keys, *rest = np.random.get_state(legacy=True)
+        """The state of each generator of the process."""
+        _, keys, *position = np.random.get_state(legacy=True)
         states = {
             "Python": repr(random.getstate()).encode(),
-            "NumPy": repr(rest).encode() + np.asarray(keys).tobytes(),
+            "NumPy": repr(position).encode() + np.asarray(keys).tobytes(),
             "torch": torch.get_rng_state().numpy().tobytes(),
         }
         if accelerator.is_accelerator(device := self.step.scope.device):
@@ -341,107 +340,108 @@ class Observer:
         return states
 
     def _digests(self) -> Iterator[tuple[tuple[str, str], str]]:
-        """(what it is, its name) and the digest of each tensor that is the same on all ranks."""
+        """(kind, name) and digest of each tensor that must be equal on all ranks."""
         model = self.step.model
         bounded = {id(m.weight) for m in model.modules() if isinstance(m, BoundedTable)}
         for name, parameter in model.named_parameters():
-            # those the engine writes, alike on all ranks; and those of other ranks
+            # without those that the engine writes on all ranks, and those of other ranks
             if id(parameter) not in bounded and not parameter.is_meta:
                 yield ("weight", name), digest(parameter)
         for name, buffer in self.step.user_buffers.named():
             yield ("buffer", name), digest(buffer)
 
     def _compare(self) -> None:
-        """The passes are over."""
+        """After the passes: name each change."""
         if self._tensors:
             now = dict(self._digests())
             written = {n for n, before in self._tensors.items() if now.get(n) != before}
             buffers = self.step.user_buffers
             buffers.written |= {n for n, _ in buffers.named() if ("buffer", n) in written}
-            for what, name in sorted(written):
-                if what == "weight":
+            for kind, name in sorted(written):
+                if kind == "weight":
                     weight = f"the weight {name!r}"
                     writes = f"{WRITES_WEIGHT} {name!r}: {SAMPLES}"
-                    self.found[weight] = f"forward or backward {writes}"
-            for name in sorted(buffers.written):  # those too that hold the same, written once more
-                self.found[name] = f"the model writes {name!r} in its forward pass: {SAMPLES}"
+                    self.findings[weight] = f"forward or backward {writes}"
+            for name in sorted(buffers.written):  # even with the same content
+                self.findings[name] = f"the model writes {name!r} in its forward pass: {SAMPLES}"
         for name, token in self._plain.items():
             before = self._begun.get(name)
             if before is None or before == token:
                 continue
             if token[0] == "generator":
-                self.found[name] = f"forward or loss draws from {name!r}, {OWN}"
+                self.findings[name] = f"forward or loss draws from {name!r}, {OWN}"
             elif token[0] != "number" and self.contents and token[1][0] == before[1][0]:
                 self.tensors.add(name)
-                self.found[name] = f"forward or loss writes {name!r}: {SAMPLES}"
+                self.findings[name] = f"forward or loss writes {name!r}: {SAMPLES}"
             elif token[0] == "number" and self._changes.get(name, 0) > 1:
                 change = f"{before[1]} -> {token[1]}"
-                self.found[name] = f"forward or loss changes {name!r} ({change}): {COUNTS}"
+                self.findings[name] = f"forward or loss changes {name!r} ({change}): {COUNTS}"
 
 
 def hook_makes_again(model: nn.Module, name: str, device: torch.device) -> bool:
-    """Whether hooks before forward make this tensor of a module again, the same without an input.
+    """Whether hooks before forward recompute this tensor of a module, from weights alone.
 
-    `nn.utils.weight_norm` and `prune` do: it follows from weights, whatever goes through the model.
-    What the hooks do here is put back.
+    The hooks of `nn.utils.weight_norm` and `prune` do, whatever the input is. Changes that the
+    hooks make here are restored.
     """
-    path, _, own = name.rpartition(".")
+    path, _, attribute = name.rpartition(".")
     module = dict(model.named_modules()).get(path)
-    if module is None or own not in vars(module) or not module._forward_pre_hooks:
+    if module is None or attribute not in vars(module) or not module._forward_pre_hooks:
         return False
-    roots, before = [("", module)], _token_of(module, own)
-    kept, buffers = Kept.of(roots, None), [(b, b.detach().clone()) for b in module.buffers()]
+    roots, before = [("", module)], _token_of(module, attribute)
+    saved = PlainStateCopy.of(roots, None)
+    buffers = [(b, b.detach().clone()) for b in module.buffers()]
     try:
         with kept_random_streams(device), torch.enable_grad():
             for hook in filter(_is_of_user, list(module._forward_pre_hooks.values())):
                 hook(module, ())
-            return _token_of(module, own) == before
-    except Exception:  # one that looks at the inputs
+            return _token_of(module, attribute) == before
+    except Exception:  # a hook that reads the inputs
         return False
     finally:
-        kept.put_back()
+        saved.put_back()
         for buffer, content in buffers:
             buffer.detach().copy_(content)
 
 
 def _is_of_user(hook: Any) -> bool:
-    """Whether it is none of those that gather and count."""
+    """Whether a hook is the user's, and not one that gathers or counts."""
     function = getattr(hook, "func", hook)  # of a partial
     where = getattr(function, "__module__", None) or type(function).__module__
     return not where.startswith(("allranks.", "torch.distributed."))
 
 
-def _token_of(module: nn.Module, own: str) -> Token | None:
-    return read([("", {own: vars(module)[own]})]).get(own)
+def _token_of(module: nn.Module, attribute: str) -> Token | None:
+    return read([("", {attribute: vars(module)[attribute]})]).get(attribute)
 
 
-def told_alike(found: Named, gather: Callable[[str], list[str]]) -> Named:
-    """What any rank found, the same on all; every rank calls this."""
-    together: Named = {}
-    for text in gather(json.dumps(found)):
+def merged_findings(findings: Named, gather: Callable[[str], list[str]]) -> Named:
+    """The findings of all ranks, the same on all; every rank calls this."""
+    merged: Named = {}
+    for text in gather(json.dumps(findings)):
         for name, sentence in json.loads(text).items():
-            together.setdefault(name, sentence)
-    return together
+            merged.setdefault(name, sentence)
+    return merged
 
 
 def changed_by_reading(before: dict[str, Token], after: dict[str, Token]) -> Named:
-    """Generators and counters that reading samples has moved on, each with a sentence."""
-    found: Named = {}
+    """Generators and counters that reading samples has changed, each with a sentence."""
+    findings: Named = {}
     for name, token in after.items():
         was = before.get(name)
         if was is None or was == token:
             continue
         if token[0] == "generator":
-            found[name] = f"reading samples draws from {name!r}, {OWN}"
+            findings[name] = f"reading samples draws from {name!r}, {OWN}"
         elif token[0] == "number" and type(token[1]) is int and token[1] > was[1]:
             change = f"{was[1]} -> {token[1]}"
-            found[name] = f"reading samples changes {name!r} ({change}): what a rank reads decides"
-    return found
+            findings[name] = f"reading samples changes {name!r} ({change}): it depends on the rank"
+    return findings
 
 
 def digest_of(values: list[Tensor]) -> str:
     """One digest of several tensors."""
-    together = hashlib.blake2b(digest_size=16)
+    whole = hashlib.blake2b(digest_size=16)
     for value in values:
-        together.update(digest(value).encode())
-    return together.hexdigest()
+        whole.update(digest(value).encode())
+    return whole.hexdigest()

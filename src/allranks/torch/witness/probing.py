@@ -38,7 +38,7 @@ def _array(tensor: Tensor) -> NDArray[Any]:
 
 
 def digest_of_rows(tensors: Any) -> str:
-    """Of tensors over samples: all of them, or as many rows as are quickly read."""
+    """A digest of tensors over samples: of all rows, or of a bounded number of them."""
     size = sum(tensor.nbytes for tensor in tensors_in(tensors))
     if size <= DIGEST_BYTES:
         return digest_of(tensors)
@@ -49,33 +49,33 @@ def digest_of_rows(tensors: Any) -> str:
 
 @dataclass(frozen=True)
 class Probed:
-    """`digest` is that of five samples, empty where they could not be read or are never alike.
+    """`digest` is that of five samples; empty if they cannot be read, or differ at every read.
 
-    `own` says what of it draws from a generator of its own: "" if nothing does. `collate_draws`:
-    from the generators that are keyed.
+    `unkeyed` names the part that draws from its own generator: "" if none does. `collate_draws`:
+    `collate` draws from the keyed generators.
     """
 
     digest: str = ""
-    own: str = ""
+    unkeyed: str = ""
     collate_draws: bool = False
 
     @property
     def note(self) -> str:
-        """What to say of it; "" if all is well."""
-        if not self.own:
+        """A note for the user; "" if nothing draws without a key."""
+        if not self.unkeyed:
             return ""
         return (
-            f"{self.own} gives something else when it is called again for the same samples: it "
+            f"{self.unkeyed} gives something else when it is called again for the same samples: it "
             "draws from a generator of its own, or counts, so the result is NOT equal on another "
             "number of ranks; draw from Python's, NumPy's or torch's generators, which are keyed"
         )
 
     def check_bitwise(self) -> None:
-        """Raise `RequestError` where bits are promised that cannot be kept."""
-        if self.own:
+        """Raise `RequestError` if equal bits cannot be guaranteed."""
+        if self.unkeyed:
             raise RequestError(
                 asked="--bitwise",
-                found=f"{self.own} gives something else when it is called again for the same "
+                found=f"{self.unkeyed} gives something else when it is called again for the same "
                 "samples: it draws from a generator of its own, or counts",
                 why="how often it is called on a rank follows the number of ranks",
                 do="draw from Python's, NumPy's or torch's generators, which are keyed by "
@@ -86,21 +86,22 @@ class Probed:
 def probe(source: MapSource) -> Probed:
     """Reads five samples from the first to the last, the first of them twice; no communication.
 
-    Read in a loader process where samples are, and what cannot be read is left to the training.
+    Uses a loader process if samples are read in one. Errors of reading are left to the training.
     """
     keys = [(0, number) for number in samples_to_compare(len(source))]
-    made: Probed = source.in_loader_process(lambda keys: _probe(source, keys), keys)
-    return made
+    probed: Probed = source.in_loader_process(lambda keys: _probe(source, keys), keys)
+    return probed
 
 
 def _probe(source: MapSource, keys: list[Key]) -> Probed:
     try:
         samples = [_read(source, key) for key in keys]
         if digest_of(_read(source, keys[0])) != digest_of(samples[0]):
-            return Probed(own="a sample of the data set", collate_draws=_draws(source, keys[:2])[0])
+            draws = _draws(source, keys[:2])[0]
+            return Probed(unkeyed="a sample of the data set", collate_draws=draws)
         digest = digest_of(samples)
         draws, repeats = _draws(source, keys[:2])
-    except Exception:  # what is wrong shows again when it is trained with, and is told there
+    except Exception:  # the error comes again in training, and is reported there
         return Probed()
     return Probed(digest, "" if repeats else "collate", draws)
 
@@ -109,7 +110,7 @@ def _draws(source: MapSource, keys: list[Key]) -> tuple[bool, bool]:
     """Whether collate draws from the generators that are keyed, and whether it repeats itself."""
     if source.is_staged:
         return False, True
-    found, draws = list[str](), False
+    digests, draws = list[str](), False
     for _ in range(2):
         samples = [_read(source, key) for key in keys]
         seed_generators(random_key(source.seed, *keys[0], COLLATE))
@@ -117,11 +118,11 @@ def _draws(source: MapSource, keys: list[Key]) -> tuple[bool, bool]:
         batch = source.collated(keys, samples)
         seeded = drawn_from() != before
         draws = draws or seeded
-        found.append(digest_of(batch))
-    return draws, found[0] == found[1]
+        digests.append(digest_of(batch))
+    return draws, digests[0] == digests[1]
 
 
 def _read(source: MapSource, key: Key) -> Any:
-    """A sample; one that is decoded in stages is not keyed where it is read."""
+    """Read a sample; the reading of samples that are decoded in stages is not keyed."""
     seed_generators(random_key(source.seed, *key))
     return source[key]

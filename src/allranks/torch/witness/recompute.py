@@ -1,10 +1,10 @@
-"""Shards computed again, each alone, beside the passes that they go through together.
+"""Recomputes a micro-batch as a whole and shard by shard, and compares the results.
 
-Called by the witness, between two steps. With the weights as they are, one micro-batch goes through
-the model as a whole, and then piece by piece; the sums of weights and losses, and the gradients,
-must be the same up to rounding, or the result follows how samples are put together. Computed
-without autocast, so that rounding is small; through the model itself, not what a compiler made of
-it; by `torch.autograd.grad`, so that no gradient is left anywhere.
+Called by the witness, between two steps. With the current weights, one micro-batch goes through the
+model as a whole, and then piece by piece. The sums of weights and losses, and the gradients, must
+be the same up to rounding; otherwise the result depends on how samples are batched. Passes run
+without autocast, so that rounding is small; through the model itself, not its compiled form; and
+with `torch.autograd.grad`, so that no `.grad` is written.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from allranks.torch.step.losses import forward, weighted_losses
 from allranks.torch.step.step import REGULARIZER, SharedStep
 from allranks.torch.step.user_buffers import put_back
 from allranks.torch.strategies.base import Strategy
-from allranks.torch.witness.observed import Kept, Roots, digest_of
+from allranks.torch.witness.observed import PlainStateCopy, Roots, digest_of
 
 Sketch = dict[str, Any]
-"""Of a pass, as plain numbers: what another rank compares its own with."""
+"""Plain numbers of a pass, which another rank compares with its own."""
 
 TOLERANCE = {"fp64": 1e-7, "tf32": 3e-2}  # of the length of a gradient
 USUAL_TOLERANCE = 1e-3  # float32: rounding is 1e-6, and a ReLU at its corner may turn over
@@ -48,13 +48,13 @@ OF_TYPES: dict[torch.dtype | None, float] = {
     torch.bfloat16: 3e-2,
     torch.float16: 3e-2,
 }
-LOSS_SHARE = 0.1  # of the tolerance: nothing turns over there
+LOSS_SHARE = 0.1  # of the tolerance: a loss has no such corners
 EVERY_THIRD = 3
 
 
 @dataclass(frozen=True)
-class Passed:
-    """What one pass gave: sums over its samples, the gradient, and the regularizer after it."""
+class PassSums:
+    """The results of one pass: sums over samples, the gradient, and the regularizer after it."""
 
     weight: float
     loss: float
@@ -66,7 +66,7 @@ class Passed:
 
 @dataclass(frozen=True)
 class RecomputedPart:
-    """Pieces of shards and their collated samples, to go through the model at once."""
+    """Pieces of shards and their collated samples, for one pass through the model."""
 
     pieces: Micro
     data: Any
@@ -85,19 +85,19 @@ class Recomputing:
         self.over_batch = step.task.loss_over == "batch"
 
     def loosen(self, coarsest: float) -> bool:
-        """Let the tolerance be that of the coarsest type that took part; whether it is another."""
+        """Raise the tolerance to that of the coarsest type in use; returns whether it changed."""
         is_looser, self.tolerance = coarsest > self.tolerance, max(coarsest, self.tolerance)
         return is_looser
 
-    def run(self, part: RecomputedPart, *, regularizer: bool = False) -> Passed:
-        """One pass; of a loss over the batch only the outputs."""
+    def run(self, part: RecomputedPart, *, regularizer: bool = False) -> PassSums:
+        """Run one pass; for a loss over the batch, only its outputs."""
         step = self.step
         step.scope.moments.clear()
         step.scope.enter(self.batch.index, part.pieces, part.samples)
         output = forward(step.task, step.model, part.data)
         if self.over_batch:
             rows = [t.detach() for t in tensors_in(output) if t.is_floating_point()]
-            return Passed(0.0, 0.0, 0.0, [], rows, None)
+            return PassSums(0.0, 0.0, 0.0, [], rows, None)
         losses, weights = weighted_losses(step.task, output, part.data, part.samples)
         total = losses.sum()
         gradients: list[Tensor | None] = [None] * len(step.parameters)
@@ -107,7 +107,7 @@ class Recomputing:
         if regularizer and step.regularizers.is_there:  # without the looks that a step takes at it
             step.scope.key(self.batch.index, REGULARIZER)
             added = step.task.regularizer(step.model)
-        return Passed(
+        return PassSums(
             weight=float(losses.numel() if weights is None else weights.sum()),
             loss=float(total.detach()),
             size=float(losses.detach().abs().sum()),
@@ -116,14 +116,14 @@ class Recomputing:
             regularizer=None if added is None else float(added.detach()),
         )
 
-    def together_and_alone(
+    def compare_with_parts(
         self, whole: RecomputedPart, parts: list[RecomputedPart], chosen: int
     ) -> tuple[str, Sketch]:
-        """What differs between `whole` and its `parts`, in words, and the chosen part's sketch."""
-        together = self.run(whole, regularizer=True)
-        rest = together.gradients  # less the gradient of each part
-        rest[:] = [None if g is None else g.clone() for g in rest]
-        sizes = length_of_each(rest)
+        """The difference of `whole` and its `parts`, in words, and the chosen part's sketch."""
+        joint = self.run(whole, regularizer=True)
+        remaining = joint.gradients  # less the gradient of each part
+        remaining[:] = [None if g is None else g.clone() for g in remaining]
+        sizes = length_of_each(remaining)
         weight = loss = 0.0
         sketch: Sketch = {}
         added, outputs = None, []
@@ -134,16 +134,16 @@ class Recomputing:
             outputs.append(alone.outputs)
             if number == chosen:
                 sketch = self.sketch(part, alone)
-            _subtract(rest, alone.gradients)
+            _subtract(remaining, alone.gradients)
         words = in_words(piece.shard for piece in whole.pieces)
 
         def judged() -> str:
             if self.over_batch:
-                return self._outputs_differ(words, together.outputs, outputs)
-            differs = self.sums_differ(words, together, weight, loss)
-            if not differs and (bad := self._regularizer_differs(together.regularizer, added)):
+                return self._outputs_differ(words, joint.outputs, outputs)
+            differs = self.sums_differ(words, joint, weight, loss)
+            if not differs and (bad := self._regularizer_differs(joint.regularizer, added)):
                 differs = bad
-            return differs or self.gradients_differ(words, length_of_each(rest), sizes)
+            return differs or self.gradients_differ(words, length_of_each(remaining), sizes)
 
         differs = judged()
         if differs and self.loosen(self._coarsest_of(parts[0])):
@@ -151,12 +151,12 @@ class Recomputing:
         return differs, sketch
 
     def _coarsest_of(self, part: RecomputedPart) -> float:
-        seen = Coarsest()
-        with seen, suppress(Exception):  # what it raises is known by now
+        types = Coarsest()
+        with types, suppress(Exception):  # its errors are known by now
             self.run(part)
-        return seen.tolerance
+        return types.tolerance
 
-    def sums_differ(self, words: str, whole: Passed, weight: float, loss: float) -> str:
+    def sums_differ(self, words: str, whole: PassSums, weight: float, loss: float) -> str:
         if not all(map(math.isfinite, (whole.loss, loss))):
             return ""  # the guard's affair
         if abs(whole.weight - weight) > self.tolerance * LOSS_SHARE * max(whole.weight, 1.0):
@@ -169,23 +169,23 @@ class Recomputing:
             return f"the loss of {words} is {whole.loss:.8g} and {loss:.8g}: {COUPLING}"
         return ""
 
-    def _regularizer_differs(self, together: float | None, alone: float | None) -> str:
-        if together is None or alone is None or not math.isfinite(together - alone):
+    def _regularizer_differs(self, joint: float | None, alone: float | None) -> str:
+        if joint is None or alone is None or not math.isfinite(joint - alone):
             return ""
-        if abs(together - alone) <= self.tolerance * LOSS_SHARE * abs(together):
+        if abs(joint - alone) <= self.tolerance * LOSS_SHARE * abs(joint):
             return ""
         return (
-            f"the regularizer is {together:.8g} after one forward pass and {alone:.8g} after "
+            f"the regularizer is {joint:.8g} after one forward pass and {alone:.8g} after "
             "another: it reads what the model keeps of its samples; return that from forward, and "
             "add it in loss"
         )
 
-    def gradients_differ(self, words: str, rest: list[float], sizes: list[float]) -> str:
-        """What is said of gradients of these `sizes`, which are off by the lengths in `rest`."""
+    def gradients_differ(self, words: str, offsets: list[float], sizes: list[float]) -> str:
+        """The first difference of gradients of these `sizes` that are off by `offsets`, or ""."""
         total = math.hypot(*sizes)
         if not math.isfinite(total):
             return ""
-        for name, off, size in zip(self.step.names, rest, sizes, strict=True):
+        for name, off, size in zip(self.step.names, offsets, sizes, strict=True):
             if off > self.tolerance * (size + total):
                 return (
                     f"the gradient of {name!r} for {words} is not the same, by {off / total:.1e} "
@@ -196,16 +196,16 @@ class Recomputing:
 
     def _outputs_differ(self, words: str, whole: list[Tensor], parts: list[list[Tensor]]) -> str:
         for number, rows in enumerate(whole):
-            own = [part[number] for part in parts]
-            if any(part.shape[1:] != rows.shape[1:] for part in own):
+            tensors = [part[number] for part in parts]
+            if any(part.shape[1:] != rows.shape[1:] for part in tensors):
                 continue  # padded to the longest: not looked at
-            off, size = length([rows - torch.cat(own)]), length([rows])
+            off, size = length([rows - torch.cat(tensors)]), length([rows])
             if math.isfinite(off) and off > self.tolerance * size:
                 return f"the outputs for {words} are not the same, by {off / size:.1e}: {COUPLING}"
         return ""
 
-    def sketch(self, part: RecomputedPart, passed: Passed) -> Sketch:
-        """What another rank compares, who computes the same part."""
+    def sketch(self, part: RecomputedPart, passed: PassSums) -> Sketch:
+        """The numbers that another rank compares, which computes the same part."""
         gradients = [torch.zeros(()) if g is None else g for g in passed.gradients]
         return {
             "data": digest_of(list(tensors_in(part.data))),
@@ -214,30 +214,30 @@ class Recomputing:
             "loss": passed.loss,
             "size": passed.size,
             "outputs": [length([rows]) for rows in passed.outputs],
-            "gradients": _three_numbers_of_each(gradients),
+            "gradients": _fingerprints(gradients),
         }
 
-    def sketches_differ(self, shard: int, own: Sketch, other: Sketch, exact: bool) -> str:
-        """What two ranks have otherwise of the same shard, in words."""
-        if own["data"] == other["data"] and own["digest"] == other["digest"]:
+    def sketches_differ(self, shard: int, here: Sketch, other: Sketch, exact: bool) -> str:
+        """The difference of two ranks' results for the same shard, in words."""
+        if here["data"] == other["data"] and here["digest"] == other["digest"]:
             return ""
-        why = "its samples are others" if own["data"] != other["data"] else STATE
+        why = "its samples are others" if here["data"] != other["data"] else STATE
         words, limit = f"of shard {shard}, computed again by another rank, is", self.tolerance / 10
-        numbers = [own["loss"], other["loss"], own["weight"], other["weight"]]
+        numbers = [here["loss"], other["loss"], here["weight"], other["weight"]]
         if not all(map(math.isfinite, numbers)):
             return ""
-        if abs(own["weight"] - other["weight"]) > limit * max(own["weight"], 1.0):
-            return f"the weight {words} {other['weight']:g}, not {own['weight']:g}: {why}"
-        if abs(own["loss"] - other["loss"]) > limit * own["size"]:
-            return f"the loss {words} {other['loss']:.8g}, not {own['loss']:.8g}: {why}"
-        whole = math.hypot(*(three[0] for three in own["gradients"]))
+        if abs(here["weight"] - other["weight"]) > limit * max(here["weight"], 1.0):
+            return f"the weight {words} {other['weight']:g}, not {here['weight']:g}: {why}"
+        if abs(here["loss"] - other["loss"]) > limit * here["size"]:
+            return f"the loss {words} {other['loss']:.8g}, not {here['loss']:.8g}: {why}"
+        whole = math.hypot(*(three[0] for three in here["gradients"]))
         for name, mine, theirs in zip(
-            self.step.names, own["gradients"], other["gradients"], strict=False
+            self.step.names, here["gradients"], other["gradients"], strict=False
         ):
             off = max(abs(a - b) for a, b in zip(mine, theirs, strict=True))
             if math.isfinite(off) and off > limit * (mine[0] + whole):
                 return f"the gradient of {name!r} {words} not the same, by {off / whole:.1e}: {why}"
-        for mine, theirs in zip(own["outputs"], other["outputs"], strict=False):
+        for mine, theirs in zip(here["outputs"], other["outputs"], strict=False):
             if abs(mine - theirs) > limit * mine:
                 return f"the output {words} {theirs:.8g} long, not {mine:.8g}: {why}"
         return f"a bit {words} another: {why}" if exact else ""
@@ -256,9 +256,9 @@ def in_words(shards: Iterable[int]) -> str:
 
 
 class Coarsest(TorchDispatchMode):
-    """Within, the numbers that torch's functions are given and return are looked at.
+    """Within, observes the types of the inputs and outputs of torch's functions.
 
-    `tolerance` is that of the coarsest type: a part of a model may compute in a type of its own.
+    `tolerance` is that of the coarsest type: a part of a model may compute in its own type.
     """
 
     def __init__(self) -> None:
@@ -266,31 +266,31 @@ class Coarsest(TorchDispatchMode):
         self.tolerance = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for tensor in tensors_in((args, found)):
+        output = func(*args, **(kwargs or {}))
+        for tensor in tensors_in((args, output)):
             self.tolerance = max(self.tolerance, OF_TYPES.get(tensor.dtype, 0.0))
-        return found
+        return output
 
 
 def _dense(gradient: Tensor) -> Tensor:
     return gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
 
 
-def _subtract(rest: list[Tensor | None], gradients: list[Tensor | None]) -> None:
+def _subtract(sums: list[Tensor | None], gradients: list[Tensor | None]) -> None:
     for position, gradient in enumerate(gradients):
         if gradient is not None:
-            before = rest[position]
-            rest[position] = -gradient if before is None else before.sub_(gradient)
+            before = sums[position]
+            sums[position] = -gradient if before is None else before.sub_(gradient)
 
 
-def _three_numbers_of_each(gradients: list[Tensor]) -> list[list[float]]:
-    """The length of each gradient and two sums: two that are equal have the same."""
-    found = []
+def _fingerprints(gradients: list[Tensor]) -> list[list[float]]:
+    """The length of each gradient, and two sums: equal for equal gradients."""
+    rows = []
     for gradient, size in zip(gradients, length_of_each(gradients), strict=True):
         flat = gradient.reshape(-1)
         sums = flat.sum(dtype=torch.float64), flat[::EVERY_THIRD].sum(dtype=torch.float64)
-        found.append([size, *(float(value) for value in sums)])
-    return found
+        rows.append([size, *(float(value) for value in sums)])
+    return rows
 
 
 # --- the samples of a part --------------------------------------------------------------------
@@ -306,24 +306,24 @@ def read_again(source: Source, epoch: int, ids: list[int], step: SharedStep) -> 
 
 
 def cut_out(part: RecomputedPart, piece: Piece) -> RecomputedPart:
-    """The rows of one piece of a part; raises `RequestError` for what has no rows."""
+    """The rows of one piece of a part; raises `RequestError` for data without rows."""
     before = 0
-    for own in part.pieces:
-        if own == piece:
+    for other in part.pieces:
+        if other == piece:
             break
-        before += own.samples
+        before += other.samples
     data = rows_between(part.data, before, before + piece.samples, part.samples)
     return RecomputedPart((piece,), data)
 
 
 @contextmanager
 def leaving_no_trace(step: SharedStep, roots: Roots) -> Iterator[None]:
-    """Within, passes may be made; afterwards all that can be put back is as it was."""
+    """Within, passes may run; afterwards, all state that can be restored is as it was."""
     scope = step.scope
     # statistics of the whole batch are those of the step before: no other rank is asked here
     alone = nullcontext() if scope.whole is None else scope.whole.alone()
     with ExitStack() as stack:  # each is put back, whatever another one raises
-        stack.callback(Kept.of(roots, step.task).put_back)
+        stack.callback(PlainStateCopy.of(roots, step.task).put_back)
         stack.callback(put_back, step.user_buffers.copies())
         gradients = [(p, p.grad) for p in step.model.parameters()]
         stack.callback(_put_back_gradients, step, list(step.used), gradients)
@@ -347,12 +347,12 @@ def _put_back_gradients(
 
 
 # --- second look ---------------------------------------------------------------------------------
-# Which shards are computed again, by whom, and from which samples: one look of the witness.
+# One look of the witness: which shards are recomputed, by which ranks, and from which samples.
 #
 # Every rank offers one of its micro-batches. The owner of this look computes its own as a whole and
-# piece by piece, or, if it is one piece, together with one of another rank; the next rank, the
-# helper, reads the chosen piece once more and computes it too. Both say what they got in plain
-# numbers, and the witness compares.
+# piece by piece, or, if it is one piece, together with one of another rank. The next rank, the
+# helper, reads the chosen piece once more and computes it too. Both gather their results as plain
+# numbers, and the witness compares them.
 
 
 NO_REREADING = "samples of this data are not read once more, so shards are cut out of what was read"
@@ -391,16 +391,16 @@ class Offer:
 
     def ids_of(self, piece: Piece) -> tuple[int, ...]:
         before = 0
-        for own in self.pieces:
-            if own == piece:
+        for other in self.pieces:
+            if other == piece:
                 break
-            before += own.samples
+            before += other.samples
         return self.ids[before : before + piece.samples]
 
 
 @dataclass(frozen=True)
 class SecondLook:
-    """What is known on every rank of one look; `turn` decides whose, and which piece."""
+    """The parameters of one look, equal on every rank; `turn` selects the owner and the piece."""
 
     strategy: Strategy
     batch: Batch
@@ -411,7 +411,7 @@ class SecondLook:
 
     @property
     def owner(self) -> int:
-        """The rank that compares its own; there is one, as some rank has a sample."""
+        """The rank that compares its own micro-batch; there is one, as some rank has a sample."""
         ranks = [rank for rank, offer in enumerate(self.offers) if offer is not None]
         return ranks[self.turn % len(ranks)]
 
@@ -435,7 +435,7 @@ class SecondLook:
         return not isinstance(self.batches.source, (StreamSource, WholeLoader))
 
     def run(self, rank: int, roots: Roots) -> dict[str, Any]:
-        """What this rank found; leaves no trace, and raises nothing: the training may do well."""
+        """The results of this rank. Leaves no trace, and raises nothing: training may go on."""
         if rank not in (self.owner, self.helper):
             return {}
         try:
@@ -443,21 +443,21 @@ class SecondLook:
                 return self._as_owner() if rank == self.owner else self._as_helper()
         except UnclearDraw as error:
             return {"differs": f"{error.asked}: {error.found}; {error.why}"}
-        except RequestError as error:  # what cannot be copied, or has no rows
+        except RequestError as error:  # data that cannot be copied, or has no rows
             return {"unseen": f"no shard was computed again: {error.found}; {error.why}"[:400]}
         except Exception as error:
-            told = f"{type(error).__name__}: {error}"
-            return {"unseen": f"a shard computed again ended with {told}"[:400]}
+            reason = f"{type(error).__name__}: {error}"
+            return {"unseen": f"a shard computed again ended with {reason}"[:400]}
 
     def _as_owner(self) -> dict[str, Any]:
         whole, parts = self._whole_and_parts()
         chosen = whole.pieces.index(self.chosen)
-        differs, sketch = self.recomputing.together_and_alone(whole, parts, chosen)
+        differs, sketch = self.recomputing.compare_with_parts(whole, parts, chosen)
         unseen = "" if self.can_read else NO_REREADING
         return {"differs": differs, "sketch": sketch, "unseen": unseen}
 
     def _whole_and_parts(self) -> tuple[RecomputedPart, list[RecomputedPart]]:
-        """What goes through the model at once, and each of its pieces."""
+        """The part for one pass, and each of its pieces."""
         offer, micro = self.offer, self.batch.micros[self.offer.micro]
         # a copy: a model may write on its inputs, and the step has not been made yet
         whole = RecomputedPart(offer.pieces, copied(micro.data))
@@ -467,8 +467,8 @@ class SecondLook:
         if self.can_read:
             parts = [self._read(piece) for piece in whole.pieces]
         else:
-            apart = RecomputedPart(whole.pieces, copied(micro.data))
-            parts = [cut_out(apart, piece) for piece in whole.pieces]
+            uncut = RecomputedPart(whole.pieces, copied(micro.data))
+            parts = [cut_out(uncut, piece) for piece in whole.pieces]
         return whole, parts
 
     def _as_helper(self) -> dict[str, Any]:

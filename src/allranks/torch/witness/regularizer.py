@@ -41,7 +41,7 @@ class Regularizer:
         self._looked_at = 0
 
     def of(self, model: nn.Module) -> Tensor | None:
-        """The regularizer now; `None` if the task has none."""
+        """Compute the regularizer; `None` if the task has none."""
         if self._looked_at >= LOOKED_AT:
             with self._whole_weights():
                 return self.task.regularizer(model)
@@ -53,16 +53,16 @@ class Regularizer:
             check_is_of_weights(value, before)
         return value
 
-    def check(self, mean: float, kind: torch.dtype, own: float) -> None:
+    def check(self, mean: float, kind: torch.dtype, value: float) -> None:
         """Raise `RequestError` unless all ranks had the same last value; `mean` is over them."""
-        if own == mean or not math.isfinite(own) or not math.isfinite(mean):
-            return  # of what is not finite the guard has told
-        if abs(own - mean) > ROUNDING * torch.finfo(kind).eps * abs(own):
-            raise from_forward(f"{own:.9g} on this rank and {mean:.9g} in the mean over all ranks")
+        if value == mean or not math.isfinite(value) or not math.isfinite(mean):
+            return  # the guard reports values that are not finite
+        if abs(value - mean) > ROUNDING * torch.finfo(kind).eps * abs(value):
+            raise from_forward(f"{value:.9g} on this rank, {mean:.9g} in the mean over all ranks")
 
 
 def newest_node() -> int:
-    """The number of a node of autograd that is made now."""
+    """The sequence number of a new node of autograd."""
     with torch.enable_grad():
         node: Any = torch.zeros((), requires_grad=True).clone().grad_fn
     return int(node._sequence_nr())
@@ -71,19 +71,19 @@ def newest_node() -> int:
 def check_is_of_weights(value: Tensor, before: int) -> None:
     """Raise `RequestError` if `value` depends on a node that is older than number `before`."""
     ahead: list[Any] = [value.grad_fn]
-    seen: set[Any] = set()
+    visited: set[Any] = set()
     while ahead:
         node = ahead.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         if getattr(node, "_sequence_nr", lambda: before)() < before:
             raise from_forward(f"{node.name()}, which a forward pass has computed")
         ahead += [parent for parent, _ in node.next_functions]
 
 
 def from_forward(found: str) -> RequestError:
-    """The error for a regularizer that follows the samples of a rank."""
+    """The error for a regularizer that depends on the samples of a rank."""
     return RequestError(
         asked="regularizer(model) of the task",
         found=found,

@@ -1,8 +1,8 @@
-"""Do all ranks hold the same weights? Digests are compared, and what differs first is named.
+"""Checks that all ranks hold the same weights: compares digests, and names the first difference.
 
-Replicas are updated alike from the same sums, so they stay equal bit for bit; when they do not, a
-memory or a chip is at fault, or a race in somebody's code, and no loss would show it. The trainer
-calls this every `verify_every` steps, and before a checkpoint.
+All replicas are updated with the same sums, so they stay equal bit for bit. If they do not, a
+memory or a chip is at fault, or a race in user code, and no loss would show it. The trainer calls
+this every `verify_every` steps, and before a checkpoint.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def compare_replicas(
 ) -> None:
     """Raise `ReplicasDiffer` on all ranks unless their tensors are equal; every rank calls this.
 
-    `causes` says what may have done it.
-    Sends 32 bytes to each other rank where all is equal, and else the digest of each name. A name
-    that not all ranks give is left out.
+    `causes` names likely causes in the error.
+    Sends 32 bytes to each other rank if all are equal, else the digest of each name. A name that
+    some rank does not have is left out.
     """
     if comm.size == 1:
         return
@@ -54,18 +54,18 @@ def compare_replicas(
     digests = {name: digest(tensor) for name, tensor in named}
     rows = [json.loads(text) for text in comm.gather_texts(json.dumps(digests))]
     for name in digests:
-        found = [row.get(name) for row in rows]
-        if None not in found and len(set(found)) > 1:
-            raise ReplicasDiffer(f"{_told(name, found)} {causes}")
+        values = [row.get(name) for row in rows]
+        if None not in values and len(set(values)) > 1:
+            raise ReplicasDiffer(f"{_difference(name, values)} {causes}")
 
 
 def verify(strategy: Strategy, causes: str = CAUSES) -> None:
-    """Compare the ranks that hold the same of one training; every rank calls this.
+    """Compare the ranks that hold the same tensors of one training; every rank calls this.
 
-    Where weights are cut, ranks with the same part compare it, and all ranks what is not cut.
+    If weights are cut, ranks with the same part compare it, and all ranks compare uncut tensors.
     """
     agreement = strategy.agreement
-    with strategy.comm.reading():  # what is read after this is there on this rank
+    with strategy.comm.reading():  # reads after this do not wait for the device
         accelerator.synchronize([strategy.comm.device])
     if agreement.is_one_training:
         compare_replicas(replicated(strategy), strategy.axis(REPLICATE), causes)
@@ -74,9 +74,9 @@ def verify(strategy: Strategy, causes: str = CAUSES) -> None:
 
 
 def replicated(strategy: Strategy) -> Iterator[tuple[str, Tensor]]:
-    """What must be equal on all ranks: weights, buffers, optimizer, in the order of the model.
+    """The tensors that must be equal on all ranks: weights, buffers, optimizer, in model order.
 
-    Without the buffers that the model writes in forward: those follow the samples of a rank.
+    Excludes buffers that the model writes in forward: those depend on the samples of a rank.
     """
     step = strategy.step
     yield from ((n, p) for n, p in strategy.model.named_parameters() if not p.is_meta)
@@ -90,7 +90,7 @@ def replicated(strategy: Strategy) -> Iterator[tuple[str, Tensor]]:
 
 
 def _not_cut(strategy: Strategy) -> Iterator[tuple[str, Tensor]]:
-    """Of weights that are cut, those and the buffers of which every rank has all."""
+    """If weights are cut: those, and the buffers, that every rank holds whole."""
     for name, parameter in strategy.model.named_parameters():
         if not is_dtensor(strategy.as_saved(name, parameter.detach())):
             yield name, parameter
@@ -104,14 +104,14 @@ def _same_buffers(strategy: Strategy) -> Iterator[tuple[str, Tensor]]:
 
 
 def digest(*tensors: Tensor) -> str:
-    """Equal where all bytes are that this rank holds of them; one other word is always seen.
+    """A digest of the bytes of this rank's parts; it detects any change of one word.
 
-    Of large tensors words are added up side by side, and their sums so far as well, as Fletcher's
-    checksum does, at the speed of memory: what two faults do in one column may cancel out there.
-    The sums so far lose their low bits first: another highest bit in each row, as of a lane that
-    turns signs, adds 2**63 each time, and four rows of that are nothing modulo 2**64.
+    For large tensors, columns of words are summed, and so are their running sums, as in Fletcher's
+    checksum, at the speed of memory; two faults in one column may cancel out. The running sums
+    drop their low bits first. Otherwise a flipped highest bit in each row, as from a lane that
+    flips signs, adds 2**63 each time, and four such rows add nothing modulo 2**64.
     """
-    found = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    total = hashlib.blake2b(digest_size=DIGEST_BYTES)
     added = sums = of_sums = high = _EMPTY  # most tensors are small, and a model may have many
     for flat in map(_bytes_of, tensors):
         count = len(flat) // WORD if len(flat) >= LARGE_BYTES else 0
@@ -123,27 +123,27 @@ def digest(*tensors: Tensor) -> str:
             part = words[start : start + SIDE_BY_SIDE]
             sums[: len(part)] += part
             of_sums += np.right_shift(sums, LOW_BITS, out=high)
-        found.update(flat[count * WORD :].data)
+        total.update(flat[count * WORD :].data)
     if added.any():
-        found.update(added.data)
-    return found.hexdigest()
+        total.update(added.data)
+    return total.hexdigest()
 
 
 def _bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
-    """What this rank holds of a tensor, in the order of its elements, on the host."""
+    """The bytes of this rank's part of a tensor, in the order of its elements, on the host."""
     tensor = local(tensor).detach()
     plain = tensor if tensor.layout is torch.strided else tensor.to_dense()
     flat = plain.resolve_conj().resolve_neg().cpu().contiguous().view(-1)
     return flat.view(torch.uint8).numpy()
 
 
-def _told(name: str, found: list[Any]) -> str:
+def _difference(name: str, digests: list[Any]) -> str:
     groups: dict[str, list[int]] = {}
-    for rank, digest in enumerate(found):
+    for rank, digest in enumerate(digests):
         groups.setdefault(digest, []).append(rank)
-    *rest, most = sorted(groups.values(), key=len)
-    if 2 * len(most) > len(found):
-        odd = sorted(rank for ranks in rest for rank in ranks)
+    *minority, most = sorted(groups.values(), key=len)
+    if 2 * len(most) > len(digests):
+        odd = sorted(rank for ranks in minority for rank in ranks)
         differ = f"{_ranks(odd)} differ{'s' if len(odd) == 1 else ''} from {_ranks(most)}"
     else:
         sides = " / ".join(_ranks(ranks) for ranks in sorted(groups.values()))

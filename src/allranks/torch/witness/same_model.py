@@ -1,9 +1,9 @@
-"""Did every rank build the same model and the same optimizer? Names and shapes are compared once.
+"""Checks once that every rank built the same model and the same optimizer, by names and shapes.
 
-Weights are broadcast, and gradients summed, by position. Where a program builds its layers in the
-order of a set, or reads what another machine has otherwise, position k is another weight on each
-rank: their values would be mixed, and no loss shows it. Called by every strategy while it is set
-up, before anything else is sent.
+Weights are broadcast, and gradients summed, by position. If a program builds its layers in the
+order of a set, or reads files that differ between machines, position k is another weight on each
+rank: their values would be mixed, and no loss shows it. Every strategy calls this while it is set
+up, before any other communication.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DRAWN = (
 
 
 def named_shapes(model: nn.Module) -> list[str]:
-    """What `check_same_model` compares."""
+    """The names and shapes that `check_same_model` compares."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return [f"{name} {tuple(tensor.shape)}" for name, tensor in tensors]
 
@@ -67,41 +67,41 @@ def check_same_groups(model: nn.Module, optimizer: Optimizer, comm: Comm) -> Non
     rows = [f"{type(optimizer).__name__} of {len(optimizer.param_groups)} groups"]
     for number, group in enumerate(optimizer.param_groups):
         rows += [f"group {number}: {names.get(id(p), 'another tensor')}" for p in group["params"]]
-        rows += [f"group {number}: {said}" for said in sorted(map(_said, group.items()))]
+        rows += [f"group {number}: {text}" for text in sorted(map(_setting, group.items()))]
     _compare("optimizer(self, model) of the task", "parameter", rows, comm, WHY_GROUPS, DO_GROUPS)
 
 
-def _said(item: tuple[str, Any]) -> str:
-    """The name of a value of a group, and what it is, where that is a number or a text."""
+def _setting(item: tuple[str, Any]) -> str:
+    """The name of a setting of a group, and its value if that is a number or a text."""
     name, value = item
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     plain = (bool, int, float, str)
     several = value if isinstance(value, (tuple, list)) else [value]
-    is_plain = name != "params" and all(isinstance(one, plain) for one in several)
+    is_plain = name != "params" and all(isinstance(each, plain) for each in several)
     return f"{name}={value!r}" if is_plain else name
 
 
 def _compare(
-    asked: str, what: str, rows: list[str], comm: Comm, why: str = WHY, do: str = DO
+    asked: str, kind: str, rows: list[str], comm: Comm, why: str = WHY, do: str = DO
 ) -> None:
     if comm.size == 1:
         return
     digest = hashlib.blake2b("\n".join(rows).encode(), digest_size=DIGEST_BYTES).hexdigest()
     if len(set(comm.gather_texts(digest))) == 1:
         return
-    found = [json.loads(text) for text in comm.gather_texts(json.dumps(rows))]
-    raise RequestError(asked=asked, found=_first_difference(what, found), why=why, do=do)
+    rows_of_ranks = [json.loads(text) for text in comm.gather_texts(json.dumps(rows))]
+    raise RequestError(asked=asked, found=_first_difference(kind, rows_of_ranks), why=why, do=do)
 
 
-def _first_difference(what: str, found: list[list[str]]) -> str:
+def _first_difference(kind: str, rows_of_ranks: list[list[str]]) -> str:
     """`the ranks differ, first in layer 3: 'x (3,)' on rank 0, 'y (3,)' on rank 1`."""
-    for position in range(max(map(len, found))):
-        rows = [own[position] if position < len(own) else "nothing" for own in found]
+    for position in range(max(map(len, rows_of_ranks))):
+        rows = [r[position] if position < len(r) else "nothing" for r in rows_of_ranks]
         other = next((rank for rank, row in enumerate(rows) if row != rows[0]), None)
         if other is not None:
             return (
-                f"the ranks differ, first in {what} {position}: {rows[0]!r} on rank 0, "
+                f"the ranks differ, first in {kind} {position}: {rows[0]!r} on rank 0, "
                 f"{rows[other]!r} on rank {other}"
             )
     return "the ranks differ"

@@ -30,25 +30,25 @@ from allranks.torch.witness.recompute import RecomputedPart, cut_out, leaving_no
 from allranks.training.record import trace
 
 # --- parts ---------------------------------------------------------------------------------------
-# The parts of one step, each by itself: what `check` puts a difference together from.
+# The parts of one step, each by itself, from which `check` reconstructs a difference.
 #
 #     trace/parts/step-SSSSSSSS.json          of each part: rank, micro-batch, shard, samples, sums
 #     trace/parts/step-SSSSSSSS.safetensors     NUMBER/losses, weights, gradient/NAME, moments/NAME;
 #                                             regularizer/gradient/NAME
 #
 # Written by one process that cuts its batch as the ranks would. A part is a piece of a shard in a
-# micro-batch; it goes through the model alone, before the step is made, and leaves no trace. What
-# the batch would give with a fault in it (`if`) is computed too, where that cannot be put together:
-# every rank drawing the numbers of the first, every rank adding a bias, a micro-batch that goes
-# through after the first layers of another one, a weight that is used twice and summed once.
+# micro-batch; it goes through the model alone, before the step runs, and leaves no trace. Sums with
+# a fault (`if`) are computed too, if the parts do not yield them: every rank draws the numbers of
+# the first; every rank adds a bias; a micro-batch gets the inputs of another one; a weight is used
+# twice and summed once.
 
 
 MOST_BYTES = 2**30
-"""Of the gradients of all parts; of more nothing is recorded."""
+"""For the gradients of all parts; if they need more, nothing is recorded."""
 
 
 def write_parts(trace: Path, strategy: Strategy, batch: Batch, job: Job) -> None:
-    """Write the parts of this step below `trace`; nothing where they cannot be told apart."""
+    """Write the parts of this step below `trace`; nothing if they cannot be separated."""
     step = strategy.step
     pieces = sum(len(micro.pieces) for micro in batch.micros)
     if step.task.loss_over == "batch":
@@ -57,17 +57,17 @@ def write_parts(trace: Path, strategy: Strategy, batch: Batch, job: Job) -> None
         return
     with leaving_no_trace(step, []), kept_random_streams(step.scope.device):
         try:
-            found = _Parts(step, batch, job.cut_for)
-            rows, tensors = found.all()
-            told = {"parts": rows, "if": found.otherwise(job)}
-            tensors |= {f"if/{name}": t for name, t in found.by_use().items()}
-            tensors |= {f"regularizer/{name}": t for name, t in found.regularizer().items()}
-        except RequestError:  # what has no rows cannot be cut
+            parts_of_step = _Parts(step, batch, job.cut_for)
+            rows, tensors = parts_of_step.all()
+            document = {"parts": rows, "if": parts_of_step.sums_with_faults(job)}
+            tensors |= {f"if/{name}": t for name, t in parts_of_step.by_use().items()}
+            tensors |= {f"regularizer/{name}": t for name, t in parts_of_step.regularizer().items()}
+        except RequestError:  # data without rows cannot be cut
             return
     (trace / "parts").mkdir(exist_ok=True)
     name = f"step-{batch.index:08d}"
     save_file({n: t.contiguous() for n, t in tensors.items()}, trace / f"parts/{name}.safetensors")
-    (trace / f"parts/{name}.json").write_text(json.dumps(told))
+    (trace / f"parts/{name}.json").write_text(json.dumps(document))
 
 
 class _Parts:
@@ -87,7 +87,7 @@ class _Parts:
         return whole if len(micro.pieces) == 1 else cut_out(whole, piece)
 
     def _rank_of(self, shard: int) -> int:
-        return next(rank for rank, own in enumerate(self.ranks) if shard in own)
+        return next(rank for rank, owned in enumerate(self.ranks) if shard in owned)
 
     def all(self) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
         """A row for each part, and the tensors of all."""
@@ -104,15 +104,15 @@ class _Parts:
             row |= {"samples": piece.samples, "ids": ids, "values": losses.numel()}
             weight = losses.numel() if weights is None else float(weights.sum())
             rows.append({**row, "loss": float(losses.detach().sum()), "weight": weight})
-            found = {"losses": losses.detach(), **self._moments()}
-            found["weights"] = torch.ones_like(found["losses"]) if weights is None else weights
+            named = {"losses": losses.detach(), **self._moments()}
+            named["weights"] = torch.ones_like(named["losses"]) if weights is None else weights
             pairs = zip(self.step.names, gradients, strict=True)
-            found |= {f"gradient/{name}": g for name, g in pairs if g is not None}
-            tensors |= {f"{number}/{name}": t.detach().clone() for name, t in found.items()}
+            named |= {f"gradient/{name}": g for name, g in pairs if g is not None}
+            tensors |= {f"{number}/{name}": t.detach().clone() for name, t in named.items()}
         return rows, tensors
 
     def _moments(self) -> dict[str, Tensor]:
-        """What the part has left for the running statistics of each layer."""
+        """The moments of the part for the running statistics of each layer."""
         names = {id(module): name for name, module in self.step.model.named_modules()}
         moments = self.step.scope.moments
         return {
@@ -124,16 +124,16 @@ class _Parts:
     def _losses(
         self,
         part: RecomputedPart,
-        given: RecomputedPart | None = None,
+        input_of: RecomputedPart | None = None,
         drawn: RecomputedPart | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The weighted losses of a part; the model is `given` another one, `drawn` for another."""
+        """The weighted losses of a part, with the input or the draws of another part if set."""
         step = self.step
         step.scope.moments.clear()
         step.scope.enter(self.batch.index, (drawn or part).pieces, part.samples)
         with step.precision.autocast():
             data = copied(part.data)  # the model may write on it, and goes through it again
-            output = forward(step.task, step.model, copied(given.data) if given else data)
+            output = forward(step.task, step.model, copied(input_of.data) if input_of else data)
             return weighted_losses(step.task, output, data, part.samples)
 
     @staticmethod
@@ -141,11 +141,11 @@ class _Parts:
         total = losses.sum()
         if not total.requires_grad:
             return [None] * len(of)
-        found = torch.autograd.grad(total, of, allow_unused=True)
-        return [g.to_dense() if g is not None and g.is_sparse else g for g in found]
+        gradients = torch.autograd.grad(total, of, allow_unused=True)
+        return [g.to_dense() if g is not None and g.is_sparse else g for g in gradients]
 
     def regularizer(self) -> dict[str, Tensor]:
-        """The gradient of what is added once in a step, beside the parts."""
+        """The gradient of the regularizer, which is added once in a step."""
         step = self.step
         if not step.regularizers.is_there:
             return {}
@@ -153,99 +153,99 @@ class _Parts:
         value = step.task.regularizer(step.model)
         if value is None or not value.requires_grad:
             return {}
-        found = torch.autograd.grad(value, step.parameters, allow_unused=True)
-        pairs = zip(step.names, found, strict=True)
+        gradients = torch.autograd.grad(value, step.parameters, allow_unused=True)
+        pairs = zip(step.names, gradients, strict=True)
         return {f"gradient/{name}": g for name, g in pairs if g is not None}
 
     # --- with a fault ---------------------------------------------------------------------
 
     @torch.no_grad()
-    def otherwise(self, job: Job) -> dict[str, float]:
+    def sums_with_faults(self, job: Job) -> dict[str, float]:
         """The sum of the losses of the batch with a fault in it, by the name of the fault."""
-        found = {"one stream": self._sum([self._first_stream(part) for _, _, part in self.parts])}
+        sums = {"one stream": self._sum([self._first_stream(part) for _, _, part in self.parts])}
         for name, drawn in (("stale micro-batch", False), ("stale, with its draws", True)):
             if (stale := self._stale(drawn)) is not None:
-                found[name] = stale
+                sums[name] = stale
         named = dict(self.step.model.named_parameters())
         chosen = [named[name] for name in job.added_by_each if name in named]
         if chosen:
             with _changed(chosen, float(job.adding)):
-                found["biases"] = self._sum([part for _, _, part in self.parts])
-        return found
+                sums["biases"] = self._sum([part for _, _, part in self.parts])
+        return sums
 
     def _sum(self, parts: list[RecomputedPart]) -> float:
         return sum(float(self._losses(part)[0].sum()) for part in parts)
 
     def _stale(self, drawn: bool) -> float | None:
-        """The sum if the last micro-batch goes through with the data of the one before.
+        """The sum if the last micro-batch uses the data of the one before.
 
-        What layers draw is `drawn` for that one too, where they come before the mistake.
+        With `drawn`, layers draw the numbers of that one too, as they would before the mistake.
         """
         last = max(micro for micro, _, _ in self.parts)
         before = {place: part for micro, place, part in self.parts if micro == last - 1}
         total = 0.0
         for micro, place, part in self.parts:
-            given = before.get(place) if micro == last else part
-            if given is None or given.samples != part.samples:
+            input_of = before.get(place) if micro == last else part
+            if input_of is None or input_of.samples != part.samples:
                 return None
-            total += float(self._losses(part, given, given if drawn else part)[0].sum())
+            total += float(self._losses(part, input_of, input_of if drawn else part)[0].sum())
         return total
 
     def _first_stream(self, part: RecomputedPart) -> RecomputedPart:
         """The part with the numbers that the first rank draws for a shard in the same place."""
         (piece,) = part.pieces
-        own = self.ranks[self._rank_of(piece.shard)]
-        return replace(part, pieces=(replace(piece, shard=piece.shard - own.start),))
+        owned = self.ranks[self._rank_of(piece.shard)]
+        return replace(part, pieces=(replace(piece, shard=piece.shard - owned.start),))
 
     def by_use(self) -> dict[str, Tensor]:
-        """Of each weight that several layers share the gradient that every use of it gives."""
-        found: dict[str, Tensor] = {}
+        """The gradient of each use of a weight that several layers share."""
+        gradients: dict[str, Tensor] = {}
         for name, uses in _uses_of(self.step.model).items():
-            kept = getattr(*uses[0])
-            copies = [nn.Parameter(kept.detach().clone()) for _ in uses]
+            shared = getattr(*uses[0])
+            copies = [nn.Parameter(shared.detach().clone()) for _ in uses]
             try:
-                for (module, own), new in zip(uses, copies, strict=True):
-                    module._parameters[own] = new
+                for (module, attribute), new in zip(uses, copies, strict=True):
+                    module._parameters[attribute] = new
                 for _, _, part in self.parts:
                     losses, _ = self._losses(part)
                     for number, g in enumerate(self._gradients(losses, copies)):
                         key = f"{number}/gradient/{name}"
                         if g is not None:
-                            found[key] = found[key] + g if key in found else g.clone()
+                            gradients[key] = gradients[key] + g if key in gradients else g.clone()
             finally:
-                for module, own in uses:
-                    module._parameters[own] = kept
-        return found
+                for module, attribute in uses:
+                    module._parameters[attribute] = shared
+        return gradients
 
 
 def _uses_of(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
-    """The places of every parameter that has several, by its name in the model."""
+    """The (module, attribute) of each use of a shared parameter, by its name in the model."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
-        for own, parameter in module._parameters.items():
+        for attribute, parameter in module._parameters.items():
             if parameter is not None:
-                places.setdefault(id(parameter), []).append((module, own))
+                places.setdefault(id(parameter), []).append((module, attribute))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {names[key]: found for key, found in places.items() if len(found) > 1}
+    return {names[key]: uses for key, uses in places.items() if len(uses) > 1}
 
 
 @contextmanager
 def _changed(parameters: list[nn.Parameter], factor: float) -> Iterator[None]:
-    """Within, these are times `factor`."""
-    kept = [parameter.detach().clone() for parameter in parameters]
+    """Within, these parameters are multiplied by `factor`."""
+    saved = [parameter.detach().clone() for parameter in parameters]
     try:
         for parameter in parameters:
             parameter.data.mul_(factor)
         yield
     finally:
-        for parameter, old in zip(parameters, kept, strict=True):
+        for parameter, old in zip(parameters, saved, strict=True):
             parameter.data.copy_(old)
 
 
 class RankTrace(trace.TraceWriter[Tensor]):
-    """Writes the trace of one rank. It is the probe of the strategy's shared step.
+    """Writes the trace of one rank, as the probe of the strategy's shared step.
 
-    `steps` is how many the job is to make: as asked, or as many as the space for tensors allows.
+    `steps` is the number of steps to run: as requested, or as the space for tensors allows.
     """
 
     def __init__(self, folder: Path, rank: int, strategy: Strategy, job: Job) -> None:
@@ -259,7 +259,7 @@ class RankTrace(trace.TraceWriter[Tensor]):
         strategy.step.probe = self
 
     def begin(self, batch: Batch) -> None:
-        """Before the forward passes of a step: what came before is complete."""
+        """Before the forward passes of a step; the step before is complete."""
         super().begin(batch)
         self.drawn = False
         self._passes, self._values, self._squares = [], 0, {}
@@ -267,35 +267,35 @@ class RankTrace(trace.TraceWriter[Tensor]):
             write_parts(self.path, self.strategy, batch, self.job)
 
     def losses(self, losses: Tensor) -> None:
-        """The weighted losses of a micro-batch: how large they are, whatever they add up to."""
+        """The weighted losses of a micro-batch: add up their absolute values."""
         self.magnitude = (self.magnitude or 0.0) + float(losses.abs().sum())
-        self.drawn = self.drawn or _was_drawn_from(torch.default_generator)
+        self.drawn = self.drawn or has_drawn(torch.default_generator)
         self._passes.append(losses.shape[0])
         self._values += losses.numel()
 
     def gradients(self, stage: str, names: list[str], tensors: list[Tensor | None]) -> None:
         """Within a step, when the gradients of that stage are there."""
-        self.drawn = self.drawn or _was_drawn_from(torch.default_generator)
+        self.drawn = self.drawn or has_drawn(torch.default_generator)
         squares = self._squares.setdefault(stage, {"cut": 0.0, "whole": 0.0})
         for name, gradient in zip(names, tensors, strict=True):
             if gradient is not None:
                 dense = gradient.to_dense() if gradient.is_sparse else gradient
-                own = local(dense.detach())
+                part = local(dense.detach())
                 kind = "cut" if name in self._cut else "whole"
-                squares[kind] += 0.0 if own.is_meta else float(reals(own).double().square().sum())
+                squares[kind] += 0.0 if part.is_meta else float(reals(part).double().square().sum())
                 full = self.strategy.full(name, dense.detach())
                 self.keep(0, f"{stage}/{name}", full.clone())
 
     def ids(self, batch: Batch) -> list[list[int]]:
-        """The samples of this rank, where it counts them."""
+        """The samples of this rank, if it counts them."""
         return [batch.ids.tolist() if self.strategy.step.parts.counts_samples else []]
 
     def facts(self) -> dict[str, Any]:
-        """Which tensors are cut, and how the optimizer is set."""
+        """The tensors that are cut, and the settings of the optimizer."""
         optimizer, task = self.strategy.step.optimizer, self.strategy.task
-        told = ("lr", "weight_decay", "momentum", "eps", "betas", "nesterov")
+        shown = ("lr", "weight_decay", "momentum", "eps", "betas", "nesterov")
         group = optimizer.param_groups[0] if len(optimizer.param_groups) == 1 else {}
-        settings = {name: group[name] for name in told if isinstance(group.get(name), (int, float))}
+        settings = {n: group[n] for n in shown if isinstance(group.get(n), (int, float))}
         return {
             "cut": self._cut,
             "clip_norm": task.clip_norm,
@@ -312,30 +312,30 @@ class RankTrace(trace.TraceWriter[Tensor]):
     def whole(self, gradients: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
         """Gradients and state, every tensor whole; every rank calls this.
 
-        Of weights that all ranks hold, each rank says what forward would find, and not what those
-        have that update them.
+        Of weights that all ranks hold, each rank records what its forward pass reads, not the parts
+        of the ranks that update them.
         """
         with self.strategy.owned():
-            found = {**gradients[0], **dict(self._whole())}
+            tensors = {**gradients[0], **dict(self._whole())}
         if self.strategy.agreement.weights == "replicated":
             named = self.strategy.model.named_parameters()
-            found |= {f"weight/{name}": parameter.detach() for name, parameter in named}
-        return [found]
+            tensors |= {f"weight/{name}": parameter.detach() for name, parameter in named}
+        return [tensors]
 
     def _state(self) -> Iterator[tuple[str, Tensor]]:
-        """All that a step starts from and changes, but what the optimizer keeps; as it is saved."""
-        for kind, name, tensor in self._held():
+        """The weights, averages and buffers that a step reads and changes, as they are saved."""
+        for kind, name, tensor in self._local_tensors():
             saved = tensor if kind == "buffer" else self.strategy.as_saved(name, tensor)
             yield f"{kind}/{name}", saved
 
     def _whole(self) -> Iterator[tuple[str, Tensor]]:
         """The same, every tensor whole; every rank calls this."""
-        for kind, name, tensor in self._held():
+        for kind, name, tensor in self._local_tensors():
             full = tensor if kind == "buffer" else self.strategy.full(name, tensor)
             yield f"{kind}/{name}", full
 
-    def _held(self) -> Iterator[tuple[str, str, Tensor]]:
-        """What kind each is, its name, and what this rank holds of it."""
+    def _local_tensors(self) -> Iterator[tuple[str, str, Tensor]]:
+        """The kind and name of each tensor, and this rank's part of it."""
         strategy = self.strategy
         model, average = strategy.model, strategy.step.average
         for kind, named in (
@@ -357,8 +357,8 @@ class RankTrace(trace.TraceWriter[Tensor]):
         return kinds * trained + state
 
     def _cut_tensors(self) -> dict[str, int]:
-        """Of which weights this rank holds a part, and along which dimension they are cut."""
-        found: dict[str, int] = {}
+        """The weights of which this rank holds a part, and the dimension that is cut."""
+        dimensions: dict[str, int] = {}
         with self.strategy.owned():
             for name, parameter in self.strategy.model.named_parameters():
                 saved: Any = self.strategy.as_saved(name, parameter.detach())
@@ -366,8 +366,8 @@ class RankTrace(trace.TraceWriter[Tensor]):
                     sizes = saved.device_mesh.shape
                     for place, size in zip(saved.placements, sizes, strict=True):
                         if place.is_shard() and size > 1:
-                            found[name] = place.dim
-        return found
+                            dimensions[name] = place.dim
+        return dimensions
 
     @staticmethod
     def digest(tensor: Tensor) -> str:
@@ -386,18 +386,18 @@ class RankTrace(trace.TraceWriter[Tensor]):
         tensors = load_file(path)
         with self.strategy.owned(writes=True):
             for name, tensor in self._state():
-                if name in tensors:  # what the other run does not have is what `check` will say
+                if name in tensors:  # `check` reports what the other run does not have
                     put_whole(tensor, tensors[name])
 
 
-def _was_drawn_from(generator: torch.Generator) -> bool:
+def has_drawn(generator: torch.Generator) -> bool:
     """Whether numbers were drawn since the generator was seeded last."""
     fresh = torch.Generator().manual_seed(generator.initial_seed())
     return not torch.equal(fresh.get_state(), generator.get_state())
 
 
 def _storable(tensor: Tensor) -> Tensor:
-    """A copy on its own, in a type that NumPy has too."""
+    """A copy, in a type that NumPy has too."""
     real = reals(tensor.resolve_neg())
     short = real.dtype in (torch.bfloat16, torch.float16)
     return real.to("cpu", torch.float32 if short else real.dtype, copy=True).contiguous()

@@ -1,21 +1,20 @@
-"""The witness: the run itself says so when its result follows the number of ranks. On by default.
+"""The witness: reports if the result of a run depends on the number of ranks. On by default.
 
     names and shapes   of all ranks are compared while a strategy is set up (`same_model`)
-    replicas           are compared after the first two steps, at the end, before weights are
+    replicas           are compared after the first two steps, at the end, and before weights are
                        written (`replicas`)
-    what changes       in the first two steps beside gradients is compared and named (`observed`)
-    computed again     in the second step, and where the number of a step is a multiple of
+    side effects       of the first two steps, besides gradients, are named (`observed`)
+    recomputation      in the second step, and in steps whose number is a multiple of
                        `WITNESS_EVERY`, as long as that takes no more than `SHARE_OF_TIME`: one
                        micro-batch whole and shard by shard, by its rank, and one of these shards
                        by the next rank too (`recompute`)
 
-A job that starts again after a fault does not look twice at what it has looked at on as many ranks:
-its own checkpoint says what was found. Counters, generators and draws by function are looked at
-anew.
+After a restart on the same number of ranks, the witness does not repeat these checks: its findings
+are restored from the checkpoint. Counters, generators and draws by function are checked again.
 
-It changes no bit of a training. What it finds is a sentence for a person, the same on all ranks;
-under `warn` the training goes on, under `stop` it ends with `FollowsRanks`, and `off` looks at
-nothing. With `bitwise`, what would break its promise is refused before the first update.
+It changes no bit of a training. A finding is a sentence, the same on all ranks. Under `warn` the
+training goes on, under `stop` it ends with `FollowsRanks`, and `off` checks nothing. With
+`bitwise`, a finding that would break its guarantee raises before the first update.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ from allranks.torch.witness.observed import (
     Token,
     changed_by_reading,
     hook_makes_again,
+    merged_findings,
     read,
     roots_of_model,
     roots_of_task,
-    told_alike,
 )
 from allranks.torch.witness.recompute import OF_TYPES, Offer, Recomputing, SecondLook
 from allranks.torch.witness.replicas import CAUSES, verify
@@ -57,7 +56,7 @@ from allranks.torch.witness.replicas import CAUSES, verify
 WITNESS_EVERY = 500  # steps between two looks, after the first two
 SHARE_OF_TIME = 0.002  # of a training, for all of its looks: in fp32 one may last 40 steps in bf16
 OBSERVED_STEPS = 2
-LONGEST = 400  # characters of what was not seen
+LONGEST = 400  # characters of a note on a failed check
 EARLY_CAUSES = (
     "So early it is the task, most often: it writes weights or clears gradients in forward or "
     "loss, draws from generators of its own in its optimizer, "
@@ -67,7 +66,7 @@ NO_SECOND_FINDING = "no shard was computed again: what was found would change it
 
 
 def say_what_matters(event: str, **values: Any) -> None:
-    """What a loop of one's own hears without asking: of its ranks, and of its checkpoints."""
+    """Print important events to stderr, for training loops without a display."""
     if event == "witness":
         for text in values["found"]:
             sys.stderr.write(f"allranks: NOT equal on other numbers of ranks: {text}\n")
@@ -80,10 +79,10 @@ def say_what_matters(event: str, **values: Any) -> None:
 
 @dataclass
 class Testimony:
-    """What the witness has said, the same on all ranks: `found` makes the result follow the number
-    of ranks, `unseen` was not looked at.
+    """The report of the witness, the same on all ranks: `found` makes the result depend on the
+    number of ranks, `unseen` was not checked.
 
-    So many `looks` were taken: a micro-batch was computed again.
+    `looks` is the number of micro-batches that were recomputed.
     """
 
     asked: str
@@ -92,14 +91,14 @@ class Testimony:
     looks: int = 0
 
     def to_data(self) -> dict[str, Any]:
-        told = {"asked": self.asked, "found": self.found, "unseen": self.unseen}
-        return {**told, "looks": self.looks}
+        lists = {"found": self.found, "unseen": self.unseen}
+        return {"asked": self.asked, **lists, "looks": self.looks}
 
 
 class LookBudget:
-    """Whether a look is worth its time: `SHARE_OF_TIME` of the training has to pay for all of them.
+    """Bounds the time of all looks to `SHARE_OF_TIME` of the training.
 
-    Each rank measures, and the clock of rank 0 decides. The first look is always taken.
+    Each rank measures, and the clock of rank 0 decides. The first look is always allowed.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -109,19 +108,19 @@ class LookBudget:
         self.looks = 0
 
     def begin(self) -> None:
-        """A step begins; time counts from the first."""
+        """Begin a step; time counts from the first one."""
         if self._began is None:
             self._began = self.clock()
 
     def allows(self) -> bool:
-        """Whether one more, as long as the last, stays within the budget."""
+        """Whether one more look, as long as the last, stays within the budget."""
         assert self._began is not None, "a step has begun"
         wanted_s = self._spent_s + self._last_s
         return wanted_s <= SHARE_OF_TIME * (self.clock() - self._began)
 
     @contextmanager
     def spending(self) -> Iterator[None]:
-        """Within, a look is taken."""
+        """Within, a look runs, and its time is counted."""
         began = self.clock()
         yield
         self._last_s = self.clock() - began
@@ -130,9 +129,9 @@ class LookBudget:
 
 
 class Witness:
-    """Looks at a training; the trainer calls it around each step, every rank alike.
+    """Checks a training; the trainer calls it around each step, on every rank.
 
-    `report(event, **values)` hears what is found, once, on the leader.
+    `report(event, **values)` is called with new findings, on rank 0.
     """
 
     def __init__(
@@ -142,8 +141,8 @@ class Witness:
         self._start = [job.run_dir, world.attempt - world.restarts]  # of all its attempts alike
         self._is_restart, self._looked_before = world.restarts > 0, False
         self.testimony = Testimony(job.witness)
-        apart = not strategy.agreement.is_one_training and strategy.comm.size > 1
-        self.is_on = job.witness != "off" and not apart
+        is_apart = not strategy.agreement.is_one_training and strategy.comm.size > 1
+        self.is_on = job.witness != "off" and not is_apart
         self._why_none = why_none(strategy) if strategy.equal_passes else ""
         self.looks_again = not self._why_none
         self.budget = LookBudget()
@@ -155,7 +154,7 @@ class Witness:
     # --- across a restart -------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What a restart need not find once more, as this rank knows it."""
+        """The findings of this rank that a restart need not repeat."""
         return {
             "start": self._start,
             "ranks": self.strategy.comm.size,
@@ -167,7 +166,7 @@ class Witness:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take up what an earlier attempt of this very start has said."""
+        """Load the findings of an earlier attempt of the same start."""
         if not self._is_restart or state["start"] != self._start:
             return
         self._looked_before = state["looked"] and state["ranks"] == self.strategy.comm.size
@@ -196,15 +195,15 @@ class Witness:
 
     @contextmanager
     def _unseen_if_it_fails(self) -> Iterator[None]:
-        """What a user's objects do when they are looked at ends no training, but is recorded."""
+        """Within, an error of a user's object ends no training, but is recorded as unseen."""
         try:
             yield
         except Exception as error:
-            told = f"{type(error).__name__}: {error}"
-            self.testimony.unseen.append(f"what passes change was not seen: {told}"[:LONGEST])
+            reason = f"{type(error).__name__}: {error}"
+            self.testimony.unseen.append(f"what passes change was not seen: {reason}"[:LONGEST])
 
     def _reads_elsewhere(self, batches: GlobalBatches) -> bool:
-        """Whether other processes or threads read, or every rank reads all."""
+        """Whether other processes or threads read the data, or every rank reads all of it."""
         source = batches.source
         return isinstance(source, (TensorSource, WholeLoader)) or bool(
             getattr(source, "workers", 0)
@@ -221,11 +220,11 @@ class Witness:
 
     @property
     def observes(self) -> bool:
-        """Whether the step that comes is one of those in which all is looked at."""
+        """Whether the next step is one of the first steps, which are observed."""
         return self.is_on and self.steps < OBSERVED_STEPS
 
     def looks_again_at(self, batch: Batch) -> bool:
-        """Whether a shard of the batch is computed again before its step, if there is time."""
+        """Whether shards of the batch are recomputed before its step, if there is time."""
         is_due = self.steps == 1 and not self._looked_before
         is_due |= self.steps > 1 and batch.index % WITNESS_EVERY == 0
         return self.is_on and self.looks_again and is_due
@@ -233,9 +232,9 @@ class Witness:
     def before_step(
         self, batch: Batch, batches: GlobalBatches | None, settle: Callable[[], None]
     ) -> None:
-        """A step begins. Communicates where one is computed again, once it is settled.
+        """Begin a step. Communicates if shards are recomputed, after the last step is settled.
 
-        `batches` is what it was read from; `None` where the batch was made by hand.
+        `batches` is the source of the batch; `None` if the batch was made by hand.
         """
         if not self.is_on:
             return
@@ -244,7 +243,7 @@ class Witness:
             if self._observer is None:
                 self._observer = Observer(self.strategy.step, self._roots, alone, contents=True)
             self._observer.contents = self.steps == 0 and not self._looked_before
-            self.strategy.step.reached = self._reached
+            self.strategy.step.on_phase = self._reached
         self._at = batch.index
         if self.steps == 0:
             self.budget.begin()
@@ -255,24 +254,24 @@ class Witness:
                     self._look_again(batch, batches)
 
     def after_step(self) -> None:
-        """A step is done. Communicates after the first two: 32 bytes to each other rank."""
+        """End a step. Communicates after the first two: 32 bytes to each other rank."""
         if not self.is_on:
             return
         self.steps += 1
-        self.strategy.step.reached = unwatched
+        self.strategy.step.on_phase = unwatched
         if self.steps <= OBSERVED_STEPS and not self._looked_before:
             verify(self.strategy, self._causes(EARLY_CAUSES))
 
     def compare_replicas(self) -> None:
-        """Before something is written: all ranks hold the same, or `ReplicasDiffer` is raised."""
+        """Before weights are written: raise `ReplicasDiffer` unless all ranks hold the same."""
         if self.is_on or self.job.verify_every is not None:
             verify(self.strategy, self._causes())
 
     def _causes(self, early: str = "") -> str:
-        """What may have let replicas drift, the likeliest first."""
-        seen = [text for text in self.testimony.found if WRITES_WEIGHT in text]
-        if seen:
-            return f"The witness has seen what does that: {'; '.join(seen)}."
+        """The likely causes of a drift of replicas, the likeliest first."""
+        writes = [text for text in self.testimony.found if WRITES_WEIGHT in text]
+        if writes:
+            return f"The witness has seen what does that: {'; '.join(writes)}."
         return f"{early} {CAUSES}".strip()
 
     def _reached(self, where: str) -> None:
@@ -281,21 +280,21 @@ class Witness:
             with self._unseen_if_it_fails():
                 self._observer.reached(where)
             return
-        self.strategy.step.reached = unwatched  # a bad step is looked at again after this
-        own, self._read = {**self._read, **self._observer.found}, {}
+        self.strategy.step.on_phase = unwatched  # a bad step is recomputed after this
+        local, self._read = {**self._read, **self._observer.findings}, {}
         gather = self.strategy.comm.gather_texts
-        alike = told_alike(own, gather)
-        if alike:
-            for name in self._made_again(self._observer.tensors, gather):
-                alike.pop(name, None)
-        self.strategy.step.user_buffers.agree(alike)
-        found = list(alike.values())
+        merged = merged_findings(local, gather)
+        if merged:
+            for name in self._recomputed(self._observer.tensors, gather):
+                merged.pop(name, None)
+        self.strategy.step.user_buffers.agree(merged)
+        findings = list(merged.values())
         readings = self.strategy.step.scope.keys.readings
-        found += readings.agree(gather)
-        if self.job.bitwise and found:
+        findings += readings.agree(gather)
+        if self.job.bitwise and findings:
             raise RequestError(
                 asked="--bitwise",
-                found="; ".join(found),
+                found="; ".join(findings),
                 why="equal bits on any number of ranks need passes that leave nothing behind, and "
                 "random numbers that belong to a shard",
                 do="keep it out of the passes (a callback comes after each step; torch's own "
@@ -303,26 +302,26 @@ class Witness:
             )
         is_last = self.steps == OBSERVED_STEPS - 1
         unseen = max(gather(readings.untried())) if is_last else self._why_none
-        self._tell(self._at, found, unseen)
+        self._add_findings(self._at, findings, unseen)
 
-    def _made_again(self, own: set[str], gather: Callable[[str], list[str]]) -> set[str]:
-        """Of the tensors of modules that changed, those that follow from the weights alone.
+    def _recomputed(self, changed: set[str], gather: Callable[[str], list[str]]) -> set[str]:
+        """Of the changed tensors of modules, those that hooks recompute from the weights alone.
 
         Every rank calls this.
         """
-        together = set[str]().union(*map(json.loads, gather(json.dumps(sorted(own)))))
-        if not together:
-            return together
+        of_all = set[str]().union(*map(json.loads, gather(json.dumps(sorted(changed)))))
+        if not of_all:
+            return of_all
         step = self.strategy.step
         with self.strategy.whole_weights(), step.precision.autocast():
             device = step.scope.device
-            others = [name for name in own if not hook_makes_again(step.model, name, device)]
-        return together.difference(*map(json.loads, gather(json.dumps(others))))
+            others = [name for name in changed if not hook_makes_again(step.model, name, device)]
+        return of_all.difference(*map(json.loads, gather(json.dumps(others))))
 
-    def _tell(self, step: int, found: list[str], unseen: str = "") -> None:
-        """Say what is new; the same on all ranks."""
+    def _add_findings(self, step: int, findings: list[str], unseen: str = "") -> None:
+        """Record and report new findings; the same on all ranks."""
         known = self.testimony
-        new = [text for text in found if text not in known.found]
+        new = [text for text in findings if text not in known.found]
         known.found += new
         if unseen and unseen not in known.unseen:
             known.unseen.append(unseen)
@@ -339,21 +338,21 @@ class Witness:
     # --- a shard computed again -------------------------------------------------------------
 
     def _has_time(self) -> bool:
-        """Whether a look is taken here, the same on all ranks; every rank calls this."""
+        """Whether there is time for a look, the same on all ranks; every rank calls this."""
         if self.budget.looks == 0 or self.testimony.found:
             return True
         answers = self.strategy.comm.gather_texts(json.dumps(self.budget.allows()))
         return bool(json.loads(answers[0]))
 
     def _look_again(self, batch: Batch, batches: GlobalBatches) -> None:
-        """Compute a shard again, and compare; every rank calls this."""
+        """Recompute a micro-batch, and compare; every rank calls this."""
         if self.testimony.found:
-            self._tell(batch.index, [], NO_SECOND_FINDING)
+            self._add_findings(batch.index, [], NO_SECOND_FINDING)
             return
         strategy, turn = self.strategy, batch.index // WITNESS_EVERY
         comm = strategy.data if strategy.equal_passes else strategy.comm
-        own = Offer.of(batch, turn)
-        offers = comm.gather_texts("" if own is None else own.to_text())
+        offer = Offer.of(batch, turn)
+        offers = comm.gather_texts("" if offer is None else offer.to_text())
         if not any(offers):
             return  # a stream has ended
         self.testimony.looks += 1
@@ -369,13 +368,13 @@ class Witness:
         else:
             look = SecondLook(strategy, batch, batches, recomputing, turn, known)
             text, unseen = self._compared(look, roots)
-        self._tell(batch.index, [f"step {batch.index}: {text}"] if text else [], unseen)
+        self._add_findings(batch.index, [f"step {batch.index}: {text}"] if text else [], unseen)
 
     def _compared(self, look: SecondLook, roots: Roots) -> tuple[str, str]:
-        """What owner and helper of a look have otherwise, and what was not looked at."""
+        """The difference between owner and helper of a look, and what was not checked."""
         comm = self.strategy.comm
-        told = json.dumps(look.run(comm.rank, roots))
-        answers = [json.loads(text) for text in comm.gather_texts(told)]
+        answer = json.dumps(look.run(comm.rank, roots))
+        answers = [json.loads(text) for text in comm.gather_texts(answer)]
         owner = answers[look.owner]
         helper = answers[look.helper] if look.helper != look.owner else {}
         text = owner.get("differs", "")

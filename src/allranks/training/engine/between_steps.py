@@ -1,7 +1,7 @@
-"""What a trainer does between its steps: evaluate and save where the job asks for it, stop, go on.
+"""The work of a trainer between its steps: evaluate and save as the job says, stop, resume.
 
-The trainer of every engine has one, and hands itself in from its public methods of these names;
-what each means to a user is said there. How a state is put away is the engine's (`Saves`).
+The trainer of every engine has one, and calls it from its public methods of these names, which
+document them for users. Each engine saves its own state (`Saves`).
 """
 
 from __future__ import annotations
@@ -21,48 +21,49 @@ from allranks.training.guard import Guard
 from allranks.training.progress import Progress, StepResult
 
 # --- stopping ------------------------------------------------------------------------------------
-# When the ranks of a job stop that were asked to, before the training is at its end.
+# Agreement on the step after which all ranks stop, if a signal asks them to stop early.
 #
-# Ranks that step together hear with the step that one of them was asked to stop. Ranks that train
-# apart do not, so they agree to stop together after the last of the steps that they have reached.
+# Ranks in lockstep learn with the step that one of them was asked to stop. Ranks that train
+# independently do not, so they agree to stop after the last step that any of them has reached.
 
 
 class StopAgreement:
-    """Where the steps of a rank of `comm` end; with `together` all ranks step as one."""
+    """The step after which a rank of `comm` stops; with `lockstep` all ranks step as one."""
 
-    def __init__(self, comm: Ranks, together: bool) -> None:
-        self.comm, self.together = comm, together
+    def __init__(self, comm: Ranks, lockstep: bool) -> None:
+        self.comm, self.lockstep = comm, lockstep
         self._at: int | None = None
 
-    def should_stop(self, step: int, asked: bool) -> bool:
+    def should_stop(self, step: int, requested: bool) -> bool:
         """Whether to stop after this step; every rank calls this after each."""
-        if self.together:
-            return asked
-        if asked and self._at is None:
-            self._meet(step, asked=True)
+        if self.lockstep:
+            return requested
+        if requested and self._at is None:
+            self._agree(step, requested=True)
         return self._at is not None and step >= self._at
 
     def rank_finished(self, step: int) -> bool:
-        """This rank has no step left. Returns whether it is a stop; every rank calls this once.
+        """After the last step of this rank: returns whether it is a stop. Called once by each.
 
-        It is one if ranks that train apart were asked to stop before they came to their ends.
+        It is one if independent ranks were asked to stop before their last steps.
         """
-        if self.together:
+        if self.lockstep:
             return False
-        return self._at is not None or self._meet(step, asked=False)
+        return self._at is not None or self._agree(step, requested=False)
 
-    def _meet(self, step: int, asked: bool) -> bool:
+    def _agree(self, step: int, requested: bool) -> bool:
         """Agree on the last step; returns whether any rank was asked. Each calls this once."""
-        said = [json.loads(text) for text in self.comm.gather_texts(json.dumps([step, asked]))]
-        self._at = max(reached for reached, _ in said)
-        return any(was_asked for _, was_asked in said)
+        texts = self.comm.gather_texts(json.dumps([step, requested]))
+        answers = [json.loads(text) for text in texts]
+        self._at = max(reached for reached, _ in answers)
+        return any(was_asked for _, was_asked in answers)
 
 
 class Waits(Protocol):
     """What a save under way is waited for with."""
 
     def wait(self) -> bool:
-        """Return when it is over: whether it was committed."""
+        """Wait for the save; returns whether it was committed."""
         ...
 
 
@@ -72,18 +73,18 @@ class Saves(Protocol):
     @property
     def checkpointer(self) -> Waits: ...
 
-    def save(self, step: int, rest: dict[str, Any], metrics: dict[str, float]) -> None:
-        """Save what the engine holds, and the `rest` of the training; a thread goes on with it."""
+    def save(self, step: int, other_state: dict[str, Any], metrics: dict[str, float]) -> None:
+        """Save the engine's state, and `other_state` of the training; a thread writes it."""
         ...
 
-    def prepare(self, rest: dict[str, Any]) -> None:
-        """Once, after a step that is not saved: take the memory that saves need."""
+    def prepare(self, other_state: dict[str, Any]) -> None:
+        """Once, after a step that is not saved: allocate the memory that saves need."""
         ...
 
-    def load(self, load_rest: Callable[[dict[str, Any]], None]) -> int | None:
-        """Take up what the engine holds, and hand on the rest; returns its step, if there is any.
+    def load(self, load_other_state: Callable[[dict[str, Any]], None]) -> int | None:
+        """Load the engine's state, and pass on the other; returns its step, if there is any.
 
-        Where either fails, the checkpoint before is tried.
+        If either fails, the checkpoint before is tried.
         """
         ...
 
@@ -92,7 +93,7 @@ class Watches(Protocol):
     """Who looks at a training for what must not be saved, and need not look twice."""
 
     def compare_replicas(self) -> None:
-        """Before each save: raise for what must not be saved."""
+        """Before each save: raise if the replicas differ."""
         ...
 
     def state(self) -> dict[str, Any]: ...
@@ -101,7 +102,7 @@ class Watches(Protocol):
 
 
 class BetweenSteps:
-    """What is done between the steps of one training; `saving` is `None` without a run folder."""
+    """The work between the steps of one training; `saving` is `None` without a run folder."""
 
     def __init__(
         self,
@@ -119,7 +120,7 @@ class BetweenSteps:
 
     @property
     def saving(self) -> Saves:
-        """The checkpoints; raises `RequestError` where they have no folder."""
+        """The checkpoints; raises `RequestError` if there is no run folder."""
         if self._saving is None:
             raise RequestError(
                 asked="to save or resume a training",
@@ -130,13 +131,13 @@ class BetweenSteps:
         return self._saving
 
     def begin(self) -> None:
-        """Steps follow: callbacks go on from their states, which can be saved."""
+        """Before the first step: load and check the states of callbacks."""
         self._callback_states.begin()
         if self._saving is not None:
             self._callback_states.check()
 
     def evaluate_if_due(self, trainer: EngineTrainer) -> dict[str, float] | None:
-        """The metrics, where the job asks for an evaluation after the step that was made last."""
+        """Evaluate if the job asks for it after the last step; returns the metrics."""
         per_epoch = trainer.task_data.batches.steps_per_epoch
         if not trainer.evaluation_plan.is_due(trainer.progress, per_epoch):
             return None
@@ -145,7 +146,7 @@ class BetweenSteps:
         return metrics
 
     def save(self, trainer: EngineTrainer, *, wait: bool, evaluate: bool) -> bool:
-        """Save, after an evaluation if the best is kept; whether what it waited for stands."""
+        """Save, after an evaluation if the best is kept; returns whether the save is committed."""
         saving, metrics = self.saving, trainer.evaluation_plan.metrics_of(trainer.progress)
         if metrics is None:
             metrics = trainer.evaluate() if trainer.job.best and evaluate else {}
@@ -154,46 +155,46 @@ class BetweenSteps:
             callback.on_save(trainer)
         if self._watch is not None:
             self._watch.compare_replicas()
-        saving.save(trainer.progress.batch_index, self.rest(trainer), metrics)
+        saving.save(trainer.progress.batch_index, self.other_state(trainer), metrics)
         committed = saving.checkpointer.wait() if wait else True
         trainer.heartbeat.enter(before)
         return committed
 
     def resume(self, trainer: EngineTrainer) -> int | None:
-        """Resume from the newest good checkpoint: how many global batches are done with it."""
+        """Resume from the newest good checkpoint; returns the number of its global batches."""
         before = trainer.heartbeat.enter("save")
         _ = (
             trainer.task_data.batches
         )  # opening it seeds the streams that the checkpoint brings back
-        step = self.saving.load(partial(self.load_rest, trainer))
+        step = self.saving.load(partial(self.load_other_state, trainer))
         trainer.heartbeat.enter(before)
         return step
 
     def save_if_due(self, trainer: EngineTrainer, result: StepResult) -> bool:
-        """Save where the job or a signal asks for it after this step. Whether to stop now."""
+        """Save if the job or a signal asks for it after this step; returns whether to stop."""
         step, every = trainer.progress.batch_index, trainer.job.checkpoint_every
         stop = self._ending.should_stop(step, result.asked.stop)
-        asked = result.asked.save and self._ending.together
-        if asked:
-            # heard from another rank first: not again with the next step
+        requested = result.asked.save and self._ending.lockstep
+        if requested:
+            # another rank may have requested it: not again with the next step
             trainer.heartbeat.wants_save()
         due = every is not None and step % every == 0
-        if stop or asked or due or trainer.evaluation_plan.wants_save(trainer.progress):
+        if stop or requested or due or trainer.evaluation_plan.wants_save(trainer.progress):
             trainer.save(wait=stop, evaluate=not stop)
         elif every is not None and not self._is_prepared:
-            self.saving.prepare(self.rest(trainer))
+            self.saving.prepare(self.other_state(trainer))
             self._is_prepared = True
         return stop
 
     def finish(self, trainer: EngineTrainer) -> bool:
-        """Save after the last step, where checkpoints are made. Whether it is a stop."""
+        """Save after the last step, if there are checkpoints; returns whether it is a stop."""
         stop = self._ending.rank_finished(trainer.progress.batch_index)
         if stop or trainer.job.checkpoint_every is not None:
             trainer.save(evaluate=not stop)
         return stop
 
-    def rest(self, trainer: EngineTrainer) -> dict[str, Any]:
-        """What of the state of a training is not the engine's, as plain values."""
+    def other_state(self, trainer: EngineTrainer) -> dict[str, Any]:
+        """The state of a training that is not the engine's, as plain values."""
         return {
             "progress": dataclasses.asdict(trainer.progress),
             "guard": self._guard.state(),
@@ -203,8 +204,8 @@ class BetweenSteps:
             **self._callback_states.state(),
         }
 
-    def load_rest(self, trainer: EngineTrainer, state: dict[str, Any]) -> None:
-        """Take up what `rest` returned."""
+    def load_other_state(self, trainer: EngineTrainer, state: dict[str, Any]) -> None:
+        """Load what `other_state` returned."""
         self._callback_states.load_state(state)  # it may refuse: nothing was trained then
         trainer.progress = Progress.of(state["progress"])
         done = trainer.progress.batch_index
@@ -214,8 +215,8 @@ class BetweenSteps:
         trainer.evaluation_plan.load_state(state["course"])
         if self._loss_scale is not None:
             self._loss_scale.load_state(state["loss_scale"])
-        if self._watch is not None and (seen := state.get("witness")) is not None:
-            self._watch.load_state(seen)
+        if self._watch is not None and (testimony := state.get("witness")) is not None:
+            self._watch.load_state(testimony)
 
 
 def total_steps(trainer: EngineTrainer) -> int | None:

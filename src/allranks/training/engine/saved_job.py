@@ -1,6 +1,6 @@
-"""What the checkpoints of a training say of its job, and what of it must be as it was to go on.
+"""The job in the checkpoints of a training, and the settings that must be equal to resume.
 
-Each engine saves and takes up its own state; here is what is said beside it, and to whom.
+Each engine saves and loads its own state; here are the other fields, and the reports.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class SavedJob:
     @property
     def rules(self) -> dict[str, Any]:
         """What a `Checkpointer` is told of it."""
-        kept = {"keep": self.job.keep, "best": self.job.best}
-        return {**kept, "attempt": self.attempt, "reach": self.reach, "report": self.report}
+        policy = {"keep": self.job.keep, "best": self.job.best}
+        return {**policy, "attempt": self.attempt, "reach": self.reach, "report": self.report}
 
-    def about(self, rest: dict[str, Any], metrics: dict[str, float]) -> About:
-        """What a checkpoint says beside the state, the `rest` of which has the progress."""
-        return about_of(self.task, self.job, rest["progress"], self.facts(self.job), metrics)
+    def about(self, other_state: dict[str, Any], metrics: dict[str, float]) -> About:
+        """The fields of a manifest besides the state; `other_state` has the progress."""
+        return about_of(self.task, self.job, other_state["progress"], self.facts(self.job), metrics)
 
     def check(self, loaded: Loaded) -> ResumeChanges:
         """What has changed since; raises `RequestError` for the checkpoint of another job."""
@@ -152,11 +152,11 @@ class CallbackStates:
 
     def load_state(self, saved: dict[str, Any]) -> None:
         """Take up what `state` returned, now or when the training begins."""
-        own, found = saved.get("callbacks_of_rank") or {}, {}
+        rank_states, states = saved.get("callbacks_of_rank") or {}, {}
         for name, entry in (saved.get("callbacks") or {}).items():
             if name not in self._stateful:
                 continue
-            if "state" not in entry and name not in own:
+            if "state" not in entry and name not in rank_states:
                 raise RequestError(
                     asked=f"to resume on {self._comm.size} ranks",
                     found=f"a state of the callback {name} that was another on each rank",
@@ -164,8 +164,8 @@ class CallbackStates:
                     do="resume on as many ranks as the checkpoint has, or let state_dict() return "
                     "the same on all ranks",
                 )
-            found[name] = entry["state"] if "state" in entry else own[name]
-        self._loaded = found
+            states[name] = entry["state"] if "state" in entry else rank_states[name]
+        self._loaded = states
         if self._at_start is not None:
             self._load()
 

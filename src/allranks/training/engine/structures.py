@@ -1,12 +1,12 @@
-"""The one walk through what a batch or an output is made of, which rebuilds the type that came in.
+"""Traverses the structure of a batch or an output, and rebuilds it with the same types.
 
     tuples, named tuples, lists, deques             by position
     dicts and what derives from them, UserDict      by key, and by the attributes that they have
     dataclasses                                     by attribute
     other objects, where an array is in them        by attribute
 
-An engine says what an array is. Nothing of a user is called to rebuild: no `__init__`, no
-`__setattr__`, no `__setitem__`; only `__copy__`, where a class defines it.
+An engine defines what an array is. A rebuild calls no code of the user: no `__init__`, no
+`__setattr__`, no `__setitem__`; only `__copy__`, if a class defines it.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ class Walker:
             return value
         if replace is not None and (other := replace(value)) is not None:
             return other
-        found = self.open(value)
-        if found is None:
+        structure = self.open(value)
+        if structure is None:
             return value
-        items = [self.map(change, item, replace) for item in found.items]
+        items = [self.map(change, item, replace) for item in structure.items]
         is_object = not isinstance(value, (tuple, list, Mapping))
-        if is_object and all(new is old for new, old in zip(items, found.items, strict=True)):
+        if is_object and all(new is old for new, old in zip(items, structure.items, strict=True)):
             return value
-        return found.build(items)
+        return structure.build(items)
 
     def arrays_in(self, value: Any) -> Iterator[Any]:
         """Every array, in order."""
@@ -90,8 +90,8 @@ class Walker:
         elif type(value) in (tuple, list):
             for item in value:
                 yield from self.arrays_in(item)
-        elif (found := self.open(value)) is not None:
-            for item in found.items:
+        elif (structure := self.open(value)) is not None:
+            for item in structure.items:
                 yield from self.arrays_in(item)
 
     def open(self, value: Any) -> Structure | None:
@@ -110,8 +110,8 @@ class Walker:
             return None
         if isinstance(value, Mapping) and not attributes_of(value):
             return _by_key(value, type(value))
-        if self.objects and (found := self.registered(value)) is not None:
-            return found
+        if self.objects and (structure := self.registered(value)) is not None:
+            return structure
         if is_dataclass(value) or isinstance(value, Mapping):
             return _object(value)
         if isinstance(value, (set, frozenset)):
@@ -146,13 +146,13 @@ class Walker:
                 names.append(f".{name}")
 
         def build(new: list[Any]) -> Any:
-            made = dict(zip(keys, new, strict=False))
+            built = dict(zip(keys, new, strict=False))
             other = _bare(value)
             if isinstance(value, UserDict):
-                _put(other, {**attributes_of(value), "data": made})
+                _put(other, {**attributes_of(value), "data": built})
             else:
                 base = OrderedDict if isinstance(value, OrderedDict) else dict
-                for key, item in made.items():
+                for key, item in built.items():
                     base.__setitem__(other, key, item)
                 _put(other, attributes_of(value))
             _put(other, {name: new[number] for name, number in same.items()})
@@ -219,32 +219,32 @@ def _row(value: Any) -> Structure:
 
 
 def _object(value: Any) -> Structure:
-    own = attributes_of(value)
+    attributes = attributes_of(value)
 
     def build(items: list[Any]) -> Any:
-        if any(isinstance(item, weakref.ReferenceType) for item in own.values()):
+        if any(isinstance(item, weakref.ReferenceType) for item in attributes.values()):
             raise cannot_open(value, "which has a weak reference")
         other = _bare(value)
-        _put(other, dict(zip(own, items, strict=True)))
+        _put(other, dict(zip(attributes, items, strict=True)))
         return other
 
-    return Structure([f".{name}" for name in own], list(own.values()), build)
+    return Structure([f".{name}" for name in attributes], list(attributes.values()), build)
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
     """The attributes that an object has itself, in its `__dict__` and its slots."""
-    own = getattr(value, "__dict__", None)
-    found = dict(own) if isinstance(own, dict) else {}
+    dictionary = getattr(value, "__dict__", None)
+    attributes = dict(dictionary) if isinstance(dictionary, dict) else {}
     for name, slot in _slots(type(value)).items():
         try:
-            found[name] = slot.__get__(value)
+            attributes[name] = slot.__get__(value)
         except AttributeError:
             continue  # it is not set
-    return found
+    return attributes
 
 
 def _slots(kind: type) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    slots: dict[str, Any] = {}
     for base in kind.__mro__:
         names = base.__dict__.get("__slots__", ())
         for name in (names,) if isinstance(names, str) else names:
@@ -252,8 +252,8 @@ def _slots(kind: type) -> dict[str, Any]:
             full = f"_{base.__name__.lstrip('_')}{name}" if is_private else name
             slot = base.__dict__.get(full)
             if hasattr(slot, "__set__") and name not in ("__dict__", "__weakref__"):
-                found.setdefault(full, slot)
-    return found
+                slots.setdefault(full, slot)
+    return slots
 
 
 def _put(other: Any, attributes: dict[str, Any]) -> None:
@@ -286,7 +286,7 @@ def _bare(value: Any) -> Any:
 
 
 def cannot_open(value: Any, found: str) -> RequestError:
-    """What to say of an object with arrays in it that cannot be made anew with others."""
+    """The error for an object with arrays that cannot be rebuilt with other ones."""
     kind = type(value)
     return RequestError(
         asked="a batch or an output of the task",

@@ -1,4 +1,4 @@
-"""How a rank tells of its failure, so that the supervisor can say who was first and why."""
+"""The record of a rank's failure, from which the supervisor finds the first one and its cause."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # Keras paints its errors
 
 def failure_of(error: BaseException, updates: int, step: int | None) -> dict[str, Any]:
     """The values of the event `failed`, after so many own updates, in `step` of the job."""
-    of_ours, said = error if isinstance(error, AllranksError) else None, words_of(error)
+    of_ours, message = error if isinstance(error, AllranksError) else None, words_of(error)
     stack = "" if of_ours and of_ours.says_all else "".join(traceback.format_exception(error))
     return {
         "kind": type(error).__name__,
         "fault_kind": classify(error),
-        "message": COLOURS.sub("", shortened(said, LONGEST_MESSAGE)),
+        "message": COLOURS.sub("", shortened(message, LONGEST_MESSAGE)),
         "traceback": COLOURS.sub("", shortened(stack, LONGEST_STACK)),
-        "peer_lost": isinstance(error, PeerLost) or is_of_transport(said),
+        "peer_lost": isinstance(error, PeerLost) or is_of_transport(message),
         "passing": of_ours.passing if of_ours else True,
         "request": error.to_data() if isinstance(error, RequestError) else None,
         "updates": updates,
@@ -39,5 +39,5 @@ def shortened(text: str, most: int) -> str:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """With what code a rank leaves that `error` has ended."""
+    """The exit code of a rank that ends with `error`."""
     return error.exit_code if isinstance(error, AllranksError) else 1

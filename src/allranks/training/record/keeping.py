@@ -1,7 +1,7 @@
-"""The files of a job at its end, kept elsewhere where the run folder has no room for them.
+"""Saves the final files of a job, in another folder if the run folder has no space for them.
 
-The leader makes one. What was kept elsewhere is `elsewhere`, with its path; what could be kept
-nowhere is `lost`, and what the run folder has a part of that can be made anew is `incomplete`.
+The leader makes one. `elsewhere` lists files in another folder, with their paths; `lost` lists
+those that could not be saved; `incomplete` those that are partly written and can be made again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ALL = "all of it"
 
 
 class Keeping:
-    """Where the files of one job go; `report` hears of each that is not in the run folder."""
+    """The files of one job; `report` is called for each that is not in the run folder."""
 
     def __init__(self, run_dir: Path, report: Callable[..., None]) -> None:
         self.run_dir, self._report = run_dir, report
@@ -44,8 +44,8 @@ class Keeping:
         if path.parent != self.run_dir:
             self._say_where(name, path, ALL)
 
-    def rest(self, name: str, content: bytes) -> None:
-        """Keep the lines that a file of the run folder did not take, if there are any."""
+    def keep_rows(self, name: str, content: bytes) -> None:
+        """Save the rows that did not fit a file of the run folder, if there are any."""
         if not content:
             return
         rows = content.count(b"\n")
@@ -62,18 +62,18 @@ class Keeping:
         self._report("not_kept", file=name, error=part)
 
     def removed(self, name: str) -> None:
-        """Somebody has removed a file, which was begun again."""
+        """Record that a file was removed by another program, and was begun again."""
         self.lost[name] = REMOVED
         self._report("not_kept", file=name, error=REMOVED)
 
     def to_data(self) -> dict[str, Any]:
-        """For the summary of the job: nothing where all is in the run folder."""
-        found = {
+        """The lists for the summary of the job; empty if all files are in the run folder."""
+        lists = {
             "kept_elsewhere": self.elsewhere,
             "not_kept": self.lost,
             "incomplete_logs": self.incomplete,
         }
-        return {name: values for name, values in found.items() if values}
+        return {name: values for name, values in lists.items() if values}
 
     def _paths(self, name: str) -> Iterator[Path]:
         yield self.run_dir / name
@@ -96,15 +96,15 @@ def write_where_room_is(
     Raises the `OSError` of the first path if none has room.
     """
     path, file = _begun(paths, size_bytes)
-    beside = Path(file.name)
+    temporary = Path(file.name)
     try:
         with file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        beside.rename(path)
+        temporary.rename(path)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     return path
 
@@ -112,14 +112,14 @@ def write_where_room_is(
 def _begun(paths: Iterable[Path], size_bytes: int) -> tuple[Path, BinaryIO]:
     first: OSError | None = None
     for path in paths:
-        beside = path.with_name(f".{path.name}")
+        temporary = path.with_name(f".{path.name}")
         try:
-            file = open(beside, "wb")
+            file = open(temporary, "wb")
             try:
                 os.posix_fallocate(file.fileno(), 0, size_bytes)
             except BaseException:
                 file.close()
-                beside.unlink()
+                temporary.unlink()
                 raise
         except OSError as error:
             if first is None and error.errno not in FULL:

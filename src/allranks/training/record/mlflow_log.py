@@ -96,5 +96,6 @@ class MlflowLog:
 def _parameters(job: Mapping[str, Any]) -> dict[str, Any]:
     """The job and its task by name, `task.lr` for a field; what is not set is left out."""
     task = {f"task.{name}": value for name, value in redacted(job.get("task", {})).items()}
-    own = {n: v for n, v in redacted(dict(job)).items() if n not in ("task", "source", "run_dir")}
-    return {name: value for name, value in (own | task).items() if value not in (None, "")}
+    shown = redacted(dict(job)).items()
+    values = {n: v for n, v in shown if n not in ("task", "source", "run_dir")}
+    return {name: value for name, value in (values | task).items() if value not in (None, "")}

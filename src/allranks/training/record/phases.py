@@ -64,7 +64,7 @@ class PhaseRecord:
         """Watch no longer; what a full disk did not take is lost: it is no result."""
         if self._heartbeat.watch is not None:
             self._heartbeat.watch = None
-            self._file.close_with_rest()
+            self._file.close_with_unwritten()
 
     def _left(self, phase: str, since: float, now: float) -> None:
         """A phase is over, or a step in the midst of it."""
@@ -106,15 +106,15 @@ def held_at_most(device_bytes: int | None = None, status: Path = STATUS) -> Memo
         lines = status.read_text().splitlines()
     except OSError:
         lines = []
-    found = [line.split() for line in lines if line.startswith(PEAK)]
-    return MemoryPeaks(int(found[0][1]) * 1024 if found else None, device_bytes)
+    peaks = [line.split() for line in lines if line.startswith(PEAK)]
+    return MemoryPeaks(int(peaks[0][1]) * 1024 if peaks else None, device_bytes)
 
 
 def held_in(events: Iterable[dict[str, Any]]) -> dict[int, MemoryPeaks]:
     """The peaks of each rank by its last word in `events`; those that said nothing are left out."""
-    found: dict[int, MemoryPeaks] = {}
+    row: dict[int, MemoryPeaks] = {}
     for event in events:
-        said = event.get("memory")
-        if event["event"] in ENDS and event["rank"] is not None and said:
-            found[event["rank"]] = MemoryPeaks(said["host_bytes"], said["device_bytes"])
-    return found
+        text = event.get("memory")
+        if event["event"] in ENDS and event["rank"] is not None and text:
+            row[event["rank"]] = MemoryPeaks(text["host_bytes"], text["device_bytes"])
+    return row

@@ -149,12 +149,12 @@ class TraceWriter(Callback, ABC, Generic[T]):
         if row is None:
             return
         step = row["step"]
-        found = self.whole(self._gradients)
+        named = self.whole(self._gradients)
         self._gradients = [{} for _ in self._files]
-        for copy, (file, tensors) in enumerate(zip(self._files, found, strict=True)):
-            own = {"facts": self.facts()} if step == START else {"ids": self._ids[copy]}
+        for copy, (file, tensors) in enumerate(zip(self._files, named, strict=True)):
+            details = {"facts": self.facts()} if step == START else {"ids": self._ids[copy]}
             digests = {name: self.digest(tensor) for name, tensor in tensors.items()}
-            file.row({**row, **own, "digests": digests})
+            file.row({**row, **details, "digests": digests})
             rank = self._copies[copy]
             if rank == 0 or step == self.job.parts_of:
                 path = tensors_path(self.path, step, rank)

@@ -258,7 +258,7 @@ class _Passes:
             tally.add(loss, weight, micro.samples, scope)
             self._ends[stage, number] = backward
             return
-        with self.step.apart:
+        with self.step.user_backward:
             output = self.step.output(self.batch, micro)
         self._check_drawn(stage)
         self._moments[stage, number] = scope.moment()

@@ -173,7 +173,7 @@ class FSDP(Single):
         shards, kind = self.axis(SHARD), lambda: self.exchange.kind
         gathers, sums = (partial(self.trail.at, f"{what} {name}") for what in ("gathers", "sums"))
         unit.set_custom_all_gather(Gather(shards, kind, gathers))
-        unit_sum, apart = self.sums.of(own), lambda: self.step.apart.is_on
+        unit_sum, apart = self.sums.of(own), lambda: self.step.user_backward.is_on
         scatter = Scatter(shards, kind, sums, own, unit_sum, apart)
         unit.set_custom_reduce_scatter(scatter)
         if hasattr(unit, "set_reduce_scatter_unused_params"):
@@ -219,7 +219,7 @@ class FSDP(Single):
         """Whether code of the task runs, which is guarded."""
         over_batch = self.step.batch_loss
         is_on = over_batch is not None and over_batch.is_on
-        return self._evaluates or self.step.apart.is_on or is_on
+        return self._evaluates or self.step.user_backward.is_on or is_on
 
     def _forward(self, data: Any) -> Any:
         return self.passes.passed(partial(forward, self.task, self.step.call, data))

@@ -44,7 +44,7 @@ from allranks.torch.data.batch import (
 )
 from allranks.torch.data.collate import tensors_in
 from allranks.torch.model.layers import Scope, computed_again
-from allranks.torch.model.placement import held, row
+from allranks.torch.model.placement import placed_tensors, row
 from allranks.torch.parallel.sharded.gradients import check_no_hooks
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.losses import forward
@@ -247,14 +247,14 @@ class DP(Strategy):
 
     def lay_out(self) -> None:
         step = self.step
-        held: list[nn.Parameter] = list(step.parameters)
+        placed_tensors: list[nn.Parameter] = list(step.parameters)
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
         for replica in self.copies:
             weights = dict(replica.model.named_parameters())
             own = [weights[name] for name in step.names]
-            held += own
+            placed_tensors += own
             for position, weight in enumerate(own):
                 weight.requires_grad_()  # it may be new
                 self._hooks.append(
@@ -262,7 +262,7 @@ class DP(Strategy):
                 )
             for number, position in enumerate(step.sparse.positions):
                 self._hooks.append(own[position].register_hook(step.sparse.marker(number)))
-        step.apart.parameters = held
+        step.user_backward.parameters = placed_tensors
 
     def forward_backward(self, batch: Batch) -> Tally:
         for replica in self.copies:
@@ -342,7 +342,8 @@ class DP(Strategy):
         """Every replica's weights; on the first device what it gathers too."""
         rows, names = super().placement(updated=updated), self.step.names
         for each in self.copies:
-            rows += held(each.model, names, None, None, replica=each.number, updated=updated)
+            replica = each.number
+            rows += placed_tensors(each.model, names, None, None, replica=replica, updated=updated)
         return rows + self._gathered_rows
 
     def close(self) -> None:
