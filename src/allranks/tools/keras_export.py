@@ -41,11 +41,11 @@ def export_model(folder: Path, target: Path, form: str, server: ForkServer | Non
     verified(folder)
     job = _job_of(folder, target, form)
     check_installed(job.engine)
-    beside = target.with_name(f".{os.getpid()}.{target.name}")  # Keras looks at how a name ends
+    unfinished = target.with_name(f".{os.getpid()}.{target.name}")  # Keras looks at how a name ends
     with ExitStack() as stack:
-        stack.callback(_remove, beside)
+        stack.callback(_remove, unfinished)
         server = server or stack.enter_context(ForkServer(()))
-        return _exported(server, job, folder, target, beside, form)
+        return _exported(server, job, folder, target, unfinished, form)
 
 
 def _remove(path: Path) -> None:
@@ -62,10 +62,10 @@ def _job_of(folder: Path, target: Path, form: str) -> Job:
     task = {name: value for name, value in base.task.items() if value != HIDDEN}
     job = Job(**base.values, task=task)
     if not ENGINES[job.engine].export or not job.program:
-        what = f"a run of the {job.engine} engine"
+        subject = f"a run of the {job.engine} engine"
         raise RequestError(
             asked=f"to export to {target} with --format {form}",
-            found=what if job.program else "a loop of one's own, which names no program",
+            found=subject if job.program else "a loop of one's own, which names no program",
             why="that format holds a Keras model, built by the task and filled by TensorFlow",
             do="--format safetensors, which has the weights by their names",
         )
@@ -73,17 +73,17 @@ def _job_of(folder: Path, target: Path, form: str) -> Job:
 
 
 def _exported(
-    server: ForkServer, job: Job, folder: Path, target: Path, beside: Path, form: str
+    server: ForkServer, job: Job, folder: Path, target: Path, unfinished: Path, form: str
 ) -> int:
-    paths = {"folder": folder, "target": target, "beside": beside}
-    said = {name: str(path.absolute()) for name, path in paths.items()}
+    paths = {"folder": folder, "target": target, "beside": unfinished}
+    paths_of_job = {name: str(path.absolute()) for name, path in paths.items()}
     answer = answered(
         server,
         ENGINES[job.engine].export,
         lambda scratch: {
             "job": dataclasses.replace(job, run_dir=scratch).to_data(),
             "form": form,
-            **said,
+            **paths_of_job,
         },
         "exported",
         {

@@ -40,10 +40,10 @@ def place_ranks(plan: LaunchPlan, server: ForkServer) -> list[RankPlacement]:
         fault = first_fault(ended, run_dir)
         if fault is not None:
             raise user_error(fault, ended, run_dir)
-        found = read_placements(run_dir, plan.job.ranks)
-    if len(found) < plan.job.ranks:
-        raise PlaceError(f"{plan.job.ranks} ranks ended well, {len(found)} said what they hold")
-    return found
+        placements = read_placements(run_dir, plan.job.ranks)
+    if len(placements) < plan.job.ranks:
+        raise PlaceError(f"{plan.job.ranks} ranks ended well, {len(placements)} wrote placements")
+    return placements
 
 
 def _process(plan: LaunchPlan, rank: RankPlan, run_dir: Path) -> Process:
