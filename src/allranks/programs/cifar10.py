@@ -74,8 +74,8 @@ class Cifar10(Task):
         """Shifted, with the mean colour where it leaves a gap, and mirrored half of the time."""
         image, label = sample
         around = np.pad(image, ((0, 0), (SHIFT, SHIFT), (SHIFT, SHIFT)))
-        top, left = random.integers(2 * SHIFT + 1, size=2)
-        image = around[:, top : top + SIDE, left : left + SIDE]
+        row, column = random.integers(2 * SHIFT + 1, size=2)
+        image = around[:, row : row + SIDE, column : column + SIDE]
         return np.ascontiguousarray(image[..., ::-1] if random.random() < 0.5 else image), label
 
     def loss(self, output: Tensor, batch: Any) -> Tensor:

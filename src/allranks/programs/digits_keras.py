@@ -22,7 +22,7 @@ Labelled = tuple[NDArray[np.float32], NDArray[np.int64]]
 
 @dataclass(kw_only=True)
 class DigitsKeras(Task):
-    """Classify digits; at least 97 % of those held out are told right."""
+    """Classify digits; the accuracy on held-out digits is at least 97 %."""
 
     batch_size: int = 256
     epochs: int = 20

@@ -86,12 +86,12 @@ class DownloadedFiles:
             for remote in self.collection.published
             if not (folder / remote.name.removesuffix(".gz")).exists()
         ]
-        if not self.download:  # but what is there has to be the published file
+        if not self.download:  # but existing files must be the published ones
             packed = [remote for remote in packed if (folder / remote.name).exists()]
-        fetch(packed, folder)  # all of them at once: whoever has no network is told once
+        fetch(packed, folder)  # all at once: without a network there is one error
         looked_for = [folder / name, folder / f"{name}.gz"]
-        found = [path for path in looked_for if path.exists()]
-        if not found:
+        paths = [path for path in looked_for if path.exists()]
+        if not paths:
             do = "put one of them there, or --set download=yes"
             require(f"the data of {self.asked_by}", looked_for, do)
-        return found[0]
+        return paths[0]

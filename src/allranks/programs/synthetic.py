@@ -55,7 +55,7 @@ class Synthetic(Task):
 
 
 class _Stream:
-    """Samples made up as they are read: `open` gives those of one shard in one epoch."""
+    """Samples generated on reading: `open` returns those of one shard in one epoch."""
 
     def __init__(self, samples: int, features: int, classes: int) -> None:
         self.samples, self.features, self.classes = samples, features, classes

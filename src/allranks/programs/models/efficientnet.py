@@ -57,8 +57,8 @@ class EfficientNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (n, 3, height, width) -> logits (n, classes)."""
-        found: Tensor = self.classifier(self.features(images).mean((2, 3)))
-        return found
+        logits: Tensor = self.classifier(self.features(images).mean((2, 3)))
+        return logits
 
 
 class MBConv(nn.Module):
@@ -83,8 +83,8 @@ class MBConv(nn.Module):
         self.stochastic_depth = StochasticDepth(drop if self.residual else 0.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.block(x)
-        return self.stochastic_depth(found) + x if self.residual else found
+        output: Tensor = self.block(x)
+        return self.stochastic_depth(output) + x if self.residual else output
 
 
 class SqueezeExcitation(nn.Module):
@@ -110,13 +110,13 @@ class StochasticDepth(nn.Module):
 
     def __init__(self, drop: float) -> None:
         super().__init__()
-        self.kept = nn.Dropout(drop)
+        self.sample_dropout = nn.Dropout(drop)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.training or self.kept.p == 0:
+        if not self.training or self.sample_dropout.p == 0:
             return x
         ones = torch.ones(len(x), *(1,) * (x.ndim - 1), dtype=x.dtype, device=x.device)
-        scale: Tensor = self.kept(ones)  # 0 or 1 / (1 - drop)
+        scale: Tensor = self.sample_dropout(ones)  # 0 or 1 / (1 - drop)
         return x * scale
 
 

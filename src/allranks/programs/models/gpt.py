@@ -114,10 +114,10 @@ class Attention(nn.Module):
         rows = self.query_key_value(x).unflatten(-1, (-1, 3, self.head_width))
         query, key, value = rows.transpose(1, 2).unbind(3)  # each (n, heads, t, features)
         if self.training and self.weights_drop.p > 0:
-            found = self._by_explicit_weights(query, key, value)
+            output = self._by_explicit_weights(query, key, value)
         else:
-            found = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        joined: Tensor = self.drop(self.output(found.transpose(1, 2).flatten(2)))
+            output = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        joined: Tensor = self.drop(self.output(output.transpose(1, 2).flatten(2)))
         return joined
 
     def _by_explicit_weights(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -125,8 +125,8 @@ class Attention(nn.Module):
         scores = query @ key.transpose(-2, -1) / math.sqrt(self.head_width)  # (n, heads, t, t)
         ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         weights = scores.masked_fill(ahead, -math.inf).softmax(-1)
-        found: Tensor = self.weights_drop(weights) @ value
-        return found
+        output: Tensor = self.weights_drop(weights) @ value
+        return output
 
 
 def gpt(shape: GPTShape) -> GPT:

@@ -41,8 +41,8 @@ class VGG(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (n, 3, 224, 224) -> logits (n, classes)."""
-        found: Tensor = self.classifier(self.features(images).flatten(1))
-        return found
+        logits: Tensor = self.classifier(self.features(images).flatten(1))
+        return logits
 
 
 def vgg16(classes: int = 1000, dropout: float = 0.5) -> VGG:

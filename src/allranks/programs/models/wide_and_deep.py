@@ -53,8 +53,8 @@ class WideAndDeep(nn.Module):
     def forward(self, counts: Tensor, categories: Tensor) -> Tensor:
         logs = counts.log1p()
         rows = categories + self.first
-        found = self.deep(rows).flatten(1)  # (n, features * dim)
-        deep = self.layers(torch.cat([found, logs], 1))
+        embedded = self.deep(rows).flatten(1)  # (n, features * dim)
+        deep = self.layers(torch.cat([embedded, logs], 1))
         wide = self.wide(torch.cat([rows, *self._crossed(categories)], 1)) + self.linear(logs)
         score: Tensor = (wide + deep).squeeze(1)
         return score
@@ -63,8 +63,8 @@ class WideAndDeep(nn.Module):
         """(n, 1) for each pair: the row of its product."""
         return [
             self.total
-            + ((categories[:, one] * 8191 + categories[:, other]) * 131 + place).remainder(
+            + ((categories[:, first] * 8191 + categories[:, other]) * 131 + place).remainder(
                 self.crossed
             )[:, None]
-            for place, (one, other) in enumerate(self.pairs)
+            for place, (first, other) in enumerate(self.pairs)
         ]
