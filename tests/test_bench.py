@@ -106,7 +106,7 @@ def test_speed_ups_are_turn_by_turn_over_the_fewest_ranks_of_a_strategy() -> Non
     assert "a rank held 3.0 MiB at most" in page and page.count("| 3.0 MiB |") == 3
     assert above == [
         *("above 75%", "the base", "yes", "undecided"),
-        *("refused: no", "the base", "one repeat: nobody knows"),
+        *("refused: no", "the base", "one repeat: unknown"),
     ]
     assert "190" not in table(rows) and "1.90 ± 0.04" in table(rows)
 

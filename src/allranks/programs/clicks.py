@@ -149,10 +149,10 @@ class ClickThrough(Task):
         return Adagrad(model.parameters(), lr=self.lr)
 
     def train_data(self) -> tuple[Tensor, ...]:
-        return self._made(self.samples, TRAINING)
+        return self._tensors(self.samples, TRAINING)
 
     def eval_data(self) -> tuple[Tensor, ...]:
-        return self._made(self.held_out, EVALUATION)
+        return self._tensors(self.held_out, EVALUATION)
 
     def inputs(self, batch: Any) -> tuple[Tensor, Tensor]:
         return batch[0], batch[1]
@@ -184,7 +184,7 @@ class ClickThrough(Task):
         pairs = sum(clicks) * below
         return {**metrics, "auc": above / pairs} if pairs else metrics
 
-    def _made(self, samples: int, part: int) -> tuple[Tensor, ...]:
+    def _tensors(self, samples: int, part: int) -> tuple[Tensor, ...]:
         """Counts (n, 13), categories (n, 26), clicks (n,)."""
         clicks = self.law.samples(samples, part)
         arrays = clicks.counts, clicks.categories, clicks.clicks

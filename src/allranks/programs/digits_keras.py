@@ -1,7 +1,7 @@
 """Handwritten digits with Keras: the twin of `digits`, for either engine.
 
-The same network, data and optimizer, in Keras' own words: images have their channels last. Under
-the TensorFlow engine Keras computes with TensorFlow, under the torch engine with torch.
+The same network, data and optimizer in Keras: images have their channels last. The TensorFlow
+engine runs Keras with TensorFlow, the torch engine with torch.
 """
 
 from __future__ import annotations

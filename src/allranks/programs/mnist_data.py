@@ -1,7 +1,7 @@
 """MNIST and Fashion-MNIST as arrays, for the program of each engine.
 
-A folder has the four IDX files of one of them. Plain ones are taken as they are, packed ones (.gz)
-have to be the published ones, and what is missing is fetched once per node.
+A folder has the four IDX files of one of them. Plain files are used as they are, packed ones (.gz)
+must be the published ones, and each node downloads missing ones once.
 LeCun et al. 1998; Xiao, Rasul and Vollgraf 2017, arXiv 1708.07747.
 """
 
@@ -26,7 +26,7 @@ _FASHION = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
 
 @dataclass(frozen=True)
 class Collection:
-    """Images of one kind; `mean` and `deviation` are those of the pixels that are trained on."""
+    """A data set; `mean` and `deviation` are those of its training pixels."""
 
     name: str
     mean: float
@@ -60,7 +60,7 @@ FASHION = Collection(
 
 @dataclass(frozen=True)
 class DownloadedFiles:
-    """The files of a collection below `data`; `asked_by` is the task, as errors name it."""
+    """The files of a collection below `data`; `asked_by` is the task's name in errors."""
 
     collection: Collection
     data: str
@@ -79,7 +79,7 @@ class DownloadedFiles:
         return pictures, numbers
 
     def _path(self, name: str) -> Path:
-        """The file of this name, plain if it is there, else packed."""
+        """The plain file of this name if it exists, else the packed one."""
         folder = Path(self.data) / self.collection.name
         packed = [
             remote

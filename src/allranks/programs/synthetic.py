@@ -1,4 +1,4 @@
-"""Made-up data, a new batch each step: for measuring a step without any reading of data.
+"""Synthetic data, a new batch each step: for measuring a step without reading data.
 
 The samples of a shard follow from (seed, epoch, shard), so every run with one seed sees the same
 batches, on any number of ranks. The labels follow from the inputs by a fixed linear rule, so the

@@ -1,7 +1,7 @@
-"""What every rank of a plan would hold, found by setting all of them up; nothing is trained.
+"""Previews what every rank of a plan holds, by setting all ranks up without training.
 
-Used by `train --dry-run --placement`. The ranks join, build the model and make the optimizer, in a
-scratch folder that is gone afterwards.
+Used by `train --dry-run --placement`. The ranks join, build the model and create the optimizer, in
+a temporary folder.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from allranks.launcher.supervisor import supervise
 
 
 def place_ranks(plan: LaunchPlan, server: ForkServer) -> list[RankPlacement]:
-    """What each rank holds; raises as a job would whose ranks cannot be set up."""
+    """What each rank holds; raises the errors of a job whose ranks cannot be set up."""
     if not plan.process_set.are_all_trainers:
         raise RequestError(
             asked=f"--placement with --strategy {plan.job.strategy}",

@@ -64,8 +64,8 @@ class EfficientNet(nn.Module):
 class MBConv(nn.Module):
     """An inverted bottleneck: expand, convolve each channel, gate the channels, project.
 
-    Where the shape stays, the input is added, and while training the rest of the block is left
-    out of a sample with probability `drop`.
+    If the shape stays, the input is added; in training the block is then skipped for each sample
+    with probability `drop`.
     """
 
     def __init__(
@@ -102,10 +102,10 @@ class SqueezeExcitation(nn.Module):
 
 
 class StochasticDepth(nn.Module):
-    """While training, whole samples are set to 0 with probability `drop`, the others scaled up.
+    """In training, sets whole samples to 0 with probability `drop`, and scales the others up.
 
-    Huang et al. 2016, arXiv 1603.09382. The draw is that of an `nn.Dropout` over one number for
-    each sample, so the engine gives it to the shard, and it does not depend on the ranks.
+    Huang et al. 2016, arXiv 1603.09382. It uses an `nn.Dropout` over one number per sample, so the
+    engine keys the draw by shard, and the result does not depend on the ranks.
     """
 
     def __init__(self, drop: float) -> None:

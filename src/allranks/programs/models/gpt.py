@@ -18,8 +18,8 @@ from torch.nn import functional as F
 class GPTShape:
     """The sizes of a GPT. `context` is in tokens; `heads` must divide `width`.
 
-    `dropout` is that of embeddings and of both parts of a block. `attention_dropout` drops
-    attention weights themselves, which then have to exist: quadratic memory, a slower kernel.
+    `dropout` is for embeddings and both parts of a block. `attention_dropout` drops attention
+    weights, which are then materialized: quadratic memory, a slower kernel.
     """
 
     vocabulary: int
@@ -90,10 +90,10 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Each token looks at itself and at those before it.
+    """Causal attention: each token attends to itself and to earlier tokens.
 
-    The rows of `query_key_value` are in the order (head, query | key | value, feature), so that a
-    run of rows is a run of whole heads, as tensor parallelism needs it.
+    The rows of `query_key_value` have the order (head, query | key | value, feature), so that
+    consecutive rows are whole heads, as tensor parallelism needs.
     """
 
     def __init__(self, shape: GPTShape) -> None:

@@ -1,7 +1,7 @@
 """Wide & Deep: a linear model of sparse features and their pairs, added to a network of embeddings.
 
 Cheng et al. 2016, arXiv 1606.07792. All categories share one table for each side, one row for each
-value of a category: a lookup is one request, and the tables are all but all of the weights.
+value of a category: a lookup is one request, and the tables hold nearly all of the weights.
 """
 
 from __future__ import annotations

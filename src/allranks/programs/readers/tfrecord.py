@@ -156,7 +156,7 @@ def make_example(features: Mapping[str, Sequence[bytes] | NDArray[np.generic]]) 
     """A serialized Example of lists of bytes, and of arrays of floats or of whole numbers."""
     entries = b""
     for name, values in features.items():
-        entry = _tagged(1, name.encode()) + _tagged(2, _made_feature(values))
+        entry = _tagged(1, name.encode()) + _tagged(2, _encoded_feature(values))
         entries += _tagged(1, entry)
     return _tagged(1, entries)
 
@@ -236,20 +236,20 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
     raise ValueError(f"a number without end at byte {at}")
 
 
-def _made_feature(values: Sequence[bytes] | NDArray[np.generic]) -> bytes:
+def _encoded_feature(values: Sequence[bytes] | NDArray[np.generic]) -> bytes:
     if not isinstance(values, np.ndarray):
         return _tagged(BYTES, b"".join(_tagged(1, bytes(value)) for value in values))
     if values.dtype.kind == "f":
         return _tagged(FLOATS, _tagged(1, values.astype("<f4").tobytes()))
     numbers = (int(number) & 0xFFFFFFFFFFFFFFFF for number in values.astype(np.int64))
-    return _tagged(INTEGERS, _tagged(1, b"".join(map(_made_varint, numbers))))
+    return _tagged(INTEGERS, _tagged(1, b"".join(map(_encoded_varint, numbers))))
 
 
 def _tagged(number: int, content: bytes) -> bytes:
-    return _made_varint(number << 3 | LENGTH) + _made_varint(len(content)) + content
+    return _encoded_varint(number << 3 | LENGTH) + _encoded_varint(len(content)) + content
 
 
-def _made_varint(value: int) -> bytes:
+def _encoded_varint(value: int) -> bytes:
     encoded = bytearray()
     while value > 127:
         encoded.append(value & 127 | 128)

@@ -164,7 +164,7 @@ def above(row: BenchRow) -> str:
     if row.ranks == row.base:
         return "the base"
     if math.isinf(row.efficiency.low):
-        return "one repeat: nobody knows"
+        return "one repeat: unknown"
     if row.efficiency.low >= ENOUGH:
         return "yes"
     return "no" if row.efficiency.high < ENOUGH else "undecided"

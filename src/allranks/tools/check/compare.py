@@ -223,7 +223,7 @@ class _Walk:
         ours, theirs = self.candidate.tensors(step), self.reference.tensors(step)
         if "weight" in self.tolerance.stages and not self.tolerance.exact:
             limit, floor = self.tolerance.tensors, self.tolerance.floor
-            self.rounding.see(_of(ours, "gradient"), _of(theirs, "gradient"), limit, floor)
+            self.rounding.add(_of(ours, "gradient"), _of(theirs, "gradient"), limit, floor)
         for stage in STAGES:
             if stage in self.tolerance.stages or step == START:
                 yield from self._tensors(step, stage, _of(ours, stage), _of(theirs, stage), rows)

@@ -185,7 +185,7 @@ class FirstCheck(Check):
             looks = tuple(self._first_looks())
         except _OutOfTime:
             for path in sorted(self.folder.iterdir()):  # files that the interrupted run has read
-                self._take_reads_of(path)
+                self._record_reads(path)
             return EqualityProof(False, f"the first check took more than {BUDGET_S:.0f} s")
         except RequestError as error:
             self.has_failed = True
@@ -252,13 +252,13 @@ class FirstCheck(Check):
         self._ranks_at = None if alone else self.folder / name
         run = super().run(name, job)
         self._announce_if_due()
-        self._take_reads_of(run.result.run_dir)
+        self._record_reads(run.result.run_dir)
         if alone:
             self.witnessed += run.summary.get("witness", {}).get("found", [])
         self.draws = self.draws or bool(run.trace.draws or run.summary["user_randomness"])
         return run
 
-    def _take_reads_of(self, run_dir: Path) -> None:
+    def _record_reads(self, run_dir: Path) -> None:
         """Note the files that ranks have read; for one that changed meanwhile, its first state."""
         reads = (event for event in read_events(run_dir) if event["event"] == "read")
         for path, state in (file for event in reads for file in event["files"].items()):

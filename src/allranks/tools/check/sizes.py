@@ -99,7 +99,7 @@ class Rounding:
     only: dict[str, Array] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
 
-    def see(
+    def add(
         self, ours: Mapping[str, Array], theirs: Mapping[str, Array], limit: float, floor: float
     ) -> None:
         """Add the gradients of a step; `limit` is relative to the norm of all of them."""

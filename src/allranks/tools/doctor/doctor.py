@@ -75,7 +75,7 @@ def diagnose(
         if isinstance(target, AgentPlace) and (why := target.absent()):
             raise PlaceError(why)
         with _together(request) as place:
-            diagnosis = _looked_at(request, folder, place, left_s, tell)
+            diagnosis = _examined(request, folder, place, left_s, tell)
             place.code = EXIT_PLACE_FAILED if diagnosis.stops else EXIT_DONE
             return diagnosis
     except PlaceError as error:
@@ -84,7 +84,7 @@ def diagnose(
         return _this_machine_only(request, folder, target, error, tell)
 
 
-def _looked_at(
+def _examined(
     request: NodeRequest,
     folder: Path,
     place: _Place,
@@ -95,7 +95,7 @@ def _looked_at(
     broken: list[str] = []
     with Probes(place.processes, place.listener, place.key) as probes:
         probes.start({rank: place.doors[place.node_of[rank]] for rank in ranks})
-        _look(place, probes, folder)
+        _examine(place, probes, folder)
         matrix = measure_links(probes, _ends_of(place, ranks), broken, tell)
         lost = {place.reports[place.node_of[rank]].name: why for rank, why in probes.lost.items()}
     reports = tuple(place.reports.values())
@@ -131,7 +131,7 @@ def _this_machine_only(
     with _together(here) as place:
         subject = "the nodes did not come together"
         place.problems.append(Finding(STOP, subject, "", str(error), target.advice))
-        diagnosis = _looked_at(here, folder, place, None, tell)
+        diagnosis = _examined(here, folder, place, None, tell)
     return dataclasses.replace(
         diagnosis, place=request.place, ranks=request.ranks, asked_nodes=request.nodes
     )
@@ -228,7 +228,7 @@ def _ends_of(place: _Place, ranks: Sequence[int]) -> list[Endpoint]:
     ]
 
 
-def _look(place: _Place, probes: Probes, folder: Path) -> None:
+def _examine(place: _Place, probes: Probes, folder: Path) -> None:
     """Examine each node: its limits, its clock, and its view of the folder of runs."""
     with _marked(folder) as mark:
         for number, report in place.reports.items():

@@ -30,9 +30,9 @@ SEEN, SEEN_LOCK = "seen", "lock_across"
 
 @dataclass(frozen=True)
 class Mark:
-    """A file that whoever asks has put into a folder, and holds a lock on; a node is to find it.
+    """A file that the command has written to a folder and locked, for the nodes to find.
 
-    Without a `name` nothing could be put there.
+    An empty `name`: the command could not write it.
     """
 
     folder: str
@@ -108,8 +108,8 @@ def examine_folder(mark: Mark) -> Folder:
     probe_file = path / f".allranks-probe-{secrets.token_hex(8)}"
     trials: dict[str, Callable[[], str]] = {}
     if mark.name:
-        trials[SEEN] = lambda: _sees(path / mark.name, mark.content)
-        trials[SEEN_LOCK] = lambda: _is_kept_out(path / mark.name)
+        trials[SEEN] = lambda: _reads(path / mark.name, mark.content)
+        trials[SEEN_LOCK] = lambda: _is_locked_out(path / mark.name)
     trials |= {
         "write": lambda: _writes(probe_file),
         "fsync": lambda: _syncs(probe_file),
@@ -137,11 +137,11 @@ def examine_folder(mark: Mark) -> Folder:
     )
 
 
-def _sees(file: Path, content: str) -> str:
+def _reads(file: Path, content: str) -> str:
     return "" if file.read_text() == content else "it holds something else here"
 
 
-def _is_kept_out(file: Path) -> str:
+def _is_locked_out(file: Path) -> str:
     """The command holds a lock on the file, so that taking it here must fail."""
     with file.open("r+") as opened:
         try:
@@ -181,7 +181,7 @@ def _locks(file: Path) -> str:
     """A second open of the file cannot lock it."""
     with file.open("r+") as opened:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return "" if not _is_kept_out(file) else "a lock keeps nobody out"
+        return "" if not _is_locked_out(file) else "a lock does not exclude another process"
 
 
 def _usage(path: Path) -> tuple[int, int] | None:

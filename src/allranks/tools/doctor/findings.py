@@ -20,7 +20,7 @@ from allranks.tools.doctor.diagnosis import NOTE, STOP, WARNING, Finding, Matrix
 from allranks.tools.doctor.examination import SEEN, SEEN_LOCK, WORKS, Examination
 
 FEWEST_FILES = 1024
-SMALL_SHARED_MEMORY = 64 << 20  # what a container gets if nobody asks for more
+SMALL_SHARED_MEMORY = 64 << 20  # a container's default
 LITTLE_SPACE, NO_SPACE = 1 << 30, 16 << 20
 FEWEST_FREE_FILES = 1000
 CLOCK_S = 1.0
@@ -72,7 +72,7 @@ class NodeRule:
 
     level: str
     subject: str
-    found: str
+    text: str
     do: str
     applies: Callable[[NodeReport, Examination], bool]
 
@@ -90,7 +90,7 @@ def node_findings(node: NodeReport, limits: Examination) -> Iterator[Finding]:
     }
     for rule in NODE_RULES:
         if rule.applies(node, limits):
-            text, do = rule.found.format(**values), rule.do.format(**values)
+            text, do = rule.text.format(**values), rule.do.format(**values)
             yield Finding(rule.level, rule.subject, node.name, text, do)
     if folder.tried.get(SEEN, WORKS) != WORKS:
         trials = [SEEN]  # the node sees another folder, so its other faults do not matter
@@ -293,8 +293,8 @@ def _torch(node: NodeReport, wanted: str | None) -> Iterator[Finding]:
     if version is None:
         yield Finding(STOP, "torch", node.name, "not installed", do)
     elif wanted is not None and not is_within(version, wanted):
-        found = f"version {version}, and this version of allranks is for {wanted}"
-        yield Finding(STOP, "torch", node.name, found, do)
+        text = f"version {version}, and this version of allranks is for {wanted}"
+        yield Finding(STOP, "torch", node.name, text, do)
 
 
 def is_within(version: str, requirement: str) -> bool:
@@ -326,9 +326,9 @@ def _slow_link(matrix: Matrix) -> Iterator[Finding]:
         return
     usual, (slowest, way) = statistics.median(rate for rate, _ in between), min(between)
     if slowest < MUCH_SLOWER * usual:
-        found = f"{way}: {slowest:.0f} MB/s, where {usual:.0f} are usual here"
-        do = "leave that node out, or look at its cable, its interface and who else uses it"
-        yield Finding(WARNING, "a slow way", "", found, do)
+        text = f"{way}: {slowest:.0f} MB/s, where {usual:.0f} are usual here"
+        do = "leave that node out, or look at its cable, its interface and its other users"
+        yield Finding(WARNING, "a slow way", "", text, do)
 
 
 def _size(count: int | None) -> str:

@@ -227,7 +227,7 @@ def hang(machine: Machine, ranks: int) -> RowResult:
     names = [line for line in lines if " is missing" in line]
     good = len(names) == 1 and names[0].startswith("rank 1 ")
     return RowResult(
-        good, "" if good else "another is named, or nobody", {"lines": lines, **_end_of(text)}
+        good, "" if good else "another rank is named, or none", {"lines": lines, **_end_of(text)}
     )
 
 
@@ -410,14 +410,14 @@ def rows_of(
         promise, ranks, begun = ROWS[name], ROWS[name].ranks_on(machine), time.monotonic()
         outcome = RowResult(None, f"no time was left; by itself: --gpus={name}")
         if begun < ends_at:
-            outcome = seen_by(promise, machine, ranks)
+            outcome = result_of(promise, machine, ranks)
         verdict = {True: SEEN, False: FAILED, None: NOT_SEEN}[outcome.good]
         row = {"name": name, "promise": promise.text, "on": machine.on(ranks), "verdict": verdict}
         seconds = round(time.monotonic() - begun, 1)
         yield {**row, "why": outcome.why, "found": outcome.details, "seconds": seconds}
 
 
-def seen_by(promise: Promise, machine: Machine, ranks: int) -> RowResult:
+def result_of(promise: Promise, machine: Machine, ranks: int) -> RowResult:
     """The result of a promise. An error of its function is a result; an interrupt is raised."""
     try:
         return promise.look(machine, ranks)

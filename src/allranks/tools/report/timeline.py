@@ -316,12 +316,12 @@ def complete(steps: Sequence[StepTime]) -> list[StepTime]:
 
 def seconds_per_step(steps: Sequence[StepTime]) -> dict[int, dict[str, float]]:
     """The mean seconds of a `complete` step in each phase, by rank."""
-    found: dict[int, list[StepTime]] = {}
+    by_rank: dict[int, list[StepTime]] = {}
     for step in complete(steps):
-        found.setdefault(step.rank, []).append(step)
+        by_rank.setdefault(step.rank, []).append(step)
     return {
-        rank: {kind: mean(step.seconds(kind) for step in own) for kind in KINDS}
-        for rank, own in found.items()
+        rank: {kind: mean(step.seconds(kind) for step in local_steps) for kind in KINDS}
+        for rank, local_steps in by_rank.items()
     }
 
 
@@ -330,10 +330,10 @@ def window(steps: Sequence[StepTime]) -> tuple[StepTime, ...]:
 
     Fewer if there are not as many.
     """
-    own = complete(steps)
-    last = max((step.attempt for step in own), default=0)
+    whole = complete(steps)
+    last = max((step.attempt for step in whole), default=0)
     by_number: dict[int, list[StepTime]] = {}
-    for step in own:
+    for step in whole:
         if step.attempt == last:
             by_number.setdefault(step.number, []).append(step)
     numbers = sorted(by_number)

@@ -177,7 +177,7 @@ def by_micro_batches(evidence: Evidence) -> Iterator[Account]:
         return
     count = _micro_batches(evidence)
     if count > 1 and _is(ratio, count):
-        says = f"gradients of the {count} micro-batches are summed, and nobody divides the sum"
+        says = f"gradients of the {count} micro-batches are summed, and the sum is not divided"
         yield _undone(evidence, says, count)
     elif count > 1 and _is(ratio, 1 / count):
         says = f"gradients are divided once too often by the {count} micro-batches"
@@ -221,7 +221,7 @@ def some_times_micro_batches(evidence: Evidence) -> Iterator[Account]:
         return
     them = _names_in_words(evidence)
     if _is(ratio, count):
-        says = f"the gradients of {them} are the sum of {count} micro-batches that nobody divides"
+        says = f"the gradients of {them} are the undivided sum of {count} micro-batches"
         yield _undone(evidence, says, count)
     elif _is(ratio, 1 / count):
         says = f"the gradients of {them} are divided again by the {count} micro-batches"

@@ -63,7 +63,7 @@ def files_of_several_ranks(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
             lines[path, how],
             f"{path} is written by ranks {', '.join(map(str, writing))}",
             "they write into each other's file: it may be torn, and a reader may meet a part of it",
-            "if rank == 0: write it; then a barrier before anybody reads it",
+            "if rank == 0: write it; then a barrier before other ranks read it",
         )
 
 
