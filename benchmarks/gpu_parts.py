@@ -28,7 +28,7 @@ from allranks.job.job import Job
 from allranks.programs.gpus import GpuWorkload, Pictures, by_trainer, devices, measure, task_of
 from allranks.programs.models.gpt import GPT2_124M, gpt
 from allranks.tools.doctor import gpus
-from allranks.tools.doctor.gpus import Machine, Promise, Seen, is_cuda, rows_of
+from allranks.tools.doctor.gpus import Machine, Promise, RowResult, is_cuda, rows_of
 from allranks.torch import Trainer
 from allranks.torch.comm import subgroups as flattened
 from allranks.torch.comm.comm import Comm
@@ -39,17 +39,17 @@ NO_TIME = "times of a rehearsal say nothing"
 # --- NCCL -----------------------------------------------------------------------------------------
 
 
-def library(machine: Machine, ranks: int) -> Seen:
+def library(machine: Machine, ranks: int) -> RowResult:
     """What is loaded, and what decides whether ranks share a device over it."""
     found = {**devices(machine.device), "LD_PRELOAD": os.environ.get("LD_PRELOAD", "")}
     found["python"] = sys.version.split()[0]
-    return Seen(True, found=found)
+    return RowResult(True, details=found)
 
 
-def nccl_alone(machine: Machine, ranks: int) -> Seen:
+def nccl_alone(machine: Machine, ranks: int) -> RowResult:
     """Every message and group of one rank, whose group is bound to its device."""
     if not is_cuda(machine):
-        return Seen(None, "not on this device")
+        return RowResult(None, "not on this device")
     torch.cuda.set_device(0)
     device, found = torch.device("cuda", 0), dict[str, Any]()
     dist.init_process_group(
@@ -101,7 +101,7 @@ def nccl_alone(machine: Machine, ranks: int) -> Seen:
     comm.leave(failed=True)
     found |= {"host_s": host_s, "device_s": device_s, "aborted_s": time.perf_counter() - begun}
     good = all(value == "ok" for value in found.values() if isinstance(value, str))
-    return Seen(good and host_s < device_s / 2, found=found)
+    return RowResult(good and host_s < device_s / 2, details=found)
 
 
 # --- speed ----------------------------------------------------------------------------------------
@@ -127,20 +127,20 @@ def _workload(name: str, machine: Machine, part: int) -> GpuWorkload:
     return replace(gpu.SMALL[0 if "resnet" in name else 1], shards=WORKLOADS[name][0].shards)
 
 
-def counts(name: str, machine: Machine, ranks: int) -> Seen:
+def counts(name: str, machine: Machine, ranks: int) -> RowResult:
     device = torch.device(machine.device)
     steps = 10 if is_cuda(machine) else 1
     found = measure(_workload(name, machine, 4), device, False, 1, steps)
     if not is_cuda(machine):
-        return Seen(None, NO_TIME, found)
+        return RowResult(None, NO_TIME, found)
     ours, hand = found["allranks"], found["hand"]
     good = ours["waits"] == 0 and ours["launches"] <= WORKLOADS[name][1] * hand["launches"]
-    return Seen(good, found=found)
+    return RowResult(good, details=found)
 
 
-def ratio(name: str, compiled: bool, machine: Machine, ranks: int) -> Seen:
+def ratio(name: str, compiled: bool, machine: Machine, ranks: int) -> RowResult:
     if compiled and not is_cuda(machine):
-        return Seen(None, "the compiler takes minutes on a CPU, and tells nothing of a GPU")
+        return RowResult(None, "the compiler takes minutes on a CPU, and tells nothing of a GPU")
     torch.backends.cudnn.benchmark = True
     workload, device = _workload(name, machine, 1), torch.device(machine.device)
     blocks, steps = (6, 8) if is_cuda(machine) else (2, 1)
@@ -153,11 +153,11 @@ def ratio(name: str, compiled: bool, machine: Machine, ranks: int) -> Seen:
     }
     found = {"ratio": round(middle, 4), **rates}
     if not is_cuda(machine):
-        return Seen(None, NO_TIME, found)
-    return Seen(middle <= (1.05 if compiled else gpu.BAR), found=found)
+        return RowResult(None, NO_TIME, found)
+    return RowResult(middle <= (1.05 if compiled else gpu.BAR), details=found)
 
 
-def witness(machine: Machine, ranks: int) -> Seen:
+def witness(machine: Machine, ranks: int) -> RowResult:
     """The first steps, in which the witness looks, beside steady ones."""
     loop = by_trainer(_workload("gpt2", machine, 4), torch.device(machine.device), False)
     times = []
@@ -167,13 +167,13 @@ def witness(machine: Machine, ranks: int) -> Seen:
         times.append(time.perf_counter() - begun)
     loop.close()  # type: ignore[attr-defined]
     found = {"first_s": times[:4], "steady_s": statistics.median(times[-4:])}
-    return Seen(None, "told, not judged", found)
+    return RowResult(None, "told, not judged", found)
 
 
 # --- one rank -------------------------------------------------------------------------------------
 
 
-def precisions(bitwise: bool, machine: Machine, ranks: int) -> Seen:
+def precisions(bitwise: bool, machine: Machine, ranks: int) -> RowResult:
     found: dict[str, Any] = {}
     for precision in ("fp32", "bf16", "fp16", "fp64", *(["tf32"] if is_cuda(machine) else [])):
         try:
@@ -186,10 +186,10 @@ def precisions(bitwise: bool, machine: Machine, ranks: int) -> Seen:
         isinstance(losses, list) and all(abs(loss) < 100 for loss in losses)
         for losses in found.values()
     )
-    return Seen(good, found=found)
+    return RowResult(good, details=found)
 
 
-def data(machine: Machine, ranks: int) -> Seen:
+def data(machine: Machine, ranks: int) -> RowResult:
     """A step with samples of the device, of the host, and of a loader of whole batches."""
     workload, device = _workload("resnet50", machine, 4), torch.device(machine.device)
     tensors, size = workload.sample(4 * workload.batch, None), workload.batch
@@ -217,10 +217,10 @@ def data(machine: Machine, ranks: int) -> Seen:
                 times.append(time.perf_counter() - begun)
         found[f"{name}_ms"] = round(1e3 * statistics.median(times[len(times) // 2 :]), 2)
     good = found["host_ms"] <= 1.1 * found["device_ms"]
-    return Seen(good if is_cuda(machine) else None, "" if is_cuda(machine) else NO_TIME, found)
+    return RowResult(good if is_cuda(machine) else None, "" if is_cuda(machine) else NO_TIME, found)
 
 
-def norm(machine: Machine, ranks: int) -> Seen:
+def norm(machine: Machine, ranks: int) -> RowResult:
     drawn, differ = torch.Generator().manual_seed(0), {}
     for n in (640, 9216, 100_000, 2_359_296):
         numbers = torch.randn(n, generator=drawn)
@@ -231,7 +231,7 @@ def norm(machine: Machine, ranks: int) -> Seen:
             a, b = (torch._foreach_norm([one])[0].item() for one in (own, view))
             differ[f"{n} numbers, {4 * offset} bytes on"] = a != b
     aligned = [value for name, value in differ.items() if "128" in name]
-    return Seen(not any(aligned), found=differ)
+    return RowResult(not any(aligned), details=differ)
 
 
 OWN: dict[str, Promise] = {

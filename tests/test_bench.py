@@ -22,7 +22,7 @@ from allranks.job.job import Job, Tracing, names_in
 from allranks.tools.bench.energy import EnergyMeter
 from allranks.tools.bench.figure import sweep_curves, sweep_figure
 from allranks.tools.bench.machine import all_reduce_bytes_per_s, copy_bytes_per_s
-from allranks.tools.bench.measuring import Found
+from allranks.tools.bench.measuring import RunSet
 from allranks.tools.bench.peers import SAME, check_job
 from allranks.tools.bench.plan import WEAK, BenchPlan, Combination, checked_plan, swept, value_of
 from allranks.tools.bench.reading import EXCHANGE, Measured, timed
@@ -71,11 +71,11 @@ def run(turn: int, speed: float) -> Measured:
     return Measured(turn, StepSpeeds(speed, 1, 2), 1 / speed, shares, 100, 100, "abc", *peaks)
 
 
-def found_with(speeds: dict[tuple[str, int], list[float]]) -> list[Found]:
+def found_with(speeds: dict[tuple[str, int], list[float]]) -> list[RunSet]:
     found = []
     for (strategy, ranks), each in speeds.items():
         runs = [run(turn, speed) for turn, speed in enumerate(each)]
-        found.append(Found(Combination(strategy, ranks), runs, "" if runs else "refused: no"))
+        found.append(RunSet(Combination(strategy, ranks), runs, "" if runs else "refused: no"))
     return found
 
 
@@ -106,7 +106,7 @@ def test_speed_ups_are_turn_by_turn_over_the_fewest_ranks_of_a_strategy() -> Non
     assert "a rank held 3.0 MiB at most" in page and page.count("| 3.0 MiB |") == 3
     assert above == [
         *("above 75%", "the base", "yes", "undecided"),
-        *("refused: no", "the base", "one repeat: nobody knows"),
+        *("refused: no", "the base", "one repeat: unknown"),
     ]
     assert "190" not in table(rows) and "1.90 ± 0.04" in table(rows)
 
@@ -175,11 +175,11 @@ def test_the_time_to_a_metric_is_of_the_runs_that_reached_it() -> None:
 
 def test_a_peer_whose_loss_is_another_is_marked() -> None:
     """Beside an exact strategy of ours on as many ranks; scaling is over its own fewest ranks."""
-    ours = Found(Combination("ddp", 2), [run(0, 100.0)], losses=(2.0, 1.0, 0.5))
-    rarely = Found(Combination("local-sgd:every=4", 2), [run(0, 120.0)], losses=(2.0, 1.5, 0.9))
-    peer = Found(Combination("hand", 2, is_peer=True), [run(0, 90.0)], losses=(2.0, 1.000001, 0.5))
-    other = Found(Combination("fabric", 2, True), [run(0, 90.0)], losses=(2.0, 1.0, 0.51))
-    alone = Found(Combination("hand", 4, True), [run(0, 90.0)], losses=(2.0, 1.0, 0.5))
+    ours = RunSet(Combination("ddp", 2), [run(0, 100.0)], losses=(2.0, 1.0, 0.5))
+    rarely = RunSet(Combination("local-sgd:every=4", 2), [run(0, 120.0)], losses=(2.0, 1.5, 0.9))
+    peer = RunSet(Combination("hand", 2, is_peer=True), [run(0, 90.0)], losses=(2.0, 1.000001, 0.5))
+    other = RunSet(Combination("fabric", 2, True), [run(0, 90.0)], losses=(2.0, 1.0, 0.51))
+    alone = RunSet(Combination("hand", 4, True), [run(0, 90.0)], losses=(2.0, 1.0, 0.5))
     rows = rows_of([rarely, ours, peer, other, alone])
     assert [row.loss_apart for row in rows[:2]] == [None, None]
     assert rows[2].loss_apart == pytest.approx(1e-6) and rows[3].loss_apart == pytest.approx(0.02)
@@ -203,7 +203,7 @@ def test_a_sweep_is_each_strategy_that_has_the_option_with_each_value() -> None:
     times = {"single": 10.0, found[1]: 9.0, found[2]: 6.0, found[3]: 12.0, "gpipe": 8.0}
     rows = rows_of(
         [
-            Found(Combination(s, 1), [run(t, 1000 / ms + t) for t in (0, 1)])
+            RunSet(Combination(s, 1), [run(t, 1000 / ms + t) for t in (0, 1)])
             for s, ms in times.items()
         ]
     )

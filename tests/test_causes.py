@@ -159,9 +159,9 @@ def test_a_cause_is_told_with_its_evidence(
     found = told(tmp_path, ranks)
     assert found is not None and (found.cause, found.or_else) == (cause, ())
     assert words in found.says and found.do
-    assert found.left <= 1e-12 and found.limit == FP64.tensors
+    assert found.residual <= 1e-12 and found.limit == FP64.tensors
     data = found.to_data()
-    assert data["confirmed"] and data["evidence"]["left_after_repair"] == found.left
+    assert data["confirmed"] and data["evidence"]["left_after_repair"] == found.residual
 
 
 @pytest.mark.parametrize(

@@ -232,16 +232,16 @@ def test_metrics_may_be_texts_infinite_or_no_numbers() -> None:
 
 
 def test_ranks_that_share_unevenly_are_looked_at_too() -> None:
-    assert ranks_to_check(2, 8, given=False) == ((2, 3), 3)
-    assert ranks_to_check(2, 8, given=True) == ((2, 3), 2)
-    assert ranks_to_check(4, 8, given=True) == ((4, 3), 4)
-    assert ranks_to_check(8, 8, given=True) == ((8, 7), 8)
-    assert ranks_to_check(3, 8, given=True) == ((3,), 3)
-    assert ranks_to_check(2, 2, given=False) == ((2,), 2)
+    assert ranks_to_check(2, 8, explicit=False) == ((2, 3), 3)
+    assert ranks_to_check(2, 8, explicit=True) == ((2, 3), 2)
+    assert ranks_to_check(4, 8, explicit=True) == ((4, 3), 4)
+    assert ranks_to_check(8, 8, explicit=True) == ((8, 7), 8)
+    assert ranks_to_check(3, 8, explicit=True) == ((3,), 3)
+    assert ranks_to_check(2, 2, explicit=False) == ((2,), 2)
     even = {"fits": lambda ranks: ranks % 2 == 0}
-    assert ranks_to_check(2, 8, given=False, **even) == ((2,), 2)
-    assert ranks_to_check(4, 8, given=True, **even) == ((4,), 4)
-    assert ranks_to_check(1, 8, given=True) == ((1,), 1)
+    assert ranks_to_check(2, 8, explicit=False, **even) == ((2,), 2)
+    assert ranks_to_check(4, 8, explicit=True, **even) == ((4,), 4)
+    assert ranks_to_check(1, 8, explicit=True) == ((1,), 1)
 
 
 def test_steps_are_as_many_as_the_space_for_their_tensors_allows(

@@ -112,7 +112,7 @@ def test_replicas_of_one_process_that_drift_are_seen(check: Check, tmp_path: Pat
     verdict = check("tf_check_tasks:Broken", f"fault={name}", keep=True, **joined)
     first = verdict.first
     assert first is not None and (first.step, first.stage) == (0, "weight"), str(verdict)
-    assert "rank 1 does not hold what rank 0 holds" in first.found
+    assert "rank 1 does not hold what rank 0 holds" in first.text
     trace = tmp_path / "fp64-1-ranks" / "trace"
     rows = [list(read_rows(trace / f"rank-{replica:03d}.jsonl")) for replica in range(3)]
     assert [[row["step"] for row in one] for one in rows] == [[-1, 0, 1, 2, 3, 4]] * 3

@@ -188,4 +188,4 @@ def test_a_run_that_goes_on_is_longer(tmp_path: Path) -> None:
     both = [{step: own[step] for step in STEPS[:2]} for own in rows]
     one = trace(tmp_path / "one", [alone(both)], tensors)
     first = compare(one, trace(tmp_path / "two", rows, tensors), TOLERANCE).first
-    assert first is not None and first.found == "the reference ended before"
+    assert first is not None and first.text == "the reference ended before"

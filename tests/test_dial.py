@@ -198,7 +198,7 @@ def test_simulated_nodes_say_their_link() -> None:
 def test_a_check_wants_a_name() -> None:
     resolved = resolve("digits", {"strategy": "auto", "ranks": 2})
     with pytest.raises(RequestError, match="a strategy that is chosen when a job starts"):
-        checked_in_scratch(resolved, None, given=True, bounded=True)
+        checked_in_scratch(resolved, None, explicit=True, bounded=True)
 
 
 def test_a_plan_on_nodes_has_the_decision_and_its_strategy(tmp_path: Path) -> None:

@@ -9,26 +9,26 @@ from typing import Any
 
 
 def instances_of(kind: type) -> list[Any]:
-    """All that the garbage collector knows of.
+    """All instances that the garbage collector tracks.
 
-    `gc.get_objects()` lists the tuples that other threads are building, too, and `tuple()` raises
-    SystemError there as long as somebody refers to such a one. So the list is made, looked through
-    and dropped by one call in C, in which Python changes no thread: consecutive objects of a type
-    are a group, and in the place of a group of another type comes the empty tuple.
+    `gc.get_objects()` also lists tuples that other threads are building, and `tuple()` raises
+    SystemError there while another reference to such a tuple exists. So one call in C, during which
+    Python does not switch threads, makes, filters and drops the list: consecutive objects of a type
+    are a group, and the empty tuple replaces each group of another type.
     """
     was_enabled = gc.isenabled()
     gc.disable()  # finalizers are Python
     try:
         types = set(map(type, _every()))
-        others: dict[type, tuple[()]] = {one: () for one in types if not issubclass(one, kind)}
+        others: dict[type, tuple[()]] = {t: () for t in types if not issubclass(t, kind)}
         empty_or_group: Callable[..., Iterable[Any]] = others.get
-        found = list(chain.from_iterable(starmap(empty_or_group, groupby(_every(), type))))
+        groups = list(chain.from_iterable(starmap(empty_or_group, groupby(_every(), type))))
     finally:
         if was_enabled:
             gc.enable()
-    return [one for one in found if issubclass(type(one), kind)]  # no type that is new since
+    return [instance for instance in groups if issubclass(type(instance), kind)]  # types may be new
 
 
 def _every() -> Iterable[Any]:
-    """All objects, asked for with the first of them; last is one of no interest, to stay behind."""
+    """All objects, listed when the first is read; a last `None` is left in the iterator."""
     return chain(chain.from_iterable(map(gc.get_objects, (None,))), (None,))

@@ -1,8 +1,7 @@
-"""What can be named: tables from a name to `module:Class`, and the one place that imports by name.
+"""Tables from names to `module:Class`, and the only function that imports by name.
 
-Adding a strategy is a file, a card and a line here; adding an engine is a row of `ENGINES`. The
-command line loads its verbs through here too,
-so that asking for help imports nothing but what help needs.
+A new strategy needs a file, a card and a line here; a new engine needs a row of `ENGINES`. The
+command line also loads its verbs from here, so that `--help` imports little.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ FUNCTIONS = {
     "check": "allranks.cli.notebook.launch:check",
     "launch": "allranks.cli.notebook.launch:launch",
 }
-"""What `allranks.NAME` is, loaded when it is first asked for."""
+"""The function behind `allranks.NAME`, loaded on first use."""
 
 TORCH, TENSORFLOW = "torch", "tensorflow"
 
 
 @dataclass(frozen=True)
 class Extra:
-    """What must be installed: packages, the extra of allranks that has them; what is preloaded."""
+    """Required packages, the extra of allranks that installs them, and a module to preload."""
 
     name: str = ""
     packages: tuple[str, ...] = ()
@@ -48,14 +47,14 @@ class Extra:
 
 @dataclass(frozen=True)
 class Engine:
-    """A framework that does the arithmetic, and all that others must know of it.
+    """A framework that does the arithmetic, as the other parts see it.
 
-    `worker` is the module of its ranks, `preload` what a fork server imports besides. A program is
-    its own if it is one of `programs`, or takes its `Task` from one of the modules in `tasks`.
-    `alone` and `many` are the strategies where nobody says one. `guests` are engines whose tasks it
-    trains too, each with what that needs. `lacks` are values of a job that it has nothing for, with
-    the reason; `traces` says whether it records the insides of steps, which `check` compares;
-    `export` writes a model whole, "" where only its weights can be.
+    `worker` is the module of its ranks, `preload` a further module for the fork server. A program
+    belongs to the engine if it is one of `programs`, or imports `Task` from a module in `tasks`.
+    `alone` and `many` are the default strategies for one rank and for several. `guests` are engines
+    whose tasks it also trains, with their requirements. `lacks` are unsupported fields of a job,
+    with the reason; `traces`: whether it records the insides of steps, which `check` compares;
+    `export` writes a whole model, "" if only weights can be written.
     """
 
     name: str
@@ -120,7 +119,7 @@ ENGINES = {
         export="allranks.tensorflow.export:main",
     ),
 }
-"""The first one trains every program that is not another's own."""
+"""The first one trains every program that belongs to no other engine."""
 
 STRATEGIES = {
     TORCH: {
@@ -210,14 +209,14 @@ PROGRAMS = {
 
 
 def load(path: str) -> Any:
-    """The object that `module:name` names. The name is ours: a failure to import is a bug."""
+    """The object at `module:name`. Names are ours, so a failed import is a bug."""
     module, _, name = path.partition(":")
     imported = importlib.import_module(module)
     return getattr(imported, name) if name else imported
 
 
 def preload_for(program: str, engine: str = TORCH) -> tuple[str, ...]:
-    """Modules that the fork server may import before it forks: ours, never a user's file."""
+    """Modules of ours that the fork server imports before it forks; never a user's file."""
     row = ENGINES[engine]
     guests = (extra for name, extra in row.guests.items() if program in ENGINES[name].programs)
     modules = (row.preload, row.worker, *(extra.preload for extra in guests))

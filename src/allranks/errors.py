@@ -39,7 +39,7 @@ EXIT_INTERRUPTED = 130
 
 
 class FaultKind(StrEnum):
-    """What a failure is, for programs that decide by it: the message of an error is for people."""
+    """The kind of a failure, for programs; messages of errors are for people."""
 
     PROGRAM = "program"
     REQUEST = "request"
@@ -56,18 +56,18 @@ class FaultKind(StrEnum):
 
 
 class AllranksError(Exception):
-    """The root: what a person reads is `str(error)`; the process ends with `exit_code`."""
+    """The base class: `str(error)` is its message, and the process ends with `exit_code`."""
 
     exit_code = EXIT_PROGRAM_FAILED
     fault_kind = FaultKind.PROGRAM
     passing = True
-    """Whether another attempt of the same may go better."""
+    """Whether another attempt may succeed."""
     says_all = False
-    """Whether its message says all: no line of code is at fault, so a traceback would mislead."""
+    """Whether the message is complete: no line of code is at fault, so no traceback is shown."""
 
 
 class RequestError(AllranksError):
-    """Something was asked that cannot be done; the message has the four parts, each one line."""
+    """A request that cannot be fulfilled; the message has the four parts, each one line."""
 
     exit_code = EXIT_BAD_REQUEST
     fault_kind = FaultKind.REQUEST
@@ -95,7 +95,7 @@ class RequestError(AllranksError):
 class ProgramError(AllranksError):
     """The program failed while it ran; the message is the first-fault report.
 
-    `cause` is why the first rank failed, in one line, where one did.
+    `cause` is one line about why the first rank failed, if one did.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class ProgramError(AllranksError):
         self.cause = cause
 
     def with_more(self, line: str) -> ProgramError:
-        """The same with a line below it, which may be empty."""
+        """The same error with another line at its end; that may be empty."""
         text = f"{self}\n{line}".rstrip()
         return ProgramError(text, fault_kind=self.fault_kind, cause=self.cause)
 
@@ -118,7 +118,7 @@ class PeerLost(ProgramError):
 
 
 class BadStep(ProgramError):
-    """A step went bad and was not applied. It is keyed, so it would go bad again: not passing."""
+    """A step was bad and was not applied. Random numbers are keyed, so it would be bad again."""
 
     passing = False
     says_all = True
@@ -131,7 +131,7 @@ class ReplicasDiffer(ProgramError):
 
 
 class FollowsRanks(ProgramError):
-    """The result follows the number of ranks, and the job is to stop then. It would again."""
+    """The result depends on the number of ranks, and --witness stop ends the job."""
 
     passing = False
     says_all = True
@@ -165,7 +165,7 @@ class Interrupted(AllranksError):
 
 
 def _one_line(part: str) -> str:
-    """What a user wrote may be anything: it is shown, cut, and steers no terminal."""
+    """One part of a message, shortened and printable: users may write anything."""
     cut = part if len(part) <= LONGEST_PART else f"{part[:LONGEST_PART]}… ({len(part)} characters)"
     return printable(cut)
 
@@ -185,7 +185,7 @@ def printable(line: str) -> str:
 
 @contextmanager
 def explained(pattern: re.Pattern[str], refusal: Callable[[str], RequestError]) -> Iterator[None]:
-    """Within, an error of torch that fits is what `refusal` makes of its first line."""
+    """A context that replaces a matching error of torch with `refusal(its first line)`."""
     try:
         yield
     except RuntimeError as error:

@@ -13,7 +13,7 @@ from allranks.errors import Interrupted, PlaceError, ProgramError, RequestError
 from allranks.programs import gpus as programs
 from allranks.strategies.resolve import strategy_spec
 from allranks.tools.doctor import gpus
-from allranks.tools.doctor.gpus import Machine, Promise, Seen, page_of, record_of, rows_of
+from allranks.tools.doctor.gpus import Machine, Promise, RowResult, page_of, record_of, rows_of
 from allranks.torch import Task
 
 HANG = "rank {} on a is missing: at step 5\nrank {} waits at step 5"
@@ -31,8 +31,8 @@ def machine(device: str = "cuda", count: int = 1, ranks: int = 2, **more: Any) -
     return made
 
 
-def raised(error: Exception) -> Callable[[Machine, int], Seen]:
-    def look(machine: Machine, ranks: int) -> Seen:
+def raised(error: Exception) -> Callable[[Machine, int], RowResult]:
+    def look(machine: Machine, ranks: int) -> RowResult:
         raise error
 
     return look
@@ -43,8 +43,8 @@ def test_a_row_says_what_was_seen_whatever_its_function_raises(
 ) -> None:
     refusal = RequestError(asked="a", found="two | of them", why="c", do="d")
     outcomes: dict[str, Any] = {
-        "holds": lambda machine, ranks: Seen(True),
-        "fails": lambda machine, ranks: Seen(False, "1 is not 2"),
+        "holds": lambda machine, ranks: RowResult(True),
+        "fails": lambda machine, ranks: RowResult(False, "1 is not 2"),
         "refused": raised(refusal),
         "broken": raised(ProgramError("a report\nof lines", cause="it broke")),
         "wrong": raised(KeyError("waits")),

@@ -195,7 +195,7 @@ def test_a_probe_that_dies_is_lost_and_named(server: ForkServer) -> None:
         while 1 in probes.there:
             probes._note_exits()
         with pytest.raises(Lost):
-            probes.tell(1, {"do": "clock"})
+            probes.send(1, {"do": "clock"})
         assert probes.there == [0] and 1 in probes.lost
         ends = [Endpoint(rank, "here", HERE) for rank in (0, 1)]
         matrix = measure_links(probes, ends, [], lambda text: None)

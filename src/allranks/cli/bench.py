@@ -20,7 +20,7 @@ from allranks.launcher.start import look_at_program, new_run_dir
 from allranks.strategies.resolve import strategy_spec
 from allranks.tools.bench.figure import sweep_figure
 from allranks.tools.bench.machine import all_reduce_bytes_per_s, in_words, machine_facts
-from allranks.tools.bench.measuring import Found, measure
+from allranks.tools.bench.measuring import RunSet, measure
 from allranks.tools.bench.peers import PEERS, check_job, check_peers, refused_task, script_of
 from allranks.tools.bench.plan import STRONG, WEAK, BenchPlan, Combination, checked_plan, swept
 from allranks.tools.bench.results import BenchRow, rows_of, to_data
@@ -234,7 +234,7 @@ def _print_plan(
     click.echo(f"{plan.repeats} turns, in {folder}")
 
 
-def _conclude(plan: BenchPlan, found: Sequence[Found]) -> None:
+def _conclude(plan: BenchPlan, found: Sequence[RunSet]) -> None:
     """Raise how it ended, unless each combination that is possible was measured in all turns."""
     failed = [one for one in found if one.problem and not one.problem.startswith("refused")]
     if failed:

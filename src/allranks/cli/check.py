@@ -72,7 +72,7 @@ def check(
         if not given:
             flags["ranks"] = default_ranks(flags["strategy"])
     resolved = resolved_from(program, flags)
-    verdict = checked_in_scratch(resolved, keep_runs, given=given, bounded=bounded)
+    verdict = checked_in_scratch(resolved, keep_runs, explicit=given, bounded=bounded)
     click.echo(str(verdict), err=as_object)
     said = as_json(verdict.to_data())
     if keep_runs is not None:

@@ -1,4 +1,4 @@
-"""How fast the ranks of a script sum 25 MB: the ceiling of a bench. Writes bytes per second."""
+"""Measures an all-reduce of 25 MB by the ranks of a script, in bytes per second, for `bench`."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 As in He et al. 2015, arXiv 1512.03385, section 4.2: SGD with momentum, images shifted by up to 4
 pixels and mirrored, a tenth of the rate after 1/2 and after 3/4 of the training. `data` is a
-folder; `cifar10` in it has the binary version, in files or packed, or it is fetched once per node.
+folder; `cifar10` in it has the binary version, as files or archive, else each node downloads it.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ class Cifar10(Task):
         return CifarImages(self._path, train=False, on_bad_record=self.on_bad_record)
 
     def augment(self, sample: Sample, random: np.random.Generator) -> Sample:
-        """Shifted, with the mean colour where it leaves a gap, and mirrored half of the time."""
+        """Shift with the mean colour as padding, and mirror with probability 1/2."""
         image, label = sample
         around = np.pad(image, ((0, 0), (SHIFT, SHIFT), (SHIFT, SHIFT)))
-        top, left = random.integers(2 * SHIFT + 1, size=2)
-        image = around[:, top : top + SIDE, left : left + SIDE]
+        row, column = random.integers(2 * SHIFT + 1, size=2)
+        image = around[:, row : row + SIDE, column : column + SIDE]
         return np.ascontiguousarray(image[..., ::-1] if random.random() < 0.5 else image), label
 
     def loss(self, output: Tensor, batch: Any) -> Tensor:

@@ -1,7 +1,7 @@
-"""Clicks on advertisements: a wide and deep model whose weights are all but all in two tables.
+"""Clicks on advertisements: a wide and deep model with nearly all of its weights in two tables.
 
-The data is made up in the shape of Criteo's, with a structure that can be learnt.
-Tables have sparse gradients: a step touches few of their rows. `rows` says how large they are.
+The data is synthetic, in the shape of Criteo's, with a structure that can be learnt. Tables have
+sparse gradients: a step touches few of their rows. `rows` is their size.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from allranks.programs.models.wide_and_deep import WideAndDeep
 from allranks.torch.task import Task
 
 # --- clicks data ---------------------------------------------------------------------------------
-# Clicks on advertisements, made up in the shape of Criteo's: 13 counts and 26 categories a sample.
+# Synthetic clicks on advertisements in the shape of Criteo's: 13 counts and 26 categories a sample.
 #
-# Categories are as many as 4 to `rows`, in a geometric row, and as often as Zipf's law says: the
-# first of a feature in every few samples, most of the others in none. Whether somebody clicks
-# follows from what each category adds, from pairs of categories, and from the counts; what a
-# category adds is a hash of its number, so that no table of it is kept, however many there are.
-# Nothing is downloaded.
+# The features have from 4 to `rows` categories, in a geometric series, with frequencies by Zipf's
+# law: the first category of a feature is in every few samples, most others in none. A click depends
+# on the effect of each category, on pairs of categories, and on the counts. The effect of a
+# category is a hash of its number, so no table of effects is needed. Nothing is downloaded.
 
 
 COUNTS, CATEGORIES = 13, 26
@@ -44,7 +43,7 @@ Ids = NDArray[np.int64]
 class Clicks:
     """The counts (n, 13), the categories (n, 26), each from 0 on, and whether it is a click (n,).
 
-    `chances` (n,) are the probabilities that the clicks are drawn with: nobody can tell better.
+    `chances` (n,) are the probabilities of the clicks: the best possible prediction.
     """
 
     counts: NDArray[np.float32]
@@ -55,14 +54,14 @@ class Clicks:
 
 @dataclass(frozen=True)
 class ClickLaw:
-    """The law by which samples are made; `rows` is the number of values of the last category."""
+    """The distribution of samples; `rows` is the number of values of the last category."""
 
     rows: int
     seed: int = 1
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """How many values each category has."""
+        """The number of values of each category."""
         ratio = (self.rows / FEWEST) ** (1 / (CATEGORIES - 1))
         return tuple(round(FEWEST * ratio**feature) for feature in range(CATEGORIES))
 
@@ -82,8 +81,8 @@ class ClickLaw:
         shares = FADING**feature / np.linalg.norm(FADING**feature)
         alone = _effect(self.seed, feature, categories) @ shares
         pairs = sum(
-            _effect(self.seed + 1, np.int64(one), categories[:, one] * 997 + categories[:, other])
-            for one, other in PAIRS
+            _effect(self.seed + 1, np.int64(a), categories[:, a] * 997 + categories[:, b])
+            for a, b in PAIRS
         )
         logs = np.log1p(counts) - 1.3
         slopes = _effect(self.seed + 2, np.int64(0), np.arange(COUNTS))
@@ -110,7 +109,7 @@ TRAINING, EVALUATION = 0, 1
 
 @dataclass(kw_only=True)
 class ClickThrough(Task):
-    """Tell who clicks; the area under the ROC curve (`auc`) comes to at least 0.80, of 0.91.
+    """Predict clicks; the area under the ROC curve (`auc`) reaches at least 0.80, of 0.91.
 
     `rows` is the number of values of the largest category, of about 4.5 `rows` in all; `dim` the
     size of an embedding, `crossed` the rows for pairs of categories.
@@ -150,10 +149,10 @@ class ClickThrough(Task):
         return Adagrad(model.parameters(), lr=self.lr)
 
     def train_data(self) -> tuple[Tensor, ...]:
-        return self._made(self.samples, TRAINING)
+        return self._tensors(self.samples, TRAINING)
 
     def eval_data(self) -> tuple[Tensor, ...]:
-        return self._made(self.held_out, EVALUATION)
+        return self._tensors(self.held_out, EVALUATION)
 
     def inputs(self, batch: Any) -> tuple[Tensor, Tensor]:
         return batch[0], batch[1]
@@ -185,8 +184,8 @@ class ClickThrough(Task):
         pairs = sum(clicks) * below
         return {**metrics, "auc": above / pairs} if pairs else metrics
 
-    def _made(self, samples: int, part: int) -> tuple[Tensor, ...]:
+    def _tensors(self, samples: int, part: int) -> tuple[Tensor, ...]:
         """Counts (n, 13), categories (n, 26), clicks (n,)."""
-        found = self.law.samples(samples, part)
-        arrays = found.counts, found.categories, found.clicks
+        clicks = self.law.samples(samples, part)
+        arrays = clicks.counts, clicks.categories, clicks.clicks
         return tuple(torch.from_numpy(array) for array in arrays)

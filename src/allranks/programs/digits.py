@@ -20,7 +20,7 @@ from allranks.torch.task import Task
 
 @dataclass(kw_only=True)
 class Digits(Task):
-    """Classify digits; at least 97 % of those held out are told right."""
+    """Classify digits; the accuracy on held-out digits is at least 97 %."""
 
     batch_size: int = 256
     epochs: int = 20

@@ -30,7 +30,7 @@ def digits(part: slice) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
 def _table() -> NDArray[np.float64]:
     """What `sklearn.datasets.load_digits` reads, without the 1.4 s that its import takes.
 
-    It is read once in a process: a read takes as long as five steps of the program.
+    Cached per process: a read takes as long as five steps of the program.
     """
     installed = find_spec("sklearn")
     if installed is None or installed.origin is None:
@@ -39,7 +39,7 @@ def _table() -> NDArray[np.float64]:
 
 
 def _order(samples: int) -> NDArray[np.int64]:
-    """A permutation: each place in turn is exchanged with one that comes no earlier."""
+    """A random permutation (Fisher-Yates): each place is swapped with one not before it."""
     draws = np.frombuffer(np.random.RandomState(SEED).bytes(4 * samples), "<u4")
     order = np.arange(samples)
     for place, draw in enumerate(draws[:-1].tolist()):

@@ -1,7 +1,7 @@
 """Handwritten digits with Keras: the twin of `digits`, for either engine.
 
-The same network, data and optimizer, in Keras' own words: images have their channels last. Under
-the TensorFlow engine Keras computes with TensorFlow, under the torch engine with torch.
+The same network, data and optimizer in Keras: images have their channels last. The TensorFlow
+engine runs Keras with TensorFlow, the torch engine with torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Labelled = tuple[NDArray[np.float32], NDArray[np.int64]]
 
 @dataclass(kw_only=True)
 class DigitsKeras(Task):
-    """Classify digits; at least 97 % of those held out are told right."""
+    """Classify digits; the accuracy on held-out digits is at least 97 %."""
 
     batch_size: int = 256
     epochs: int = 20

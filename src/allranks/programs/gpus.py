@@ -1,4 +1,4 @@
-"""What `allranks doctor --gpus` trains on devices, and what it measures there in one process."""
+"""The tasks that `allranks doctor --gpus` trains on devices, and its measurements there."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from allranks.training.progress import StepResult
 
 LAUNCH = re.compile(r"(cuda|cu|hip)\w*Launch")
 STEPS_LIMIT = 10**9
-STEADY = 20  # steps after which nothing is sent any more that only the first ones need
+STEADY = 20  # steps after which one-time transfers are over
 BLOCKS, STEPS = 6, 8
 
 
 class Net(nn.Module):
-    """Two convolutions. With 10 classes all that follows the last bias lies at odd addresses."""
+    """Two convolutions. With 10 classes, all tensors after the last bias are misaligned."""
 
     def __init__(self, classes: int, dropout: float) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Pictures(Task):
 
 
 class TooLarge(Pictures):
-    """Asks for more memory than there is."""
+    """Allocates more memory than there is."""
 
     def loss(self, output: Tensor, batch: Any) -> Tensor:
         blocks = [torch.empty(2**34, device=output.device) for _ in range(99)]
@@ -133,7 +133,7 @@ class ExpertWords(Words):
 
 
 class Layers(Words):
-    """The same words for layers in a row, which stages can be made of."""
+    """The same words for a sequence of layers, which pipeline stages can share."""
 
     def model(self) -> nn.Module:
         inner = [layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.GELU())]
@@ -171,13 +171,13 @@ class GpuWorkload:
 
 
 def tokens(context: int, vocabulary: int) -> Sample:
-    """Makes windows of random text, and each token's next one."""
+    """A function that returns windows of random tokens, and their next tokens."""
 
-    def made(count: int, drawn: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+    def windows(count: int, drawn: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
         text = torch.randint(vocabulary, (count, context + 1), generator=drawn)
         return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
-    return made
+    return windows
 
 
 def adamw(model: nn.Module, fused: bool) -> Optimizer:
@@ -191,7 +191,7 @@ LARGE = GpuWorkload("GPT 42M", "tokens", 512, 16, lambda: gpt(WORDS), adamw, tok
 
 
 def by_hand(workload: GpuWorkload, device: torch.device, compiled: bool) -> Iterator[float]:
-    """A loop as a person would tune it; yields after each step, the loss of the step before."""
+    """A hand-tuned loop; yields after each step, with the loss of the step before."""
     model = workload.model().to(device)
     if workload.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -261,15 +261,15 @@ CONTENDERS = {"hand": by_hand, "allranks": by_trainer}
 def measure(
     workload: GpuWorkload, device: torch.device, compiled: bool, blocks: int, steps: int
 ) -> dict[str, Any]:
-    """Of each contender: `seconds` of a step in each of `blocks` rounds, in turns, and, where torch
-    counts them, `waits` of the host in a step, `launches`, and how long the device works on it."""
+    """For each contender: `seconds` per step in each of `blocks` rounds, in turns. On cuda also the
+    `waits` of the host in a step, its `launches`, and the device time."""
     loops = {name: make(workload, device, compiled) for name, make in CONTENDERS.items()}
-    found: dict[str, Any] = {name: {"seconds": []} for name in loops}
+    measured: dict[str, Any] = {name: {"seconds": []} for name in loops}
     for name, loop in loops.items():
         for _ in islice(loop, STEADY if device.type == "cuda" else 2):
             pass
         if device.type == "cuda":
-            found[name] |= {"waits": waits_of(loop), **launches_of(loop)}
+            measured[name] |= {"waits": waits_of(loop), **launches_of(loop)}
     for turn in range(blocks):
         for name in list(loops)[:: -1 if turn % 2 else 1]:
             accelerator.synchronize([device])
@@ -277,14 +277,14 @@ def measure(
             for _ in islice(loops[name], steps):
                 pass
             accelerator.synchronize([device])
-            found[name]["seconds"].append((time.perf_counter() - start) / steps)
+            measured[name]["seconds"].append((time.perf_counter() - start) / steps)
     for loop in loops.values():
         loop.close()  # type: ignore[attr-defined]
-    return found
+    return measured
 
 
 def waits_of(loop: Iterator[Any]) -> int:
-    """How often a step makes the processor wait for the device, as torch counts it."""
+    """How often a step synchronises with the device, as torch counts it."""
     torch.cuda.set_sync_debug_mode("warn")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -294,7 +294,7 @@ def waits_of(loop: Iterator[Any]) -> int:
 
 
 def launches_of(loop: Iterator[Any]) -> dict[str, float]:
-    """Kernels launched by a step, and how long the device works on it."""
+    """The kernels that a step launches, and its device time."""
     kinds = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as profile:
         next(loop)
@@ -305,22 +305,22 @@ def launches_of(loop: Iterator[Any]) -> dict[str, float]:
     return {"launches": launches, "device_ms": round(busy_ms, 2)}
 
 
-# --- what is asked of a process, which answers by an event ----------------------------------------
+# --- probes, which run in a process and answer by an event ----------------------------------------
 
 
 def devices(device: str) -> dict[str, Any]:
     """The accelerators that this torch can use, or `device`: their kind, and how many."""
-    found = {"torch": torch.__version__, "is_built_in": accelerator.is_built_in()}
+    facts = {"torch": torch.__version__, "is_built_in": accelerator.is_built_in()}
     kind = torch.accelerator.current_accelerator(check_available=True)
     name = device or ("" if kind is None else kind.type)
     if not name:
-        return {"device": "", "count": 0, **found}
-    found |= accelerator.decides_bits(name) | accelerator.chip(torch.device(name))
-    return {"device": name, "count": 1 if name == "cpu" else accelerator.count(name), **found}
+        return {"device": "", "count": 0, **facts}
+    facts |= accelerator.decides_bits(name) | accelerator.chip(torch.device(name))
+    return {"device": name, "count": 1 if name == "cpu" else accelerator.count(name), **facts}
 
 
 def host(device: str) -> dict[str, Any]:
-    """How far losses of 4 steps in fp64 without dropout are from those of the CPU."""
+    """The relative distance of 4 losses from those of the CPU, in fp64 without dropout."""
     losses = {}
     for kind in (device, "cpu"):
         job = Job(device=kind, precision="fp64", steps=4)
@@ -331,20 +331,20 @@ def host(device: str) -> dict[str, Any]:
 
 
 def step(device: str) -> dict[str, Any]:
-    """A step of a GPT beside one of a loop by hand: `measure`, and the ratio of their times."""
+    """A step of a GPT, compared with a hand-written loop: `measure`, and the ratio of times."""
     is_large = device in accelerator.ALWAYS_KNOWN
     workload, steps = (LARGE, STEPS) if is_large else (SMALL, 1)
-    found = measure(workload, torch.device(device), False, BLOCKS, steps)
-    pairs = zip(found["allranks"]["seconds"], found["hand"]["seconds"], strict=True)
+    measured = measure(workload, torch.device(device), False, BLOCKS, steps)
+    pairs = zip(measured["allranks"]["seconds"], measured["hand"]["seconds"], strict=True)
     ratio = median(ours / hand for ours, hand in pairs)
-    return {"workload": workload.name, "ratio": round(ratio, 4), **found}
+    return {"workload": workload.name, "ratio": round(ratio, 4), **measured}
 
 
 PROBES = {"devices": devices, "host": host, "step": step}
 
 
 def probe(argument: dict[str, Any]) -> int:
-    """Called in a process of its own: write the event `found` of the probe that is asked for."""
+    """Runs in a process of its own: writes the result of a probe as the event `found`."""
     faulthandler.dump_traceback_later(argument["limit_s"], exit=True)
     torch.set_num_threads(1)
     with JsonLines(rank_events_path(Path(argument["run_dir"]), 0)) as events:

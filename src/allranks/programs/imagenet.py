@@ -1,9 +1,9 @@
 """ImageNet with ResNet-50: 1,000 classes of photographs of any size, in folders of JPEG files.
 
-As in Goyal et al. 2017, arXiv 1706.02677: the rate grows with the batch and is warmed up, a tenth
-of it after 1/3, 2/3 and 8/9 of the training, no decay on scales and biases, blocks that start as
-their shortcut. `data` is a folder; `imagenet/train` and `imagenet/val` in it have a folder for
-each class. It is never fetched: its terms have to be agreed to.
+As in Goyal et al. 2017, arXiv 1706.02677: the rate is proportional to the batch, with a warm-up,
+and falls to a tenth after 1/3, 2/3 and 8/9 of the training; no decay on scales and biases; blocks
+start as their shortcut. `data` is a folder; `imagenet/train` and `imagenet/val` in it have a folder
+for each class. It is never downloaded, because users must accept its terms.
 """
 
 from __future__ import annotations

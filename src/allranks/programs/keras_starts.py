@@ -1,8 +1,8 @@
-"""Initial weights of Keras layers as torch draws its own, so that a twin starts alike.
+"""Keras layers with torch's default initial weights, so that twins start alike.
 
 Torch: convolutions and linear layers are uniform within 1 / sqrt(inputs of a unit), biases too
-(He et al. 2015, arXiv 1502.01852, with the slope that makes it so). Keras' own defaults differ.
-Every layer has a name, so that weights are called the same however many models were made before.
+(He et al. 2015, arXiv 1502.01852, with the slope that gives this). Keras' own defaults differ.
+Every layer has a name, so that names of weights do not depend on earlier models.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ def convolution(inputs: int, outputs: int, size: int, name: str, **keywords: Any
 
 
 def linear(inputs: int, outputs: int, name: str) -> Any:
-    """A `Dense` layer that returns what it adds up."""
+    """A `Dense` layer without an activation."""
     return keras.layers.Dense(outputs, name=name, **_starts(inputs, {}))
 
 
 def batch_norm(name: str) -> Any:
-    """A `BatchNormalization` that takes a tenth of each new moment, as torch's own."""
+    """A `BatchNormalization` with torch's momentum: a tenth of each new moment."""
     return keras.layers.BatchNormalization(momentum=0.9, epsilon=1e-5, name=name)
 
 

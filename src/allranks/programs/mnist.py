@@ -1,7 +1,7 @@
 """MNIST and Fashion-MNIST: 70,000 images of 28 by 28 grey pixels, of ten digits or ten garments.
 
-`data` is a folder; `mnist` or `fashion` in it has the four IDX files. Plain ones are taken as they
-are, packed ones (.gz) have to be the published ones, and what is missing is fetched once per node.
+`data` is a folder; `mnist` or `fashion` in it has the four IDX files. Plain files are used as they
+are, packed ones (.gz) must be the published ones, and each node downloads missing ones once.
 LeCun et al. 1998; Xiao, Rasul and Vollgraf 2017, arXiv 1708.07747.
 """
 

@@ -1,7 +1,7 @@
 """MNIST and Fashion-MNIST as arrays, for the program of each engine.
 
-A folder has the four IDX files of one of them. Plain ones are taken as they are, packed ones (.gz)
-have to be the published ones, and what is missing is fetched once per node.
+A folder has the four IDX files of one of them. Plain files are used as they are, packed ones (.gz)
+must be the published ones, and each node downloads missing ones once.
 LeCun et al. 1998; Xiao, Rasul and Vollgraf 2017, arXiv 1708.07747.
 """
 
@@ -26,7 +26,7 @@ _FASHION = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
 
 @dataclass(frozen=True)
 class Collection:
-    """Images of one kind; `mean` and `deviation` are those of the pixels that are trained on."""
+    """A data set; `mean` and `deviation` are those of its training pixels."""
 
     name: str
     mean: float
@@ -60,7 +60,7 @@ FASHION = Collection(
 
 @dataclass(frozen=True)
 class DownloadedFiles:
-    """The files of a collection below `data`; `asked_by` is the task, as errors name it."""
+    """The files of a collection below `data`; `asked_by` is the task's name in errors."""
 
     collection: Collection
     data: str
@@ -79,19 +79,19 @@ class DownloadedFiles:
         return pictures, numbers
 
     def _path(self, name: str) -> Path:
-        """The file of this name, plain if it is there, else packed."""
+        """The plain file of this name if it exists, else the packed one."""
         folder = Path(self.data) / self.collection.name
         packed = [
             remote
             for remote in self.collection.published
             if not (folder / remote.name.removesuffix(".gz")).exists()
         ]
-        if not self.download:  # but what is there has to be the published file
+        if not self.download:  # but existing files must be the published ones
             packed = [remote for remote in packed if (folder / remote.name).exists()]
-        fetch(packed, folder)  # all of them at once: whoever has no network is told once
+        fetch(packed, folder)  # all at once: without a network there is one error
         looked_for = [folder / name, folder / f"{name}.gz"]
-        found = [path for path in looked_for if path.exists()]
-        if not found:
+        paths = [path for path in looked_for if path.exists()]
+        if not paths:
             do = "put one of them there, or --set download=yes"
             require(f"the data of {self.asked_by}", looked_for, do)
-        return found[0]
+        return paths[0]

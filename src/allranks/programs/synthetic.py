@@ -1,4 +1,4 @@
-"""Made-up data, a new batch each step: for measuring a step without any reading of data.
+"""Synthetic data, a new batch each step: for measuring a step without reading data.
 
 The samples of a shard follow from (seed, epoch, shard), so every run with one seed sees the same
 batches, on any number of ranks. The labels follow from the inputs by a fixed linear rule, so the
@@ -55,7 +55,7 @@ class Synthetic(Task):
 
 
 class _Stream:
-    """Samples made up as they are read: `open` gives those of one shard in one epoch."""
+    """Samples generated on reading: `open` returns those of one shard in one epoch."""
 
     def __init__(self, samples: int, features: int, classes: int) -> None:
         self.samples, self.features, self.classes = samples, features, classes

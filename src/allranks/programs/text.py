@@ -2,11 +2,11 @@
 
     allranks train text --set path=book.txt
 
-The first part of the file is learnt from, the last is held out. Each is cut into windows of
-`context` bytes that follow one another without overlap, each predicted from those before it in its
-window: an epoch predicts every byte of the first part once, but for the first one and for a rest
-too short for a window. Their order is the engine's, from (seed, epoch). The file is mapped into
-memory by every rank, and never copied or changed.
+The first part of the file is for training, the last for evaluation. Each is cut into consecutive
+windows of `context` bytes; each byte is predicted from the bytes before it in its window. An epoch
+predicts every byte of the first part once, without the first byte and an incomplete last window.
+The engine orders the windows by (seed, epoch). Every rank maps the file into memory, and never
+copies or changes it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from allranks.programs.models.gpt import GPTShape, gpt
 from allranks.torch.task import Task
 from allranks.training.schedules import cosine, linear_warmup
 
-LEAST_FACTOR = 0.1  # what is left of the rate at `total_steps`
+LEAST_FACTOR = 0.1  # of the rate, at `total_steps`
 BETAS = (0.9, 0.95)  # of GPT-3: Brown et al. 2020, arXiv 2005.14165, appendix B
 
 
@@ -106,7 +106,7 @@ class Text(Task):
     def loss(self, output: Tensor, batch: Any) -> Tensor:
         target = batch[:, 1:].long()
         losses = F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="none")
-        return losses.view(target.shape)  # in one row before: only that is deterministic on GPUs
+        return losses.view(target.shape)  # flat before: deterministic on GPUs
 
     def finalize(self, metrics: dict[str, float]) -> dict[str, float]:
         return {**metrics, "bits_per_byte": metrics["loss"] / math.log(2)}
@@ -116,10 +116,10 @@ class Text(Task):
         return part.unfold(0, self.context + 1, self.context)
 
     def _parts(self) -> tuple[Tensor, Tensor]:
-        """The bytes to learn from and those held out; raises `RequestError` for a useless file."""
+        """The training and the held-out bytes; raises `RequestError` if the file is too short."""
         file = _mapped(self.path)
         held_out = round(len(file) * self.validation)
-        learnt, rest = file[: len(file) - held_out], file[len(file) - held_out :]
+        learnt, evaluated = file[: len(file) - held_out], file[len(file) - held_out :]
         shortest = min(len(learnt), held_out) if self.validation else len(learnt)
         if shortest <= self.context:
             raise RequestError(
@@ -128,7 +128,7 @@ class Text(Task):
                 why=f"a window is {self.context + 1} bytes, and each part needs at least one",
                 do="a longer file, a smaller --set context=…, or --set validation=0",
             )
-        return learnt, rest
+        return learnt, evaluated
 
 
 def _mapped(path: str) -> Tensor:

@@ -1,7 +1,7 @@
-"""The model of a run, exported by the engine that trained it, in a process of its own.
+"""Exports the model of a run with the engine that trained it, in a process of its own.
 
-Keras writes its own formats, and only the task can build the model: so a process loads both, and
-the command line loads neither.
+Keras writes its own formats, and only the task can build the model. So a process imports both, and
+the command line imports neither.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def export_model(folder: Path, target: Path, form: str, server: ForkServer | Non
     """Write the model of the checkpoint `folder` to `target`; returns how many tensors are in it.
 
     `form` is "keras" (a file that `keras.models.load_model` reads) or "saved-model" (a folder for
-    TensorFlow Serving). Raises `BadCheckpoint` if not all of the checkpoint holds, and
-    `RequestError` for a run of another engine, or if `target` is there or cannot be written. The
-    program is found under the name by which the run was started.
+    TensorFlow Serving). Raises `BadCheckpoint` if the checkpoint is damaged, and `RequestError` for
+    a run of another engine, or if `target` exists or cannot be written. The program is imported by
+    the name with which the run was started.
     """
     check_free(target)
     if form == "keras" and target.suffix != ENDING:
@@ -41,15 +41,15 @@ def export_model(folder: Path, target: Path, form: str, server: ForkServer | Non
     verified(folder)
     job = _job_of(folder, target, form)
     check_installed(job.engine)
-    beside = target.with_name(f".{os.getpid()}.{target.name}")  # Keras looks at how a name ends
+    unfinished = target.with_name(f".{os.getpid()}.{target.name}")  # Keras checks the ending
     with ExitStack() as stack:
-        stack.callback(_remove, beside)
+        stack.callback(_remove, unfinished)
         server = server or stack.enter_context(ForkServer(()))
-        return _exported(server, job, folder, target, beside, form)
+        return _exported(server, job, folder, target, unfinished, form)
 
 
 def _remove(path: Path) -> None:
-    """Remove what an export that failed, or was killed, has begun."""
+    """Remove the incomplete file or folder of a failed export."""
     if path.is_dir():
         shutil.rmtree(path)
     else:
@@ -57,15 +57,15 @@ def _remove(path: Path) -> None:
 
 
 def _job_of(folder: Path, target: Path, form: str) -> Job:
-    """The job that made a checkpoint. What was hidden in its task is left at its default."""
+    """The job of a checkpoint. Redacted fields of its task keep their defaults."""
     base = find_base(folder, resumes=False)
     task = {name: value for name, value in base.task.items() if value != HIDDEN}
     job = Job(**base.values, task=task)
     if not ENGINES[job.engine].export or not job.program:
-        what = f"a run of the {job.engine} engine"
+        subject = f"a run of the {job.engine} engine"
         raise RequestError(
             asked=f"to export to {target} with --format {form}",
-            found=what if job.program else "a loop of one's own, which names no program",
+            found=subject if job.program else "a hand-written loop, which names no program",
             why="that format holds a Keras model, built by the task and filled by TensorFlow",
             do="--format safetensors, which has the weights by their names",
         )
@@ -73,17 +73,17 @@ def _job_of(folder: Path, target: Path, form: str) -> Job:
 
 
 def _exported(
-    server: ForkServer, job: Job, folder: Path, target: Path, beside: Path, form: str
+    server: ForkServer, job: Job, folder: Path, target: Path, unfinished: Path, form: str
 ) -> int:
-    paths = {"folder": folder, "target": target, "beside": beside}
-    said = {name: str(path.absolute()) for name, path in paths.items()}
+    paths = {"folder": folder, "target": target, "beside": unfinished}
+    paths_of_job = {name: str(path.absolute()) for name, path in paths.items()}
     answer = answered(
         server,
         ENGINES[job.engine].export,
         lambda scratch: {
             "job": dataclasses.replace(job, run_dir=scratch).to_data(),
             "form": form,
-            **said,
+            **paths_of_job,
         },
         "exported",
         {

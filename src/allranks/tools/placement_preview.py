@@ -1,7 +1,7 @@
-"""What every rank of a plan would hold, found by setting all of them up; nothing is trained.
+"""Previews what every rank of a plan holds, by setting all ranks up without training.
 
-Used by `train --dry-run --placement`. The ranks join, build the model and make the optimizer, in a
-scratch folder that is gone afterwards.
+Used by `train --dry-run --placement`. The ranks join, build the model and create the optimizer, in
+a temporary folder.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from allranks.launcher.supervisor import supervise
 
 
 def place_ranks(plan: LaunchPlan, server: ForkServer) -> list[RankPlacement]:
-    """What each rank holds; raises as a job would whose ranks cannot be set up."""
+    """What each rank holds; raises the errors of a job whose ranks cannot be set up."""
     if not plan.process_set.are_all_trainers:
         raise RequestError(
             asked=f"--placement with --strategy {plan.job.strategy}",
@@ -40,10 +40,10 @@ def place_ranks(plan: LaunchPlan, server: ForkServer) -> list[RankPlacement]:
         fault = first_fault(ended, run_dir)
         if fault is not None:
             raise user_error(fault, ended, run_dir)
-        found = read_placements(run_dir, plan.job.ranks)
-    if len(found) < plan.job.ranks:
-        raise PlaceError(f"{plan.job.ranks} ranks ended well, {len(found)} said what they hold")
-    return found
+        placements = read_placements(run_dir, plan.job.ranks)
+    if len(placements) < plan.job.ranks:
+        raise PlaceError(f"{plan.job.ranks} ranks ended well, {len(placements)} wrote placements")
+    return placements
 
 
 def _process(plan: LaunchPlan, rank: RankPlan, run_dir: Path) -> Process:

@@ -1,7 +1,7 @@
-"""Jobs packed on one machine: each is an `allranks train` of its own, one in each slot at a time.
+"""Packs jobs on one machine: each is an `allranks train` process, one in each slot at a time.
 
-The state of a sweep is the run folders of its jobs: what is done is skipped, everything else is
-started, and `train` itself resumes it. A job that fails stops no other. All jobs end with the
+The state of a sweep is in the run folders of its jobs: finished jobs are skipped, others are
+started, and `train` resumes them. A failed job does not stop the others. All jobs end with the
 process that runs them, however it ends.
 """
 
@@ -35,7 +35,7 @@ LAST_LINES = 20
 
 @dataclass(frozen=True)
 class Slot:
-    """Room for one job at a time: its cores (none: all), and words for whatever job is in it."""
+    """A place for one job at a time: its cores (none: all), and options for the job in it."""
 
     number: int
     cores: tuple[int, ...] = ()
@@ -81,7 +81,7 @@ class SweepJob:
         return start_command(words, slot.cores, self.log)
 
     def finish(self, code: int, was_told_to_stop: bool) -> str:
-        """Read from the run folder how the job ended; returns it as a line for people."""
+        """Read from the run folder how the job ended; returns a line to print."""
         self.ended, self.summary = time.time(), result_of(Path(self.run_dir))
         last = last_event(Path(self.run_dir))
         report = str(last["report"]) if last["event"] == "failed" else None
@@ -108,8 +108,8 @@ class SweepJob:
 def run_jobs(jobs: Sequence[SweepJob], slots: Sequence[Slot], say: Callable[[str], None]) -> str:
     """Run all jobs that are not done, as many at once as there are slots.
 
-    Returns the signal that asked to stop, or "". Then the jobs that ran were asked to commit a
-    checkpoint and leave, and no further job was started. No process is left in any case.
+    Returns the signal that asked to stop, or "". After a signal, running jobs commit a checkpoint
+    and end, and no further job starts. No process is left in any case.
     """
     running: dict[Slot, tuple[SweepJob, subprocess.Popen[bytes]]] = {}
     waiting = [job for job in jobs if job.state != DONE]
@@ -185,7 +185,7 @@ def _refused_folder(folder: Path, found: str) -> RequestError:
 
 
 def share_out(cores: Sequence[int], slots: int) -> list[tuple[int, ...]]:
-    """The cores of each slot: as many for all as can be, none shared; () where they are too few."""
+    """Disjoint cores for each slot, as equal as possible; () if there are too few."""
     if len(cores) < slots:
         return [()] * slots
     each, more = divmod(len(cores), slots)
@@ -194,7 +194,7 @@ def share_out(cores: Sequence[int], slots: int) -> list[tuple[int, ...]]:
 
 
 def last_event(run_dir: Path) -> dict[str, Any]:
-    """What the supervisor of a run wrote last; an event without a name if there is none."""
+    """The last event of a run's supervisor; an event without a name if there is none."""
     return next(iter([*read_rows(run_dir / "events.jsonl")][-1:]), {"event": ""})
 
 

@@ -121,7 +121,7 @@ def check(
     resolved = resolve(program, {**flags, **defaults, **flags})
     resolved = _with_fields(resolved, {**fields, **(settings or {})})
     kept = None if keep_runs is None else os.fspath(keep_runs)
-    return checked_in_scratch(resolved, kept, given=given, bounded=bounded)
+    return checked_in_scratch(resolved, kept, explicit=given, bounded=bounded)
 
 
 def _check_that_this_is_no_rank(task: Any) -> None:

@@ -1,14 +1,13 @@
 """Models of published papers, each with the parameter count of its paper. Plain torch modules.
 
-A task takes one from here, as it would from anywhere: nothing in them knows of ranks, and they
-know nothing of the engine. What holds for all:
+They depend neither on ranks nor on the engine. All of them follow these rules:
 
-* Whatever is random while training is drawn by an `nn.Dropout` layer, so that the engine can give
-  it to shards; nothing draws from the framework's own generator.
-* Samples are dimension 0, and pooling is a plain mean: its gradient is deterministic on GPUs too,
-  which that of adaptive pooling is not.
-* `checkpointed_blocks`, where a model has it, lists the blocks it repeats: what activation
-  checkpointing may compute again, one by one.
+* Only `nn.Dropout` layers draw random numbers in training, so that the engine can key the draws by
+  shard; no layer draws from the framework's own generator.
+* Samples are dimension 0, and pooling is a plain mean, whose gradient is deterministic on GPUs;
+  that of adaptive pooling is not.
+* `checkpointed_blocks`, if a model has it, lists the repeated blocks, which activation
+  checkpointing may recompute one by one.
 """
 
 from allranks.programs.models.efficientnet import efficientnet_b2

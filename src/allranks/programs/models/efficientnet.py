@@ -57,15 +57,15 @@ class EfficientNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (n, 3, height, width) -> logits (n, classes)."""
-        found: Tensor = self.classifier(self.features(images).mean((2, 3)))
-        return found
+        logits: Tensor = self.classifier(self.features(images).mean((2, 3)))
+        return logits
 
 
 class MBConv(nn.Module):
     """An inverted bottleneck: expand, convolve each channel, gate the channels, project.
 
-    Where the shape stays, the input is added, and while training the rest of the block is left
-    out of a sample with probability `drop`.
+    If the shape stays, the input is added; in training the block is then skipped for each sample
+    with probability `drop`.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class MBConv(nn.Module):
         self.stochastic_depth = StochasticDepth(drop if self.residual else 0.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.block(x)
-        return self.stochastic_depth(found) + x if self.residual else found
+        output: Tensor = self.block(x)
+        return self.stochastic_depth(output) + x if self.residual else output
 
 
 class SqueezeExcitation(nn.Module):
@@ -102,21 +102,21 @@ class SqueezeExcitation(nn.Module):
 
 
 class StochasticDepth(nn.Module):
-    """While training, whole samples are set to 0 with probability `drop`, the others scaled up.
+    """In training, sets whole samples to 0 with probability `drop`, and scales the others up.
 
-    Huang et al. 2016, arXiv 1603.09382. The draw is that of an `nn.Dropout` over one number for
-    each sample, so the engine gives it to the shard, and it does not depend on the ranks.
+    Huang et al. 2016, arXiv 1603.09382. It uses an `nn.Dropout` over one number per sample, so the
+    engine keys the draw by shard, and the result does not depend on the ranks.
     """
 
     def __init__(self, drop: float) -> None:
         super().__init__()
-        self.kept = nn.Dropout(drop)
+        self.sample_dropout = nn.Dropout(drop)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.training or self.kept.p == 0:
+        if not self.training or self.sample_dropout.p == 0:
             return x
         ones = torch.ones(len(x), *(1,) * (x.ndim - 1), dtype=x.dtype, device=x.device)
-        scale: Tensor = self.kept(ones)  # 0 or 1 / (1 - drop)
+        scale: Tensor = self.sample_dropout(ones)  # 0 or 1 / (1 - drop)
         return x * scale
 
 

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 class GPTShape:
     """The sizes of a GPT. `context` is in tokens; `heads` must divide `width`.
 
-    `dropout` is that of embeddings and of both parts of a block. `attention_dropout` drops
-    attention weights themselves, which then have to exist: quadratic memory, a slower kernel.
+    `dropout` is for embeddings and both parts of a block. `attention_dropout` drops attention
+    weights, which are then materialized: quadratic memory, a slower kernel.
     """
 
     vocabulary: int
@@ -90,10 +90,10 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Each token looks at itself and at those before it.
+    """Causal attention: each token attends to itself and to earlier tokens.
 
-    The rows of `query_key_value` are in the order (head, query | key | value, feature), so that a
-    run of rows is a run of whole heads, as tensor parallelism needs it.
+    The rows of `query_key_value` have the order (head, query | key | value, feature), so that
+    consecutive rows are whole heads, as tensor parallelism needs.
     """
 
     def __init__(self, shape: GPTShape) -> None:
@@ -114,10 +114,10 @@ class Attention(nn.Module):
         rows = self.query_key_value(x).unflatten(-1, (-1, 3, self.head_width))
         query, key, value = rows.transpose(1, 2).unbind(3)  # each (n, heads, t, features)
         if self.training and self.weights_drop.p > 0:
-            found = self._by_explicit_weights(query, key, value)
+            output = self._by_explicit_weights(query, key, value)
         else:
-            found = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        joined: Tensor = self.drop(self.output(found.transpose(1, 2).flatten(2)))
+            output = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        joined: Tensor = self.drop(self.output(output.transpose(1, 2).flatten(2)))
         return joined
 
     def _by_explicit_weights(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -125,8 +125,8 @@ class Attention(nn.Module):
         scores = query @ key.transpose(-2, -1) / math.sqrt(self.head_width)  # (n, heads, t, t)
         ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         weights = scores.masked_fill(ahead, -math.inf).softmax(-1)
-        found: Tensor = self.weights_drop(weights) @ value
-        return found
+        output: Tensor = self.weights_drop(weights) @ value
+        return output
 
 
 def gpt(shape: GPTShape) -> GPT:

@@ -40,8 +40,8 @@ class ResNet(nn.Module):
         """Images (n, 3, height, width) -> logits (n, classes)."""
         x = self.maxpool(F.relu(self.bn1(self.conv1(images))))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
-        found: Tensor = self.fc(x.mean((2, 3)))
-        return found
+        logits: Tensor = self.fc(x.mean((2, 3)))
+        return logits
 
 
 class BasicBlock(nn.Module):

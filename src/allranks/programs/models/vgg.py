@@ -1,7 +1,7 @@
 """VGG-16, configuration D of Simonyan and Zisserman 2014, arXiv 1409.1556.
 
 Thirteen convolutions of 3 by 3 and three linear layers, which hold 124 of its 138 million
-parameters: a model that sends much and computes little for it. The tensors have the names and
+parameters: much communication for little computation. The tensors have the names and
 shapes of torchvision's, so weights published for it load with `load_state_dict`.
 """
 
@@ -12,7 +12,7 @@ from itertools import pairwise
 from torch import Tensor, nn
 
 STAGES = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))  # (channels, convolutions), then pooling
-PIXELS = 224 // 2 ** len(STAGES)  # what is left of a side: 7
+PIXELS = 224 // 2 ** len(STAGES)  # of a side after all poolings: 7
 
 
 class VGG(nn.Module):
@@ -41,8 +41,8 @@ class VGG(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (n, 3, 224, 224) -> logits (n, classes)."""
-        found: Tensor = self.classifier(self.features(images).flatten(1))
-        return found
+        logits: Tensor = self.classifier(self.features(images).flatten(1))
+        return logits
 
 
 def vgg16(classes: int = 1000, dropout: float = 0.5) -> VGG:

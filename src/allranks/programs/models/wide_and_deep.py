@@ -1,7 +1,7 @@
 """Wide & Deep: a linear model of sparse features and their pairs, added to a network of embeddings.
 
 Cheng et al. 2016, arXiv 1606.07792. All categories share one table for each side, one row for each
-value of a category: a lookup is one request, and the tables are all but all of the weights.
+value of a category: a lookup is one request, and the tables hold nearly all of the weights.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class WideAndDeep(nn.Module):
     def forward(self, counts: Tensor, categories: Tensor) -> Tensor:
         logs = counts.log1p()
         rows = categories + self.first
-        found = self.deep(rows).flatten(1)  # (n, features * dim)
-        deep = self.layers(torch.cat([found, logs], 1))
+        embedded = self.deep(rows).flatten(1)  # (n, features * dim)
+        deep = self.layers(torch.cat([embedded, logs], 1))
         wide = self.wide(torch.cat([rows, *self._crossed(categories)], 1)) + self.linear(logs)
         score: Tensor = (wide + deep).squeeze(1)
         return score
@@ -63,8 +63,8 @@ class WideAndDeep(nn.Module):
         """(n, 1) for each pair: the row of its product."""
         return [
             self.total
-            + ((categories[:, one] * 8191 + categories[:, other]) * 131 + place).remainder(
+            + ((categories[:, first] * 8191 + categories[:, other]) * 131 + place).remainder(
                 self.crossed
             )[:, None]
-            for place, (one, other) in enumerate(self.pairs)
+            for place, (first, other) in enumerate(self.pairs)
         ]

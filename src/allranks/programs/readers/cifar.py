@@ -36,8 +36,8 @@ class CifarImages(StagedReader):
         super().__init__(on_bad_record)
         pattern = TRAINING if train else TEST
         path = Path(path)
-        found = _in_folder(path, pattern) if path.is_dir() else _in_archive(path, pattern)
-        self._files = [(name, self._records(name, content)) for name, content in found]
+        contents = _in_folder(path, pattern) if path.is_dir() else _in_archive(path, pattern)
+        self._files = [(name, self._records(name, content)) for name, content in contents]
         counts = [len(records) for _, records in self._files]
         self._starts = np.cumsum([0, *counts])
         if not len(self):
@@ -54,7 +54,7 @@ class CifarImages(StagedReader):
         if record[0] >= CLASSES:
             problem = f"label {record[0]}, of {CLASSES} classes"
             raise BadRecord(name, f"byte {at * RECORD_BYTES}", problem)
-        return record.copy()  # off the disk here, not where it is decoded
+        return record.copy()  # reads the disk here, and not in decode
 
     def decode_record(
         self, number: int, record: NDArray[np.uint8], random: np.random.Generator | None
@@ -62,30 +62,30 @@ class CifarImages(StagedReader):
         return standardised(record[1:].reshape(SHAPE), MEAN, DEVIATION), int(record[0])
 
     def _records(self, name: str, content: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """(records, 3073); what is left over at the end of a file is a bad record."""
-        count, rest = divmod(len(content), RECORD_BYTES)
-        if rest:
-            problem = f"the file ends after {rest} of the {RECORD_BYTES} bytes of a record"
+        """(records, 3073); an incomplete record at the end of a file is bad."""
+        count, remainder = divmod(len(content), RECORD_BYTES)
+        if remainder:
+            problem = f"the file ends after {remainder} of the {RECORD_BYTES} bytes of a record"
             self.bad_records.pass_over(BadRecord(name, f"byte {count * RECORD_BYTES}", problem))
         return content[: count * RECORD_BYTES].reshape(count, RECORD_BYTES)
 
 
 def _in_folder(folder: Path, pattern: str) -> list[tuple[str, NDArray[np.uint8]]]:
-    found = []
+    contents = []
     for path in sorted(folder.glob(pattern)):
-        filled = path.stat().st_size > 0  # what is empty cannot be mapped
+        filled = path.stat().st_size > 0  # an empty file cannot be mapped
         content = np.asarray(np.memmap(path, mode="r")) if filled else np.empty(0, np.uint8)
-        found.append((str(path), content))
-    return found
+        contents.append((str(path), content))
+    return contents
 
 
 def _in_archive(path: Path, pattern: str) -> list[tuple[str, NDArray[np.uint8]]]:
     require("the CIFAR-10 data set", [path], "fetch its binary version")
-    found = []
+    contents = []
     with opened(path) as file:
         archive = Archive(str(path), file)
         for member in archive.members():
             if Path(member.name).match(pattern):
                 content = np.frombuffer(archive.content(member), np.uint8)
-                found.append((f"{path}, {member.name}", content))
-    return sorted(found, key=lambda pair: pair[0])
+                contents.append((f"{path}, {member.name}", content))
+    return sorted(contents, key=lambda pair: pair[0])

@@ -1,4 +1,4 @@
-"""One JPEG or PNG: from its bytes to what a network for ImageNet is fed with. Needs Pillow.
+"""Turns the bytes of a JPEG or PNG into the input of an ImageNet network. Needs Pillow.
 
 For training a random part of the image, scaled to the size and mirrored half of the time; for
 evaluation the centre. Szegedy et al. 2014, arXiv 1409.4842 (the random part); Goyal et al. 2017,
@@ -31,7 +31,7 @@ from allranks.programs.readers.stream import (
 )
 
 # --- pixels --------------------------------------------------------------------------------------
-# Pixels as a network wants them: floats of mean 0 and deviation 1, colour by colour.
+# Pixels as network inputs: floats of mean 0 and deviation 1, per colour.
 
 
 Pixels = NDArray[np.float32]
@@ -43,9 +43,9 @@ def standardised(
     """An image (colours, height, width); `mean` and `deviation` of its colours are from 0 to 1."""
     scale = np.divide(1 / 255, deviation).astype(np.float32)
     shift: Pixels = np.divide(mean, deviation).astype(np.float32)
-    found: Pixels = np.multiply(image, scale[:, None, None], dtype=np.float32, order="C")
-    found -= shift[:, None, None]
-    return found
+    pixels: Pixels = np.multiply(image, scale[:, None, None], dtype=np.float32, order="C")
+    pixels -= shift[:, None, None]
+    return pixels
 
 
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's training images
@@ -75,8 +75,8 @@ def training_view(image: Image.Image, size: int, random: np.random.Generator) ->
 def centre_view(image: Image.Image, size: int) -> Image.Image:
     """The middle of the image, 7/8 of its shorter side, scaled to `size` by `size`."""
     side = min(image.width, image.height) * CENTRE
-    left, upper = (image.width - side) / 2, (image.height - side) / 2
-    return _scaled(image, (left, upper, left + side, upper + side), size)
+    x, upper = (image.width - side) / 2, (image.height - side) / 2
+    return _scaled(image, (x, upper, x + side, upper + side), size)
 
 
 def normalised(image: Image.Image) -> Pixels:
@@ -91,13 +91,13 @@ def random_box(width: int, height: int, random: np.random.Generator) -> Box:
         aspect = math.exp(random.uniform(math.log(ASPECT[0]), math.log(ASPECT[1])))
         wide, high = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
         if 0 < wide <= width and 0 < high <= height:
-            left = int(random.integers(width - wide + 1))
+            x = int(random.integers(width - wide + 1))
             upper = int(random.integers(height - high + 1))
-            return left, upper, left + wide, upper + high
+            return x, upper, x + wide, upper + high
     wide = min(width, round(height * ASPECT[1])) or 1
     high = min(height, round(width / ASPECT[0])) or 1
-    left, upper = (width - wide) // 2, (height - high) // 2
-    return left, upper, left + wide, upper + high
+    x, upper = (width - wide) // 2, (height - high) // 2
+    return x, upper, x + wide, upper + high
 
 
 def _scaled(image: Image.Image, box: Box, size: int) -> Image.Image:
@@ -117,7 +117,7 @@ ENDINGS = (".jpg", ".jpeg", ".png")
 class ImageFolder(StagedReader):
     """Images, (3, size, size) float32 of mean 0 and deviation 1, with the number of their class.
 
-    Decoded with a generator a sample is a random view for training, without one the centre.
+    Decoding with a generator gives a random view for training, without one the centre.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class ImageFolder(StagedReader):
                 raise self._no_image(name)
         if not names:
             raise self._no_image(".")
-        self._names = np.array(names)  # one block of memory: processes that are forked share it
+        self._names = np.array(names)  # one block of memory, which forked processes share
         self._labels: NDArray[np.int32] = np.array(labels, np.int32)
 
     def __len__(self) -> int:
@@ -180,10 +180,10 @@ class ImageFolder(StagedReader):
 
 def _images_below(folder: str) -> list[str]:
     """All images in a folder and below it, sorted."""
-    found = []
+    paths = []
     for parent, _, files in os.walk(folder, followlinks=True):
-        found += [os.path.join(parent, f) for f in files if f.lower().endswith(ENDINGS)]
-    return sorted(found)
+        paths += [os.path.join(parent, f) for f in files if f.lower().endswith(ENDINGS)]
+    return sorted(paths)
 
 
 # --- idx -----------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
-"""A stream over files of records: which slice of the global batch reads which files, in what order.
+"""Streams over files of records: each shard of the global batch reads its files in a fixed order.
 
-Nobody communicates: files are dealt to the shards of a task by a pure function of (seed, epoch),
-and inside a file the order is kept, but for an optional buffer from which the next record is drawn
-at random, keyed by (seed, epoch, shard). A stream is opened anew each epoch and after each stop;
-what a stopped job had read is read again and thrown away.
+Ranks do not communicate: a pure function of (seed, epoch) assigns files to the shards of a task.
+Records keep their order within a file, or an optional buffer shuffles them, keyed by (seed, epoch,
+shard). A stream is opened in each epoch and after each resume; a resumed job reads the records
+before its position again, and discards them.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from allranks.errors import RequestError
 from allranks.training.order import random_key
 
 # --- bad record ----------------------------------------------------------------------------------
-# A record that is not what its format says: which file, where in it, and what is done about it.
+# A record that violates its format: its file, its place, and the policy.
 #
-# Every reader raises `BadRecord`, which ends the job; a reader that was told to skip hands it to
-# its `BadRecords` instead, which counts it and writes one line to stderr, the log of the rank.
+# Every reader raises `BadRecord`, which ends the job. With the policy "skip" it passes the record
+# to `BadRecords`, which counts it and writes one line to stderr, the log of the rank.
 
 
 OnBadRecord = Literal["stop", "skip"]
-LISTED = 100  # bad records that are listed and logged; the rest are only counted
+LISTED = 100  # bad records that are listed and logged; more are only counted
 
 
 class BadRecord(RequestError):
@@ -52,17 +52,17 @@ class BadRecord(RequestError):
         super().__init__(
             asked="to read the next record of the data",
             found=f"{file}, {place}: {problem}",
-            why="it is not what its format says, and what would be learned from it nobody knows",
+            why="it violates its format, so training on it would be arbitrary",
             do='mend the file or fetch it again; on_bad_record="skip" passes over such records',
         )
         self.args = (self.file, place, problem)  # so that it can be pickled
 
 
 class BadRecords:
-    """What a reader does with a bad record: raise it, or pass over it and remember.
+    """The policy for bad records: raise them, or skip and count them.
 
-    `count` is the number of different ones passed over in this process, `listed` the first
-    hundred. Several threads may use it at once.
+    `count` is the number of different ones skipped in this process, `listed` the first hundred.
+    Several threads may use it at once.
     """
 
     def __init__(self, policy: OnBadRecord) -> None:
@@ -82,7 +82,7 @@ class BadRecords:
         return len(self._known)
 
     def pass_over(self, error: BadRecord) -> None:
-        """Raise `error`, or note it the first time that it is met."""
+        """Raise `error`, or note it once."""
         if self.policy == "stop":
             raise error
         noted = BadRecord(error.file, error.place, error.problem)  # the error holds its traceback
@@ -94,11 +94,11 @@ class BadRecords:
 
 
 # --- files ---------------------------------------------------------------------------------------
-# Opening data files, packed with gzip (by the name `.gz`) or plain, with damage told by place.
+# Opens data files, plain or with gzip (by the name `.gz`), and locates damage.
 
 
 class _Unpacked(gzip.GzipFile):
-    """A packed file that says where it is damaged; places count what has been unpacked."""
+    """A gzip file that reports where it is damaged; places count unpacked bytes."""
 
     def read(self, size: int | None = -1) -> bytes:
         return cast(bytes, self._at(super().read, size))
@@ -115,18 +115,18 @@ class _Unpacked(gzip.GzipFile):
 
 
 def opened(path: str | Path) -> IO[bytes]:
-    """The file, to be read from its start; what is packed is unpacked on the way."""
+    """The file, opened for reading; a gzip file is unpacked while reading."""
     if str(path).endswith((".gz", ".tgz")):
         return cast(IO[bytes], _Unpacked(path))
     return open(path, "rb")
 
 
-def require(asked: str, files: list[Path], do: str) -> None:
-    """Raise `RequestError` that names the files that are not there, if any."""
+def require(request: str, files: list[Path], do: str) -> None:
+    """Raise `RequestError` with the missing files, if any."""
     missing = [str(path) for path in files if not path.exists()]
     if missing:
         raise RequestError(
-            asked=asked,
+            asked=request,
             found=f"no {', no '.join(missing[:8])}" + (" …" if len(missing) > 8 else ""),
             why="these files are read by the training, on every rank",
             do=do,
@@ -143,12 +143,12 @@ class Record:
 
 
 class FileStream(ABC):
-    """The records of `files`, for a task of `shards` slices; `decode` makes a sample of each.
+    """The records of `files`, for a task of `shards` shards; `decode` turns each into a sample.
 
-    Every record is in one shard, once an epoch. Whole files are dealt out, so shards are equally
-    long if their number divides that of the files; of fewer files than shards each is cut into
-    parts (every n-th record), and all shards get as many. `decode` raises ValueError or
-    LookupError for a record that is bad. A `buffer` of n records is kept in memory by each shard.
+    Every record is in one shard, once per epoch. Whole files are assigned, so shards are equally
+    long if their number divides that of the files. With fewer files than shards, each file is cut
+    into parts (every n-th record), equally many for all shards. `decode` raises ValueError or
+    LookupError for a bad record. Each shard keeps a `buffer` of n records in memory.
     """
 
     def __init__(
@@ -179,8 +179,8 @@ class FileStream(ABC):
     def records(self, path: str, part: int, parts: int) -> Iterator[Record]:
         """Every record of a file whose number is `part` modulo `parts`, in order.
 
-        Gives single bad records to `self.bad_records`; raises `BadRecord` where the rest of the
-        file cannot be read either.
+        Passes single bad records to `self.bad_records`; raises `BadRecord` if the remaining file
+        is unreadable.
         """
 
     def open(self, shard: int, epoch: int, seed: int, skip: int) -> Iterator[Any]:
@@ -193,7 +193,7 @@ class FileStream(ABC):
                 do=f"{type(self).__name__}(files, shards=self.shards, …) in train_data()",
             )
         records = self._drawn(self._dealt(shard, epoch, seed), random_key(seed, epoch, shard))
-        if self.bad_records.policy == "stop":  # all are good, so what is skipped is not decoded
+        if self.bad_records.policy == "stop":  # all are good, so skipped ones need no decoding
             return self._decoded(islice(records, skip, None))
         return islice(self._decoded(records), skip, None)
 
@@ -214,18 +214,18 @@ class FileStream(ABC):
                 self.bad_records.pass_over(error)
 
     def _drawn(self, records: Iterator[Record], key: int) -> Iterator[Record]:
-        """The records in the order of a buffer from which each next one is drawn."""
+        """The records, shuffled by drawing each from a buffer."""
         if not self.buffer:
             yield from records
             return
         generator = np.random.Generator(np.random.Philox(key))
-        held = list(islice(records, self.buffer))
+        waiting = list(islice(records, self.buffer))
         for record in records:
-            drawn = int(generator.integers(len(held)))
-            out, held[drawn] = held[drawn], record
+            drawn = int(generator.integers(len(waiting)))
+            out, waiting[drawn] = waiting[drawn], record
             yield out
-        for number in generator.permutation(len(held)):
-            yield held[number]
+        for number in generator.permutation(len(waiting)):
+            yield waiting[number]
 
     def _decoded(self, records: Iterable[Record]) -> Iterator[Any]:
         for record in records:
@@ -241,23 +241,23 @@ class FileStream(ABC):
 
 
 # --- staged --------------------------------------------------------------------------------------
-# A map-style data set in two stages, read and decode, in which good samples stand in for bad ones.
+# A map-style data set in two stages, read and decode, which replaces bad samples by good ones.
 #
-# A reader adds `__len__`, `read_record` and `decode_record`. If a record turns out bad and the
-# reader was told to skip, the next good one by number (from the end, on to the start) takes its
-# place: that is a pure function of the files, so every rank sees the same samples.
+# A reader adds `__len__`, `read_record` and `decode_record`. With the policy "skip", the next good
+# record by number (after the last comes the first) replaces a bad one: a pure function of the
+# files, so every rank sees the same samples.
 
 
 @dataclass(frozen=True)
 class Raw:
-    """A record as it lies on the disk, and the number of the sample that it is."""
+    """A record as stored on disk, and the number of its sample."""
 
     number: int
     record: Any
 
 
 class StagedReader(ABC):
-    """Samples by number, each read and then decoded; `bad_records` says what was passed over."""
+    """Samples by number, each read and then decoded; `bad_records` lists skipped records."""
 
     def __init__(self, on_bad_record: OnBadRecord = "stop") -> None:
         self.bad_records = BadRecords(on_bad_record)
@@ -267,11 +267,11 @@ class StagedReader(ABC):
 
     @abstractmethod
     def read_record(self, number: int) -> Any:
-        """The record of sample `number`, off the disk; raises `BadRecord`."""
+        """Read the record of sample `number` from disk; raises `BadRecord`."""
 
     @abstractmethod
     def decode_record(self, number: int, record: Any, random: np.random.Generator | None) -> Any:
-        """The sample that a record is; raises `BadRecord`."""
+        """Decode a record into a sample; raises `BadRecord`."""
 
     def read(self, number: int) -> Raw:
         """The record of sample `number`, or of the next one that can be read."""
@@ -284,7 +284,7 @@ class StagedReader(ABC):
         raise self._nothing_good()
 
     def decode(self, raw: Raw, random: np.random.Generator | None) -> Any:
-        """The sample that `raw` is, or the next one that can be decoded."""
+        """The sample of `raw`, or the next one that can be decoded."""
         for _ in range(len(self)):
             try:
                 return self.decode_record(raw.number, raw.record, random)
@@ -309,11 +309,11 @@ class StagedReader(ABC):
 
 
 # --- download ------------------------------------------------------------------------------------
-# The files of a data set, fetched once per node: whoever comes first fetches, the others wait.
+# The files of a data set, downloaded once per node: the first process downloads, others wait.
 #
-# A file is written under another name, its digest is checked, and only then it gets its own name;
-# so a file that has its name is whole, whatever was killed when. Digests of files that somebody put
-# there by hand are checked too.
+# A file is written under another name, its digest is checked, and then it is renamed. So a file
+# with its final name is complete, even after a kill. Digests of files that a user copied there are
+# checked too.
 
 
 BLOCK_BYTES = 1 << 20
@@ -323,7 +323,7 @@ LOCK = ".fetch.lock"
 
 @dataclass(frozen=True)
 class Remote:
-    """A file to be had from `url`; `digest` is "sha256:…" or "md5:…", over its bytes."""
+    """A file at `url`; `digest` is "sha256:…" or "md5:…", over its bytes."""
 
     url: str
     digest: str
@@ -334,9 +334,9 @@ class Remote:
 
 
 def fetch(files: Sequence[Remote], folder: str | Path) -> list[Path]:
-    """The paths of all files in `folder`, where those that are missing are fetched first.
+    """The paths of all files in `folder`; missing ones are downloaded first.
 
-    Raises `RequestError` if one cannot be had, or is not what its digest says.
+    Raises `RequestError` if a download fails, or a digest differs.
     """
     folder = Path(folder)
     if not all((folder / file.name).exists() for file in files):
@@ -351,7 +351,7 @@ def fetch(files: Sequence[Remote], folder: str | Path) -> list[Path]:
 
 @contextmanager
 def _alone_on_this_node(folder: Path) -> Iterator[None]:
-    """Hold the lock of this folder, so that one process fetches; its end releases the lock."""
+    """Lock this folder, so that one process downloads; a process that ends releases it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = open(folder / LOCK, "wb")
@@ -369,13 +369,13 @@ def _alone_on_this_node(folder: Path) -> Iterator[None]:
 
 def _download(file: Remote, folder: Path, files: Sequence[Remote]) -> None:
     print(f"fetching {file.url} into {folder}", file=sys.stderr, flush=True)
-    beside = folder / f".{file.name}.part"
+    partial = folder / f".{file.name}.part"
     try:
-        _copy(file.url, beside)
+        _copy(file.url, partial)
     except (OSError, http.client.HTTPException, ValueError) as error:
         if isinstance(error, urllib.error.HTTPError):
             error.close()
-        beside.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
         names = ", ".join(f"{other.name} ({other.digest})" for other in files)
         raise RequestError(
             asked=f"to fetch {file.url}",
@@ -384,16 +384,16 @@ def _download(file: Remote, folder: Path, files: Sequence[Remote]) -> None:
             do=f"try again, or put these files into {folder}: {names}",
         ) from error
     try:
-        _check(file, _digest(file, beside), folder)
+        _check(file, _digest(file, partial), folder)
     except RequestError:
-        beside.unlink()
+        partial.unlink()
         raise
-    beside.rename(folder / file.name)
+    partial.rename(folder / file.name)
     fsync_folder(folder)
 
 
 def _copy(url: str, path: Path) -> None:
-    """What is at `url`, as a file that would outlive a loss of power."""
+    """Download `url` to a file and fsync it."""
     request = urllib.request.Request(url, headers={"User-Agent": "allranks"})
     with urllib.request.urlopen(request, timeout=SILENCE_S) as source, open(path, "wb") as target:
         while block := source.read(BLOCK_BYTES):
@@ -405,16 +405,16 @@ def _copy(url: str, path: Path) -> None:
 def _digest(file: Remote, path: Path) -> str:
     kind = file.digest.partition(":")[0]
     with open(path, "rb") as content:  # against damage, not against an attacker
-        found = hashlib.file_digest(content, lambda: hashlib.new(kind, usedforsecurity=False))
-    return found.hexdigest()
+        digest = hashlib.file_digest(content, lambda: hashlib.new(kind, usedforsecurity=False))
+    return digest.hexdigest()
 
 
-def _check(file: Remote, found: str, folder: Path) -> None:
+def _check(file: Remote, actual: str, folder: Path) -> None:
     kind, _, expected = file.digest.partition(":")
-    if found != expected:
+    if actual != expected:
         raise RequestError(
             asked=f"{file.name} with {kind} {expected}",
-            found=f"{kind} {found}",
+            found=f"{kind} {actual}",
             why="it was cut short, changed, or is another file of that name",
             do=f"remove {folder / file.name} if it is there, and try again; it is from {file.url}",
         )

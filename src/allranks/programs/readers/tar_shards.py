@@ -1,10 +1,10 @@
-"""Tar shards as a stream: neighbouring members with one name but for the ending are one sample.
+"""Tar shards as a stream: neighbouring members that differ only in their ending are one sample.
 
     0001.jpg 0001.cls 0002.jpg 0002.cls  ->  {"__key__": "0001", "jpg": bytes, "cls": bytes}, …
 
-The layout of WebDataset: a name goes up to the first dot after the last slash, and the ending, in
-small letters, is the key; members without an ending are no part of a sample. Tar has a checksum
-for the head of a member and none for its bytes.
+The layout of WebDataset: the name ends at the first dot after the last slash, and the ending, in
+lower case, is the key; members without an ending are ignored. Tar has a checksum for the head of a
+member and none for its bytes.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def _sample(archive: Archive, base: str, members: Iterable[tarfile.TarInfo], aga
     for member in members:
         _, ending = _split(member)
         if again or ending in content:
-            what = "members apart from each other" if again else f"two members .{ending}"
-            raise archive.bad(member, f"sample {base} has {what}")
+            problem = "members apart from each other" if again else f"two members .{ending}"
+            raise archive.bad(member, f"sample {base} has {problem}")
         offset = offset or member.offset
         content[ending] = archive.content(member)
     return Record(archive.path, f"sample {base} at byte {offset}", content)
@@ -67,8 +67,8 @@ def _sample(archive: Archive, base: str, members: Iterable[tarfile.TarInfo], aga
 class Archive:
     """The members of a tar file from its start to its end, and their bytes; raises `BadRecord`.
 
-    Python's `tarfile` takes a damaged head for the end of the archive. The end of one is a block
-    of zeros, so that is what must have been read last.
+    Python's `tarfile` treats a damaged head as the end of the archive. A real end is a block of
+    zeros, so the last block that was read must be zeros.
     """
 
     def __init__(self, path: str, file: IO[bytes]) -> None:
@@ -79,18 +79,18 @@ class Archive:
             raise BadRecord(path, "byte 0", f"no tar file: {error}") from error
 
     def members(self) -> Iterator[tarfile.TarInfo]:
-        """Every regular file in it. What is left of the archive must not be read elsewhere."""
+        """Every regular file in it. Nothing else may read the archive meanwhile."""
         while (member := self._next()) is not None:
             if member.isreg():
                 yield member
         if self._file.last != END:
             problem = "neither a member nor the end of the archive: it is damaged or cut short"
             raise BadRecord(self.path, f"byte {self._tar.offset}", problem)
-        while self._file.read(tarfile.RECORDSIZE):  # the checksum of a packed one is at its end
+        while self._file.read(tarfile.RECORDSIZE):  # the checksum of gzip is at its end
             pass
 
     def content(self, member: tarfile.TarInfo) -> bytes:
-        """The bytes of a member, before the next one is asked for."""
+        """The bytes of a member; call it before reading the next member."""
         file = self._tar.extractfile(member)
         assert file is not None, member.name
         try:
@@ -111,7 +111,7 @@ class Archive:
 
 
 class _Remembering:
-    """A file that remembers what was read from it last."""
+    """A file that keeps the last bytes that were read."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self.last = file, b""

@@ -2,8 +2,8 @@
 
     uint64 length · uint32 masked CRC-32C of the length · bytes · uint32 masked CRC-32C of the bytes
 
-All little-endian. Both checksums are checked for every record that is read. A record is bytes;
-`example.parse_example` reads what is usually in them.
+All little-endian. Both checksums of every read record are verified. A record is bytes, usually an
+Example, which `parse_example` reads.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from allranks.programs.readers.stream import BadRecord, FileStream, Record, open
 
 
 def masked_crc32c(data: bytes) -> int:
-    """The checksum as TFRecord stores it, so that a file of checksums has sound ones itself."""
+    """The masked checksum that TFRecord stores: CRCs of data with CRCs inside are weak."""
     checksum = crc32c(data)
     return ((checksum >> 15 | checksum << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def _of_the_package() -> Callable[[bytes], int]:
-    """Its function; raises `RequestError` where the package is not installed."""
+    """The package's function; raises `RequestError` if it is not installed."""
     try:
-        found: Callable[[bytes], int] = load("google_crc32c:value")
+        function: Callable[[bytes], int] = load("google_crc32c:value")
     except ModuleNotFoundError:
         raise RequestError(
             asked="to read or write TFRecord files",
@@ -46,7 +46,7 @@ def _of_the_package() -> Callable[[bytes], int]:
             why="it computes the two checksums that each record has",
             do="pip install 'allranks[tfrecord]'",
         ) from None
-    return found
+    return function
 
 
 crc32c = _of_the_package()
@@ -95,7 +95,7 @@ def write_tfrecords(path: str | Path, records: Iterable[bytes]) -> None:
 
 
 def _length(path: str, offset: int, head: bytes) -> int:
-    """The length that the head of a record tells."""
+    """The length in the head of a record; raises `BadRecord`."""
     if len(head) < HEAD:
         raise BadRecord(path, f"byte {offset}", "the file ends within the head of a record")
     length, checksum = struct.unpack("<QI", head)
@@ -123,8 +123,8 @@ def _content(path: str, offset: int, file: IO[bytes], length: int) -> bytes | No
 #     Feature      { oneof { BytesList = 1; FloatList = 2; Int64List = 3; } }
 #     …List        { repeated value = 1; }                      numbers are packed, or one by one
 #
-# Only the wire format, by hand; neither protobuf nor TensorFlow is needed. What is unknown is
-# passed over, as the format asks. protobuf.dev, "Encoding".
+# Only the wire format, by hand; neither protobuf nor TensorFlow is needed. Unknown fields are
+# skipped, as the format requires. protobuf.dev, "Encoding".
 
 
 VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5  # wire types
@@ -139,7 +139,7 @@ def parse_example(data: bytes | memoryview) -> dict[str, Values]:
     Bytes come as a list, floats as float32 and integers as int64 arrays; a feature with no list
     at all is an empty list.
     """
-    found: dict[str, Values] = {}
+    parsed: dict[str, Values] = {}
     for features in _messages(memoryview(data), 1):
         for entry in _messages(features, 1):
             key, value = b"", memoryview(b"")
@@ -148,21 +148,21 @@ def parse_example(data: bytes | memoryview) -> dict[str, Values]:
                     key = bytes(content)
                 elif number == 2 and isinstance(content, memoryview):
                     value = content
-            found[key.decode()] = _feature(value)
-    return found
+            parsed[key.decode()] = _feature(value)
+    return parsed
 
 
 def make_example(features: Mapping[str, Sequence[bytes] | NDArray[np.generic]]) -> bytes:
     """A serialized Example of lists of bytes, and of arrays of floats or of whole numbers."""
     entries = b""
     for name, values in features.items():
-        entry = _tagged(1, name.encode()) + _tagged(2, _made_feature(values))
+        entry = _tagged(1, name.encode()) + _tagged(2, _encoded_feature(values))
         entries += _tagged(1, entry)
     return _tagged(1, entries)
 
 
 def _feature(data: memoryview) -> Values:
-    """The list of a Feature. Of several the last kind holds, and lists of one kind are joined."""
+    """The list of a Feature. The last of several kinds counts; lists of one kind are joined."""
     kind, items = BYTES, list[tuple[int, int | memoryview]]()
     for number, wire, content in _fields(data):
         if number not in (BYTES, FLOATS, INTEGERS) or wire != LENGTH:
@@ -204,7 +204,7 @@ def _messages(data: memoryview, wanted: int) -> Iterator[memoryview]:
 
 
 def _fields(data: memoryview) -> Iterator[tuple[int, int, int | memoryview]]:
-    """(number, wire type, content) of each field; raises ValueError where it makes no sense."""
+    """(number, wire type, content) of each field; raises ValueError for invalid data."""
     at = 0
     while at < len(data):
         tag, at = _varint(data, at)
@@ -236,22 +236,22 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
     raise ValueError(f"a number without end at byte {at}")
 
 
-def _made_feature(values: Sequence[bytes] | NDArray[np.generic]) -> bytes:
+def _encoded_feature(values: Sequence[bytes] | NDArray[np.generic]) -> bytes:
     if not isinstance(values, np.ndarray):
         return _tagged(BYTES, b"".join(_tagged(1, bytes(value)) for value in values))
     if values.dtype.kind == "f":
         return _tagged(FLOATS, _tagged(1, values.astype("<f4").tobytes()))
     numbers = (int(number) & 0xFFFFFFFFFFFFFFFF for number in values.astype(np.int64))
-    return _tagged(INTEGERS, _tagged(1, b"".join(map(_made_varint, numbers))))
+    return _tagged(INTEGERS, _tagged(1, b"".join(map(_encoded_varint, numbers))))
 
 
 def _tagged(number: int, content: bytes) -> bytes:
-    return _made_varint(number << 3 | LENGTH) + _made_varint(len(content)) + content
+    return _encoded_varint(number << 3 | LENGTH) + _encoded_varint(len(content)) + content
 
 
-def _made_varint(value: int) -> bytes:
-    made = bytearray()
+def _encoded_varint(value: int) -> bytes:
+    encoded = bytearray()
     while value > 127:
-        made.append(value & 127 | 128)
+        encoded.append(value & 127 | 128)
         value >>= 7
-    return bytes([*made, value])
+    return bytes([*encoded, value])

@@ -1,8 +1,8 @@
-"""Joules that the machine has taken, where it counts them and lets us read: Intel's and AMD's RAPL.
+"""Energy of the machine in joules, from the RAPL counters of Intel and AMD processors.
 
-The kernel shows a counter of microjoules for each package (`powercap`), which begins again at its
-largest value. It counts the package, whoever computes on it; of memory, disks and accelerators it
-knows nothing. Most machines let root alone read it.
+The kernel has a counter of microjoules for each package (`powercap`), which wraps around at its
+largest value. It counts all processes on the package, and no memory, disks or accelerators. On
+most machines only root can read it.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ PACKAGES = "intel-rapl:[0-9]*"
 
 
 def counters(folder: Path = COUNTERS) -> dict[Path, tuple[int, int]]:
-    """Of each package the microjoules and the range of the counter; empty where unreadable."""
-    found = {}
+    """The microjoules and the range of each package's counter; empty if unreadable."""
+    readings = {}
     for path in folder.glob(PACKAGES):
         if path.name.count(":") > 1:  # a part of a package
             continue
         try:
             counted = int((path / "energy_uj").read_text())
-            found[path] = counted, int((path / "max_energy_range_uj").read_text())
+            readings[path] = counted, int((path / "max_energy_range_uj").read_text())
         except (OSError, ValueError):
             return {}
-    return found
+    return readings
 
 
 @dataclass
 class EnergyMeter:
-    """Counts from the moment it is made; `joules` says how many since, `None` where nobody knows.
+    """Counts from its creation; `joules` returns the energy since, `None` if unknown.
 
-    A counter that begins again twice is not noticed: that takes about an hour at full load.
+    It misses a counter that wraps around twice, which takes about an hour at full load.
     """
 
     folder: Path = COUNTERS

@@ -53,9 +53,9 @@ def sweep_curves(plan: BenchPlan, rows: Sequence[BenchRow]) -> list[Curve]:
 
 
 def _without(strategy: str, option: str) -> str:
-    name, colon, rest = strategy.partition(":")
-    kept = [part for part in rest.split(",") if not part.startswith(f"{option}=")]
-    return name + (colon + ",".join(kept) if kept else "")
+    name, colon, options = strategy.partition(":")
+    others = [part for part in options.split(",") if not part.startswith(f"{option}=")]
+    return name + (colon + ",".join(others) if others else "")
 
 
 def sweep_figure(plan: BenchPlan, rows: Sequence[BenchRow]) -> str | None:

@@ -1,8 +1,8 @@
-"""The machine that figures are of, and its ceiling: what no strategy can go beyond.
+"""The measured machine, and its ceiling: rates that no strategy can exceed.
 
-Copies are made with threads that hold no lock of Python, one on each core at once: a byte that is
-copied is read and written, and is counted once. The sums between ranks are those of the script
-`allranks.programs.all_reduce_rate`, over what the ranks of a job would talk over.
+Copies run in threads without Python's lock, one on each core: a copied byte is read and written,
+and counts once. The script `allranks.programs.all_reduce_rate` measures sums between ranks, over
+the connection that the ranks of a job would use.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _processor(path: Path = Path("/proc/cpuinfo")) -> str | None:
 
 
 def copy_bytes_per_s(threads: int) -> float:
-    """Bytes that all threads together copy in a second, in the best of a few rounds."""
+    """Bytes per second that all threads copy together, in the best of a few rounds."""
     each = max(LEAST_BYTES, min(MOST_BYTES, ALL_BYTES // threads))  # more than a cache holds
     blocks = [
         (ctypes.create_string_buffer(each), ctypes.create_string_buffer(each))
@@ -78,9 +78,9 @@ def copy_bytes_per_s(threads: int) -> float:
 
 
 def all_reduce_bytes_per_s(job: Job) -> float | None:
-    """Bytes of a tensor of 25 MB that the ranks of this job sum in a second.
+    """Bytes per second at which the ranks of this job all-reduce a tensor of 25 MB.
 
-    `None` where that failed, of one rank, and of nodes that are no part of this machine.
+    `None` if that failed, for one rank, and for nodes outside of this machine.
     """
     if job.ranks == 1 or job.place_spec.name not in HERE:
         return None
@@ -103,12 +103,12 @@ def all_reduce_bytes_per_s(job: Job) -> float | None:
 def in_words(machine: dict[str, Any]) -> str:
     """The ceiling, before any figure."""
     copied = [machine["copy_bytes_per_s"], machine["copy_all_cores_bytes_per_s"]]
-    told = [
+    words = [
         str(machine["processor"] or "an unnamed processor"),
         f"{machine['cores']} processors",
         format_bytes(machine["memory_bytes"]),
         f"copies {format_bytes(copied[0])}/s on one core, {format_bytes(copied[1])}/s on all",
     ]
     if machine["all_reduce_bytes_per_s"]:
-        told.append(f"the ranks sum {format_bytes(machine['all_reduce_bytes_per_s'])}/s")
-    return ", ".join([*told, f"a load of {machine['load_1min']:.1f} before"])
+        words.append(f"the ranks sum {format_bytes(machine['all_reduce_bytes_per_s'])}/s")
+    return ", ".join([*words, f"a load of {machine['load_1min']:.1f} before"])

@@ -1,6 +1,6 @@
-"""Runs the jobs of a plan, one after another, and has what they measured read.
+"""Runs the jobs of a plan, one after another, and reads their measurements.
 
-A job that fails is named with its reason, and left out of the turns that follow; others go on.
+A job that fails is listed with its reason, and left out of later turns; others go on.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ LAST_LINES = 4
 
 
 @dataclass
-class Found:
-    """What is known of a combination: what each of its runs measured, or why it has none.
+class RunSet:
+    """The measured runs of a combination, or the problem why it has none.
 
     `losses` are those of the steps of its first run.
     """
@@ -39,46 +39,46 @@ class Found:
 
 @dataclass(frozen=True)
 class BenchWatcher:
-    """What a caller wants to see: which run begins, what came of it, and the time that passes."""
+    """Callbacks of a bench: a run begins, a run ended with a result or a problem, time passes."""
 
     began: Callable[[Combination, int], None] = lambda combination, turn: None
-    ended: Callable[[Combination, int, Measured | str], None] = lambda combination, turn, what: None
+    ended: Callable[[Combination, int, Measured | str], None] = lambda *arguments: None
     tick: Callable[[], None] = lambda: None
 
 
 def measure(
     plan: BenchPlan, refused: dict[Combination, str], folder: Path, jobs: dict[Combination, Job],
     watcher: BenchWatcher,
-) -> list[Found]:  # fmt: skip
+) -> list[RunSet]:  # fmt: skip
     """Run all jobs of `plan`, turn by turn, in `folder`; `refused` ones are not run.
 
-    `jobs` are those of the peers. A signal to stop ends the job that runs, and what was measured
-    until then is returned.
+    `jobs` are those of the peers. A stop signal ends the running job; the measurements so far are
+    returned.
     """
-    found = {one: Found(one, problem=refused.get(one, "")) for one in plan.combinations}
+    series = {c: RunSet(c, problem=refused.get(c, "")) for c in plan.combinations}
     with Signals() as signals:
         runs = _BenchRuns(plan, folder, jobs, signals, watcher)
         for turn in range(plan.repeats):
             for combination in plan.turn(turn):
-                one = found[combination]
-                if one.problem or signals.reason:
+                record = series[combination]
+                if record.problem or signals.reason:
                     continue
                 watcher.began(combination, turn)
                 measured = runs.run(combination, turn)
                 if isinstance(measured, str):
-                    one.problem = "" if signals.reason else measured
+                    record.problem = "" if signals.reason else measured
                 else:
-                    one.runs.append(measured[0])
-                    one.losses = one.losses or measured[1]
+                    record.runs.append(measured[0])
+                    record.losses = record.losses or measured[1]
                 if not signals.reason:
-                    told = measured if isinstance(measured, str) else measured[0]
-                    watcher.ended(combination, turn, told)
-    return list(found.values())
+                    outcome = measured if isinstance(measured, str) else measured[0]
+                    watcher.ended(combination, turn, outcome)
+    return list(series.values())
 
 
 @dataclass(frozen=True)
 class _BenchRuns:
-    """One run after the other."""
+    """Runs one job of the bench at a time."""
 
     plan: BenchPlan
     folder: Path
@@ -87,7 +87,7 @@ class _BenchRuns:
     watcher: BenchWatcher
 
     def run(self, combination: Combination, turn: int) -> tuple[Measured, tuple[float, ...]] | str:
-        """What a run measured with the loss of each step, or why it did not."""
+        """The measurements of a run and the loss of each step, or why there are none."""
         run_dir = self.folder / f"turn-{turn}" / combination.name
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         log = run_dir.with_suffix(".log")
@@ -102,8 +102,8 @@ class _BenchRuns:
         joules = meter.joules()
         if combination.is_peer:
             (peer / JOB_FILE).unlink()  # it may hold a key of the task
-            found = measured_peer(peer, combination.ranks, plan.warm_up, turn, joules)
-            return found if not isinstance(found, str) else f"{found}: {_why(run_dir, log)}"
+            outcome = measured_peer(peer, combination.ranks, plan.warm_up, turn, joules)
+            return outcome if not isinstance(outcome, str) else f"{outcome}: {_why(run_dir, log)}"
         summary = result_of(run_dir) if run_dir.is_dir() else None
         if summary is None:
             return _why(run_dir, log)
@@ -116,10 +116,10 @@ class _BenchRuns:
     def _wait_for(self, words: list[str], log: Path, verb: str) -> None:
         process = start_command(words, (), log, verb)
         try:
-            told = False
+            stopping = False
             while process.poll() is None:
-                if self.signals.reason and not told:
-                    told = True
+                if self.signals.reason and not stopping:
+                    stopping = True
                     process.send_signal(signal.SIGINT)
                 self.watcher.tick()
                 time.sleep(TICK_S)
@@ -129,10 +129,10 @@ class _BenchRuns:
 
 
 def _why(run_dir: Path, log: Path) -> str:
-    """The first line of the report of a job that failed, or its last words."""
+    """The first line of a failed job's report, or the end of its log."""
     if run_dir.is_dir():
         last = last_event(run_dir)
         if last["event"] == "failed":
             return str(last["report"]).splitlines()[0]
     lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
-    return " ".join(line.strip() for line in lines) or "it left no word"
+    return " ".join(line.strip() for line in lines) or "its log is empty"

@@ -1,8 +1,8 @@
-"""The peers that a bench can measure beside our strategies, and what of a job they do not have.
+"""Other libraries ("peers") that a bench compares with our strategies, and what they lack.
 
 Their loops are in `benchmarks/peers` of the project's checkout; an installed package has none. One
-script trains with each of them, and `allranks run` starts it as anybody's script. It gets the same
-job: the model and the optimizer of its task, its batches in its order.
+script trains with any of them, started by `allranks run`. It gets the same job: the model and the
+optimizer of its task, and the same batches in the same order.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from allranks.tools.bench.plan import Combination
 
 SCRIPT = Path(__file__).resolve().parents[4] / "benchmarks" / "peers" / "train.py"
 JOB_FILE = "job.json"
-"""The file in which a peer finds its job, as long as it runs."""
+"""The file with the job of a peer, which exists while the peer runs."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """What must be installed for a peer, and the engine whose tasks it trains."""
+    """The packages that a peer needs, and the engine whose tasks it trains."""
 
     title: str
     packages: tuple[str, ...] = ()
@@ -75,11 +75,11 @@ SAME = {
     "log": "a script writes its losses, and nothing else",
     "profile": "a script writes its losses, and nothing else",
 }
-"""Values of a job that no peer has, and why."""
+"""Fields of a job that no peer supports, and why."""
 
 
 def check_peers(names: tuple[str, ...]) -> None:
-    """Raise `RequestError` for a peer that is not known, not there, or not installed."""
+    """Raise `RequestError` for a peer that is unknown, has no script here, or is not installed."""
     for name in names:
         if name not in PEERS:
             raise RequestError(
@@ -107,7 +107,7 @@ def check_peers(names: tuple[str, ...]) -> None:
 
 
 def check_job(name: str, job: Job) -> None:
-    """Raise `RequestError` for what of this job the peer does not have."""
+    """Raise `RequestError` if the peer does not support a value of this job."""
     peer = PEERS[name]
     if job.engine != peer.engine:
         raise RequestError(
@@ -134,9 +134,9 @@ def check_job(name: str, job: Job) -> None:
 
 
 def refused_task(job: Job) -> str:
-    """What of the task of `job` no peer does, in words; "" if all can train it.
+    """What the peers do not support in the task of `job`; "" if they can train it.
 
-    The task is loaded in a process of its own, as a peer does; where that fails, so will each run.
+    A process loads the task as a peer does. If that fails for another reason, the runs fail too.
     """
     peer = next(name for name, peer in PEERS.items() if peer.engine == job.engine)
     words = [sys.executable, str(SCRIPT), peer, "/dev/stdin"]
@@ -147,16 +147,16 @@ def refused_task(job: Job) -> str:
 
 
 def script_of(name: str) -> str:
-    """How a person would start it: `python …/train.py PEER`."""
+    """The command that starts it by hand: `python …/train.py PEER`."""
     return f"python {os.path.relpath(SCRIPT)} {name}"
 
 
 def peer_words(
     combination: Combination, job: Job, run_dir: Path, out: Path, limit_s: float
 ) -> list[str]:
-    """The words after `allranks run` for one run; the job goes to the peer as a file.
+    """The arguments of `allranks run` for one run; the peer reads its job from a file.
 
-    One that stands still is ended after `limit_s`: nobody else watches over it.
+    A peer that hangs is ended after `limit_s`, because no heartbeat supervises it.
     """
     out.mkdir(parents=True)
     job_file = out / JOB_FILE

@@ -14,7 +14,7 @@ STRONG, WEAK = "strong", "weak"
 
 @dataclass(frozen=True)
 class Combination:
-    """A strategy on so many ranks; of a peer, `strategy` is its name."""
+    """A strategy on a number of ranks; for a peer, `strategy` is its name."""
 
     strategy: str
     ranks: int
@@ -31,11 +31,10 @@ class Combination:
 class BenchPlan:
     """`combinations` are measured once in each of `repeats` turns, over `steps` after a `warm_up`.
 
-    With `scaling` weak a batch has `batch_size` samples for each rank, with strong for all of them
-    together; 0 is what the program has. With `until` every run ends when its evaluation has that,
-    or after `steps` (0: the epochs of the program). `swept` is the option whose values the
-    strategies differ in. A run of a peer is ended after `peer_limit_s`. `words` go to every job as
-    they are.
+    With weak `scaling` a batch has `batch_size` samples per rank, with strong scaling in all (0:
+    the program's). With `until` a run ends when its evaluation reaches that metric, or after
+    `steps` (0: the epochs of the program). `swept` is the option in which the strategies differ. A
+    run of a peer ends after `peer_limit_s`. `words` are passed to every job.
     """
 
     program: str
@@ -51,9 +50,9 @@ class BenchPlan:
     peer_limit_s: float = 1800.0
 
     def words_of(self, combination: Combination) -> list[str]:
-        """The words after `allranks train` for one job, but its run folder.
+        """The arguments of `allranks train` for one job, without its run folder.
 
-        Those of a peer describe the same job, with the strategy that its engine takes by itself.
+        For a peer they describe the same job, with the default strategy of its engine.
         """
         words = [self.program]
         words += [] if combination.is_peer else ["--strategy", combination.strategy]
@@ -68,11 +67,11 @@ class BenchPlan:
         return [*words, *self.words]
 
     def turn(self, number: int) -> list[Combination]:
-        """In which order: every second turn backwards, and begun one further each time."""
-        found = list(self.combinations)
-        shift = number // 2 % len(found)
-        found = found[shift:] + found[:shift]
-        return found if number % 2 == 0 else found[::-1]
+        """The order of a turn: every second one is reversed, and each pair starts one further."""
+        order = list(self.combinations)
+        shift = number // 2 % len(order)
+        order = order[shift:] + order[:shift]
+        return order if number % 2 == 0 else order[::-1]
 
 
 def checked_plan(plan: BenchPlan, strategies: Sequence[str]) -> BenchPlan:
@@ -81,7 +80,7 @@ def checked_plan(plan: BenchPlan, strategies: Sequence[str]) -> BenchPlan:
         raise RequestError(
             asked="--scaling weak",
             found="no --batch-size",
-            why="the samples of one rank stay as many, so the batch is so many times the ranks",
+            why="each rank keeps its samples, so the batch is that number times the ranks",
             do="--batch-size 32, or what one rank is to compute in a step",
         )
     if len(set(strategies)) < len(strategies):
@@ -97,8 +96,8 @@ def checked_plan(plan: BenchPlan, strategies: Sequence[str]) -> BenchPlan:
 def swept(strategies: Sequence[str], sweep: str) -> tuple[list[str], str]:
     """The strategies with each value of `option=value,…`, and the option; raises `RequestError`.
 
-    A strategy that has no such option stays as it is: what the others are beside. A value may be a
-    choice with options of its own in brackets.
+    A strategy without this option stays as it is, for comparison. A value may be a choice with
+    options of its own in brackets.
     """
     option, _, values = sweep.partition("=")
     try:
@@ -110,9 +109,9 @@ def swept(strategies: Sequence[str], sweep: str) -> tuple[list[str], str]:
             why="values stand between commas, with options of their own in brackets",
             do="--sweep 'reduce=mean,top-k(k=1,chunk=64)'",
         ) from None
-    having = [one for one in strategies if _has(one, option)]
+    having = [strategy for strategy in strategies if _has(strategy, option)]
     if not having or len(texts) < 2 or len(set(texts)) < len(texts):
-        known = sorted({o.name for one in strategies for o in card_of(one).options})
+        known = sorted({o.name for strategy in strategies for o in card_of(strategy).options})
         raise RequestError(
             asked=f"--sweep {sweep}",
             found="no strategy with that option" if not having else "fewer than two values",
@@ -121,22 +120,22 @@ def swept(strategies: Sequence[str], sweep: str) -> tuple[list[str], str]:
             if known
             else "a --strategy with options: see `allranks strategies NAME`",
         )
-    found = list[str]()
-    for one in strategies:
-        mark = "," if ":" in one else ":"
-        found += [f"{one}{mark}{option}={text}" for text in texts] if one in having else [one]
-    return found, option
+    variants = list[str]()
+    for name in strategies:
+        mark = "," if ":" in name else ":"
+        variants += [f"{name}{mark}{option}={text}" for text in texts] if name in having else [name]
+    return variants, option
 
 
 def _has(strategy: str, option: str) -> bool:
-    return any(one.name == option for one in card_of(strategy).options)
+    return any(known.name == option for known in card_of(strategy).options)
 
 
 def value_of(strategy: str, option: str) -> float | None:
-    """The number that a strategy was given for the swept option; `None` if it has none."""
-    _, _, rest = strategy.partition(":")
+    """The value of the swept option in a strategy; `None` if it has none."""
+    _, _, text = strategy.partition(":")
     try:
-        options = dict(part.partition("=")[::2] for part in split_outside_brackets(rest))
+        options = dict(part.partition("=")[::2] for part in split_outside_brackets(text))
         return float(options[option])
     except (KeyError, ValueError):
         return None

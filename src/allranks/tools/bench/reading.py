@@ -1,4 +1,4 @@
-"""What one run has measured, from what it left behind: a run folder of ours, or files of a peer."""
+"""Reads the measurements of one run, from our run folder or the files of a peer."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ PEER_STEPS, PEER_HELD = "steps.jsonl", "held-*.json"
 class Measured:
     """One run. The shares of time are of the whole run, over all ranks that recorded them.
 
-    `sent_bytes` were counted, `card_bytes` are promised: of a step, by the busiest rank; of a peer
-    nobody counts them. `peak_bytes` is of the process that held most. `until_s` is when the metric
-    was reached, `joules` what the machine has taken meanwhile. What is not known is `None`.
+    `sent_bytes` were counted, `card_bytes` are promised: per step, of the busiest rank; unknown for
+    a peer. `peak_bytes` is of the largest process. `until_s` is the time to the metric, `joules`
+    the energy of the machine during the run. Unknown values are `None`.
     """
 
     turn: int
@@ -58,8 +58,8 @@ def timed(
 ) -> Timed | str:
     """The times between rows after the warm-up; or why there are none.
 
-    A step that an evaluation went before is in `skipped`: the time of both is in its row. A run
-    that ended early, since it had reached what it was to, has half of its steps as warm-up.
+    `skipped` are steps after an evaluation, whose row includes the evaluation's time. In a run that
+    ended early, because it reached its metric, at most half of the steps are warm-up.
     """
     losses = tuple(float(row["loss"]) for row in rows)
     if ended_early:
@@ -81,23 +81,23 @@ def timed(
 def measured_run(
     run_dir: Path, summary: Mapping[str, Any], warm_up: int, turn: int, joules: float | None
 ) -> tuple[Measured, tuple[float, ...]] | str:
-    """What a run of ours has measured, and its losses; or why it has not."""
+    """The measurements of our run, and its losses; or why there are none."""
     rows = [row for row in read_rows(run_dir / "metrics.jsonl") if "samples" in row]
     events = read_events(run_dir)
     evaluated = {int(e["step"]) for e in events if e["event"] == "evaluated"}
     early = bool(summary.get("ended_early"))
-    found = timed(rows, warm_up, evaluated, ended_early=early)
-    if isinstance(found, str):
-        return found
+    times = timed(rows, warm_up, evaluated, ended_early=early)
+    if isinstance(times, str):
+        return times
     steps = max(1, int(summary["steps"]))
-    sent, until = summary.get("sent_bytes"), summary.get("until") or {}
+    sent_bytes, until = summary.get("sent_bytes"), summary.get("until") or {}
     peaks = held_in(events).values()
     measured = Measured(
         turn,
-        found.steps,
-        found.step_s,
+        times.steps,
+        times.step_s,
         _shares(events),
-        None if sent is None else float(sent["gradients"]) / steps,
+        None if sent_bytes is None else float(sent_bytes["gradients"]) / steps,
         float(summary["card_bytes_per_step"] or 0),
         str(summary["weights_sha256"]),
         most(peaks, "host_bytes"),
@@ -106,32 +106,32 @@ def measured_run(
         until.get("seconds"),
         joules,
     )
-    return measured, found.losses
+    return measured, times.losses
 
 
 def measured_peer(
     folder: Path, ranks: int, warm_up: int, turn: int, joules: float | None
 ) -> tuple[Measured, tuple[float, ...]] | str:
-    """What a peer has measured, from the files that its processes wrote; or why it has not."""
-    found = timed(list(read_rows(folder / PEER_STEPS)), warm_up, set())
-    if isinstance(found, str):
-        return found
-    held = [MemoryPeaks(**json.loads(path.read_text())) for path in folder.glob(PEER_HELD)]
-    if len(held) < ranks:
-        return f"{len(held)} of {ranks} ranks came to the end"
-    peaks = most(held, "host_bytes"), most(held, "device_bytes")
-    measured = Measured(turn, found.steps, found.step_s, {}, None, None, "", *peaks, joules=joules)
-    return measured, found.losses
+    """The measurements of a peer, from the files of its processes; or why there are none."""
+    times = timed(list(read_rows(folder / PEER_STEPS)), warm_up, set())
+    if isinstance(times, str):
+        return times
+    per_rank = [MemoryPeaks(**json.loads(path.read_text())) for path in folder.glob(PEER_HELD)]
+    if len(per_rank) < ranks:
+        return f"{len(per_rank)} of {ranks} ranks came to the end"
+    peaks = most(per_rank, "host_bytes"), most(per_rank, "device_bytes")
+    measured = Measured(turn, times.steps, times.step_s, {}, None, None, "", *peaks, joules=joules)
+    return measured, times.losses
 
 
-def most(held: Any, which: str) -> int | None:
-    """The largest of what is known."""
-    known = [value for one in held if (value := getattr(one, which)) is not None]
+def most(peaks: Any, which: str) -> int | None:
+    """The largest known value; `None` if all are unknown."""
+    known = [value for peak in peaks if (value := getattr(peak, which)) is not None]
     return max(known, default=None)
 
 
 def _shares(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Which part of its steps ranks computed, exchanged, waited for input; empty: nobody said."""
+    """The shares of time for compute, exchange and input; empty if no rank recorded them."""
     total = dict.fromkeys((COMPUTE, EXCHANGE, INPUT), 0.0)
     for event in events:
         seconds: dict[str, float] = event.get("seconds") or {} if event["event"] == "done" else {}

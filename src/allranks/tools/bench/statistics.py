@@ -1,12 +1,12 @@
-"""What step times say: a speed, how sure it is, and how uneven steps are. Pure arithmetic.
+"""Statistics of step times: speed, its uncertainty, and the jitter of steps. Pure arithmetic.
 
 Within a run, as tf_cnn_benchmarks counts: with B samples in each of n steps of times t,
 
     speed = B / mean(t)  ± std(B / t) / sqrt(n)   jitter = 1.4826 · median |B/t - median(B/t)|
 
-Steps of one run are no independent measurements: runs differ by more than their steps say. So what
-is compared are repeats: an interval is that of Student for the mean of the repeats, and a ratio is
-taken turn by turn, of runs that went one after another.
+Steps of one run are not independent: runs differ by more than their steps suggest. So repeats are
+compared: an interval is Student's for the mean of the repeats, and a ratio is taken turn by turn,
+between consecutive runs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def of_steps(samples: Sequence[float], seconds: Sequence[float]) -> StepSpeeds:
 
 @dataclass(frozen=True)
 class Interval:
-    """The mean of `repeats` measurements and its 95 % interval, which one alone does not have."""
+    """The mean of `repeats` measurements and its 95 % interval; for one repeat it is infinite."""
 
     mean: float
     low: float
@@ -58,7 +58,7 @@ class Interval:
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """Of independent measurements of one thing."""
+    """The interval of independent measurements of one quantity."""
     mean, count = statistics.fmean(values), len(values)
     if count == 1:
         return Interval(mean, -math.inf, math.inf, 1)
@@ -68,5 +68,5 @@ def interval(values: Sequence[float]) -> Interval:
 
 
 def ratio(of: Sequence[float], over: Sequence[float]) -> Interval:
-    """How many times `over` the values `of` are, turn by turn."""
+    """The ratio of `of` to `over`, turn by turn."""
     return interval([a / b for a, b in zip(of, over, strict=True)])

@@ -1,4 +1,4 @@
-"""What people read of a bench: a table, and the page that a computing centre asks for."""
+"""The output of a bench: a table, and the scaling page that computing centres require."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def _until(row: BenchRow) -> str:
 def _loss(row: BenchRow) -> str:
     if row.loss_apart is None:
         return "" if not row.is_peer else "nothing of ours to compare"
-    apart = f"{row.loss_apart:.0e}"
-    return f"as ours, {apart}" if row.loss_apart <= ROUNDING else f"DIFFERS by {apart}"
+    distance = f"{row.loss_apart:.0e}"
+    return f"as ours, {distance}" if row.loss_apart <= ROUNDING else f"DIFFERS by {distance}"
 
 
 COLUMNS: dict[str, Column] = {
@@ -76,7 +76,7 @@ ONLY_IF: dict[str, Callable[[BenchRow], bool]] = {
     "joules": lambda row: row.joules is not None,
     "loss": lambda row: row.is_peer,
 }
-"""Columns that are there if a row has something to say in them."""
+"""Columns that appear only if a row has a value in them."""
 
 
 def head_of(rows: Sequence[BenchRow]) -> tuple[str, ...]:
@@ -85,7 +85,7 @@ def head_of(rows: Sequence[BenchRow]) -> tuple[str, ...]:
 
 
 def cells_of(row: BenchRow, head: Sequence[str]) -> list[str]:
-    """What each column says of a row; of one that was not measured, why."""
+    """The cells of a row; for one that was not measured, the problem."""
     if row.speed is None:
         return [name_of(row), str(row.ranks), row.problem]
     cells = [COLUMNS[name](row) for name in head]
@@ -103,11 +103,11 @@ def table(rows: Sequence[BenchRow]) -> str:
     widths = [max(len(line[at]) for line in whole) for at in range(len(head))]
     ends = [[*widths[: len(line) - 1], 0] for line in lines]
     pairs = zip(lines, ends, strict=True)
-    return "\n".join("  ".join(map(str.ljust, line, own)).rstrip() for line, own in pairs)
+    return "\n".join("  ".join(map(str.ljust, line, wide)).rstrip() for line, wide in pairs)
 
 
 def proposal(plan: BenchPlan, rows: Sequence[BenchRow], machine: str) -> str:
-    """Scaling with intervals, which rows are above the line, and what to ask for, in Markdown."""
+    """In Markdown: scaling with intervals, the rows above the line, and the request."""
     kind = "Weak" if plan.scaling == WEAK else "Strong"
     batch = f", {plan.batch_size} samples" if plan.batch_size else ""
     each = " for each rank" if plan.scaling == WEAK else " for all ranks together"
@@ -135,7 +135,7 @@ def proposal(plan: BenchPlan, rows: Sequence[BenchRow], machine: str) -> str:
 
 
 def _until_lines(plan: BenchPlan, rows: Sequence[BenchRow]) -> list[str]:
-    """Time and energy to the metric, for those that were asked for it."""
+    """Time and energy to the metric, for rows that trained until it."""
     if not plan.until:
         return []
     lines = [
@@ -164,30 +164,30 @@ def above(row: BenchRow) -> str:
     if row.ranks == row.base:
         return "the base"
     if math.isinf(row.efficiency.low):
-        return "one repeat: nobody knows"
+        return "one repeat: unknown"
     if row.efficiency.low >= ENOUGH:
         return "yes"
     return "no" if row.efficiency.high < ENOUGH else "undecided"
 
 
 def request_in_words(plan: BenchPlan, rows: Sequence[BenchRow]) -> str:
-    """What to ask a computing centre for."""
-    found = request_of(rows, plan)
-    if found is None or found.speed is None:
+    """The request to a computing centre."""
+    row = request_of(rows, plan)
+    if row is None or row.speed is None:
         return "Nothing was measured that a request could rest on."
-    hours = 1e6 / found.speed.mean / 3600
+    hours = 1e6 / row.speed.mean / 3600
     chosen = "the most" if plan.scaling == WEAK else "the fastest"
-    ranks = "1 rank" if found.ranks == 1 else f"{found.ranks} ranks"
-    memory = "unknown memory" if found.peak_bytes is None else format_bytes(found.peak_bytes)
-    told = (
-        f"{ranks} with `--strategy {found.strategy}`: {found.speed.mean:,.0f} samples a second, so "
-        f"a million samples take {hours:.2g} hours, {hours * found.ranks:.2g} rank-hours; a rank "
+    ranks = "1 rank" if row.ranks == 1 else f"{row.ranks} ranks"
+    memory = "unknown memory" if row.peak_bytes is None else format_bytes(row.peak_bytes)
+    text = (
+        f"{ranks} with `--strategy {row.strategy}`: {row.speed.mean:,.0f} samples a second, so "
+        f"a million samples take {hours:.2g} hours, {hours * row.ranks:.2g} rank-hours; a rank "
         f"held {memory} at most. Of what "
         f"was measured it is {chosen} whose efficiency is above the line with its whole interval."
     )
-    if found.until_s is not None:
-        to_it = found.until_s.mean / 3600
-        told += f" To {plan.until} it takes {to_it:.2g} hours, {to_it * found.ranks:.2g} rank-hours"
-        joules = found.joules_until
-        told += f", {joules:,.0f} joules." if joules is not None else "; the energy is unknown."
-    return told
+    if row.until_s is not None:
+        to_it = row.until_s.mean / 3600
+        text += f" To {plan.until} it takes {to_it:.2g} hours, {to_it * row.ranks:.2g} rank-hours"
+        joules = row.joules_until
+        text += f", {joules:,.0f} joules." if joules is not None else "; the energy is unknown."
+    return text

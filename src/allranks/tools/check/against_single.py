@@ -1,18 +1,18 @@
-"""`check`: the job as asked, beside the same job in one process, with the traces compared.
+"""`check`: compares the traces of a job with those of the same job in one process.
 
-The candidate starts every step from the weights and buffers that the reference had there, so that
-legitimate rounding cannot add up; its optimizer runs on by itself. Weights whose gradient is only
-rounding (a bias before BatchNorm) are named, not compared: AdamW makes steps of any size of it.
+The candidate starts every step from the weights and buffers that the reference had there, so
+rounding cannot add up; its optimizer keeps its own state. Weights whose gradient is only rounding
+(a bias before BatchNorm) are named, not compared: AdamW turns it into steps of any size.
 
-A check takes several looks, and ends with the first difference:
+A check makes several comparisons ("looks"), and ends with the first difference:
 
 1. float64, on every number of ranks: samples, losses, gradients, weights, their average, buffers
-   and the evaluation must agree within 1e-10. Of a bitwise job here the whole batch in one pass is
-   compared with its shards one by one: else samples that depend on each other would stay unseen.
-2. the job's own precision: see `compare`. One process cuts its batches as the ranks do, so that
-   no rounding of 16 bits is between the two.
-3. --bitwise: both run freely, and every bit must be equal. Of a job that does not ask for it this
-   is looked at too, and only told.
+   and the evaluation must agree within 1e-10. For a bitwise job, one process compares the whole
+   batch in one pass with its shards one by one, which shows samples that depend on each other.
+2. the job's own precision: see `compare`. One process cuts its batches as the ranks do, so both
+   round to 16 bits in the same places.
+3. --bitwise: both run freely, and every bit must be equal. For a job without --bitwise this look
+   is reported, and does not decide.
 """
 
 from __future__ import annotations
@@ -55,9 +55,8 @@ from allranks.tools.check.sizes import number_difference
 from allranks.tools.check.verdict import Look, Verdict
 
 # --- plan ----------------------------------------------------------------------------------------
-# What a check looks at by default: more than one number of ranks, and one that is uneven.
-#
-# Two ranks share 8 shards evenly; what is wrong where ranks have unlike parts shows on three.
+# By default a check compares an even and an uneven number of ranks: two ranks share 8 shards
+# evenly, and three show faults that need parts of unequal size.
 
 
 USUAL = 2, 3
@@ -68,38 +67,38 @@ TRACE_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class CheckPlan:
-    """What is looked at: `many` numbers of ranks in float64, the job as it is on `own` ranks.
+    """What is compared: `many` numbers of ranks in float64, the job itself on `job_ranks`.
 
-    `shards` are those of the task: a strategy may let each go through the model by itself.
-    `trace_bytes` bounds the tensors that one run keeps (0: as many as the steps need); `keep`
+    `shards` is the task's number of shards: a strategy may run each through the model by itself.
+    `trace_bytes` bounds the tensors that one run writes (0: as many as the steps need); `keep`
     leaves them in the folders of the runs.
     """
 
     many: tuple[int, ...]
-    own: int
+    job_ranks: int
     shards: int
     trace_bytes: int = 0
     keep: bool = False
 
 
 def usual_strategy(engine: str, program: str) -> str:
-    """The strategy of a check that nobody gave one to: that of many ranks, of the engine that was
-    asked for ("" for none) or that trains `program`. Raises `RequestError` for no engine."""
+    """The default strategy of a check: the one for many ranks of the `engine` ("" for the one that
+    trains `program`). Raises `RequestError` for an unknown engine."""
     return ENGINES[choose_engine(engine, "", program)].many
 
 
 def default_ranks(strategy: str) -> int:
-    """The ranks of a check that nobody gave a number to; raises `RequestError` for no strategy."""
+    """The default number of ranks of a check; raises `RequestError` for an unknown strategy."""
     return USUAL[0] if card_of(strategy).many_ranks else 1
 
 
 def ranks_to_check(
-    ranks: int, shards: int, *, given: bool, fits: Callable[[int], bool] = lambda ranks: True
+    ranks: int, shards: int, *, explicit: bool, fits: Callable[[int], bool] = lambda ranks: True
 ) -> tuple[tuple[int, ...], int]:
-    """The numbers of ranks to look at, and that of the job itself.
+    """The numbers of ranks to compare, and the number of the job itself.
 
-    Where a number was given it is first, and one that does not divide the shards follows it, if it
-    `fits` the strategy.
+    An `explicit` number comes first. A neighbour of it that does not divide the shards follows, if
+    it `fits` the strategy.
     """
     if ranks == 1:
         return (1,), 1
@@ -110,11 +109,11 @@ def ranks_to_check(
             why="no more than one rank can have a part of its batches",
             do="--set shards=8, or --ranks 1",
         )
-    if not given:
+    if not explicit:
         many = tuple(n for n in USUAL if n <= shards and (n == ranks or fits(n)))
         return many, many[-1]
-    beside = [n for n in (ranks - 1, ranks + 1) if 1 < n <= shards and shards % n and fits(n)]
-    return ((ranks, *beside[:1]) if shards % ranks == 0 else (ranks,)), ranks
+    neighbours = [n for n in (ranks - 1, ranks + 1) if 1 < n <= shards and shards % n and fits(n)]
+    return ((ranks, *neighbours[:1]) if shards % ranks == 0 else (ranks,)), ranks
 
 
 HERE: dict[str, Any] = {"nodes": 1, "place": LOCAL}
@@ -129,12 +128,12 @@ MANY_NAMES = 4
 def check_against_one(
     resolved: Resolved, folder: Path, server: ForkServer, plan: CheckPlan
 ) -> Verdict:
-    """Run the job and its references under `folder`, which the caller owns, and compare them."""
+    """Run the job and its references under `folder`, and compare them. The caller removes it."""
     return Check(resolved, undisturbed(resolved.job), folder, server, plan).verdict()
 
 
 def undisturbed(job: Job) -> Job:
-    """The job from its first step to its last, whatever a job file says of faults and ends."""
+    """The job from its first step to its last: no resume, injected fault, early stop or limit."""
     lacks = ENGINES[job.engine].lacks
     return dataclasses.replace(
         job, **{name: value for name, value in UNDISTURBED.items() if name not in lacks}
@@ -143,7 +142,7 @@ def undisturbed(job: Job) -> Job:
 
 @dataclass(frozen=True)
 class CheckedRun:
-    """One run that is over: what it recorded."""
+    """One finished run, and what it recorded."""
 
     result: Result
     trace: RecordedTrace
@@ -153,13 +152,13 @@ class CheckedRun:
         return self.result.summary
 
     def clear(self) -> None:
-        """Its tensors are not needed any more."""
+        """Delete its recorded tensors."""
         for name in ("tensors", "parts"):
             shutil.rmtree(self.trace.path / name, ignore_errors=True)
 
 
 class Check:
-    """One check: its looks in order, and what it has to say of what it left out."""
+    """One check: its looks in order, and notes on what it did not compare."""
 
     def __init__(
         self, resolved: Resolved, job: Job, folder: Path, server: ForkServer, plan: CheckPlan
@@ -192,31 +191,31 @@ class Check:
     # --- the looks ------------------------------------------------------------------------
 
     def in_float64(self, tolerance: Tolerance = FP64, many: tuple[int, ...] = ()) -> Iterator[Look]:
-        """Every number of ranks beside one process, in float64."""
+        """Compare every number of ranks with one process, in float64."""
         job = dataclasses.replace(self.job, precision="fp64", bitwise=False)
         reference = self._reference_in_float64(job)
         if reference is None:
             return
         for ranks in many or self.plan.many:
-            asked = dataclasses.replace(job, ranks=ranks, replay=_path(reference))
+            on_ranks = dataclasses.replace(job, ranks=ranks, replay=_path(reference))
             try:
-                candidate = self.run(f"fp64-{ranks}-ranks", asked)
+                candidate = self.run(f"fp64-{ranks}-ranks", on_ranks)
             except RequestError as error:
-                if ranks == self.plan.own:
+                if ranks == self.plan.job_ranks:
                     raise
                 self.notes.append(f"{ranks} ranks: refused, {error.found}")
                 continue
-            yield self._look(asked, reference, candidate, tolerance)
+            yield self._look(on_ranks, reference, candidate, tolerance)
             self.clear(candidate)
         self.clear(reference)
 
     def _closer_than_bits(self, look: Look) -> Iterator[Look]:
-        """Of bits that differ, the same ranks in float64: why, or that rounding differs alone."""
-        if look.asked and look.tolerance.exact:
+        """Where bits differ, compare the same ranks in float64: the cause, or only rounding."""
+        if look.promised and look.tolerance.exact:
             yield from self.in_float64(many=(look.ranks,))
 
     def _reference_in_float64(self, job: Job, name: str = "fp64-reference") -> CheckedRun | None:
-        """One process in float64, if the task can be computed in it."""
+        """The run of one process in float64; `None` if the task cannot be computed in it."""
         try:
             return self.run(name, in_one(job))
         except ProgramError as error:
@@ -229,7 +228,7 @@ class Check:
             return None
 
     def _shards_alone(self) -> Iterator[Look]:
-        """One process in float64: its whole batch in one pass, beside its shards one by one."""
+        """Compare in one process, in float64, the whole batch with its shards one by one."""
         whole = dataclasses.replace(in_one(self.job), precision="fp64", bitwise=False, threads=1)
         reference = self._reference_in_float64(whole, "shards-reference")
         if reference is None:
@@ -249,13 +248,13 @@ class Check:
         yield look
 
     def _in_own_precision(self) -> Look:
-        job, ranks = self.job, self.plan.own
+        job, ranks = self.job, self.plan.job_ranks
         if job.threads is None:  # the same kernels with the same threads everywhere
             job = dataclasses.replace(job, threads=max(1, len(os.sched_getaffinity(0)) // ranks))
         reference = self.run(f"{job.precision}-reference", in_one(job))
-        asked = dataclasses.replace(job, ranks=ranks, replay=_path(reference))
-        candidate = self.run(f"{job.precision}-{ranks}-ranks", asked)
-        look = self._look(asked, reference, candidate, coarse(job.precision))
+        on_ranks = dataclasses.replace(job, ranks=ranks, replay=_path(reference))
+        candidate = self.run(f"{job.precision}-{ranks}-ranks", on_ranks)
+        look = self._look(on_ranks, reference, candidate, coarse(job.precision))
         spec = job.strategy_spec
         in_stages = spec.card.agreement.weights == "staged" and ranks > 1  # each shard goes alone
         parts = self.plan.shards if spec.adds_shards or in_stages else ranks
@@ -267,7 +266,7 @@ class Check:
                 f"{closer}: what a rank rounds are other sums than those of one process"
             )
         elif (parts > 1 or in_stages) and not candidate.summary["user_buffers"]:
-            alike = dataclasses.replace(in_one(asked), replay=asked.replay, cut_for=parts)
+            alike = dataclasses.replace(in_one(on_ranks), replay=on_ranks.replay, cut_for=parts)
             alike = dataclasses.replace(alike, micro_batch=job.micro_batch)
             look = self._closer(alike, look, reference, candidate)
         elif look.first is None and ranks > 1:
@@ -278,7 +277,7 @@ class Check:
         return look
 
     def _closer(self, job: Job, look: Look, reference: CheckedRun, candidate: CheckedRun) -> Look:
-        """The same look beside one process whose batches are cut as those of the ranks."""
+        """Compare with one process that cuts its batches as the ranks do."""
         cut = self.run(f"{job.precision}-cut", job)
         itself = compare(reference.trace, cut.trace, coarse(job.precision))
         closer = look
@@ -296,7 +295,7 @@ class Check:
         self.clear(cut)
         return closer
 
-    def _bits(self, many: tuple[int, ...], *, asked: bool = True) -> Iterator[Look]:
+    def _bits(self, many: tuple[int, ...], *, promised: bool = True) -> Iterator[Look]:
         job = dataclasses.replace(self.job, bitwise=True)
         alike = dataclasses.replace(in_one(job), micro_batch=job.micro_batch)  # as passes add up
         reference = self.run("bits-reference", alike)
@@ -305,11 +304,11 @@ class Check:
             candidate = self.run(f"bits-{ranks}-ranks", on_ranks)
             look = self._look(on_ranks, reference, candidate, BITS)
             self.clear(candidate)
-            yield dataclasses.replace(look, asked=asked)
+            yield dataclasses.replace(look, promised=promised)
         self.clear(reference)
 
     def _bits_unasked(self) -> Iterator[Look]:
-        job, ranks = self.job, self.plan.own
+        job, ranks = self.job, self.plan.job_ranks
         lacks = ENGINES[job.engine].lacks
         if "bitwise" in lacks:
             self.notes.append(f"equal bits (--bitwise): {lacks['bitwise']}")
@@ -320,7 +319,7 @@ class Check:
             if mesh.ranks == 1 or not alike:
                 self.notes.append("equal bits (--bitwise)")
                 return
-            yield from self._bits((ranks,), asked=False)
+            yield from self._bits((ranks,), promised=False)
         except RequestError as error:
             self.notes.append(f"equal bits (--bitwise): refused, {error.found}")
         except ProgramError as error:
@@ -344,7 +343,7 @@ class Check:
         return dataclasses.replace(look, cause=self._cause(job, reference, look))
 
     def _cause(self, job: Job, reference: CheckedRun, look: Look) -> ConfirmedCause | None:
-        """Why the job differs, where its steps were compared within a tolerance."""
+        """The cause of a difference, where steps were compared within a tolerance."""
         first = look.comparison.first
         if first is None or look.tolerance.exact:
             return None
@@ -354,9 +353,9 @@ class Check:
             runs.append(self.run(name, job))
             return runs[-1].trace
 
-        found = cause_of(first, job, in_one(job), reference.trace, look.tolerance, run)
+        cause = cause_of(first, job, in_one(job), reference.trace, look.tolerance, run)
         self.clear(*runs)
-        return found
+        return cause
 
     def run(self, name: str, job: Job) -> CheckedRun:
         job = dataclasses.replace(
@@ -369,7 +368,7 @@ class Check:
     def train(self, resolved: Resolved) -> Result:
         """Run one job to its end."""
         on_nodes = isinstance(find_place(resolved.job.place), AgentPlace)
-        server = None if on_nodes else self.server  # nodes bring their own
+        server = None if on_nodes else self.server  # each node starts its own
         return run_job(resolved, server, JobWatcher(tick=self.tick), self.signals)
 
     def tick(self) -> None:
@@ -381,7 +380,7 @@ class Check:
                 run.clear()
 
     def left_out(self) -> tuple[str, ...]:
-        """What a person should know this check did not look at."""
+        """What this check did not compare."""
         left_out = ["what a task prints or writes by itself", "time and memory"]
         if self.user_randomness and not self.job.bitwise:
             names = ", ".join(sorted(self.user_randomness))
@@ -410,18 +409,18 @@ def _path(run: CheckedRun) -> str:
 
 
 def _end_differs(
-    wanted: dict[str, Any], found: dict[str, Any], steps: int, tolerance: Tolerance
+    wanted: dict[str, Any], actual: dict[str, Any], steps: int, tolerance: Tolerance
 ) -> Difference | None:
-    """What differs once the training is over: the evaluation, and of equal bits the digest."""
-    for name in sorted(wanted["eval"].keys() | found["eval"].keys()):
-        ours, theirs = found["eval"].get(name), wanted["eval"].get(name)
+    """What differs after training: the evaluation, and for equal bits the digest of weights."""
+    for name in sorted(wanted["eval"].keys() | actual["eval"].keys()):
+        ours, theirs = actual["eval"].get(name), wanted["eval"].get(name)
         size = number_difference(ours, theirs, tolerance.floor)
         if size > tolerance.numbers:
             hint = hints.of_number("evaluation", {})
             text = f"{name} is {ours!r}, not {theirs!r}, after {steps} equal steps"
             return Difference(steps - 1, "evaluation", None, size, text, hint)
-    if tolerance.exact and wanted["weights_sha256"] != found["weights_sha256"]:
-        text = f"weights sha256 {found['weights_sha256']}, not {wanted['weights_sha256']}"
+    if tolerance.exact and wanted["weights_sha256"] != actual["weights_sha256"]:
+        text = f"weights sha256 {actual['weights_sha256']}, not {wanted['weights_sha256']}"
         hint = "weights that were changed after the last step"
         return Difference(steps - 1, "digest", None, None, text, hint)
     return None

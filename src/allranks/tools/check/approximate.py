@@ -1,9 +1,9 @@
-"""A check of a strategy that does not promise what one process gives: where it is exact, and drift.
+"""The check of a strategy that does not promise the result of one process.
 
-Of an APPROXIMATE card the setting that it names is checked first, in float64: there the same
-machinery runs, and the weights after every step must be those of one process. Then the job runs as
-it was asked for, beside one process, both freely, and how far apart they come is told, step by
-step. It decides nothing. A REFERENCE card names no such setting: there is the drift alone.
+An APPROXIMATE card names a setting at which the strategy is exact. That setting is checked first,
+in float64: the same code runs, and the weights after every step must equal those of one process.
+Then the job and one process run freely, and their drift is reported step by step. The drift
+decides nothing. A REFERENCE card names no such setting, so only the drift is reported.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from allranks.tools.check.verdict import Look, Verdict
 from allranks.training.record.trace import START
 
 MADE = ("weight", "average", "buffer")
-"""What is equal at the exact setting: learners have gradients of their own until they meet."""
+"""Stages that are equal at the exact setting: gradients of learners differ until they merge."""
 SGD = "sgd:lr=0.01"
 
 
 def is_approximate(job: Job, ranks: int) -> bool:
-    """Whether a difference from one process would mean nothing: the card does not promise it."""
+    """Whether the card promises no equality, so that a difference is no fault."""
     return ranks > 1 and not isinstance(job.strategy_spec.guarantee, Exact)
 
 
 def check_approximate(
     resolved: Resolved, folder: Path, server: ForkServer, plan: CheckPlan
 ) -> Verdict:
-    """Check the exact setting of the job's strategy, and measure its drift as it was asked for."""
+    """Check the exact setting of the job's strategy, and measure the drift of the job as it is."""
     job = undisturbed(resolved.job)
     agreement = job.strategy_spec.card.agreement
     if agreement.is_one_training and not agreement.lockstep:
         raise RequestError(
-            asked=f"check --strategy {job.strategy} --ranks {plan.own}",
+            asked=f"check --strategy {job.strategy} --ranks {plan.job_ranks}",
             found=f"its card says: {job.strategy_spec.guarantee}",
             why="its ranks are at no step together, so no step of it can be compared",
             do="check it with --ranks 1, or another strategy",
@@ -59,8 +59,8 @@ def check_approximate(
             f"whether it is right: its card names no setting at which it is exact, but is "
             f"{guarantee}"
         ]
-    asked = Check(resolved, job, folder / "asked", server, plan)
-    drift = measured(asked, job, exact_at, str(guarantee))
+    free = Check(resolved, job, folder / "asked", server, plan)
+    drift = measured(free, job, exact_at, str(guarantee))
     return Verdict(job.program, job.strategy, looks, tuple(dict.fromkeys(notes)), drift)
 
 
@@ -87,7 +87,7 @@ def exact_tolerance(guarantee: Approximate) -> Tolerance:
 
 
 def _clips_at(folder: Path) -> float | None:
-    """The length to which the task clips, as the process said that the ranks were compared with."""
+    """The norm to which the task clips, as the reference recorded it."""
     trace = RecordedTrace(folder / "fp64-reference" / "trace")
     return trace.ranks[0][START].get("facts", {}).get("clip_norm") if trace.ranks else None
 
@@ -101,15 +101,15 @@ def exact_setting(job: Job, guarantee: Approximate) -> Job:
 
 
 def measured(check: Check, job: Job, exact_at: str | None, promise: str) -> Drift:
-    """How far the job as it was asked for comes from one process, both running freely."""
-    job = dataclasses.replace(job, precision="fp64", ranks=check.plan.own)
+    """The drift of the job from one process, both running freely."""
+    job = dataclasses.replace(job, precision="fp64", ranks=check.plan.job_ranks)
     try:
-        one = check.run("drift-one", in_one(job))
+        single = check.run("drift-one", in_one(job))
     except ProgramError:  # a task that cannot be computed in float64
         job = dataclasses.replace(job, precision=check.job.precision)
-        one = check.run("drift-one-again", in_one(job))
+        single = check.run("drift-one-again", in_one(job))
     many = check.run("drift", job)
     try:
-        return drift_between(one.trace, many.trace, job, exact_at, promise)
+        return drift_between(single.trace, many.trace, job, exact_at, promise)
     finally:
-        check.clear(one, many)
+        check.clear(single, many)

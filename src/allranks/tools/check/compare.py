@@ -37,10 +37,10 @@ NORM = 1e-6  # the length of a gradient is summed in another order where it lies
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What still counts as equal: norm-relative for tensors, relative for numbers.
+    """The largest difference that counts as equal: norm-relative for tensors, relative for numbers.
 
-    `stages` are compared; `exact` asks for equal bits. `small` and `floor` say what the difference
-    of a tensor is relative to (`sizes.usual_sizes`); `noise` allows more, tensor by tensor.
+    `stages` are compared; `exact` requires equal bits. `small` and `floor` set the scale to which a
+    tensor's difference is relative (`sizes.usual_sizes`); `noise` allows more for single tensors.
     """
 
     tensors: float
@@ -67,13 +67,13 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Difference:
-    """One difference: where, and how large. `hint` says what usually looks like this."""
+    """One difference: where, and how large. `hint` names the usual reason."""
 
     step: int
     stage: str
     tensor: str | None
     size: float | None
-    found: str
+    text: str
     hint: str
 
     @property
@@ -85,7 +85,7 @@ class Difference:
         """Which stage differs, in which step and tensor, and by how much."""
         where = "before the first step" if self.step == START else f"at step {self.step}"
         tensor = f", tensor {self.tensor!r}" if self.tensor else ""
-        return f"{self.stage} differs {where}{tensor}: {self.found}"
+        return f"{self.stage} differs {where}{tensor}: {self.text}"
 
     def __str__(self) -> str:
         return f"{self.where}\nlooks like: {self.hint}"
@@ -93,7 +93,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What came out: the first difference, if any, and the largest size that counted as equal."""
+    """The first difference, if any, and the largest difference that counted as equal."""
 
     first: Difference | None
     steps: int
@@ -139,16 +139,16 @@ def compare(reference: RecordedTrace, candidate: RecordedTrace, tolerance: Toler
     walk = _Walk(reference, candidate, tolerance)
     largest, largest_at, compared = 0.0, "nothing", 0
 
-    def found(first: Difference | None) -> Comparison:
+    def comparison(first: Difference | None) -> Comparison:
         return Comparison(first, compared, largest, largest_at, walk.rounding.in_words())
 
     for step in reference.steps:
         if step not in candidate.ranks[0]:
-            return found(_ended(step, "the candidate ended before", "lost samples"))
+            return comparison(_ended(step, "the candidate ended before", "lost samples"))
         for difference in walk.differences(step):
             size = math.inf if difference.size is None else difference.size
             if not size <= tolerance.limit(difference):
-                return found(difference)
+                return comparison(difference)
             if size > largest:
                 largest = size
                 where = " ".join(filter(None, (difference.stage, difference.tensor)))
@@ -156,8 +156,8 @@ def compare(reference: RecordedTrace, candidate: RecordedTrace, tolerance: Toler
         compared += step != START
     extra = sorted(set(candidate.ranks[0]) - set(reference.steps))
     if extra:
-        return found(_ended(extra[0], "the reference ended before", "repeated samples"))
-    return found(None)
+        return comparison(_ended(extra[0], "the reference ended before", "repeated samples"))
+    return comparison(None)
 
 
 def sizes_between(
@@ -173,8 +173,8 @@ def sizes_between(
     return sizes
 
 
-def _ended(step: int, found: str, hint: str) -> Difference:
-    return Difference(step, "number of steps", None, None, found, hint)
+def _ended(step: int, text: str, hint: str) -> Difference:
+    return Difference(step, "number of steps", None, None, text, hint)
 
 
 class _Walk:
@@ -188,7 +188,7 @@ class _Walk:
         self.typical_loss = max(map(_magnitude, reference.ranks[0].values()))
 
     def differences(self, step: int) -> Iterator[Difference]:
-        """Everything that differs in one step, however little, in the order of the step."""
+        """All differences of one step, of any size, in the order in which the step computes."""
         rows = [rank[step] for rank in self.candidate.ranks if step in rank]
         wanted = self.reference.ranks[0][step]
         skipped = False
@@ -210,7 +210,7 @@ class _Walk:
             yield Difference(step, "samples", None, None, *hints.of_samples(ids, wanted["ids"]))
         for stage in ("samples", "weight"):
             yield from _number(step, stage, rows[0][stage], wanted[stage], 0.0, rows[0])
-        eps = 1e-6 * self.typical_loss  # beside a loss of 1 at the start, 1e-16 is no loss
+        eps = 1e-6 * self.typical_loss  # if losses begin at 1, one of 1e-16 is zero
         scale = max(_magnitude(wanted), eps, self.tolerance.floor**2)
         yield from _number(step, "loss", rows[0]["loss"], wanted["loss"], scale, rows[0])
         if self.tolerance.skips_alike:
@@ -223,7 +223,7 @@ class _Walk:
         ours, theirs = self.candidate.tensors(step), self.reference.tensors(step)
         if "weight" in self.tolerance.stages and not self.tolerance.exact:
             limit, floor = self.tolerance.tensors, self.tolerance.floor
-            self.rounding.see(_of(ours, "gradient"), _of(theirs, "gradient"), limit, floor)
+            self.rounding.add(_of(ours, "gradient"), _of(theirs, "gradient"), limit, floor)
         for stage in STAGES:
             if stage in self.tolerance.stages or step == START:
                 yield from self._tensors(step, stage, _of(ours, stage), _of(theirs, stage), rows)
@@ -262,11 +262,11 @@ class _Walk:
                 drifts = f"rank {drifting[name]} does not hold what rank 0 holds"
             if name in sizes:
                 size, everywhere = sizes[name], beyond == len(theirs)
-                found = f"relative difference {size:.2e} ({beyond} of {len(theirs)} tensors differ)"
+                text = f"relative difference {size:.2e} ({beyond} of {len(theirs)} tensors differ)"
                 hint = self._hint(step, stage, name, ours[name], theirs[name], everywhere)
                 if drifts and stage != "buffer":
-                    found, hint = f"{found}, and {drifts}", hints.DRIFTS[_base(stage)]
-                yield Difference(step, stage, name, size, found, hint)
+                    text, hint = f"{text}, and {drifts}", hints.DRIFTS[_base(stage)]
+                yield Difference(step, stage, name, size, text, hint)
             if drifts:
                 hint = hints.of_buffer(name) if stage == "buffer" else hints.DRIFTS[_base(stage)]
                 yield Difference(step, stage, name, math.inf, drifts, hint)
@@ -282,9 +282,9 @@ class _Walk:
             a, b = ours[name], theirs[name]
             if a.tobytes() == b.tobytes():
                 continue
-            kept = self.rounding.kept(name) if stage in MOVED else None
-            size = tensor_difference(a, b, kept if a.shape == b.shape else None) / scales[name]
-            if size or (self.tolerance.exact and kept is None):
+            mask = self.rounding.mask(name) if stage in MOVED else None
+            size = tensor_difference(a, b, mask if a.shape == b.shape else None) / scales[name]
+            if size or (self.tolerance.exact and mask is None):
                 sizes[name] = size or math.ulp(0.0)  # other bits, as of a zero with a sign
         return sizes
 
@@ -300,7 +300,7 @@ class _Walk:
 
 
 def _magnitude(row: Mapping[str, Any]) -> float:
-    """How large the losses of a step are, whatever they add up to."""
+    """The mean magnitude of the losses of a step, whose sum may cancel."""
     sizes = [0.0]
     with_weight = float(row.get("weight") or 0.0)
     if row.get("magnitude") is not None and with_weight > 0:
@@ -320,35 +320,35 @@ def _base(stage: str) -> str:
 
 
 def _drifting(stage: str, rows: list[dict[str, Any]]) -> dict[str, int]:
-    """The tensors that not all ranks of the candidate hold alike, each with the first such rank."""
-    found: dict[str, int] = {}
+    """Tensors that are unequal among the candidate's ranks, each with the first unequal rank."""
+    ranks: dict[str, int] = {}
     prefix = stage + "/"
     for rank, row in enumerate(rows[1:], start=1):
         for name in rows[0]["digests"].keys() | row["digests"].keys():
             other = row["digests"].get(name) != rows[0]["digests"].get(name)
             if other and name.startswith(prefix):
-                found.setdefault(name.removeprefix(prefix), rank)
-    return found
+                ranks.setdefault(name.removeprefix(prefix), rank)
+    return ranks
 
 
 def _number(
-    step: int, stage: str, found: Any, wanted: Any, scale: float, row: Mapping[str, Any]
+    step: int, stage: str, actual: Any, wanted: Any, scale: float, row: Mapping[str, Any]
 ) -> Iterator[Difference]:
-    size = number_difference(found, wanted, scale)
+    size = number_difference(actual, wanted, scale)
     if size:
         hint = hints.of_number(stage, row)
-        yield Difference(step, stage, None, size, f"{found!r}, not {wanted!r}", hint)
+        yield Difference(step, stage, None, size, f"{actual!r}, not {wanted!r}", hint)
 
 
 # --- tolerances ----------------------------------------------------------------------------------
 # What still counts as equal in each precision.
 #
 # * fp64: legitimate reordering of sums stays below 1e-13, real faults are above 1e-8.
-# * others, `CLOSE`: the candidate beside one process that cuts its batches as the ranks do. Each
-#   part is the same arithmetic then, and only the sums over the parts are made in another order, in
-#   32 bits: bf16 hides no more than fp32.
-# * others, `COARSE`: the candidate beside one process with the whole batch at once. Rounding in
-#   that precision is all that may differ, relative to all gradients together.
+# * others, `CLOSE`: against one process that cuts its batches as the ranks do. The arithmetic of
+#   each part is the same then, and only the order of the sums over the parts differs, in 32 bits:
+#   bf16 hides no more than fp32.
+# * others, `coarse`: against one process with the whole batch at once. Only rounding in that
+#   precision may differ, relative to all gradients together.
 # * bits: nothing may differ.
 
 
@@ -362,17 +362,17 @@ NOISE_FACTOR = 10.0
 
 
 def coarse(precision: str) -> Tolerance:
-    """Where the whole batch goes through the model at once in one of the two runs."""
+    """For two runs of which one passes the whole batch through the model at once."""
     ceiling = CEILING[precision]
     wide = dataclasses.replace(CLOSE, tensors=ceiling, numbers=ceiling)
     return dataclasses.replace(wide, small=1.0, skips_alike=False)
 
 
 def close(precision: str, noise: Mapping[str, float]) -> Tolerance:
-    """Where both cut their batches alike; `noise` is how far that is from the whole batch.
+    """For two runs that cut their batches alike; `noise` is their distance from the whole batch.
 
     Where gradients cancel, sums in another order differ by more than usual. Cutting a batch shows
-    how much, in the units of its precision; sums are made in those of fp32.
+    by how much, in units of its precision; sums are made in units of fp32.
     """
     factor = NOISE_FACTOR * UNIT["fp32"] / UNIT[precision]
     allowed = {name: factor * size for name, size in noise.items()}

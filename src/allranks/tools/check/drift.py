@@ -1,4 +1,4 @@
-"""How far a run on many ranks comes from one process, step by step: measured, and not judged."""
+"""The drift of a run on many ranks from one process, step by step: measured, not judged."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ SHOWN = 6
 class WeightDrift:
     """After one step: both losses, and how far the weights are apart.
 
-    `weights` is the length of the difference between the weights of both, as a part of how far
-    those of one process have come from the start.
+    `weights` is the norm of the difference between both weights, relative to the distance of the
+    weights of one process from the start.
     """
 
     step: int
@@ -29,7 +29,7 @@ class WeightDrift:
 
 @dataclass(frozen=True)
 class Drift:
-    """The drift of a strategy as it was asked for; `exact_at` is where it was checked."""
+    """The drift of a strategy; `exact_at` is the setting that was checked."""
 
     strategy: str
     ranks: int
@@ -49,12 +49,12 @@ class Drift:
             "compared": COMPARED,
             "steps": [
                 {
-                    "step": one.step,
-                    "loss": one.loss,
-                    "loss_of_one_process": one.loss_of_one,
-                    "weights_apart": one.weights,
+                    "step": drift.step,
+                    "loss": drift.loss,
+                    "loss_of_one_process": drift.loss_of_one,
+                    "weights_apart": drift.weights,
                 }
-                for one in self.steps
+                for drift in self.steps
             ],
         }
 
@@ -62,11 +62,11 @@ class Drift:
         where = f"{self.ranks} ranks, {self.precision}"
         lines = [f"drift of {self.strategy} on {where}, which decides nothing: {COMPARED}"]
         every = max(1, math.ceil(len(self.steps) / SHOWN))
-        shown = [one for one in self.steps if one.step % every == 0 or one is self.steps[-1]]
+        shown = [d for d in self.steps if d.step % every == 0 or d is self.steps[-1]]
         lines += [
-            f"  step {one.step}: loss {one.loss:.6g}, of one process {one.loss_of_one:.6g}; "
-            f"weights {one.weights:.2g} of the way apart"
-            for one in shown
+            f"  step {drift.step}: loss {drift.loss:.6g}, of one process {drift.loss_of_one:.6g}; "
+            f"weights {drift.weights:.2g} of the way apart"
+            for drift in shown
         ]
         return "\n".join(lines)
 
@@ -78,28 +78,28 @@ COMPARED = (
 
 
 def drift_between(
-    one: RecordedTrace, many: RecordedTrace, job: Job, exact_at: str | None, promise: str
+    single: RecordedTrace, many: RecordedTrace, job: Job, exact_at: str | None, promise: str
 ) -> Drift:
-    """The drift after each step that both have made."""
-    start, found = _weights(one.start), []
-    for step in one.steps:
+    """The drift after each step that both runs have."""
+    start, drifts = _weights(single.start), []
+    for step in single.steps:
         if step < 0 or step not in many.ranks[0]:
             continue
-        theirs, ours = _weights(one.tensors(step)), _weights(many.tensors(step))
+        theirs, ours = _weights(single.tensors(step)), _weights(many.tensors(step))
         names = start.keys() & theirs.keys() & ours.keys()
         way = math.hypot(*(norm(theirs[name] - start[name]) for name in names))
-        apart = math.hypot(*(norm(ours[name] - theirs[name]) for name in names))
-        losses = _loss(many, step), _loss(one, step)
-        found.append(WeightDrift(step, *losses, apart / way if way else 0.0))
-    return Drift(job.strategy, job.ranks, job.precision, tuple(found), exact_at, promise)
+        distance = math.hypot(*(norm(ours[name] - theirs[name]) for name in names))
+        losses = _loss(many, step), _loss(single, step)
+        drifts.append(WeightDrift(step, *losses, distance / way if way else 0.0))
+    return Drift(job.strategy, job.ranks, job.precision, tuple(drifts), exact_at, promise)
 
 
 def _loss(trace: RecordedTrace, step: int) -> float:
-    """Over all ranks: learners tell their own between two meetings."""
+    """The loss over all ranks: learners record their own between two merges."""
     rows = [rank[step] for rank in trace.ranks if step in rank]
     weights = [float(row["weight"]) for row in rows]
-    told = [float(row["loss"]) * weight for row, weight in zip(rows, weights, strict=True)]
-    return math.fsum(told) / (math.fsum(weights) or 1.0)
+    losses = [float(row["loss"]) * weight for row, weight in zip(rows, weights, strict=True)]
+    return math.fsum(losses) / (math.fsum(weights) or 1.0)
 
 
 def _weights(tensors: Any) -> dict[str, Any]:

@@ -1,16 +1,16 @@
-"""The first check of a job: its first steps beside one process, before anything is trained.
+"""The first check of a job: compares its first steps with one process, before it trains.
 
-A strategy that cuts the model can compute something else in silence: a weight that forward reads
-as a part, a hook that sees a part of a gradient. `check` finds these, so a job makes a short check
-by itself before it starts: two steps on its own batches, in float64, with the witness on, and once
-more in the precision of the job where its passes are others, in 16 bits. Where the witness names
-something and two steps agree, eight are compared: what it names may come later. What
-came of it is remembered by the program's files, its fields, the options of the job, and the
-versions, so the next start costs nothing, while all that the check has read is as it was.
+A strategy that cuts the model can silently compute something else: forward may read one part of a
+weight, a hook may see one part of a gradient. So a job makes a short `check` before it starts: two
+steps on its own batches, in float64, with the witness on, and again in the precision of the job if
+that has 16 bits. If the witness names something and two steps agree, eight are compared, because
+what it names may show later. The result is cached under the program's files, its fields, the
+options of the job, and the versions. The next start costs nothing, while all files that the check
+has read are unchanged.
 
-    --first-check auto   where one process can hold the model, and within `BUDGET_S`
-    --first-check STEPS  so many steps, however long they take
-    --first-check off    none; the result says that it is not proved
+    --first-check auto   if one process can hold the model, for at most `BUDGET_S`
+    --first-check STEPS  so many steps, without a limit of time
+    --first-check off    none; the result says that equality is not proved
 
 `single` and `ddp` are not checked: every rank holds the whole model there, and the witness of the
 run itself sees all of it.
@@ -88,10 +88,10 @@ def first_check(
     signals: Signals,
     announce: Callable[[str], None],
 ) -> EqualityProof:
-    """The proof of a planned job whose strategy cuts the model. Raises `NotEqual` for a difference.
+    """The proof for a planned job whose strategy cuts the model. Raises `NotEqual` if they differ.
 
-    `announce` hears when steps are compared; not of a job that its ranks refuse as they are set up.
-    No file is left but what remembers it.
+    `announce` is called once steps are compared; not for a job that its ranks refuse in setup. The
+    only file that stays is the cached result.
     """
     job = plan.job
     steps = STEPS if job.first_check == "auto" else int(job.first_check)
@@ -125,38 +125,38 @@ def first_check(
             return first.proof(), first
 
     with _server(resources, job) as server:
-        proof, made = check(steps)
-        is_open = auto and made.witnessed and not proof.proved
+        proof, checked = check(steps)
+        is_open = auto and checked.witnessed and not proof.proved
         if is_open and not _too_large(job, weighed["weight_bytes"], STEPS_OF_NAMED):
             check(STEPS_OF_NAMED)  # for the difference that it may find
-    if proof.proved or (auto and not made.has_failed):
-        _remember(path, proof, steps, made.read)
+    if proof.proved or (auto and not checked.has_failed):
+        _remember(path, proof, steps, checked.read)
     return proof
 
 
 class _Announcement:
-    """What is said once: when the ranks are set up, or after `SILENT_S`."""
+    """A line that is printed once: when the ranks are set up, or after `SILENT_S`."""
 
     def __init__(self, text: str, announce: Callable[[str], None]) -> None:
         self._text, self._announce = text, announce
-        self._said, self._latest = False, time.monotonic() + SILENT_S
+        self._announced, self._latest = False, time.monotonic() + SILENT_S
 
-    def look(self, run_dir: Path | None) -> None:
-        """`run_dir` is that of the ranks that are set up, if they are."""
-        if self._said:
+    def announce_if_due(self, run_dir: Path | None) -> None:
+        """`run_dir`: the folder of the run whose ranks are being set up, if one has begun."""
+        if self._announced:
             return
         rows = () if run_dir is None else read_rows(rank_events_path(run_dir, 0))
         if time.monotonic() > self._latest or any(row["event"] == "ready" for row in rows):
-            self.say()
+            self.announce()
 
-    def say(self) -> None:
-        if not self._said:
-            self._said = True
+    def announce(self) -> None:
+        if not self._announced:
+            self._announced = True
             self._announce(self._text)
 
 
 class FirstCheck(Check):
-    """The looks at float64, and at 16 bits where the job has them, or at bits; with a deadline."""
+    """A check with a deadline: in float64, and in the job's 16 bits, or bit by bit."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class FirstCheck(Check):
     ) -> None:
         few = steps if job.steps is None else min(job.steps, steps)
         here = dataclasses.replace(
-            undisturbed(job), nodes=1, place=LOCAL, ranks=plan.own, steps=few
+            undisturbed(job), nodes=1, place=LOCAL, ranks=plan.job_ranks, steps=few
         )
         super().__init__(resolved, here, folder, server, plan)
         self.deadline = float("inf")
@@ -184,8 +184,8 @@ class FirstCheck(Check):
         try:
             looks = tuple(self._first_looks())
         except _OutOfTime:
-            for path in sorted(self.folder.iterdir()):  # what the run that was cut short has read
-                self._take_reads_of(path)
+            for path in sorted(self.folder.iterdir()):  # files that the interrupted run has read
+                self._record_reads(path)
             return EqualityProof(False, f"the first check took more than {BUDGET_S:.0f} s")
         except RequestError as error:
             self.has_failed = True
@@ -207,7 +207,7 @@ class FirstCheck(Check):
         verdict = Verdict(self.job.program, self.job.strategy, looks, self.left_out())
         if verdict.equal is False:
             raise NotEqual(f"{verdict}\n{TRAIN_ALL_THE_SAME}")
-        if self.witnessed:  # seen in one process; --witness says what comes of it in the job
+        if self.witnessed:  # in one process; --witness decides what the job does about it
             return EqualityProof(False, f"the witness found: {'; '.join(self.witnessed)}")
         return EqualityProof(True, self._in_words(looks))
 
@@ -215,9 +215,9 @@ class FirstCheck(Check):
         look = looks[-1]
         steps = f"{look.comparison.steps} step{'s' if look.comparison.steps > 1 else ''}"
         at = f" of {self.exact_at}" if self.exact_at else ""
-        precisions = dict.fromkeys(one.precision for one in looks)
+        precisions = dict.fromkeys(look.precision for look in looks)
         how = "bit by bit" if look.bitwise else f"in {' and in '.join(precisions)}"
-        return f"{steps}{at} on {self.plan.own} ranks agree with one process {how}"
+        return f"{steps}{at} on {self.plan.job_ranks} ranks agree with one process {how}"
 
     def _first_looks(self) -> Iterator[Look]:
         guarantee = self.job.strategy_spec.guarantee
@@ -233,7 +233,7 @@ class FirstCheck(Check):
         if not looks and self.job.precision != "fp64":
             looks = [self._in_own_precision()]
         if looks and looks[-1].first is not None and self.draws:
-            with suppress(RequestError):  # there what is drawn belongs to the shard
+            with suppress(RequestError):  # bitwise, random numbers are drawn per shard
                 looks = list(self._bits(self.plan.many))
         yield from looks
         if self._has_other_passes and looks[-1].precision == "fp64" and looks[-1].first is None:
@@ -245,41 +245,41 @@ class FirstCheck(Check):
         return self.job.precision not in ("fp32", "fp64")
 
     def run(self, name: str, job: Job) -> CheckedRun:
-        """A run without an end: no weights are written, and the reference has the witness on."""
+        """A run that writes no weights at its end; the reference has the witness on."""
         alone = job.ranks == 1 and not job.replay
         watched = alone and "witness" not in ENGINES[job.engine].lacks
         job = dataclasses.replace(job, brief=True, witness="warn" if watched else "off")
         self._ranks_at = None if alone else self.folder / name
         run = super().run(name, job)
         self._announce_if_due()
-        self._take_reads_of(run.result.run_dir)
+        self._record_reads(run.result.run_dir)
         if alone:
             self.witnessed += run.summary.get("witness", {}).get("found", [])
         self.draws = self.draws or bool(run.trace.draws or run.summary["user_randomness"])
         return run
 
-    def _take_reads_of(self, run_dir: Path) -> None:
-        """What ranks have read; of a file that has changed meanwhile, what the first one saw."""
+    def _record_reads(self, run_dir: Path) -> None:
+        """Note the files that ranks have read; for one that changed meanwhile, its first state."""
         reads = (event for event in read_events(run_dir) if event["event"] == "read")
-        for path, state in (one for event in reads for one in event["files"].items()):
+        for path, state in (file for event in reads for file in event["files"].items()):
             if not path.startswith(f"{self.folder}{os.sep}"):
                 self.read.setdefault(path, state)
 
     def tick(self) -> None:
-        """Called while ranks run: ends them when the time is over."""
+        """Called while ranks run: ends them at the deadline."""
         self._announce_if_due()
         if time.monotonic() > self.deadline:
             if self.announcement is not None:
-                self.announcement.say()
+                self.announcement.announce()
             raise _OutOfTime
 
     def _announce_if_due(self) -> None:
         if self.announcement is not None:
-            self.announcement.look(self._ranks_at)
+            self.announcement.announce_if_due(self._ranks_at)
 
 
 def _not_comparable(job: Job) -> str:
-    """Why no step of this strategy can be compared with one process; "" where it can."""
+    """Why no step of this strategy can be compared with one process; "" if it can."""
     guarantee = job.strategy_spec.guarantee
     if not ENGINES[job.engine].traces:
         return f"the {job.engine} engine does not record the insides of its steps"
@@ -291,7 +291,7 @@ def _not_comparable(job: Job) -> str:
 
 
 def _too_large(job: Job, weight_bytes: int | None, steps: int) -> str:
-    """Why memory or disk would not hold so many steps in float64; "" where they do, if known."""
+    """Why memory or disk cannot hold so many steps in float64; "" if they can, or unknown."""
     if weight_bytes is None:
         return ""
     if job.device == "cpu":
@@ -313,7 +313,7 @@ def _alone(job: Job) -> Job:
 
 
 def _ranks_here(plan: LaunchPlan) -> int:
-    """How many ranks the check has: all of the job, or on several nodes those of the first."""
+    """The number of ranks of the check: all of the job, or those of the first of several nodes."""
     job = plan.job
     if job.nodes == 1:
         return job.ranks
@@ -328,7 +328,7 @@ def _ranks_here(plan: LaunchPlan) -> int:
 
 @contextmanager
 def _server(resources: Resources, job: Job) -> Iterator[ForkServer]:
-    """The fork server of this machine: that of the job, or one of its own beside nodes."""
+    """The fork server of this machine: the job's, or a new one where the job runs on nodes."""
     if isinstance(resources, LocalMachine):
         with nullcontext(resources.server) as server:
             yield server
@@ -337,11 +337,11 @@ def _server(resources: Resources, job: Job) -> Iterator[ForkServer]:
         yield server
 
 
-# --- what came of it ----------------------------------------------------------------------------
+# --- cached results ---------------------------------------------------------------------------
 
 
 def _remembered(plan: LaunchPlan, program: dict[str, Any]) -> Path:
-    """The file that says what came of the check of such a job."""
+    """The file that caches the result of the check of such a job."""
     key = {
         "job": {n: v for n, v in plan.job.to_data().items() if n not in NOT_DECIDING},
         "shape": repr(plan.shape),
@@ -363,17 +363,17 @@ def _version(package: str) -> str | None:
 
 
 def _package_state() -> str:
-    """Another text when a file of this package is another one."""
+    """A digest that changes with any file of this package."""
     root = Path(sys.modules["allranks"].__path__[0])
     files = sorted(path for path in root.rglob("*") if path.suffix in (".py", ".so"))
-    told = [(str(p.relative_to(root)), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+    stamps = [(str(p.relative_to(root)), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+    return hashlib.sha256(json.dumps(stamps).encode()).hexdigest()
 
 
 def _remembered_proof(path: Path, steps: int, auto: bool) -> EqualityProof | None:
-    """What came of the check of an earlier start, of as many steps.
+    """The cached result of an earlier check of at least as many steps.
 
-    One that proved nothing counts for `auto`: it would come to the same, and take as long.
+    With `auto`, a check that proved nothing is not repeated: it would give the same result.
     """
     try:
         row = json.loads(path.read_bytes())
@@ -390,7 +390,7 @@ def _remembered_proof(path: Path, steps: int, auto: bool) -> EqualityProof | Non
 
 
 def _remember(path: Path, proof: EqualityProof, steps: int, read: dict[str, State]) -> None:
-    """Keep what came of it; a home that cannot be written costs the next start a check."""
+    """Cache the result; if the home cannot be written, the next start checks again."""
     row = {**proof.to_data(), "steps": steps, "date": time.strftime("%Y-%m-%d")}
     with suppress(OSError):
         row |= {"read": read, "environment": environment_of(read)}

@@ -1,4 +1,4 @@
-"""What usually looks like a difference: one line for each kind that has been met."""
+"""The usual reason for a difference: one line for each kind that has been met."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MEAN_OF_MEANS = (
 
 
 def of_number(stage: str, row: Mapping[str, Any]) -> str:
-    """For a number of a step; `row` is what the candidate recorded of it."""
+    """For a number of a step; `row` is the candidate's record of that step."""
     if stage == "weight":
         return (
             "the number of loss values follows how the batch is cut, as with padding and no "
@@ -104,12 +104,12 @@ def of_gradient(ours: Array, theirs: Array, ranks: int, everywhere: bool) -> str
 
 
 def of_samples(ids: list[int], wanted: list[int]) -> tuple[str, str]:
-    """What was found of the samples of a step, and the hint."""
+    """How the samples of a step differ, and the hint."""
     missing, extra = set(wanted) - set(ids), set(ids) - set(wanted)
-    found = f"{len(missing)} samples missing, {len(extra)} not of this batch"
+    text = f"{len(missing)} samples missing, {len(extra)} not of this batch"
     if len(ids) != len(set(ids)):
         twice = len(ids) - len(set(ids))
-        return f"{twice} samples twice, {found}", "ranks read the same data"
+        return f"{twice} samples twice, {text}", "ranks read the same data"
     if not missing and not extra:
         return "the same samples in another order", "shards in another order"
-    return found, "a sampler that shares the data out wrongly"
+    return text, "a sampler that shares the data out wrongly"

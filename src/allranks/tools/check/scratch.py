@@ -1,6 +1,6 @@
-"""A check from its job to its verdict: the plan, a fork server, a folder that goes away.
+"""A whole check: the plan, a fork server, a temporary folder, and the verdict.
 
-Called by the command line and from Python; both make the job in their own words.
+The command line and the Python API call it, each with a job of its own making.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from allranks.tools.check.verdict import Verdict
 
 
 def checked_in_scratch(
-    resolved: Resolved, keep_runs: str | None, *, given: bool, bounded: bool
+    resolved: Resolved, keep_runs: str | None, *, explicit: bool, bounded: bool
 ) -> Verdict:
-    """The verdict on a job; nothing is left but what is kept below `keep_runs`.
+    """The verdict on a job; only the runs below `keep_runs`, if given, stay on disk.
 
-    `given` says whether the number of ranks was asked for; `bounded` that the steps may be fewer,
-    so that what is recorded of a large model does not fill the disk.
+    `explicit`: whether the user chose the number of ranks. `bounded`: whether steps may be left
+    out, so that the records of a large model do not fill the disk.
     """
     check_that_it_traces(resolved.job.engine)
     if resolved.dial is not None:
@@ -53,11 +53,12 @@ def checked_in_scratch(
         try:
             shards = describe(LocalMachine(server), _here(resolved)).shards
             fits = partial(has_mesh, resolved.job.strategy or ENGINES[resolved.job.engine].many)
-            many, own = ranks_to_check(resolved.job.ranks, shards, given=given, fits=fits)
+            ranks = resolved.job.ranks
+            many, job_ranks = ranks_to_check(ranks, shards, explicit=explicit, fits=fits)
             if resolved.job.nodes > 1:
-                many = (resolved.job.ranks,)  # another number may not fit on the nodes
+                many = (resolved.job.ranks,)  # other numbers may not fit on the nodes
             limit = TRACE_BYTES if bounded else 0
-            plan = CheckPlan(many, own, shards, limit, keep=keep_runs is not None)
+            plan = CheckPlan(many, job_ranks, shards, limit, keep=keep_runs is not None)
             return checked_in(Path(keep_runs or scratch), resolved, server, plan)
         except (Stopped, Interrupted) as error:  # what it ran goes on nowhere
             raise Interrupted("the check was stopped before it had an answer") from error
@@ -69,8 +70,8 @@ def checked_in_scratch(
 
 
 def checked_in(folder: Path, resolved: Resolved, server: ForkServer, plan: CheckPlan) -> Verdict:
-    """The verdict as the card of the strategy promises; the runs lie in `folder` meanwhile."""
-    approximate = is_approximate(resolved.job, max((*plan.many, plan.own)))
+    """The verdict on what the strategy's card promises; the runs are written to `folder`."""
+    approximate = is_approximate(resolved.job, max((*plan.many, plan.job_ranks)))
     check = check_approximate if approximate else check_against_one
     return check(resolved, folder, server, plan)
 

@@ -1,9 +1,8 @@
-"""How large a difference is: of two numbers, and of two tensors, beside what is usual in a stage.
+"""The size of a difference: of two numbers, and of two tensors relative to the norms of a stage.
 
-A tensor counts as at least a small part of what is usual among those of its stage, so that one
-whose true value is zero does not make a difference of its rounding. What never changes (a mask of
--inf, a table of positions, a count) says nothing about what is usual, and what is not finite has
-no size: it is compared as it is.
+A tensor counts as at least a small part of the usual norm of its stage, so that the rounding of a
+true zero is no difference. Tensors that never change (a mask of -inf, a table of positions, a
+count) do not enter the usual norm. Elements that are not finite must be equal.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ TINY = 1e-300
 
 
 def norm(tensor: Array) -> float:
-    """The length of what is finite in a tensor."""
+    """The norm of the finite elements of a tensor."""
     wide = tensor.astype(np.float64).ravel()
     return float(np.linalg.norm(wide[np.isfinite(wide)]))
 
 
-def tensor_difference(ours: Array, theirs: Array, kept: Array | None = None) -> float:
-    """The length of the difference where `kept`; infinite where only one of two is a number."""
+def tensor_difference(ours: Array, theirs: Array, mask: Array | None = None) -> float:
+    """The norm of the difference where `mask` is set; infinite if only one side is finite."""
     if ours.shape != theirs.shape:
         return math.inf
     a, b = ours.astype(np.float64), theirs.astype(np.float64)
-    if kept is not None:
-        a, b = a[kept], b[kept]
+    if mask is not None:
+        a, b = a[mask], b[mask]
     finite = np.isfinite(a)
     if not np.array_equal(finite, np.isfinite(b)):
         return math.inf
@@ -57,10 +56,10 @@ def number_difference(ours: Any, theirs: Any, scale: float) -> float:
 def usual_sizes(
     stage: str, wanted: Mapping[str, Array], start: Mapping[str, Array], small: float, floor: float
 ) -> dict[str, float]:
-    """By what the difference of each tensor of a stage is divided.
+    """The scale by which the difference of each tensor of a stage is divided.
 
-    `start` holds the tensors of the stage before the first step: elements that are as they were
-    then are left out. `floor` is a length below which a gradient is nothing.
+    `start` holds the tensors of the stage before the first step: elements that have not changed
+    since are left out. A gradient with a norm below `floor` counts as zero.
     """
     norms = {}
     for name, tensor in wanted.items():
@@ -77,12 +76,12 @@ def usual_sizes(
 
 
 def _changed(tensor: Array, start: Array | None) -> Array | None:
-    """Where a tensor is not as it was; `None` where nothing says how it was."""
+    """A mask of the elements that have changed; `None` if there is nothing to compare with."""
     if start is None or start.shape != tensor.shape:
         return None
     with np.errstate(invalid="ignore"):
-        found: Array = (tensor != start) & ~(np.isnan(tensor) & np.isnan(start))
-    return found
+        changed: Array = (tensor != start) & ~(np.isnan(tensor) & np.isnan(start))
+    return changed
 
 
 def _is_real(tensor: Array) -> bool:
@@ -91,19 +90,19 @@ def _is_real(tensor: Array) -> bool:
 
 @dataclass
 class Rounding:
-    """The elements of weights whose gradient was, in some step, nothing but rounding.
+    """Elements of weights whose gradient was only rounding in some step.
 
-    A bias before BatchNorm is one, and the third of a packed attention bias that belongs to the
-    keys. An optimizer such as AdamW makes steps of any size of it, so such weights prove nothing.
+    Examples are a bias before BatchNorm, and the third of a packed attention bias that belongs to
+    the keys. AdamW turns rounding into steps of any size, so such weights prove nothing.
     """
 
     only: dict[str, Array] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
 
-    def see(
+    def add(
         self, ours: Mapping[str, Array], theirs: Mapping[str, Array], limit: float, floor: float
     ) -> None:
-        """Take in the gradients of a step; `limit` is relative to all of them together."""
+        """Add the gradients of a step; `limit` is relative to the norm of all of them."""
         total = math.sqrt(math.fsum(norm(tensor) ** 2 for tensor in theirs.values()))
         least = limit * max(total, floor)
         for name, b in theirs.items():
@@ -114,12 +113,12 @@ class Rounding:
             small = (larger > 0) & (larger <= least)
             whole = 0 < norm(b) <= least
             if whole or small.any():
-                found = np.ones(b.shape, bool) if whole else small
-                self.only[name] = self.only.get(name, np.zeros(b.shape, bool)) | found
+                mask = np.ones(b.shape, bool) if whole else small
+                self.only[name] = self.only.get(name, np.zeros(b.shape, bool)) | mask
                 self.sizes[name] = b.size
 
-    def kept(self, name: str) -> Array | None:
-        """Where a weight is compared; `None` for everywhere."""
+    def mask(self, name: str) -> Array | None:
+        """A mask of the elements of a weight that are compared; `None` for all."""
         return ~self.only[name] if name in self.only else None
 
     def in_words(self) -> tuple[str, ...]:

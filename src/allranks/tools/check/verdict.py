@@ -1,4 +1,4 @@
-"""What a check found: in each look that it took, and in all of them together."""
+"""The result of a check: of each look, and of all of them together."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Look:
     evaluation: Difference | None = None
     """How the evaluations, or the digests of the weights, at the end differ."""
     one_process: bool = False
-    """Whether one process gives two answers: when its batches are cut, whatever the ranks do."""
-    asked: bool = True
-    """Whether the job promises what was looked at; equal bits it does not without `bitwise`."""
+    """Whether one process alone gives two results, depending on how its batches are cut."""
+    promised: bool = True
+    """Whether the job promises this equality; without `bitwise` it does not promise equal bits."""
 
     cause: ConfirmedCause | None = None
-    """Why, if that was confirmed."""
+    """The cause, if one was confirmed."""
 
     @property
     def first(self) -> Difference | None:
@@ -37,8 +37,8 @@ class Look:
         return self.comparison.first or self.evaluation
 
     @property
-    def what(self) -> str:
-        """Where was looked."""
+    def where(self) -> str:
+        """The ranks and the precision, in words."""
         where = "one process" if self.one_process else f"{self.ranks} ranks"
         where = "1 rank" if where == "1 ranks" else where
         return f"{where}, {self.precision}{', bitwise' if self.bitwise else ''}"
@@ -46,34 +46,34 @@ class Look:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a check found, and what it could not look at."""
+    """The result of a check, and what it could not compare."""
 
     program: str
     strategy: str
     looks: tuple[Look, ...]
     not_checked: tuple[str, ...] = ()
     drift: Drift | None = None
-    """Of a strategy that does not promise what one process gives: how far it comes from it."""
+    """For a strategy that does not promise the result of one process: its distance from it."""
 
     @property
     def equal(self) -> bool | None:
-        """Whether the job has the result of one process, as far as was looked; `None`: unknown.
+        """Whether the job has the result of one process, as far as compared; `None`: unknown.
 
-        Of an approximate strategy, at the setting at which its card says so (`drift.exact_at`).
+        For an approximate strategy: at the exact setting of its card (`drift.exact_at`).
         """
         if not self.looks:
             return None
-        return all(look.first is None for look in self.looks if look.asked)
+        return all(look.first is None for look in self.looks if look.promised)
 
     @property
     def deciding(self) -> Look:
-        """The look that found a difference, one with a cause first; else the last one.
+        """The look with a difference, preferably one with a cause; else the last look.
 
-        There is none where nothing was decided (`equal` is `None`).
+        Raises `IndexError` if nothing was decided (`equal` is `None`).
         """
-        asked = [look for look in self.looks if look.asked]
-        differ = [look for look in asked if look.first is not None]
-        return next((look for look in differ if look.cause is not None), (*differ, asked[-1])[0])
+        promised = [look for look in self.looks if look.promised]
+        differ = [look for look in promised if look.first is not None]
+        return next((look for look in differ if look.cause is not None), (*differ, promised[-1])[0])
 
     @property
     def first(self) -> Difference | None:
@@ -81,40 +81,41 @@ class Verdict:
         return self.deciding.first if self.looks else None
 
     def to_data(self) -> dict[str, Any]:
-        """The verdict as a mapping that JSON can carry; the numbers are those of what decided."""
+        """The verdict as a mapping that JSON can carry, with the numbers of the deciding look."""
         return {
             "equal": self.equal,
             "program": self.program,
             "strategy": self.strategy,
             **(_data_of(self.deciding) if self.looks else {}),
-            "looks": [_data_of(one) for one in self.looks],
+            "looks": [_data_of(look) for look in self.looks],
             "not_checked": list(self.not_checked),
             "drift": None if self.drift is None else self.drift.to_data(),
         }
 
     def __str__(self) -> str:
         """What a person reads."""
-        lines = self._looks_in_words() if self.looks else [f"not decided: {self._what}"]
+        lines = self._looks_in_words() if self.looks else [f"not decided: {self._subject}"]
         lines += [] if self.drift is None else [str(self.drift)]
         return "\n".join([*lines, "not checked: " + "; ".join(self.not_checked)])
 
     @property
-    def _what(self) -> str:
+    def _subject(self) -> str:
         exact_at = None if self.drift is None else self.drift.exact_at
         return f"{self.program} under {exact_at or self.strategy}"
 
     def _looks_in_words(self) -> list[str]:
-        look, lines, what = self.deciding, list[str](), self._what
-        if look.first is None:
-            lines.append(f"equal: {what}")
-        elif look.one_process:
-            lines += [f"different: {what}, {look.what}, with itself", ONE_PROCESS]
+        deciding, lines, subject = self.deciding, list[str](), self._subject
+        if deciding.first is None:
+            lines.append(f"equal: {subject}")
+        elif deciding.one_process:
+            lines += [f"different: {subject}, {deciding.where}, with itself", ONE_PROCESS]
         else:
-            lines.append(f"different: {what} on {look.what}")
-        if look.first is not None:
-            lines.append(str(look.first) if look.cause is None else look.first.where)
-            lines += [] if look.cause is None else [str(look.cause)]
-        return lines + [_line_of(one) for one in self.looks if one is not look or one.first is None]
+            lines.append(f"different: {subject} on {deciding.where}")
+        if deciding.first is not None:
+            lines.append(str(deciding.first) if deciding.cause is None else deciding.first.where)
+            lines += [] if deciding.cause is None else [str(deciding.cause)]
+        others = (look for look in self.looks if look is not deciding or look.first is None)
+        return [*lines, *map(_line_of, others)]
 
 
 ONE_PROCESS = (
@@ -124,19 +125,19 @@ ONE_PROCESS = (
 
 
 def _line_of(look: Look) -> str:
-    found = look.comparison
-    if look.first is not None and look.asked:
-        return f"  {look.what}: different, too: {str(look.first).splitlines()[0]}"
+    comparison = look.comparison
+    if look.first is not None and look.promised:
+        return f"  {look.where}: different, too: {str(look.first).splitlines()[0]}"
     if look.first is not None:
         words = str(look.first).splitlines()[0]
-        return f"  {look.what}: NOT {EQUAL_BITS}, which the job does not ask for: {words}"
+        return f"  {look.where}: NOT {EQUAL_BITS}, which the job does not ask for: {words}"
     limit = EQUAL_BITS if look.tolerance.exact else f"within {look.tolerance.tensors:.1e}"
-    line = f"  {look.what}: {found.steps} steps, {limit}"
+    line = f"  {look.where}: {comparison.steps} steps, {limit}"
     if look.tolerance.exact:
         return line
-    if not found.largest:
+    if not comparison.largest:
         return f"{line}; no difference"
-    return f"{line}; largest difference {found.largest:.1e} ({found.largest_at})"
+    return f"{line}; largest difference {comparison.largest:.1e} ({comparison.largest_at})"
 
 
 def _data_of(look: Look) -> dict[str, Any]:
@@ -145,7 +146,7 @@ def _data_of(look: Look) -> dict[str, Any]:
         "ranks": look.ranks,
         "precision": look.precision,
         "bitwise": look.bitwise,
-        "asked": look.asked,
+        "asked": look.promised,
         "steps": look.comparison.steps,
         "tolerance": look.tolerance.tensors,
         "largest_difference": look.comparison.largest,
@@ -158,7 +159,7 @@ def _data_of(look: Look) -> dict[str, Any]:
             "stage": first.stage,
             "tensor": first.tensor,
             "size": first.size,
-            "found": first.found,
+            "found": first.text,
             "hint": first.hint,
         },
         "cause": None if look.cause is None else look.cause.to_data(),

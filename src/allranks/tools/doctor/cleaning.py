@@ -1,8 +1,8 @@
 """`allranks doctor --clean`: remove what dead runs have left on this machine, and report it.
 
-Every start sweeps by itself; this is for who will start nothing more. A process belongs to the run
-whose log it writes to, which its standard output tells. What is alive and has a living owner is
-never touched, nor what carries no mark of ours.
+Every start cleans up first; this command is for machines on which no run will start. A process
+belongs to the run whose log is its standard output. Processes with a living owner, and processes
+without our mark, are never touched.
 """
 
 from __future__ import annotations
@@ -49,51 +49,51 @@ class Leftover:
 
 @dataclass(frozen=True)
 class Cleaned:
-    """What was removed, and what could not be."""
+    """What was removed, and what could not be removed."""
 
     removed: tuple[Leftover, ...]
     still_there: tuple[Leftover, ...]
 
 
 def clean(run: Path | None = None, within: Path | None = None) -> Cleaned:
-    """Remove all leftovers of dead runs, or with `run` those of the processes that had this one.
+    """Remove all leftovers of dead runs, or with `run` those of the owners of this run.
 
-    Scratch folders are looked for among temporary files, and `within`.
+    Scratch folders are searched among temporary files, and `within`.
     """
-    there = left(within)
-    found = there if run is None else of_run(there, run)
-    spared = {leftover.mark for leftover in there if leftover not in found}
-    for leftover in found:
+    leftovers = find_leftovers(within)
+    targets = leftovers if run is None else of_run(leftovers, run)
+    spared = {leftover.mark for leftover in leftovers if leftover not in targets}
+    for leftover in targets:
         if leftover.pid is not None and leftover.mark in spared:  # one server had several runs
             with suppress(OSError):
                 os.kill(leftover.pid, signal.SIGKILL)
-    for mark in {leftover.mark for leftover in found if leftover.mark} - spared:
+    for mark in {leftover.mark for leftover in targets if leftover.mark} - spared:
         end_processes_of(mark)
     deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline and any(map(_runs, found)):
+    while time.monotonic() < deadline and any(map(_runs, targets)):
         time.sleep(0.01)
-    for leftover in found:
+    for leftover in targets:
         if leftover.pid is None:
             shutil.rmtree(leftover.name, ignore_errors=True)
-    still = tuple(leftover for leftover in found if _is_there(leftover))
-    return Cleaned(tuple(one for one in found if one not in still), still)
+    still = tuple(leftover for leftover in targets if _is_there(leftover))
+    return Cleaned(tuple(leftover for leftover in targets if leftover not in still), still)
 
 
-def left(within: Path | None = None) -> list[Leftover]:
-    """All that dead owners left here."""
-    found = [
+def find_leftovers(within: Path | None = None) -> list[Leftover]:
+    """All processes and folders of dead owners on this machine."""
+    processes = [
         Leftover("process", _command(pid), mark.partition("/")[0], pid, mark, _run_of(pid))
         for pid, mark in processes_left()
     ]
     paths = sorted(set(folders_left(within)))
-    return found + [Leftover("folder", str(path), owner_of(path)) for path in paths]
+    return processes + [Leftover("folder", str(path), owner_of(path)) for path in paths]
 
 
-def of_run(found: Sequence[Leftover], run: Path) -> list[Leftover]:
-    """Those of the owners that had this run; what helped them has no run of its own."""
+def of_run(leftovers: Sequence[Leftover], run: Path) -> list[Leftover]:
+    """The leftovers of this run's owners; their helper processes have no run of their own."""
     wanted = str(run.resolve())
-    owners = {leftover.owner for leftover in found if leftover.run == wanted}
-    return [one for one in found if one.owner in owners and one.run in (None, wanted)]
+    owners = {leftover.owner for leftover in leftovers if leftover.run == wanted}
+    return [item for item in leftovers if item.owner in owners and item.run in (None, wanted)]
 
 
 def _run_of(pid: int) -> str | None:

@@ -20,9 +20,9 @@ Cells = tuple[tuple[float | None, ...], ...]
 
 @dataclass(frozen=True)
 class Finding:
-    """Something to know: it would stop a run, may spoil one, or is only good to know.
+    """A finding: it would stop a run, may harm one, or is a note.
 
-    `node` is the name of the one that it is about; "" is the whole place.
+    `node` is the name of the node; "" is the whole place.
     """
 
     level: str
@@ -34,7 +34,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class NodeReport:
-    """One node. `clock_offset_s` is how far its clock is ahead of that of the command.
+    """One node. `clock_offset_s` is its clock minus the clock of the command.
 
     The offset is known up to `clock_error_s`: half of the shortest round trip.
     """
@@ -92,9 +92,9 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All of it. `must_be_equal` and `may_differ` are lines that say which node has what.
+    """The whole diagnosis. `must_be_equal` and `may_differ` are lines about differing nodes.
 
-    If the `asked_nodes` did not come together, `nodes` is this machine only.
+    If not all `asked_nodes` joined, `nodes` is this machine only.
     """
 
     place: str
@@ -129,7 +129,7 @@ class Diagnosis:
 
 def matrix_of(ends: Sequence[Endpoint], links: Mapping[tuple[int, int], Link]) -> Matrix:
     """The matrix of the links by (rank, rank)."""
-    cells = [[links.get((one.rank, other.rank)) for other in ends] for one in ends]
+    cells = [[links.get((start.rank, other.rank)) for other in ends] for start in ends]
     return Matrix(
         tuple(ends),
         tuple(tuple(None if cell is None else cell.round_trip_us for cell in row) for row in cells),

@@ -1,9 +1,9 @@
 """`allranks doctor`: examines nodes and measures links; collects, prints nothing.
 
-The nodes come together as for a run, but what would stop one is noted here, not raised: a doctor
-who leaves at the first complaint hides the others. One probe per rank looks at its node, tells the
-time, and measures the way to each other rank, pair after pair so that they do not disturb each
-other. Where the nodes do not come, this machine at least is looked at.
+The nodes join as for a run, but problems that would stop one are noted, not raised, so that all of
+them are reported. One probe per rank examines its node, returns its time, and measures the link to
+each other rank, one pair at a time so that pairs do not disturb each other. If the nodes do not
+join, only this machine is examined.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ LOOPBACK = Interface("lo", "127.0.0.1")
 
 @dataclass
 class _Place:
-    """Nodes that have come together, their ranks, and who owns processes there."""
+    """Nodes that have joined, their ranks, and the owner of the processes there."""
 
     processes: Processes
     listener: socket.socket
@@ -65,26 +65,26 @@ class _Place:
 def diagnose(
     request: NodeRequest, folder: Path, tell: Callable[[str], None] = lambda text: None
 ) -> Diagnosis:
-    """Look at the nodes of a run like this, and at the folder in which it makes its run folder.
+    """Examine the nodes of such a run, and the folder that would hold its run folder.
 
-    `tell` hears what takes time. Raises `RequestError` for a request that cannot be. No process is
-    left.
+    `tell` receives lines about slow parts. Raises `RequestError` for an impossible request. No
+    process is left.
     """
-    left_s, asked = _time_left_s(), find_place(request.place, request.rendezvous)
+    left_s, target = _time_left_s(), find_place(request.place, request.rendezvous)
     try:
-        if isinstance(asked, AgentPlace) and (why := asked.absent()):
+        if isinstance(target, AgentPlace) and (why := target.absent()):
             raise PlaceError(why)
         with _together(request) as place:
-            diagnosis = _looked_at(request, folder, place, left_s, tell)
+            diagnosis = _examined(request, folder, place, left_s, tell)
             place.code = EXIT_PLACE_FAILED if diagnosis.stops else EXIT_DONE
             return diagnosis
     except PlaceError as error:
-        if not isinstance(asked, AgentPlace):
+        if not isinstance(target, AgentPlace):
             raise
-        return _this_machine_only(request, folder, asked, error, tell)
+        return _this_machine_only(request, folder, target, error, tell)
 
 
-def _looked_at(
+def _examined(
     request: NodeRequest,
     folder: Path,
     place: _Place,
@@ -95,7 +95,7 @@ def _looked_at(
     broken: list[str] = []
     with Probes(place.processes, place.listener, place.key) as probes:
         probes.start({rank: place.doors[place.node_of[rank]] for rank in ranks})
-        _look(place, probes, folder)
+        _examine(place, probes, folder)
         matrix = measure_links(probes, _ends_of(place, ranks), broken, tell)
         lost = {place.reports[place.node_of[rank]].name: why for rank, why in probes.lost.items()}
     reports = tuple(place.reports.values())
@@ -122,37 +122,37 @@ def _looked_at(
 def _this_machine_only(
     request: NodeRequest,
     folder: Path,
-    asked: AgentPlace,
+    target: AgentPlace,
     error: PlaceError,
     tell: Callable[[str], None],
 ) -> Diagnosis:
-    """The nodes did not come together: why, and what there is here."""
+    """A diagnosis of this machine, with the reason why the nodes did not join."""
     here = NodeRequest(LOCAL, 1, 1, program=request.program)
     with _together(here) as place:
         subject = "the nodes did not come together"
-        place.problems.append(Finding(STOP, subject, "", str(error), asked.advice))
-        seen = _looked_at(here, folder, place, None, tell)
+        place.problems.append(Finding(STOP, subject, "", str(error), target.advice))
+        diagnosis = _examined(here, folder, place, None, tell)
     return dataclasses.replace(
-        seen, place=request.place, ranks=request.ranks, asked_nodes=request.nodes
+        diagnosis, place=request.place, ranks=request.ranks, asked_nodes=request.nodes
     )
 
 
 @contextmanager
 def _together(request: NodeRequest) -> Iterator[_Place]:
-    """The nodes that are asked for, or this machine, as the place of a diagnosis."""
-    asked = find_place(request.place, request.rendezvous)
+    """The requested nodes, or this machine, as the place of a diagnosis."""
+    target = find_place(request.place, request.rendezvous)
     with ExitStack() as stack:
-        if not isinstance(asked, AgentPlace):
+        if not isinstance(target, AgentPlace):
             server = stack.enter_context(ForkServer((MODULE,)))
             listener = stack.enter_context(socket.create_server((LOOPBACK.address, 0)))
-            found = {one.name: one.address for one in interfaces()}
-            own = facts(request.program)
-            here = NodeReport(0, own.host, LOOPBACK.address, LOOPBACK.name, found, own)
+            addresses = {interface.name: interface.address for interface in interfaces()}
+            local = facts(request.program)
+            here = NodeReport(0, local.host, LOOPBACK.address, LOOPBACK.name, addresses, local)
             door = Door(*listener.getsockname())
             key = secrets.token_hex(32)
             yield _Place(server, listener, key, {0: here}, [0] * request.ranks, {0: door})
             return
-        started = stack.enter_context(asked.start(request))
+        started = stack.enter_context(target.start(request))
         expected = Expected(
             started.names, started.key, request.words, request.rendezvous.join_timeout_s
         )
@@ -169,7 +169,7 @@ def _together(request: NodeRequest) -> Iterator[_Place]:
 def _place_of(
     nodes: Nodes, request: NodeRequest, listener: socket.socket, key: str, slots: Sequence[int]
 ) -> _Place:
-    """What is known of nodes that have just come; finds the addresses by which they are joined."""
+    """The place of nodes that have just joined; chooses the addresses that connect them."""
     problems = []
     try:
         choose_addresses(nodes)
@@ -194,22 +194,22 @@ def _place_of(
 
 
 def _report_of(node: Node, nodes: Sequence[Node]) -> NodeReport:
-    """A node by its host name; with its number where several nodes are on one host."""
+    """A node by its host name; with its number if several nodes share the host."""
     many = sum(other.name == node.name for other in nodes) > 1
     return NodeReport(
         number=node.number,
         name=f"{node.name} (node {node.number})" if many else node.name,
         address=None if node.chosen is None else node.chosen.address,
         interface=None if node.chosen is None else node.chosen.name,
-        interfaces={one.name: one.address for one in node.interfaces},
+        interfaces={interface.name: interface.address for interface in node.interfaces},
         facts=node.facts,
     )
 
 
 def _probed(place: _Place) -> list[int]:
-    """The ranks that get a probe: all of them if they are few, else one of each node.
+    """The ranks that get a probe: all of them if they are few, else one on each node.
 
-    On one machine two are enough to measure the way between its ranks.
+    On one machine, two are enough to measure the link between its ranks.
     """
     ranks = list(range(len(place.node_of)))
     if len(ranks) > MOST_IN_FULL:
@@ -218,7 +218,7 @@ def _probed(place: _Place) -> list[int]:
 
 
 def _ends_of(place: _Place, ranks: Sequence[int]) -> list[Endpoint]:
-    """The ends of the ways between these ranks; none where a node has no address for the others."""
+    """The endpoints of these ranks; empty if a node has no address for the others."""
     reports = [place.reports[place.node_of[rank]] for rank in ranks]
     if any(report.address is None for report in reports):
         return []
@@ -228,8 +228,8 @@ def _ends_of(place: _Place, ranks: Sequence[int]) -> list[Endpoint]:
     ]
 
 
-def _look(place: _Place, probes: Probes, folder: Path) -> None:
-    """What each node allows, how its clock goes, and how it sees the folder of runs."""
+def _examine(place: _Place, probes: Probes, folder: Path) -> None:
+    """Examine each node: its limits, its clock, and its view of the folder of runs."""
     with _marked(folder) as mark:
         for number, report in place.reports.items():
             rank = next((r for r in probes.there if place.node_of[r] == number), None)
@@ -237,18 +237,18 @@ def _look(place: _Place, probes: Probes, folder: Path) -> None:
                 continue
             with suppress(Lost):
                 message = {"do": "look", "mark": {**vars(mark)}}
-                seen = Examination.from_data(probes.ask(rank, message))
+                examination = Examination.from_data(probes.ask(rank, message))
                 offset_s, error_s = _clock(probes, rank)
                 place.reports[number] = dataclasses.replace(
-                    report, examination=seen, clock_offset_s=offset_s, clock_error_s=error_s
+                    report, examination=examination, clock_offset_s=offset_s, clock_error_s=error_s
                 )
 
 
 @contextmanager
 def _marked(folder: Path) -> Iterator[Mark]:
-    """A file in the folder that other nodes are to find, and a lock that they are to see.
+    """A locked file in the folder, which other nodes must see.
 
-    Where it cannot be written its name is empty; the nodes say what is wrong there.
+    If it cannot be written, its name is empty, and the nodes report the problem.
     """
     content, path = secrets.token_hex(8), folder / f".allranks-probe-{secrets.token_hex(8)}"
     try:
@@ -257,28 +257,28 @@ def _marked(folder: Path) -> Iterator[Mark]:
         yield Mark(str(folder), "", "")
         return
     try:
-        with path.open("r+") as held:
-            with suppress(OSError):  # the nodes say so too
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with path.open("r+") as file:
+            with suppress(OSError):  # the nodes report it too
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield Mark(str(folder), path.name, content)
     finally:
         path.unlink()
 
 
 def _clock(probes: Probes, rank: int) -> tuple[float, float]:
-    """How far the clock there is ahead of ours, and the error: by the shortest of some trips."""
-    found = []
+    """The remote clock minus ours, and the error, from the shortest of several round trips."""
+    offsets = []
     for _ in range(CLOCK_TRIPS):
         before, begun = time.time(), time.monotonic()
         there = float(probes.ask(rank, {"do": "clock"}))
         trip_s = time.monotonic() - begun
-        found.append((trip_s / 2, there - (before + trip_s / 2)))
-    error_s, offset_s = min(found)
+        offsets.append((trip_s / 2, there - (before + trip_s / 2)))
+    error_s, offset_s = min(offsets)
     return offset_s, error_s
 
 
 def needed_torch() -> str | None:
-    """The range of torch that the installed allranks asks for; `None` where that is not told."""
+    """The range of torch that the installed allranks requires; `None` if unknown."""
     try:
         needs = metadata.requires("allranks") or []
     except metadata.PackageNotFoundError:
@@ -287,9 +287,9 @@ def needed_torch() -> str | None:
 
 
 def _time_left_s() -> float | None:
-    """How long Slurm leaves the job around this process, where it says so."""
+    """The remaining seconds of the Slurm job around this process, if known."""
     try:
         job = Allocation.from_environment(os.environ)
-    except RequestError:  # a run that needs them says what is wrong with these variables
+    except RequestError:  # a run that needs these variables reports them
         return None
     return None if job is None or job.end_time_s is None else job.end_time_s - time.time()

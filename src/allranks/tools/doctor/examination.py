@@ -1,7 +1,7 @@
-"""What a node allows and has left, beyond `facts`: limits, memory, the folder of runs. Plain data.
+"""The limits of a node, beyond `facts`: memory, files, the folder of runs. Plain data.
 
-It is looked at by a process that stands where a rank would, so that limits are those of ranks. A
-folder is tried by doing what a job does there: write, make durable, rename, lock.
+A process in the place of a rank examines them, so that the limits are those of ranks. A folder is
+tested with the operations of a job: write, fsync, rename, lock.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ SEEN, SEEN_LOCK = "seen", "lock_across"
 
 @dataclass(frozen=True)
 class Mark:
-    """A file that whoever asks has put into a folder, and holds a lock on; a node is to find it.
+    """A file that the command has written to a folder and locked, for the nodes to find.
 
-    Without a `name` nothing could be put there.
+    An empty `name`: the command could not write it.
     """
 
     folder: str
@@ -42,9 +42,9 @@ class Mark:
 
 @dataclass(frozen=True)
 class Folder:
-    """Where run folders are made, as one node sees it. Unknown is `None`.
+    """The parent of run folders, as one node sees it. Unknown is `None`.
 
-    `tried` is what was tried there: "works", or what went wrong.
+    `tried` has the result of each test: "works", or what went wrong.
     """
 
     path: str
@@ -58,8 +58,8 @@ class Folder:
 class Examination:
     """The limits and the folder of one node, as a rank would find them. Unknown is `None`.
 
-    `cpu_quota` is the time of processors that its control group may use, in cores. Of an interface
-    `speed_mbit` is what its driver says of the link, where it says anything.
+    `cpu_quota` is the processor time of its control group, in cores. `speed_mbit` is the link speed
+    of each interface, if its driver reports one.
     """
 
     cores: int | None
@@ -83,7 +83,7 @@ class Examination:
 
 
 def examine(mark: Mark) -> Examination:
-    """Look at this node, and try the folder that holds the mark; leaves nothing there."""
+    """Examine this node, and test the folder with the mark; leaves no file there."""
     files, files_hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     shared = _usage(SHARED_MEMORY)
     return Examination(
@@ -96,25 +96,25 @@ def examine(mark: Mark) -> Examination:
         shared_memory_free_bytes=None if shared is None else shared[1],
         open_files=files,
         open_files_hard=files_hard,
-        speed_mbit={one.name: one.speed_mbit for one in interfaces()},
+        speed_mbit={interface.name: interface.speed_mbit for interface in interfaces()},
         folder=examine_folder(mark),
     )
 
 
 def examine_folder(mark: Mark) -> Folder:
-    """Do there what a job does: find what others wrote, write, make durable, rename, lock."""
+    """Test the operations of a job: read a file of another node, write, fsync, rename, lock."""
     path = Path(mark.folder)
     usage = _usage(path)
-    own = path / f".allranks-probe-{secrets.token_hex(8)}"
+    probe_file = path / f".allranks-probe-{secrets.token_hex(8)}"
     trials: dict[str, Callable[[], str]] = {}
     if mark.name:
-        trials[SEEN] = lambda: _sees(path / mark.name, mark.content)
-        trials[SEEN_LOCK] = lambda: _is_kept_out(path / mark.name)
+        trials[SEEN] = lambda: _reads(path / mark.name, mark.content)
+        trials[SEEN_LOCK] = lambda: _is_locked_out(path / mark.name)
     trials |= {
-        "write": lambda: _writes(own),
-        "fsync": lambda: _syncs(own),
-        "rename": lambda: _renames(own),
-        "lock": lambda: _locks(own),
+        "write": lambda: _writes(probe_file),
+        "fsync": lambda: _syncs(probe_file),
+        "rename": lambda: _renames(probe_file),
+        "lock": lambda: _locks(probe_file),
     }
     tried = {}
     try:
@@ -124,10 +124,10 @@ def examine_folder(mark: Mark) -> Folder:
             except OSError as error:
                 tried[name] = error.strerror or str(error)
             if name == "write" and tried[name] != WORKS:
-                break  # the others follow from it
+                break  # the other tests need it
     finally:
         with suppress(OSError):
-            own.unlink()
+            probe_file.unlink()
     return Folder(
         path=str(path),
         kind=_kind(path),
@@ -137,12 +137,12 @@ def examine_folder(mark: Mark) -> Folder:
     )
 
 
-def _sees(file: Path, content: str) -> str:
+def _reads(file: Path, content: str) -> str:
     return "" if file.read_text() == content else "it holds something else here"
 
 
-def _is_kept_out(file: Path) -> str:
-    """Whoever asks holds a lock on the file: nobody else may get it."""
+def _is_locked_out(file: Path) -> str:
+    """The command holds a lock on the file, so that taking it here must fail."""
     with file.open("r+") as opened:
         try:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -167,21 +167,21 @@ def _syncs(file: Path) -> str:
 
 
 def _renames(file: Path) -> str:
-    """Over a file that is there, as a manifest is put in its place."""
-    beside = file.with_name(f"{file.name}.new")
-    beside.write_text("new")
+    """Rename over an existing file, as a manifest is replaced."""
+    replacement = file.with_name(f"{file.name}.new")
+    replacement.write_text("new")
     try:
-        beside.rename(file)
+        replacement.rename(file)
     finally:
-        beside.unlink(missing_ok=True)
+        replacement.unlink(missing_ok=True)
     return "" if file.read_text() == "new" else "the old file is still there"
 
 
 def _locks(file: Path) -> str:
-    """A second one who opens the file is kept out."""
+    """A second open of the file cannot lock it."""
     with file.open("r+") as opened:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return "" if not _is_kept_out(file) else "a lock keeps nobody out"
+        return "" if not _is_locked_out(file) else "a lock does not exclude another process"
 
 
 def _usage(path: Path) -> tuple[int, int] | None:
@@ -197,20 +197,20 @@ def _kind(path: Path) -> str | None:
     """The kind of the file system that a folder is on: ext4, nfs4, lustre, tmpfs."""
     kinds = {}  # a later mount at the same place hides the earlier
     with suppress(OSError):
-        kinds = {Path(one.mountpoint): one.fstype for one in psutil.disk_partitions(all=True)}
+        kinds = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
     real = path.resolve()
     return next((kinds[place] for place in (real, *real.parents) if place in kinds), None)
 
 
 def _memory_limit() -> int | None:
-    """The least of the limits of this process's control group and of those around it."""
+    """The smallest limit of this process's control group and its parents."""
     names = {"memory": "memory.limit_in_bytes", "": "memory.max"}
-    found = [int(text) for text in _in_groups(names) if text.strip().isdecimal()]
-    return min((limit for limit in found if limit < NO_LIMIT), default=None)
+    limits = [int(text) for text in _in_groups(names) if text.strip().isdecimal()]
+    return min((limit for limit in limits if limit < NO_LIMIT), default=None)
 
 
 def _cpu_quota() -> float | None:
-    """Cores whose time the control group may use, as version 1 or 2 of control groups says it."""
+    """The CPU quota of the control group in cores, from version 1 or 2 of control groups."""
     quotas = []
     for text in _in_groups({"": "cpu.max"}):
         quota, _, period = text.strip().partition(" ")
@@ -225,7 +225,7 @@ def _cpu_quota() -> float | None:
 
 
 def _in_groups(names: dict[str, str]) -> Iterator[str]:
-    """The content of a file of the control group, and of every group around it, by controller."""
+    """The content of a file of the control group and of each of its parents, by controller."""
     for kind, folder in control_groups(names):
         with suppress(OSError):
             yield (folder / names[kind]).read_text()

@@ -1,8 +1,8 @@
-"""The rules of `allranks doctor`: what would stop a run, what may spoil one, what differs. Pure.
+"""The rules of `allranks doctor`: what would stop a run, what may harm one, what differs. Pure.
 
-`NODE_RULES` has a row for each thing that one node may show; `place_findings` says what follows
-from all nodes, their links and their time. What a training needs is judged: a command of `allranks
-run` may need less, a script of a user more.
+`NODE_RULES` has a row for each problem of a single node; `place_findings` judges all nodes, their
+links and their time. The rules are for a training: a command of `allranks run` may need less, a
+user's script more.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from allranks.tools.doctor.diagnosis import NOTE, STOP, WARNING, Finding, Matrix
 from allranks.tools.doctor.examination import SEEN, SEEN_LOCK, WORKS, Examination
 
 FEWEST_FILES = 1024
-SMALL_SHARED_MEMORY = 64 << 20  # what a container gets if nobody asks for more
+SMALL_SHARED_MEMORY = 64 << 20  # a container's default
 LITTLE_SPACE, NO_SPACE = 1 << 30, 16 << 20
 FEWEST_FREE_FILES = 1000
 CLOCK_S = 1.0
@@ -40,10 +40,10 @@ COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
 
 @dataclass(frozen=True)
 class Collected:
-    """What there is to judge. `needs_torch` is the range that this version of allranks is for.
+    """The facts to judge. `needs_torch` is the range of torch that this version supports.
 
-    `time_left_s` is how long Slurm leaves the job. `lost` are nodes that could not be looked at,
-    and why, `broken` the links that could not be measured.
+    `time_left_s` is the remaining time of the Slurm job. `lost` are nodes without an examination,
+    and why; `broken` are links that could not be measured.
     """
 
     nodes: tuple[NodeReport, ...]
@@ -55,7 +55,7 @@ class Collected:
 
 
 def findings(collected: Collected) -> tuple[Finding, ...]:
-    """All that is to be said, the worst first."""
+    """All findings, the worst first."""
     rows = list(place_findings(collected))
     for node in collected.nodes:
         if node.examination is not None:
@@ -72,42 +72,43 @@ class NodeRule:
 
     level: str
     subject: str
-    found: str
+    text: str
     do: str
     applies: Callable[[NodeReport, Examination], bool]
 
 
-def node_findings(node: NodeReport, seen: Examination) -> Iterator[Finding]:
+def node_findings(node: NodeReport, limits: Examination) -> Iterator[Finding]:
     """What the examination of one node shows."""
-    folder, facts = seen.folder, node.facts
+    folder, facts = limits.folder, node.facts
     values = {
-        **{**vars(seen), **vars(folder)},
+        **{**vars(limits), **vars(folder)},
         "fewest": FEWEST_FILES,
         "free": _size(folder.free_bytes),
-        "limit": _size(seen.memory_limit_bytes),
+        "limit": _size(limits.memory_limit_bytes),
         "memory": _size(facts.memory_bytes),
-        "shared": _size(seen.shared_memory_bytes),
+        "shared": _size(limits.shared_memory_bytes),
     }
     for rule in NODE_RULES:
-        if rule.applies(node, seen):
-            found, do = rule.found.format(**values), rule.do.format(**values)
-            yield Finding(rule.level, rule.subject, node.name, found, do)
+        if rule.applies(node, limits):
+            text, do = rule.text.format(**values), rule.do.format(**values)
+            yield Finding(rule.level, rule.subject, node.name, text, do)
     if folder.tried.get(SEEN, WORKS) != WORKS:
-        trials = [SEEN]  # another folder is seen: its faults are not those of this one
+        trials = [SEEN]  # the node sees another folder, so its other faults do not matter
     else:
         trials = [name for name in FAILED_TRIALS if folder.tried.get(name, WORKS) != WORKS]
     for name in trials:
-        found = f"{folder.path} ({folder.kind or 'unknown'}): {folder.tried[name]}"
+        text = f"{folder.path} ({folder.kind or 'unknown'}): {folder.tried[name]}"
         level, subject, do = FAILED_TRIALS[name]
-        yield Finding(level, subject, node.name, found, do)
+        yield Finding(level, subject, node.name, text, do)
 
 
-def _has_little_shared_memory(seen: Examination) -> bool:
-    return seen.shared_memory_bytes is not None and seen.shared_memory_bytes <= SMALL_SHARED_MEMORY
+def _has_little_shared_memory(limits: Examination) -> bool:
+    size = limits.shared_memory_bytes
+    return size is not None and size <= SMALL_SHARED_MEMORY
 
 
-def _has_free(seen: Examination, least: int, most: int) -> bool:
-    return seen.folder.free_bytes is not None and least <= seen.folder.free_bytes < most
+def _has_free(limits: Examination, least: int, most: int) -> bool:
+    return limits.folder.free_bytes is not None and least <= limits.folder.free_bytes < most
 
 
 FULL_SHARED_MEMORY = "/dev/shm holds {shared}: %s end with a bus error when it is full"
@@ -117,63 +118,63 @@ MORE_ROOM = "make room, or name a folder with more: --run-dir"
 NODE_RULES = (
     NodeRule(
         *(STOP, "little space", "{path} has {free} left", MORE_ROOM),
-        lambda node, seen: _has_free(seen, 0, NO_SPACE),
+        lambda node, limits: _has_free(limits, 0, NO_SPACE),
     ),
     NodeRule(
         *(WARNING, "little space", "{path} has {free} left", MORE_ROOM),
-        lambda node, seen: _has_free(seen, NO_SPACE, LITTLE_SPACE),
+        lambda node, limits: _has_free(limits, NO_SPACE, LITTLE_SPACE),
     ),
     NodeRule(
         *(WARNING, "few files", "{path} has room for {free_files} more files", MORE_ROOM),
-        lambda node, seen: 0 < (seen.folder.free_files or 0) < FEWEST_FREE_FILES,  # 0: not counted
+        lambda node, limits: 0 < (limits.folder.free_files or 0) < FEWEST_FREE_FILES,  # 0: unknown
     ),
     NodeRule(
         *(STOP, "shared memory"),
         "there is no /dev/shm: processes that load data have no way to hand it over",
         "mount a tmpfs at /dev/shm",
-        lambda node, seen: seen.shared_memory_bytes is None,
+        lambda node, limits: limits.shared_memory_bytes is None,
     ),
     NodeRule(
         *(STOP, "shared memory", FULL_SHARED_MEMORY % "NCCL and data-loader workers"),
         MORE_SHARED_MEMORY,
-        lambda node, seen: len(node.facts.gpus) > 1 and _has_little_shared_memory(seen),
+        lambda node, limits: len(node.facts.gpus) > 1 and _has_little_shared_memory(limits),
     ),
     NodeRule(
         *(WARNING, "shared memory", FULL_SHARED_MEMORY % "data-loader workers"),
         MORE_SHARED_MEMORY,
-        lambda node, seen: len(node.facts.gpus) <= 1 and _has_little_shared_memory(seen),
+        lambda node, limits: len(node.facts.gpus) <= 1 and _has_little_shared_memory(limits),
     ),
     NodeRule(
         *(STOP, "open files", FEW_FILES),
         "ulimit -n 4096, before the start",
-        lambda node, seen: (
-            seen.open_files < FEWEST_FILES and not 0 <= seen.open_files_hard < FEWEST_FILES
+        lambda node, limits: (
+            limits.open_files < FEWEST_FILES and not 0 <= limits.open_files_hard < FEWEST_FILES
         ),
     ),
     NodeRule(
         *(STOP, "open files", FEW_FILES),
         "ask the site for more: the hard limit is {open_files_hard}",
-        lambda node, seen: (
-            seen.open_files < FEWEST_FILES and 0 <= seen.open_files_hard < FEWEST_FILES
+        lambda node, limits: (
+            limits.open_files < FEWEST_FILES and 0 <= limits.open_files_hard < FEWEST_FILES
         ),
     ),
     NodeRule(
         *(NOTE, "cores", "{cores_allowed} of {cores} cores are allowed"),
         "ranks share those; ask the scheduler for more if it should be all",
-        lambda node, seen: seen.cores is not None and seen.cores_allowed < seen.cores,
+        lambda node, limits: limits.cores is not None and limits.cores_allowed < limits.cores,
     ),
     NodeRule(
         *(WARNING, "time of processors"),
         "the control group gets the time of {cpu_quota:g} cores, of {cores_allowed} that are seen",
         "set --threads so that all ranks together have no more, or raise the quota",
-        lambda node, seen: seen.cpu_quota is not None and seen.cpu_quota < seen.cores_allowed,
+        lambda _, limits: limits.cpu_quota is not None and limits.cpu_quota < limits.cores_allowed,
     ),
     NodeRule(
         *(NOTE, "memory", "the control group may use {limit}, of {memory} that are seen"),
         "ranks that use more are killed; ask for more memory if a run needs it",
-        lambda node, seen: (
-            seen.memory_limit_bytes is not None
-            and seen.memory_limit_bytes < (node.facts.memory_bytes or 0)
+        lambda node, limits: (
+            limits.memory_limit_bytes is not None
+            and limits.memory_limit_bytes < (node.facts.memory_bytes or 0)
         ),
     ),
 )
@@ -201,7 +202,7 @@ FAILED_TRIALS = {
 
 
 def place_findings(collected: Collected) -> Iterator[Finding]:
-    """What follows from the nodes together, their versions, their links and their time."""
+    """Findings on all nodes together: their versions, their links and their time."""
     for name, why in collected.lost.items():
         do = "see what the node itself says: its log, its console, the scheduler"
         yield Finding(STOP, "a node did not answer", name, why, do)
@@ -213,15 +214,15 @@ def place_findings(collected: Collected) -> Iterator[Finding]:
     for node in collected.nodes:
         yield from _torch(node, collected.needs_torch)
         if len(collected.nodes) > 1 and not node.interfaces:
-            found = "none that is up and has an IPv4 address, but the loopback"
+            text = "none that is up and has an IPv4 address, but the loopback"
             do = "bring one up that joins the nodes, or ask the site for it"
-            yield Finding(STOP, "network interface", node.name, found, do)
+            yield Finding(STOP, "network interface", node.name, text, do)
         offset_s, error_s = node.clock_offset_s, node.clock_error_s or 0.0
         if offset_s is not None and abs(offset_s) - error_s > CLOCK_S:
             side = "ahead" if offset_s > 0 else "behind"
-            found = f"its clock is {abs(offset_s):.1f} s {side} (to ±{error_s:.3f} s)"
+            text = f"its clock is {abs(offset_s):.1f} s {side} (to ±{error_s:.3f} s)"
             do = "set it by NTP or chrony: times in logs and files mislead"
-            yield Finding(WARNING, "clock", node.name, found, do)
+            yield Finding(WARNING, "clock", node.name, text, do)
     for line in collected.broken:
         do = "let the nodes reach each other at any TCP port (firewall), or name the network that "
         yield Finding(STOP, "no way between ranks", "", line, f"{do}joins them: --interface")
@@ -230,23 +231,23 @@ def place_findings(collected: Collected) -> Iterator[Finding]:
     left_s = collected.time_left_s
     if left_s is not None and left_s < TIME_IS_SHORT_S:
         level = STOP if left_s < TIME_NEARLY_OVER_S else WARNING
-        found = f"the Slurm job ends in {max(0.0, left_s):.0f} s"
+        text = f"the Slurm job ends in {max(0.0, left_s):.0f} s"
         do = "submit it again with more time: allranks submit --time …"
-        yield Finding(level, "time limit", "", found, do)
+        yield Finding(level, "time limit", "", text, do)
 
 
 def must_be_equal(nodes: Sequence[NodeReport]) -> tuple[str, ...]:
-    """What is not the same on all nodes, and has to be."""
+    """Differences between nodes that must be equal."""
     return tuple(differences({node.name: node.facts for node in nodes}))
 
 
 def may_differ(nodes: Sequence[NodeReport]) -> tuple[str, ...]:
-    """What is not the same on all nodes and need not be, but makes itself felt."""
+    """Differences between nodes that are allowed, but have effects."""
     return tuple(line for _, line in _differences(nodes))
 
 
 def _differences(nodes: Sequence[NodeReport]) -> Iterator[tuple[str, str]]:
-    """Each of `MAY_DIFFER` that does, and which node has what."""
+    """Each fact of `MAY_DIFFER` that differs, with the value on each node."""
     for name, (value_of, _) in MAY_DIFFER.items():
         values = {node.name: value_of(node.facts) for node in nodes}
         if len(set(values.values())) > 1:
@@ -282,22 +283,22 @@ MAY_DIFFER: dict[str, tuple[Callable[[NodeFacts], str], str]] = {
         "what a task computes with them may differ: install the same on all nodes",
     ),
 }
-"""What need not be the same on all nodes: its value on one, and what to do if it differs."""
+"""Facts that may differ between nodes: the value on one node, and what to do."""
 
 
 def _torch(node: NodeReport, wanted: str | None) -> Iterator[Finding]:
-    """No torch on a node, or one that this version of allranks is not for."""
+    """A node without torch, or with a version that this allranks does not support."""
     version = node.facts.packages.get("torch")
     do = f"python -m pip install '{wanted or 'torch'}', in the environment that is used there"
     if version is None:
         yield Finding(STOP, "torch", node.name, "not installed", do)
     elif wanted is not None and not is_within(version, wanted):
-        found = f"version {version}, and this version of allranks is for {wanted}"
-        yield Finding(STOP, "torch", node.name, found, do)
+        text = f"version {version}, and this version of allranks is for {wanted}"
+        yield Finding(STOP, "torch", node.name, text, do)
 
 
 def is_within(version: str, requirement: str) -> bool:
-    """Whether a version meets a requirement like `torch>=2.13,<2.14`; what is no such is met."""
+    """Whether a version meets a requirement like `torch>=2.13,<2.14`; true for other texts."""
     numbers = LEADING_NUMBERS.match(version)
     conditions = CONDITION.findall(requirement.partition(";")[0])
     return numbers is None or all(
@@ -313,7 +314,7 @@ def _padded(*versions: str) -> list[list[int]]:
 
 
 def _slow_link(matrix: Matrix) -> Iterator[Finding]:
-    """One link between nodes that is much slower than the usual one."""
+    """The slowest link between nodes, if it is much slower than the median."""
     ends = matrix.ends
     between = [
         (rate, f"{ends[i].node} to {ends[j].node}")
@@ -325,9 +326,9 @@ def _slow_link(matrix: Matrix) -> Iterator[Finding]:
         return
     usual, (slowest, way) = statistics.median(rate for rate, _ in between), min(between)
     if slowest < MUCH_SLOWER * usual:
-        found = f"{way}: {slowest:.0f} MB/s, where {usual:.0f} are usual here"
-        do = "leave that node out, or look at its cable, its interface and who else uses it"
-        yield Finding(WARNING, "a slow way", "", found, do)
+        text = f"{way}: {slowest:.0f} MB/s, where {usual:.0f} are usual here"
+        do = "leave that node out, or look at its cable, its interface and its other users"
+        yield Finding(WARNING, "a slow way", "", text, do)
 
 
 def _size(count: int | None) -> str:

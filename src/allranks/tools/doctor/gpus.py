@@ -1,8 +1,8 @@
-"""`allranks doctor --gpus`: on which of the promises were GPUs seen to hold? Prints nothing.
+"""`allranks doctor --gpus`: which promises hold on the GPUs of this machine? Prints nothing.
 
 Each row of `ROWS` is a promise and a function, which trains small tasks on the devices
-(`allranks.programs.gpus`) and gives what was `Seen`. Ranks that outnumber the devices share them. A
-row that raises, or stands still, is a row as well, and the next one begins.
+(`allranks.programs.gpus`) and returns a `RowResult`. If ranks outnumber the devices, they share
+them. A row that raises or hangs is recorded, and the next one begins.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ LONGEST = 3000  # characters of what an error says
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What a promise has shown; `good` is `None` where it cannot be seen here, and `why`."""
+class RowResult:
+    """Whether a promise holds; `good` is `None` if that cannot be tested here, and `why`."""
 
     good: bool | None
     why: str = ""
-    found: dict[str, Any] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
 
 
 class References(Check):
-    """A check whose references in one process are run once for all strategies of a task."""
+    """A check that runs the references in one process once for all strategies of a task."""
 
     def __init__(self, machine: Machine, resolved: Resolved, ranks: int) -> None:
         plan = CheckPlan((ranks,), ranks, machine.shards, TRACE_BYTES)
@@ -86,16 +86,16 @@ class References(Check):
         return self.machine.run(resolved)
 
     def clear(self, *runs: CheckedRun) -> None:
-        kept = self.machine.references.values()
-        super().clear(*(run for run in runs if run not in kept))
+        references = self.machine.references.values()
+        super().clear(*(run for run in runs if run not in references))
 
 
 @dataclass
 class Machine:
     """Trains on devices of a kind, by one fork server, in run folders below `folder`.
 
-    `count` is that of a node, `ranks` train on all nodes, and `facts` are of a device. `more` has
-    further flags of every job of several ranks, as its place.
+    `count` devices are on each node, `ranks` train on all nodes, and `facts` describe a device.
+    `more` has further options of every job of several ranks, such as its place.
     """
 
     server: ForkServer
@@ -117,7 +117,7 @@ class Machine:
         self.shards = max(MOST_RANKS, self.ranks)
 
     def on(self, ranks: int) -> str:
-        """Where so many ranks train."""
+        """In words: this number of ranks and their devices."""
         if self._shares(ranks):
             return f"{ranks} ranks share {self.devices} {self.device}"
         return f"{ranks} {'rank' if ranks == 1 else 'ranks'}, {self.device}"
@@ -128,7 +128,7 @@ class Machine:
     def job(self, task: str, ranks: int, *settings: str, **flags: Any) -> Resolved:
         """A job of a task of `PROGRAM`; ranks that outnumber the devices share them."""
         self._number += 1
-        given = {
+        options = {
             **(self.more if ranks > 1 else {}),
             **{"ranks": ranks, "device": self.device, "threads": 1, "steps": STEPS},
             **{"hang_timeout": STANDS_STILL_S, "first_check": "off", "witness": "off"},
@@ -136,7 +136,7 @@ class Machine:
             **({"share_device": True} if self._shares(ranks) else {}),
             **flags,
         }
-        return resolve(f"{PROGRAM}:{task}", given, (f"shards={self.shards}", *settings))
+        return resolve(f"{PROGRAM}:{task}", options, (f"shards={self.shards}", *settings))
 
     def run(self, resolved: Resolved) -> Result:
         """Run a job to its end, here or on the nodes."""
@@ -149,7 +149,7 @@ class Machine:
         return self.run(self.job(task, ranks, *settings, **flags)).summary
 
     def failure(self, task: str, ranks: int, **flags: Any) -> str:
-        """What a job says that is to fail; "" where it did not."""
+        """The report of a job that must fail; "" if it did not."""
         try:
             self.train(task, ranks, **flags)
         except ProgramError as error:
@@ -157,16 +157,16 @@ class Machine:
         return ""
 
     def probe(self, name: str) -> dict[str, Any]:
-        """What a probe of `PROGRAM` finds, in a process of its own."""
+        """The result of a probe of `PROGRAM`, which runs in a process of its own."""
         if name not in self.probes:
             try:
                 self.probes[name] = ask(self.server, name, self.device)
-            except AllranksError as error:  # several rows look at one probe
+            except AllranksError as error:  # several rows use one probe
                 self.probes[name] = error
-        found = self.probes[name]
-        if isinstance(found, AllranksError):
-            raise found
-        return found
+        answer = self.probes[name]
+        if isinstance(answer, AllranksError):
+            raise answer
+        return answer
 
     @cached_property
     def digest_of_one(self) -> str:
@@ -175,7 +175,7 @@ class Machine:
 
 
 def ask(server: ForkServer, name: str, device: str) -> dict[str, Any]:
-    """What a probe of `PROGRAM` finds."""
+    """The result of a probe of `PROGRAM`."""
     answer = answered(
         server,
         f"{PROGRAM}:probe",
@@ -191,65 +191,65 @@ def ask(server: ForkServer, name: str, device: str) -> dict[str, Any]:
 # --- the rows -------------------------------------------------------------------------------------
 
 
-def bits(machine: Machine, ranks: int) -> Seen:
+def bits(machine: Machine, ranks: int) -> RowResult:
     many = machine.train("Pictures", ranks, bitwise=True)["weights_sha256"]
     clipped = [
         machine.train("Pictures", n, "clip_norm=0.05", bitwise=True)["weights_sha256"]
         for n in (1, ranks)
     ]
-    found = {"1": machine.digest_of_one, str(ranks): many, "clipped": clipped}
-    return Seen(many == machine.digest_of_one and clipped[0] == clipped[1], found=found)
+    digests = {"1": machine.digest_of_one, str(ranks): many, "clipped": clipped}
+    return RowResult(many == machine.digest_of_one and clipped[0] == clipped[1], details=digests)
 
 
-def equal(task: str, strategy: str, machine: Machine, ranks: int) -> Seen:
-    """In fp64, step by step, beside one process on such a device: as `allranks check`."""
+def equal(task: str, strategy: str, machine: Machine, ranks: int) -> RowResult:
+    """Compare with one process on such a device, in fp64, step by step: as `allranks check`."""
     resolved = machine.job(task, ranks, strategy=strategy, precision="fp64", steps=4)
     (look,) = References(machine, resolved, ranks).in_float64()
     if look.first is not None:
-        said = f"{look.first}\n{look.cause or ''}"
-        return Seen(False, said.partition("\n")[0], _end_of(said))
+        text = f"{look.first}\n{look.cause or ''}"
+        return RowResult(False, text.partition("\n")[0], _end_of(text))
     compared = look.comparison
-    return Seen(True, found={"largest_difference": compared.largest, "steps": compared.steps})
+    return RowResult(True, "", {"largest_difference": compared.largest, "steps": compared.steps})
 
 
-def kill(machine: Machine, ranks: int) -> Seen:
+def kill(machine: Machine, ranks: int) -> RowResult:
     flags = {"checkpoint_every": SAVED_EVERY, "inject": f"kill@rank=1,step={KILLED_AT}"}
     summary = machine.train("Pictures", ranks, bitwise=True, max_restarts=1, **flags)
     again, restarts = summary["weights_sha256"], summary["restarts"]
     good = again == machine.digest_of_one and restarts == 1
-    return Seen(good, found={"1": machine.digest_of_one, "killed": again, "restarts": restarts})
+    return RowResult(good, "", {"1": machine.digest_of_one, "killed": again, "restarts": restarts})
 
 
-def hang(machine: Machine, ranks: int) -> Seen:
+def hang(machine: Machine, ranks: int) -> RowResult:
     flags = {"hang_timeout": machine.hang_s, "inject": f"hang@rank=1,step={KILLED_AT}"}
-    said = machine.failure("Pictures", ranks, steps=400, **flags)
-    lines = [line[:140] for line in said.splitlines() if " is missing" in line or " waits " in line]
+    text = machine.failure("Pictures", ranks, steps=400, **flags)
+    lines = [line[:140] for line in text.splitlines() if " is missing" in line or " waits " in line]
     names = [line for line in lines if " is missing" in line]
     good = len(names) == 1 and names[0].startswith("rank 1 ")
-    return Seen(
-        good, "" if good else "another is named, or nobody", {"lines": lines, **_end_of(said)}
+    return RowResult(
+        good, "" if good else "another rank is named, or none", {"lines": lines, **_end_of(text)}
     )
 
 
-def corrupt(machine: Machine, ranks: int) -> Seen:
+def corrupt(machine: Machine, ranks: int) -> RowResult:
     flags = {"verify_every": 2, "inject": "corrupt@rank=1,step=3"}
-    said = machine.failure("Pictures", ranks, **flags)
-    return _told("must hold the same weights" in said, said)
+    report = machine.failure("Pictures", ranks, **flags)
+    return _verdict("must hold the same weights" in report, report)
 
 
-def memory(machine: Machine, ranks: int) -> Seen:
+def memory(machine: Machine, ranks: int) -> RowResult:
     if machine.device not in WITH_MEMORY:
-        return Seen(None, f"the memory of {machine.device} may be that of the host: not filled")
-    said = machine.failure("TooLarge", ranks)
-    return _told("out of memory" in said and ("held on" in said or not is_cuda(machine)), said)
+        return RowResult(None, f"{machine.device} may use the memory of the host: not filled")
+    text = machine.failure("TooLarge", ranks)
+    return _verdict("out of memory" in text and ("held on" in text or not is_cuda(machine)), text)
 
 
-def _told(good: bool, said: str) -> Seen:
-    return Seen(good, "" if good else "the report does not say so", _end_of(said))
+def _verdict(good: bool, report: str) -> RowResult:
+    return RowResult(good, "" if good else "the report does not say so", _end_of(report))
 
 
-def _end_of(said: str) -> dict[str, Any]:
-    return {"said": said[-LONGEST:]}
+def _end_of(report: str) -> dict[str, Any]:
+    return {"said": report[-LONGEST:]}
 
 
 def is_cuda(machine: Machine) -> bool:
@@ -257,48 +257,48 @@ def is_cuda(machine: Machine) -> bool:
     return machine.device == "cuda"
 
 
-def host(machine: Machine, ranks: int) -> Seen:
-    found = machine.probe("host")
-    return Seen(found["largest"] < CLOSE, found=found)
+def host(machine: Machine, ranks: int) -> RowResult:
+    answer = machine.probe("host")
+    return RowResult(answer["largest"] < CLOSE, details=answer)
 
 
-def waits(machine: Machine, ranks: int) -> Seen:
+def waits(machine: Machine, ranks: int) -> RowResult:
     return _counted(machine, "waits", lambda ours, hand: ours == 0)
 
 
-def launches(machine: Machine, ranks: int) -> Seen:
+def launches(machine: Machine, ranks: int) -> RowResult:
     return _counted(machine, "launches", lambda ours, hand: ours <= MOST_LAUNCHES * hand)
 
 
-def _counted(machine: Machine, what: str, is_good: Callable[[int, int], bool]) -> Seen:
-    """Of a step, beside one of a loop by hand, which has some of it: else nothing was counted."""
-    found = machine.probe("step")
-    ours, hand = (found[who].get(what, 0) for who in ("allranks", "hand"))
+def _counted(machine: Machine, counter: str, is_good: Callable[[int, int], bool]) -> RowResult:
+    """Compare a counter of a step with a hand-written loop; if that has 0, nothing was counted."""
+    answer = machine.probe("step")
+    ours, hand = (answer[loop].get(counter, 0) for loop in ("allranks", "hand"))
     if not hand:
-        return Seen(None, f"torch counts no {what} here, not even by hand", found)
-    return Seen(is_good(ours, hand), found=found)
+        return RowResult(None, f"torch counts no {counter} here, not even by hand", answer)
+    return RowResult(is_good(ours, hand), details=answer)
 
 
-def pace(machine: Machine, ranks: int) -> Seen:
-    found = machine.probe("step")
+def pace(machine: Machine, ranks: int) -> RowResult:
+    answer = machine.probe("step")
     if not is_cuda(machine):
-        return Seen(None, f"promised of cuda alone, not of {machine.device}", found)
-    return Seen(found["ratio"] <= MOST_TIME, found=found)
+        return RowResult(None, f"promised of cuda alone, not of {machine.device}", answer)
+    return RowResult(answer["ratio"] <= MOST_TIME, details=answer)
 
 
 @dataclass(frozen=True)
 class Promise:
-    """What is promised, and the function that looks at it.
+    """A promise, and the function that tests it.
 
-    `ranks` is how many it takes: a number, "all", or "even" ones, which can cut 8 of anything.
+    `ranks` is the number that it needs: a number, "all", or "even", which divides 8.
     """
 
     text: str
-    look: Callable[[Machine, int], Seen]
+    look: Callable[[Machine, int], RowResult]
     ranks: int | str = "all"
 
     def ranks_on(self, machine: Machine) -> int:
-        """How many ranks it takes: two at least where it takes several."""
+        """The number of ranks that it needs on this machine."""
         if isinstance(self.ranks, int):
             return self.ranks
         if self.ranks == "all":
@@ -343,10 +343,10 @@ ROWS: dict[str, Promise] = {
 def examine(
     text: str, folder: Path, tell: Callable[[str], None], ranks: int | None = None, **more: Any
 ) -> dict[str, Any]:
-    """Look at the rows that `text` names; the record of them, which is in `folder` as a page, too.
+    """Test the rows that `text` names, and return their record, also in `folder` as a page.
 
-    Both files are written anew with each row, and `tell` hears of it; `more` are fields of a
-    `Machine`. Raises `RequestError`, and makes no folder.
+    Both files are rewritten after each row, with a line to `tell`; `more` are fields of a
+    `Machine`. Raises `RequestError`, and then creates no folder.
     """
     names, record, rows = names_of(text), dict[str, Any](), list[dict[str, Any]]()
     with machine_of(folder, "", ranks, **more) as machine:
@@ -380,7 +380,7 @@ def machine_of(
 ) -> Iterator[Machine]:
     """The devices of this machine, or `device`, ready to train; `more` are fields of a `Machine`.
 
-    Raises `RequestError` where torch has no accelerator; `folder` is made where there is one.
+    Raises `RequestError` if torch has no accelerator; else creates `folder`.
     """
     check_installed(TORCH, PROGRAM)
     with ForkServer((*preload_for(PROGRAM), PROGRAM)) as server:
@@ -404,36 +404,36 @@ def machine_of(
 def rows_of(
     machine: Machine, names: Sequence[str], budget_s: float = float("inf")
 ) -> Iterator[dict[str, Any]]:
-    """The rows of these names as they end; those that would begin after the budget are not seen."""
+    """The rows of these names as they end; none begins after the budget."""
     ends_at = time.monotonic() + budget_s
     for name in names:
         promise, ranks, begun = ROWS[name], ROWS[name].ranks_on(machine), time.monotonic()
-        seen = Seen(None, f"no time was left; by itself: --gpus={name}")
+        outcome = RowResult(None, f"no time was left; by itself: --gpus={name}")
         if begun < ends_at:
-            seen = seen_by(promise, machine, ranks)
-        verdict = {True: SEEN, False: FAILED, None: NOT_SEEN}[seen.good]
+            outcome = result_of(promise, machine, ranks)
+        verdict = {True: SEEN, False: FAILED, None: NOT_SEEN}[outcome.good]
         row = {"name": name, "promise": promise.text, "on": machine.on(ranks), "verdict": verdict}
         seconds = round(time.monotonic() - begun, 1)
-        yield {**row, "why": seen.why, "found": seen.found, "seconds": seconds}
+        yield {**row, "why": outcome.why, "found": outcome.details, "seconds": seconds}
 
 
-def seen_by(promise: Promise, machine: Machine, ranks: int) -> Seen:
-    """What a promise has shown, whatever its function raises but an end that was asked for."""
+def result_of(promise: Promise, machine: Machine, ranks: int) -> RowResult:
+    """The result of a promise. An error of its function is a result; an interrupt is raised."""
     try:
         return promise.look(machine, ranks)
     except (Interrupted, Stopped) as error:  # its checkpoint is gone with the scratch folder
         raise Interrupted("stopped before all rows were looked at") from error
     except RequestError as error:
-        return Seen(None, f"refused: {error.found}", {"said": str(error)})
+        return RowResult(None, f"refused: {error.found}", {"said": str(error)})
     except ProgramError as error:
-        return Seen(False, error.cause or str(error).partition("\n")[0], _end_of(str(error)))
-    except Exception as error:  # a fault of this row leaves the others as they are
+        return RowResult(False, error.cause or str(error).partition("\n")[0], _end_of(str(error)))
+    except Exception as error:  # a fault of this row must not end the others
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
-        return Seen(False, why, _end_of(traceback.format_exc()))
+        return RowResult(False, why, _end_of(traceback.format_exc()))
 
 
 def record_of(machine: Machine, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What is sent with a report of a bug."""
+    """The record to attach to a bug report."""
     node = facts().to_data()
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     devices = {name: getattr(machine, name) for name in ("device", "count", "ranks", "facts")}

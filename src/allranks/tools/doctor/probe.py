@@ -1,9 +1,9 @@
 """The program of `allranks doctor` on each rank: it examines its node and measures its links.
 
-One process stands for each rank. It connects back to the command that asked, shows that it knows
-the key, and then does one thing after another as it is told: look at its node, tell the time,
-measure the way to another probe. Two probes measure over a plain TCP connection between them. Both
-directions are timed where the bytes arrive; what a sender has handed to its kernel proves nothing.
+One process stands for each rank. It connects back to the command, authenticates with the key, and
+then executes one order after another: examine its node, return the time, measure the link to
+another probe. Two probes measure over a plain TCP connection. Both directions are timed at the
+receiver, because a sender may only have filled the buffers of its kernel.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PING, TAKE, GIVE, LEAVE = b"p", b"t", b"g", b"l"
 
 @dataclass(frozen=True)
 class Arrival:
-    """A stream, timed where it arrived: the whole of it, and the part that is counted."""
+    """A stream, timed at its receiver: the whole of it, and the counted part."""
 
     whole_ns: int
     counted_bytes: int
@@ -59,7 +59,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class LinkSpeeds:
-    """Between two probes: the median round trip, and what one stream carries there and back.
+    """The link between two probes: the median round trip, and the rate of a stream each way.
 
     Microseconds, and 10^6 bytes per second; `pings` is how many round trips there were.
     """
@@ -95,7 +95,7 @@ def measure(connection: socket.socket) -> LinkSpeeds:
 
 
 def serve(connection: socket.socket) -> None:
-    """The other end of `measure`: answer, take and give as asked, until it is done."""
+    """The other end of `measure`: answers pings, receives and sends until it is done."""
     _prepare(connection)
     while True:
         kind, count = _ORDER.unpack(_exactly(connection, _ORDER.size))
@@ -118,7 +118,7 @@ def _prepare(connection: socket.socket) -> None:
 
 
 def _pings(connection: socket.socket) -> list[int]:
-    """Nanoseconds of round trips of a few bytes; the first, in which all is new, is left out."""
+    """Nanoseconds of round trips of a few bytes, without the first one, which is cold."""
     trips: list[int] = []
     until = time.monotonic() + PINGS_S
     while len(trips) <= PINGS and (time.monotonic() < until or len(trips) <= FEWEST_PINGS):
@@ -130,10 +130,10 @@ def _pings(connection: socket.socket) -> list[int]:
 
 
 def _rate(stream: Callable[[int], Arrival]) -> float:
-    """Bytes per second of a stream that is long enough; how long that is, shorter ones tell.
+    """Bytes per second of a long enough stream; shorter streams determine its length.
 
-    Each is at most four times the last: a link lets a burst through at once, and would be waited
-    for much too long after it.
+    Each is at most four times the last: a link may pass a burst at once, and an estimate from it
+    would be far too long.
     """
     count = FIRST_BYTES
     while True:
@@ -153,7 +153,7 @@ def _send(connection: socket.socket, count: int) -> None:
 
 
 def _arrival(connection: socket.socket, count: int) -> Arrival:
-    """Take `count` bytes, and time all but the first eighth of them."""
+    """Receive `count` bytes, and time all but the first eighth of them."""
     space, came, uncounted = memoryview(bytearray(min(count, CHUNK_BYTES))), 0, 0
     begun = counted_from = time.perf_counter_ns()
     while came < count:
@@ -168,17 +168,17 @@ def _arrival(connection: socket.socket, count: int) -> Arrival:
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:
-    found = b""
-    while len(found) < count:
-        part = connection.recv(count - len(found))
+    content = b""
+    while len(content) < count:
+        part = connection.recv(count - len(content))
         if not part:
             raise ConnectionError("the other end closed the connection")
-        found += part
-    return found
+        content += part
+    return content
 
 
 class Probe:
-    """One probe, from its first word to its last."""
+    """The loop of one probe."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -190,27 +190,27 @@ class Probe:
         }
 
     def run(self) -> None:
-        """Do as told until told to leave."""
+        """Execute orders until the order to leave."""
         while (message := self._next())["do"] != "leave":
             if message["do"] == "listen":
                 self._listen(message)
             else:
-                self._tell(self._answers[message["do"]](message))
+                self._reply(self._answers[message["do"]](message))
 
     def _next(self) -> Message:
-        """The next order; they come one by one."""
+        """The next order; the command sends one at a time."""
         while True:
             behind = [self._channel] if self._channel.is_behind else []
             select.select([self._channel], behind, [])
             self._channel.flush()
-            if found := self._channel.receive():
-                return found[0]
+            if messages := self._channel.receive():
+                return messages[0]
 
-    def _tell(self, answer: Any) -> None:
+    def _reply(self, answer: Any) -> None:
         self._channel.send({"answer": answer})
 
     def _measure(self, message: Message) -> dict[str, Any]:
-        """The link to the probe that listens there, or what is wrong with it."""
+        """The link to the probe that listens there, or the problem."""
         try:
             where = (message["address"], message["port"])
             with closing(Channel(socket.create_connection(where, CONNECT_S))) as channel:
@@ -220,36 +220,36 @@ class Probe:
             return {"problem": str(error)}
 
     def _listen(self, message: Message) -> None:
-        """Serve one other probe, which brings the token; tells the port first, then how it was."""
+        """Serve one other probe that has the token; the reply is the port and the token."""
         try:
             listener = socket.create_server((message["address"], 0))
         except OSError as error:
-            self._tell({"problem": str(error)})
+            self._reply({"problem": str(error)})
             return
         with listener:
             token = secrets.token_hex(16)
             admission = Admission(listener, token)
-            self._tell({"port": listener.getsockname()[1], "token": token})
+            self._reply({"port": listener.getsockname()[1], "token": token})
             deadline = time.monotonic() + MEET_S
             with closing(admission):
                 while (remaining_s := deadline - time.monotonic()) > 0:
                     wait_for([*admission.ready, self._channel], remaining_s)
                     for connection in admission.proved():
-                        with connection, suppress(OSError):  # the other end tells of it
+                        with connection, suppress(OSError):  # the other end reports it
                             serve(connection)
                         return
-                    if select.select([self._channel], [], [], 0)[0]:  # the other one did not come
+                    if select.select([self._channel], [], [], 0)[0]:  # a new order: no peer
                         return
 
 
 def main(argument: dict[str, Any]) -> int:
-    """The process of a probe: `argument` says where it is awaited, and what the key is."""
+    """The process of a probe: `argument` has the address of the command, and the key."""
     connection = socket.create_connection((argument["address"], argument["port"]), CONNECT_S)
     try:
         with closing(Channel(connection)) as channel:
             authenticate(channel, argument["key"].encode())
             channel.send({"rank": argument["rank"], "pid": os.getpid()})
             Probe(channel).run()
-    except Disconnected:  # whoever asked is gone
+    except Disconnected:  # the command is gone
         return 1
     return 0

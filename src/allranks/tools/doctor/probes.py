@@ -1,7 +1,7 @@
-"""The probes of `allranks doctor`, from the side of the command: started, asked, sent away.
+"""The command's side of the probes of `allranks doctor`: starts, queries and ends them.
 
-What they find comes back over a connection of their own and not through files, because whether the
-nodes share a folder is one of the questions.
+Results come back over a connection and not through files, because the nodes may not share a
+folder.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ TICK_S = 0.05
 
 
 class Lost(Exception):
-    """A probe does not answer, or did not come; the message says what is known of it."""
+    """A probe does not answer, or never connected; the message says why, if known."""
 
 
 @dataclass(frozen=True)
 class Door:
-    """Where a probe finds the one who asks."""
+    """The address of the command, for a probe."""
 
     address: str
     port: int
@@ -43,7 +43,7 @@ class Door:
 
 @dataclass
 class Probes:
-    """A probe for each of some ranks. Leaving the context sends them all away."""
+    """A probe for each of some ranks. Leaving the context ends them all."""
 
     processes: Processes
     listener: socket.socket
@@ -56,7 +56,7 @@ class Probes:
         self._admission = Admission(self.listener, self.key)
 
     def start(self, doors: dict[int, Door]) -> None:
-        """Start a probe for each rank, and wait until they have come or are lost."""
+        """Start a probe for each rank, and wait until each is connected or lost."""
         for rank, door in doors.items():
             where = {"address": door.address, "port": door.port, "key": self.key, "rank": rank}
             process = Process(rank, f"{MODULE}:main", where, {}, Path(os.devnull))
@@ -75,12 +75,12 @@ class Probes:
         return sorted(set(self._channels) - set(self.lost))
 
     def ask(self, rank: int, message: Message, seconds: float = ANSWER_S) -> Any:
-        """What the probe of a rank answers; raises `Lost`."""
-        self.tell(rank, message)
-        return self.hear(rank, seconds)
+        """The answer of a rank's probe to a message; raises `Lost`."""
+        self.send(rank, message)
+        return self.receive(rank, seconds)
 
-    def tell(self, rank: int, message: Message) -> None:
-        """Say something to the probe of a rank; raises `Lost`."""
+    def send(self, rank: int, message: Message) -> None:
+        """Send a message to the probe of a rank; raises `Lost`."""
         if rank in self.lost or rank not in self._channels:
             raise Lost(self.lost.get(rank, "it was not started"))
         try:
@@ -88,14 +88,14 @@ class Probes:
         except Disconnected as error:
             raise self._lose(rank, str(error)) from error
 
-    def hear(self, rank: int, seconds: float = ANSWER_S) -> Any:
+    def receive(self, rank: int, seconds: float = ANSWER_S) -> Any:
         """The next answer of the probe of a rank; raises `Lost` if none comes."""
         channel, deadline = self._channels[rank], time.monotonic() + seconds
         while rank not in self.lost:
             select.select([channel], [], [], TICK_S)
             try:
-                if found := channel.receive():
-                    return found[0]["answer"]
+                if messages := channel.receive():
+                    return messages[0]["answer"]
             except Disconnected as error:
                 raise self._lose(rank, str(error)) from error
             self._note_exits()
@@ -109,7 +109,7 @@ class Probes:
         return Lost(self.lost[rank])
 
     def _note_exits(self, timeout_s: float = 0.0) -> None:
-        """Let the owner of the processes do its work, and hear from it who has ended."""
+        """Poll the owner of the processes, and note the probes that have ended."""
         for ended in self.processes.exits(timeout_s):
             rank = self._tickets.pop(ended.ticket, None)
             if rank is not None:
@@ -117,7 +117,7 @@ class Probes:
                 self.lost.setdefault(rank, why)
 
     def _admit(self) -> None:
-        """Take in the probes that have come, if they know the key."""
+        """Admit the probes that have connected, if they know the key."""
         wait_for(self._admission.ready, TICK_S)
         for channel, message in self._admission.admit():
             self._channels[int(message["rank"])] = channel
@@ -126,10 +126,10 @@ class Probes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """All leave, and are waited for; one that stays is killed."""
+        """End all probes and wait for them; one that does not end is killed."""
         for rank in self.there:
             with suppress(Lost):
-                self.tell(rank, {"do": "leave"})
+                self.send(rank, {"do": "leave"})
         self._admission.close()
         for channel in self._channels.values():
             channel.close()
@@ -141,34 +141,34 @@ class Probes:
                     self.processes.signal(ticket, signal.SIGKILL)
 
 
-# --- the links between ranks, one pair at a time: none disturbs another ---------------------------
+# --- the links between ranks, one pair at a time, without disturbing each other -------------------
 
 
 def measure_links(
     probes: Probes, ends: Sequence[Endpoint], failures: list[str], progress: Callable[[str], None]
 ) -> Matrix | None:
-    """The links between these ends; `failures` gets a line for each that could not be measured."""
+    """The links between these ends; `failures` receives a line for each failed measurement."""
     if len(ends) < 2:
         return None
     pairs = pairs_to_measure(ends)
     progress(f"measuring {len(pairs)} pair{'s' if len(pairs) > 1 else ''} of ranks, one by one")
     links: dict[tuple[int, int], Link] = {}
-    for one, other in pairs:
+    for start, other in pairs:
         try:
-            found = _measure(probes, one, other)
+            speeds = _measure(probes, start, other)
         except Lost:
             continue
-        if "problem" in found:
-            failures.append(f"{_named(one)} to {_named(other)}: {found['problem']}")
+        if "problem" in speeds:
+            failures.append(f"{_named(start)} to {_named(other)}: {speeds['problem']}")
             continue
-        trip_us = float(found["round_trip_us"])
-        links[one.rank, other.rank] = Link(trip_us, float(found["there_mb_s"]))
-        links[other.rank, one.rank] = Link(trip_us, float(found["back_mb_s"]))
+        trip_us = float(speeds["round_trip_us"])
+        links[start.rank, other.rank] = Link(trip_us, float(speeds["there_mb_s"]))
+        links[other.rank, start.rank] = Link(trip_us, float(speeds["back_mb_s"]))
     return matrix_of(ends, links)
 
 
 def pairs_to_measure(ends: Sequence[Endpoint]) -> list[tuple[Endpoint, Endpoint]]:
-    """All pairs of a few ends; of many, each with the first and with its neighbour.
+    """All pairs of a few ends; of many ends, pairs with the first end and with neighbours.
 
     The number of all pairs grows as the square of the nodes: a hundred would take hours.
     """
@@ -179,14 +179,14 @@ def pairs_to_measure(ends: Sequence[Endpoint]) -> list[tuple[Endpoint, Endpoint]
     return [(ends[i], ends[j]) for i, j in sorted(wanted)]
 
 
-def _measure(probes: Probes, one: Endpoint, other: Endpoint) -> dict[str, Any]:
-    """The link from one to the other and back, as their probes measure it; raises `Lost`."""
+def _measure(probes: Probes, start: Endpoint, other: Endpoint) -> dict[str, Any]:
+    """The link from `start` to `other` and back, as their probes measure it; raises `Lost`."""
     door = dict(probes.ask(other.rank, {"do": "listen", "address": other.address}))
     if "problem" in door:
         return door
     try:
         order = {"do": "measure", "address": other.address, **door}
-        return dict(probes.ask(one.rank, order))
+        return dict(probes.ask(start.rank, order))
     finally:
         with suppress(Lost):
             probes.ask(other.rank, {"do": "stop"})

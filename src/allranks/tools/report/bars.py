@@ -1,4 +1,4 @@
-"""Bars of the page: where the time of each rank went, and what each holds in memory."""
+"""Bars of the page: how each rank spent its time, and what it holds in memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PEAKS = {HOST: "process, at most", "device_bytes": "device, at most"}
 
 @dataclass(frozen=True)
 class BarPart:
-    """A piece of a bar: how wide in percent, what kind, and what it says."""
+    """A piece of a bar: its width in percent, its kind, and its tooltip."""
 
     width: float
     kind: str
@@ -52,7 +52,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Bars:
-    """One bar for each rank, on one scale; `legend` names the kinds, `left_out` counts ranks."""
+    """One bar per rank, on one scale; `legend` names the kinds, `left_out` counts further ranks."""
 
     legend: Mapping[str, str]
     bars: tuple[Bar, ...]
@@ -61,30 +61,30 @@ class Bars:
 
 
 def phase_seconds(run: RecordedRun) -> dict[int, dict[str, float]]:
-    """The seconds of each phase by rank, of the attempt with which the run ended.
+    """The seconds of each phase by rank, in the last attempt of the run.
 
-    Of the ranks that wrote them, which they do when they are done.
+    A rank writes them when it is done; others are missing.
     """
-    found = {}
+    seconds = {}
     for rank in run.speakers:
         done = [event for event in run.of("done", rank) if event.get("seconds")]
         if done:
-            found[rank] = {name: float(value) for name, value in done[-1]["seconds"].items()}
-    return found
+            seconds[rank] = {name: float(value) for name, value in done[-1]["seconds"].items()}
+    return seconds
 
 
 def waited_at_least(seconds: Mapping[int, Mapping[str, float]]) -> dict[int, float]:
-    """What a rank spent in exchanges beyond the rank that spent least in them.
+    """The seconds that each rank spent in exchanges beyond the rank that spent least in them.
 
-    Where sending takes all ranks as long, that much of it was waiting for others.
+    If sending takes all ranks equally long, this much was waiting for others.
     """
-    spent = {rank: one.get("exchange", 0.0) for rank, one in seconds.items()}
+    spent = {rank: phases.get("exchange", 0.0) for rank, phases in seconds.items()}
     least = min(spent.values(), default=0.0)
     return {rank: value - least for rank, value in spent.items()}
 
 
 def time_bars(run: RecordedRun) -> Bars | None:
-    """Where the time of each rank went; `None` where no rank has said."""
+    """How each rank spent its time; `None` if no rank has written it."""
     seconds = phase_seconds(run)
     if not seconds:
         return None
@@ -92,9 +92,9 @@ def time_bars(run: RecordedRun) -> Bars | None:
     bars = _bars(seconds, kinds, "rank {}".format, format_seconds)
     waited = waited_at_least(seconds)
     rows = []
-    for rank, one in seconds.items():
-        total = sum(one.values()) or 1.0
-        cells = [f"{format_seconds(one.get(n, 0))} ({_share(one, n, total)})" for n in TIMES]
+    for rank, phases in seconds.items():
+        total = sum(phases.values()) or 1.0
+        cells = [f"{format_seconds(phases.get(n, 0))} ({_share(phases, n, total)})" for n in TIMES]
         rows.append(
             (str(rank), *cells, UNKNOWN if run.is_one_graph else format_seconds(waited[rank]))
         )
@@ -103,45 +103,45 @@ def time_bars(run: RecordedRun) -> Bars | None:
     return Bars(kinds, bars, table, len(seconds) - len(bars))
 
 
-def _share(one: Mapping[str, float], name: str, total: float) -> str:
-    return format_percent(one.get(name, 0.0) / total)
+def _share(phases: Mapping[str, float], name: str, total: float) -> str:
+    return format_percent(phases.get(name, 0.0) / total)
 
 
 def memory_bars(run: RecordedRun) -> Bars | None:
-    """What each rank holds between its steps; `None` where no rank has said."""
-    held: dict[int, dict[str, float]] = {}
+    """The bytes that each rank holds between steps; `None` if no rank has written them."""
+    by_rank: dict[int, dict[str, float]] = {}
     unknown = set()
-    for one in run.placements:
+    for placement in run.placements:
         sizes = dict.fromkeys(MEMORY, 0.0)
-        for total in one.totals:
+        for total in placement.totals:
             for name in MEMORY:
                 value = getattr(total, name)
                 sizes[name] += value or 0
                 if value is None:
-                    unknown.add((one.rank, name))
-        held[one.rank] = sizes
-    if not held:
+                    unknown.add((placement.rank, name))
+        by_rank[placement.rank] = sizes
+    if not by_rank:
         return None
-    kinds = {n: text for n, text in MEMORY.items() if any(one[n] for one in held.values())}
-    on_device = any(one.device_bytes is not None for one in run.held.values())
+    kinds = {n: text for n, text in MEMORY.items() if any(sizes[n] for sizes in by_rank.values())}
+    on_device = any(peak.device_bytes is not None for peak in run.memory_peaks.values())
     peaks = PEAKS if on_device else {HOST: PEAKS[HOST]}
     rows = [
         (
             str(rank),
-            *(UNKNOWN if (rank, n) in unknown else format_bytes(one[n]) for n in kinds),
-            format_bytes(sum(one.values())),
+            *(UNKNOWN if (rank, n) in unknown else format_bytes(sizes[n]) for n in kinds),
+            format_bytes(sum(sizes.values())),
             *(_peak(run, rank, which) for which in peaks),
         )
-        for rank, one in held.items()
+        for rank, sizes in by_rank.items()
     ]
     head = ("rank", *kinds.values(), "together", *peaks.values())
-    bars = _bars(held, kinds, "rank {}".format, format_bytes)
+    bars = _bars(by_rank, kinds, "rank {}".format, format_bytes)
     table = Table(head, tuple(rows), (RIGHT,) * len(head))
-    return Bars(kinds, bars, table, len(held) - len(bars))
+    return Bars(kinds, bars, table, len(by_rank) - len(bars))
 
 
 def _peak(run: RecordedRun, rank: int, which: str) -> str:
-    peak = getattr(run.held.get(rank), which, None)
+    peak = getattr(run.memory_peaks.get(rank), which, None)
     return UNKNOWN if peak is None else format_bytes(peak)
 
 
@@ -149,21 +149,21 @@ def _bars(
     values: Mapping[int, Mapping[str, float]],
     kinds: Mapping[str, str],
     name_of: Callable[[int], str],
-    said: Callable[[float], str],
+    in_words: Callable[[float], str],
 ) -> tuple[Bar, ...]:
-    """A bar for each rank, the longest of them over the whole width."""
-    longest = max((sum(one.get(k, 0) for k in kinds) for one in values.values()), default=0) or 1
-    found = []
+    """A bar for each rank; the longest has the whole width."""
+    longest = max((sum(each.get(k, 0) for k in kinds) for each in values.values()), default=0) or 1
+    bars = []
     for rank in list(values)[:MOST_LANES]:
-        one = values[rank]
-        total = sum(one.get(kind, 0) for kind in kinds)
+        sizes = values[rank]
+        total = sum(sizes.get(kind, 0) for kind in kinds)
         parts = tuple(
-            BarPart(round(100 * one.get(kind, 0) / longest, 3), kind, f"{text}: {said(one[kind])}")
+            BarPart(round(100 * sizes[kind] / longest, 3), kind, f"{text}: {in_words(sizes[kind])}")
             for kind, text in kinds.items()
-            if one.get(kind, 0) > 0
+            if sizes.get(kind, 0) > 0
         )
-        found.append(Bar(name_of(rank), parts, said(total)))
-    return tuple(found)
+        bars.append(Bar(name_of(rank), parts, in_words(total)))
+    return tuple(bars)
 
 
 GAUGES: Mapping[str, tuple[str, Callable[[float], str]]] = {
@@ -175,17 +175,17 @@ GAUGES: Mapping[str, tuple[str, Callable[[float], str]]] = {
 
 
 def gauges(run: RecordedRun) -> Table | None:
-    """What the gauges of the devices showed, mean and most by rank; `None`: there are none."""
+    """The mean and the maximum of each device gauge, by rank; `None` if there are none."""
     rows = []
     for rank in run.speakers:
-        seen = run.of("gauges", rank)
-        if not seen:
+        looks = run.of("gauges", rank)
+        if not looks:
             continue
-        cells = [str(rank), str(len(seen))]
-        for name, (_, said) in GAUGES.items():
-            known = [float(one[name]) for one in seen if one.get(name) is not None]
+        cells = [str(rank), str(len(looks))]
+        for name, (_, in_words) in GAUGES.items():
+            known = [float(look[name]) for look in looks if look.get(name) is not None]
             mean = sum(known) / len(known) if known else 0.0
-            cells.append(f"{said(mean)}, most {said(max(known))}" if known else UNKNOWN)
+            cells.append(f"{in_words(mean)}, most {in_words(max(known))}" if known else UNKNOWN)
         rows.append(tuple(cells))
     head = ("rank", "looks", *(title for title, _ in GAUGES.values()))
     return Table(head, tuple(rows), (RIGHT,) * len(head)) if rows else None
@@ -194,9 +194,9 @@ def gauges(run: RecordedRun) -> Table | None:
 def bars_to_data(run: RecordedRun) -> dict[str, Any]:
     """The numbers behind the bars, for `--json`."""
     return {
-        "seconds_per_phase": {str(rank): one for rank, one in phase_seconds(run).items()},
-        "held_bytes": {str(one.rank): one.all_bytes for one in run.placements},
-        "peak_bytes": {str(rank): one.to_data() for rank, one in run.held.items()},
+        "seconds_per_phase": {str(rank): phases for rank, phases in phase_seconds(run).items()},
+        "held_bytes": {str(placement.rank): placement.all_bytes for placement in run.placements},
+        "peak_bytes": {str(rank): peaks.to_data() for rank, peaks in run.memory_peaks.items()},
     }
 
 

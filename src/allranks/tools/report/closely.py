@@ -1,4 +1,4 @@
-"""A few steps under the magnifier, and the mean step of each rank: the view of `steps`."""
+"""A close view of a few steps, and the mean step of each rank."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from allranks.tools.report.timeline import (
 
 @dataclass(frozen=True)
 class Bit:
-    """A phase in a lane: from where and how wide in percent, and what it says."""
+    """A phase in a lane: its start and width in percent, and its tooltip."""
 
-    left: float
+    start: float
     width: float
     kind: str
     text: str
@@ -48,7 +48,7 @@ class Closely:
 
 
 def closely(run: RecordedRun, timeline: Timeline) -> Closely | None:
-    """The view of the recorded steps; `None` where none was recorded."""
+    """The view of the recorded steps; `None` if none was recorded."""
     steps = steps_of(run, timeline)
     shown = window(steps)
     if not shown:
@@ -58,15 +58,15 @@ def closely(run: RecordedRun, timeline: Timeline) -> Closely | None:
     mean = seconds_per_step(steps)
     names = {**KINDS, EXCHANGE: ONE_GRAPH} if run.is_one_graph else KINDS
     columns = {**COLUMNS, EXCHANGE: names[EXCHANGE]}
-    kinds = [kind for kind in names if any(one[kind] for one in mean.values())]
+    kinds = [kind for kind in names if any(seconds[kind] for seconds in mean.values())]
     head = ("rank", *(columns[kind] for kind in kinds), "together")
     rows = tuple(
         (
             str(rank),
-            *(format_seconds(one[kind]) for kind in kinds),
-            format_seconds(sum(one[kind] for kind in kinds)),
+            *(format_seconds(seconds[kind]) for kind in kinds),
+            format_seconds(sum(seconds[kind] for kind in kinds)),
         )
-        for rank, one in mean.items()
+        for rank, seconds in mean.items()
     )
     ranks = lanes_of(sorted({step.rank for step in shown}))
     numbers = sorted({step.number for step in shown})
@@ -86,21 +86,21 @@ def closely(run: RecordedRun, timeline: Timeline) -> Closely | None:
 def _note(run: RecordedRun, steps: tuple[StepTime, ...]) -> str:
     whole = complete(steps)
     count = len({(step.attempt, step.number) for step in whole})
-    told = (
+    note = (
         f"Shown are steps in a row that took the median time. The table is the mean of "
         f"{counted(count, 'step')}: all that every rank recorded, but the first of an attempt."
     )
     if run.is_one_graph:
-        return f"{told} What happens within the graph of a step, TensorFlow does not tell."
+        return f"{note} What happens within the graph of a step, TensorFlow does not tell."
     if len(run.phases) < 2:
-        return told
+        return note
     if not any(step.seconds(EXCHANGE) for step in whole):
         return (
-            f"{told} A rank waits from the moment it comes to an exchange until the last rank has "
+            f"{note} A rank waits from the moment it comes to an exchange until the last rank has "
             "come; the rest of the exchange is communication."
         )
     unlike = "make unlike numbers of exchanges" if share_a_clock(run) else "have unlike clocks"
-    return f"{told} Waiting is not told from communication everywhere: the ranks {unlike}."
+    return f"{note} Waiting is not told from communication everywhere: the ranks {unlike}."
 
 
 def _bits(
@@ -122,8 +122,8 @@ def _bits(
 
 def _ends(rank: int, steps: tuple[StepTime, ...], begin: float, length: float) -> tuple[float, ...]:
     """Where one step ends and the next begins."""
-    own = [step for step in steps if step.rank == rank]
-    return tuple(round(100 * (step.end_s - begin) / length, 3) for step in own[:-1])
+    local_steps = [step for step in steps if step.rank == rank]
+    return tuple(round(100 * (step.end_s - begin) / length, 3) for step in local_steps[:-1])
 
 
 def _ticks(length_s: float) -> tuple[Tick, ...]:

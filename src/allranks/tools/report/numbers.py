@@ -23,7 +23,7 @@ MOST_POINTS = 600
 
 @dataclass(frozen=True)
 class Series:
-    """Numbers by step; `window` is over how many steps each of them is a mean."""
+    """Numbers by step; each is a mean over `window` steps."""
 
     name: str
     xs: Sequence[float]
@@ -49,7 +49,7 @@ def column(run: RecordedRun, name: str) -> Series:
 
 
 def means(series: Series) -> Series:
-    """The mean of each few steps, where there are so many that single ones hide the trend."""
+    """Means over windows of steps; empty for a series so short that single steps show the trend."""
     window = len(series.xs) // MEANS
     if len(series.xs) < MEAN_FROM_STEPS or window < 2:
         return Series(series.name, (), ())
@@ -57,62 +57,63 @@ def means(series: Series) -> Series:
     if not math.isfinite(sums[-1]):
         return Series(series.name, (), ())
     ends = range(window, len(series.xs) + 1, window)
-    found = [(series.xs[end - 1], (sums[end] - sums[end - window]) / window) for end in ends]
-    return _series(series.name, found, window)
+    points = [(series.xs[end - 1], (sums[end] - sums[end - window]) / window) for end in ends]
+    return _series(series.name, points, window)
 
 
 def evaluations(run: RecordedRun) -> dict[str, Series]:
-    """Each metric of the evaluations: those on the way, and that of the end.
+    """Each metric of the leader's evaluations, during training and at its end.
 
-    The leader's. Where a step was made twice, because its first attempt was lost, the last counts.
+    If a restart repeated a step, the last evaluation of that step counts.
     """
-    found: dict[str, dict[int, float]] = {}
+    values: dict[str, dict[int, float]] = {}
     for event in run.of("evaluated", 0):
         for name, value in event["metrics"].items():
-            found.setdefault(str(name), {})[int(event["step"])] = float(value)
+            values.setdefault(str(name), {})[int(event["step"])] = float(value)
     last = run.rows.steps[-1] if run.rows else run.summary.get("steps")
     for name, value in run.summary.get("eval", {}).items():
         if last is not None:
-            found.setdefault(str(name), {})[int(last)] = float(value)
-    return {name: _series(name, sorted(points.items())) for name, points in found.items()}
+            values.setdefault(str(name), {})[int(last)] = float(value)
+    return {name: _series(name, sorted(points.items())) for name, points in values.items()}
 
 
 def samples_per_s(run: RecordedRun) -> Series:
-    """Samples of all ranks in a second, as the mean of a few steps each.
+    """Samples per second of all ranks, as means over a few steps.
 
-    The time of evaluations and checkpoints on the way is in it. The first step of an attempt, which
-    has no step before it, is not; no window reaches over a restart.
+    The time of evaluations and checkpoints between these steps counts. The first step of an attempt
+    does not, because no step precedes it. No window spans a restart.
     """
     per_call = int(run.job.get("steps_per_call") or 1)
     rows = run.rows
     window = max(LEAST_WINDOW, per_call, len(rows) // MEANS)
-    found, since, samples, steps = [], None, 0, 0
+    points, since, samples, steps = [], None, 0, 0
     for row in rows:
         if since is None or row.step - 1 in run.starts or row.monotonic < since:
             since, samples, steps = row.monotonic, 0, 0
             continue
         samples, steps = samples + row.samples, steps + 1
         if steps >= window and row.monotonic > since:
-            found.append((row.step, samples / (row.monotonic - since)))
+            points.append((row.step, samples / (row.monotonic - since)))
             since, samples, steps = row.monotonic, 0, 0
-    return _series("samples/s", found, window)
+    return _series("samples/s", points, window)
 
 
 def thinned(series: Series, most: int = MOST_POINTS) -> Series:
-    """The same curve with fewer points: of each stretch, its lowest and its highest."""
+    """The same curve with fewer points: the lowest and the highest of each stretch."""
     count = len(series.xs)
     if count <= most:
         return Series(series.name, tuple(series.xs), tuple(series.ys), series.window)
-    kept = {0, count - 1}
+    chosen = {0, count - 1}
     stretches = most // 2
     for number in range(stretches):
         places = range(number * count // stretches, (number + 1) * count // stretches)
         finite = [i for i in places if math.isfinite(series.ys[i])]
         odd = [i for i in places if not math.isfinite(series.ys[i])][:1]
         if finite:
-            kept |= {min(finite, key=series.ys.__getitem__), max(finite, key=series.ys.__getitem__)}
-        kept.update(odd)
-    order = sorted(kept)
+            value_at = series.ys.__getitem__
+            chosen |= {min(finite, key=value_at), max(finite, key=value_at)}
+        chosen.update(odd)
+    order = sorted(chosen)
     xs, ys = ([values[i] for i in order] for values in (series.xs, series.ys))
     return Series(series.name, tuple(xs), tuple(ys), series.window)
 
@@ -122,7 +123,7 @@ def _series(name: str, points: Sequence[tuple[float, float]], window: int = 1) -
 
 
 # --- numbers -------------------------------------------------------------------------------------
-# Numbers as a page shows them: few digits, a thin count of seconds, and what is not known.
+# Numbers as a page shows them: few digits, seconds in words, and a text for unknown numbers.
 
 
 UNKNOWN = "not recorded"

@@ -1,7 +1,7 @@
 """The page: one HTML file that loads nothing, from what `records` has read of the runs.
 
-jinja2 escapes all that runs have recorded; the style and the script of the page stand in it. Its
-own policy forbids it every load, so a browser would refuse what slipped in.
+jinja2 escapes all records; style and script are inline. The page's Content-Security-Policy forbids
+every load, so a browser would refuse an injected one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from allranks.tools.report.tables import Table, sent_per_step, steps_of
 from allranks.tools.report.timeline import PHASES, Timeline, timeline_of
 
 # --- headline ------------------------------------------------------------------------------------
-# What stands on top of a run: what it was, how it ended, and its figures.
+# The top of a run: its job, how it ended, and its figures.
 
 
 STATES = {
@@ -64,7 +64,7 @@ BAD = ("failed", KILLED)
 
 @dataclass(frozen=True)
 class Figure:
-    """One number with what it is; `note` says more of it."""
+    """One labelled number, with a `note` below it."""
 
     label: str
     value: str
@@ -99,46 +99,46 @@ def headline_of(run: RecordedRun, timeline: Timeline) -> Headline:
 
 def _words(run: RecordedRun) -> list[str]:
     job = run.job
-    told = [counted(run.ranks, "rank")]
+    words = [counted(run.ranks, "rank")]
     nodes = int(job.get("nodes", 1))
     if nodes > 1:
-        told[0] += f" on {nodes:,} nodes"
-    told += [str(job[name]) for name in ("strategy", "place", "device", "precision") if name in job]
+        words[0] += f" on {nodes:,} nodes"
+    words += [str(job[n]) for n in ("strategy", "place", "device", "precision") if n in job]
     if job.get("bitwise"):
-        told.append("bitwise")
-    return told
+        words.append("bitwise")
+    return words
 
 
 def _figures(run: RecordedRun, timeline: Timeline) -> list[Figure]:
-    found = []
+    figures = []
     for name, series in evaluations(run).items():
         at = f"after step {series.xs[-1]:,.0f}"
-        found.append(Figure(f"{name}, evaluated", format_number(series.ys[-1]), at))
+        figures.append(Figure(f"{name}, evaluated", format_number(series.ys[-1]), at))
     if "train_loss" in run.summary and run.summary["train_loss"] is not None:
         loss = format_number(float(run.summary["train_loss"]))
-        found.append(Figure("training loss", loss, "mean of the last epoch"))
+        figures.append(Figure("training loss", loss, "mean of the last epoch"))
     elif run.rows:
-        found.append(Figure("training loss", format_number(run.rows.loss[-1]), "last step"))
+        figures.append(Figure("training loss", format_number(run.rows.loss[-1]), "last step"))
     speed = run.summary.get("samples_per_s")
     if speed:
-        found.append(Figure("samples/s", f"{speed:,.0f}", "of all ranks, since the last start"))
+        figures.append(Figure("samples/s", f"{speed:,.0f}", "of all ranks, since the last start"))
     if not run.is_command:
         steps = steps_of(run)
         is_known = steps != UNKNOWN
-        found.append(Figure("steps", steps if is_known else "–", "" if is_known else UNKNOWN))
+        figures.append(Figure("steps", steps if is_known else "–", "" if is_known else UNKNOWN))
     note = "so far" if run.outcome.state == RUNNING else "with start and end"
-    found.append(Figure("time", format_seconds(timeline.seconds), note))
+    figures.append(Figure("time", format_seconds(timeline.seconds), note))
     restarts = len(run.of("restart"))
     lost = [int(event["lost_steps"]) for event in run.of("restart") if "lost_steps" in event]
     note = f"{counted(sum(lost), 'step')} made again" if lost else ""
-    found.append(Figure("restarts", str(restarts), note))
+    figures.append(Figure("restarts", str(restarts), note))
     for event in run.of("proof")[-1:]:
         figure = "proved" if event["proved"] else "not proved"
-        found.append(Figure("equal to one process", figure, str(event["why"])))
-    sent = sent_per_step(run)
-    if sent:
-        found.append(Figure("sent in a step", sent, _promised(run)))
-    return found
+        figures.append(Figure("equal to one process", figure, str(event["why"])))
+    sent_bytes = sent_per_step(run)
+    if sent_bytes:
+        figures.append(Figure("sent in a step", sent_bytes, _promised(run)))
+    return figures
 
 
 def _promised(run: RecordedRun) -> str:
@@ -147,29 +147,29 @@ def _promised(run: RecordedRun) -> str:
 
 
 def missing(run: RecordedRun) -> list[str]:
-    """What a page of this run cannot show, and why: each in a sentence."""
-    told = []
+    """What the page of this run cannot show, and why: one sentence each."""
+    sentences = []
     if run.is_command:
-        told.append(
+        sentences.append(
             "A script that `allranks run` starts writes no steps, metrics or phases into the run "
             "folder: only when it began, and how each rank left."
         )
-        return told
+        return sentences
     if not run.rows:
-        told.append("No step was written down: there are no curves.")
+        sentences.append("No step was written down: there are no curves.")
     if run.rows and not evaluations(run):
-        told.append("No evaluation was made so far.")
+        sentences.append("No evaluation was made so far.")
     seconds = [
         rank for rank in range(run.ranks) if any("seconds" in e for e in run.of("done", rank))
     ]
     if len(seconds) < run.ranks:
-        told.append(
+        sentences.append(
             "The seconds of each phase are written by a rank when it is done; "
             f"{len(seconds)} of {counted(run.ranks, 'rank')} did."
         )
     if not run.placements:
-        told.append("No rank has said what it holds, which it does after its first update.")
-    return told
+        sentences.append("No rank has written what it holds; it does so after its first update.")
+    return sentences
 
 
 MARKER = "<!-- made by allranks report -->"
@@ -179,15 +179,15 @@ NOT_NOTED = ("restart", "evaluated")
 PROFILE = "profile/rank-000.json"
 
 InWords = Callable[[Event], list[str]]
-"""What a person should hear of an event; most events are for the record."""
+"""The lines that the page shows for an event; none for most events."""
 
 
 @dataclass(frozen=True)
 class FaultRow:
-    """One fault: when, what became of it, and the report of who failed first."""
+    """One fault: when it was, what followed, and the report of the rank that failed first."""
 
     at: str
-    what: str
+    text: str
     report: str
 
 
@@ -213,7 +213,7 @@ class RunView:
 
 
 def page_of(runs: Sequence[RecordedRun], in_words: InWords) -> str:
-    """The page of these runs, as text; `in_words` tells what happened in one."""
+    """The page of these runs, as text; `in_words` puts an event into words."""
     several = len(runs) > 1
     views = [_view(number, run, several, in_words) for number, run in enumerate(runs)]
     charts = charts_of(runs)
@@ -244,7 +244,7 @@ def rendered(
     at: float | None = None,
     **values: Any,
 ) -> str:
-    """A page as text: what is the same of all of them, and `values` for its own template."""
+    """A page as text: the parts that all pages share, and `values` for its own template."""
     environment = Environment(
         autoescape=True,
         undefined=StrictUndefined,
@@ -267,7 +267,7 @@ def rendered(
 
 
 def _text(name: str) -> str:
-    """A part of the page that lies beside this file."""
+    """A file of the folder `templates`."""
     return (files("allranks.tools.report") / "templates" / name).read_text(encoding="utf-8")
 
 
@@ -279,7 +279,7 @@ def _title(runs: Sequence[RecordedRun]) -> str:
 
 
 def _as_script(value: object) -> Markup:
-    """JSON that may stand in a script: no letter of it ends the element."""
+    """JSON that is safe inside a <script> element: nothing in it can end the element."""
     text = json.dumps(_finite(value), allow_nan=False, separators=(",", ":"))
     for letter in "<>&\u2028\u2029":
         text = text.replace(letter, f"\\u{ord(letter):04x}")
@@ -287,11 +287,11 @@ def _as_script(value: object) -> Markup:
 
 
 def _finite(value: Any) -> Any:
-    """The same with `None` for each number that is not finite."""
+    """A copy in which `None` replaces each number that is not finite."""
     if isinstance(value, dict):
-        return {name: _finite(one) for name, one in value.items()}
+        return {name: _finite(entry) for name, entry in value.items()}
     if isinstance(value, list):
-        return [_finite(one) for one in value]
+        return [_finite(entry) for entry in value]
     return None if value != value or value in (float("inf"), float("-inf")) else value
 
 
@@ -326,37 +326,37 @@ def _percent(seconds: float, timeline: Timeline) -> float:
 
 
 def _faults(run: RecordedRun, timeline: Timeline) -> tuple[FaultRow, ...]:
-    """Every restart with its report, and the fault that the run ended with."""
-    found = []
+    """Every restart with its report, and the fault that ended the run."""
+    rows = []
     for event in run.of("restart"):
-        what = "all ranks started again"
+        text = "all ranks started again"
         if event.get("resumes_from") is not None:
             lost = counted(int(event["lost_steps"]), "step")
-            what += f" from step {event['resumes_from']:,}; {lost} lost"
+            text += f" from step {event['resumes_from']:,}; {lost} lost"
         at = format_seconds(timeline.at(event["time"]))
-        found.append(FaultRow(at, what, str(event.get("report", ""))))
+        rows.append(FaultRow(at, text, str(event.get("report", ""))))
     if run.outcome.fault:
         at = format_seconds(timeline.seconds)
-        what = "goes on" if run.outcome.state == RUNNING else f"the run {run.outcome.state}"
-        found.append(FaultRow(at, what, run.outcome.fault))
-    return tuple(found)
+        text = "goes on" if run.outcome.state == RUNNING else f"the run {run.outcome.state}"
+        rows.append(FaultRow(at, text, run.outcome.fault))
+    return tuple(rows)
 
 
 def _notes(run: RecordedRun, timeline: Timeline, in_words: InWords) -> tuple[tuple[str, str], ...]:
-    told = [
+    lines = [
         (format_seconds(max(timeline.at(event["time"]), 0.0)), line)
         for event in run.events
         if event["event"] not in NOT_NOTED
         for line in in_words(event)
     ]
-    more = len(told) - MOST_NOTES
-    return (
-        (*told[:MOST_NOTES], ("", f"and {more} more: see events*.jsonl")) if more > 0 else (*told,)
-    )
+    more = len(lines) - MOST_NOTES
+    if more > 0:
+        lines = [*lines[:MOST_NOTES], ("", f"and {more} more: see events*.jsonl")]
+    return tuple(lines)
 
 
 # --- writing -------------------------------------------------------------------------------------
-# Which runs a report is of, and where its files go: whole or not at all, over nothing foreign.
+# The folders that a report reads, and its files: written whole, and never over a foreign file.
 
 
 PAGE = "report.html"
@@ -365,7 +365,7 @@ RUNS, BENCHES, CHECKS = "runs", "benches", "checks"
 
 
 def kind_of(names: Sequence[str]) -> str:
-    """What these names are all of: runs, benches or checks; raises `RequestError` for a mixture."""
+    """The kind of these folders: runs, benches or checks. Raises `RequestError` for a mixture."""
     kinds = dict.fromkeys(map(_kind, names))
     if len(kinds) > 1:
         raise RequestError(
@@ -387,8 +387,8 @@ def _kind(name: str) -> str:
 
 
 def run_folders(names: Sequence[str]) -> list[Path]:
-    """The run folders of these names, each once; the folder of a sweep stands for its runs."""
-    found: dict[Path, Path] = {}
+    """The run folders of these names, without duplicates; the folder of a sweep means its runs."""
+    folders: dict[Path, Path] = {}
     for name in names:
         path = Path(name)
         if not path.is_dir():
@@ -399,15 +399,15 @@ def run_folders(names: Sequence[str]) -> list[Path]:
                 do="see `allranks runs` for those there are",
             )
         inside = [] if (path / "job.toml").is_file() else sorted(path.glob("*/job.toml"))
-        for one in [job.parent for job in inside] or [path]:
-            found.setdefault(one.resolve(), one)
-    return list(found.values())
+        for folder in [job.parent for job in inside] or [path]:
+            folders.setdefault(folder.resolve(), folder)
+    return list(folders.values())
 
 
 def page_path(paths: Sequence[Path], out: str | None) -> Path:
-    """Where the page goes; raises `RequestError` over a file that is no report."""
-    beside = paths[0] if paths[0].is_dir() else paths[0].parent
-    path = Path(out) if out else beside / PAGE if len(paths) == 1 else Path(PAGE)
+    """The path of the page. Raises `RequestError` if a file that is no report is there."""
+    folder = paths[0] if paths[0].is_dir() else paths[0].parent
+    path = Path(out) if out else folder / PAGE if len(paths) == 1 else Path(PAGE)
     _check(path, "--out")
     if path.is_file() and MARKER.encode() not in _beginning(path):
         raise RequestError(
@@ -420,7 +420,7 @@ def page_path(paths: Sequence[Path], out: str | None) -> Path:
 
 
 def trace_path(name: str | None) -> Path | None:
-    """Where the trace goes, if one is asked for; never over a file that is there."""
+    """The path of the trace, if any. Raises `RequestError` if a file that is no trace is there."""
     if name is None:
         return None
     path = Path(name)
@@ -436,7 +436,7 @@ def trace_path(name: str | None) -> Path | None:
 
 
 def write_file(path: Path, text: str, option: str) -> None:
-    """Write one file whole; raises `RequestError` where that cannot be."""
+    """Write one file atomically; raises `RequestError` if that fails."""
     try:
         write_whole(path, text.encode())
     except OSError as error:
@@ -449,7 +449,7 @@ def write_file(path: Path, text: str, option: str) -> None:
 
 
 def _check(path: Path, option: str) -> None:
-    """Raise `RequestError` unless a file of this name can be: its folder is there, and is one."""
+    """Raise `RequestError` unless `path` can be a file: it is no folder, and its parent is one."""
     if path.is_dir() or not path.parent.is_dir():
         raise RequestError(
             asked=f"{option} {path}",

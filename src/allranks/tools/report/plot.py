@@ -35,7 +35,7 @@ LINE, FAINT, DOTS, IDEAL = "line", "faint", "dots", "ideal"
 
 @dataclass(frozen=True)
 class PlotLine:
-    """One curve of a chart; `colour` counts the runs, and `label` names it where one points."""
+    """One curve of a chart; `colour` is the number of its run, `label` the name in its tooltip."""
 
     label: str
     series: Series
@@ -43,7 +43,7 @@ class PlotLine:
     style: str = LINE
     letter: str = ""
     ranges: tuple[tuple[float, float], ...] = ()
-    """Of each point its interval, drawn beside it; none where no point has one."""
+    """The interval of each point, drawn with it; empty if points have none."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Tick:
 
 @dataclass(frozen=True)
 class Path:
-    """What is drawn of one line: the line, its dots, and ticks below where it was not finite."""
+    """The SVG paths of one line: the line, its dots, and marks below points that are not finite."""
 
     d: str
     dots: str
@@ -68,7 +68,7 @@ class Path:
 
 @dataclass(frozen=True)
 class EndLabel:
-    """The letter of a run beside the end of its curve."""
+    """The letter of a run at the end of its curve."""
 
     place: float
     letter: str
@@ -77,9 +77,9 @@ class EndLabel:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves over one axis, of steps or of `x_title`. `from_zero` has that of values begin at zero.
+    """Curves over one axis, of steps or of `x_title`. `from_zero`: the axis of values begins at 0.
 
-    `x_ticks_at` are the only places with a number; with `x_is_log` they lie as their logarithms.
+    `x_ticks_at` are the only labelled places; with `x_is_log` the axis is logarithmic.
     """
 
     title: str
@@ -105,7 +105,7 @@ class Chart:
 
     @property
     def paths(self) -> list[Path]:
-        """What is drawn, faint lines first."""
+        """The paths in the order of drawing: faint lines first."""
         order = {FAINT: 0, IDEAL: 0, LINE: 1, DOTS: 2}
         lines = sorted(self.lines, key=lambda line: order[line.style])
         return [_path(line, self.scale) for line in lines]
@@ -113,31 +113,31 @@ class Chart:
     @property
     def x_ticks(self) -> list[Tick]:
         if self.x_ticks_at:
-            return [Tick(self.scale.left(x), f"{x:,g}") for x in self.x_ticks_at]
+            return [Tick(self.scale.x_percent(x), f"{x:,g}") for x in self.x_ticks_at]
         low, high = self.scale.x
         places = [x for x in nice_ticks(low, high, 6) if float(x).is_integer() and low <= x <= high]
-        return [Tick(self.scale.left(x), f"{x:,.0f}") for x in places]
+        return [Tick(self.scale.x_percent(x), f"{x:,.0f}") for x in places]
 
     @property
     def y_ticks(self) -> list[Tick]:
         low, high = self.scale.y
         values = log_ticks(low, high) if self.is_log else nice_ticks(low, high, 5)
         return [
-            Tick(self.scale.top(v), format_number(v))
+            Tick(self.scale.y_percent(v), format_number(v))
             for v in values
             if low <= v <= high * (1 + 1e-9)
         ]
 
     @property
     def end_labels(self) -> list[EndLabel]:
-        """Letters at the ends of the curves, pushed apart where they would lie on each other."""
+        """Letters at the ends of the curves, moved so that they do not overlap."""
         ends = {}
         for line in sorted(
             self.lines, key=lambda line: (IDEAL, FAINT, DOTS, LINE).index(line.style)
         ):
             finite = [y for y in line.series.ys if is_drawn(y)]
             if line.letter and finite:
-                ends[line.letter] = (self.scale.top(finite[-1]), line.letter, line.colour)
+                ends[line.letter] = (self.scale.y_percent(finite[-1]), line.letter, line.colour)
         ordered = sorted(ends.values())
         places = [top for top, _, _ in ordered]
         for i in range(1, len(places)):
@@ -153,8 +153,8 @@ class Chart:
 
     @property
     def alt(self) -> str:
-        """The chart in a sentence for each of its lines."""
-        told = [f"{self.title}{f' in {self.unit}' if self.unit else ''} by {self.x_title}."]
+        """The chart in words: a sentence for each line."""
+        sentences = [f"{self.title}{f' in {self.unit}' if self.unit else ''} by {self.x_title}."]
         for line in self.lines:
             points = [p for p in zip(line.series.xs, line.series.ys, strict=True)]
             finite = [(x, y) for x, y in points if is_drawn(y)]
@@ -162,36 +162,36 @@ class Chart:
                 (x0, y0), (x1, y1) = finite[0], finite[-1]
                 low = min(finite, key=lambda point: point[1])
                 high = max(finite, key=lambda point: point[1])
-                told.append(
+                sentences.append(
                     f"{line.label}: {format_number(y0)} at {x0:,.0f}, {format_number(y1)} at "
                     f"{x1:,.0f}; lowest {format_number(low[1])} at {low[0]:,.0f}, "
                     f"highest {format_number(high[1])} at {high[0]:,.0f}."
                 )
             if len(finite) < len(points):
                 count = len(points) - len(finite)
-                told.append(f"{line.label}: {count} points are not finite, or too large to draw.")
-        return " ".join(told)
+                sentences.append(f"{line.label}: {count} points not finite, or too large to draw.")
+        return " ".join(sentences)
 
     @property
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """The head and some rows of the numbers, evenly taken; a cell is the point nearest."""
+        """The head and some evenly spaced rows; each cell is the nearest point."""
         xs = sorted({x for line in self.lines for x in line.series.xs})
         count = min(TABLE_ROWS, len(xs))
-        kept = [xs[round(i * (len(xs) - 1) / max(count - 1, 1))] for i in range(count)]
-        apart = max((b - a for a, b in pairwise(kept)), default=1.0) / 2
+        shown = [xs[round(i * (len(xs) - 1) / max(count - 1, 1))] for i in range(count)]
+        reach = max((b - a for a, b in pairwise(shown)), default=1.0) / 2
         rows = []
-        for x in dict.fromkeys(kept):
+        for x in dict.fromkeys(shown):
             cells = []
             for line in self.lines:
                 point = line.series.nearest(x)
-                is_near = point is not None and abs(point[0] - x) <= apart
+                is_near = point is not None and abs(point[0] - x) <= reach
                 cells.append(format_number(point[1], 5) if point and is_near else "")
             rows.append([f"{x:,.0f}", *cells])
         return [self.x_title, *(line.label for line in self.lines)], rows
 
     @property
     def data(self) -> dict[str, object]:
-        """What the page's script needs to say the values under the pointer."""
+        """The data from which the page's script shows the values under the pointer."""
         lines = [
             {
                 "label": line.label,
@@ -201,26 +201,26 @@ class Chart:
             }
             for line in self.lines
         ]
-        told = {"x": list(self.scale.x), "x_title": self.x_title, "lines": lines}
-        return told | ({"x_is_log": True} if self.x_is_log else {})
+        values = {"x": list(self.scale.x), "x_title": self.x_title, "lines": lines}
+        return values | ({"x_is_log": True} if self.x_is_log else {})
 
 
 @dataclass(frozen=True)
 class Scale:
-    """From numbers to percent of the frame."""
+    """Maps numbers to percent of the frame, from its left and its top."""
 
     x: tuple[float, float]
     y: tuple[float, float]
     is_log: bool
     x_is_log: bool = False
 
-    def left(self, x: float) -> float:
+    def x_percent(self, x: float) -> float:
         low, high = self.x
         if self.x_is_log:
             low, high, x = math.log10(low), math.log10(high), math.log10(x)
         return round(100 * (x - low) / (high - low), 3)
 
-    def top(self, y: float) -> float:
+    def y_percent(self, y: float) -> float:
         low, high = self.y
         if self.is_log:
             low, high, y = math.log10(low), math.log10(high), math.log10(y)
@@ -228,7 +228,7 @@ class Scale:
 
 
 def is_drawn(y: float) -> bool:
-    """Whether a number has a place on an axis: it is finite, and so is what is reckoned with it."""
+    """Whether a number has a place on an axis: finite, and small enough to compute with."""
     return math.isfinite(y) and abs(y) < LARGEST
 
 
@@ -236,18 +236,18 @@ def _scale_of(lines: Iterable[PlotLine], from_zero: bool, x_is_log: bool) -> Sca
     xs = [x for line in lines for x in line.series.xs] or [0.0, 1.0]
     ys = [y for line in lines for y in (*line.series.ys, *_flat(line.ranges)) if is_drawn(y)]
     ys = ys or [0.0, 1.0]
-    left, right = min(xs), max(xs)
-    if left == right:
-        left, right = (left / 1.5, right * 1.5) if x_is_log else (left - 0.5, right + 0.5)
+    first, last = min(xs), max(xs)
+    if first == last:
+        first, last = (first / 1.5, last * 1.5) if x_is_log else (first - 0.5, last + 0.5)
     low, high = min(ys), max(ys)
     if low > 1 / LARGEST and high / low >= LOG_FROM and not from_zero:
         room = (high / low) ** MARGIN
-        return Scale((left, right), (low / room, high * room), True, x_is_log)
+        return Scale((first, last), (low / room, high * room), True, x_is_log)
     if from_zero:
         low = min(low, 0.0)
     room = MARGIN * (high - low) or abs(high) * MARGIN or 0.5
     below = low if from_zero and low == 0 else low - room
-    return Scale((left, right), (below, high + room), False, x_is_log)
+    return Scale((first, last), (below, high + room), False, x_is_log)
 
 
 def _flat(ranges: Sequence[tuple[float, float]]) -> Iterable[float]:
@@ -255,15 +255,15 @@ def _flat(ranges: Sequence[tuple[float, float]]) -> Iterable[float]:
 
 
 def _path(line: PlotLine, scale: Scale) -> Path:
-    """The path of a line; it is broken where a number is not finite, and dots are short strokes."""
+    """The path of a line, with a gap where a number is not finite; dots are short strokes."""
     parts, gaps, dots, pen_down = [], [], [], False
     for x, y in zip(line.series.xs, line.series.ys, strict=True):
-        left = scale.left(x) * FRAME / 100
+        across = scale.x_percent(x) * FRAME / 100
         if not is_drawn(y):
-            gaps.append(f"M{left:.1f} {FRAME:.0f}v{-0.04 * FRAME:.0f}")
+            gaps.append(f"M{across:.1f} {FRAME:.0f}v{-0.04 * FRAME:.0f}")
             pen_down = False
             continue
-        at = f"{left:.1f} {scale.top(y) * FRAME / 100:.1f}"
+        at = f"{across:.1f} {scale.y_percent(y) * FRAME / 100:.1f}"
         parts.append(f"{'L' if pen_down else 'M'}{at}")
         dots.append(f"M{at}h0")
         pen_down = True
@@ -279,9 +279,9 @@ def _ranges(line: PlotLine, scale: Scale) -> str:
     strokes = []
     for x, (low, high) in zip(line.series.xs, line.ranges, strict=True):
         if is_drawn(low) and is_drawn(high) and high > low:
-            left, top, bottom = scale.left(x), scale.top(high), scale.top(low)
+            across, top, bottom = scale.x_percent(x), scale.y_percent(high), scale.y_percent(low)
             unit = FRAME / 100
-            strokes.append(f"M{left * unit:.1f} {top * unit:.1f}V{bottom * unit:.1f}")
+            strokes.append(f"M{across * unit:.1f} {top * unit:.1f}V{bottom * unit:.1f}")
     return "".join(strokes)
 
 
@@ -296,7 +296,7 @@ def nice_ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> Sequence[float]:
-    """Powers of ten; with their doubles and halves where there would be few."""
+    """Powers of ten; also 2 and 5 times those if there would be few."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     tens = [10.0**n for n in powers if low <= 10.0**n <= high]
     if len(tens) > 3:
@@ -314,85 +314,86 @@ NONE = Series("", (), ())
 
 
 def letter_of(number: int) -> str:
-    """A, B, …, Z, A2, B2: what a run is called in the curves of several."""
+    """The letter of a run in a page of several: A, B, …, Z, A2, B2."""
     turn, place = divmod(number, len(LETTERS))
     return LETTERS[place] + (str(turn + 1) if turn else "")
 
 
 def charts_of(runs: Sequence[RecordedRun]) -> list[Chart]:
-    """The charts of these runs, curves overlaid; those without a number are left out."""
-    found = [_loss(runs), *_metrics(runs), _speed(runs), *_rates(runs)]
-    return [chart for chart in found if chart.lines]
+    """The charts of these runs, with their curves overlaid; empty charts are left out."""
+    charts = [_loss(runs), *_metrics(runs), _speed(runs), *_rates(runs)]
+    return [chart for chart in charts if chart.lines]
 
 
 def constants_of(runs: Sequence[RecordedRun]) -> list[str]:
-    """The rates that were the same at every step of all runs, in words: they need no chart."""
-    told = []
+    """In words, the rates that are constant in all runs: they need no chart."""
+    sentences = []
     for name, title in RATES.items():
         values = _first_values([column(run, name) for run in runs])
         if len(values) == 1:
-            told.append(f"{title}: {values.pop()} at every step.")
-    return told
+            sentences.append(f"{title}: {values.pop()} at every step.")
+    return sentences
 
 
 def _first_values(series: Sequence[Series]) -> set[str]:
-    """The value of all as a person reads it, or the first two: 0.003 is the same in 32 bits."""
-    found: set[str] = set()
-    for one in series:
-        for y, _ in groupby(one.ys):
-            found.add(format_number(y, 5))
-            if len(found) > 1:
-                return found
-    return found
+    """The first two distinct values as they are printed, so that 0.003 equals itself in 32 bits."""
+    values: set[str] = set()
+    for curve in series:
+        for y, _ in groupby(curve.ys):
+            values.add(format_number(y, 5))
+            if len(values) > 1:
+                return values
+    return values
 
 
 def _lines(
     runs: Sequence[RecordedRun],
     series: Sequence[Series],
-    what: str,
+    label: str,
     styles: Sequence[str] | str = LINE,
 ) -> list[PlotLine]:
-    """A line for each run that has one, named after its run where there are several."""
+    """A line for each run with this series; with several runs, each has its letter."""
     several = len(runs) > 1
     each = [styles] * len(runs) if isinstance(styles, str) else styles
-    found = []
-    for number, (one, style) in enumerate(zip(series, each, strict=True)):
+    lines = []
+    for number, (curve, style) in enumerate(zip(series, each, strict=True)):
         letter = letter_of(number) if several else ""
-        if one:
-            found.append(PlotLine(f"{letter} {what}".strip(), one, number % COLOURS, style, letter))
-    return found
+        if curve:
+            name = f"{letter} {label}".strip()
+            lines.append(PlotLine(name, curve, number % COLOURS, style, letter))
+    return lines
 
 
 def _loss(runs: Sequence[RecordedRun]) -> Chart:
     each = [column(run, "loss") for run in runs]
-    mean = [means(one) for one in each]
+    mean = [means(curve) for curve in each]
     evaluated = [evaluations(run).get("loss", NONE) for run in runs]
-    told = []
+    notes = []
     if any(mean):
-        windows = ", ".join(str(n) for n in sorted({one.window for one in mean if one}))
-        told.append(f"thin: each step; line: mean of {windows} steps")
+        windows = ", ".join(str(n) for n in sorted({curve.window for curve in mean if curve}))
+        notes.append(f"thin: each step; line: mean of {windows} steps")
     if any(evaluated):
-        told.append("dots: evaluation")
+        notes.append("dots: evaluation")
     lines = (
-        *_lines(runs, each, "training", [FAINT if one else LINE for one in mean]),
+        *_lines(runs, each, "training", [FAINT if curve else LINE for curve in mean]),
         *_lines(runs, mean, "training, mean"),
         *_lines(runs, evaluated, "evaluation", DOTS),
     )
-    return Chart("Loss", lines, note="; ".join(told))
+    return Chart("Loss", lines, note="; ".join(notes))
 
 
 def _metrics(runs: Sequence[RecordedRun]) -> list[Chart]:
-    found = [evaluations(run) for run in runs]
+    metrics = [evaluations(run) for run in runs]
     names = dict.fromkeys(
         name
-        for one in found
-        for name, series in one.items()
-        if name != "loss" and len(series.xs) > 1  # of one number the tables tell
+        for by_name in metrics
+        for name, series in by_name.items()
+        if name != "loss" and len(series.xs) > 1  # the tables show single numbers
     )
     return [
         Chart(
             f"Evaluation: {name}",
-            tuple(_lines(runs, [one.get(name, NONE) for one in found], name, DOTS)),
+            tuple(_lines(runs, [by_name.get(name, NONE) for by_name in metrics], name, DOTS)),
         )
         for name in names
     ]
@@ -400,7 +401,7 @@ def _metrics(runs: Sequence[RecordedRun]) -> list[Chart]:
 
 def _speed(runs: Sequence[RecordedRun]) -> Chart:
     series = [samples_per_s(run) for run in runs]
-    windows = ", ".join(str(n) for n in sorted({one.window for one in series if one}))
+    windows = ", ".join(str(n) for n in sorted({curve.window for curve in series if curve}))
     note = f"mean of {windows} steps"
     lines = tuple(_lines(runs, series, "samples/s"))
     return Chart("Throughput", lines, unit="samples/s", note=note, from_zero=True)

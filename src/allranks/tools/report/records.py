@@ -1,6 +1,6 @@
-"""What one run folder holds, read once: the job, the events, the rows of the metrics, placements.
+"""The records of one run folder, read once: the job, its events, metrics and placements.
 
-A job may be writing meanwhile: a torn last line is not read, and what is not there yet is empty.
+A job may still be writing: an incomplete last line is skipped, and missing records are empty.
 Nothing is written, and no framework is needed.
 """
 
@@ -29,7 +29,7 @@ from allranks.launcher.heartbeat import PHASES
 from allranks.training.record.phases import MemoryPeaks, held_in, phases_path
 
 # --- outcome -------------------------------------------------------------------------------------
-# How a run stands: its job, and from its events its state, its result and its first fault.
+# The state of a run: its job, and from its events its state, its result and its first fault.
 
 
 ENDS = ("done", "stopped", "failed", "interrupted")
@@ -38,9 +38,9 @@ RUNNING, KILLED = "running", "killed"
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """How a run stands; `state` is one of `ENDS`, `running`, or `killed` with its supervisor.
+    """The state of a run: one of `ENDS`, `running`, or `killed` together with its supervisor.
 
-    `summary` is what the leader said at the end, `fault` the report of who failed first.
+    `summary` is the leader's at the end, `fault` the report of the rank that failed first.
     """
 
     state: str
@@ -49,7 +49,7 @@ class RunOutcome:
 
 
 def read_job(path: Path) -> dict[str, Any]:
-    """The job of a run folder; raises `RequestError` where its file is not what a job writes."""
+    """The job of a run folder; raises `RequestError` if a job did not write its file."""
     try:
         job = tomllib.loads((path / "job.toml").read_text())
         return {**job, "program": job["program"], "ranks": job["ranks"]}
@@ -63,7 +63,7 @@ def read_job(path: Path) -> dict[str, Any]:
 
 
 def outcome_of(path: Path, events: Iterable[dict[str, Any]], is_running: bool) -> RunOutcome:
-    """How the run in `path` stands by its events, which are in order of time."""
+    """The state of the run in `path`, from its events in order of time."""
     summary, fault = None, None
     state = RUNNING if is_running else KILLED
     restarts = 0
@@ -87,7 +87,7 @@ NEEDED = {
     "evaluated": ("step", "metrics"),
     "bad_step": ("step", "bad"),
 }
-"""What an event must have beside its name and its time, where it is read here."""
+"""The fields that this reader needs in an event, besides its name and its time."""
 
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 COMMAND = "run"  # the `kind` of a job that is a script of any framework
@@ -97,11 +97,11 @@ RATES = {
     "grad_norm": "Gradient norm before clipping",
     "loss_scale": "Loss scale of fp16",
 }
-"""What a row may have beside its loss, and what a chart calls it."""
+"""The optional columns of a row, and their names in charts."""
 
 
 class MetricsRow(NamedTuple):
-    """One row of `metrics.jsonl`, without its rates; `step` steps are done with it."""
+    """One row of `metrics.jsonl`, without its rates; `step` counts from 1."""
 
     step: int
     epoch: int | None
@@ -151,7 +151,7 @@ class MetricsRows:
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """What a run has recorded up to `read_at` (wall clock); `label` tells it from other runs."""
+    """The records of a run up to `read_at` (wall clock); `label` distinguishes it."""
 
     path: Path
     label: str
@@ -166,65 +166,65 @@ class RecordedRun:
 
     @property
     def is_command(self) -> bool:
-        """Whether it is a script that `allranks run` has started: no rank of it speaks."""
+        """Whether it is a script that `allranks run` started: its ranks write no events."""
         return self.job.get("kind") == COMMAND
 
     @property
     def is_one_graph(self) -> bool:
-        """Whether a step computes and communicates in one call, so that no rank tells them apart.
+        """Whether a step computes and communicates in one call, so that no rank can time both.
 
-        TensorFlow's does: its ranks are in `exchange` all the while.
+        This is so for TensorFlow: its ranks are always in `exchange`.
         """
         return self.job.get("engine") == TENSORFLOW
 
     @property
     def ranks(self) -> int:
-        """The ranks that were asked for."""
+        """The number of ranks of the job."""
         return int(self.job["ranks"])
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """What the leader said at the end; empty where it said nothing."""
+        """The leader's summary at the end; empty if there is none."""
         return self.outcome.summary or {}
 
     @cached_property
     def speakers(self) -> tuple[int, ...]:
-        """The ranks that appear: those of the job, and servers or evaluators on top that spoke."""
+        """The ranks on the page: those of the job, and servers or evaluators with events."""
         spoke = {event["rank"] for event in self.events if event["rank"] is not None}
         return tuple(sorted(spoke | set(range(self.ranks))))
 
     def of(self, name: str, rank: int | None = None) -> list[Event]:
-        """The events of this name that the supervisor wrote, or a rank, in order of time."""
+        """The events of this name that a rank (`None`: the supervisor) wrote, in order of time."""
         return [e for e in self.events if e["event"] == name and e["rank"] == rank]
 
     @cached_property
     def starts(self) -> dict[int, Event]:
-        """Of each attempt that steps are left of: its first step, and what the leader said of it.
+        """The first step of each attempt, with the leader's event.
 
-        An attempt that began from an earlier step has taken the place of what came before.
+        An attempt that began from an earlier step replaces the attempts after that step.
         """
-        found: dict[int, Event] = {}
+        starts: dict[int, Event] = {}
         for event in self.of("training", 0):
             first = int(event["step"])
-            found = {step: one for step, one in found.items() if step < first} | {first: event}
-        return found
+            starts = {step: e for step, e in starts.items() if step < first} | {first: event}
+        return starts
 
     @cached_property
-    def held(self) -> dict[int, MemoryPeaks]:
-        """The most memory that each rank had in use at once, of those that said it."""
+    def memory_peaks(self) -> dict[int, MemoryPeaks]:
+        """The peak memory of each rank that has written it."""
         return held_in(self.events)
 
     @cached_property
     def hosts(self) -> dict[int, str]:
-        """On which host each rank was last, of those that are known."""
-        found = {}
+        """The last known host of each rank."""
+        hosts = {}
         for event in self.events:
             if event["event"] == "ready" and event["rank"] is not None and event.get("host"):
-                found[event["rank"]] = str(event["host"])
+                hosts[event["rank"]] = str(event["host"])
             elif event["event"] == "attempt" and event.get("hosts"):
                 names = [host["name"] for host in event["hosts"] for _ in range(host["processes"])]
-                found.update(enumerate(map(str, names)))
-        return found
+                hosts.update(enumerate(map(str, names)))
+        return hosts
 
     @cached_property
     def nodes(self) -> tuple[str, ...]:
@@ -233,7 +233,7 @@ class RecordedRun:
 
 
 def read_run(path: Path, label: str) -> RecordedRun:
-    """The records of a run folder; raises `RequestError` where it is none, or not to be read."""
+    """The records of a run folder; raises `RequestError` if it is none, or cannot be read."""
     if not (path / "job.toml").is_file():
         raise RequestError(
             asked=f"report {path}",
@@ -263,9 +263,9 @@ def read_run(path: Path, label: str) -> RecordedRun:
 
 @contextmanager
 def understood(paths: Sequence[Path]) -> Iterator[None]:
-    """Within, what the records of these runs cannot be read as is a `RequestError`.
+    """A context in which an unreadable record of these runs raises a `RequestError`.
 
-    Its `found` says where it came up: a report reads files that somebody may have changed.
+    Its `found` names the line of code: a report reads files that somebody may have edited.
     """
     try:
         yield
@@ -281,7 +281,7 @@ def understood(paths: Sequence[Path]) -> Iterator[None]:
 
 
 def _read(path: Path, label: str, job: dict[str, Any]) -> RecordedRun:
-    is_running = is_in_use(path)  # before the events: an end that comes between is then in them
+    is_running = is_in_use(path)  # before the events, which then hold an end that comes between
     events = read_events(path)
     for event in events:
         event["time"] = float(event["time"])
@@ -297,15 +297,15 @@ def _read(path: Path, label: str, job: dict[str, Any]) -> RecordedRun:
         events=tuple(events),
         rows=rows,
         placements=tuple(read_placements(path, int(job["ranks"]))),
-        checkpoints=tuple(sorted(step_of(one) for one in committed(path / CHECKPOINTS))),
+        checkpoints=tuple(sorted(step_of(folder) for folder in committed(path / CHECKPOINTS))),
         phases=_phases(path, int(job["ranks"])),
         read_at=time.time(),
     )
 
 
 def _phases(path: Path, ranks: int) -> dict[int, tuple[dict[str, Any], ...]]:
-    """The rows of `--log phases` by rank, checked; empty where the job was not asked for them."""
-    found = {}
+    """The rows of `--log phases` by rank, checked; empty without that option."""
+    phases = {}
     for rank in range(ranks):
         rows = tuple(read_rows(phases_path(path, rank)))
         for row in rows:
@@ -313,8 +313,8 @@ def _phases(path: Path, ranks: int) -> dict[int, tuple[dict[str, Any], ...]]:
             row["from"] = float(row["from"])
             row["spans"] = [(PHASES[number], int(a), int(us)) for number, a, us in row["spans"]]
         if rows:
-            found[rank] = rows
-    return found
+            phases[rank] = rows
+    return phases
 
 
 def _is_empty(path: Path) -> bool:
@@ -322,7 +322,7 @@ def _is_empty(path: Path) -> bool:
 
 
 def labels_of(paths: list[Path]) -> list[str]:
-    """The shortest ends of the paths that tell them apart: the last folder, or more of them."""
+    """The shortest unique ends of the paths: the last folder, or more of them."""
     for count in range(1, max(len(path.parts) for path in paths) + 1):
         labels = ["/".join(path.parts[-count:]) for path in paths]
         if len(set(labels)) == len(labels):

@@ -34,6 +34,6 @@ def run_to_data(run: RecordedRun) -> dict[str, Any]:
         "checkpoints": run.checkpoints,
         "curves": curves,
         "spans": [dataclasses.asdict(span) for span in timeline.spans],
-        "seconds_per_step": {str(rank): one for rank, one in mean.items()},
+        "seconds_per_step": {str(rank): seconds for rank, seconds in mean.items()},
         **bars_to_data(run),
     }

@@ -1,4 +1,4 @@
-"""The tables of the page: what differs between runs, where ranks lie, versions, what was asked."""
+"""The tables of the page: differences between runs, placement, versions, and options."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from allranks.tools.report.plot import letter_of
 from allranks.tools.report.records import RecordedRun
 from allranks.tools.report.timeline import timeline_of
 
-APART = ("schema", "source", "task", "run_dir", "kind")
+NOT_VALUES = ("schema", "source", "task", "run_dir", "kind")
 DIGEST_SHOWN = 12
 LEFT, RIGHT = "", "number"
 
@@ -31,31 +31,31 @@ class Table:
     kinds: tuple[str, ...]
 
 
-def given(job: dict[str, Any]) -> dict[str, Any]:
+def values_of(job: dict[str, Any]) -> dict[str, Any]:
     """The values of a job and of its task by name, `task.lr` for a field."""
     task = {f"task.{name}": value for name, value in job.get("task", {}).items()}
-    return {name: value for name, value in job.items() if name not in APART} | task
+    return {name: value for name, value in job.items() if name not in NOT_VALUES} | task
 
 
 def differences(runs: Sequence[RecordedRun]) -> Table:
-    """What was asked that is not the same of all runs: a row for each value, a column for a run."""
-    values = [given(run.job) for run in runs]
-    names = dict.fromkeys(name for one in values for name in one)
+    """The values that differ between runs: a row for each value, a column for each run."""
+    values = [values_of(run.job) for run in runs]
+    names = dict.fromkeys(name for job in values for name in job)
     rows = []
     for name in names:
-        cells = [_plain(one.get(name)) for one in values]
+        cells = [_plain(job.get(name)) for job in values]
         if len(set(cells)) > 1:
             rows.append((name, *cells))
-    return _beside(runs, rows, LEFT)
+    return _by_run(runs, rows, LEFT)
 
 
 def results(runs: Sequence[RecordedRun]) -> Table:
-    """How the runs ended, beside each other; speeds with their ratio to the first."""
+    """The results of the runs side by side; speeds with their ratio to the first."""
     lines: dict[str, list[str]] = {"state": [run.outcome.state for run in runs]}
-    found = [evaluations(run) for run in runs]
-    for name in dict.fromkeys(name for one in found for name in one):
+    metrics = [evaluations(run) for run in runs]
+    for name in dict.fromkeys(name for by_name in metrics for name in by_name):
         lines[f"{name}, last evaluation"] = [
-            format_number(one[name].ys[-1]) if one.get(name) else UNKNOWN for one in found
+            format_number(m[name].ys[-1]) if m.get(name) else UNKNOWN for m in metrics
         ]
     lines["training loss, last epoch"] = [_number(run.summary.get("train_loss")) for run in runs]
     lines["steps"] = [steps_of(run) for run in runs]
@@ -71,54 +71,54 @@ def results(runs: Sequence[RecordedRun]) -> Table:
     lines["weights, sha256"] = [
         digest if digest == UNKNOWN else f"{digest[:DIGEST_SHOWN]}…" for digest in digests
     ]
-    return _beside(runs, [(name, *cells) for name, cells in lines.items()])
+    return _by_run(runs, [(name, *cells) for name, cells in lines.items()])
 
 
 def same_weights(runs: Sequence[RecordedRun]) -> list[str]:
-    """Which runs ended with the same bits, a sentence for each set of them."""
-    found: dict[str, list[str]] = {}
+    """The runs that ended with the same bits, a sentence for each group."""
+    letters: dict[str, list[str]] = {}
     for number, run in enumerate(runs):
         digest = run.summary.get("weights_sha256")
         if digest:
-            found.setdefault(str(digest), []).append(letter_of(number))
-    same = [f"{', '.join(who)} ended with the same weights, bit for bit."
-            for who in found.values() if len(who) > 1]  # fmt: skip
-    return same or (["No two ended with the same bits."] if len(found) > 1 else [])
+            letters.setdefault(str(digest), []).append(letter_of(number))
+    same = [f"{', '.join(group)} ended with the same weights, bit for bit."
+            for group in letters.values() if len(group) > 1]  # fmt: skip
+    return same or (["No two ended with the same bits."] if len(letters) > 1 else [])
 
 
-def _beside(runs: Sequence[RecordedRun], rows: list[tuple[str, ...]], kind: str = RIGHT) -> Table:
+def _by_run(runs: Sequence[RecordedRun], rows: list[tuple[str, ...]], kind: str = RIGHT) -> Table:
     head = ("", *(f"{letter_of(number)} {run.label}" for number, run in enumerate(runs)))
     return Table(head, tuple(rows), (LEFT, *[kind] * len(runs)))
 
 
 def steps_of(run: RecordedRun) -> str:
-    """Steps that were made, and of how many where it ended earlier."""
-    made = run.rows.steps[-1] if run.rows else run.summary.get("steps")
-    if made is None:
+    """The number of steps, and the planned number if the run ended earlier."""
+    done = run.rows.steps[-1] if run.rows else run.summary.get("steps")
+    if done is None:
         return UNKNOWN
     starts = run.of("training", 0)
     total = starts[-1].get("total_steps") if starts else None
-    return f"{made:,}" if total in (None, made) else f"{made:,} of {total:,}"
+    return f"{done:,}" if total in (None, done) else f"{done:,} of {total:,}"
 
 
 def sent_per_step(run: RecordedRun) -> str:
-    """The bytes of gradients and weights that rank 0 sent in a step; "" where nobody counted."""
-    sent = run.summary.get("sent_bytes")
-    if not isinstance(sent, dict):
+    """The bytes of gradients and weights that rank 0 sent per step; "" if unknown."""
+    sent_bytes = run.summary.get("sent_bytes")
+    if not isinstance(sent_bytes, dict):
         return ""
     steps = int(run.summary["steps"]) - int(run.summary.get("resumed_from_step") or 0)
-    return format_bytes(sent.get("gradients", 0) / max(steps, 1))
+    return format_bytes(sent_bytes.get("gradients", 0) / max(steps, 1))
 
 
 def placement(run: RecordedRun) -> Table:
-    """Which rank is where: host, coordinates on the mesh, device, what it holds."""
-    held = {one.rank: one for one in run.placements}
+    """The placement of each rank: host, coordinates on the mesh, device, bytes that it holds."""
+    placements = {entry.rank: entry for entry in run.placements}
     axes, places = _mesh(run)
     rows = []
     for rank in run.speakers:
-        totals = held[rank].totals if rank in held else ()
+        totals = placements[rank].totals if rank in placements else ()
         devices = ", ".join(dict.fromkeys(total.device for total in totals)) or UNKNOWN
-        size = held[rank].all_bytes if rank in held else None
+        size = placements[rank].all_bytes if rank in placements else None
         node = run.nodes.index(run.hosts[rank]) if rank in run.hosts else None
         rows.append(
             (
@@ -137,15 +137,15 @@ def placement(run: RecordedRun) -> Table:
 
 
 def role_of(run: RecordedRun, rank: int) -> str:
-    """What a rank said that it is; who says nothing trains."""
-    said = [event["role"] for event in run.of("ready", rank) if event.get("role")]
-    return str(said[-1]) if said else "script" if run.is_command else "trains"
+    """The role that a rank has written; a rank without one trains."""
+    roles = [event["role"] for event in run.of("ready", rank) if event.get("role")]
+    return str(roles[-1]) if roles else "script" if run.is_command else "trains"
 
 
 def _mesh(run: RecordedRun) -> tuple[tuple[str, ...], dict[int, tuple[str, ...]]]:
-    """The axes of the strategy, and where each rank lies along them.
+    """The axes of the strategy, and the coordinates of each rank.
 
-    Nothing where unknown, and where all ranks hold the same.
+    Empty if unknown, or if all ranks hold the same.
     """
     if run.is_command or not run.job.get("strategy"):
         return (), {}
@@ -162,12 +162,13 @@ def _mesh(run: RecordedRun) -> tuple[tuple[str, ...], dict[int, tuple[str, ...]]
 def environment(run: RecordedRun) -> Table:
     """The variables that the job recorded, redacted as it did."""
     started = run.of("started")
-    found = started[-1].get("environment", {}) if started else {}
-    return Table(("variable", "value"), tuple((n, str(v)) for n, v in found.items()), (LEFT, LEFT))
+    variables = started[-1].get("environment", {}) if started else {}
+    rows = tuple((name, str(value)) for name, value in variables.items())
+    return Table(("variable", "value"), rows, (LEFT, LEFT))
 
 
 def machine(run: RecordedRun) -> Table:
-    """Versions and threads, as the ranks found them: once where all found the same."""
+    """Versions and threads as the ranks recorded them; one row where all agree."""
     facts: dict[str, dict[str, list[int]]] = {}
     for rank in run.speakers:
         for event in run.of("ready", rank)[-1:]:
@@ -182,10 +183,10 @@ def machine(run: RecordedRun) -> Table:
     return Table(("fact", "value"), tuple(rows), (LEFT, LEFT))
 
 
-def asked(run: RecordedRun) -> Table:
-    """Every value that somebody gave, with where it came from; not those that are defaults."""
+def chosen_values(run: RecordedRun) -> Table:
+    """Every value that is not a default, with its source."""
     sources = run.job.get("source", {})
-    values = given(run.job).items()
+    values = values_of(run.job).items()
     rows = [
         (name, _plain(value), str(sources.get(name, "")))
         for name, value in values
@@ -197,18 +198,18 @@ def asked(run: RecordedRun) -> Table:
 
 
 def job_toml(run: RecordedRun) -> str:
-    """The job as it was resolved, without where its values came from."""
+    """The resolved job, without the sources of its values."""
     return write_toml({name: value for name, value in run.job.items() if name != "source"})
 
 
 def command_again(run: RecordedRun) -> str:
-    """The command that was given, or the one that takes the whole job from its file."""
+    """The command that repeats the run; it names the job file if options are not enough."""
     sources = run.job.get("source", {})
     path = shlex.quote(str(run.path / "job.toml"))
     if run.is_command:
         return f"allranks run --ranks {run.ranks} -- {run.job.get('command', '')}"
     words = [shlex.quote(str(run.job["program"]))]
-    for name, value in given(run.job).items():
+    for name, value in values_of(run.job).items():
         if name == "program" or sources.get(name, "default") == "default":
             continue
         if sources[name] != "command line" or value is False or value == HIDDEN:
@@ -218,11 +219,11 @@ def command_again(run: RecordedRun) -> str:
 
 
 def _option(name: str, value: Any) -> str:
-    said = "" if value == "" else _plain(value)
+    text = "" if value == "" else _plain(value)
     if name.startswith("task."):
-        return shlex.join(["--set", f"{name.removeprefix('task.')}={said}"])
+        return shlex.join(["--set", f"{name.removeprefix('task.')}={text}"])
     flag = f"--{name.replace('_', '-')}"
-    return flag if value is True else shlex.join([flag, said])
+    return flag if value is True else shlex.join([flag, text])
 
 
 def _plain(value: Any) -> str:

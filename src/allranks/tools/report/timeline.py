@@ -1,14 +1,14 @@
-"""When each rank was in which phase, and what happened meanwhile, as far as events tell.
+"""The phases of each rank over time, and what happened, from the events of a run.
 
-A rank says when it is ready, when it has made its first step, and when it is done; the supervisor
-says when an attempt begins, and how it ended. So an attempt of a rank is three spans:
+A rank writes when it is ready, when it has made its first step, and when it is done; the supervisor
+writes when an attempt begins, and how it ended. So each attempt of a rank has three spans:
 
     starting    from the attempt to `ready`: the process, the framework, the model, the data
     preparing   from `ready` to `training`: a checkpoint is loaded, and the first step made
     training    from there to its own end, or to that of the attempt
 
-Events carry the wall clock of their host. Time in which nothing ran, between a stop and the day on
-which the job went on, is cut out.
+Events carry the wall clock of their host. Time in which nothing ran, between a stop and a later
+resume, is cut out.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MARKED = ("evaluated", "bad_step", "failed", "straggler", "worker_lost", "learne
 
 @dataclass(frozen=True)
 class TimelineSpan:
-    """One rank in one phase, in seconds since the start of the run; `open` while it goes on."""
+    """One rank in one phase, in seconds since the start of the run; `open` while it lasts."""
 
     rank: int
     phase: str
@@ -51,7 +51,7 @@ class TimelineSpan:
 
 @dataclass(frozen=True)
 class TimelineMark:
-    """Something that happened at one moment; `rank` `None` is the supervisor."""
+    """An event at one moment; `rank` `None` is the supervisor."""
 
     rank: int | None
     at_s: float
@@ -69,7 +69,7 @@ class IdleGap:
 
 @dataclass(frozen=True)
 class Timeline:
-    """All spans and marks of a run; `seconds` is its length without what is cut out."""
+    """All spans and marks of a run; `seconds` is its length without the idle gaps."""
 
     seconds: float
     spans: tuple[TimelineSpan, ...]
@@ -80,7 +80,7 @@ class Timeline:
 
 
 def timeline_of(run: RecordedRun) -> Timeline:
-    """The timeline of a run up to its end, or to the moment at which a running one was read."""
+    """The timeline of a run up to its end, or for a running one up to `read_at`."""
     begins = [event["time"] for event in run.events if event["event"] == "started"]
     start = begins[0] if begins else run.events[0]["time"]
     last = run.read_at if run.outcome.state == RUNNING else run.events[-1]["time"]
@@ -101,31 +101,31 @@ def timeline_of(run: RecordedRun) -> Timeline:
 
 
 def _gaps(run: RecordedRun) -> list[tuple[float, float]]:
-    """From the last sign of one start of the job to the next start, by the wall clock."""
-    found = []
+    """Idle times between the last event of one start of the job and the next, by the wall clock."""
+    gaps = []
     for before, event in pairwise(run.events):
         if event["event"] == "started" and event["rank"] is None:
-            found.append((before["time"], event["time"]))
-    return [gap for gap in found if gap[1] > gap[0]]
+            gaps.append((before["time"], event["time"]))
+    return [gap for gap in gaps if gap[1] > gap[0]]
 
 
 def _attempts(run: RecordedRun, last: float) -> list[tuple[int, float, float, bool]]:
     """(number, begin, end, whether it goes on) of each attempt, by the wall clock."""
-    found: list[tuple[int, float, float, bool]] = []
+    attempts: list[tuple[int, float, float, bool]] = []
     number, began = -1, None
     for event in run.events:
         if event["rank"] is not None:
             continue
         if event["event"] == "attempt":
             if began is not None:
-                found.append((number, began, event["time"], False))
+                attempts.append((number, began, event["time"], False))
             number, began = int(event["attempt"]), event["time"]
         elif event["event"] in OVER and began is not None:
-            found.append((number, began, event["time"], False))
+            attempts.append((number, began, event["time"], False))
             began = None
     if began is not None:
-        found.append((number, began, last, run.outcome.state == RUNNING))
-    return found
+        attempts.append((number, began, last, run.outcome.state == RUNNING))
+    return attempts
 
 
 def _spans(
@@ -161,7 +161,7 @@ def _first(events: list[Event], name: str) -> float | None:
 
 
 def _marked(event: dict[str, Any]) -> str:
-    """What a mark says in a few words."""
+    """The text of a mark."""
     name, step = event["event"], event.get("step")
     after = f" after step {step}" if step is not None else ""
     if name == "evaluated":
@@ -172,8 +172,8 @@ def _marked(event: dict[str, Any]) -> str:
         resumes = event.get("resumes_from")
         return first if resumes is None else f"{first}; again from step {resumes}"
     if name == "failed":
-        said = event.get("report") or f"{event.get('kind', '')}: {event.get('message', '')}"
-        return f"failed: {str(said).partition(chr(10))[0]}"
+        report = event.get("report") or f"{event.get('kind', '')}: {event.get('message', '')}"
+        return f"failed: {str(report).partition(chr(10))[0]}"
     if name == "bad_step":
         return f"bad step {step}: {event['bad']}"
     if name == "straggler":
@@ -182,13 +182,13 @@ def _marked(event: dict[str, Any]) -> str:
 
 
 # --- steps ---------------------------------------------------------------------------------------
-# Where the time within steps went, of each rank, where the job was run with `--log phases`.
+# How each rank spent its time within steps, for jobs with `--log phases`.
 #
-# Ranks that make the same collectives come to their k-th exchange of a step at different moments.
-# The time from a rank's coming until the last one comes is called waiting, the rest of the exchange
-# communication. It is a bound for ranks that send while they compute: who comes last may have sent
-# its part before. Told apart only where all ranks share one clock, and have as many exchanges, and
-# where these hold no computation.
+# Ranks that make the same collectives enter the k-th exchange of a step at different moments. From
+# a rank's entry until the last rank's entry the time is called waiting, after that communication.
+# For ranks that send while they compute this is a bound: the last rank may have sent its part
+# before. The split is made only if all ranks share one clock and have equally many exchanges, and
+# these contain no computation.
 
 
 EXCHANGE, WAITING, COMMUNICATION = "exchange", "waiting", "communication"
@@ -218,7 +218,7 @@ class PhasePiece:
 
 @dataclass(frozen=True)
 class StepTime:
-    """One step of one rank; `number` steps are done with it."""
+    """One step of one rank; `number` counts from 1."""
 
     rank: int
     attempt: int
@@ -233,8 +233,8 @@ class StepTime:
 
 
 def steps_of(run: RecordedRun, timeline: Timeline) -> tuple[StepTime, ...]:
-    """The steps whose phases were recorded, of all ranks, in order of rank and time."""
-    found = []
+    """The steps with recorded phases, in order of rank and time."""
+    steps = []
     for rank, rows in run.phases.items():
         ahead = _ahead(run, rank)
         for row in rows:
@@ -244,33 +244,33 @@ def steps_of(run: RecordedRun, timeline: Timeline) -> tuple[StepTime, ...]:
                 for phase, a, us in row["spans"]
             )
             end = pieces[-1].end_s if pieces else start
-            found.append(StepTime(rank, row["attempt"], row["step"] + 1, start, end, pieces))
-    return _told_apart(run, tuple(found))
+            steps.append(StepTime(rank, row["attempt"], row["step"] + 1, start, end, pieces))
+    return _with_waiting(run, tuple(steps))
 
 
 def _ahead(run: RecordedRun, rank: int) -> dict[int, float]:
-    """By how much the wall clock is ahead of the monotonic one on its host, by attempt."""
-    said = run.of("ready", rank)
-    return {int(e.get("attempt", 0)): e["time"] - float(e["monotonic"]) for e in said}
+    """The wall clock minus the monotonic clock of the rank's host, by attempt."""
+    events = run.of("ready", rank)
+    return {int(e.get("attempt", 0)): e["time"] - float(e["monotonic"]) for e in events}
 
 
 def share_a_clock(run: RecordedRun) -> bool:
-    """Whether all ranks with phases read one monotonic clock: they run on one machine."""
+    """Whether all ranks with phases share one monotonic clock, as on one machine."""
     ahead = [value for rank in run.phases for value in list(_ahead(run, rank).values())[-1:]]
     return len(ahead) == len(run.phases) and max(ahead) - min(ahead) < ONE_CLOCK_S
 
 
-def _told_apart(run: RecordedRun, steps: tuple[StepTime, ...]) -> tuple[StepTime, ...]:
-    """The same with exchanges as waiting and communication, where that can be known."""
+def _with_waiting(run: RecordedRun, steps: tuple[StepTime, ...]) -> tuple[StepTime, ...]:
+    """The same steps, with exchanges split into waiting and communication where possible."""
     if len(run.phases) < 2 or run.is_one_graph or not share_a_clock(run):
         return steps
-    together: dict[tuple[int, int], list[StepTime]] = {}
+    by_step: dict[tuple[int, int], list[StepTime]] = {}
     for step in steps:
-        together.setdefault((step.attempt, step.number), []).append(step)
+        by_step.setdefault((step.attempt, step.number), []).append(step)
     came: dict[tuple[int, int], list[float]] = {}
-    for key, same in together.items():
+    for key, same in by_step.items():
         starts = [[p.start_s for p in step.pieces if p.phase == EXCHANGE] for step in same]
-        if len(same) == len(run.phases) and len({len(one) for one in starts}) == 1:
+        if len(same) == len(run.phases) and len({len(times) for times in starts}) == 1:
             came[key] = [max(places) for places in zip(*starts, strict=True)]
     return tuple(
         _split(step, came[step.attempt, step.number])
@@ -281,7 +281,7 @@ def _told_apart(run: RecordedRun, steps: tuple[StepTime, ...]) -> tuple[StepTime
 
 
 def _split(step: StepTime, last_came: Sequence[float]) -> StepTime:
-    """One step with each exchange cut at the moment when the last rank came to it."""
+    """One step, with each exchange cut at the moment when the last rank entered it."""
     pieces, place = [], 0
     for piece in step.pieces:
         if piece.phase != EXCHANGE:
@@ -298,9 +298,9 @@ def _split(step: StepTime, last_came: Sequence[float]) -> StepTime:
 
 
 def complete(steps: Sequence[StepTime]) -> list[StepTime]:
-    """The steps that every rank has recorded, but for the first one of an attempt.
+    """The steps that every rank has recorded, without the first one of each attempt.
 
-    That one pays for what is set up once; one that a fault cut short has lost a rank.
+    The first step includes one-time setup; a step that a fault interrupted lacks a rank.
     """
     ranks = {step.rank for step in steps}
     counts = Counter((step.attempt, step.number) for step in steps)
@@ -316,24 +316,24 @@ def complete(steps: Sequence[StepTime]) -> list[StepTime]:
 
 def seconds_per_step(steps: Sequence[StepTime]) -> dict[int, dict[str, float]]:
     """The mean seconds of a `complete` step in each phase, by rank."""
-    found: dict[int, list[StepTime]] = {}
+    by_rank: dict[int, list[StepTime]] = {}
     for step in complete(steps):
-        found.setdefault(step.rank, []).append(step)
+        by_rank.setdefault(step.rank, []).append(step)
     return {
-        rank: {kind: mean(step.seconds(kind) for step in own) for kind in KINDS}
-        for rank, own in found.items()
+        rank: {kind: mean(step.seconds(kind) for step in local_steps) for kind in KINDS}
+        for rank, local_steps in by_rank.items()
     }
 
 
 def window(steps: Sequence[StepTime]) -> tuple[StepTime, ...]:
-    """A few steps to look at closely, of all ranks: those in a row that took the median time.
+    """`SHOWN_STEPS` consecutive steps of the last attempt whose total time is the median.
 
-    Of the last attempt. Fewer than `SHOWN_STEPS` where there are not as many.
+    Fewer if there are not as many.
     """
-    own = complete(steps)
-    last = max((step.attempt for step in own), default=0)
+    whole = complete(steps)
+    last = max((step.attempt for step in whole), default=0)
     by_number: dict[int, list[StepTime]] = {}
-    for step in own:
+    for step in whole:
         if step.attempt == last:
             by_number.setdefault(step.number, []).append(step)
     numbers = sorted(by_number)
@@ -379,7 +379,7 @@ def _events(run: RecordedRun, first_pid: int, prefix: str) -> Iterator[dict[str,
     """The events of one run, whose nodes are the processes from `first_pid` on."""
     timeline = timeline_of(run)
     pids = {rank: first_pid + run.nodes.index(host) for rank, host in run.hosts.items()}
-    above = first_pid + len(run.nodes)  # what no node is known of
+    above = first_pid + len(run.nodes)  # for ranks on an unknown node
     for number, host in enumerate(run.nodes):
         yield _named("process_name", first_pid + number, 0, f"{prefix}node {number}: {host}")
     yield _named("process_name", above, 0, f"{prefix}{SUPERVISOR}")
@@ -421,9 +421,9 @@ def _closely(step: StepTime, pid: int) -> Iterator[dict[str, Any]]:
 def _steps(
     run: RecordedRun, timeline: Timeline, pid: int, known: Container[tuple[int, int]]
 ) -> Iterator[dict[str, Any]]:
-    """The steps between two rows of one attempt, but for those `known` as (attempt, step).
+    """The steps between two rows of one attempt, without those `known` as (attempt, step).
 
-    The first of an attempt has no begin.
+    The first step of an attempt has no start time.
     """
     ahead_s, before, attempt = 0.0, None, 0
     for row in run.rows if run.starts else ():

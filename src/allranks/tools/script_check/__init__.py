@@ -1,1 +1,1 @@
-"""`check -- python train.py`: records what a script does on each rank, and judges it."""
+"""`check -- python train.py`: records what a script does on each rank, and reports faults."""

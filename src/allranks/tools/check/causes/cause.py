@@ -1,8 +1,8 @@
 """A cause: a pattern of differences, with the repair that must make them vanish.
 
-A pattern reads the evidence and gives accounts: what was done, in words, with the numbers of the
-job as they are once it is undone. An account whose repaired numbers are those of one process, all
-of the stage within the tolerance of the look, is confirmed. What is not confirmed is not said.
+A pattern reads the evidence and yields accounts: the fault in words, and the job's numbers with
+the fault undone. An account is confirmed if its repaired numbers equal those of one process, for
+the whole stage within the tolerance of the look. Other accounts are not reported.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from allranks.tools.check.sizes import (
 from allranks.training.record.trace import START
 
 # --- evidence ------------------------------------------------------------------------------------
-# What a cause is found by: both traces of the step that differs, and the parts of its batch.
+# The evidence for a cause: both traces of the step that differs, and the parts of its batch.
 #
-# Read from files alone. `right` is one process, `ours` the job on its ranks. The parts are those of
-# one process (`torch.witness.parts`): their sums over a rank are what that rank should bring in.
+# Read from files alone. `right` is one process, `ours` the job on its ranks. The parts come from
+# one process (`torch.witness.parts`): their sums over a rank are what that rank should contribute.
 
 
 Tensors = Mapping[str, Array]
@@ -85,10 +85,10 @@ class BatchParts:
 
     def groups(self, key: Callable[[ShardPart], int]) -> dict[int, tuple[ShardPart, ...]]:
         """The parts by rank or by micro-batch."""
-        found: dict[int, list[ShardPart]] = {}
+        by_key: dict[int, list[ShardPart]] = {}
         for part in self.each:
-            found.setdefault(key(part), []).append(part)
-        return {number: tuple(parts) for number, parts in found.items()}
+            by_key.setdefault(key(part), []).append(part)
+        return {number: tuple(parts) for number, parts in by_key.items()}
 
     @cached_property
     def by_rank(self) -> dict[int, tuple[ShardPart, ...]]:
@@ -100,24 +100,24 @@ class BatchParts:
 
 
 def read_parts(trace: Path, step: int) -> BatchParts | None:
-    """What was written of the parts of a step; `None` where they could not be told apart."""
+    """The recorded parts of a step; `None` if the run could not separate them."""
     path = trace / "parts" / f"step-{step:08d}"
     if not path.with_suffix(".json").exists():
         return None
-    told = json.loads(path.with_suffix(".json").read_text())
+    record = json.loads(path.with_suffix(".json").read_text())
     tensors = load_file(path.with_suffix(".safetensors"))
     each = []
-    for number, row in enumerate(told["parts"]):
-        own = {n: t for key, t in tensors.items() if (n := _below(key, f"{number}/"))}
+    for number, row in enumerate(record["parts"]):
+        part_tensors = {n: t for key, t in tensors.items() if (n := _below(key, f"{number}/"))}
         known = {name: row[name] for name in ShardPart.__dataclass_fields__ if name in row}
-        each.append(ShardPart(**known, tensors=own))
+        each.append(ShardPart(**known, tensors=part_tensors))
     uses: dict[str, list[Array]] = {}
     for key in sorted(tensors):
-        if (found := _below(key, "if/")) and (name := found.partition("/gradient/")[2]):
+        if (use := _below(key, "if/")) and (name := use.partition("/gradient/")[2]):
             uses.setdefault(name, []).append(tensors[key])
-    by_use = {name: tuple(found) for name, found in uses.items()}
+    by_use = {name: tuple(gradients) for name, gradients in uses.items()}
     added = {n: t for key, t in tensors.items() if (n := _below(key, "regularizer/gradient/"))}
-    return BatchParts(tuple(each), added, told["if"], by_use)
+    return BatchParts(tuple(each), added, record["if"], by_use)
 
 
 def _below(key: str, prefix: str) -> str:
@@ -128,8 +128,8 @@ def _below(key: str, prefix: str) -> str:
 class Evidence:
     """One difference, and all that is known of its step.
 
-    `tensors_of_ranks` are those of every rank of the job, `facts` what its leader said before the
-    first step; `mesh` is how its ranks lie.
+    `tensors_of_ranks` are those of every rank of the job, `facts` what its leader recorded before
+    the first step; `mesh` arranges its ranks.
     """
 
     first: Difference
@@ -165,7 +165,7 @@ class Evidence:
         """The tensors of a stage in one process, of the step that differs or another one."""
         return _of(self.right.tensors(self.step if step is None else step), stage)
 
-    def found(self, stage: str, rank: int = 0) -> dict[str, Array]:
+    def actual(self, stage: str, rank: int = 0) -> dict[str, Array]:
         """Those of a rank of the job."""
         if rank >= len(self.tensors_of_ranks):
             return {}
@@ -176,7 +176,7 @@ class Evidence:
         return {} if self.step == START else self.wanted(stage, self.step - 1)
 
     def row(self, rank: int = 0) -> Mapping[str, Any]:
-        """What a rank of the job said of the step."""
+        """What a rank of the job recorded of the step."""
         return self.ours.ranks[rank][self.step]
 
     @property
@@ -192,7 +192,7 @@ class Evidence:
 
     @cached_property
     def scales(self) -> dict[str, float]:
-        """By what differences of the stage are divided, tensor by tensor."""
+        """The scale by which each tensor's difference is divided."""
         start = {} if self.step == START else _of(self.right.start, self.stage)
         how = self.tolerance.small, self.tolerance.floor
         return usual_sizes(self.stage, self.wanted(self.stage), start, *how)
@@ -201,16 +201,16 @@ class Evidence:
     def differing(self) -> tuple[str, ...]:
         """The tensors of the stage that differ from one process on any rank."""
         ranks = range(max(1, len(self.tensors_of_ranks)))
-        each = [self.beyond(self.found(self.stage, rank)) for rank in ranks]
+        each = [self.beyond(self.actual(self.stage, rank)) for rank in ranks]
         return tuple(sorted({name for names in each for name in names}))
 
     @property
     def is_comparable(self) -> bool:
-        """Whether all that differs is there on both sides, of one shape, and finite."""
+        """Whether everything that differs exists on both sides, with one shape, and is finite."""
         if self.stage in NUMBERS:
             rows = self.row(), self.wanted_row
             return all(isinstance(row.get(NUMBERS[self.stage]), (int, float)) for row in rows)
-        ours, wanted = self.found(self.stage), self.wanted(self.stage)
+        ours, wanted = self.actual(self.stage), self.wanted(self.stage)
         return bool(self.differing) and all(
             name in ours
             and name in wanted
@@ -229,8 +229,8 @@ class Evidence:
 
     def size_now(self, name: str) -> float:
         """How far a tensor of the stage is from that of one process, on any rank."""
-        each = [self.found(self.stage, rank) for rank in range(max(1, len(self.tensors_of_ranks)))]
-        return max((self.size(name, own[name]) for own in each if name in own), default=math.inf)
+        each = [self.actual(self.stage, rank) for rank in range(max(1, len(self.tensors_of_ranks)))]
+        return max((self.size(name, ours[name]) for ours in each if name in ours), default=math.inf)
 
     def beyond(self, tensors: Tensors) -> list[str]:
         """Those of some tensors of the stage that differ from one process."""
@@ -253,13 +253,13 @@ class Evidence:
 
     @cached_property
     def usable(self) -> BatchParts | None:
-        """The parts, if they add up to the gradient of one process; else they tell nothing."""
+        """The parts, if they add up to the gradient of one process; else `None`."""
         if self.parts is None or self.step == START or self.parts.weight <= 0:
             return None
         wanted = self.wanted("gradient")
         squares = math.fsum(norm(tensor) ** 2 for tensor in wanted.values())
         for name, tensor in wanted.items():
-            added = self._mean(name) + self.rest(name)
+            added = self._mean(name) + self.regularizer_gradient(name)
             off = norm(np.asarray(tensor - added)) / max(math.sqrt(squares), 1e-300)
             if not off <= max(self.tolerance.tensors, 1e-9):
                 return None
@@ -270,8 +270,8 @@ class Evidence:
         assert parts is not None
         return self.sum_of(parts.each, name, lambda part: 1 / parts.weight)
 
-    def rest(self, name: str) -> Array | float:
-        """What is in the gradient of a step beside the mean of its parts: a regularizer's."""
+    def regularizer_gradient(self, name: str) -> Array | float:
+        """What the regularizer adds to the mean of the parts' gradients."""
         return 0.0 if self.parts is None else self.parts.regularizer.get(name, 0.0)
 
 
@@ -282,15 +282,15 @@ def _of(tensors: Tensors, stage: str) -> dict[str, Array]:
 NUMBER = ""
 """The name under which a repaired number stands."""
 VANISHED = 1 / 20
-"""Of what a difference was, this may be left of it at most."""
+"""The largest part of a difference that may remain after its repair."""
 
 
 @dataclass(frozen=True)
 class Account:
-    """What would explain a difference: `repaired` are the job's numbers with the fault undone.
+    """A possible explanation: `repaired` are the job's numbers with the fault undone.
 
-    Tensors by name, or one number under `NUMBER`. `ratio` is what a right value was times, `ranks`
-    those whose numbers show it, `tensors` those that the fault is in (all that differ, if empty).
+    These are tensors by name, or one number under `NUMBER`. `ratio` is the factor by which values
+    are wrong, `ranks` show the fault, `tensors` have it (empty: all that differ).
     """
 
     says: str
@@ -299,7 +299,7 @@ class Account:
     ranks: tuple[int, ...] = ()
     tensors: tuple[str, ...] = ()
     limit: float | None = None
-    """How close the repaired numbers must come, where that is not the tolerance of the look."""
+    """The tolerance of the repaired numbers, if it is not that of the look."""
 
 
 Pattern = Callable[[Evidence], Iterator[Account]]
@@ -307,7 +307,7 @@ Pattern = Callable[[Evidence], Iterator[Account]]
 
 @dataclass(frozen=True)
 class Cause:
-    """One row of the table: where it can be first seen, its pattern, and what to do about it."""
+    """One row of the table: the stages that show it first, its pattern, and what to do."""
 
     name: str
     stages: tuple[str, ...]
@@ -317,7 +317,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class ConfirmedCause:
-    """A cause that was confirmed; `left` is the largest difference once it is undone."""
+    """A cause that was confirmed; `residual` is the largest difference once it is undone."""
 
     cause: str
     says: str
@@ -325,7 +325,7 @@ class ConfirmedCause:
     ratio: float | None
     ranks: tuple[int, ...]
     tensors: tuple[str, ...]
-    left: float
+    residual: float
     limit: float
     or_else: tuple[str, ...] = field(default=())
     """Other causes that explain the same numbers as well."""
@@ -340,7 +340,7 @@ class ConfirmedCause:
                 "ratio": self.ratio,
                 "ranks": list(self.ranks),
                 "tensors": list(self.tensors),
-                "left_after_repair": self.left,
+                "left_after_repair": self.residual,
                 "tolerance": self.limit,
             },
             "or_else": list(self.or_else),
@@ -350,35 +350,35 @@ class ConfirmedCause:
     def __str__(self) -> str:
         lines = [f"cause: {self.says}"]
         lines += [f"    or: {other}" for other in self.or_else]
-        left = f"what is left is {self.left:.1e}, and {self.limit:.1e} is allowed"
-        return "\n".join([*lines, f"confirmed: undone in the trace, {left}", f"do: {self.do}"])
+        residual = f"what is left is {self.residual:.1e}, and {self.limit:.1e} is allowed"
+        return "\n".join([*lines, f"confirmed: undone in the trace, {residual}", f"do: {self.do}"])
 
 
 def confirmed(cause: Cause, account: Account, evidence: Evidence) -> ConfirmedCause | None:
-    """What was found, if the difference vanishes with this repair.
+    """The cause, if this repair makes the difference vanish.
 
-    It must be within the tolerance of the look then, and a small part of what it was: a tolerance
-    of 16 bits is wide enough for half of a difference.
+    What remains must be within the tolerance of the look, and a small part of the difference: a
+    tolerance of 16 bits is wide enough for half of a difference.
     """
     if NUMBER in account.repaired:
         tensors: tuple[str, ...] = account.tensors
         key, floor = NUMBERS[evidence.stage], evidence.tolerance.floor
         wanted, before = evidence.wanted_row[key], evidence.row()[key]
-        left = [number_difference(float(account.repaired[NUMBER]), wanted, floor)]
+        residuals = [number_difference(float(account.repaired[NUMBER]), wanted, floor)]
         was = [number_difference(before, wanted, floor)]
         limits = [evidence.tolerance.limit(evidence.first)]
     else:
         tensors = account.tensors or evidence.differing
         if not tensors or not set(tensors) <= account.repaired.keys():
             return None
-        left = [evidence.size(name, np.asarray(account.repaired[name])) for name in tensors]
+        residuals = [evidence.size(name, np.asarray(account.repaired[name])) for name in tensors]
         was = [evidence.size_now(name) for name in tensors]
         limits = [evidence.limit(name) for name in tensors]
     if account.limit is None:
         limits = [min(limit, VANISHED * size) for limit, size in zip(limits, was, strict=True)]
     else:
         limits = [account.limit] * len(limits)
-    if not all(size <= limit for size, limit in zip(left, limits, strict=True)):
+    if not all(size <= limit for size, limit in zip(residuals, limits, strict=True)):
         return None
     shown = account.ratio, account.ranks, tuple(tensors)
-    return ConfirmedCause(cause.name, account.says, cause.do, *shown, max(left), max(limits))
+    return ConfirmedCause(cause.name, account.says, cause.do, *shown, max(residuals), max(limits))

@@ -1,6 +1,6 @@
-"""The causes that are known, each with the stages in which it is first seen, and what to do.
+"""The known causes, each with the stages that show it first, and what to do.
 
-In the order in which they are tried: what says more of the same numbers comes first.
+They are tried in this order: the more specific explanation of the same numbers comes first.
 """
 
 from __future__ import annotations
@@ -281,10 +281,10 @@ CAUSES = tuple(
 
 
 # --- diagnose ------------------------------------------------------------------------------------
-# From a difference to its cause: what is recorded once more of its step, and which cause holds.
+# From a difference to its cause: both runs are repeated up to the step that differs.
 #
-# The step that differs is run twice again, up to it: on the ranks, with the tensors of each, and in
-# one process, with every part of the batch by itself. Where that fails, no cause is told.
+# The ranks record the tensors of each, and one process records every part of the batch by itself.
+# If that fails, no cause is reported.
 
 
 Run = Callable[[str, Job], RecordedTrace]
@@ -292,37 +292,37 @@ Run = Callable[[str, Job], RecordedTrace]
 
 
 def cause_of(
-    first: Difference, ours: Job, one: Job, right: RecordedTrace, tolerance: Tolerance, run: Run
+    first: Difference, ours: Job, single: Job, right: RecordedTrace, tolerance: Tolerance, run: Run
 ) -> ConfirmedCause | None:
-    """The cause of a difference between the job and `one` process, if one is confirmed."""
+    """The cause of a difference between our job and the `single` one, if one is confirmed."""
     try:
-        evidence = _collected(first, ours, one, right, tolerance, run)
+        evidence = _collected(first, ours, single, right, tolerance, run)
     except (ProgramError, RequestError, OSError):
         return None
     return diagnosed(evidence)
 
 
 def diagnosed(evidence: Evidence) -> ConfirmedCause | None:
-    """The first cause of the table that holds, with what else explains the same numbers."""
-    found: dict[str, ConfirmedCause] = {}
+    """The first cause of the table that holds, with others that explain the same numbers."""
+    causes: dict[str, ConfirmedCause] = {}
     if not evidence.is_comparable:
         return None
     for cause in CAUSES:
-        if evidence.stage not in cause.stages or cause.name in found:
+        if evidence.stage not in cause.stages or cause.name in causes:
             continue
         for account in cause.pattern(evidence):
             finding = confirmed(cause, account, evidence)
             if finding is not None:
-                found[cause.name] = finding
+                causes[cause.name] = finding
                 break
-    if not found:
+    if not causes:
         return None
-    best, *others = found.values()
+    best, *others = causes.values()
     return dataclasses.replace(best, or_else=tuple(other.says for other in others))
 
 
 def _collected(
-    first: Difference, ours: Job, one: Job, right: RecordedTrace, tolerance: Tolerance, run: Run
+    first: Difference, ours: Job, single: Job, right: RecordedTrace, tolerance: Tolerance, run: Run
 ) -> Evidence:
     again = run(f"cause-{ours.precision}-{ours.ranks}", _traced(ours, first.step))
     mesh = ours.strategy_spec.mesh
@@ -333,7 +333,7 @@ def _collected(
         passes = [rank[first.step].get("micro_batches") or [] for rank in again.ranks]
         data = max(1, mesh.size(DATA))
         cut = dataclasses.replace(
-            _traced(one, first.step),
+            _traced(single, first.step),
             replay=str(right.path),
             cut_for=data,
             micro_batch=ours.micro_batch or _micro_batch(passes),
@@ -351,7 +351,7 @@ def _traced(job: Job, step: int) -> Job:
 
 
 def _micro_batch(passes: Sequence[Sequence[int]]) -> int | None:
-    """How many samples a strategy lets go through the model at once, where nobody says it."""
+    """The micro-batch that the strategy chose, where the job does not set one."""
     most = max(passes, key=len)
     return max(most) if len(most) > 1 else None
 

@@ -13,10 +13,10 @@ from allranks.tools.check.causes.updates import Weighing, instead
 
 def not_summed(evidence: Evidence) -> Iterator[Account]:
     """Every rank has its own part: their sum along an axis is what one process has."""
-    split = _held_unlike(evidence)
+    split = _unequal_across_ranks(evidence)
     if not split:
         return
-    each = [evidence.found(evidence.stage, rank) for rank in range(evidence.ranks)]
+    each = [evidence.actual(evidence.stage, rank) for rank in range(evidence.ranks)]
     ways = [(f"over {evidence.words_of(a)}", evidence.mesh.group(0, a)) for a in evidence.axes]
     if len(evidence.axes) > 1:
         ways.append(("over all ranks", tuple(range(evidence.ranks))))
@@ -24,8 +24,8 @@ def not_summed(evidence: Evidence) -> Iterator[Account]:
         if not all(name in each[rank] for name in split for rank in group):
             continue
         sums = {name: sum(each[rank][name] for rank in group) for name in split}
-        rest = len(set(evidence.differing) - set(split))
-        more = f"; the other {rest} that differ are made from these" if rest else ""
+        derived = len(set(evidence.differing) - set(split))
+        more = f"; the other {derived} that differ are made from these" if derived else ""
         for divisor, kind in ((1, "sum"), (len(group), "mean")):
             repaired = {name: total / divisor for name, total in sums.items()}
             says = f"gradients are each rank's own: their {kind} {words} was never taken{more}"
@@ -33,44 +33,44 @@ def not_summed(evidence: Evidence) -> Iterator[Account]:
 
 
 def of_a_rank(evidence: Evidence) -> Iterator[Account]:
-    """What one rank brings in is not there, or nothing else is."""
+    """One rank's contribution is lost, or it is the only one."""
     parts = evidence.usable
-    if parts is None or len(parts.by_rank) < 2 or _held_unlike(evidence):
+    if parts is None or len(parts.by_rank) < 2 or _unequal_across_ranks(evidence):
         return
-    for rank, own in parts.by_rank.items():
-        weight = sum(part.weight for part in own)
+    for rank, pieces in parts.by_rank.items():
+        weight = sum(part.weight for part in pieces)
         others = parts.weight - weight
         says = f"what rank {rank} brings in is lost"
         yield _weighed(evidence, says, _only(1 / parts.weight, rank, False), rank)
         if others > 0:
-            said = f"{says}, and the mean is over the others"
-            yield _weighed(evidence, said, _only(1 / others, rank, False), rank)
-        if len(parts.by_rank) == 2:  # that is the same again
+            detail = f"{says}, and the mean is over the others"
+            yield _weighed(evidence, detail, _only(1 / others, rank, False), rank)
+        if len(parts.by_rank) == 2:  # covered by the other rank
             continue
         says = f"only what rank {rank} brings in is there"
         yield _weighed(evidence, says, _only(1 / parts.weight, rank, True), rank)
         if weight > 0:
-            said = f"{says}, as its own mean"
-            yield _weighed(evidence, said, _only(1 / weight, rank, True), rank)
+            detail = f"{says}, as its own mean"
+            yield _weighed(evidence, detail, _only(1 / weight, rank, True), rank)
 
 
 def of_other_ranks(evidence: Evidence) -> Iterator[Account]:
-    """Each rank's part of a gradient that is cut holds what it brings in itself, and no more."""
+    """Each rank's part of a sharded gradient has only its own contribution."""
     parts, cut = evidence.usable, evidence.facts.get("cut", {})
     if parts is None or len(parts.by_rank) != evidence.ranks or not evidence.differing:
         return
-    ours, wanted = evidence.found("gradient"), evidence.wanted("gradient")
+    ours, wanted = evidence.actual("gradient"), evidence.wanted("gradient")
     for times in (1.0, float(evidence.ranks)):
         repaired = {}
         for name in evidence.differing:
             if cut.get(name) != 0 or name not in ours or name not in wanted:
                 return
-            made = np.zeros_like(wanted[name])
-            for rank, own in parts.by_rank.items():
-                rows = list(rows_of(len(made), evidence.ranks, rank))
-                brought = np.asarray(evidence.sum_of(own, name, _all(times / parts.weight)))
-                made[rows] = np.broadcast_to(brought, made.shape)[rows]
-            repaired[name] = ours[name] - made + wanted[name]
+            assembled = np.zeros_like(wanted[name])
+            for rank, pieces in parts.by_rank.items():
+                rows = list(rows_of(len(assembled), evidence.ranks, rank))
+                contribution = np.asarray(evidence.sum_of(pieces, name, _all(times / parts.weight)))
+                assembled[rows] = np.broadcast_to(contribution, assembled.shape)[rows]
+            repaired[name] = ours[name] - assembled + wanted[name]
         says = "each rank's part of a gradient has only what that rank brings in"
         yield Account(says, repaired, None, tuple(range(evidence.ranks)))
 
@@ -81,16 +81,16 @@ def of_a_micro_batch(evidence: Evidence) -> Iterator[Account]:
     if parts is None or len(parts.by_micro) <= len(parts.by_rank):
         return
     unit = 1 / parts.weight
-    lasts = {max(part.micro for part in own) for own in parts.by_rank.values()}
+    lasts = {max(part.micro for part in pieces) for pieces in parts.by_rank.values()}
     chosen = [(f"micro-batch {micro}", {micro}) for micro in parts.by_micro]
     chosen.append(("the last micro-batch of every rank", lasts))
     for words, micros in chosen:
         for times, verb in ((0.0, "is lost"), (2.0, "is counted twice")):
             by = _those(micros, unit * times, unit)
             yield Account(f"{words} {verb}", instead(evidence, by))
-    for words, kept in (("the last", lasts), ("the first", _firsts(evidence))):
+    for words, remaining in (("the last", lasts), ("the first", _firsts(evidence))):
         says = f"only {words} micro-batch of every rank is there"
-        yield Account(says, instead(evidence, _those(kept, unit, 0.0)))
+        yield Account(says, instead(evidence, _those(remaining, unit, 0.0)))
 
 
 def of_a_stale_step(evidence: Evidence) -> Iterator[Account]:
@@ -98,7 +98,7 @@ def of_a_stale_step(evidence: Evidence) -> Iterator[Account]:
     if evidence.step < 1:
         return
     before = evidence.ours.tensors(evidence.step - 1)
-    ours, wanted = evidence.found("gradient"), evidence.wanted("gradient")
+    ours, wanted = evidence.actual("gradient"), evidence.wanted("gradient")
     dot = square = 0.0
     for name in evidence.differing:
         old = before.get(f"gradient/{name}")
@@ -115,19 +115,19 @@ def of_a_stale_step(evidence: Evidence) -> Iterator[Account]:
 
 
 def rounded(evidence: Evidence) -> Iterator[Account]:
-    """What each rank brings in was rounded to 16 bits before the sum."""
+    """Each rank's contribution was rounded to 16 bits before the sum."""
     parts = evidence.usable
     if parts is None:
         return
-    ours, wanted = evidence.found("gradient"), evidence.wanted("gradient")
+    ours, wanted = evidence.actual("gradient"), evidence.wanted("gradient")
     for words, cut in (("bf16", _bfloat16), ("fp16", _float16)):
         repaired = {}
         for name in evidence.differing:
             if name not in ours or name not in wanted:
                 return
             each = [
-                np.asarray(evidence.sum_of(own, name, lambda _: 1 / parts.weight))
-                for own in parts.by_rank.values()
+                np.asarray(evidence.sum_of(pieces, name, lambda _: 1 / parts.weight))
+                for pieces in parts.by_rank.values()
             ]
             off = sum(cut(part) - part for part in each)
             repaired[name] = ours[name] - off
@@ -141,27 +141,27 @@ def rounded(evidence: Evidence) -> Iterator[Account]:
 def _bfloat16(array: np.ndarray) -> np.ndarray:
     bits = np.ascontiguousarray(array.astype(np.float32)).view(np.uint32)
     even = (bits >> np.uint32(16)) & np.uint32(1)
-    kept = (bits + np.uint32(0x7FFF) + even) & np.uint32(0xFFFF0000)
-    return kept.view(np.float32).astype(np.float64)
+    nearest = (bits + np.uint32(0x7FFF) + even) & np.uint32(0xFFFF0000)
+    return nearest.view(np.float32).astype(np.float64)
 
 
 def _float16(array: np.ndarray) -> np.ndarray:
     return array.astype(np.float16).astype(np.float64)
 
 
-def _held_unlike(evidence: Evidence) -> tuple[str, ...]:
-    """The differing tensors that not all ranks hold alike."""
-    each = [evidence.found(evidence.stage, rank) for rank in range(len(evidence.tensors_of_ranks))]
+def _unequal_across_ranks(evidence: Evidence) -> tuple[str, ...]:
+    """The differing tensors that are unequal among the ranks."""
+    each = [evidence.actual(evidence.stage, rank) for rank in range(len(evidence.tensors_of_ranks))]
     if len(each) < 2:
         return ()
-    found = []
+    names = []
     for name in evidence.differing:
-        own = [tensors.get(name) for tensors in each]
-        if any(o is None or o.shape != own[0].shape for o in own):  # type: ignore[union-attr]
+        copies = [tensors.get(name) for tensors in each]
+        if any(o is None or o.shape != copies[0].shape for o in copies):  # type: ignore[union-attr]
             continue
-        if any(not np.array_equal(o, own[0]) for o in own[1:]):  # type: ignore[arg-type]
-            found.append(name)
-    return tuple(found)
+        if any(not np.array_equal(o, copies[0]) for o in copies[1:]):  # type: ignore[arg-type]
+            names.append(name)
+    return tuple(names)
 
 
 def _weighed(evidence: Evidence, says: str, by: Weighing, rank: int) -> Account:
@@ -186,4 +186,4 @@ def _those(micros: set[int], inside: float, outside: float) -> Weighing:
 def _firsts(evidence: Evidence) -> set[int]:
     parts = evidence.usable
     assert parts is not None
-    return {min(part.micro for part in own) for own in parts.by_rank.values()}
+    return {min(part.micro for part in pieces) for pieces in parts.by_rank.values()}

@@ -1,4 +1,4 @@
-"""The length of a gradient of which ranks hold parts: what is left out of it, or counted twice."""
+"""The norm of a sharded gradient: squares that are left out of it, or counted twice."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from allranks.training.record.trace import START
 def _squares(evidence: Evidence) -> list[tuple[float, float]]:
     """Of each rank: the squares of what it holds parts of, and of what it holds whole."""
     rows = [rank[evidence.step] for rank in evidence.ours.ranks]
-    found = [row.get("own_squares", {}).get("gradient", {}) for row in rows]
-    return [(own["cut"], own["whole"]) for own in found if own]
+    squares = [row.get("own_squares", {}).get("gradient", {}) for row in rows]
+    return [(square["cut"], square["whole"]) for square in squares if square]
 
 
 def of_some_ranks(evidence: Evidence) -> Iterator[Account]:
-    """The squares of one rank's parts, or of those along one axis, are never added to the rest."""
+    """The squares of one rank, or of the ranks along one axis, are never added to the others."""
     each = _squares(evidence)
     if len(each) != evidence.ranks or evidence.ranks < 2:
         return
@@ -44,7 +44,7 @@ def whole_by_each(evidence: Evidence) -> Iterator[Account]:
     if len(each) != evidence.ranks or evidence.ranks < 2:
         return
     total = _total(evidence)
-    whole = max(own for _, own in each)
+    whole = max(squares for _, squares in each)
     for axis, size in [*evidence.axes.items(), ("all", evidence.ranks)]:
         says = (
             f"weights that all {size} ranks along {axis!r} hold whole are counted by each of them"
@@ -58,10 +58,10 @@ def _total(evidence: Evidence) -> float:
     return float(evidence.wanted_row["grad_norm"]) ** 2
 
 
-def _instead(evidence: Evidence, says: str, made: float, ranks: tuple[int, ...]) -> Account:
-    found, right = float(evidence.row()["grad_norm"]), float(evidence.wanted_row["grad_norm"])
-    ratio = found / right if right else None
-    return Account(says, {NUMBER: found - math.sqrt(made) + right}, ratio, ranks)
+def _instead(evidence: Evidence, says: str, squares: float, ranks: tuple[int, ...]) -> Account:
+    length, right = float(evidence.row()["grad_norm"]), float(evidence.wanted_row["grad_norm"])
+    ratio = length / right if right else None
+    return Account(says, {NUMBER: length - math.sqrt(squares) + right}, ratio, ranks)
 
 
 # --- starts --------------------------------------------------------------------------------------
@@ -69,22 +69,22 @@ def _instead(evidence: Evidence, says: str, made: float, ranks: tuple[int, ...])
 
 
 def parts_of_the_first(evidence: Evidence) -> Iterator[Account]:
-    """Every rank begins with the part of the first, where it should have its own."""
+    """Every rank begins with the part of rank 0 instead of its own."""
     if evidence.step != START:
         return
-    ours, wanted = evidence.found(evidence.stage), evidence.wanted(evidence.stage)
+    ours, wanted = evidence.actual(evidence.stage), evidence.wanted(evidence.stage)
     repaired = {}
     for name in evidence.differing:
         if name not in ours or name not in wanted:
             return
-        found = ours[name].copy()
-        for axis in range(found.ndim):
-            rows = -(-found.shape[axis] // evidence.ranks)
-            first = np.take(wanted[name], range(min(rows, found.shape[axis])), axis)
+        actual = ours[name].copy()
+        for axis in range(actual.ndim):
+            rows = -(-actual.shape[axis] // evidence.ranks)
+            first = np.take(wanted[name], range(min(rows, actual.shape[axis])), axis)
             tiled = np.concatenate([first] * evidence.ranks, axis)
-            tiled = np.take(tiled, range(found.shape[axis]), axis)
-            if np.array_equal(found, tiled):
-                repaired[name] = found - tiled + wanted[name]
+            tiled = np.take(tiled, range(actual.shape[axis]), axis)
+            if np.array_equal(actual, tiled):
+                repaired[name] = actual - tiled + wanted[name]
                 break
     if evidence.differing and len(repaired) == len(evidence.differing):
         says = "every rank begins with the part of a weight that belongs to rank 0"
@@ -92,18 +92,18 @@ def parts_of_the_first(evidence: Evidence) -> Iterator[Account]:
 
 
 def not_sent_at_the_start(evidence: Evidence) -> Iterator[Account]:
-    """Ranks begin with weights of their own: those of one rank are those of one process."""
+    """Some ranks begin with other weights: only those of the right ranks match one process."""
     if evidence.step != START or len(evidence.tensors_of_ranks) < 2:
         return
     wrong = [
         rank
         for rank in range(evidence.ranks)
-        if evidence.beyond(evidence.found(evidence.stage, rank))
+        if evidence.beyond(evidence.actual(evidence.stage, rank))
     ]
     right = [rank for rank in range(evidence.ranks) if rank not in wrong]
     if right and wrong:
-        own = evidence.found(evidence.stage, right[0])
-        repaired = {name: own[name] for name in evidence.differing if name in own}
+        tensors = evidence.actual(evidence.stage, right[0])
+        repaired = {name: tensors[name] for name in evidence.differing if name in tensors}
         says = f"ranks {wrong} begin with weights of their own: those of rank 0 were not sent"
         yield Account(says, repaired, None, tuple(wrong))
 
@@ -114,7 +114,7 @@ def untied(evidence: Evidence) -> Iterator[Account]:
     if parts is None:
         return
     shared = [name for name in evidence.differing if name in parts.by_use]
-    ours = evidence.found(evidence.stage)
+    ours = evidence.actual(evidence.stage)
     if not shared or set(shared) != set(evidence.differing) or not set(shared) <= ours.keys():
         return
     uses = max(len(parts.by_use[name]) for name in shared)
@@ -138,9 +138,10 @@ KINDS = ("running_mean", "running_var")
 
 def _moments(parts: Iterable[ShardPart], layer: str) -> list[Array] | None:
     """The mean and the variance of a layer over these parts, weighted; `None` if it saw none."""
-    own = [part.tensors[f"moments/{layer}"] for part in parts if f"moments/{layer}" in part.tensors]
-    total = np.asarray(sum(own), np.float64)
-    if not own or total[0] <= 0:
+    key = f"moments/{layer}"
+    moments = [part.tensors[key] for part in parts if key in part.tensors]
+    total = np.asarray(sum(moments), np.float64)
+    if not moments or total[0] <= 0:
         return None
     return np.split(total[1:] / total[0], 2)
 
@@ -151,16 +152,16 @@ def of_one_rank(evidence: Evidence) -> Iterator[Account]:
     if parts is None or not names or len(parts.by_rank) < 2:
         return
     ours, before, wanted = (
-        evidence.found("buffer"),
+        evidence.actual("buffer"),
         evidence.before("buffer"),
         evidence.wanted("buffer"),
     )
     before = before or {n: t for n, t in _start(evidence).items()}
-    for rank, own in parts.by_rank.items():
+    for rank, pieces in parts.by_rank.items():
         repaired = {}
         for name in names:
             layer, kind = name.rpartition(".")[0], KINDS.index(_kind(name))
-            whole, part = _moments(parts.each, layer), _moments(own, layer)
+            whole, part = _moments(parts.each, layer), _moments(pieces, layer)
             if whole is None or part is None or name not in before:
                 break
             rate = _rate(before[name], wanted[name], whole[kind])
@@ -175,7 +176,7 @@ def updated_twice(evidence: Evidence) -> Iterator[Account]:
     parts, names = evidence.parts, [n for n in evidence.differing if _kind(n) in KINDS]
     if parts is None or not names:
         return
-    ours, wanted = evidence.found("buffer"), evidence.wanted("buffer")
+    ours, wanted = evidence.actual("buffer"), evidence.wanted("buffer")
     before = evidence.before("buffer") or _start(evidence)
     for times in sorted({2, evidence.ranks, len(parts.by_micro)} - {1}):
         repaired = {}
@@ -198,8 +199,8 @@ def _kind(name: str) -> str:
 
 def _start(evidence: Evidence) -> dict[str, Array]:
     stage = "buffer/"
-    found = evidence.right.start.items()
-    return {name.removeprefix(stage): t for name, t in found if name.startswith(stage)}
+    tensors = evidence.right.start.items()
+    return {name.removeprefix(stage): t for name, t in tensors if name.startswith(stage)}
 
 
 def _rate(before: Array, after: Array, mean: Array) -> float:

@@ -14,9 +14,9 @@ ADAMS = ("Adam", "AdamW")
 
 
 def _steps(evidence: Evidence) -> tuple[dict[str, Array], dict[str, Array], dict[str, Array]]:
-    """Of what differs: how it was, where the job went, and where one process went."""
+    """For tensors that differ: their value before, the job's update, and that of one process."""
     stage = evidence.stage
-    before, ours, wanted = evidence.before(stage), evidence.found(stage), evidence.wanted(stage)
+    before, ours, wanted = evidence.before(stage), evidence.actual(stage), evidence.wanted(stage)
     names = [n for n in evidence.differing if n in before and n in ours and n in wanted]
     if len(names) != len(evidence.differing):
         return {}, {}, {}
@@ -34,25 +34,25 @@ def _ratio(a: Mapping[str, Array], b: Mapping[str, Array]) -> float | None:
 
 
 def not_sent(evidence: Evidence) -> Iterator[Account]:
-    """The rank that makes an update has it, and others go on with the weight as it was."""
+    """The owner of a weight has its update, and others go on with the old weight."""
     names, before = evidence.differing, evidence.before(evidence.stage)
     for owner in range(len(evidence.tensors_of_ranks)):
-        own = evidence.found(evidence.stage, owner)
-        right = all(n in own and evidence.size(n, own[n]) <= evidence.limit(n) for n in names)
+        owned = evidence.actual(evidence.stage, owner)
+        right = all(n in owned and evidence.size(n, owned[n]) <= evidence.limit(n) for n in names)
         if names and right:
             others = [r for r in range(evidence.ranks) if r != owner]
-            each = [evidence.found(evidence.stage, r) for r in others]
-            kept = [
+            each = [evidence.actual(evidence.stage, r) for r in others]
+            stale = [
                 rank
-                for rank, found in zip(others, each, strict=True)
+                for rank, tensors in zip(others, each, strict=True)
                 if any(
-                    n in found and n in before and np.array_equal(found[n], before[n])
+                    n in tensors and n in before and np.array_equal(tensors[n], before[n])
                     for n in names
                 )
             ]
-            if kept:
-                says = f"the update that rank {owner} makes does not reach ranks {kept}"
-                yield Account(says, {n: own[n] for n in names}, None, tuple(kept))
+            if stale:
+                says = f"the update that rank {owner} makes does not reach ranks {stale}"
+                yield Account(says, {n: owned[n] for n in names}, None, tuple(stale))
 
 
 def lost(evidence: Evidence) -> Iterator[Account]:
@@ -64,7 +64,7 @@ def lost(evidence: Evidence) -> Iterator[Account]:
 
 
 def not_written(evidence: Evidence) -> Iterator[Account]:
-    """A weight without a gradient is as it was: no optimizer moves it, but forward or loss."""
+    """A weight without a gradient, which forward or loss should write, is unchanged."""
     if not any(name in evidence.wanted("gradient") for name in evidence.differing):
         yield from _unchanged(
             evidence,
@@ -87,14 +87,14 @@ def times_ranks(evidence: Evidence) -> Iterator[Account]:
 
 
 def _times_an_axis(evidence: Evidence) -> Iterator[tuple[str, float, dict[str, Array]]]:
-    """Axes by whose ranks all of the step is times too much, or too little; and it mended."""
+    """Axes by whose size the whole step is too large or too small; with the repaired weights."""
     before, ours, wanted = _steps(evidence)
-    found = _ratio(ours, wanted) if before else None
-    if found is None:
+    ratio = _ratio(ours, wanted) if before else None
+    if ratio is None:
         return
     for axis, size in evidence.axes.items():
         for factor in (float(size), 1 / size):
-            if abs(found / factor - 1) < 1e-3:
+            if abs(ratio / factor - 1) < 1e-3:
                 yield axis, factor, {n: before[n] + ours[n] / factor for n in before}
 
 
@@ -105,9 +105,9 @@ def decayed_by_each(evidence: Evidence) -> Iterator[Account]:
     rate = evidence.row().get("learning_rate")
     if not before or not decay or not rate:
         return
-    kept = 1 - rate * decay
+    factor = 1 - rate * decay
     for axis, size in evidence.axes.items():
-        for more in (kept**size - kept, -(size - 1) * rate * decay):
+        for more in (factor**size - factor, -(size - 1) * rate * decay):
             repaired = {n: before[n] + ours[n] - more * before[n] for n in before}
             says = (
                 f"weight decay is applied {size} times, once for each of {evidence.words_of(axis)}"
@@ -116,7 +116,7 @@ def decayed_by_each(evidence: Evidence) -> Iterator[Account]:
 
 
 def fresh_state(evidence: Evidence) -> Iterator[Account]:
-    """The optimizer has forgotten what it keeps: this update is a first one."""
+    """The optimizer has lost its state: this update is like a first one."""
     before, ours, wanted = _steps(evidence)
     settings, rate = evidence.facts.get("settings", {}), evidence.row().get("learning_rate")
     name = evidence.facts.get("optimizer")
@@ -160,8 +160,8 @@ def averaged_before(evidence: Evidence) -> Iterator[Account]:
     decay, weights = evidence.facts.get("ema"), evidence.before("weight")
     if not before or decay is None or not set(before) <= weights.keys():
         return
-    made = {n: (1 - decay) * (weights[n] - before[n]) for n in before}
-    repaired = {n: before[n] + ours[n] - made[n] + wanted[n] for n in before}
+    added = {n: (1 - decay) * (weights[n] - before[n]) for n in before}
+    repaired = {n: before[n] + ours[n] - added[n] + wanted[n] for n in before}
     yield Account("the average takes in weights before the update, one step too early", repaired)
 
 
@@ -177,10 +177,10 @@ def of_another_step(evidence: Evidence) -> Iterator[Account]:
         if evidence.step not in there or not known:
             continue
         at, wanted = there[evidence.step], float(evidence.wanted_row["learning_rate"])
-        found, right = float(ours[evidence.step] or 0.0), float(rates[at] or 0.0)
+        actual, right = float(ours[evidence.step] or 0.0), float(rates[at] or 0.0)
         says = f"the schedule is moved on {words}: step {evidence.step} has the rate of step {at}"
         ratio = right / wanted if wanted else None
-        yield Account(says, {NUMBER: found - right + wanted}, ratio)
+        yield Account(says, {NUMBER: actual - right + wanted}, ratio)
 
 
 # --- weighting -----------------------------------------------------------------------------------
@@ -202,13 +202,13 @@ def instead(evidence: Evidence, by: Weighing) -> Mapping[str, Array | float]:
     if parts is None:
         return {}
     if evidence.stage == "loss":
-        made = sum(by(part) * part.loss for part in parts.each)
+        weighed = sum(by(part) * part.loss for part in parts.each)
         right = sum(part.loss for part in parts.each) / parts.weight
-        return {NUMBER: float(evidence.row()["loss"]) - made + right}
-    ours, wanted = evidence.found("gradient"), evidence.wanted("gradient")
+        return {NUMBER: float(evidence.row()["loss"]) - weighed + right}
+    ours, wanted = evidence.actual("gradient"), evidence.wanted("gradient")
     return {
         name: ours[name]
-        - (evidence.sum_of(parts.each, name, by) + evidence.rest(name))
+        - (evidence.sum_of(parts.each, name, by) + evidence.regularizer_gradient(name))
         + wanted[name]
         for name in evidence.differing
         if name in ours and name in wanted
@@ -229,7 +229,7 @@ def of_ranks(evidence: Evidence) -> Iterator[Account]:
     if parts is None or len(parts.by_rank) < 2:
         return
     for count, of in COUNTS.items():
-        sums = {rank: sum(map(of, own)) for rank, own in parts.by_rank.items()}
+        sums = {rank: sum(map(of, pieces)) for rank, pieces in parts.by_rank.items()}
         if min(sums.values()) <= 0:
             continue
         ranks = len(sums)
@@ -250,10 +250,10 @@ def of_micro_batches(evidence: Evidence) -> Iterator[Account]:
     if parts is None or len(parts.by_micro) <= len(parts.by_rank):
         return
     for count, of in COUNTS.items():
-        sums = {micro: sum(map(of, own)) for micro, own in parts.by_micro.items()}
+        sums = {micro: sum(map(of, pieces)) for micro, pieces in parts.by_micro.items()}
         if min(sums.values()) <= 0:
             continue
-        of_rank = {r: len({part.micro for part in own}) for r, own in parts.by_rank.items()}
+        of_rank = {r: len({part.micro for part in pieces}) for r, pieces in parts.by_rank.items()}
         by_rank = {rank: len(of_rank) * many for rank, many in of_rank.items()}
         for ways in (by_rank, dict.fromkeys(of_rank, len(sums))):
             by = _of_micros(sums, ways)
@@ -281,10 +281,10 @@ def clipped_before(evidence: Evidence) -> Iterator[Account]:
         return
     for own_mean in (False, True):
         factors, divided = {}, {}
-        for rank, own in parts.by_rank.items():
-            weight = sum(part.weight for part in own) if own_mean else parts.weight
+        for rank, pieces in parts.by_rank.items():
+            weight = sum(part.weight for part in pieces) if own_mean else parts.weight
             divided[rank] = weight * (len(parts.by_rank) if own_mean else 1)
-            factors[rank] = min(1.0, limit / (_length(evidence, own) / weight + 1e-6))
+            factors[rank] = min(1.0, limit / (_length(evidence, pieces) / weight + 1e-6))
         by = _by_rank({rank: factors[rank] / divided[rank] for rank in factors})
         if uneven(evidence, by):
             shown = ", ".join(f"{factors[rank]:.4g}" for rank in sorted(factors))
@@ -294,15 +294,15 @@ def clipped_before(evidence: Evidence) -> Iterator[Account]:
 
 def _length(evidence: Evidence, parts: Iterable[ShardPart]) -> float:
     """Of the gradient of the sum of these parts."""
-    own = list(parts)
-    sums = [evidence.sum_of(own, name, lambda _: 1.0) for name in evidence.wanted("gradient")]
-    return math.sqrt(math.fsum(float(np.sum(np.square(one))) for one in sums))
+    pieces = list(parts)
+    sums = [evidence.sum_of(pieces, name, lambda _: 1.0) for name in evidence.wanted("gradient")]
+    return math.sqrt(math.fsum(float(np.sum(np.square(total))) for total in sums))
 
 
 def _is_one_factor(parts: BatchParts, by: Weighing) -> bool:
     """Whether all parts are weighed alike: a factor, which is another cause."""
-    found = {round(by(part) * parts.weight, 9) for part in parts.each}
-    return len(found) == 1
+    factors = {round(by(part) * parts.weight, 9) for part in parts.each}
+    return len(factors) == 1
 
 
 def _weigher(

@@ -1,4 +1,4 @@
-"""The page of one or several benches: what they found, beside the ideal, and what to ask for."""
+"""The page of one or several benches: results, the ideal, and how many ranks to request."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def legend_of(bench: Bench) -> dict[str, int]:
 
 
 def charts_of_bench(bench: Bench) -> list[Chart]:
-    """Those with anything to show: a sweep, or more than one number of ranks."""
+    """The charts of a sweep, or of more than one number of ranks; else none."""
     if bench.plan.swept:
-        found = [_sweep(bench)]
+        charts = [_sweep(bench)]
     elif len({row.ranks for row in bench.measured}) < 2:
         return []
     else:
         kind = "weak" if bench.plan.scaling == WEAK else "strong"
-        found = [
+        charts = [
             _over_ranks(bench, f"Speed-up, {kind} scaling", _speed_up, "dashed: the ideal", _ideal),
             _over_ranks(
                 bench, "Efficiency", _efficiency, f"dashed: {ENOUGH:.0%}", lambda n: ENOUGH
@@ -68,7 +68,7 @@ def charts_of_bench(bench: Bench) -> list[Chart]:
                 lambda row: None if row.exchange is None else 100 * row.exchange,
             ),
         ]
-    return [chart for chart in found if any(line.style != IDEAL for line in chart.lines)]
+    return [chart for chart in charts if any(line.style != IDEAL for line in chart.lines)]
 
 
 def _speed_up(row: BenchRow) -> Interval | None:
@@ -88,7 +88,7 @@ def _over_ranks(
     title: str,
     value: Value,
     note: str = "",
-    beside: Callable[[float], float] | None = None,
+    dashed: Callable[[float], float] | None = None,
 ) -> Chart:
     """A line for each strategy, with the intervals of its points."""
     colours = colours_of(bench)
@@ -96,23 +96,23 @@ def _over_ranks(
     lines = []
     for name, colour in colours.items():
         rows = [row for row in bench.measured if name_of(row) == name]
-        points = [(row.ranks, found) for row in rows if (found := value(row)) is not None]
+        points = [(row.ranks, number) for row in rows if (number := value(row)) is not None]
         if points:
             lines.append(_line(name, points, colour))
-    if beside is not None:
-        ideal = Series("", tuple(map(float, ranks)), tuple(map(beside, ranks)))
-        lines.append(PlotLine("ideal" if beside is _ideal else f"{ENOUGH:.0%}", ideal, 0, IDEAL))
+    if dashed is not None:
+        ideal = Series("", tuple(map(float, ranks)), tuple(map(dashed, ranks)))
+        lines.append(PlotLine("ideal" if dashed is _ideal else f"{ENOUGH:.0%}", ideal, 0, IDEAL))
     several = any(low < high for line in lines for low, high in line.ranges)
-    told = [note, "wide strokes: intervals of 95 %" if several else ""]
-    note = "; ".join(filter(None, told))
+    notes = [note, "wide strokes: intervals of 95 %" if several else ""]
+    note = "; ".join(filter(None, notes))
     ticks = tuple(map(float, ranks))
     return Chart(title, tuple(lines), note=note, from_zero=True, x_title="ranks", x_ticks_at=ticks)
 
 
 def _line(name: str, points: Sequence[tuple[int, Interval | float]], colour: int) -> PlotLine:
     xs, ys, ranges = [], [], []
-    for ranks, found in sorted(points, key=lambda point: point[0]):
-        known = found if isinstance(found, Interval) else Interval(found, found, found, 1)
+    for ranks, number in sorted(points, key=lambda point: point[0]):
+        known = number if isinstance(number, Interval) else Interval(number, number, number, 1)
         xs.append(float(ranks))
         ys.append(known.mean)
         bounded = not math.isinf(known.low)
@@ -170,16 +170,16 @@ def page_of_benches(benches: Sequence[Bench]) -> str:
     """The page of these benches, as text."""
     views, charts = [], list[Chart]()
     for number, bench in enumerate(benches):
-        own = charts_of_bench(bench)
-        numbered = tuple(enumerate(own, start=len(charts)))
-        charts += own
+        bench_charts = charts_of_bench(bench)
+        numbered = tuple(enumerate(bench_charts, start=len(charts)))
+        charts += bench_charts
         views.append(_view(bench, letter_of(number) if len(benches) > 1 else "", numbered))
     programs = dict.fromkeys(bench.plan.program for bench in benches)
     title = ", ".join(programs)
     if len(benches) > 1:
         title = f"{len(benches)} benches of {title}"
-    beside = _beside(views) if len(views) > 1 else None
-    return rendered("benches.html", title, charts, views=views, beside=beside)
+    comparison = _compared(views) if len(views) > 1 else None
+    return rendered("benches.html", title, charts, views=views, comparison=comparison)
 
 
 def _view(bench: Bench, letter: str, charts: tuple[tuple[int, Chart], ...]) -> BenchView:
@@ -212,11 +212,11 @@ def _view(bench: Bench, letter: str, charts: tuple[tuple[int, Chart], ...]) -> B
 
 def _figures(bench: Bench) -> list[Figure]:
     rows = [row for row in bench.measured if not row.is_peer]
-    found = []
+    figures = []
     fastest = max(rows, key=lambda row: row.speed.mean if row.speed else 0.0, default=None)
     if fastest is not None and fastest.speed is not None:
         where = f"{fastest.strategy} on {fastest.ranks}"
-        found.append(Figure("samples/s, fastest", f"{fastest.speed.mean:,.0f}", where))
+        figures.append(Figure("samples/s, fastest", f"{fastest.speed.mean:,.0f}", where))
     scaled = [row for row in rows if row.efficiency is not None and row.ranks > row.base]
     if scaled:
         most = max(row.ranks for row in scaled)
@@ -226,30 +226,30 @@ def _figures(bench: Bench) -> list[Figure]:
         )
         assert best.efficiency is not None
         label = f"efficiency on {most}, best"
-        found.append(Figure(label, f"{best.efficiency.mean:.2f}", best.strategy))
-    asked = request_of(rows, bench.plan)
-    if asked is not None:
-        note = f"{asked.strategy}, above {ENOUGH:.0%} surely"
-        found.append(Figure("ranks to ask for", str(asked.ranks), note))
-    held = [(row.peak_bytes, row) for row in rows if row.peak_bytes is not None]
-    if held:
-        peak, row = max(held, key=lambda one: one[0])
-        found.append(Figure("peak memory", format_bytes(peak), f"{row.strategy} on {row.ranks}"))
+        figures.append(Figure(label, f"{best.efficiency.mean:.2f}", best.strategy))
+    request = request_of(rows, bench.plan)
+    if request is not None:
+        note = f"{request.strategy}, above {ENOUGH:.0%} surely"
+        figures.append(Figure("ranks to ask for", str(request.ranks), note))
+    peaks = [(row.peak_bytes, row) for row in rows if row.peak_bytes is not None]
+    if peaks:
+        peak, row = max(peaks, key=lambda pair: pair[0])
+        figures.append(Figure("peak memory", format_bytes(peak), f"{row.strategy} on {row.ranks}"))
     reached = [(row.until_s.mean, row) for row in rows if row.until_s is not None]
     if reached:
-        seconds, row = min(reached, key=lambda one: one[0])
+        seconds, row = min(reached, key=lambda pair: pair[0])
         note = f"{row.strategy} on {row.ranks}"
-        found.append(Figure(f"seconds to {bench.plan.until}", format_number(seconds), note))
-    apart = [row for row in bench.rows if (row.loss_apart or 0.0) > ROUNDING]
+        figures.append(Figure(f"seconds to {bench.plan.until}", format_number(seconds), note))
+    differing = [row for row in bench.rows if (row.loss_apart or 0.0) > ROUNDING]
     compared = [row for row in bench.rows if row.loss_apart is not None]
     if compared:
-        note = ", ".join(row.strategy for row in apart) or f"of {len(compared)} compared"
-        found.append(Figure("peers with another loss", str(len(apart)), note))
-    return found
+        note = ", ".join(row.strategy for row in differing) or f"of {len(compared)} compared"
+        figures.append(Figure("peers with another loss", str(len(differing)), note))
+    return figures
 
 
 def _table(rows: Sequence[BenchRow], *, swept: bool) -> Table:
-    """The table of the bench; beside the efficiency whether it is above the line."""
+    """The table of the bench; a column says whether the efficiency is above the line."""
     head = tuple(name for name in head_of(rows) if not (swept and name in SCALING[4:]))
     lines = []
     for row in rows:
@@ -268,7 +268,7 @@ def _table(rows: Sequence[BenchRow], *, swept: bool) -> Table:
 
 
 def _shares(bench: Bench) -> Bars | None:
-    """Where the time of the mean rank went, a bar for each combination."""
+    """How the mean rank spent its time, a bar for each combination."""
     rows = [row for row in bench.measured if row.compute is not None]
     bars, lines = [], []
     for row in rows:
@@ -292,13 +292,13 @@ def _shares(bench: Bench) -> Bars | None:
     return Bars(SHARES, tuple(bars), table)
 
 
-def _beside(views: Sequence[BenchView]) -> Table:
-    """Samples per second of all benches, a row for each combination that any of them has."""
-    found: dict[tuple[str, int], list[str]] = {}
+def _compared(views: Sequence[BenchView]) -> Table:
+    """Samples per second of all benches, a row for each combination in any of them."""
+    lines: dict[tuple[str, int], list[str]] = {}
     for place, view in enumerate(views):
         for row in view.bench.measured:
-            cells = found.setdefault((name_of(row), row.ranks), [""] * len(views))
+            cells = lines.setdefault((name_of(row), row.ranks), [""] * len(views))
             cells[place] = cells_of(row, ("strategy", "ranks", "samples/s"))[2]
-    rows = tuple((name, str(ranks), *cells) for (name, ranks), cells in found.items())
+    rows = tuple((name, str(ranks), *cells) for (name, ranks), cells in lines.items())
     heads = tuple(f"{view.letter} {view.bench.label}" for view in views)
     return Table(("strategy", "ranks", *heads), rows, (LEFT, *[RIGHT] * (1 + len(views))))

@@ -1,4 +1,4 @@
-"""The record of a bench as its page reads it: `bench.json` in the folder of the bench."""
+"""Reads the record of a bench: `bench.json` in the folder of the bench."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RECORD = "bench.json"
 
 @dataclass(frozen=True)
 class Bench:
-    """What one bench has found; `label` tells it from other benches."""
+    """The results of one bench; `label` distinguishes it from other benches."""
 
     path: Path
     label: str
@@ -32,7 +32,7 @@ class Bench:
 
 
 def read_bench(path: Path, label: str) -> Bench:
-    """The record below `path`; raises `RequestError` where it is none that this version reads."""
+    """The record below `path`; raises `RequestError` if this version cannot read it."""
     record = path / RECORD
     try:
         data = json.loads(record.read_text())

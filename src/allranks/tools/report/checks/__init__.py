@@ -1,4 +1,4 @@
 """The page of checks: what was looked at, what was equal, and the first difference."""
 
 RECORD = "check.json"
-"""What `allranks check --keep-runs FOLDER` leaves in that folder."""
+"""The file that `allranks check --keep-runs FOLDER` writes to that folder."""

@@ -1,4 +1,4 @@
-"""The page of checks, from what `allranks check --json` said or a kept folder has."""
+"""The page of checks, from the output of `allranks check --json` or a kept folder."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ NEEDED = ("equal", "program", "strategy", "looks", "not_checked")
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What one check found, as it said it; `label` tells it from other checks."""
+    """The record of one check; `label` distinguishes it from other checks."""
 
     path: Path
     label: str
-    said: Mapping[str, Any]
+    record: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,16 @@ def is_check(data: Any) -> bool:
 
 
 def read_check(path: Path, label: str) -> CheckResult:
-    """The record at `path`, a file or a folder; raises `RequestError` where it is none."""
+    """The record at `path`, a file or a folder; raises `RequestError` if it is none."""
     record = path / RECORD if path.is_dir() else path
     try:
         text = record.read_text().strip()
-        said = json.loads(text.splitlines()[-1])  # what was kept of stdout: its last line
+        content = json.loads(text.splitlines()[-1])  # of a saved stdout, the last line
     except (OSError, ValueError, LookupError) as error:
         raise _unreadable(path, f"{type(error).__name__}: {error}") from None
-    if not is_check(said):
+    if not is_check(content):
         raise _unreadable(path, "no record of a check")
-    return CheckResult(path, label, said)
+    return CheckResult(path, label, content)
 
 
 def page_of_checks(checks: Sequence[CheckResult]) -> str:
@@ -66,11 +66,11 @@ def page_of_checks(checks: Sequence[CheckResult]) -> str:
     several = len(checks) > 1
     views, charts = list[CheckView](), list[Chart]()
     for number, check in enumerate(checks):
-        own = _charts(check)
-        numbered = tuple(enumerate(own, start=len(charts)))
+        check_charts = _charts(check)
+        numbered = tuple(enumerate(check_charts, start=len(charts)))
         views.append(_view(check, letter_of(number) if several else "", numbered))
-        charts += own
-    programs = dict.fromkeys(str(check.said["program"]) for check in checks)
+        charts += check_charts
+    programs = dict.fromkeys(str(check.record["program"]) for check in checks)
     title = ", ".join(programs)
     title = f"{len(checks)} checks of {title}" if several else title
     return rendered("checks.html", title, charts, views=views)
@@ -84,30 +84,30 @@ STATES = {
 
 
 def _charts(check: CheckResult) -> list[Chart]:
-    """How far an approximate strategy drifts, step by step; nothing for others."""
-    steps = (check.said.get("drift") or {}).get("steps") or []
+    """The drift of an approximate strategy, step by step; nothing for others."""
+    steps = (check.record.get("drift") or {}).get("steps") or []
     if not steps:
         return []
-    xs = tuple(float(one["step"]) for one in steps)
+    xs = tuple(float(step["step"]) for step in steps)
 
     def line(name: str, key: str, colour: int) -> PlotLine:
-        return PlotLine(name, Series(name, xs, tuple(float(one[key]) for one in steps)), colour)
+        return PlotLine(name, Series(name, xs, tuple(float(step[key]) for step in steps)), colour)
 
-    apart = "weights apart, of the way from the start"
+    distance = "weights apart, of the way from the start"
     losses = (line("loss", "loss", 0), line("of one process", "loss_of_one_process", 1))
     return [
-        Chart("Drift of the weights", (line(apart, "weights_apart", 0),), note=apart),
+        Chart("Drift of the weights", (line(distance, "weights_apart", 0),), note=distance),
         Chart("Loss", losses, note="the other colour: one process"),
     ]
 
 
 def _view(check: CheckResult, letter: str, charts: tuple[tuple[int, Chart], ...]) -> CheckView:
-    said = check.said
-    looks = [look for look in said["looks"] if look["asked"]]
+    record = check.record
+    looks = [look for look in record["looks"] if look["asked"]]
     deciding = next((look for look in looks if look["first_difference"]), None)
-    rows = tuple(_cells(look) for look in said["looks"])
+    rows = tuple(_cells(look) for look in record["looks"])
     head = ("looked at", "steps", "what counts as equal", "largest difference", "found")
-    state, tone = STATES[said["equal"]]
+    state, tone = STATES[record["equal"]]
     return CheckView(
         check,
         letter,
@@ -117,29 +117,29 @@ def _view(check: CheckResult, letter: str, charts: tuple[tuple[int, Chart], ...]
         deciding["first_difference"] if deciding else None,
         deciding.get("cause") if deciding else None,
         _where(deciding) if deciding else "",
-        said.get("drift"),
+        record.get("drift"),
         charts,
     )
 
 
 def _where(look: Mapping[str, Any]) -> str:
     ranks = look["ranks"]
-    who = "one process" if look["one_process"] else f"{ranks} rank{'s' if ranks > 1 else ''}"
-    return f"{who}, {look['precision']}{', bitwise' if look['bitwise'] else ''}"
+    processes = "one process" if look["one_process"] else f"{ranks} rank{'s' if ranks > 1 else ''}"
+    return f"{processes}, {look['precision']}{', bitwise' if look['bitwise'] else ''}"
 
 
 def _cells(look: Mapping[str, Any]) -> tuple[str, ...]:
     first = look["first_difference"]
     tolerance, largest = float(look["tolerance"]), look["largest_difference"]
-    found = "equal" if first is None else f"{first['stage']} differs at step {first['step']}"
+    text = "equal" if first is None else f"{first['stage']} differs at step {first['step']}"
     if not look["asked"]:
-        found += ", which the job does not promise"
+        text += ", which the job does not promise"
     return (
         _where(look),
         f"{look['steps']:,}",
         f"{tolerance:.1e}" if tolerance else "equal bits",
         UNKNOWN if largest is None else f"{float(largest):.1e}" if largest else "none",
-        found,
+        text,
     )
 
 

@@ -1,6 +1,6 @@
-"""What a script's own collectives reduce: small numbers with their values, large ones counted.
+"""Records the script's own collectives: the values of small tensors, the number of large ones.
 
-DDP's reductions are not among them: they are made below Python.
+DDP's reductions are not seen: they happen below Python.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from allranks.tools.script_check.record.facts import ScriptFacts, StepCounts, tensors_in, wrap
 
-SMALL, MOST_TOLD, MOST_SENT = 16, 200, 10_000
+SMALL, MOST_WRITTEN, MOST_SENT = 16, 200, 10_000
 REDUCING = ("all_reduce", "reduce")
 GATHERING = ("all_gather", "all_gather_into_tensor", "all_gather_object", "gather", "gather_object")
 OTHERS = ("reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single")
@@ -23,11 +23,11 @@ TO_ONE = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 
 
 class ScriptCollectives:
-    """All that the script itself calls of `torch.distributed`."""
+    """The script's own calls of `torch.distributed`."""
 
     def __init__(self, torch: Any, facts: ScriptFacts, progress: StepCounts) -> None:
         self.torch, self.facts, self.progress = torch, facts, progress
-        self._told = 0
+        self._written = 0
 
     def install(self, ended: Callable[[], None]) -> None:
         """Wrap them; `ended` is called before a group is destroyed."""
@@ -36,95 +36,95 @@ class ScriptCollectives:
         reduced = self.facts.guarded(self._reduced)
         joined = self.facts.guarded(self._joined)
 
-        def with_values(own: Callable[..., Any]) -> Callable[..., Any]:
+        def with_values(original: Callable[..., Any]) -> Callable[..., Any]:
             def inner(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-                before = note(own.__name__, tensor)
-                result = own(tensor, *args, **kwargs)
+                before = note(original.__name__, tensor)
+                result = original(tensor, *args, **kwargs)
                 if before is not None and result is None:
-                    reduced(own.__name__, tensor, before, args, kwargs)
+                    reduced(original.__name__, tensor, before, args, kwargs)
                 return result
 
             return inner
 
-        def noted(own: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(original: Callable[..., Any]) -> Callable[..., Any]:
             def inner(*args: Any, **kwargs: Any) -> Any:
-                note(own.__name__, [*args, *kwargs.values()])
-                return own(*args, **kwargs)
+                note(original.__name__, [*args, *kwargs.values()])
+                return original(*args, **kwargs)
 
             return inner
 
-        def joining(own: Callable[..., Any]) -> Callable[..., Any]:
+        def joining(original: Callable[..., Any]) -> Callable[..., Any]:
             def inner(*args: Any, **kwargs: Any) -> Any:
-                result = own(*args, **kwargs)
-                self.facts.speak()
+                result = original(*args, **kwargs)
+                self.facts.enable()
                 joined()
                 return result
 
             return inner
 
         for name in (*REDUCING, *GATHERING, *OTHERS, *SPREADING, *SCATTERING):
-            self._wrap(dist, name, self._meeting)
+            self._wrap(dist, name, self._counting)
         for name in REDUCING:
             self._wrap(dist, name, with_values)
         for name in (*GATHERING, *OTHERS, *TO_ONE):
             self._wrap(dist, name, noted)
         self._wrap(dist, "init_process_group", joining)
-        self._wrap(dist, "destroy_process_group", lambda own: _after(ended, own))
+        self._wrap(dist, "destroy_process_group", lambda original: _after(ended, original))
 
-    def _wrap(self, dist: Any, name: str, made: Callable[..., Any]) -> None:
-        """In `torch.distributed`, and where torch gives it out a second time."""
+    def _wrap(self, dist: Any, name: str, decorator: Callable[..., Any]) -> None:
+        """Wrap it in `torch.distributed`, and in the module from which torch re-exports it."""
         if not hasattr(dist, name):
             return
-        own = getattr(dist, name)
-        wrap(dist, name, made)
+        original = getattr(dist, name)
+        wrap(dist, name, decorator)
         home = sys.modules.get("torch.distributed.distributed_c10d")
-        if name.endswith("process_group") and getattr(home, name, None) is own:
+        if name.endswith("process_group") and getattr(home, name, None) is original:
             setattr(home, name, getattr(dist, name))
 
-    def _meeting(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        """`own`, and it is told among whom."""
-        at = list(inspect.signature(own).parameters).index("group")
-        met = self.facts.guarded(self._met)
+    def _counting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A wrapper that also counts the collective, of all ranks or of a subgroup."""
+        at = list(inspect.signature(original).parameters).index("group")
+        count = self.facts.guarded(self._count)
 
         def inner(*args: Any, **kwargs: Any) -> Any:
-            met(args[at] if len(args) > at else kwargs.get("group"))
-            return own(*args, **kwargs)
+            count(args[at] if len(args) > at else kwargs.get("group"))
+            return original(*args, **kwargs)
 
         return inner
 
     def _joined(self) -> None:
         dist = self.torch.distributed
-        self.facts.tell("world", rank=dist.get_rank(), size=dist.get_world_size())
-        self.progress.meetings += 1
+        self.facts.write("world", rank=dist.get_rank(), size=dist.get_world_size())
+        self.progress.collectives += 1
 
-    def _met(self, group: Any) -> None:
+    def _count(self, group: Any) -> None:
         dist = self.torch.distributed
         is_all = group is None or dist.get_world_size(group) == dist.get_world_size()
-        self.progress.meet(is_all=is_all)
+        self.progress.count_collective(is_all=is_all)
 
-    def _note(self, name: str, given: Any) -> list[float] | None:
+    def _note(self, name: str, arguments: Any) -> list[float] | None:
         progress = self.progress
         if name in TO_ONE:
             progress.to_one += 1
             return None
-        tensors = list(tensors_in(self.torch, given))
+        tensors = list(tensors_in(self.torch, arguments))
         size = sum(tensor.numel() for tensor in tensors)
         if name in GATHERING and progress.last_pass:
-            self.facts.tell("gathered", after=progress.last_pass)
+            self.facts.write("gathered", after=progress.last_pass)
             progress.last_pass = None if size > SMALL else progress.last_pass
         if size > SMALL:
             progress.large_collectives += 1
-        if len(progress.sent) < MOST_SENT:
-            progress.sent.update(tensor.data_ptr() for tensor in tensors)
-        if size <= SMALL and name in REDUCING and self._told < MOST_TOLD:
-            return [float(value) for value in given.detach().reshape(-1).tolist()]
+        if len(progress.data_ptrs) < MOST_SENT:
+            progress.data_ptrs.update(tensor.data_ptr() for tensor in tensors)
+        if size <= SMALL and name in REDUCING and self._written < MOST_WRITTEN:
+            return [float(value) for value in arguments.detach().reshape(-1).tolist()]
         return None
 
     def _reduced(self, name: str, tensor: Any, before: list[float], args: Any, kwargs: Any) -> None:
-        self._told += 1
+        self._written += 1
         operation = args[-1] if name == "reduce" and len(args) > 1 else args[0] if args else None
         operation = kwargs.get("op", operation)
-        self.facts.tell(
+        self.facts.write(
             "reduced",
             name=name,
             operation="SUM" if operation is None else str(operation).rpartition(".")[2],
@@ -135,27 +135,27 @@ class ScriptCollectives:
         )
 
     def finish(self) -> None:
-        """Tell how many there were."""
-        self.facts.tell(
+        """Write how many there were."""
+        self.facts.write(
             "collectives", large=self.progress.large_collectives, to_one=self.progress.to_one
         )
 
 
-def _after(first: Callable[[], None], own: Callable[..., Any]) -> Callable[..., Any]:
-    """`own`, once `first` was called."""
+def _after(first: Callable[[], None], original: Callable[..., Any]) -> Callable[..., Any]:
+    """A wrapper that calls `first` before `original`."""
 
     def both(*args: Any, **kwargs: Any) -> Any:
         first()
-        return own(*args, **kwargs)
+        return original(*args, **kwargs)
 
     return both
 
 
 # --- losses --------------------------------------------------------------------------------------
-# Means over batches that a script takes without gradients: the losses of what it evaluates.
+# Means over batches that a script computes without gradients: its evaluation losses.
 #
-# Of each the value and over how many elements it is a mean; they are read when the process ends, so
-# that no device is waited for.
+# Each is recorded with the number of its elements. Values are read when the process ends, so that
+# recording never waits for a device.
 
 
 NAMES = (
@@ -163,15 +163,15 @@ NAMES = (
     *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
 )
 BY_CLASS = ("cross_entropy", "nll_loss")
-"""Their targets may be left out by a number, and a class may weigh more than another."""
+"""These ignore targets equal to `ignore_index`, and may weight classes."""
 UNUSUAL = ("weight", "size_average", "reduce")
-"""What makes another mean of it."""
+"""Options that change how the mean is taken."""
 MOST_KEPT, MOST_LINES, MOST_PASSES = 4096, 32, 3
 
 
 @dataclass
 class Means:
-    """The means that one line has taken in one pass over a loader."""
+    """The means that one line of the script computed in one pass over a loader."""
 
     name: str
     where: tuple[str, int] | None
@@ -181,30 +181,30 @@ class Means:
 
 
 class MeanLosses:
-    """The losses of this process that were means, and taken without gradients."""
+    """The losses of this process that are means, computed without gradients."""
 
     def __init__(self, torch: Any, facts: ScriptFacts, progress: StepCounts) -> None:
         self.torch, self.facts, self.progress = torch, facts, progress
-        self._found: dict[tuple[Any, ...], Means] = {}
+        self._means: dict[tuple[Any, ...], Means] = {}
 
     def install(self) -> None:
-        """Wrap the functions that losses are; a graph that is compiled passes them by."""
+        """Wrap the loss functions; compiled graphs bypass them."""
         note = self.facts.guarded(self._note)
         torch = self.torch
 
         def taking(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-            def made(own: Callable[..., Any]) -> Callable[..., Any]:
+            def decorator(original: Callable[..., Any]) -> Callable[..., Any]:
                 def inner(*args: Any, **kwargs: Any) -> Any:
-                    result = own(*args, **kwargs)
+                    result = original(*args, **kwargs)
                     if not torch.compiler.is_compiling() and not torch.is_grad_enabled():
                         note(name, result, args, kwargs)
                     return result
 
-                # TorchScript asks for this, and compiles what it is given
-                inner.__prepare_scriptable__ = lambda: own  # type: ignore[attr-defined]
+                # TorchScript calls this, and compiles the function that it returns
+                inner.__prepare_scriptable__ = lambda: original  # type: ignore[attr-defined]
                 return inner
 
-            return made
+            return decorator
 
         for name in NAMES:
             if hasattr(torch.nn.functional, name):
@@ -212,7 +212,7 @@ class MeanLosses:
 
     def _note(self, name: str, result: Any, args: Any, kwargs: dict[str, Any]) -> None:
         batch = self.progress.batch
-        unusual = [*args[2:], *(kwargs.get(one) for one in UNUSUAL)]
+        unusual = [*args[2:], *(kwargs.get(option) for option in UNUSUAL)]
         is_mean = kwargs.get("reduction", "mean") == "mean" and not result.dim()
         if not is_mean or batch is None or len(args) < 2 or unusual.count(None) < len(unusual):
             return
@@ -221,25 +221,25 @@ class MeanLosses:
             return
         where = self.facts.where()
         key = loader, number, where, name
-        if key not in self._found and len(self._found) == MOST_LINES:
+        if key not in self._means and len(self._means) == MOST_LINES:
             return
-        means = self._found.setdefault(key, Means(name, where))
+        means = self._means.setdefault(key, Means(name, where))
         if len(means.values) < MOST_KEPT:
             means.batches.append(index)
             means.values.append(result.detach().clone())
             means.counts.append(self._elements(name, *args[:2], **kwargs))
 
-    def _elements(self, name: str, outputs: Any, targets: Any, **given: Any) -> Any:
+    def _elements(self, name: str, outputs: Any, targets: Any, **options: Any) -> Any:
         if name not in BY_CLASS or targets.is_floating_point():
             return outputs.numel()
-        left_out = given.get("ignore_index", -100)
+        left_out = options.get("ignore_index", -100)
         return (targets != left_out).sum()
 
     def finish(self) -> None:
-        """Tell them. Those of a line that took several in one batch are not told."""
-        for (loader, number, _, name), means in self._found.items():
+        """Write them, except for lines with several means in one batch."""
+        for (loader, number, _, name), means in self._means.items():
             if len(set(means.batches)) == len(means.batches) < MOST_KEPT:
-                self.facts.tell(
+                self.facts.write(
                     "means",
                     loader=loader,
                     number=number,
@@ -248,4 +248,4 @@ class MeanLosses:
                     values=[float(value) for value in means.values],
                     counts=[int(count) for count in means.counts],
                 )
-        self._found = {}
+        self._means = {}

@@ -1,7 +1,7 @@
-"""Which samples a rank takes from its loaders, pass by pass, and whether it trains on them.
+"""The samples that a rank takes from its loaders, pass by pass, and whether it trains on them.
 
-The indices are those that the loader's sampler gave, in the order in which batches come out of it;
-the digests of some samples tell whether two ranks have one dataset or each its own.
+The indices come from the loader's sampler, in the order of the batches. Digests of some samples
+show whether two ranks share one dataset.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ MOST_IDS, MOST_PASSES, MOST_ROWS, MOST_DRAWS = 65_536, 3, 256, 8
 
 
 class LoaderPass:
-    """One pass over a loader: what came out of it so far."""
+    """One pass over a loader: its batches so far."""
 
     def __init__(self, loader: int, number: int, backwards: int) -> None:
         self.loader, self.number, self.backwards = loader, number, backwards
-        self.asked: deque[Any] = deque()
+        self.requested: deque[Any] = deque()
         self.ids: list[int] = []
         self.rows: dict[int, list[int]] = {}
         self.sizes: list[list[int]] = []
         self.order, self.samples, self.batches = 0, 0, 0
         self.grad, self.ended, self.epochs_set = True, False, 0
 
-    def take(self, torch: Any, data: Any) -> None:
-        """A batch came out."""
-        ids = self.asked.popleft() if self.asked else None
+    def add(self, torch: Any, data: Any) -> None:
+        """Count a batch."""
+        ids = self.requested.popleft() if self.requested else None
         ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
-        ids = [int(one) for one in ids if hasattr(one, "__index__")]
+        ids = [int(index) for index in ids if hasattr(index, "__index__")]
         if self.batches == 0:
             self.grad = torch.is_grad_enabled()
         self.batches += 1
@@ -63,7 +63,7 @@ class Loaders:
 
     def __init__(self, torch: Any, facts: ScriptFacts, progress: StepCounts) -> None:
         self.torch, self.facts, self.progress = torch, facts, progress
-        self._made: WeakKeyDictionary[Any, tuple[str, int] | None] = WeakKeyDictionary()
+        self._created_at: WeakKeyDictionary[Any, tuple[str, int] | None] = WeakKeyDictionary()
         self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._passes: dict[int, LoaderPass] = {}
         self._counts: dict[int, int] = {}
@@ -73,40 +73,40 @@ class Loaders:
     def install(self) -> None:
         """Wrap the loader, its iterators, and the distributed sampler."""
         data = self.torch.utils.data
-        made, epoch = self.facts.guarded(self._note_made), self.facts.guarded(self._note_epoch)
-        begin, take = self.facts.guarded(self.begin), self.facts.guarded(self._take)
-        ended, asked = self.facts.guarded(self._ended), self.facts.guarded(self._asked)
-        wrap(data.DataLoader, "__init__", lambda own: _then(own, made))
-        wrap(data.distributed.DistributedSampler, "__init__", lambda own: _then(own, made))
-        wrap(data.distributed.DistributedSampler, "set_epoch", lambda own: _then(own, epoch))
+        created, epoch = self.facts.guarded(self._note_line), self.facts.guarded(self._note_epoch)
+        begin, receive = self.facts.guarded(self.begin), self.facts.guarded(self._receive)
+        ended, requested = self.facts.guarded(self._ended), self.facts.guarded(self._requested)
+        wrap(data.DataLoader, "__init__", lambda fn: _then(fn, created))
+        wrap(data.distributed.DistributedSampler, "__init__", lambda fn: _then(fn, created))
+        wrap(data.distributed.DistributedSampler, "set_epoch", lambda fn: _then(fn, epoch))
         iterator = data.dataloader._BaseDataLoaderIter
-        wrap(iterator, "__init__", lambda own: _then(own, begin))
+        wrap(iterator, "__init__", lambda fn: _then(fn, begin))
 
-        def reset(own: Callable[..., Any]) -> Callable[..., Any]:
+        def reset(original: Callable[..., Any]) -> Callable[..., Any]:
             def inner(self: Any, loader: Any, first_iter: bool = False) -> None:
-                own(self, loader, first_iter)
+                original(self, loader, first_iter)
                 if not first_iter:
                     begin(self, loader)
 
             return inner
 
-        def next_index(own: Callable[..., Any]) -> Callable[..., Any]:
+        def next_index(original: Callable[..., Any]) -> Callable[..., Any]:
             def inner(self: Any) -> Any:
-                index = own(self)
-                asked(self, index)
+                index = original(self)
+                requested(self, index)
                 return index
 
             return inner
 
-        def following(own: Callable[..., Any]) -> Callable[..., Any]:
+        def following(original: Callable[..., Any]) -> Callable[..., Any]:
             def inner(self: Any) -> Any:
                 before = drawn(self)
                 try:
-                    batch = own(self)
+                    batch = original(self)
                 except StopIteration:
                     ended(self)
                     raise
-                take(self, batch, before)
+                receive(self, batch, before)
                 return batch
 
             return inner
@@ -117,47 +117,47 @@ class Loaders:
         wrap(iterator, "__next__", following)
 
     def finish(self) -> None:
-        """Tell the passes that were not told yet."""
+        """Write the passes that are not written yet."""
         for loader in list(self._passes):
-            self._tell(loader)
+            self._write_pass(loader)
 
-    def _note_made(self, thing: Any, *args: Any, **kwargs: Any) -> None:
-        self._made.setdefault(thing, self.facts.where())
+    def _note_line(self, thing: Any, *args: Any, **kwargs: Any) -> None:
+        self._created_at.setdefault(thing, self.facts.where())
 
     def _note_epoch(self, sampler: Any, *args: Any, **kwargs: Any) -> None:
         self._epochs[sampler] = self._epochs.get(sampler, 0) + 1
 
     def begin(self, iterator: Any, loader: Any) -> None:
-        """A new pass over `loader`, which is told of once before its first."""
+        """Begin a pass over `loader`; before the first one, write the loader itself."""
         source = self._source_of(loader)
         number = self._numbers.get(source)
         if number is None:
             number = self._numbers[source] = len(self._counts)
-            self._tell_loader(loader, number)
-        for loader_number, one in list(self._passes.items()):
-            if one.ended or loader_number == number:  # what is trained after a pass is of it
-                self._tell(loader_number)
+            self._write_loader(loader, number)
+        for loader_number, loader_pass in list(self._passes.items()):
+            if loader_pass.ended or loader_number == number:  # backwards after a pass belong to it
+                self._write_pass(loader_number)
         count = self._counts[number] = self._counts.get(number, -1) + 1
-        one = self._passes[number] = LoaderPass(number, count, self.progress.backwards)
+        loader_pass = self._passes[number] = LoaderPass(number, count, self.progress.backwards)
         self.progress.begun = number, count
-        one.epochs_set = _get(self._epochs, _sampler_of(loader)) or 0
-        self._of_iterator[iterator] = one
+        loader_pass.epochs_set = _get(self._epochs, _sampler_of(loader)) or 0
+        self._of_iterator[iterator] = loader_pass
 
     def _source_of(self, loader: Any) -> Any:
-        """What its order comes from: a loader may be made anew for each epoch of one sampler."""
+        """The object that orders samples: one sampler may have a new loader in each epoch."""
         sampler = _sampler_of(loader)
         distributed = isinstance(sampler, self.torch.utils.data.distributed.DistributedSampler)
         return sampler if distributed else loader
 
-    def _tell_loader(self, loader: Any, number: int) -> None:
+    def _write_loader(self, loader: Any, number: int) -> None:
         sampler = _sampler_of(loader)
-        self.facts.tell(
+        self.facts.write(
             "loader",
             loader=number,
-            where=self._made.get(loader),
+            where=self._created_at.get(loader),
             length=_length_of(loader.dataset),
             sampler=type(sampler).__name__,
-            sampler_where=_get(self._made, sampler),
+            sampler_where=_get(self._created_at, sampler),
             shuffle=getattr(sampler, "shuffle", None),
             replicas=getattr(sampler, "num_replicas", None),
             batch_size=loader.batch_size,
@@ -165,55 +165,55 @@ class Loaders:
             seeded=loader.worker_init_fn is not None,
         )
 
-    def _asked(self, iterator: Any, index: Any) -> None:
-        self._of_iterator[iterator].asked.append(index)
+    def _requested(self, iterator: Any, index: Any) -> None:
+        self._of_iterator[iterator].requested.append(index)
 
     def _before(self, iterator: Any) -> dict[str, int] | None:
-        """The generators before a batch, where draws are looked at: the first begins a sampler."""
-        one = self._of_iterator[iterator]
-        watched = one.number < MOST_PASSES and 0 < one.batches <= MOST_DRAWS
+        """Generator states before a batch, for early batches; the first one starts the sampler."""
+        loader_pass = self._of_iterator[iterator]
+        watched = loader_pass.number < MOST_PASSES and 0 < loader_pass.batches <= MOST_DRAWS
         watched = watched and iterator._num_workers == 0
         return random_states(self.torch) if watched else None
 
-    def _take(self, iterator: Any, batch: Any, before: dict[str, int] | None) -> None:
-        one = self._of_iterator[iterator]
-        one.take(self.torch, batch)
-        self.progress.batch = one.loader, one.number, one.batches
+    def _receive(self, iterator: Any, batch: Any, before: dict[str, int] | None) -> None:
+        loader_pass = self._of_iterator[iterator]
+        loader_pass.add(self.torch, batch)
+        self.progress.batch = loader_pass.loader, loader_pass.number, loader_pass.batches
         if before:
             after = random_states(self.torch)
             drew = {name: state for name, state in before.items() if after.get(name) != state}
             if drew:
-                number = one.number * 1000 + one.batches
-                self.facts.tell(
-                    "draws", of="loader", id=one.loader, number=number, before=drew, where=None
+                loader, number = loader_pass.loader, loader_pass.number * 1000 + loader_pass.batches
+                self.facts.write(
+                    "draws", of="loader", id=loader, number=number, before=drew, where=None
                 )
 
     def _ended(self, iterator: Any) -> None:
-        one = self._of_iterator[iterator]
-        one.ended = True
-        if one.batches:
-            self.progress.last_pass = one.loader, one.number
+        loader_pass = self._of_iterator[iterator]
+        loader_pass.ended = True
+        if loader_pass.batches:
+            self.progress.last_pass = loader_pass.loader, loader_pass.number
 
-    def _tell(self, loader: int) -> None:
-        one = self._passes.pop(loader)
-        self.facts.tell(
+    def _write_pass(self, loader: int) -> None:
+        loader_pass = self._passes.pop(loader)
+        self.facts.write(
             "pass",
-            loader=one.loader,
-            number=one.number,
-            samples=one.samples,
-            order=one.order,
-            sizes=one.sizes[:1000],
-            ids=one.ids[:MOST_IDS],
-            rows={str(i): row for i, row in one.rows.items()},
-            ended=one.ended,
-            grad=one.grad,
-            backwards=self.progress.backwards - one.backwards if one.grad else 0,
-            epochs_set=one.epochs_set,
+            loader=loader_pass.loader,
+            number=loader_pass.number,
+            samples=loader_pass.samples,
+            order=loader_pass.order,
+            sizes=loader_pass.sizes[:1000],
+            ids=loader_pass.ids[:MOST_IDS],
+            rows={str(i): row for i, row in loader_pass.rows.items()},
+            ended=loader_pass.ended,
+            grad=loader_pass.grad,
+            backwards=self.progress.backwards - loader_pass.backwards if loader_pass.grad else 0,
+            epochs_set=loader_pass.epochs_set,
         )
 
 
 def _length_of(dataset: Any) -> int | None:
-    """How many samples it has; None for a stream, which may say so with an error."""
+    """The number of samples; None for a stream, which may raise instead."""
     try:
         return len(dataset)
     except (TypeError, NotImplementedError):
@@ -221,22 +221,22 @@ def _length_of(dataset: Any) -> int | None:
 
 
 def _sampler_of(loader: Any) -> Any:
-    """The sampler of single samples, below the one that makes batches of them."""
+    """The sampler of single samples, inside the batch sampler."""
     sampler = loader.sampler
     batches = getattr(loader, "batch_sampler", None)
     return getattr(batches, "sampler", sampler) if batches is not None else sampler
 
 
 def _get(known: WeakKeyDictionary[Any, Any], thing: Any) -> Any:
-    """What is known of it; None too for a list, to which no weak reference can be."""
+    """The entry for `thing`; None for objects such as lists, which have no weak references."""
     return known.get(thing) if type(thing).__weakrefoffset__ else None
 
 
-def _then(own: Callable[..., Any], after: Callable[..., Any]) -> Callable[..., Any]:
-    """`own`, and `after` with the same arguments."""
+def _then(original: Callable[..., Any], after: Callable[..., Any]) -> Callable[..., Any]:
+    """A wrapper that calls `after` with the same arguments after `original`."""
 
     def both(*args: Any, **kwargs: Any) -> Any:
-        result = own(*args, **kwargs)
+        result = original(*args, **kwargs)
         after(*args, **kwargs)
         return result
 
@@ -244,10 +244,10 @@ def _then(own: Callable[..., Any], after: Callable[..., Any]) -> Callable[..., A
 
 
 # --- workers -------------------------------------------------------------------------------------
-# Random numbers that the workers of a loader draw: in which states, told by each worker.
+# Random numbers that the workers of a loader draw: each worker writes the generator states.
 #
-# A worker is a fork of its rank, and writes a file of its own: `workers/RANK-PID.…`. Its first
-# batches are looked at.
+# A worker is a fork of its rank, and writes its own file: `workers/RANK-PID.…`. Only its first
+# batches are recorded.
 
 
 FOLDER = "workers"
@@ -255,25 +255,25 @@ MOST_FETCHED, MOST_WORKER_PASSES = 6, 3
 
 
 class Workers:
-    """In a worker: what it draws. In the process of a rank it does nothing."""
+    """Records the draws of a worker. Does nothing in the process of a rank."""
 
     def __init__(self, torch: Any, facts: ScriptFacts, progress: StepCounts) -> None:
         self.torch, self.facts, self.progress = torch, facts, progress
         self._fetched = 0
 
     def install(self) -> None:
-        """Wrap what reads the samples of a batch."""
+        """Wrap the fetcher, which reads the samples of a batch."""
         info = self.torch.utils.data.get_worker_info
 
-        def fetching(own: Callable[..., Any]) -> Callable[..., Any]:
+        def fetching(original: Callable[..., Any]) -> Callable[..., Any]:
             def inner(fetcher: Any, index: Any) -> Any:
                 worker, begun = info(), self.progress.begun
                 is_early = begun is not None and begun[1] < MOST_WORKER_PASSES
                 if worker is None or not is_early or self._fetched >= MOST_FETCHED:
-                    return own(fetcher, index)
+                    return original(fetcher, index)
                 before = random_states(self.torch)
-                batch = own(fetcher, index)
-                self._tell(worker.id, before)
+                batch = original(fetcher, index)
+                self._write_draws(worker.id, before)
                 return batch
 
             return inner
@@ -281,7 +281,7 @@ class Workers:
         fetcher = self.torch.utils.data._utils.fetch._MapDatasetFetcher
         wrap(fetcher, "fetch", fetching)
 
-    def _tell(self, worker: int, before: dict[str, int]) -> None:
+    def _write_draws(self, worker: int, before: dict[str, int]) -> None:
         after = random_states(self.torch)
         drew = {name: state for name, state in before.items() if after.get(name) != state}
         number, self._fetched = self._fetched, self._fetched + 1
@@ -295,5 +295,5 @@ class Workers:
             os.makedirs(folder, exist_ok=True)
             with open(os.path.join(folder, name), "a") as file:
                 file.write(json.dumps({**fact, "number": number, "before": drew}) + "\n")
-        except OSError:  # what looks on never ends a script
+        except OSError:  # a recorder never ends a script
             self._fetched = MOST_FETCHED

@@ -1,7 +1,7 @@
-"""Where facts go: one file of JSON lines per process; and which line of the user's code it was.
+"""Writes facts to one file of JSON lines per process, with the line of the user's code.
 
-A recorder that fails says so as a fact, and the script goes on. A forked child (a worker of a
-loader) writes nothing, unless it makes a process group of its own.
+If a recorder fails, that is written as a fact, and the script goes on. A forked child (a worker of
+a loader) writes nothing, unless it creates a process group.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ USER, LIBRARY, BELOW = 0, 1, 2
 
 
 class ScriptFacts:
-    """The facts of this process, in `folder`; nothing is opened before the first."""
+    """The facts of this process, in `folder`; the first fact opens the file."""
 
     def __init__(self, folder: str, torch_folder: str) -> None:
         self.folder = folder
@@ -41,11 +41,11 @@ class ScriptFacts:
     def _forked(self) -> None:
         self._silent, self._file, self._lock = True, None, threading.RLock()
 
-    def speak(self) -> None:
-        """Write facts in a forked child as well: it takes part in a group."""
+    def enable(self) -> None:
+        """Enable writing in a forked child that has joined a process group."""
         self._silent = False
 
-    def tell(self, fact: str, **values: Any) -> None:
+    def write(self, fact: str, **values: Any) -> None:
         """Write one fact."""
         if self._silent:
             return
@@ -59,7 +59,7 @@ class ScriptFacts:
             self._file.write(line + "\n")
 
     def guarded(self, function: Function) -> Function:
-        """The same, but its errors are facts: what looks on never ends a script."""
+        """The same function, but its errors become facts: a recorder never ends a script."""
 
         @functools.wraps(function)
         def safe(*args: Any, **kwargs: Any) -> Any:
@@ -72,13 +72,13 @@ class ScriptFacts:
                 if name not in self._failed:
                     self._failed.add(name)
                     with suppress(Exception):
-                        self.tell("unwatched", what=name, why=repr(error)[:300])
+                        self.write("unwatched", what=name, why=repr(error)[:300])
                 return None
 
         return safe  # type: ignore[return-value]
 
     def where(self) -> tuple[str, int] | None:
-        """File and line of the nearest frame of the user's code; else of a library on torch."""
+        """File and line of the nearest frame of user code; else of a library on top of torch."""
         frame = sys._getframe(1)
         library = None
         while frame is not None:
@@ -103,10 +103,10 @@ class ScriptFacts:
         return BELOW if is_standard else USER
 
 
-def wrap(holder: Any, name: str, made: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Put `made(own)` in the place of `holder.name`, under its name and docstring."""
-    own = getattr(holder, name)
-    setattr(holder, name, functools.wraps(own)(made(own)))
+def wrap(holder: Any, name: str, decorator: Callable[..., Callable[..., Any]]) -> None:
+    """Replace `holder.name` with `decorator(holder.name)`, under its name and docstring."""
+    original = getattr(holder, name)
+    setattr(holder, name, functools.wraps(original)(decorator(original)))
 
 
 # --- numbers -------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ MOST_TENSORS = 4
 
 
 def digest_of(torch: Any, tensor: Any) -> int | None:
-    """CRC-32 of the bytes of a plain tensor; None for one that is in parts, or has no memory."""
+    """CRC-32 of the bytes of a plain tensor; None for a sharded, sparse or meta tensor."""
     if hasattr(tensor, "to_local") or tensor.is_meta or tensor.layout is not torch.strided:
         return None
     flat = tensor.detach().cpu().contiguous().reshape(-1)
@@ -137,7 +137,7 @@ def tensors_in(torch: Any, data: Any, depth: int = 3) -> Iterable[Any]:
 
 
 def rows_of(torch: Any, data: Any, size: int) -> list[list[int]]:
-    """For each of `size` samples of a batch the digests of its rows in the first tensors."""
+    """Digests of the rows of each of `size` samples, in the first tensors of a batch."""
     tensors = [t for t in tensors_in(torch, data) if t.dim() and t.shape[0] == size]
     tensors = [tensor for tensor in tensors if tensor.device.type == "cpu"][:MOST_TENSORS]
     return [[digest_of(torch, tensor[i]) or 0 for tensor in tensors] for i in range(size)]
@@ -145,20 +145,20 @@ def rows_of(torch: Any, data: Any, size: int) -> list[list[int]]:
 
 def random_states(torch: Any, device: str = "cpu") -> dict[str, int]:
     """Digests of the generators that a script may draw from: torch's, Python's, NumPy's."""
-    found = {"torch": crc32(memoryview(torch.get_rng_state().numpy()))}
+    digests = {"torch": crc32(memoryview(torch.get_rng_state().numpy()))}
     if device not in ("cpu", "meta"):
         state = torch.get_device_module(device).get_rng_state()
-        found[f"torch on {device}"] = crc32(memoryview(state.cpu().numpy()))
-    found["random"] = crc32(repr(random.getstate()).encode())
+        digests[f"torch on {device}"] = crc32(memoryview(state.cpu().numpy()))
+    digests["random"] = crc32(repr(random.getstate()).encode())
     numpy = sys.modules.get("numpy")
     if numpy is not None and hasattr(numpy, "random"):
         state = numpy.random.get_state()
-        found["numpy.random"] = crc32(state[1].tobytes() + bytes(str(state[2]), "ascii"))
-    return found
+        digests["numpy.random"] = crc32(state[1].tobytes() + bytes(str(state[2]), "ascii"))
+    return digests
 
 
 # --- progress ------------------------------------------------------------------------------------
-# Where a rank is in its training: what the recorders tell each other.
+# The position of a rank in its training, which the recorders share.
 
 
 MOST_IN_A_WINDOW = 1024
@@ -166,47 +166,47 @@ MOST_IN_A_WINDOW = 1024
 
 @dataclass
 class StepCounts:
-    """Counts since the start, and what lies between two steps of an optimizer."""
+    """Counts since the start, and events since the last step of an optimizer."""
 
     backwards: int = 0
     steps: int = 0
     batch: tuple[int, int, int] | None = None
-    """Loader, pass and number of the last batch that was taken."""
+    """Loader, pass and number of the last batch."""
     begun: tuple[int, int] | None = None
-    """Loader and pass that was begun last: its workers are made next."""
+    """Loader and pass that began last: its workers are created next."""
     last_pass: tuple[int, int] | None = None
-    """Loader and pass of the last pass that came to its end."""
+    """Loader and number of the last pass that ended."""
     scaled: bool = False
     """Whether a GradScaler multiplies the loss."""
-    meetings: int = 0
-    """Collectives of all ranks that this one has come to."""
-    is_apart: bool = False
-    """Whether it came to one of some ranks alone: then counts of ranks say nothing of order."""
+    collectives: int = 0
+    """The number of collectives that this rank has called."""
+    in_subgroup: bool = False
+    """Whether it called one in a subgroup: then the counts of ranks cannot be compared."""
     large_collectives: int = 0
-    """Collectives of the script's own on tensors that may be gradients or weights."""
+    """The script's own collectives on tensors that may be gradients or weights."""
     to_one: int = 0
-    """Messages from one rank to another: stages of a pipeline, not replicas."""
-    sent: set[int] = field(default_factory=set)
+    """Point-to-point messages, as between stages of a pipeline."""
+    data_ptrs: set[int] = field(default_factory=set)
     """Addresses of the tensors in large collectives since the last step."""
     lines: list[tuple[tuple[str, int] | None, bool]] = field(default_factory=list)
-    """Of each backward since the last step: its line, and whether its loss is a plain mean."""
+    """For each backward since the last step: its line, and whether its loss is a plain mean."""
     forwards: list[tuple[int, bool]] = field(default_factory=list)
-    """Of each forward of a DDP since the last step: which one, and whether it reduces."""
+    """For each DDP forward since the last step: the number of the DDP, and whether it reduces."""
     last_gradient: list[float] | None = None
     """Some numbers of a gradient after the last backward, while micro-batches add up."""
     probes: list[Any] = field(default_factory=list)
-    """Parameters whose gradients are looked at."""
+    """Parameters whose gradients are sampled."""
 
-    def meet(self, *, is_all: bool) -> None:
-        """A collective, of all ranks or of some."""
-        self.meetings += 1
-        self.is_apart |= not is_all
+    def count_collective(self, *, is_all: bool) -> None:
+        """Count a collective, of all ranks or of a subgroup."""
+        self.collectives += 1
+        self.in_subgroup |= not is_all
 
-    def met(self) -> tuple[int, ...] | None:
-        """Two ranks with the same had no meeting between them; None if that cannot be told."""
-        return None if self.is_apart else (self.meetings, self.backwards, self.steps)
+    def position(self) -> tuple[int, ...] | None:
+        """A position: two ranks with equal ones had no collective between; None if unknown."""
+        return None if self.in_subgroup else (self.collectives, self.backwards, self.steps)
 
     def new_window(self) -> None:
-        """A step was made."""
+        """Begin a new window after a step."""
         self.lines, self.forwards, self.last_gradient = [], [], None
-        self.sent.clear()
+        self.data_ptrs.clear()

@@ -1,4 +1,4 @@
-"""Called once torch has been imported in a watched script: puts every recorder in its place."""
+"""Installs all recorders in a watched script, once it has imported torch."""
 
 from __future__ import annotations
 
@@ -30,41 +30,41 @@ LOCKS = ("fcntl.flock", "fcntl.lockf")
 
 
 class FileFacts:
-    """What this process writes and reads where, and how far it had come."""
+    """Records the files that this process writes and reads, with its position in training."""
 
     def __init__(self, torch: Any, facts: ScriptFacts, progress: StepCounts) -> None:
         self.torch, self.facts, self.progress = torch, facts, progress
-        self._told: Counter[tuple[str, str]] = Counter()
+        self._written: Counter[tuple[str, str]] = Counter()
         self._paths: Counter[str] = Counter()
         self._has_locked = False
         self._lines: Counter[Any] = Counter()
         self._inside = False
         caches = (os.path.expanduser("~/.cache"), os.environ.get("XDG_CACHE_HOME"))
-        self._caches = tuple(os.path.join(one, "") for one in caches if one)
+        self._caches = tuple(os.path.join(cache, "") for cache in caches if cache)
 
     def install(self) -> None:
-        """Wrap `torch.save` and `print`; hear of every file that Python opens."""
+        """Wrap `torch.save` and `print`; add an audit hook for every file that Python opens."""
         saved, printed = self.facts.guarded(self._saved), self.facts.guarded(self._printed)
         opened = self.facts.guarded(self._opened)
         locked = self.facts.guarded(self._locked)
 
-        def saving(own: Callable[..., Any]) -> Callable[..., Any]:
+        def saving(original: Callable[..., Any]) -> Callable[..., Any]:
             def inner(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
                 saved(f)
-                return own(obj, f, *args, **kwargs)
+                return original(obj, f, *args, **kwargs)
 
             return inner
 
-        def printing(own: Callable[..., Any]) -> Callable[..., Any]:
+        def printing(original: Callable[..., Any]) -> Callable[..., Any]:
             def inner(*args: Any, **kwargs: Any) -> None:
                 file = kwargs.get("file")
                 if file is None or file is sys.stdout or file is sys.stderr:
                     printed(args)
-                own(*args, **kwargs)
+                original(*args, **kwargs)
 
             return inner
 
-        def heard(event: str, args: tuple[Any, ...]) -> None:
+        def audit_hook(event: str, args: tuple[Any, ...]) -> None:
             if event == "open" and not self._inside and isinstance(args[0], str | os.PathLike):
                 self._inside = True
                 try:
@@ -76,50 +76,50 @@ class FileFacts:
                 locked()
 
         caches = (os.path.expanduser("~/.cache"), os.environ.get("XDG_CACHE_HOME"))
-        self._caches = tuple(os.path.join(one, "") for one in caches if one)
+        self._caches = tuple(os.path.join(cache, "") for cache in caches if cache)
 
         wrap(self.torch, "save", saving)
-        wrap(self.torch.serialization, "save", lambda own: self.torch.save)
+        wrap(self.torch.serialization, "save", lambda original: self.torch.save)
         wrap(builtins, "print", printing)
-        sys.addaudithook(heard)
+        sys.addaudithook(audit_hook)
 
     def _saved(self, target: Any) -> None:
         name = target if isinstance(target, str | os.PathLike) else getattr(target, "name", None)
         if isinstance(name, str | os.PathLike):
-            self._tell("save", name)
+            self._write_file("save", name)
 
     def _opened(self, path: Any, mode: str | None, flags: int) -> None:
         if bool(set(mode) & set("wx")) if mode else bool(flags & os.O_CREAT):
             if not (flags & os.O_APPEND):
-                self._tell("open", path)
+                self._write_file("open", path)
         elif not (flags & os.O_APPEND) and not os.fspath(path).endswith(CODE):
-            self._tell("read", path)
+            self._write_file("read", path)
 
     def _locked(self) -> None:
-        self.facts.tell("lock")
+        self.facts.write("lock")
 
-    def _tell(self, how: str, name: str | os.PathLike[str]) -> None:
+    def _write_file(self, how: str, name: str | os.PathLike[str]) -> None:
         if self._paths[how] >= MOST_FILES:
             return
         path = os.path.realpath(name)
         passing = path.startswith(PASSING) or path.endswith(ENDINGS)
         passing = passing or path.startswith((*self._caches, self.facts.folder))
-        told = self._told[how, path]
-        if passing or told >= MOST_OF_A_FILE:
+        count = self._written[how, path]
+        if passing or count >= MOST_OF_A_FILE:
             return
         where = self.facts.where()
         if how == "read" and (where is None or path.startswith((sys.prefix, sys.base_prefix))):
             return
-        self._told[how, path] += 1
-        self._paths[how] += told == 0
-        self.facts.tell("file", how=how, path=path, where=where, at=self.progress.met())
+        self._written[how, path] += 1
+        self._paths[how] += count == 0
+        self.facts.write("file", how=how, path=path, where=where, at=self.progress.position())
 
     def _printed(self, args: tuple[Any, ...]) -> None:
         where = self.facts.where()
         if self._lines[where] < MOST_OF_A_LINE and self._lines.total() < MOST_LINES:
             self._lines[where] += 1
             text = " ".join(map(str, args))
-            self.facts.tell("print", where=where, text=text[:80], digest=crc32(text.encode()))
+            self.facts.write("print", where=where, text=text[:80], digest=crc32(text.encode()))
 
 
 WRAPPED = (
@@ -129,7 +129,7 @@ WRAPPED = (
 
 
 def watch_here(folder: str) -> None:
-    """The same where torch is imported already: in the fork of a warm server."""
+    """`install` where torch is already imported: in the fork of a warm server."""
     install(importlib.import_module("torch"), folder)
 
 
@@ -148,7 +148,7 @@ def install(torch: Any, folder: str) -> None:
         MeanLosses(torch, facts, progress),
     )
     place = {name: os.environ.get(name.upper()) for name in ("rank", "local_rank", "group_rank")}
-    facts.tell("process", **place, torch=str(torch.__version__))
+    facts.write("process", **place, torch=str(torch.__version__))
     digests = facts.guarded(replicas.finish)
 
     def finish() -> None:

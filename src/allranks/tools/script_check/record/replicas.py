@@ -1,6 +1,6 @@
-"""Modules that DDP holds equal, and parameters of optimizers that it does not hold.
+"""Modules that DDP keeps equal, and optimizer parameters outside of any DDP.
 
-Digests of them are taken after steps 1, 8, 64, … and at the end: replicas must have equal ones.
+Their digests are taken after steps 1, 8, 64, … and at the end: replicas must have equal ones.
 """
 
 from __future__ import annotations
@@ -40,35 +40,35 @@ class Replicas:
         self.torch, self.facts, self.progress = torch, facts, progress
         self.known: dict[int, WatchedDDP] = {}
         self._loose: dict[int, dict[str, Any]] = {}
-        self._kept: list[Any] = []
+        self._newest: list[Any] = []
 
     def install(self) -> None:
-        """Wrap DDP's making, its forward, and the making of a hook that reduces otherwise."""
+        """Wrap DDP's constructor, its forward, and `register_comm_hook`."""
         ddp = self.torch.nn.parallel.DistributedDataParallel
-        made, forward = self.facts.guarded(self._made), self.facts.guarded(self._forward)
+        created, forward = self.facts.guarded(self._created), self.facts.guarded(self._forward)
         drawn, hooked = self.facts.guarded(self._drawn), self.facts.guarded(self._hooked)
 
-        def making(own: Callable[..., Any]) -> Callable[..., Any]:
+        def making(original: Callable[..., Any]) -> Callable[..., Any]:
             def inner(self: Any, *args: Any, **kwargs: Any) -> None:
-                own(self, *args, **kwargs)
-                made(self)
+                original(self, *args, **kwargs)
+                created(self)
 
             return inner
 
-        def running(own: Callable[..., Any]) -> Callable[..., Any]:
+        def running(original: Callable[..., Any]) -> Callable[..., Any]:
             def inner(self: Any, *args: Any, **kwargs: Any) -> Any:
                 before = forward(self)
-                result = own(self, *args, **kwargs)
+                result = original(self, *args, **kwargs)
                 if before:
                     drawn(self, before)
                 return result
 
             return inner
 
-        def hooking(own: Callable[..., Any]) -> Callable[..., Any]:
+        def hooking(original: Callable[..., Any]) -> Callable[..., Any]:
             def inner(self: Any, *args: Any, **kwargs: Any) -> Any:
                 hooked(self)
-                return own(self, *args, **kwargs)
+                return original(self, *args, **kwargs)
 
             return inner
 
@@ -76,14 +76,14 @@ class Replicas:
         wrap(ddp, "forward", running)
         wrap(ddp, "register_comm_hook", hooking)
 
-    def _made(self, module: Any) -> None:
+    def _created(self, module: Any) -> None:
         number = len(self.known)
         self.known[id(module)] = replica = WatchedDDP(number, module)
-        self._kept = [module]  # the newest is there at the end, even if its function has returned
+        self._newest = [module]  # keeps it alive to the end, even if its function has returned
         dist = self.torch.distributed
         group = dist.get_process_group_ranks(module.process_group)
-        self.progress.meet(is_all=len(group) == dist.get_world_size())
-        self.facts.tell(
+        self.progress.count_collective(is_all=len(group) == dist.get_world_size())
+        self.facts.write(
             "replica",
             id=number,
             where=self.facts.where(),
@@ -93,7 +93,7 @@ class Replicas:
         )
 
     def _hooked(self, module: Any) -> None:
-        self.facts.tell("hooked", id=self.known[id(module)].number, where=self.facts.where())
+        self.facts.write("hooked", id=self.known[id(module)].number, where=self.facts.where())
 
     def _forward(self, module: Any) -> dict[str, int] | None:
         if not (module.training and self.torch.is_grad_enabled()):
@@ -113,14 +113,14 @@ class Replicas:
         drew = {name: state for name, state in before.items() if after.get(name) != state}
         if drew:
             number, where = replica.forwards, self.facts.where()
-            self.facts.tell(
+            self.facts.write(
                 "draws", of="replica", id=replica.number, number=number, before=drew, where=where
             )
 
-    def tell_sharded(self) -> None:
-        """The groups over which FSDP cuts modules and reduces gradients, each once.
+    def write_sharded(self) -> None:
+        """Write each group over which FSDP shards modules and reduces gradients, once.
 
-        Of FSDP2 only where its mesh has one axis: of several one may be another parallelism's.
+        FSDP2 counts only with a mesh of one axis: others may belong to another parallelism.
         """
         module = sys.modules.get("torch.distributed.fsdp")
         if module is None:
@@ -131,25 +131,24 @@ class Replicas:
             ranks = self.torch.distributed.get_process_group_ranks(thing.process_group)
             groups.add(tuple(ranks))
         for thing in instances_of(second) if second else ():
-            cut = [one for one in thing.parameters() if hasattr(one, "device_mesh")]
-            meshes = {one.device_mesh for one in cut}
-            groups |= {tuple(one.mesh.tolist()) for one in meshes if one.ndim == 1}
+            meshes = {p.device_mesh for p in thing.parameters() if hasattr(p, "device_mesh")}
+            groups |= {tuple(mesh.mesh.tolist()) for mesh in meshes if mesh.ndim == 1}
         for group in sorted(groups):
-            self.facts.tell("sharded", group=group)
+            self.facts.write("sharded", group=group)
 
     def of(self, parameters: list[Any]) -> list[WatchedDDP]:
-        """The DDPs that hold any of these."""
-        ids = {id(one) for one in parameters}
+        """The DDPs that hold any of these parameters."""
+        ids = {id(parameter) for parameter in parameters}
         return [replica for replica in self._alive() if ids & replica.parameters.keys()]
 
     def _alive(self) -> list[WatchedDDP]:
-        """Those that are still there: of others the ids of parameters may stand for new ones."""
+        """Replicas that are still alive: ids of freed parameters may be reused."""
         return [replica for replica in self.known.values() if replica.module() is not None]
 
     def outside(self, optimizer: int, parameters: list[Any]) -> dict[str, Any]:
-        """Those with a gradient that no DDP holds, by their names; kept for the digests to come."""
-        held = {one for replica in self._alive() for one in replica.parameters}
-        loose = [p for p in parameters if id(p) not in held and p.grad is not None]
+        """Parameters with a gradient that no DDP holds, by name; later digests use them too."""
+        owned = {key for replica in self._alive() for key in replica.parameters}
+        loose = [p for p in parameters if id(p) not in owned and p.grad is not None]
         if loose and optimizer not in self._loose:
             names = names_of(self.torch, loose)
             self._loose[optimizer] = {
@@ -158,12 +157,12 @@ class Replicas:
         return self._loose.get(optimizer, {})
 
     def digest(self, replica: WatchedDDP, step: int) -> None:
-        """Tell the digests of all it holds."""
+        """Write the digests of all tensors of a replica."""
         module = replica.module()
         if module is None:
             return
         buffers = {} if module.broadcast_buffers else dict(module.module.named_buffers())
-        self.facts.tell(
+        self.facts.write(
             "digest",
             of="replica",
             id=replica.number,
@@ -174,19 +173,19 @@ class Replicas:
         )
 
     def digest_loose(self, optimizer: int, step: int) -> None:
-        """Tell the digests of what it updates outside of every DDP."""
+        """Write the digests of the optimizer's parameters outside of every DDP."""
         if loose := self._loose.get(optimizer):
-            found = self._digests(loose)
-            self.facts.tell(
-                "digest", of="loose", id=optimizer, step=step, parameters=found, buffers={}
+            digests = self._digests(loose)
+            self.facts.write(
+                "digest", of="loose", id=optimizer, step=step, parameters=digests, buffers={}
             )
 
     def _digests(self, tensors: dict[str, Any]) -> dict[str, int]:
-        found = {name: digest_of(self.torch, tensor) for name, tensor in tensors.items()}
-        return {name: value for name, value in found.items() if value is not None}
+        digests = {name: digest_of(self.torch, tensor) for name, tensor in tensors.items()}
+        return {name: value for name, value in digests.items() if value is not None}
 
     def finish(self) -> None:
-        """The digests at the end, once: before the group goes, or the process does."""
+        """Write the digests at the end, once: before the group is destroyed, or at exit."""
         for replica in self.known.values():
             if not replica.ended:
                 replica.ended = True
@@ -194,7 +193,7 @@ class Replicas:
         for optimizer in list(self._loose):
             self.digest_loose(optimizer, END)
             del self._loose[optimizer]
-        self._kept = []
+        self._newest = []
 
 
 def is_looked_at(step: int) -> bool:
@@ -205,13 +204,13 @@ def is_looked_at(step: int) -> bool:
 
 
 def names_of(torch: Any, parameters: list[Any]) -> dict[int, str]:
-    """The longest name that a module of this process has for each."""
+    """The longest name of each parameter in any module of this process."""
     wanted = {id(p) for p in parameters}
-    found: dict[int, str] = {}
+    names: dict[int, str] = {}
     for thing in instances_of(torch.nn.Module):
         if "_parameters" not in thing.__dict__:
             continue
         for name, parameter in thing.named_parameters():
-            if id(parameter) in wanted and len(name) > len(found.get(id(parameter), "")):
-                found[id(parameter)] = name
-    return found
+            if id(parameter) in wanted and len(name) > len(names.get(id(parameter), "")):
+                names[id(parameter)] = name
+    return names

@@ -1,6 +1,6 @@
-"""What lies between two steps of an optimizer: backwards, forwards that reduce, schedules.
+"""Events between two steps of an optimizer: backwards, forwards that reduce, schedules.
 
-A window is what happened from one step to the next. Windows of one kind are told once, and counted.
+A window is the time from one step to the next. Windows of one kind are written once, and counted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from allranks.tools.script_check.record.replicas import Replicas, is_looked_at
 MOST_PROBED, MOST_KINDS = 64, 200
 PROBED_NUMBERS = 16
 MEAN = 1
-"""What torch's losses save of `reduction="mean"`."""
+"""The code that torch's losses save for `reduction="mean"`."""
 
 
 class Stepping:
@@ -33,20 +33,20 @@ class Stepping:
         self._open: list[int] = []
         self._windows: dict[tuple[Any, ...], int] = {}
         self._counts: list[int] = []
-        self._told = False
+        self._finished = False
 
     def install(self) -> None:
-        """Wrap backward and GradScaler; take part in the steps of every optimizer."""
+        """Wrap backward and GradScaler; register hooks around the steps of every optimizer."""
         optimizer = sys.modules[self.torch.optim.Optimizer.__module__]
         before, after = self.facts.guarded(self._before), self.facts.guarded(self._after)
         optimizer.register_optimizer_step_pre_hook(before)
         optimizer.register_optimizer_step_post_hook(after)
         begun, done = self.facts.guarded(self._begun), self.facts.guarded(self._backward_done)
 
-        def backward(own: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(original: Callable[..., Any]) -> Callable[..., Any]:
             def inner(tensors: Any, *args: Any, **kwargs: Any) -> Any:
                 begun(tensors)
-                result = own(tensors, *args, **kwargs)
+                result = original(tensors, *args, **kwargs)
                 done()
                 return result
 
@@ -57,10 +57,10 @@ class Stepping:
         if scaler is not None:
             scaled = self.facts.guarded(self._scaled)
 
-            def scaling(own: Callable[..., Any]) -> Callable[..., Any]:
+            def scaling(original: Callable[..., Any]) -> Callable[..., Any]:
                 def inner(self: Any, *args: Any, **kwargs: Any) -> Any:
                     scaled(self)
-                    return own(self, *args, **kwargs)
+                    return original(self, *args, **kwargs)
 
                 return inner
 
@@ -70,13 +70,13 @@ class Stepping:
         self.progress.scaled |= scaler.is_enabled()
 
     def number_of(self, optimizer: Any) -> int:
-        """Optimizers are numbered in the order of their first steps, or of their schedules."""
+        """The number of an optimizer, in the order of first steps or schedules."""
         return self._numbers.setdefault(optimizer, len(self._numbers))
 
     def _begun(self, tensors: Any) -> None:
         root = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
         self.progress.backwards += 1
-        if len(self.progress.lines) < MOST_IN_A_WINDOW:  # nobody may ever step
+        if len(self.progress.lines) < MOST_IN_A_WINDOW:  # a script may never step
             self.progress.lines.append((self.facts.where(), is_plain_mean(root)))
 
     def _backward_done(self) -> None:
@@ -85,11 +85,11 @@ class Stepping:
             progress.last_gradient = self._probe()
 
     def _probe(self) -> list[float] | None:
-        found: list[float] = []
+        numbers: list[float] = []
         for parameter in self.progress.probes:
             if parameter.grad is not None and not hasattr(parameter.grad, "to_local"):
-                found += parameter.grad.detach().reshape(-1)[:PROBED_NUMBERS].tolist()
-        return found or None
+                numbers += parameter.grad.detach().reshape(-1)[:PROBED_NUMBERS].tolist()
+        return numbers or None
 
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         number = self.number_of(optimizer)
@@ -101,31 +101,32 @@ class Stepping:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.progress.probes = [parameters[0], parameters[-1]]
         if self.progress.steps == 0:
-            self.facts.guarded(self.replicas.tell_sharded)()
+            self.facts.guarded(self.replicas.write_sharded)()
         if self.steps[number] == 0:
-            self._tell_optimizer(number, optimizer, parameters)
-        self._tell_window(number)
+            self._write_optimizer(number, optimizer, parameters)
+        self._write_window(number)
 
-    def _tell_optimizer(self, number: int, optimizer: Any, parameters: list[Any]) -> None:
+    def _write_optimizer(self, number: int, optimizer: Any, parameters: list[Any]) -> None:
         loose = self.replicas.outside(number, parameters)
         plain = {name: p for name, p in loose.items() if not hasattr(p, "to_local")}
-        sent = [n for n, p in plain.items() if p.grad.data_ptr() in self.progress.sent]
-        self.facts.tell(
+        sent_names = [n for n, p in plain.items() if p.grad.data_ptr() in self.progress.data_ptrs]
+        self.facts.write(
             "optimizer",
             id=number,
             name=type(optimizer).__name__,
             where=self.facts.where(),
             replicas=[replica.number for replica in self.replicas.of(parameters)],
             outside={name: list(p.shape) for name, p in plain.items()},
-            sent=sent,
+            sent=sent_names,
         )
         self.replicas.digest_loose(number, 0)
 
-    def _tell_window(self, number: int) -> None:
+    def _write_window(self, number: int) -> None:
         progress = self.progress
         lines = [where for where, _ in progress.lines]
         accumulated = len(lines) > 1 and len(set(lines)) == 1
         is_mean = bool(lines) and all(mean for _, mean in progress.lines)
+        gradients = [p.grad for p in progress.probes if p.grad is not None]
         probed = progress.last_gradient
         unchanged = probed is not None and probed == self._probe() if accumulated else None
         kind = (
@@ -135,14 +136,14 @@ class Stepping:
             is_mean and not progress.scaled,
             unchanged,
             tuple(progress.forwards[:64]),
-            any(p.grad is not None and p.grad.data_ptr() in progress.sent for p in progress.probes),
+            any(gradient.data_ptr() in progress.data_ptrs for gradient in gradients),
         )
         if kind not in self._windows:
             if len(self._windows) == MOST_KINDS:
                 return
             self._windows[kind] = len(self._counts)
             self._counts.append(0)
-            self.facts.tell(
+            self.facts.write(
                 "window",
                 id=self._windows[kind],
                 optimizer=number,
@@ -175,25 +176,25 @@ class Stepping:
             self.replicas.digest_loose(number, self.steps[number])
 
     def finish(self) -> None:
-        """Tell how often each kind of window was."""
-        if not self._told:
-            self._told = True
+        """Write how often each kind of window occurred."""
+        if not self._finished:
+            self._finished = True
             steps = {str(number): count for number, count in self.steps.items()}
             scaled = self.progress.scaled
-            self.facts.tell("counts", windows=self._counts, steps=steps, scaled=scaled)
+            self.facts.write("counts", windows=self._counts, steps=steps, scaled=scaled)
 
 
 class Schedules:
-    """Schedulers of learning rates, and their steps beside those of their optimizers."""
+    """Learning-rate schedulers, and their steps relative to those of their optimizers."""
 
     def __init__(self, torch: Any, facts: ScriptFacts, stepping: Stepping) -> None:
         self.torch, self.facts, self.stepping = torch, facts, stepping
         self._depth = 0
-        self._found: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
+        self._by_scheduler: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
         self._all: list[dict[str, Any]] = []
 
     def install(self) -> None:
-        """Wrap the step and the making of each class; steps within these are the class's own."""
+        """Wrap `step` and `__init__` of each class; nested calls are the class's own."""
         module = self.torch.optim.lr_scheduler
         for name, kind in inspect.getmembers(module, inspect.isclass):
             if not issubclass(kind, module.LRScheduler) or kind.__module__ != module.__name__:
@@ -205,53 +206,53 @@ class Schedules:
     def _counted(self, is_step: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         note = self.facts.guarded(self._note)
 
-        def made(own: Callable[..., Any]) -> Callable[..., Any]:
+        def decorator(original: Callable[..., Any]) -> Callable[..., Any]:
             def inner(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
                 if is_step and self._depth == 0:
                     note(scheduler, args, kwargs)
                 self._depth += 1
                 try:
-                    return own(scheduler, *args, **kwargs)
+                    return original(scheduler, *args, **kwargs)
                 finally:
                     self._depth -= 1
 
             return inner
 
-        return made
+        return decorator
 
     def _note(self, scheduler: Any, args: Any, kwargs: Any) -> None:
         name = type(scheduler).__name__
         if name != "ReduceLROnPlateau" and (args or kwargs.get("epoch") is not None):
-            return  # it says where it is, so the number of steps says nothing
+            return  # an explicit epoch: the number of steps does not matter
         optimizer = self.stepping.number_of(scheduler.optimizer)
-        found = self._found.get(scheduler)
-        if found is None:
-            found = {"name": name, "optimizer": optimizer, "where": self.facts.where()}
-            found |= {"between": Counter(), "last": 0, "run": 0, "first": 0}
-            self._found[scheduler] = found
-            self._all.append(found)
+        counts = self._by_scheduler.get(scheduler)
+        if counts is None:
+            counts = {"name": name, "optimizer": optimizer, "where": self.facts.where()}
+            counts |= {"between": Counter(), "last": 0, "run": 0, "first": 0}
+            self._by_scheduler[scheduler] = counts
+            self._all.append(counts)
         now = self.stepping.steps[optimizer]
         if now == 0:
-            found["first"] += 1
+            counts["first"] += 1
             return
-        if now != found["last"] and found["run"]:
-            found["between"][found["run"]] += 1
-            found["run"] = 0
-        found["last"], found["run"] = now, found["run"] + 1
+        if now != counts["last"] and counts["run"]:
+            counts["between"][counts["run"]] += 1
+            counts["run"] = 0
+        counts["last"], counts["run"] = now, counts["run"] + 1
 
     def finish(self) -> None:
-        """Tell of each: its steps before the first of its optimizer, and how many in a row."""
-        for number, found in enumerate(self._all):
-            if found["run"]:
-                found["between"][found["run"]] += 1
-            between = {str(run): count for run, count in found["between"].items()}
-            told = {name: found[name] for name in ("name", "optimizer", "where", "first")}
-            self.facts.tell("scheduler", id=number, between=between, **told)
+        """Write for each: its steps before the optimizer's first, and how many came in a row."""
+        for number, counts in enumerate(self._all):
+            if counts["run"]:
+                counts["between"][counts["run"]] += 1
+            between = {str(run): count for run, count in counts["between"].items()}
+            values = {name: counts[name] for name in ("name", "optimizer", "where", "first")}
+            self.facts.write("scheduler", id=number, between=between, **values)
         self._all = []
 
 
 def is_plain_mean(root: Any) -> bool:
-    """Whether a loss is a mean over its samples that nothing has divided or multiplied since."""
+    """Whether a loss is a mean over its samples, neither divided nor multiplied since."""
     function = getattr(root, "grad_fn", None)
     if function is None:
         return False

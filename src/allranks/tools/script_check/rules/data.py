@@ -21,14 +21,14 @@ from allranks.tools.script_check.rules.facts import (
 DISTRIBUTED = "DistributedSampler"
 LEAST_SAMPLES = 8
 LEAST_SHARED = 0.2
-"""Of the samples of all ranks those that a rank has had already; padding repeats far fewer."""
+"""The least share of repeated samples among all ranks; padding repeats far fewer."""
 
 
 def orders_that_never_change(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
     """A shuffling DistributedSampler that gives each epoch the same order."""
     for loader, fact in loaders_of(ranks):
-        passes = [one for one in passes_of(ranks[0], loader) if one["ended"] and one["backwards"]]
-        orders = {one["order"] for one in passes}
+        passes = [row for row in passes_of(ranks[0], loader) if row["ended"] and row["backwards"]]
+        orders = {row["order"] for row in passes}
         shuffled = fact["sampler"] == DISTRIBUTED and fact["shuffle"]
         if not shuffled or len(passes) < 2 or len(orders) > 1:
             continue
@@ -51,19 +51,19 @@ def samples_of_several_ranks(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]
     for group in groups_that_reduce(ranks):
         for loader, fact in loaders_of(tuple(group)):
             passes = [_first(rank, loader) for rank in group]
-            given = [one for one in passes if one is not None and one["ids"]]
-            if len(given) == len(group):
-                yield from _shared(fact, given)
+            known = [row for row in passes if row is not None and row["ids"]]
+            if len(known) == len(group):
+                yield from _shared(fact, known)
 
 
 def _shared(loader: Fact, passes: list[Fact]) -> Iterator[ScriptFinding]:
-    if any(len(set(one["ids"])) < len(one["ids"]) for one in passes):
-        return  # drawn with replacement, or padded: a sample twice says nothing
-    size, ids = len(passes), [set(one["ids"]) for one in passes]
+    if any(len(set(row["ids"])) < len(row["ids"]) for row in passes):
+        return  # drawn with replacement, or padded: repeated samples prove nothing
+    size, ids = len(passes), [set(row["ids"]) for row in passes]
     total, unique = sum(map(len, ids)), len(set().union(*ids))
     if total - unique <= LEAST_SHARED * total or not _is_one_dataset(passes):
         return
-    equal = len({one["order"] for one in passes}) == 1
+    equal = len({row["order"] for row in passes}) == 1
     yield ScriptFinding(
         "same-samples-on-ranks",
         RESULT,
@@ -82,18 +82,18 @@ def samplers_of_other_ranks(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
     sizes = {len(rank.by_id("replica")[number]["group"]) for number, members in
              groups_of_replicas(ranks) for rank in members[:1]}  # fmt: skip
     for loader, fact in loaders_of(ranks):
-        trained = any(one["backwards"] for one in passes_of(ranks[0], loader))
+        trained = any(row["backwards"] for row in passes_of(ranks[0], loader))
         replicas = fact["replicas"]
         if fact["sampler"] != DISTRIBUTED or not trained or len(sizes) != 1 or replicas in sizes:
             continue
         size = sizes.pop()
         sizes = {size}
-        seen = {i for rank in ranks for i in (_first(rank, loader) or {"ids": ()})["ids"]}
+        ids = {i for rank in ranks for i in (_first(rank, loader) or {"ids": ()})["ids"]}
         yield ScriptFinding(
             "sampler-for-other-ranks",
             RESULT,
             line_of(fact["sampler_where"] or fact["where"]),
-            f"num_replicas={replicas}, and {size} ranks train together: they saw {len(seen)} of "
+            f"num_replicas={replicas}, and {size} ranks train together: they saw {len(ids)} of "
             f"{fact['length']} samples in the first epoch",
             "samples are never seen" if replicas > size else "ranks train on the same samples",
             "leave num_replicas and rank to DistributedSampler, which asks the process group",
@@ -101,14 +101,14 @@ def samplers_of_other_ranks(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
 
 
 def padded_evaluations(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
-    """A metric over counts to which a sampler's repeated samples were added."""
+    """A metric whose counts include the samples that a sampler repeats as padding."""
     for loader, fact in loaders_of(ranks):
-        for number in sorted({one["number"] for one in passes_of(ranks[0], loader)}):
+        for number in sorted({row["number"] for row in passes_of(ranks[0], loader)}):
             passes = [_numbered(rank, loader, number) for rank in ranks]
-            given = [one for one in passes if one and one["ended"] and not one["backwards"]]
-            if len(given) < len(ranks) or any(one["grad"] for one in given):
+            ended = [row for row in passes if row and row["ended"] and not row["backwards"]]
+            if len(ended) < len(ranks) or any(row["grad"] for row in ended):
                 continue
-            ids = list(chain.from_iterable(one["ids"] for one in given))
+            ids = list(chain.from_iterable(row["ids"] for row in ended))
             length, total = fact["length"], len(ids)
             if length is None or not length == len(set(ids)) < total < 2 * length:
                 continue
@@ -130,15 +130,15 @@ def padded_evaluations(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
 
 
 def unequal_batches(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
-    """Mean of means: ranks whose batches differ in size, and whose gradients weigh the same."""
-    is_mean = any(fact["is_mean"] for one in ranks for fact in one.all("window"))
+    """A mean of means: batches of ranks differ in size, but their gradients weigh the same."""
+    is_mean = any(fact["is_mean"] for rank in ranks for fact in rank.all("window"))
     if not is_mean or not groups_of_replicas(ranks):
         return
     for loader, fact in loaders_of(ranks):
         passes = [_first(rank, loader) for rank in ranks]
-        given = [one for one in passes if one is not None and one["samples"]]
-        sizes = [_sizes(one) for one in given]
-        if len(given) < len(ranks) or len(set(map(len, sizes))) > 1:
+        known = [row for row in passes if row is not None and row["samples"]]
+        sizes = [_sizes(row) for row in known]
+        if len(known) < len(ranks) or len(set(map(len, sizes))) > 1:
             continue
         at = next((i for i, row in enumerate(zip(*sizes, strict=True)) if len(set(row)) > 1), None)
         if at is None:
@@ -147,7 +147,7 @@ def unequal_batches(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
             "mean-of-unequal-means",
             RESULT,
             line_of(fact["where"]),
-            f"batch {at + 1} has {' and '.join(str(one[at]) for one in sizes)} samples on the "
+            f"batch {at + 1} has {' and '.join(str(size[at]) for size in sizes)} samples on the "
             "ranks, each takes the mean of its own, and DDP the mean of these",
             "samples of the smaller batch count for more than others",
             "equal batches (DistributedSampler, drop_last=True); or the sum of losses times ranks "
@@ -156,7 +156,7 @@ def unequal_batches(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
 
 
 def loaders_of(ranks: tuple[Rank, ...]) -> list[tuple[int, Fact]]:
-    """The loaders that stand in the same line, under one number, on every rank."""
+    """The loaders that have the same line and number on every rank."""
     tables = [rank.by_id("loader", "loader") for rank in ranks]
     return [
         (number, fact)
@@ -166,25 +166,25 @@ def loaders_of(ranks: tuple[Rank, ...]) -> list[tuple[int, Fact]]:
 
 
 def passes_of(rank: Rank, loader: int) -> list[Fact]:
-    return [one for one in rank.all("pass") if one["loader"] == loader and one["samples"]]
+    return [row for row in rank.all("pass") if row["loader"] == loader and row["samples"]]
 
 
 def _numbered(rank: Rank, loader: int, number: int) -> Fact | None:
-    return next((one for one in passes_of(rank, loader) if one["number"] == number), None)
+    return next((row for row in passes_of(rank, loader) if row["number"] == number), None)
 
 
 def _first(rank: Rank, loader: int) -> Fact | None:
-    """Its first pass in which something was trained; before it some look at a batch."""
-    return next((one for one in passes_of(rank, loader) if one["backwards"]), None)
+    """Its first pass with a backward; scripts often inspect a batch before."""
+    return next((row for row in passes_of(rank, loader) if row["backwards"]), None)
 
 
-def _sizes(one: Fact) -> list[int]:
-    return [size for size, times in one["sizes"] for _ in range(times)]
+def _sizes(row: Fact) -> list[int]:
+    return [size for size, times in row["sizes"] for _ in range(times)]
 
 
 def _is_one_dataset(passes: list[Fact]) -> bool:
-    """Whether samples of one index are one sample: some tensor of them is, for all in common."""
-    first, *others = [one["rows"] for one in passes]
+    """Whether an index means the same sample on all ranks: some tensor agrees in all of them."""
+    first, *others = [row["rows"] for row in passes]
     for other in others:
         both = first.keys() & other.keys()
         columns = list(zip(*(zip(first[i], other[i], strict=False) for i in both), strict=False))
@@ -195,7 +195,7 @@ def _is_one_dataset(passes: list[Fact]) -> bool:
 
 
 def _values_after(ranks: tuple[Rank, ...], loader: int, number: int) -> set[float]:
-    """The numbers that were reduced between the end of a pass and that of the next."""
+    """The numbers that were reduced between the end of a pass and the end of the next."""
     return {
         value
         for rank in ranks
@@ -206,12 +206,12 @@ def _values_after(ranks: tuple[Rank, ...], loader: int, number: int) -> set[floa
 
 
 # --- workers -------------------------------------------------------------------------------------
-# Faults of random numbers in the workers of a loader: streams that are one and the same.
+# Faults of random numbers in the workers of a loader: identical streams.
 
 
 LEAST_DRAWS = 2
 Table = dict[Any, dict[str, int]]
-"""The states of the generators that drew, by what they are compared at."""
+"""The states of the generators that drew, by the draw at which they are compared."""
 BY_WORKER = (
     "let worker_init_fn seed by torch.initial_seed() % 2**32: another number in every worker, rank "
     "and epoch"
@@ -220,10 +220,10 @@ BY_RANK = "torch.manual_seed(seed + rank) once the model is made"
 
 
 def equal_draws_of_workers(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
-    """Workers of one rank, or ranks, or epochs whose augmentation draws the same numbers."""
+    """Workers, ranks or epochs whose augmentation draws the same numbers."""
     groups = groups_that_reduce(ranks)
     for loader, fact in loaders_of(ranks):
-        if not any(one["backwards"] for one in passes_of(ranks[0], loader)):
+        if not any(row["backwards"] for row in passes_of(ranks[0], loader)):
             continue
         fix = BY_WORKER if fact.get("seeded") else BY_RANK
         among_workers = _equal(_by(ranks[0], loader, "worker").values())
@@ -261,29 +261,29 @@ def _finding(
 
 def _whole(rank: Rank, loader: int) -> Table:
     return {
-        (one["pass"], one["worker"], one["number"]): one["before"]
-        for one in rank.all("worker")
-        if one["loader"] == loader
+        (fact["pass"], fact["worker"], fact["number"]): fact["before"]
+        for fact in rank.all("worker")
+        if fact["loader"] == loader
     }
 
 
 def _by(rank: Rank, loader: int, name: str) -> dict[int, Table]:
-    """A table for each worker, or each pass; the others of the two are what is compared at."""
-    found: dict[int, Table] = defaultdict(dict)
+    """A table for each worker, or for each pass; its keys contain the other of the two."""
+    tables: dict[int, Table] = defaultdict(dict)
     place = ("pass", "worker").index(name)
     for key, before in _whole(rank, loader).items():
-        found[key[place]][key[:place] + key[place + 1 :]] = before
-    return found
+        tables[key[place]][key[:place] + key[place + 1 :]] = before
+    return tables
 
 
 def _equal(tables: Iterable[Table]) -> list[str]:
-    """The generators whose draws were all in one state; of one table alone nothing is said."""
+    """The generators whose draws had equal states in all tables; none for a single table."""
     known = list(tables)
     if len(known) < 2:
         return []
-    seen: dict[str, list[bool]] = defaultdict(list)
+    is_equal: dict[str, list[bool]] = defaultdict(list)
     for key in set.intersection(*map(set, known)):
         states = [table[key] for table in known]
         for name in set.intersection(*map(set, states)):
-            seen[name].append(len({one[name] for one in states}) == 1)
-    return sorted(n for n, equal in seen.items() if all(equal) and len(equal) >= LEAST_DRAWS)
+            is_equal[name].append(len({state[name] for state in states}) == 1)
+    return sorted(n for n, equal in is_equal.items() if all(equal) and len(equal) >= LEAST_DRAWS)

@@ -22,7 +22,7 @@ END = -1
 
 @dataclass(frozen=True)
 class Rank:
-    """What one rank told, in the order in which it did."""
+    """The facts that one rank wrote, in order."""
 
     rank: int
     facts: tuple[Fact, ...]
@@ -32,33 +32,33 @@ class Rank:
         return [fact for fact in self.facts if fact["fact"] == kind]
 
     def by_id(self, kind: str, name: str = "id") -> dict[int, Fact]:
-        """Its facts of a kind by their numbers, the last of each."""
+        """Its facts of a kind by number; the last of each number."""
         return {fact[name]: fact for fact in self.all(kind)}
 
     def last(self, kind: str, name: str, default: Any) -> Any:
         """A value of the last fact of a kind."""
-        found = self.all(kind)
-        return found[-1][name] if found else default
+        facts = self.all(kind)
+        return facts[-1][name] if facts else default
 
 
 def read_ranks(folder: Path) -> tuple[Rank, ...]:
-    """The ranks by number; of several processes of one number the one that told most.
+    """The ranks by number; of several processes with one number, the one with the most facts.
 
-    Ranks are those of the process group. If no process made one, they are the launcher's.
+    Numbers are those of the process group. If no process created one, they are the launcher's.
     """
     read = ((path, read_facts(path.read_text())) for path in sorted(folder.glob("*.jsonl")))
-    told = [(*facts, *_of_workers(path)) for path, facts in read if facts]
-    grouped = any(_rank_in_group(facts) is not None for facts in told)
-    found: dict[int, tuple[Fact, ...]] = {}
-    for facts in told:
+    processes = [(*facts, *_of_workers(path)) for path, facts in read if facts]
+    grouped = any(_rank_in_group(facts) is not None for facts in processes)
+    by_rank: dict[int, tuple[Fact, ...]] = {}
+    for facts in processes:
         rank = _rank_in_group(facts) if grouped else facts[0].get("rank")
-        if rank is not None and len(facts) > len(found.get(int(rank), ())):
-            found[int(rank)] = facts
-    return tuple(Rank(rank, facts) for rank, facts in sorted(found.items()))
+        if rank is not None and len(facts) > len(by_rank.get(int(rank), ())):
+            by_rank[int(rank)] = facts
+    return tuple(Rank(rank, facts) for rank, facts in sorted(by_rank.items()))
 
 
 def read_facts(text: str) -> tuple[Fact, ...]:
-    """The facts of one process; a last line that was cut is left out."""
+    """The facts of one process; an incomplete last line is skipped."""
 
     def lines() -> Iterator[Fact]:
         for line in text.splitlines():
@@ -71,14 +71,14 @@ def read_facts(text: str) -> tuple[Fact, ...]:
 
 
 def _of_workers(path: Path) -> list[Fact]:
-    """What the workers of loaders told, that the process of these facts had."""
+    """The facts of the loader workers of this process."""
     files = sorted((path.parent / WORKERS).glob(f"{path.stem}-*.jsonl"))
     return [fact for file in files for fact in read_facts(file.read_text())]
 
 
 def _rank_in_group(facts: Iterable[Fact]) -> int | None:
-    found = [fact["rank"] for fact in facts if fact["fact"] == "world"]
-    return found[-1] if found else None
+    ranks = [fact["rank"] for fact in facts if fact["fact"] == "world"]
+    return ranks[-1] if ranks else None
 
 
 def line_of(value: Any) -> tuple[str, int] | None:
@@ -87,34 +87,34 @@ def line_of(value: Any) -> tuple[str, int] | None:
 
 
 def groups_of_replicas(ranks: tuple[Rank, ...]) -> list[tuple[int, list[Rank]]]:
-    """Of each DDP its number, and the ranks that hold it in one group; more than one of them."""
-    found = []
-    known = {one.rank: one for one in ranks}
-    for one in ranks:
-        for number, fact in one.by_id("replica").items():
+    """The number of each DDP with the ranks of its group that hold it, at least two."""
+    groups = []
+    known = {rank.rank: rank for rank in ranks}
+    for leader in ranks:
+        for number, fact in leader.by_id("replica").items():
             members = [known[rank] for rank in fact["group"] if rank in known]
             alike = [
                 member
                 for member in members
                 if member.by_id("replica").get(number, {}).get("where") == fact["where"]
             ]
-            if one.rank == min(fact["group"]) and len(alike) > 1:
-                found.append((number, alike))
-    return found
+            if leader.rank == min(fact["group"]) and len(alike) > 1:
+                groups.append((number, alike))
+    return groups
 
 
 def groups_that_reduce(ranks: tuple[Rank, ...]) -> list[list[Rank]]:
-    """The ranks among which gradients are reduced: by a DDP or FSDP, else by the script itself.
+    """The groups in which gradients are reduced: by a DDP or FSDP, else by the script itself.
 
-    Of several axes a DDP has one; ranks along another may have the same samples.
+    A DDP has one axis of a mesh; ranks along another axis may have the same samples.
     """
-    found = {tuple(one.rank for one in group): group for _, group in groups_of_replicas(ranks)}
-    known = {one.rank: one for one in ranks}
-    for fact in (fact for one in ranks for fact in one.all("sharded")):
+    groups = {tuple(rank.rank for rank in group): group for _, group in groups_of_replicas(ranks)}
+    known = {rank.rank: rank for rank in ranks}
+    for fact in (fact for rank in ranks for fact in rank.all("sharded")):
         if len(fact["group"]) > 1 and known.keys() >= set(fact["group"]):
-            found[tuple(fact["group"])] = [known[rank] for rank in fact["group"]]
-    by_hand = any(fact["sent"] for one in ranks for fact in one.all("window"))
-    return list(found.values()) or ([list(ranks)] if by_hand and len(ranks) > 1 else [])
+            groups[tuple(fact["group"])] = [known[rank] for rank in fact["group"]]
+    by_hand = any(fact["sent"] for rank in ranks for fact in rank.all("window"))
+    return list(groups.values()) or ([list(ranks)] if by_hand and len(ranks) > 1 else [])
 
 
 # --- finding -------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ ORDER = (RESULT, FILES, COST, OUTPUT)
 
 @dataclass(frozen=True)
 class ScriptFinding:
-    """`touches` says what is not as it should be: the result, files, only the cost, or output."""
+    """One fault of a script; `touches` is what it affects: the result, files, cost or output."""
 
     name: str
     touches: str
@@ -149,7 +149,7 @@ class ScriptFinding:
 
 
 def place_of(where: tuple[str, int] | None) -> str:
-    """`train.py:12`, from the working folder where it is below it."""
+    """`train.py:12`, relative to the working folder if it is below it."""
     if where is None:
         return "(no line of the script)"
     near = os.path.relpath(where[0])
@@ -157,9 +157,9 @@ def place_of(where: tuple[str, int] | None) -> str:
 
 
 def in_order(findings: Iterable[ScriptFinding]) -> tuple[ScriptFinding, ...]:
-    """What touches the result first, then by place; each once."""
+    """Findings without duplicates: those that affect the result first, then by place."""
     once = dict.fromkeys(findings)
-    return tuple(sorted(once, key=lambda one: (ORDER.index(one.touches), one.where or ("", 0))))
+    return tuple(sorted(once, key=lambda f: (ORDER.index(f.touches), f.where or ("", 0))))
 
 
 def names_among(names: Iterable[str], most: int = 3) -> str:
@@ -170,22 +170,22 @@ def names_among(names: Iterable[str], most: int = 3) -> str:
 
 
 # --- started -------------------------------------------------------------------------------------
-# A request for a script, and the same that is watched: the variables that make it so.
+# A request for a script, and its watched form: the environment variables that enable recording.
 
 
 FACTS = "facts"
 
 
 def watched_request(
-    request: CommandRequest, run_dir: str, given: Mapping[str, str]
+    request: CommandRequest, run_dir: str, inherited: Mapping[str, str]
 ) -> CommandRequest:
     """The same command in `run_dir`, whose processes write facts to its folder `facts`.
 
-    `given` is the environment that they inherit; what its PYTHONPATH names still stands there.
+    `inherited` is their environment; the entries of its PYTHONPATH are kept.
     """
     environment = (
         *request.environment,
-        ("PYTHONPATH", path_with_hooks(given)),
+        ("PYTHONPATH", path_with_hooks(inherited)),
         (WATCHED_IN, os.path.join(run_dir, FACTS)),
     )
     return dataclasses.replace(request, run_dir=run_dir, environment=environment)

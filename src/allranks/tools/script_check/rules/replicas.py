@@ -1,4 +1,4 @@
-"""Faults of what must be equal on ranks and is not, and of what must differ and does not."""
+"""Faults of ranks: tensors that must be equal and differ, draws that must differ and do not."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ AFTER_THE_MODEL = "torch.manual_seed(seed + rank) once the model is made"
 def replicas_that_drift(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
     """A DDP whose parameters, or buffers that it does not broadcast, differ between ranks."""
     for number, members in groups_of_replicas(ranks):
-        one, fact = members[0], members[0].by_id("replica")[number]
+        first, fact = members[0], members[0].by_id("replica")[number]
         if any(number in rank.by_id("hooked") for rank in members) or _averages(members):
             continue
         for kind in ("parameters", "buffers"):
             step, names = _first_difference(members, "replica", number, kind)
             if not names:
                 continue
-            last = [row for row in _digests(one, "replica", number).values()][-1]
+            last = [row for row in _digests(first, "replica", number).values()][-1]
             unused = last["forwards"] == 0
             cause = "; no forward of the DDP ran in training" if unused else ""
             yield ScriptFinding(
@@ -74,7 +74,7 @@ def parameters_outside(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
 
 
 def weights_that_begin_unequal(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
-    """Gradients reduced by the script itself, into weights that were never equal."""
+    """The script reduces gradients itself, for weights that were never equal."""
     for number, fact in ranks[0].by_id("optimizer").items() if len(ranks) > 1 else ():
         step, names = _first_difference(list(ranks), "loose", number, "parameters")
         if fact["sent"] and names and step == 0:
@@ -91,7 +91,7 @@ def weights_that_begin_unequal(ranks: tuple[Rank, ...]) -> Iterator[ScriptFindin
 
 
 def equal_random_streams(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
-    """Random numbers drawn in training from generators that are in one state on all ranks."""
+    """Training draws from generators that have the same state on all ranks."""
     for number, members in groups_of_replicas(ranks):
         tables = [_draws(rank, "replica", number) for rank in members]
         names, times = _equal_draws(tables)
@@ -106,7 +106,7 @@ def _equal_draws_of_loaders(ranks: list[Rank]) -> Iterator[ScriptFinding]:
     for number, fact in ranks[0].by_id("loader", "loader").items():
         tables = [_draws(rank, "loader", number) for rank in ranks]
         names, times = _equal_draws(tables)
-        trained = any(one["backwards"] for one in ranks[0].all("pass") if one["loader"] == number)
+        trained = any(row["backwards"] for row in ranks[0].all("pass") if row["loader"] == number)
         if names and trained:
             yield _equal_stream(names, times, len(ranks), line_of(fact["where"]), "loader")
 
@@ -114,7 +114,7 @@ def _equal_draws_of_loaders(ranks: list[Rank]) -> Iterator[ScriptFinding]:
 def _equal_stream(
     names: list[str], times: int, size: int, where: tuple[str, int] | None, of: str
 ) -> ScriptFinding:
-    what = "dropout" if of == "forward" else "augmentation"
+    kind = "dropout" if of == "forward" else "augmentation"
     fix = AFTER_THE_MODEL
     if names == ["random"]:
         fix = "random.seed(seed + rank)"
@@ -126,7 +126,7 @@ def _equal_stream(
         where,
         f"the {of} drew from {names_among(names)} {times} times, each time in one state on all "
         f"{size} ranks",
-        f"{what} draws the same numbers on every rank: {size} ranks have the variety of one",
+        f"{kind} draws the same numbers on every rank: {size} ranks have the variety of one",
         fix,
     )
 
@@ -142,27 +142,27 @@ def _draws(rank: Rank, of: str, number: int) -> dict[int, Fact]:
 def _equal_draws(tables: list[dict[int, Fact]]) -> tuple[list[str], int]:
     """The generators whose draws were all equal on the ranks, and how many draws there were."""
     numbers = set.intersection(*map(set, tables)) if tables else set()
-    seen: dict[str, list[bool]] = defaultdict(list)
+    is_equal: dict[str, list[bool]] = defaultdict(list)
     for number in numbers:
         states = [table[number]["before"] for table in tables]
         for name in set.intersection(*map(set, states)):
-            seen[name].append(len({one[name] for one in states}) == 1)
-    names = sorted(n for n, equal in seen.items() if all(equal) and len(equal) >= LEAST_DRAWS)
-    return names, max((len(seen[name]) for name in names), default=0)
+            is_equal[name].append(len({state[name] for state in states}) == 1)
+    names = sorted(n for n, equal in is_equal.items() if all(equal) and len(equal) >= LEAST_DRAWS)
+    return names, max((len(is_equal[name]) for name in names), default=0)
 
 
 def _digests(rank: Rank, of: str, number: int) -> dict[int, Fact]:
-    """By step, the end last."""
-    found = {
+    """Digests by step, those of the end last."""
+    digests = {
         fact["step"]: fact
         for fact in rank.all("digest")
         if fact["of"] == of and fact["id"] == number
     }
-    return dict(sorted(found.items(), key=lambda item: (item[0] == END, item[0])))
+    return dict(sorted(digests.items(), key=lambda item: (item[0] == END, item[0])))
 
 
 def _first_difference(ranks: list[Rank], of: str, number: int, kind: str) -> tuple[int, list[str]]:
-    """The first step at which digests differ, if they still do at the end, and of what.
+    """The first step at which digests differ, and the names that differ at the end.
 
     Buffers are compared at the end alone.
     """
@@ -176,15 +176,15 @@ def _first_difference(ranks: list[Rank], of: str, number: int, kind: str) -> tup
 
 
 def _differing(rows: list[Fact | None], kind: str) -> list[str]:
-    given: list[dict[str, Any]] = [row[kind] for row in rows if row is not None]
-    if len(given) < len(rows):
+    known: list[dict[str, Any]] = [row[kind] for row in rows if row is not None]
+    if len(known) < len(rows):
         return []
-    names = [name for name in given[0] if all(name in one for one in given)]
-    return [name for name in names if len({one[name] for one in given}) > 1]
+    names = [name for name in known[0] if all(name in row for row in known)]
+    return [name for name in names if len({row[name] for row in known}) > 1]
 
 
 def _averages(ranks: list[Rank]) -> bool:
-    """Whether the script reduces large tensors by itself: then it may hold replicas equal so."""
+    """Whether the script reduces large tensors itself, and so may keep replicas equal."""
     return any(rank.last("collectives", "large", 0) for rank in ranks)
 
 

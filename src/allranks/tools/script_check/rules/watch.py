@@ -1,4 +1,4 @@
-"""From the facts of a run to what it is found to do wrong: all faults that are looked for."""
+"""All rules for scripts, and the findings that they draw from the facts of a run."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ from allranks.tools.script_check.rules.replicas import (
 )
 
 # --- files ---------------------------------------------------------------------------------------
-# Faults of what ranks write: one file by several, one read too early, one line by all of them.
+# Faults of files and output: a file of several ranks, a file read too early, a repeated line.
 
 
 READ = "read"
 
 
 def files_of_several_ranks(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
-    """A path that two ranks or more write: a checkpoint, or what each of them downloads."""
+    """A path that two or more ranks write: a checkpoint, or a download."""
     writers: dict[tuple[str, str], dict[int, None]] = defaultdict(dict)
     lines: dict[tuple[str, str], tuple[str, int] | None] = {}
     for rank in ranks:
@@ -54,23 +54,23 @@ def files_of_several_ranks(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
             if (how := fact["how"]) != READ:
                 writers[fact["path"], how][rank.rank] = None
                 lines.setdefault((fact["path"], how), line_of(fact["where"]))
-    for (path, how), who in writers.items():
-        if len(who) < 2 or (how == "open" and (path, "save") in writers):
+    for (path, how), writing in writers.items():
+        if len(writing) < 2 or (how == "open" and (path, "save") in writers):
             continue
         yield ScriptFinding(
             "checkpoint-of-all-ranks" if how == "save" else "file-of-all-ranks",
             FILES,
             lines[path, how],
-            f"{path} is written by ranks {', '.join(map(str, who))}",
+            f"{path} is written by ranks {', '.join(map(str, writing))}",
             "they write into each other's file: it may be torn, and a reader may meet a part of it",
-            "if rank == 0: write it; then a barrier before anybody reads it",
+            "if rank == 0: write it; then a barrier before other ranks read it",
         )
 
 
 def files_read_too_early(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
     """A path that one rank writes and another reads, with no collective between them.
 
-    Ranks that lock files are left out: they may wait for each other so.
+    Ranks that lock files are left out: the lock may order them.
     """
     written: dict[tuple[str, tuple[int, ...]], int] = {}
     open_ranks = [rank for rank in ranks if not rank.all("lock")]
@@ -78,15 +78,15 @@ def files_read_too_early(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
         for fact in rank.all("file"):
             if fact["how"] != READ and fact["at"] is not None:
                 written.setdefault((fact["path"], tuple(fact["at"])), rank.rank)
-    found = dict[str, ScriptFinding]()
+    findings = dict[str, ScriptFinding]()
     for rank in open_ranks:
-        own = {fact["path"] for fact in rank.all("file") if fact["how"] != READ}
+        local_paths = {fact["path"] for fact in rank.all("file") if fact["how"] != READ}
         for fact in rank.all("file"):
             path = fact["path"]
             writer = written.get((path, tuple(fact["at"] or ())))
-            if fact["how"] != READ or writer is None or path in own or path in found:
+            if fact["how"] != READ or writer is None or path in local_paths or path in findings:
                 continue
-            found[path] = ScriptFinding(
+            findings[path] = ScriptFinding(
                 "read-while-written",
                 FILES,
                 line_of(fact["where"]),
@@ -95,7 +95,7 @@ def files_read_too_early(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
                 "it may meet a part of the file, an old one, or none",
                 "torch.distributed.barrier() after the write, before the others read",
             )
-    yield from found.values()
+    yield from findings.values()
 
 
 def lines_of_each_node(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
@@ -136,9 +136,9 @@ def lines_of_all_ranks(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
 
 
 def _printed_by_all(ranks: Sequence[Rank]) -> list[Fact]:
-    """What each of them printed from one line, as the first of them told it."""
+    """The texts that every rank printed from one line, as facts of the first rank."""
     printed = [{(str(f["where"]), f["digest"]): f for f in rank.all("print")} for rank in ranks]
-    common = [printed[0][key] for key in printed[0] if all(key in one for one in printed)]
+    common = [printed[0][key] for key in printed[0] if all(key in table for table in printed)]
     return [fact for fact in common if fact["text"].strip()]
 
 
@@ -155,11 +155,11 @@ SCALE_FREE = (
     *("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "SparseAdam", "Adagrad", "Adadelta", "RMSprop"),
     *("Rprop", "Adafactor", "Muon"),
 )
-"""Optimizers whose step hardly changes when every gradient is multiplied by one number."""
+"""Optimizers whose step hardly changes when all gradients are scaled."""
 
 
 def schedules_too_fast(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
-    """A scheduler that goes several steps for one of its optimizer."""
+    """A scheduler that makes several steps for each step of its optimizer."""
     for fact in _schedulers(ranks):
         runs = {int(run): count for run, count in fact["between"].items()}
         often = {run: count for run, count in runs.items() if run > 1}
@@ -167,7 +167,7 @@ def schedules_too_fast(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
             continue
         if sum(runs.values()) < 2 and _scaled(ranks):
             continue
-        run = max(often, key=lambda one: often[one])
+        run = max(often, key=lambda length: often[length])
         by_ranks = f", as many as there are ranks ({len(ranks)})" if run == len(ranks) else ""
         yield ScriptFinding(
             "schedule-too-fast",
@@ -182,7 +182,7 @@ def schedules_too_fast(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
 
 
 def schedules_ahead(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
-    """A scheduler that makes its step before the first of its optimizer."""
+    """A scheduler that steps before the first step of its optimizer."""
     for fact in _schedulers(ranks):
         steps = ranks[0].last("counts", "steps", {}).get(str(fact["optimizer"]), 0)
         if fact["first"] == 1 and steps and not _scaled(ranks):
@@ -200,7 +200,7 @@ def undivided_accumulation(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
     """Micro-batches whose mean losses are added up, and not divided by their number."""
     rank = ranks[0]
     names = {number: fact["name"] for number, fact in rank.by_id("optimizer").items()}
-    for fact in _one_of_each(rank, lambda one: one["accumulated"] and one["is_mean"]):
+    for fact in _one_of_each(rank, lambda window: window["accumulated"] and window["is_mean"]):
         if fact["unchanged"] is not True or names.get(fact["optimizer"]) in SCALE_FREE:
             continue
         count = fact["backwards"]
@@ -218,21 +218,21 @@ def undivided_accumulation(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
 def unreduced_steps(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
     """Steps whose last micro-batch ran under no_sync: no rank has the gradients of the others."""
     if any(rank.last("collectives", "large", 0) for rank in ranks):
-        return  # it may average weights or gradients by itself
+        return  # the script may average weights or gradients itself
     rank = ranks[0]
-    found = [
+    windows = [
         fact for fact in rank.all("window") if fact["forwards"] and not fact["forwards"][-1][1]
     ]
     counts = rank.last("counts", "windows", [])
-    if found:
-        times = sum(counts[fact["id"]] for fact in found if fact["id"] < len(counts))
+    if windows:
+        times = sum(counts[fact["id"]] for fact in windows if fact["id"] < len(counts))
         total = sum(counts)
         yield ScriptFinding(
             "step-without-reduction",
             RESULT,
-            line_of(found[0]["where"]),
+            line_of(windows[0]["where"]),
             f"{times} of {total} steps were made with the last micro-batch under no_sync; the "
-            f"first is step {found[0]['step']}",
+            f"first is step {windows[0]['step']}",
             "gradients of these micro-batches are reduced late or never: replicas drift apart",
             "leave no_sync for the last micro-batch before each step, and for the last of an epoch",
         )
@@ -241,7 +241,7 @@ def unreduced_steps(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
 def needless_reductions(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
     """Gradient accumulation that reduces at every micro-batch."""
     rank = ranks[0]
-    for fact in _one_of_each(rank, lambda one: one["accumulated"] and len(ranks) > 1):
+    for fact in _one_of_each(rank, lambda window: window["accumulated"] and len(ranks) > 1):
         reduced = [synced for _, synced in fact["forwards"]]
         if len(reduced) == fact["backwards"] and all(reduced):
             yield ScriptFinding(
@@ -255,26 +255,26 @@ def needless_reductions(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
 
 
 def _one_of_each(rank: Rank, fits: object) -> list[Fact]:
-    """The first window that fits of each line with a backward; the longest there."""
-    found: dict[str, Fact] = {}
+    """For each line with a backward, the longest window that fits."""
+    by_line: dict[str, Fact] = {}
     for fact in rank.all("window"):
         key = str(fact["backward_where"])
         if callable(fits) and fits(fact):
-            best = found.get(key)
+            best = by_line.get(key)
             if best is None or (fact["unchanged"] is True, fact["backwards"]) > (
                 best["unchanged"] is True,
                 best["backwards"],
             ):
-                found[key] = fact
-    return list(found.values())
+                by_line[key] = fact
+    return list(by_line.values())
 
 
 def _schedulers(ranks: tuple[Rank, ...]) -> list[Fact]:
-    return [one for one in ranks[0].all("scheduler") if one["name"] != "ReduceLROnPlateau"]
+    return [fact for fact in ranks[0].all("scheduler") if fact["name"] != "ReduceLROnPlateau"]
 
 
 def _scaled(ranks: tuple[Rank, ...]) -> bool:
-    """Whether a GradScaler may have left steps of the optimizer out."""
+    """Whether a GradScaler may have skipped steps of the optimizer."""
     return bool(ranks[0].last("counts", "scaled", False))
 
 
@@ -307,7 +307,7 @@ CAUSES = {"step-without-reduction": "replicas-drift"}
 
 @dataclass(frozen=True)
 class Watched:
-    """What a run of a script was seen to do."""
+    """The findings of a watched run."""
 
     ranks: int
     findings: tuple[ScriptFinding, ...]
@@ -315,20 +315,20 @@ class Watched:
 
     def to_data(self) -> dict[str, Any]:
         """As a mapping that JSON can carry."""
-        found = [finding.to_data() for finding in self.findings]
-        return {"ranks": self.ranks, "findings": found, "unwatched": list(self.unwatched)}
+        findings = [finding.to_data() for finding in self.findings]
+        return {"ranks": self.ranks, "findings": findings, "unwatched": list(self.unwatched)}
 
     def __str__(self) -> str:
         lines = [str(finding) for finding in self.findings]
-        lines += [f"not watched: {one}" for one in self.unwatched]
+        lines += [f"not watched: {reason}" for reason in self.unwatched]
         count = len(self.findings)
-        told = f"{count or 'nothing'} found" if count != 1 else "1 finding"
-        told = f"{count} findings" if count > 1 else told
-        return "\n".join([*lines, f"{told} on {self.ranks} ranks"])
+        summary = f"{count or 'nothing'} found" if count != 1 else "1 finding"
+        summary = f"{count} findings" if count > 1 else summary
+        return "\n".join([*lines, f"{summary} on {self.ranks} ranks"])
 
 
 def watched_in(folder: Path) -> Watched:
-    """What the facts in `folder` prove; raises `RequestError` where there are none."""
+    """The findings from the facts in `folder`; raises `RequestError` if there are no facts."""
     ranks = read_ranks(folder)
     if not ranks:
         raise RequestError(
@@ -341,14 +341,14 @@ def watched_in(folder: Path) -> Watched:
 
 
 def findings_of(ranks: tuple[Rank, ...]) -> tuple[ScriptFinding, ...]:
-    """Every fault that the facts of all ranks prove, what touches the result first."""
-    found = [finding for look in LOOKED_FOR for finding in look(ranks)]
-    names = {finding.name for finding in found}
+    """Every fault that the facts prove; those that change the result come first."""
+    findings = [finding for look in LOOKED_FOR for finding in look(ranks)]
+    names = {finding.name for finding in findings}
     explained = {effect for cause, effect in CAUSES.items() if cause in names}
-    return in_order(finding for finding in found if finding.name not in explained)
+    return in_order(finding for finding in findings if finding.name not in explained)
 
 
 def _unwatched(ranks: tuple[Rank, ...]) -> tuple[str, ...]:
-    """What could not be looked at, each once."""
-    told = [f"{one['what']}: {one['why']}" for rank in ranks for one in rank.all("unwatched")]
-    return tuple(dict.fromkeys(told))
+    """The recorders that failed, without duplicates."""
+    reasons = [f"{fact['what']}: {fact['why']}" for rank in ranks for fact in rank.all("unwatched")]
+    return tuple(dict.fromkeys(reasons))
