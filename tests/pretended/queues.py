@@ -119,7 +119,7 @@ class QueueComm:
     def size(self) -> int:
         return self.network.ranks
 
-    def beside(self) -> QueueComm:
+    def duplicate(self) -> QueueComm:
         self.made["groups"] += 1
         return QueueComm(self.network, self.rank, self.made, self.made["groups"])
 

@@ -63,7 +63,7 @@ def sent_by(strategy: str, rank: int, ranks: int) -> tuple[Trail, float, float]:
             for batch in trainer.batches():
                 seen.trail.clear()
                 trainer.step(batch)
-            counted = trainer.comm.sent["gradients"] / STEPS
+            counted = trainer.comm.sent_bytes["gradients"] / STEPS
             return seen.trail, counted, trainer.strategy.promised_bytes()
     finally:
         dist.destroy_process_group()

@@ -224,9 +224,9 @@ class SchedulerTrainer(Trainer):
         busiest = max(pushed, default=0)
         of_one = sum(pushed) // self.strategy.parts if self.strategy.in_step else busiest
         own = service.sent_bytes()
-        self.comm.sent["gradients"] += max(pulled, of_one)
+        self.comm.sent_bytes["gradients"] += max(pulled, of_one)
         kept = sum(int(sent["kept"]) for sent in workers)
-        self.comm.sent["control"] += own["sent"] + own["control"] + kept
+        self.comm.sent_bytes["control"] += own["sent"] + own["control"] + kept
 
     # --- between the steps ----------------------------------------------------------------
 

@@ -145,7 +145,7 @@ class Strategy(Traits, ABC):
         """The ranks along an axis of the mesh;
         every rank calls this for the first time together."""
         if name not in self._axes:
-            self._axes[name] = self.comm.among(self.mesh.group(self.comm.rank, name))
+            self._axes[name] = self.comm.subgroup(self.mesh.group(self.comm.rank, name))
         return self._axes[name]
 
     @property
@@ -195,7 +195,7 @@ class Strategy(Traits, ABC):
         self.step.loss_scale = context.loss_scale
         if (decay := self.task.ema) is not None:
             self.step.average = MovingAverage(decay, self.owned)
-        self.made = TrainedSet.of(model, optimizer)
+        self.initial_set = TrainedSet.of(model, optimizer)
         self.prepare()
         self.lay_out()
         if self.step.average is not None:
@@ -242,12 +242,12 @@ class Strategy(Traits, ABC):
             for span, tensor in leaves:
                 tree.add(span, [tensor])
             return tree.total()[0]
-        ((_, own),) = leaves
+        ((_, flat),) = leaves
         if self.agreement.weights in ("sharded", "staged"):
             raise unfrozen_on_the_way(self.name)
         if self.agreement.is_one_training:
-            self.comm.all_reduce(own).wait()
-        return own
+            self.comm.all_reduce(flat).wait()
+        return flat
 
     def watch_gradients(
         self, parameters: list[nn.Parameter], mark: Callable[[int], None]
@@ -328,12 +328,12 @@ class Strategy(Traits, ABC):
         """
         return False
 
-    def after_read(self, result: StepResult, asked: RankRequests) -> RankRequests:
+    def after_read(self, result: StepResult, requests: RankRequests) -> RankRequests:
         """A step that was unread when it was made has given `result`, and is not made again.
 
         Returns what the loop hears of what was `asked` with it.
         """
-        return asked
+        return requests
 
     def finish(self) -> bool:
         """The last step was made. Returns whether weights are other ones now; all ranks call it."""
@@ -386,7 +386,7 @@ class Strategy(Traits, ABC):
                 "model": model_state(self.model),
                 "optimizer": optimizer_state(self.model, self.step.optimizer, self.step.rates.made),
                 "trained": {
-                    "made": asdict(self.made),
+                    "made": asdict(self.initial_set),
                     "now": asdict(TrainedSet.of(self.model, self.step.optimizer)),
                 },
                 "not_persistent": not_persistent(self.model),
@@ -413,9 +413,9 @@ class Strategy(Traits, ABC):
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take up a state that `state` returned; every rank calls this."""
-        step, groups = self.step, len(self.made.groups)
+        step, groups = self.step, len(self.initial_set.groups)
         if "trained" in state:  # older checkpoints have none
-            load_trained_set(self.model, step.optimizer, state["trained"], self.made)
+            load_trained_set(self.model, step.optimizer, state["trained"], self.initial_set)
             step.rates.made[groups:] = state["optimizer"]["made"][groups:]
         step.follow_changes()
         state = {name: value for name, value in state.items() if name != "evaluated"}

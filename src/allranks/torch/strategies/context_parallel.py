@@ -58,9 +58,9 @@ class ContextParallel(DDP):
         """
         axis = self.axis(CONTEXT)
         if axis is self.comm:
-            axis = axis.beside()
+            axis = axis.duplicate()
         elif axis.size > 1:
-            axis = dataclasses.replace(axis, meetings=None)
+            axis = dataclasses.replace(axis, store_barrier=None)
         self._axes[CONTEXT] = axis
         return axis
 

@@ -110,7 +110,7 @@ def lanes_of(line: Comm, *, is_ring: bool) -> tuple[Lane, Lane, list[Comm]]:
     """
     is_odd = line.size % 2
     count = 2 + is_odd if is_ring and line.is_one_queue else 1
-    made = [line.beside() for _ in range(2 * count - 1)]
+    made = [line.duplicate() for _ in range(2 * count - 1)]
     groups = [line, *made]
 
     def group_of(rank: int) -> int:

@@ -57,7 +57,7 @@ class Staged(Strategy):
         meeting = _joined(shared)
         self._tied = {n: f"tied {r}" for n, r in meeting.items() if self.line.rank in r}
         for ranks in {r for r in meeting.values() if self.line.rank in r}:
-            self._axes[f"tied {ranks}"] = not_alike(self.line.among(ranks), self.line)
+            self._axes[f"tied {ranks}"] = not_alike(self.line.subgroup(ranks), self.line)
         self.hold(model, ranks_of)
         return model
 
@@ -262,7 +262,7 @@ def not_alike(some: Comm, ranks: Comm) -> Comm:
     How many of them a rank has begun says nothing of whether it will come (`meetings`).
     """
     if some is not ranks:
-        some.meetings = None
+        some.store_barrier = None
     return some
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from allranks.errors import PeerLost, RequestError
 from allranks.torch.comm.comm import Comm
-from allranks.torch.comm.rank_sync import Meetings
+from allranks.torch.comm.rank_sync import StoreBarrier
 
 DIGITS = 4
 NUMBERS = 2 * DIGITS
@@ -97,11 +97,11 @@ class CallTrail:
     `begun` counts the steps and evaluated batches, which are the same on every rank.
     """
 
-    def __init__(self, asked: str, meetings: Meetings | None) -> None:
-        self.asked, self.meetings = asked, meetings
+    def __init__(self, asked: str, store_barrier: StoreBarrier | None) -> None:
+        self.asked, self.store_barrier = asked, store_barrier
         self.begun, self._calls = 0, list[str]()
-        if meetings is not None:
-            meetings.looks.append(self.look)
+        if store_barrier is not None:
+            store_barrier.looks.append(self.look)
 
     def begin(self) -> None:
         """The units are called anew: for a step, or for a batch that is evaluated."""
@@ -120,33 +120,35 @@ class CallTrail:
 
     def look(self, patience_s: float = 0.0) -> None:
         """Raise `RequestError` where another rank has gone another way; others wait so long."""
-        if self.meetings is None or not self._calls:
+        if self.store_barrier is None or not self._calls:
             return
         with suppress(RuntimeError):  # without a store nothing is known
-            if (apart := self._apart(self.meetings, patience_s)) is not None:
+            if (apart := self._apart(self.store_barrier, patience_s)) is not None:
                 raise self._other_calls(*apart)
 
-    def _apart(self, meetings: Meetings, patience_s: float) -> tuple[int, dict[int, str]] | None:
+    def _apart(
+        self, store_barrier: StoreBarrier, patience_s: float
+    ) -> tuple[int, dict[int, str]] | None:
         """The first call that is not the same on all ranks, and what it is on each."""
         own = [self.begun, *self._calls]
-        meetings.store.set(f"trail/{meetings.rank}", json.dumps(own))
+        store_barrier.store.set(f"trail/{store_barrier.rank}", json.dumps(own))
         until, found = time.monotonic() + patience_s, None
         while True:
-            trails = self._trails(meetings)
+            trails = self._trails(store_barrier)
             if (there := _first_apart(trails)) is not None:
                 if found is None:  # for a moment, so that it says where all of them are
                     until = time.monotonic() + PATIENCE_S
                 found = there
-            if time.monotonic() >= until or (found and len(trails) == meetings.size):
+            if time.monotonic() >= until or (found and len(trails) == store_barrier.size):
                 return found
             time.sleep(PAUSE_S)
 
-    def _trails(self, meetings: Meetings) -> dict[int, list[str]]:
+    def _trails(self, store_barrier: StoreBarrier) -> dict[int, list[str]]:
         """The trails of this step that are in the store, by rank."""
         found = {}
-        for rank in range(meetings.size):
-            if meetings.store.check([f"trail/{rank}"]):
-                begun, *calls = json.loads(meetings.store.get(f"trail/{rank}"))
+        for rank in range(store_barrier.size):
+            if store_barrier.store.check([f"trail/{rank}"]):
+                begun, *calls = json.loads(store_barrier.store.get(f"trail/{rank}"))
                 if begun == self.begun:
                     found[rank] = calls
         return found

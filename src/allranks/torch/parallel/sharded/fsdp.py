@@ -93,7 +93,7 @@ class FSDP(Single):
         self.units: list[Any] = []
         self.held: list[list[nn.Parameter]] = []  # by each unit, the root last
         self.order = CallOrder(f"--strategy {self.name}")
-        self.trail = CallTrail(f"--strategy {self.name}", self.comm.meetings)
+        self.trail = CallTrail(f"--strategy {self.name}", self.comm.store_barrier)
         self.cut, self.two_axes = CutModel(), cast("TwoAxes | None", None)
         self.fillings: list[Filling] = []  # for each unit, where torch has no such thing
         self._hooks: list[RemovableHandle] = []
