@@ -364,7 +364,7 @@ FAULTS = {
     ),
     "copies of a stage that never meet": Fault(
         "torch/parallel/mesh.py",
-        "        sum_over_copies(self.own, self.copies)\n",
+        "        sum_over_copies(self.local_params, self.copies)\n",
         "",
         step=0,
         stage="gradient",
@@ -377,7 +377,7 @@ FAULTS = {
         "torch/parallel/expert/strategy.py",
         "            buckets.finish(shards)\n",
         "            buckets.finish(shards)\n"
-        "            if buckets is self.own:\n"
+        "            if buckets is self.expert_buckets:\n"
         "                buckets.flats[0].mul_(self.axis(EXPERT).size)\n",
         step=0,
         stage="gradient",

@@ -224,8 +224,7 @@ class Comm:
     ) -> list[Pending]:
         """Send tensors to some ranks and receive tensors from others, all at once.
 
-        Both are lists of (rank, tensor). Sends all bytes of `sends`; these must not change
-        meanwhile.
+        Both are lists of (rank, tensor). Sends all of `sends`, which must not change meanwhile.
         """
         self._count("gradients", sum(tensor.nbytes for _, tensor in sends))
         operations = [
@@ -307,17 +306,12 @@ class Comm:
         """
         if len(ranks) == self.size:
             return self
-        own, size = ranks.index(self.rank), len(ranks)
-        ranks = tuple(self.members[rank] for rank in ranks) if self.members else ranks
+        rank, size = ranks.index(self.rank), len(ranks)
+        ranks = tuple(self.members[r] for r in ranks) if self.members else ranks
         if size == 1:
-            return Comm(
-                device=self.device,
-                sent_bytes=self.sent_bytes,
-                heartbeat=self.heartbeat,
-                members=ranks,
-            )
+            return self._alone(ranks)
         group = borrow(ranks, TIMEOUT)
-        return replace(self, rank=own, size=size, owns_group=True, group=group, members=ranks)
+        return replace(self, rank=rank, size=size, owns_group=True, group=group, members=ranks)
 
     def counting_group(self, kind: str) -> Any:
         """A process group of these ranks for parts of torch that call collectives themselves.
@@ -331,6 +325,10 @@ class Comm:
         self._counting.append(group)
         return group
 
+    def _alone(self, members: tuple[int, ...] | None = None) -> Comm:
+        alone = Comm(device=self.device, heartbeat=self.heartbeat, members=members)
+        return replace(alone, sent_bytes=self.sent_bytes)
+
     def _borrow(self, ranks: tuple[int, ...]) -> Any:
         group = borrow(ranks, TIMEOUT)
         self._borrowed.append(group)
@@ -342,7 +340,7 @@ class Comm:
         Every rank calls this from the training thread, and `leave` at the end. Bytes count here.
         """
         if self.size == 1:
-            return Comm(device=self.device, sent_bytes=self.sent_bytes, heartbeat=self.heartbeat)
+            return self._alone()
         return replace(self, owns_group=True, group=self._new_group())
 
     def on_host(self) -> Comm:

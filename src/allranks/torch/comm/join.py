@@ -89,15 +89,9 @@ def join(
             )
     except RuntimeError as error:
         raise translated(error) from error
-    store_barrier = _barrier_in(store, world)
-    return Comm(
-        world.rank,
-        world.size,
-        device,
-        owns_group=True,
-        heartbeat=heartbeat,
-        store_barrier=store_barrier,
-    )
+    comm = Comm(world.rank, world.size, device, owns_group=True, heartbeat=heartbeat)
+    comm.store_barrier = _barrier_in(store, world)
+    return comm
 
 
 def _backend_of(device: torch.device) -> str:
@@ -158,9 +152,8 @@ def _store_of_environment(world: World) -> Any:
     where = master_endpoint()
     if where not in _stores:
         with _waiting(world, where):
-            _stores[where], _, _ = next(
-                rendezvous("env://", world.rank, world.size, timeout=TIMEOUT)
-            )
+            stores = rendezvous("env://", world.rank, world.size, timeout=TIMEOUT)
+            _stores[where], _, _ = next(stores)
     return _stores[where]
 
 

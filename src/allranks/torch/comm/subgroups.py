@@ -176,9 +176,7 @@ def unpack(message: Tensor, tensors: Sequence[Tensor]) -> None:
 # A collective in flight, and the meaning of its errors.
 
 
-TIMEOUT = timedelta(
-    minutes=40
-)  # longer than --hang-timeout usually is, which names the missing ranks
+TIMEOUT = timedelta(minutes=40)  # longer than most --hang-timeouts, which name missing ranks
 
 
 @contextmanager

@@ -136,18 +136,14 @@ def _on_host(value: Any, copies: list[tuple[Tensor, Tensor]]) -> Any:
         copies.append((value, host))
         return host
     if isinstance(value, (list, tuple)):
-        return [_on_host(element, copies) for element in value]
+        return [_on_host(item, copies) for item in value]
     return value
 
 
 def _leaves(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
-    return (
-        [t for element in value for t in _leaves(element)]
-        if isinstance(value, (list, tuple))
-        else []
-    )
+    return [t for item in value for t in _leaves(item)] if isinstance(value, (list, tuple)) else []
 
 
 for _name in SENT_BYTES:

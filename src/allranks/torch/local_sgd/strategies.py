@@ -295,10 +295,7 @@ class Outer(Strategy):
         keeps = self.build_outer_optimizer().keeps
         rows = [row(GLOBAL, name, tensor) for named in self._agreed() for name, tensor in named]
         more = [
-            replace(
-                placed, gradient_bytes=placed.bytes, optimizer_bytes=keeps * (placed.bytes or 0)
-            )
-            for placed in rows
+            replace(p, gradient_bytes=p.bytes, optimizer_bytes=keeps * (p.bytes or 0)) for p in rows
         ]
         return [*self.inner.placement(updated=updated), *more]
 

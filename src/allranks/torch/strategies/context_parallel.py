@@ -42,8 +42,8 @@ class ContextParallel(DDP):
         self.steps, self.exchange = 0, ContextExchange(self._own_axis(), folds=folds)
         self.blocks: CutBlocks | None = None
         if self.exchange.comm.size > 1:
-            found = blocks_of(self.task, model, self.exchange.asked)
-            self.blocks = CutBlocks(self.exchange, self._attending, model, found)
+            blocks = blocks_of(self.task, model, self.exchange.asked)
+            self.blocks = CutBlocks(self.exchange, self._attending, model, blocks)
         return model
 
     def _attending(self, span: Span) -> Intercepted:

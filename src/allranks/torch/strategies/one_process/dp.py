@@ -89,7 +89,7 @@ def copy_of(model: nn.Module, device: torch.device, instead: dict[int, Any]) -> 
             copied = memo[id(parameter)]
             copied.__class__ = type(parameter)
             vars(copied).update(copy.deepcopy(vars(parameter), memo))
-        found = copy.deepcopy(model, memo)
+        replica = copy.deepcopy(model, memo)
     except Exception as error:
         raise RequestError(
             asked=f"a second replica of {type(model).__name__}",
@@ -97,16 +97,16 @@ def copy_of(model: nn.Module, device: torch.device, instead: dict[int, Any]) -> 
             why="every replica is a copy of the model, and it cannot be copied",
             do="keep in it what copy.deepcopy can copy, or use --strategy ddp",
         ) from error
-    for module in found.modules():
+    for module in replica.modules():
         if isinstance(module, nn.RNNBase):  # cuDNN wants its weights in one piece of memory
             module.flatten_parameters()
-    return found
+    return replica
 
 
 @torch.no_grad()
-def follow(own: nn.Module, model: nn.Module, device: torch.device) -> None:
+def follow(replica: nn.Module, model: nn.Module, device: torch.device) -> None:
     """Let the copy on `device` hold what the model does: weights, buffers, modes, plain values."""
-    for mine, theirs in zip(own.modules(), model.modules(), strict=True):
+    for mine, theirs in zip(replica.modules(), model.modules(), strict=True):
         plain = {n: value for n, value in vars(theirs).items() if isinstance(value, PLAIN)}
         vars(mine).update(plain)
         for name, weight in theirs._parameters.items():
@@ -247,22 +247,22 @@ class DP(Strategy):
 
     def lay_out(self) -> None:
         step = self.step
-        held: list[nn.Parameter] = list(step.parameters)
+        parameters: list[nn.Parameter] = list(step.parameters)
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
         for replica in self.copies:
             weights = dict(replica.model.named_parameters())
-            own = [weights[name] for name in step.names]
-            held += own
-            for position, weight in enumerate(own):
+            local = [weights[name] for name in step.names]
+            parameters += local
+            for position, weight in enumerate(local):
                 weight.requires_grad_()  # it may be new
                 self._hooks.append(
                     weight.register_post_accumulate_grad_hook(partial(_mark, step, position))
                 )
             for number, position in enumerate(step.sparse.positions):
-                self._hooks.append(own[position].register_hook(step.sparse.marker(number)))
-        step.apart.parameters = held
+                self._hooks.append(local[position].register_hook(step.sparse.marker(number)))
+        step.apart.parameters = parameters
 
     def forward_backward(self, batch: Batch) -> Tally:
         for replica in self.copies:
@@ -299,8 +299,8 @@ class DP(Strategy):
         if samples_in(pieces) > self._gathered_samples:
             self._gathered_samples = samples_in(pieces)
             self._gathered_rows = [
-                row(GATHERED, f"{what} {number} of a micro-batch", tensor)
-                for what, value in (("input", data), ("output", output))
+                row(GATHERED, f"{side} {number} of a micro-batch", tensor)
+                for side, value in (("input", data), ("output", output))
                 for number, tensor in enumerate(tensors_in(value))
             ]
         return output

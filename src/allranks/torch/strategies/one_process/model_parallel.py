@@ -170,7 +170,9 @@ def in_threads(pieces: Sequence[InFlight], works: Sequence[Callable[[], Any]]) -
     return [future.result() for future in futures]
 
 
-def apart(pieces: Sequence[InFlight], outputs: list[Any], done: Callable[[], None]) -> list[Any]:
+def threaded_backward(
+    pieces: Sequence[InFlight], outputs: list[Any], done: Callable[[], None]
+) -> list[Any]:
     """The outputs of the pieces, such that backward goes through each piece in its own thread.
 
     `done` is called once they are through.
@@ -180,7 +182,7 @@ def apart(pieces: Sequence[InFlight], outputs: list[Any], done: Callable[[], Non
         return outputs
     apply: Any = _Backward.apply
     anchor = torch.zeros((), requires_grad=True)  # what makes the outputs differentiable
-    flat = apply(pieces, tensors, done, anchor, *(t.detach() for own in tensors for t in own))
+    flat = apply(pieces, tensors, done, anchor, *(t.detach() for row in tensors for t in row))
     cut = iter(flat)
     return [
         replaced(output, iter([next(cut) if t.requires_grad else t for t in tensors_in(output)]))
@@ -206,10 +208,10 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        given, turns = iter(gradients), Turns(len(ctx.pieces))
+        incoming, turns = iter(gradients), Turns(len(ctx.pieces))
         works: list[Callable[[], Any]] = []
-        for piece, own in zip(ctx.pieces, ctx.outputs, strict=True):
-            pairs = [(t, g) for t, g in ((t, next(given)) for t in own) if g is not None]
+        for piece, outputs in zip(ctx.pieces, ctx.outputs, strict=True):
+            pairs = [(t, g) for t, g in ((t, next(incoming)) for t in outputs) if g is not None]
             works.append(_backward_of(piece, turns, pairs))
         try:
             in_threads(ctx.pieces, works)
@@ -292,23 +294,23 @@ class ModelParallel(Single):
     def _mapped(self, model: nn.Module) -> DeviceMap:
         """Where everything is, once it is there."""
         parts = len(self.devices)
-        given = self.task.device_map(model)
-        if given is not None:
-            found = by_hand(model, given, parts)
-            self._place(model, found)
-            return found
+        by_task = self.task.device_map(model)
+        if by_task is not None:
+            device_map = by_hand(model, by_task, parts)
+            self._place(model, device_map)
+            return device_map
         units = units_of(model, parts)
-        found = balanced(units, [float(unit.nbytes) for unit in units], parts)
-        self._place(model, found)
+        device_map = balanced(units, [float(unit.nbytes) for unit in units], parts)
+        self._place(model, device_map)
         if self.context.options["by"] == "cost":
             called = {n: unit.module for n, unit in enumerate(units) if unit.module is not None}
             precision, scope = self.context.precision, self.context.scope
             asked, blocks = f"--strategy {self.name}:by=cost", list(called.values())
             seconds = seconds_of(blocks, model, self.task, scope, precision, asked)
             costs = dict(zip(called, seconds, strict=True))
-            found = balanced(units, [costs.get(n, 0.0) for n in range(len(units))], parts)
-            self._place(model, found)
-        return found
+            device_map = balanced(units, [costs.get(n, 0.0) for n in range(len(units))], parts)
+            self._place(model, device_map)
+        return device_map
 
     def _place(self, model: nn.Module, device_map: DeviceMap) -> None:
         """Bring everything to its device, and let hooks bring there what goes into it."""
@@ -336,10 +338,10 @@ class ModelParallel(Single):
         def enter(module: nn.Module, args: Any, keywords: Any) -> Any:
             accelerator.use(device)  # what forward makes itself is to be there too
             piece: InFlight | None = getattr(self._here, "piece", None)
-            found = list(tensors_of_arguments((args, keywords)))
+            tensors = list(tensors_of_arguments((args, keywords)))
             if piece is not None and piece.is_forward and piece.part != part:
-                piece.cross(part, found)
-            if all(tensor.device == device for tensor in found):
+                piece.cross(part, tensors)
+            if all(tensor.device == device for tensor in tensors):
                 return None
             return map_arguments(lambda t: t.to(device, non_blocking=True), (args, keywords))
 
@@ -438,7 +440,7 @@ class ModelParallel(Single):
             self._follow_whole()
         for piece in pieces:
             self.context.scope.take_moments(piece.scope)
-        return apart(pieces, outputs, self._follow_whole)
+        return threaded_backward(pieces, outputs, self._follow_whole)
 
     def _run(self, piece: InFlight, part: Any, is_grad: bool) -> Any:
         """In the thread of the piece, to which gradients and arithmetic are carried over."""
