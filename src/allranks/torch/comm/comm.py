@@ -309,7 +309,7 @@ class Comm:
         rank, size = ranks.index(self.rank), len(ranks)
         ranks = tuple(self.members[r] for r in ranks) if self.members else ranks
         if size == 1:
-            return self._alone(ranks)
+            return Comm(0, 1, self.device, self.sent_bytes, heartbeat=self.heartbeat, members=ranks)
         group = borrow(ranks, TIMEOUT)
         return replace(self, rank=rank, size=size, owns_group=True, group=group, members=ranks)
 
@@ -325,10 +325,6 @@ class Comm:
         self._counting.append(group)
         return group
 
-    def _alone(self, members: tuple[int, ...] | None = None) -> Comm:
-        alone = Comm(device=self.device, heartbeat=self.heartbeat, members=members)
-        return replace(alone, sent_bytes=self.sent_bytes)
-
     def _borrow(self, ranks: tuple[int, ...]) -> Any:
         group = borrow(ranks, TIMEOUT)
         self._borrowed.append(group)
@@ -340,7 +336,7 @@ class Comm:
         Every rank calls this from the training thread, and `leave` at the end. Bytes count here.
         """
         if self.size == 1:
-            return self._alone()
+            return Comm(device=self.device, sent_bytes=self.sent_bytes, heartbeat=self.heartbeat)
         return replace(self, owns_group=True, group=self._new_group())
 
     def on_host(self) -> Comm:

@@ -224,11 +224,11 @@ class LearnerExchange:
             self._trained = [before + result.weight for before in self._trained]
             self._seen += result.samples
 
-    def moves(self, at: int) -> bool:
+    def moves_after(self, at: int) -> bool:
         """Whether something is sent or applied after step `at`."""
-        return self.asks(at) or any(exchange.until <= at for exchange in self._under_way)
+        return self.sends_after(at) or any(exchange.until <= at for exchange in self._under_way)
 
-    def asks(self, at: int) -> bool:
+    def sends_after(self, at: int) -> bool:
         """Whether something is sent after step `at`."""
         return bool(self._due(at))
 

@@ -121,7 +121,7 @@ class Outer(Strategy):
         if self._exchange is None:
             return batch.index >= self.after  # from this step on learners train separately
         at = batch.index + 1 - self.after
-        return self._exchange.moves(at) or self._is_near(at)
+        return self._exchange.moves_after(at) or self._is_near(at)
 
     def _is_near(self, at: int) -> bool:
         """Whether learners of a node average after step `at`, if not all learners do."""
@@ -168,7 +168,7 @@ class Outer(Strategy):
         if totals is not None and not totals.samples:
             return replace(result, asked=NOTHING)  # for all alike: an epoch is over
         self._at = at = batch.index + 1 - self.after
-        sends = self._exchange.asks(at)
+        sends = self._exchange.sends_after(at)
         self._exchange.count(result)
         report = self._exchange.meet(at, result, self._requests)
         if sends:

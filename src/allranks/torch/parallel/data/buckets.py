@@ -117,11 +117,11 @@ class InOrder:
         self._pending: list[int] = []
         self._finished: set[int] = set()
         self._is_open = False
-        self._left = 0
+        self._launched = 0
 
     def begin(self) -> None:
         """Begin a step; no bucket leaves before `release`."""
-        self._is_open, self._left = False, 0
+        self._is_open, self._launched = False, 0
 
     def release(self) -> None:
         """Let buckets leave as soon as the next backward pass has finished them."""
@@ -141,18 +141,18 @@ class InOrder:
             )
         self._finished.add(position)
         self._pending[self._bucket_of[position]] -= 1
-        while self._left < self._may_leave and self._pending[self._left] == 0:
-            self._let_leave()
+        while self._launched < self._may_leave and self._pending[self._launched] == 0:
+            self._launch_next()
 
     def finish(self) -> None:
         """Let the remaining buckets leave."""
-        while self._left < self._buckets:
-            self._let_leave()
+        while self._launched < self._buckets:
+            self._launch_next()
         self._is_open = False
 
-    def _let_leave(self) -> None:
-        self._leave(self._left)
-        self._left += 1
+    def _launch_next(self) -> None:
+        self._leave(self._launched)
+        self._launched += 1
 
 
 ALIGNED_BYTES = 128

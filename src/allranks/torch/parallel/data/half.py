@@ -82,7 +82,7 @@ class Half(Reducer):
             exchange.pending = self.comm.all_gather(sums.view(-1), total.view(-1))
         for exchange in self._exchanges:
             exchange.pending.wait()
-            exchange.take()
+            exchange.unpack()
 
 
 class FP16(Half):
@@ -149,7 +149,7 @@ class _HalfExchange:
         for part in self.received.tally[1:]:
             tally.add_(part)
 
-    def take(self) -> None:
+    def unpack(self) -> None:
         """Copy the sums back into the bucket."""
         for values, row in self.matches:
             values.copy_(row)
@@ -191,7 +191,7 @@ class OwnRows:
         self.rows: list[Tensor] = []
         self._memory: list[Any] = []
 
-    def find(self) -> bool:
+    def refresh(self) -> bool:
         """Update the views; returns whether the memory of a parameter has changed."""
         pairs = zip(self.parameters, self._memory, strict=False)
         if self._memory and all(_memory_of(p) == known for p, known in pairs):

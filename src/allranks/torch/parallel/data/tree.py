@@ -135,7 +135,7 @@ class TreeChunks:
             for rank in range(comm.size)
         ]
 
-    def give(self, roots: list[Tensor]) -> tuple[Tensor, Pending]:
+    def send_roots(self, roots: list[Tensor]) -> tuple[Tensor, Pending]:
         """Send chunk r of each of this rank's roots to rank r; returns the input of `total`."""
         chunk = roots[0].numel() // self.comm.size
         outgoing = roots[0]
@@ -200,7 +200,7 @@ class Tree(Reducer):
             first = self.comm.add_in_pair(roots[0], self._pairs[0])
             exchange = _TreeExchange(flat, roots[0], first, in_pairs=True, is_whole=True)
         else:
-            exchange = _TreeExchange(flat, *self._chunks.give(roots))
+            exchange = _TreeExchange(flat, *self._chunks.send_roots(roots))
         self._under_way.append(exchange)
 
     def finish(self) -> None:
@@ -419,7 +419,7 @@ class MeanSections(Sections):
 
     def launch(self, bucket: int, flat: Tensor, leaf: Span, *, last: bool) -> None:
         if self.comm.size == 1:
-            self._take(bucket, flat)
+            self._accumulate(bucket, flat)
             return
         while len(self._under_way) >= IN_FLIGHT:
             self._wait()
@@ -442,9 +442,9 @@ class MeanSections(Sections):
     def _wait(self) -> None:
         bucket, pending, part, _ = self._under_way.popleft()
         pending.wait()
-        self._take(bucket, part)
+        self._accumulate(bucket, part)
 
-    def _take(self, bucket: int, part: Tensor) -> None:
+    def _accumulate(self, bucket: int, part: Tensor) -> None:
         if bucket in self._sums:
             self._sums[bucket].add_(part)
         else:
@@ -466,7 +466,9 @@ class TreeSections(Sections):
         if last:
             roots = [tensors[0] for _, tensors in tree.roots]
             alone = self.comm.size == 1
-            self._received[bucket] = (roots[0], Pending()) if alone else self._chunks.give(roots)
+            self._received[bucket] = (
+                (roots[0], Pending()) if alone else self._chunks.send_roots(roots)
+            )
             self._trees[bucket] = TreeSum(self.shards)
 
     def finish(self) -> list[Tensor]:

@@ -94,7 +94,7 @@ class Staged(Strategy):
     def lay_out(self) -> None:
         step = self.step
         self.optimizer_arguments = OptimizerArguments(step.optimizer)
-        self._ask()
+        self._check_optimizer()
         if step.sparse.positions:
             raise RequestError(
                 asked=f"--strategy {self.name}",
@@ -111,7 +111,7 @@ class Staged(Strategy):
         tied = [(p, self._tied[name]) for _, (name, p) in pairs if name in self._tied]
         self._summed = [(p, self._axes[axis]) for p, axis in tied]
 
-    def _ask(self) -> None:
+    def _check_optimizer(self) -> None:
         """Raise `RequestError` for an optimizer that needs parameters of several ranks."""
         if self.optimizer_arguments.is_new():
             self.check_updates()
@@ -125,7 +125,7 @@ class Staged(Strategy):
     # --- a step ---------------------------------------------------------------------------
 
     def updating(self, gradients: Gradients) -> AbstractContextManager[None]:
-        self._ask()  # hyper-parameters may have changed
+        self._check_optimizer()  # hyper-parameters may have changed
         return super().updating(gradients)
 
     def passed(self, run: Callable[[], Any], stage: int) -> Any:

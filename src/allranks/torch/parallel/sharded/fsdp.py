@@ -135,15 +135,15 @@ class FSDP(Single):
             move(unit, self.comm.device)  # from the host, where it was built
             how["ignored_params"] = {p for p in model.parameters() if not is_cut(p)}
             fully_shard(unit, reshard_after_forward=again, **how)
-            self._take_over(unit, name)
+            self._use_comm(unit, name)
             if casts is not None and again:
                 self._hooks += casts.follow(unit, tensors_of)
                 self.guard.casts[unit] = casts
-            self._hooks += [outputs.give_back(), *self.passes.entered(unit)]
+            self._hooks += [outputs.restore(), *self.passes.entered(unit)]
             self._hooks.append(self.guard.before_gathering(unit))
         for name, parameter in model.named_parameters():  # others than before
             vars(parameter).update(attributes[name])  # attributes that a task has set on them
-        self._hooks.append(model.register_forward_hook(self._let_go))
+        self._hooks.append(model.register_forward_hook(self._free_after_forward))
         if casts is not None:
             self._hooks += casts.follow_passes(model)
         return model
@@ -164,7 +164,7 @@ class FSDP(Single):
         how = context.precision, context.scope
         self.passes = CutPasses(self.cut, self.exchange, model, blocks, *how)
 
-    def _take_over(self, unit: Any, name: str) -> None:
+    def _use_comm(self, unit: Any, name: str) -> None:
         """Let a unit sum instead of average, by collectives of `Comm`."""
         known = {id(parameter) for weights in self.unit_params for parameter in weights}
         local = [p for p in unit.parameters() if is_cut(p) and id(p) not in known]
@@ -304,7 +304,7 @@ class FSDP(Single):
         self.exchange.refuses_parts = True  # torch itself reads shards before its first pass
 
     def _leaf_done(self, batch: Batch, leaf: Leaf) -> None:
-        self.side_message.take_gradients()
+        self.side_message.move_gradients()
         if leaf is not batch.leaves[-1]:
             self.side_message.leaf_done((leaf.shards.start, leaf.shards.stop))
 
@@ -377,7 +377,7 @@ class FSDP(Single):
             self._evaluates = False
             self._free()
 
-    def _let_go(self, *_: Any) -> None:
+    def _free_after_forward(self, *_: Any) -> None:
         """Free weights that were gathered without gradients, above all those of the root.
 
         In an evaluation loss and metrics may still read them.

@@ -358,7 +358,7 @@ class SideMessage:
         """Begin a step."""
         self.flat.zero_()
 
-    def take_gradients(self) -> None:
+    def move_gradients(self) -> None:
         """Move the gradients of a leaf into the message."""
         for parameter, number in zip(self.uncut, self._gradients, strict=True):
             if parameter.grad is not None and id(parameter) not in self.copies:

@@ -235,7 +235,7 @@ class Writes:
             self.tensor.__class__ = kind if plain else _counted(type(tensor))
         vars(tensor)["views"] = []
 
-    def have_come(self) -> bool:
+    def were_made(self) -> bool:
         tensor = self.tensor
         if tensor.views:
             views, tensor.views = tensor.views, []
@@ -359,7 +359,7 @@ class WeightGuard:
         """Raise after passes of a step or an evaluation if a weight was written."""
         for weights in self._weights.values():
             for weight in weights:
-                if weight.writes.have_come():
+                if weight.writes.were_made():
                     raise self._written(weight)
 
     def _check_unit(self, unit: nn.Module) -> None:
@@ -368,7 +368,7 @@ class WeightGuard:
                 raise self._written(weight)
             if weight.gathered.requires_grad != weight.part.requires_grad:
                 raise unfrozen_on_the_way(self.strategy)
-            if weight.writes.have_come() or (
+            if weight.writes.were_made() or (
                 self.compares and weight.differs(self.rank, self.ranks)
             ):
                 raise self._written(weight)

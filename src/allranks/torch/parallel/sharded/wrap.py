@@ -223,9 +223,9 @@ class Outputs:
         """Register the hook that adds hidden tensors to the output."""
         return self.unit.register_forward_hook(self._show)
 
-    def give_back(self) -> RemovableHandle:
+    def restore(self) -> RemovableHandle:
         """Register the hook that restores the output."""
-        return self.unit.register_forward_hook(_give_back)
+        return self.unit.register_forward_hook(_restore)
 
     def _show(self, unit: nn.Module, inputs: Any, output: Any) -> Any:
         if isinstance(output, Tensor) or not torch.is_grad_enabled():
@@ -252,7 +252,7 @@ class Outputs:
         )
 
 
-def _give_back(unit: nn.Module, inputs: Any, output: Any) -> Any:
+def _restore(unit: nn.Module, inputs: Any, output: Any) -> Any:
     return output.output if isinstance(output, Shown) else None
 
 

@@ -145,7 +145,7 @@ class ZeRO1(Strategy):
         self.step.accumulate(
             batch,
             lambda leaf: self.tally,
-            lambda leaf: None if leaf is batch.leaves[-1] else self._give(leaf),
+            lambda leaf: None if leaf is batch.leaves[-1] else self._launch_leaf(leaf),
             before_last=lambda: None if self.each_pass else self._order.release(),
         )
         while self.each_pass and self.passes < batch.passes:  # other ranks have more of them
@@ -165,7 +165,7 @@ class ZeRO1(Strategy):
         if position in self._turn:
             self._order.finished(self._turn[position])
 
-    def _give(self, leaf: Leaf) -> None:
+    def _launch_leaf(self, leaf: Leaf) -> None:
         """Launch a leaf that is not the last; gradients are empty again."""
         last, self._leaf, self._is_last = self._leaf, leaf, False
         for number in range(len(self.buckets)):
@@ -216,7 +216,7 @@ class ZeRO1(Strategy):
             yield
             return
         parameters = self._owned.parameters
-        if self._owned.find():
+        if self._owned.refresh():
             for bucket in self.buckets:
                 bucket.forget()
         whole, local_rows = self._owned.whole, self._owned.rows

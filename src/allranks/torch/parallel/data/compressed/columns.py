@@ -76,7 +76,7 @@ class _Matrix:
             self.quantizer.add_decoded(message.reshape(self.stripe, -1), self.of_sum)
         return self._encoded(self.of_sum).flatten()
 
-    def take(self, every: Tensor) -> None:
+    def decode_sums(self, every: Tensor) -> None:
         """Decode the sums of all stripes, (rank, bytes), into the bucket."""
         columns = every.reshape(self.ranks * self.stripe, -1)[: self.count]
         total = self.quantizer.decode(columns, self.length, self.view.dtype)
@@ -123,7 +123,7 @@ class _Striped(BucketExchange):
                 yield self.comm.all_gather(every, stripe)
             totals = every.view(self.comm.size, -1).split(sizes, 1)
             for matrix, total in zip(matrices, totals, strict=True):
-                matrix.take(total)
+                matrix.decode_sums(total)
         yield plain_sum
         plain_parts = plain.split([tensor.numel() for tensor in self.plain])
         for tensor, part in zip(self.plain, plain_parts, strict=True):

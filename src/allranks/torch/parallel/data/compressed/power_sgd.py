@@ -80,7 +80,7 @@ class _Group:
             self.residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         return right
 
-    def take(self, left_factor: Tensor, right: Tensor) -> None:
+    def write_sums(self, left_factor: Tensor, right: Tensor) -> None:
         """Write P Q' into the bucket; the next step begins with `right`."""
         for view, rows, columns in zip(self.views, left_factor, right, strict=True):
             if view.is_contiguous():  # a product in new memory takes eight times as long
@@ -126,7 +126,7 @@ class _Factored(BucketExchange):
         for target, total in zip([*self.plain, self.tally], sums[len(rights) :], strict=True):
             target.copy_(total)
         for group, p, q in zip(self.groups, lefts, sums, strict=False):
-            group.take(p, q)
+            group.write_sums(p, q)
 
     def residuals(self) -> dict[str, dict[str, Tensor]]:
         return {
