@@ -76,7 +76,7 @@ def are_those_of_the_card(cases: list[tuple[str, int]]) -> None:
     first, it takes other ways.
     """
     torch.set_num_threads(1)
-    joining._meetings_in = lambda store, world: None  # nobody else comes
+    joining._barrier_in = lambda store, world: None  # nobody else comes
     CallOrder.check_sums = lambda self, sums, ranks: None  # of ranks that are not there
     for strategy, ranks in cases:
         first, counted, promised = sent_by(strategy, 0, ranks)
