@@ -402,7 +402,7 @@ class FSDP(Single):
         put_whole(part, self.cut.part_of(name, whole, self.exchange))
 
     def as_saved(self, name: str, tensor: Tensor) -> Tensor:
-        return tensor if self.two_axes is None else self.two_axes.saved(name, tensor)
+        return tensor if self.two_axes is None else self.two_axes.to_global(name, tensor)
 
     def full(self, name: str, tensor: Tensor) -> Tensor:
         whole = super().full if self.two_axes is None else self.two_axes.full
@@ -411,7 +411,7 @@ class FSDP(Single):
     def as_held(self, name: str, saved: Tensor) -> Tensor:
         local = dict(self.model.named_parameters())[name]
         if isinstance(local, DTensor) and self.two_axes is not None:
-            return self.two_axes.unit_params(name, saved, local)
+            return self.two_axes.to_local(name, saved, local)
         if not isinstance(local, DTensor) or isinstance(saved, DTensor):
             return saved
         return distribute_tensor(saved, local.device_mesh, local.placements, src_data_rank=None)
