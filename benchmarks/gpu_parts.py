@@ -87,7 +87,7 @@ def nccl_alone(machine: Machine, ranks: int) -> RowResult:
         "all_to_all": lambda: comm.all_to_all(torch.empty_like(x), x, [8], [8]).wait(),
         "exchange": lambda: [one.wait() for one in comm.exchange([], [], 1)],
         "counting_group": lambda: dist.all_reduce(x, group=comm.counting_group("control")),
-        "beside": lambda: comm.beside().leave(),
+        "duplicate": lambda: comm.duplicate().leave(),
         "barrier": comm.barrier,
     }
     for name, act in acts.items():

@@ -39,11 +39,11 @@ class Trainings:
     def time(self, method: str, steps: int) -> dict[str, Any]:
         """The seconds of so many steps together, and the bytes that this rank sent in them."""
         trainer, batches = self.made[method]
-        before, start = sum(trainer.comm.sent.values()), time.perf_counter()
+        before, start = sum(trainer.comm.sent_bytes.values()), time.perf_counter()
         for _ in range(steps):
             trainer.step(next(batches))
         seconds = time.perf_counter() - start
-        sent = sum(trainer.comm.sent.values()) - before
+        sent = sum(trainer.comm.sent_bytes.values()) - before
         return {"seconds": seconds, "sent_bytes": sent}
 
     def answer(self, what: str, *values: Any) -> Any:

@@ -26,7 +26,7 @@ def what_torch_sends_itself(argument: None) -> None:
 
     def sent() -> float:
         nonlocal before
-        now = comm.sent["outputs"]
+        now = comm.sent_bytes["outputs"]
         found, before = now - before, now
         return found
 
@@ -117,8 +117,8 @@ def all_groups_are_left(argument: None) -> None:
     left = []
     for _ in range(3):
         comm = join(world, CPU)
-        pair = comm.among((0, 1) if comm.rank < 2 else (2, 3))
-        alone = comm.among((comm.rank,))
+        pair = comm.subgroup((0, 1) if comm.rank < 2 else (2, 3))
+        alone = comm.subgroup((comm.rank,))
         for one in (comm, pair, alone):
             group, layer = _layer_on(one)
             layer(torch.ones(1, 4)).sum().backward()
@@ -130,7 +130,7 @@ def all_groups_are_left(argument: None) -> None:
         left.append(len(dist.distributed_c10d._world.pg_map))
     assert len(set(left)) == 1, left
     before = join(world, CPU)
-    pair = before.among((0, 1) if before.rank < 2 else (2, 3))
+    pair = before.subgroup((0, 1) if before.rank < 2 else (2, 3))
     dist.destroy_process_group()
     dist.init_process_group(
         "gloo",
@@ -140,7 +140,7 @@ def all_groups_are_left(argument: None) -> None:
     )
     pair.leave()  # of a process group that is gone: it is lent to nobody
     comm = join(world, CPU)
-    pair = comm.among((0, 1) if comm.rank < 2 else (2, 3))
+    pair = comm.subgroup((0, 1) if comm.rank < 2 else (2, 3))
     pair.all_reduce(torch.ones(1)).wait()
     pair.leave()
     comm.leave()

@@ -78,7 +78,7 @@ def bytes_and_memory(argument: dict[str, Any]) -> None:
 
 def _compare_bytes(trainer: Trainer, steps: int) -> None:
     comm, strategy = trainer.comm, trainer.strategy
-    sent = max(map(float, comm.gather_texts(str(comm.sent["gradients"] / steps))))
+    sent = max(map(float, comm.gather_texts(str(comm.sent_bytes["gradients"] / steps))))
     assert abs(sent - strategy.promised_bytes()) <= comm.size, (sent, strategy.promised_bytes())
 
 

@@ -284,7 +284,7 @@ def bytes_and_memory(argument: dict[str, Any]) -> None:
             trainer.step(batch)
         told = [stage for stage, _ in strategy.links._known if stage in strategy.own_stages]
         assert len(sends) == wanted + 2 * len(told), (len(sends), wanted, told)
-        sent = max(map(float, comm.gather_texts(str(comm.sent["gradients"] / steps))))
+        sent = max(map(float, comm.gather_texts(str(comm.sent_bytes["gradients"] / steps))))
         assert abs(sent - strategy.promised_bytes()) <= comm.size, (sent, strategy.promised_bytes())
         rows = [row for row in strategy.placement(updated=True) if row.kind == "parameter"]
         held = [float(text) for text in comm.gather_texts(str(sum(row.bytes for row in rows)))]

@@ -42,7 +42,7 @@ def as_torch_pipelining(argument: dict[str, Any]) -> None:
         for name, gradient in theirs.items():
             assert ours[name].grad is not None
             torch.testing.assert_close(ours[name].grad, gradient, rtol=1e-12, atol=1e-14)
-        trainer.comm.come_no_more()
+        trainer.comm.leave_barrier()
 
 
 def without_tags(argument: dict[str, Any]) -> None:

@@ -89,7 +89,7 @@ PLANTED = {
             (
                 "torch/parallel/pipeline/gradients.py",
                 "norms = self._norms(None)",
-                "norms = self.own()[0].tolist()",
+                "norms = self.local_norms()[0].tolist()",
             ),
             (0, "gradient norm", None),
             *("--strategy", "1f1b", "--set", "clip_norm=0.1"),

@@ -44,9 +44,9 @@ def _sum(comm: Comm, text: str, bucket_bytes: int) -> None:
     buckets = Buckets(names, parameters, tally_size=3, bucket_bytes=bucket_bytes, reducer=reducer)
     group = picked.options.get("group") or comm.size
     for step in range(2):
-        before, far = comm.sent["gradients"], _bytes_to_other_groups(comm, group)
+        before, far = comm.sent_bytes["gradients"], _bytes_to_other_groups(comm, group)
         _step(comm, buckets, parameters, step)
-        sent = torch.tensor([comm.sent["gradients"] - before])
+        sent = torch.tensor([comm.sent_bytes["gradients"] - before])
         across = torch.tensor([float(far.pop())])
         _check_equal_bits(comm, buckets)
         every = sent.new_empty(comm.size)

@@ -33,7 +33,9 @@ def compare(argument: dict[str, Any]) -> None:
     if argument["words"] is None:
         compare_replicas(tensors.items(), comm)
         if not argument["odd"]:
-            assert comm.sent["control"] == (comm.size - 1) * (32 + 8)  # and the size of the text
+            assert comm.sent_bytes["control"] == (comm.size - 1) * (
+                32 + 8
+            )  # and the size of the text
     else:
         with pytest.raises(ReplicasDiffer) as raised:
             compare_replicas(tensors.items(), comm)

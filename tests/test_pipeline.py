@@ -162,7 +162,7 @@ def test_weights_of_other_stages_keep_what_is_written_on_them() -> None:
     """An optimizer makes its groups by it."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].bias.no_decay = True
-    staged._leave_to_others(model, {"0.weight", "0.bias"})
+    staged._replace_by_meta(model, {"0.weight", "0.bias"})
     assert model[1].bias.is_meta
     assert vars(model[1].bias) == {"no_decay": True}
 

@@ -111,8 +111,8 @@ FAULTS = {
     ),
     "norm of one rank's rows": Fault(
         "torch/parallel/sharded/gradients.py",
-        "self._everywhere(own).sum().sqrt()",
-        "own.sum().sqrt()",
+        "self._everywhere(squares).sum().sqrt()",
+        "squares.sum().sqrt()",
         step=0,
         stage="gradient norm",
         tensor=None,
@@ -141,8 +141,8 @@ FAULTS = {
     ),
     "norm of the parts of one rank": Fault(
         "torch/parallel/sharded/gradients.py",
-        "self._everywhere(own).sum().sqrt()",
-        "own.sum().sqrt()",
+        "self._everywhere(squares).sum().sqrt()",
+        "squares.sum().sqrt()",
         step=0,
         stage="gradient norm",
         tensor=None,
@@ -244,8 +244,8 @@ FAULTS = {
     ),
     "a lost tensor reduction": Fault(
         "torch/parallel/tensor/exchange.py",
-        "(ctx.exchange.summed if torch.is_grad_enabled() else ctx.exchange.sum_)(own)",
-        "own",
+        "(ctx.exchange.summed if torch.is_grad_enabled() else ctx.exchange.sum_)(copy)",
+        "copy",
         step=0,
         stage="gradient",
         tensor="0.bias",
@@ -266,8 +266,8 @@ FAULTS = {
     ),
     "a lost tensor reduction before a scattered one": Fault(
         "torch/parallel/tensor/exchange.py",
-        "(ctx.exchange.summed if torch.is_grad_enabled() else ctx.exchange.sum_)(own)",
-        "own",
+        "(ctx.exchange.summed if torch.is_grad_enabled() else ctx.exchange.sum_)(copy)",
+        "copy",
         step=0,
         stage="gradient",
         tensor="0.bias",
@@ -364,7 +364,7 @@ FAULTS = {
     ),
     "copies of a stage that never meet": Fault(
         "torch/parallel/mesh.py",
-        "        sum_over_copies(self.own, self.copies)\n",
+        "        sum_over_copies(self.local_params, self.copies)\n",
         "",
         step=0,
         stage="gradient",
@@ -377,7 +377,7 @@ FAULTS = {
         "torch/parallel/expert/strategy.py",
         "            buckets.finish(shards)\n",
         "            buckets.finish(shards)\n"
-        "            if buckets is self.own:\n"
+        "            if buckets is self.expert_buckets:\n"
         "                buckets.flats[0].mul_(self.axis(EXPERT).size)\n",
         step=0,
         stage="gradient",

@@ -162,13 +162,13 @@ def test_of_a_matrix_that_is_not_finite_nothing_stays(size: int) -> None:
     views = [one.clone() for one in given]
     group = _Group(["one", "other"], views, 1)
     left = orthonormal(group.left_factors())
-    group.take(left, group.right_factors(left))
+    group.write_sums(left, group.right_factors(left))
     for view, residual, matrix in zip(views, group.residual, given, strict=True):
         torch.testing.assert_close(view + residual, matrix)
         assert torch.linalg.matrix_rank(view) == 1
     views[0][3, 4] = torch.inf
     left = orthonormal(group.left_factors())
-    group.take(left, group.right_factors(left))
+    group.write_sums(left, group.right_factors(left))
     assert not views[0].isfinite().all() and views[1].isfinite().all()
     assert group.residual.isfinite().all()
 

@@ -65,7 +65,7 @@ def test_every_type_and_layout_arrives_in_bytes(monkeypatch: pytest.MonkeyPatch,
     first = Comm(0, 2)
     first.broadcast(*given)
     assert len(wire.sent) == (7 if most > 24 else 10), "a message for each type, if it is not full"
-    assert first.sent["control"] == sum(tensor.nbytes for tensor in given) / 2
+    assert first.sent_bytes["control"] == sum(tensor.nbytes for tensor in given) / 2
     monkeypatch.setattr(communication.dist, "broadcast", wire.deliver)
     Comm(1, 2).broadcast(*got)
     for there, here in zip(given, got, strict=True):

@@ -119,7 +119,7 @@ class QueueComm:
     def size(self) -> int:
         return self.network.ranks
 
-    def beside(self) -> QueueComm:
+    def duplicate(self) -> QueueComm:
         self.made["groups"] += 1
         return QueueComm(self.network, self.rank, self.made, self.made["groups"])
 
@@ -174,7 +174,7 @@ class Rank:
         self.last_pass, self.shard_alone = "W" if schedule == "zero-bubble" else "B", False
         self.stages = SimpleNamespace(call=self.call, modules=[lambda value: self.call(0, value)])
         self.task = SimpleNamespace(inputs=lambda data: (data,), shards=1)
-        self.own: list[Tensor] = list(self.weights.values())
+        self.local_params: list[Tensor] = list(self.weights.values())
         scope = SimpleNamespace(moments={}, calls=0, again=lambda moment: nullcontext())
         scope.moment = lambda: scope
         self.step: Any = MagicMock(scope=scope, user_backward=nullcontext(), parameters=[])
@@ -203,7 +203,7 @@ class Rank:
         self.steps += 1
         Pipeline._make_passes(this, batch)
         expected = sum(n * n for n in sizes) * 2.0**self.last
-        assert [weight.grad for weight in self.own] == [expected] * len(self.own)
+        assert [weight.grad for weight in self.local_params] == [expected] * len(self.local_params)
 
     def evaluate(self, size: int) -> None:
         """A batch through all stages; the last one has the output."""

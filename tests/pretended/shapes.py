@@ -63,7 +63,7 @@ def sent_by(strategy: str, rank: int, ranks: int) -> tuple[Trail, float, float]:
             for batch in trainer.batches():
                 seen.trail.clear()
                 trainer.step(batch)
-            counted = trainer.comm.sent["gradients"] / STEPS
+            counted = trainer.comm.sent_bytes["gradients"] / STEPS
             return seen.trail, counted, trainer.strategy.promised_bytes()
     finally:
         dist.destroy_process_group()
@@ -76,7 +76,7 @@ def are_those_of_the_card(cases: list[tuple[str, int]]) -> None:
     first, it takes other ways.
     """
     torch.set_num_threads(1)
-    joining._meetings_in = lambda store, world: None  # nobody else comes
+    joining._barrier_in = lambda store, world: None  # nobody else comes
     CallOrder.check_sums = lambda self, sums, ranks: None  # of ranks that are not there
     for strategy, ranks in cases:
         first, counted, promised = sent_by(strategy, 0, ranks)

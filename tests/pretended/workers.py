@@ -125,7 +125,7 @@ def messages_over_the_host(argument: dict[str, Any]) -> None:
     counted = comm.counting_group("control")
     mean = numbers(own, 2)
     dist.all_reduce(mean, dist.ReduceOp.AVG, group=counted)
-    beside, told = comm.beside(), [numbers(4) if own == 0 else numbers(0)]
+    beside, told = comm.duplicate(), [numbers(4) if own == 0 else numbers(0)]
     beside.broadcast(*told)
     assert [mean.tolist(), told[0].tolist()] == [[0.5, 2], [4]]
     assert comm.gather_texts(f"rank {own}") == ["rank 0", "rank 1"]

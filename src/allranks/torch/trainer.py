@@ -216,7 +216,7 @@ class Trainer(OnSteps):
             self._set_up(report)
         except BaseException as error:
             if hasattr(self, "comm"):  # it has joined the others
-                self.comm.tell_why_lost(error)
+                self.comm.add_reason_of_loss(error)
             self._taken.give_back(failed=True)
             raise
 
@@ -423,13 +423,13 @@ class Trainer(OnSteps):
 
     def __exit__(self, kind: object, error: BaseException | None, tb: object) -> None:
         failed = True
-        self.comm.tell_why_lost(error)
+        self.comm.add_reason_of_loss(error)
         try:
             if error is None:
                 self.settle()
                 warn_ignored(self.job, self._called, self.progress)
                 if not self._came_to_an_end:
-                    self.comm.come_no_more()
+                    self.comm.leave_barrier()
                 elif self.strategy.agreement.lockstep:
                     self.comm.meet(AT_THE_END)
                 failed = False
@@ -466,7 +466,7 @@ class Trainer(OnSteps):
         self.model_notes += notes_on_sharing(job)
         self.guard = guard_of(self.strategy.learner, job, self.world.rank)
         self.faults.corrupt = lambda: flip_one_bit(step.parameters[0])
-        self.faults.leave_out = self.comm.leave_out_one
+        self.faults.leave_out = self.comm.skip_next_collective
         self.faults.poison = step.poison_next
         self.task_data = TaskData(task, job, self.strategy)
         resources.undone_by(self.task_data.close)

@@ -330,7 +330,7 @@ class TorchRank(RankProgram[Trainer]):
         return {
             "flops_per_sample": trainer.meter.flops_per_sample,
             "mfu": trainer.meter.utilisation(samples_per_s, self.world.size),
-            "sent_bytes": {kind: round(size) for kind, size in trainer.comm.sent.items()},
+            "sent_bytes": {kind: round(sent) for kind, sent in trainer.comm.sent_bytes.items()},
             "card_bytes_per_step": trainer.strategy.promised_bytes(),
             "model_notes": trainer.model_notes,
             "backend": backend_record(trainer.comm.of_torch),

@@ -158,7 +158,7 @@ def whole_norm(
     """
     if task.batchnorm != "whole" or not swapped["batchnorm"]:
         return None
-    scope.whole = whole = WholeBatchNorm(comm.beside())
+    scope.whole = whole = WholeBatchNorm(comm.duplicate())
     return whole
 
 

@@ -1,8 +1,8 @@
-"""Communication between the ranks of a job: the process group, and what was sent through it.
+"""Communication between the ranks of a job: the process group, and the bytes sent through it.
 
-The only file that calls collectives. Bytes are counted here, for every message, as what this rank
-sends under the field's algorithm for that collective. A collective that breaks because a peer went
-away raises `PeerLost`: this rank is a victim, and its message never hides the first fault.
+The only file that calls collectives. It counts the bytes that this rank sends in every message,
+under the standard algorithm for that collective. A collective that fails because a peer has left
+raises `PeerLost`: this rank is a victim, and its error never hides the first fault.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from allranks.torch.comm.counting_group import (
     leave_counting_group,
     reduce_scatter_single,
 )
-from allranks.torch.comm.rank_sync import Meetings
+from allranks.torch.comm.rank_sync import StoreBarrier
 from allranks.torch.comm.subgroups import (
     TIMEOUT,
     Pending,
@@ -53,24 +53,24 @@ KINDS = ("gradients", "outputs", "batchnorm", "rows", "control")
 
 @dataclass
 class Comm:
-    """The ranks that work together, seen from one of them. With `size` 1 nothing is ever sent.
+    """A group of ranks, and this rank's place in it. With `size` 1 nothing is ever sent.
 
-    `sent` is in bytes, by kind: `gradients` (the data of a step, with what rides on it),
-    `outputs` (of a loss over the batch), `batchnorm` (statistics over the whole batch), `rows` (of
-    tables with a `max_norm`), `control` (everything else). `members` are the ranks of the job that
-    these are, where they are not all.
+    `sent_bytes` is by kind: `gradients` (the data of a step and the tally with it), `outputs` (of a
+    loss over the batch), `batchnorm` (statistics over the whole batch), `rows` (of tables with a
+    `max_norm`), `control` (everything else). `members` are the ranks of this group in the job, if
+    it does not have all of them.
     """
 
     rank: int = 0
     size: int = 1
     device: torch.device = CPU
-    sent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
+    sent_bytes: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
     owns_group: bool = False
     group: Any = None
     members: tuple[int, ...] | None = None
     heartbeat: Heartbeat | SaveThreadHeartbeat | None = None
-    meetings: Meetings | None = None
-    leave_out_next: bool = False
+    store_barrier: StoreBarrier | None = None
+    skips_next: bool = False
     _counting: list[Any] = field(default_factory=list, init=False)
     _borrowed: list[Any] = field(default_factory=list, init=False)
     _waits_on_device: bool = field(default=False, init=False)
@@ -79,19 +79,19 @@ class Comm:
         through_host = goes_through_host(self.of_torch)
         self._waits_on_device = is_accelerator(self.device) and not through_host
 
-    def leave_out_one(self) -> None:
-        """A fault on purpose: the next collective is not made."""
-        self.leave_out_next = True
+    def skip_next_collective(self) -> None:
+        """Inject a fault: skip the next collective."""
+        self.skips_next = True
 
     def leave(self, *, failed: bool = False) -> None:
-        """Leave the process group, if it was made here, and all that were made of it.
+        """Leave the process group, if it was made here, and all groups made from it.
         Always called.
 
-        After a failure of this rank the others hear of it where they wait for it: from the store
-        those that meet, and the others from groups that are closed, or aborted (`subgroups`).
+        After a failure of this rank, ranks that wait for it get an error: those in `meet` from the
+        store, the others because groups are closed or aborted (`subgroups`).
         """
         if failed:
-            self.come_no_more(failed=True)
+            self.leave_barrier(failed=True)
         for group in self._counting:
             leave_counting_group(group)
         if dist.is_initialized():
@@ -102,19 +102,19 @@ class Comm:
         self._borrowed.clear()
         self.owns_group = False
 
-    def _count(self, kind: str, sent: float) -> None:
-        self.sent[kind] += sent
+    def _count(self, kind: str, sent_bytes: float) -> None:
+        self.sent_bytes[kind] += sent_bytes
 
     def _begin(self, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Pending:
-        if self.meetings is not None and "group" not in kwargs:  # all ranks make this one
-            self.meetings.begun += 1
-        if self.leave_out_next:
-            self.leave_out_next = False
+        if self.store_barrier is not None and "group" not in kwargs:  # all ranks make this one
+            self.store_barrier.begun += 1
+        if self.skips_next:
+            self.skips_next = False
             return Pending()
         kwargs.setdefault("group", self.group)
         work = self._begun(collective, *args, async_op=True, **kwargs)
         looks = not self._waits_on_device
-        return Pending(work, self.heartbeat, self.meetings if looks else None)
+        return Pending(work, self.heartbeat, self.store_barrier if looks else None)
 
     def all_reduce(self, tensor: Tensor, kind: str = "gradients") -> Pending:
         """Sum `tensor` over all ranks, in place. Sends 2(N-1)/N of its bytes."""
@@ -124,27 +124,27 @@ class Comm:
         in_place = sum_in_place(self.of_torch, tensor)
         return self._begin(in_place) if in_place else self._begin(dist.all_reduce, reals(tensor))
 
-    def begin_sum(self, collective: Callable[..., Any], sent: float) -> Pending:
-        """Make a collective of all these ranks that is none of torch's; each calls this."""
-        self._count("gradients", sent)
+    def begin_sum(self, collective: Callable[..., Any], sent_bytes: float) -> Pending:
+        """Begin a collective of all these ranks that is not torch's own; every rank calls this."""
+        self._count("gradients", sent_bytes)
         return self._begin(collective)
 
     @property
     def is_one_queue(self) -> bool:
-        """Whether messages are made one after the other, in the order in which they are begun."""
+        """Whether messages run one after the other, in the order in which they are begun."""
         return self._waits_on_device
 
     @property
     def of_torch(self) -> Any:
-        """The process group of these ranks, as torch knows it."""
+        """The `torch.distributed` process group of these ranks."""
         return self.group if self.group is not None or self.size == 1 else dist.group.WORLD
 
     def zeros(self, count: int, like: Tensor) -> Tensor:
-        """`count` zeros, in memory of all ranks where they share some; every rank calls this."""
+        """`count` zeros, in shared memory where the ranks have some; every rank calls this."""
         return shared_zeros(self.of_torch, count, like, self._begin)
 
     def pair(self, partner: int) -> Any:
-        """The group of this rank and `partner`; both call this, before they `add_in_pair`."""
+        """The group of this rank and `partner`; both call this before `add_in_pair`."""
         if self.size == 2 and self.members is None:
             return dist.group.WORLD
         ranks = self.members or range(self.size)
@@ -163,8 +163,8 @@ class Comm:
     def reduce_scatter(self, part: Tensor, whole: Tensor, kind: str = "gradients") -> Pending:
         """The sum over all ranks of their `whole`, cut evenly; `part` is this rank's.
 
-        Sends (N-1)/N of the whole. That of Gloo all-reduces a copy of the whole: there each rank
-        is sent its parts instead, and adds them in rank order.
+        Sends (N-1)/N of the whole. Gloo's own reduce-scatter all-reduces a copy of the whole;
+        there an all-to-all is used instead, and each rank adds its parts in rank order.
         """
         self._count(kind, (self.size - 1) / self.size * whole.nbytes)
         if self._waits_on_device or share_memory(self.of_torch):
@@ -177,23 +177,23 @@ class Comm:
     def all_to_all(
         self,
         received: Tensor,
-        given: Tensor,
+        outgoing: Tensor,
         receive_sizes: list[int],
         give_sizes: list[int],
         kind: str = "gradients",
     ) -> Pending:
-        """Send `given`, cut into `give_sizes`, to the ranks; `received` is what they sent.
+        """Send `outgoing`, split by `give_sizes`, to the ranks; receive their parts in `received`.
 
-        Sends all parts but the rank's own.
+        Sends all parts but the one for this rank.
         """
-        own = give_sizes[self.rank] / max(sum(give_sizes), 1)
-        self._count(kind, given.nbytes * (1 - own))
-        return self._begin(dist.all_to_all_single, received, given, receive_sizes, give_sizes)
+        local_share = give_sizes[self.rank] / max(sum(give_sizes), 1)
+        self._count(kind, outgoing.nbytes * (1 - local_share))
+        return self._begin(dist.all_to_all_single, received, outgoing, receive_sizes, give_sizes)
 
     def broadcast(self, *tensors: Tensor, source: int = 0, kind: str = "control") -> None:
-        """The `tensors` of rank `source` on all, whatever their types and layouts, in few messages.
+        """Copy `tensors` of rank `source` to all ranks, of any dtype and layout, in few messages.
 
-        Counted as one copy sent on by each but one.
+        Counted as one copy, sent on by every rank but one.
         """
         if self.size == 1:
             return
@@ -209,34 +209,34 @@ class Comm:
     ) -> Pending:
         """Send `tensor`, which must not change meanwhile, to one rank. Sends all of its bytes.
 
-        So many of them as `control` says are counted as that.
+        `control` of these bytes are counted as that kind.
         """
         self._count(kind, tensor.nbytes - control)
         self._count("control", control)
         return self._post(dist.isend, tensor, tag, group_dst=to)
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Pending:
-        """Fill `tensor` with what rank `source` sends by the same `tag`."""
+        """Fill `tensor` with the message of rank `source` with the same `tag`."""
         return self._post(dist.irecv, tensor, tag, group_src=source)
 
     def exchange(
         self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]], tag: int
     ) -> list[Pending]:
-        """Send tensors to some ranks, and fill others by what they send, all at once.
+        """Send tensors to some ranks and receive tensors from others, all at once.
 
-        Sends all bytes of `sends`, (rank, tensor) each, which must not change meanwhile.
+        Both are lists of (rank, tensor). Sends all of `sends`, which must not change meanwhile.
         """
         self._count("gradients", sum(tensor.nbytes for _, tensor in sends))
-        together = [
-            dist.P2POp(way, tensor, group=self.group, tag=tag, group_peer=peer)
-            for way, messages in ((dist.isend, sends), (dist.irecv, receives))
+        operations = [
+            dist.P2POp(operation, tensor, group=self.group, tag=tag, group_peer=peer)
+            for operation, messages in ((dist.isend, sends), (dist.irecv, receives))
             for peer, tensor in messages
         ]
-        work = self._begun(dist.batch_isend_irecv, together) if together else []
-        return [Pending(one, self.heartbeat) for one in work]
+        work = self._begun(dist.batch_isend_irecv, operations) if operations else []
+        return [Pending(request, self.heartbeat) for request in work]
 
     def _post(self, message: Callable[..., Any], tensor: Tensor, tag: int, **peer: int) -> Pending:
-        """A message, waited for in one piece: Gloo ends all connections where such a wait ends."""
+        """A message, waited for without timeout: after one, Gloo closes all connections."""
         work = self._begun(message, tensor, group=self.group, tag=tag, **peer)
         return Pending(work, self.heartbeat)
 
@@ -249,76 +249,75 @@ class Comm:
             raise translated(error) from error
 
     def reading(self) -> AbstractContextManager[None]:
-        """Within, the host reads what these ranks have sent: it waits for them, in `exchange`.
+        """Within, the host reads results of collectives: the heartbeat's phase is `exchange`.
 
-        The wait of a collective on a device is that of the device, and the host's comes with the
-        read.
+        On a device `Pending.wait` does not block the host; the read does.
         """
         if self.size == 1 or not self._waits_on_device:
             return NOTHING
         return in_exchange(self.heartbeat)
 
     def barrier(self) -> None:
-        """Return when every rank has called this."""
+        """Block until every rank has called this."""
         if self.size > 1:
-            came = torch.zeros(1, device=self.device)
-            self.all_reduce(came, "control").wait()
+            token = torch.zeros(1, device=self.device)
+            self.all_reduce(token, "control").wait()
             with self.reading():
-                came.item()  # NCCL's wait is that of the device
+                token.item()  # NCCL's wait does not block the host
 
     def meet(self, place: str) -> None:
-        """Return when all ranks came to `place`; every rank calls this.
+        """Block until all ranks have reached `place`; every rank calls this.
 
-        Raises `RequestError` where some are elsewhere, as soon as that is certain.
+        Raises `RequestError` as soon as it is certain that some ranks are elsewhere.
         """
-        if self.meetings is None:
+        if self.store_barrier is None:
             return
         before = self.heartbeat.enter("exchange") if self.heartbeat is not None else ""
         step = self.heartbeat.step if isinstance(self.heartbeat, Heartbeat) else -1
-        self.meetings.come(place, step)
+        self.store_barrier.wait(place, step)
         if self.heartbeat is not None:
             self.heartbeat.enter(before)
-        self.barrier()  # none leaves with the store before all have heard
+        self.barrier()  # no rank leaves with the store before all have read the verdict
 
-    def come_no_more(self, *, failed: bool = False) -> None:
-        """This rank leaves without a meeting: those that wait at one need not."""
-        if self.meetings is not None:
-            self.meetings.leave(failed=failed)
+    def leave_barrier(self, *, failed: bool = False) -> None:
+        """Tell ranks that wait in `meet` that this rank will not come."""
+        if self.store_barrier is not None:
+            self.store_barrier.leave(failed=failed)
 
-    def tell_why_lost(self, error: BaseException | None) -> None:
-        """Note on the error of who lost a peer what that one said as it left."""
-        if self.meetings is None or not isinstance(error, PeerLost):
+    def add_reason_of_loss(self, error: BaseException | None) -> None:
+        """If a peer was lost, add a note to `error` with the reason that the peer gave."""
+        if self.store_barrier is None or not isinstance(error, PeerLost):
             return
-        if why := self.meetings.why_lost():
+        if why := self.store_barrier.why_lost():
             error.add_note(why)
 
     def gather_texts(self, text: str) -> list[str]:
-        """Every rank's text on every rank, in order; sends a size and N-1 times the longest."""
+        """Gather the texts of all ranks, in rank order; sends a size and N-1 times the longest."""
         if self.size == 1:
             return [text]
         with self.reading():
             gather = partial(self.all_gather, kind="control")
             return texts_of_all(text, self.size, self.device, gather)
 
-    def among(self, ranks: tuple[int, ...]) -> Comm:
-        """Some of these ranks, this one too, on a group of their own; each of `ranks` calls this.
+    def subgroup(self, ranks: tuple[int, ...]) -> Comm:
+        """A group of some of these ranks, this one included; each of `ranks` calls this.
 
-        Whoever calls it calls `leave` at the end, unless it is this one, which counts what is sent.
+        The caller calls `leave` at the end, unless the result is this `Comm`. Bytes count here.
         """
         if len(ranks) == self.size:
             return self
-        own, size = ranks.index(self.rank), len(ranks)
-        ranks = tuple(self.members[rank] for rank in ranks) if self.members else ranks
+        rank, size = ranks.index(self.rank), len(ranks)
+        ranks = tuple(self.members[r] for r in ranks) if self.members else ranks
         if size == 1:
-            return Comm(device=self.device, sent=self.sent, heartbeat=self.heartbeat, members=ranks)
+            return Comm(0, 1, self.device, self.sent_bytes, heartbeat=self.heartbeat, members=ranks)
         group = borrow(ranks, TIMEOUT)
-        return replace(self, rank=own, size=size, owns_group=True, group=group, members=ranks)
+        return replace(self, rank=rank, size=size, owns_group=True, group=group, members=ranks)
 
     def counting_group(self, kind: str) -> Any:
         """A process group of these ranks for parts of torch that call collectives themselves.
 
-        Every rank calls this. What they send is counted here, as `kind`, and `leave` ends it. A
-        collective there is a sign of life, and breaks, as one that is made here.
+        Every rank calls this; `leave` ends it. Bytes are counted here as `kind`. Its collectives
+        update the heartbeat and raise the same errors as those of this class.
         """
         ranks = tuple(self.members or range(self.size))
         inner = self.group or (dist.group.WORLD if self.size > 1 else self._borrow(ranks))
@@ -331,31 +330,30 @@ class Comm:
         self._borrowed.append(group)
         return group
 
-    def beside(self) -> Comm:
-        """The same ranks on a group of their own, for what is sent while gradients are under way.
+    def duplicate(self) -> Comm:
+        """A new group of the same ranks, for messages while gradients are in flight (MPI_Comm_dup).
 
-        Every rank calls this, from the thread that trains, and `leave` at the end. What is sent
-        there is counted here.
+        Every rank calls this from the training thread, and `leave` at the end. Bytes count here.
         """
         if self.size == 1:
-            return Comm(device=self.device, sent=self.sent, heartbeat=self.heartbeat)
+            return Comm(device=self.device, sent_bytes=self.sent_bytes, heartbeat=self.heartbeat)
         return replace(self, owns_group=True, group=self._new_group())
 
     def on_host(self) -> Comm:
-        """The same ranks, for numbers that the host reads: these, unless it waits for a device.
+        """A group of the same ranks for numbers that the host reads: on a device, over Gloo.
 
-        Every rank calls this, from the thread that trains, and `leave` at the end of another one.
-        What is sent there is counted here.
+        Every rank calls this from the training thread, and `leave` at the end if the result is
+        another `Comm`. Bytes count here.
         """
         if self.size == 1 or not self._waits_on_device:
             return self
         return replace(self, owns_group=True, group=self._new_group("gloo"), device=CPU)
 
     def aside(self) -> Comm:
-        """The same ranks on a group of their own, over the host, for a thread beside the training.
+        """A new group of the same ranks on the host, for a thread other than the training thread.
 
-        Every rank calls this, from the thread that trains, and `leave` at the end. What is sent
-        there is counted there.
+        Every rank calls this from the training thread, and `leave` at the end. Bytes are counted
+        by the new `Comm`.
         """
         if self.size == 1:
             return Comm()
@@ -374,22 +372,22 @@ class Comm:
 
 @dataclass(frozen=True)
 class _OfTorch:
-    """What a counting group tells of a collective that torch makes itself (`counting.Watch`)."""
+    """Counts the collectives that torch makes itself (`CollectiveCounter`)."""
 
     comm: Comm
     kind: str
 
-    def begin(self, sent: float, *, meets: bool) -> None:
+    def begin(self, sent_bytes: float, *, meets: bool) -> None:
         comm = self.comm
-        comm._count(self.kind, sent)
-        if meets and comm.members is None and comm.meetings is not None:
-            comm.meetings.begun += 1  # all ranks of the job make this one
+        comm._count(self.kind, sent_bytes)
+        if meets and comm.members is None and comm.store_barrier is not None:
+            comm.store_barrier.begun += 1  # all ranks of the job make this one
         if comm.heartbeat is not None:
             comm.heartbeat.collective()
 
     def wait(self, work: Any, *, meets: bool) -> None:
         looks = meets and self.comm.members is None and not self.comm._waits_on_device
-        Pending(work, self.comm.heartbeat, self.comm.meetings if looks else None).wait()
+        Pending(work, self.comm.heartbeat, self.comm.store_barrier if looks else None).wait()
 
     def translated(self, error: RuntimeError) -> RuntimeError | PeerLost:
         return translated(error)

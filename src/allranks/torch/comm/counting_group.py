@@ -1,13 +1,13 @@
-"""A process group that counts what is sent through it, whoever calls: DTensor, FSDP2, pipelining.
+"""A process group that counts the bytes sent through it by DTensor, FSDP2 and pipelining.
 
-`Comm` counts what it sends itself. Torch's own parallel parts call collectives on a group that they
-are given; this one hands every call on to an ordinary group of the same ranks, and first tells its
-bytes, as what this rank sends under the field's algorithm for that collective. Whoever counts hears
-of each wait, too, and says what an error means. Torch resolves a group by its name, so it is
-registered as a backend of its own.
+`Comm` counts what it sends itself. Torch's own parallel classes call collectives on a group that
+they get. This group forwards every call to an ordinary group of the same ranks. Before, it reports
+the bytes that this rank sends under the standard algorithm for that collective. The counter also
+waits for the collective and translates its errors. Torch resolves a group by its name, so this
+class is registered as a backend.
 
-On NCCL sends and receives of `batch_isend_irecv` go one by one: torch puts them together for groups
-of its own class alone. Ranks that send to each other at once then wait for each other.
+On NCCL the sends and receives of `batch_isend_irecv` run one by one: torch coalesces them only for
+groups of its own class. Ranks that send to each other at once then wait for each other.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ reduce_scatter_single: Callable[..., Any] = (
 )
 
 
-def _ring(size: int, given: int) -> float:
-    return 2 * (size - 1) / size * given
+def _ring(size: int, nbytes: int) -> float:
+    return 2 * (size - 1) / size * nbytes
 
 
-def _to_all(size: int, given: int) -> float:
-    return (size - 1) * given
+def _to_all(size: int, nbytes: int) -> float:
+    return (size - 1) * nbytes
 
 
-def _parts(size: int, given: int) -> float:
-    return (size - 1) / size * given
+def _parts(size: int, nbytes: int) -> float:
+    return (size - 1) / size * nbytes
 
 
-def _once(size: int, given: int) -> float:
-    return given
+def _once(size: int, nbytes: int) -> float:
+    return nbytes
 
 
-def _nothing(size: int, given: int) -> float:
+def _nothing(size: int, nbytes: int) -> float:
     return 0
 
 
-SENT: dict[str, tuple[int, Callable[[int, int], float]]] = {
+SENT_BYTES: dict[str, tuple[int, Callable[[int, int], float]]] = {
     **dict.fromkeys(("allreduce", "allreduce_coalesced"), (0, _ring)),
     **dict.fromkeys(("_allgather_base", "all_gather_single", "allgather"), (1, _to_all)),
     **dict.fromkeys(
@@ -79,8 +79,8 @@ SENT: dict[str, tuple[int, Callable[[int, int], float]]] = {
     **dict.fromkeys(("gather", "scatter"), (1, _once)),
     **dict.fromkeys(("recv", "recv_anysource", "barrier"), (0, _nothing)),
 }
-"""Method of a process group -> which argument holds what this rank gives,
-and the bytes it sends."""
+"""Method of a process group -> the position of the argument with this rank's data,
+and the bytes that it sends."""
 
 OF_TWO = ("send", "recv", "recv_anysource")
 FOR_EVER = timedelta(0)  # as torch says it
@@ -93,23 +93,23 @@ OF_WORK = (
 
 
 class CollectiveCounter(Protocol):
-    """Who counts. A collective `meets` the whole group: not sends and receives of two ranks."""
+    """The counter. A collective `meets` the whole group; sends and receives do not."""
 
-    def begin(self, sent: float, *, meets: bool) -> None:
-        """A collective is about to begin in which this rank sends so many bytes."""
+    def begin(self, sent_bytes: float, *, meets: bool) -> None:
+        """Count a collective that is about to begin, in which this rank sends so many bytes."""
         ...
 
     def wait(self, work: Any, *, meets: bool) -> None:
-        """Wait for one."""
+        """Wait for a collective."""
         ...
 
     def translated(self, error: RuntimeError) -> Exception:
-        """The error that says what it means."""
+        """Translate the error of a failed collective."""
         ...
 
 
 class CountingGroup(dist.ProcessGroup):
-    """Hands calls on to `inner`; `watch` hears of each before it is made, and of each wait."""
+    """Forwards calls to `inner`, and reports each call and each wait to `watch`."""
 
     def __init__(self, inner: Any, watch: CollectiveCounter) -> None:
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
@@ -135,7 +135,7 @@ class CountingGroup(dist.ProcessGroup):
 
 
 class CountedWork(dist.Work):
-    """A collective under way on the inner group: what it says is that one's, but for `wait`."""
+    """A collective in flight on the inner group; all but `wait` is forwarded."""
 
     def __init__(self, work: Any, watch: CollectiveCounter, *, meets: bool) -> None:
         super().__init__()
@@ -152,16 +152,16 @@ class CountedWork(dist.Work):
 
 
 def _handing_on(name: str) -> Callable[..., Any]:
-    given_at, sent = SENT[name]
+    argument, sent_bytes = SENT_BYTES[name]
     meets = name not in OF_TWO
 
     def call(self: CountingGroup, *args: Any, **kwargs: Any) -> Any:
-        given = sum(t.nbytes for t in _tensors(args[given_at : given_at + 1]))
+        nbytes = sum(t.nbytes for t in _tensors(args[argument : argument + 1]))
         if name in TO_ALL_UNEVENLY and args[SPLITS]:
-            own = args[SPLITS][self.inner.rank()] / max(1, sum(args[SPLITS]))
-            self.watch.begin(given * (1 - own), meets=meets)
+            local_share = args[SPLITS][self.inner.rank()] / max(1, sum(args[SPLITS]))
+            self.watch.begin(nbytes * (1 - local_share), meets=meets)
         else:
-            self.watch.begin(sent(self.inner.size(), given), meets=meets)
+            self.watch.begin(sent_bytes(self.inner.size(), nbytes), meets=meets)
         try:
             work = getattr(self.inner, name)(*args, **kwargs)
         except RuntimeError as error:
@@ -178,7 +178,7 @@ def _as_inner_work(name: str) -> Callable[..., Any]:
     return call
 
 
-for _name in SENT:
+for _name in SENT_BYTES:
     if hasattr(dist.ProcessGroup, _name):  # torch renames them from version to version
         setattr(CountingGroup, _name, _handing_on(_name))
 for _name in OF_WORK:
@@ -197,14 +197,14 @@ def counting_group(
 
 
 def leave_counting_group(group: CountingGroup) -> None:
-    """Torch knows it no more, and it holds its inner group no more, which is left by itself."""
+    """Unregister the group and drop its inner group, which stays open."""
     with suppress(ValueError, AssertionError):  # the process group of the job is gone already
         dist.destroy_process_group(group)
     group.inner = None
 
 
 def _make(store: Any, rank: int, size: int, timeout: timedelta) -> CountingGroup:
-    """What torch calls for a new group of this backend."""
+    """Torch calls this for a new group of this backend."""
     return _next.pop()
 
 

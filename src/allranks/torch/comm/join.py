@@ -1,4 +1,4 @@
-"""How the ranks of a job meet: the store in which they find each other, and their process group."""
+"""Rendezvous of the ranks of a job: the store, and the process group."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from allranks.launcher.heartbeat import Heartbeat
 from allranks.launcher.world import World, master_endpoint
 from allranks.strategies.roles import TRAINER
 from allranks.torch.comm.comm import Comm
-from allranks.torch.comm.rank_sync import Meetings
+from allranks.torch.comm.rank_sync import StoreBarrier
 from allranks.torch.comm.subgroups import TIMEOUT, translated
 from allranks.torch.machine import check_own_device
 
@@ -46,15 +46,14 @@ def join(
     *,
     share_device: bool = False,
 ) -> Comm:
-    """Meet the other ranks of `world`; every rank calls this, and `leave` at the end.
+    """Join the other ranks of `world`; every rank calls this, and `leave` at the end.
 
-    `backend` is that of torch's process group; by itself it is the device's, and on the host
-    memory that the ranks share, where they can. With `share_device` several ranks may have one
-    device.
+    `backend` is the backend of torch's process group. The default is that of the device, and on the
+    host shared memory where possible. With `share_device` several ranks may use one device.
 
-    A process group that is there already is used as it is, and left to whoever made it. A process
-    keeps the store of its first join, and each join has keys of its own in it: a second one finds
-    neither stale keys nor the store that another rank is about to close.
+    An existing process group is used as it is and not destroyed. A process keeps the store of its
+    first join, and each join uses a new key prefix. So a second join sees neither stale
+    keys nor a store that another rank is about to close.
     """
     if dist.is_initialized():
         there = dist.get_rank(), dist.get_world_size()
@@ -65,9 +64,9 @@ def join(
                 why="the ranks would share out the data in one way, and the sums in another",
                 do="set RANK and WORLD_SIZE as the group has them, or let the trainer make it",
             )
-        meetings = _meetings_in(_get_default_store(), world) if world.size > 1 else None
-        return Comm(*there, device, heartbeat=heartbeat, meetings=meetings)
-    if world.size == 1 or world.role != TRAINER:  # those with roles exchange messages
+        store_barrier = _barrier_in(_get_default_store(), world) if world.size > 1 else None
+        return Comm(*there, device, heartbeat=heartbeat, store_barrier=store_barrier)
+    if world.size == 1 or world.role != TRAINER:  # other roles exchange messages
         return Comm(device=device, heartbeat=heartbeat)
     try:
         keys = f"attempt-{world.attempt}/join-{next(_joins)}"
@@ -78,7 +77,7 @@ def join(
             backend = backend or _backend_of(device)
             check_own_device(device, world, store)
         shared_memory.register(world.segment)
-        supervised = bool(world.store or world.rendezvous)  # then its launcher says who is missing
+        supervised = bool(world.store or world.rendezvous)  # then its launcher names missing ranks
         with nullcontext() if supervised else _waiting(world, master_endpoint()):
             dist.init_process_group(
                 backend,
@@ -90,10 +89,9 @@ def join(
             )
     except RuntimeError as error:
         raise translated(error) from error
-    meetings = _meetings_in(store, world)
-    return Comm(
-        world.rank, world.size, device, owns_group=True, heartbeat=heartbeat, meetings=meetings
-    )
+    comm = Comm(world.rank, world.size, device, owns_group=True, heartbeat=heartbeat)
+    comm.store_barrier = _barrier_in(store, world)
+    return comm
 
 
 def _backend_of(device: torch.device) -> str:
@@ -101,10 +99,10 @@ def _backend_of(device: torch.device) -> str:
     return shared_memory.SHARED if on_host else accelerator.backend_of(device)
 
 
-def _backend_of_shared(device: torch.device, asked: str, world: World, store: Any) -> str:
-    """What ranks that share devices talk over, as rank 0 decides: NCCL, if it can, or the host."""
+def _backend_of_shared(device: torch.device, requested: str, world: World, store: Any) -> str:
+    """The backend of ranks that share devices, as rank 0 decides: NCCL if it can, or the host."""
     can = accelerator.nccl_shares_devices(device)
-    if asked == NCCL and not can:
+    if requested == NCCL and not can:
         raise RequestError(
             asked=f"--device {device.type} --share-device --backend {NCCL}",
             found=accelerator.decides_bits(device.type)["nccl"] or "no NCCL",
@@ -112,7 +110,7 @@ def _backend_of_shared(device: torch.device, asked: str, world: World, store: An
             do="leave --backend out: tensors go over the host",
         )
     if world.rank == 0:
-        store.set("device/backend", NCCL if can and asked != through_host.GLOO else "")
+        store.set("device/backend", NCCL if can and requested != through_host.GLOO else "")
     if store.get("device/backend").decode() == NCCL:
         for name, value in SHARED_BY_NCCL.items():
             os.environ.setdefault(name, value)
@@ -121,59 +119,60 @@ def _backend_of_shared(device: torch.device, asked: str, world: World, store: An
     return through_host.BACKEND
 
 
-def _meetings_in(store: Any, world: World) -> Meetings:
-    own = PrefixStore(f"meetings-{next(_trainings)}", store)
-    return Meetings(own, world.rank, world.size, TIMEOUT)
+def _barrier_in(store: Any, world: World) -> StoreBarrier:
+    prefixed = PrefixStore(f"meetings-{next(_trainings)}", store)
+    return StoreBarrier(prefixed, world.rank, world.size, TIMEOUT)
 
 
 def _store_of(world: World) -> Any:
-    """Where the ranks find each other: a file on one machine, else a port that rank 0 was given.
+    """The rendezvous store: a file on one machine, else a port that rank 0 was given.
 
-    Only that address listens, and whoever started the ranks has bound it: nobody can be first.
-    Another launcher says where in the environment.
+    The launcher of the ranks has bound that address, so no other process can take it. Another
+    launcher gives the address in the environment.
     """
     if world.store:
-        if world.store not in _met:  # torch removes the file as the last store of it goes
-            _met[world.store] = FileStore(world.store, world.size)
-        return _met[world.store]
+        if world.store not in _stores:  # torch removes the file with its last store
+            _stores[world.store] = FileStore(world.store, world.size)
+        return _stores[world.store]
     if not world.rendezvous:
         return _store_of_environment(world)
-    if world.rendezvous not in _met:
+    if world.rendezvous not in _stores:
         host, _, port = world.rendezvous.rpartition(":")
         serves: dict[str, Any] = {"is_master": False}
         if world.rank == 0:
             serves = {"is_master": True, "master_listen_fd": world.listener}
-        _met[world.rendezvous] = TCPStore(
+        _stores[world.rendezvous] = TCPStore(
             host, int(port), world.size, timeout=TIMEOUT, wait_for_workers=False, **serves
         )
-    return _met[world.rendezvous]
+    return _stores[world.rendezvous]
 
 
 def _store_of_environment(world: World) -> Any:
     """The store at MASTER_ADDR and MASTER_PORT, or torchrun's own, as torch finds it."""
     where = master_endpoint()
-    if where not in _met:
+    if where not in _stores:
         with _waiting(world, where):
-            _met[where], _, _ = next(rendezvous("env://", world.rank, world.size, timeout=TIMEOUT))
-    return _met[where]
+            stores = rendezvous("env://", world.rank, world.size, timeout=TIMEOUT)
+            _stores[where], _, _ = next(stores)
+    return _stores[where]
 
 
 @contextmanager
 def _waiting(world: World, where: str) -> Iterator[None]:
-    """Within, another rank is waited for: who has waited for some seconds says so, once.
+    """Within, this rank waits for others; after some seconds it writes one line about it.
 
-    Nobody watches these ranks but their own launcher, and a variable that a shell has left over
-    makes a world of ranks that never come.
+    Only a foreign launcher watches these ranks. A stale variable of a shell can set a world size of
+    ranks that never come.
     """
 
-    def tell() -> None:
+    def warn() -> None:
         sys.stderr.write(
             f"allranks: rank {world.rank} waits at {where} for the other ranks: RANK and "
             f"WORLD_SIZE say that there are {world.size}. Start them, or unset both.\n"
         )
         sys.stderr.flush()
 
-    timer = threading.Timer(PATIENCE_S, tell)
+    timer = threading.Timer(PATIENCE_S, warn)
     timer.daemon = True
     timer.start()
     try:
@@ -183,4 +182,4 @@ def _waiting(world: World, where: str) -> Iterator[None]:
         timer.join()
 
 
-_met: dict[str, Any] = {}  # a second join of a process meets where the first did
+_stores: dict[str, Any] = {}  # a second join of a process uses the store of the first

@@ -1,17 +1,17 @@
-"""Where all ranks must come to the same place: they meet in the store, beside the collectives.
+"""A barrier through the store, which names the ranks that are at another place.
 
-A rank that comes alone thus waits in no collective that another rank could take for its own. The
-others wait for it in one, and a wait that lasts (`LASTS`) looks into the store: a rank that came to
-the next meeting with fewer collectives begun than this one will never take part, for all ranks make
-the same collectives and meetings in the same order. Being slow proves nothing, and is not told.
+Ranks synchronise through the store, so a rank that arrives alone cannot be matched with an
+unrelated collective of other ranks. A rank that waits in a collective for longer than `LASTS` reads
+the store. All ranks make the same collectives and barriers in the same order, so a rank that waits
+at the next barrier with fewer collectives begun will never take part. A slow rank is not reported.
 
-    <n>/<rank>  where a rank came to meeting n, and how many collectives it had begun
-    <n>/came    how many came
-    <n>/said    the verdict, one for all: who is apart, and nobody where all came
-    <n>/left    the first rank that left in place of coming, and why if it has failed
+    <n>/<rank>  the position of a rank at barrier n, and how many collectives it had begun
+    <n>/came    how many ranks have arrived
+    <n>/said    the verdict, the same for all: the ranks that differ, or none if all have arrived
+    <n>/left    the first rank that left instead of arriving, and why if it has failed
 
-Ranks with GPUs do not look: their waits return at once, and what lasts is the device's. Nor does a
-rank that meets hear of one that was killed; whoever started them ends the others.
+Ranks with GPUs do not check the store: their waits return at once, and the device waits. A rank at
+a barrier does not notice that another was killed; the launcher ends it.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from allranks.training.record.failure import shortened
 
 EVALUATE = "evaluate()"
 AT_THE_END = "the end of the training"
-LASTS = timedelta(seconds=5)  # a wait that is longer looks into the store, which takes 0.1 ms
-LONGEST_WHY = 4000  # characters of an error that others hear of
+LASTS = timedelta(seconds=5)  # a longer wait reads the store, which takes 0.1 ms
+LONGEST_WHY = 4000  # characters of an error that other ranks get
 LAST_WORDS_S = 1.0
-SOONEST_S, LATEST_S = 0.0005, 0.05  # between two looks of a rank that meets
+SOONEST_S, LATEST_S = 0.0005, 0.05  # between two reads of a rank at a barrier
 
 
 @dataclass(frozen=True)
 class RankPosition:
-    """Where a rank is: a `place` to which all must come ("" for none), and that in `words`."""
+    """The position of a rank: the `place` of a barrier ("" for none), and its text `words`."""
 
     rank: int
     place: str
@@ -49,10 +49,10 @@ class RankPosition:
 
 
 @dataclass
-class Meetings:
-    """One rank's end, for one training: `begun` collectives so far, and `held` meetings.
+class StoreBarrier:
+    """The barriers of one rank in one training: `begun` collectives and `passed` barriers so far.
 
-    `looks` are called, too, where a wait lasts: each raises what it finds.
+    `looks` are called when a wait in a collective lasts; each may raise an error.
     """
 
     store: Any
@@ -60,128 +60,128 @@ class Meetings:
     size: int
     timeout: timedelta
     begun: int = 0
-    held: int = 0
+    passed: int = 0
     looks: list[Callable[[], None]] = field(default_factory=list)
 
-    def come(self, place: str, step: int) -> None:
+    def wait(self, place: str, step: int) -> None:
         """Wait for all ranks at the same `place` after the same step; every rank calls this.
 
-        Raises `RequestError` if they did not, and `PeerLost` if one left. Costs some round trips
-        to the store.
+        Raises `RequestError` if a rank is elsewhere, and `PeerLost` if one has failed. Costs some
+        round trips to the store.
         """
         try:
-            apart = self._verdict(_here(self.rank, place, step))
-            if not apart and self.held:  # all came to this one: none reads of the last
+            mismatched = self._verdict(_here(self.rank, place, step))
+            if not mismatched and self.passed:  # all arrived here: no rank reads the keys before
                 for key in (self.rank, *(("came", "said") if self.rank == 0 else ())):
-                    self.store.delete_key(f"{self.held - 1}/{key}")
+                    self.store.delete_key(f"{self.passed - 1}/{key}")
         except RuntimeError as error:
             raise PeerLost(f"the store in which the ranks meet is gone: {error}") from error
-        if apart:
-            raise not_together(apart)
-        self.held += 1
+        if mismatched:
+            raise ranks_apart_error(mismatched)
+        self.passed += 1
 
     def look(self, where: str) -> None:
-        """A collective lasts, in which this rank waits: raise if another will never come to it.
+        """Check during a long wait in a collective; raises if another rank will never join it.
 
-        `where` says for a person where this rank is.
+        `where` is the position of this rank, as text for the user.
         """
-        with suppress(RuntimeError):  # without a store nothing is known, and the wait goes on
-            if (found := self._contradiction(where)) is not None:
-                raise not_together(self._say(found))
+        with suppress(RuntimeError):  # without the store nothing is known, and the wait continues
+            if (mismatched := self._contradiction(where)) is not None:
+                raise ranks_apart_error(self._publish(mismatched))
         for look in self.looks:
             look()
 
     def leave(self, *, failed: bool) -> None:
-        """This rank comes to no meeting any more; the error that is handled just now says why."""
+        """Record that this rank has left; if it has `failed`, with the error being handled."""
         error = sys.exception() if failed else None
         why = "" if error is None else f"{type(error).__name__}: {error}"
-        told = json.dumps([self.rank, failed, shortened(why, LONGEST_WHY)])
+        message = json.dumps([self.rank, failed, shortened(why, LONGEST_WHY)])
         with suppress(RuntimeError):
-            self.store.compare_set(f"{self.held}/left", "", told)
+            self.store.compare_set(f"{self.passed}/left", "", message)
 
     def why_lost(self) -> str:
-        """What the rank that failed first said as it left; "" where none has within a second.
+        """The reason that the first failed rank gave; "" if there is none within a second.
 
-        For who has lost a peer: groups are left before a rank says why.
+        For ranks that lost a peer: a rank leaves its groups before it writes the reason.
         """
         until = time.monotonic() + LAST_WORDS_S
-        with suppress(RuntimeError):  # the store has gone with the rank that had it
+        with suppress(RuntimeError):  # the rank that served the store has gone
             while time.monotonic() < until:
-                if self.store.check([f"{self.held}/left"]):
-                    rank, failed, why = json.loads(self.store.get(f"{self.held}/left"))
+                if self.store.check([f"{self.passed}/left"]):
+                    rank, failed, why = json.loads(self.store.get(f"{self.passed}/left"))
                     return f"rank {rank} left first: {why}" if failed and why else ""
                 time.sleep(LATEST_S)
         return ""
 
-    def _verdict(self, own: RankPosition) -> list[RankPosition]:
-        """Who is apart at the next meeting, by whoever can say it first; nobody if all came."""
-        self.store.set(f"{self.held}/{self.rank}", json.dumps([*astuple(own), self.begun]))
-        if self.store.add(f"{self.held}/came", 1) == self.size:
+    def _verdict(self, position: RankPosition) -> list[RankPosition]:
+        """The ranks that differ at the next barrier, as decided first; empty if all arrived."""
+        self.store.set(f"{self.passed}/{self.rank}", json.dumps([*astuple(position), self.begun]))
+        if self.store.add(f"{self.passed}/came", 1) == self.size:
             first, *others = (self._of(rank)[0] for rank in range(self.size))
-            other = next((one for one in others if one.words != first.words), None)
-            return self._say([] if other is None else [first, other])
-        return self._heard(own)
+            other = next((at for at in others if at.words != first.words), None)
+            return self._publish([] if other is None else [first, other])
+        return self._wait_for_verdict(position)
 
-    def _heard(self, own: RankPosition) -> list[RankPosition]:
-        """What others say of the next meeting."""
+    def _wait_for_verdict(self, position: RankPosition) -> list[RankPosition]:
+        """Wait for the verdict of the next barrier."""
         until = time.monotonic() + self.timeout.total_seconds()
-        said, left, pause = f"{self.held}/said", f"{self.held}/left", SOONEST_S
+        verdict_key, left_key, pause = f"{self.passed}/said", f"{self.passed}/left", SOONEST_S
         while time.monotonic() < until:  # `store.wait` warns on stderr of each wait that ends
             time.sleep(pause)
             pause = min(1.5 * pause, LATEST_S)
-            if self.store.check([said]):
-                return _read(self.store.get(said))
-            if self.store.check([left]):
-                rank, failed, _ = json.loads(self.store.get(left))
+            if self.store.check([verdict_key]):
+                return _read(self.store.get(verdict_key))
+            if self.store.check([left_key]):
+                rank, failed, _ = json.loads(self.store.get(left_key))
                 if failed:
-                    raise PeerLost(f"rank {rank} has failed, and comes not to {own.words}")
-                return self._say([own, RankPosition(rank, "", "has left the trainer")])
+                    raise PeerLost(f"rank {rank} has failed, and comes not to {position.words}")
+                return self._publish([position, RankPosition(rank, "", "has left the trainer")])
         waited = f"{self.timeout.total_seconds():.0f} s"
-        raise PeerLost(f"not all ranks came to {own.words} within {waited}")
+        raise PeerLost(f"not all ranks came to {position.words} within {waited}")
 
     def _contradiction(self, where: str) -> list[RankPosition] | None:
-        """A rank that waits at the next meeting, before what this rank has begun."""
-        if not self.store.check([f"{self.held}/came"]):
+        """A rank that waits at the next barrier, and has begun fewer collectives than this one."""
+        if not self.store.check([f"{self.passed}/came"]):
             return None
         for rank in range(self.size):
-            if rank != self.rank and self.store.check([f"{self.held}/{rank}"]):
+            if rank != self.rank and self.store.check([f"{self.passed}/{rank}"]):
                 other, begun = self._of(rank)
                 if begun < self.begun:
                     return [other, RankPosition(self.rank, "", where)]
         return None
 
     def _of(self, rank: int) -> tuple[RankPosition, int]:
-        """Where a rank has come to, and how many collectives it had begun."""
-        *stand, begun = json.loads(self.store.get(f"{self.held}/{rank}"))
-        return RankPosition(*stand), begun
+        """The position of a rank, and how many collectives it had begun."""
+        *position, begun = json.loads(self.store.get(f"{self.passed}/{rank}"))
+        return RankPosition(*position), begun
 
-    def _say(self, apart: list[RankPosition]) -> list[RankPosition]:
-        """The verdict of the next meeting is what was said first; returns it."""
-        told = json.dumps([astuple(one) for one in apart])
-        return _read(self.store.compare_set(f"{self.held}/said", "", told))
+    def _publish(self, mismatched: list[RankPosition]) -> list[RankPosition]:
+        """Write the verdict of the next barrier unless there is one; returns the first."""
+        message = json.dumps([astuple(position) for position in mismatched])
+        return _read(self.store.compare_set(f"{self.passed}/said", "", message))
 
 
-def _read(told: bytes) -> list[RankPosition]:
-    return [RankPosition(*one) for one in json.loads(told)]
+def _read(message: bytes) -> list[RankPosition]:
+    return [RankPosition(*fields) for fields in json.loads(message)]
 
 
 def _here(rank: int, place: str, step: int) -> RankPosition:
     return RankPosition(rank, place, f"{place} after step {step}" if step >= 0 else place)
 
 
-def not_together(apart: Sequence[RankPosition]) -> RequestError:
-    """What to say where some ranks are at a place to which all must come."""
-    found = ", ".join(map(str, apart))
-    if any(one.place == EVALUATE for one in apart):
+def ranks_apart_error(mismatched: Sequence[RankPosition]) -> RequestError:
+    """The error for ranks that are at different places."""
+    positions = ", ".join(map(str, mismatched))
+    if any(position.place == EVALUATE for position in mismatched):
         return RequestError(
             asked="evaluate() on some ranks alone",
-            found=found,
+            found=positions,
             why="each rank evaluates a part of the data, and the sums are added over all of them",
             do="call evaluate() on every rank, and print what it returns on the leader alone",
         )
     return RequestError(
         asked="to end the training on some ranks alone",
-        found=found,
+        found=positions,
         why="all ranks make each step together, each with its part of the batch",
         do="ask batches() for the same steps on every rank, and leave the loop after the same one",
     )

@@ -1,10 +1,10 @@
-"""Process groups of some ranks of a job, made once and lent again.
+"""Process groups of some ranks of a job, which are reused.
 
-The ranks of such a group find each other under its name in the store of the job. Torch counts all
-groups of a process in that name, and ranks that are in more groups than others would count further,
-and hang. So each is named here by its ranks and by how many groups of the same ranks there were. A
-group that is left is kept for the next that asks for the same ranks, for as long as the process
-group of the job is there.
+The ranks of such a group find each other by its name in the store of the job. Torch numbers the
+groups of each process in that name, so ranks that are in more groups than others would use other
+names, and hang. Here the name is made of the ranks and of the number of groups of these ranks so
+far. A group that is given back is reused for the same ranks, while the process group of the job
+exists.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from torch import Tensor
 from allranks.errors import FaultKind, PeerLost
 from allranks.launcher.heartbeat import Heartbeat, SaveThreadHeartbeat
 from allranks.launcher.processes.process import is_said
-from allranks.torch.comm.rank_sync import LASTS, Meetings
+from allranks.torch.comm.rank_sync import LASTS, StoreBarrier
 
 Key = tuple[tuple[int, ...], str | None]
 
 
 def borrow(ranks: tuple[int, ...], timeout: timedelta, backend: str | None = None) -> Any:
     """A group of these ranks of the job; each of them calls this, and `give_back` at the end."""
-    kept = _kept.setdefault(dist.group.WORLD, {}).setdefault((ranks, backend), [])
-    group = kept.pop() if kept else None
+    idle = _idle.setdefault(dist.group.WORLD, {}).setdefault((ranks, backend), [])
+    group = idle.pop() if idle else None
     if group is None:
         group = new_group(ranks, timeout, backend, use_local_synchronization=True)
     _lent[group] = ref(dist.group.WORLD), (ranks, backend)
@@ -47,8 +47,8 @@ def new_group(
 ) -> Any:
     """A group of these ranks of the job, connected at once where NCCL makes it.
 
-    Where the group of the job is bound to a device torch would split it, and NCCL asks all ranks of
-    it for that: those that are not in the new group never come.
+    Torch would split a group of the job that is bound to a device. NCCL needs all its ranks for
+    that, and those outside the new group never join.
     """
     with _named_by_ranks(), _not_split() as device:
         is_nccl = (backend or dist.get_backend()) == "nccl"
@@ -58,26 +58,26 @@ def new_group(
 
 @contextmanager
 def _named_by_ranks() -> Iterator[None]:
-    """Within, torch gives a new group the name that `_name` makes."""
+    """Within, torch names new groups by `_name`."""
     torchs: Any = c10d
-    own, torchs._process_group_name = torchs._process_group_name, _name
+    original, torchs._process_group_name = torchs._process_group_name, _name
     try:
         yield
     finally:
-        torchs._process_group_name = own
+        torchs._process_group_name = original
 
 
 def _name(ranks: Sequence[int], use_hashed_name: bool) -> str:
-    """The same on all `ranks`: each makes the groups of these ranks in the same order."""
-    made = _made.setdefault(dist.group.WORLD, Counter())
-    made[tuple(ranks)] += 1
-    text = "_".join(map(str, (*ranks, made[tuple(ranks)])))
+    """The name, the same on all `ranks`: they make groups of these ranks in the same order."""
+    numbers = _numbers.setdefault(dist.group.WORLD, Counter())
+    numbers[tuple(ranks)] += 1
+    text = "_".join(map(str, (*ranks, numbers[tuple(ranks)])))
     return "allranks-" + hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
 
 @contextmanager
 def _not_split() -> Iterator[Any]:
-    """Within, the group of the job is bound to no device; gives the one that it is bound to."""
+    """Within, the group of the job is bound to no device; yields its device."""
     of_job: Any = dist.group.WORLD
     device, of_job.bound_device_id = of_job.bound_device_id, None
     try:
@@ -87,23 +87,23 @@ def _not_split() -> Iterator[Any]:
 
 
 def give_back(group: Any) -> bool:
-    """Whether `group` was borrowed: it is kept then for whoever borrows it next.
+    """Keep a borrowed `group` for the next `borrow`; returns False if it was not borrowed.
 
-    Not where the process group of the job is another one by now: it has gone with the first.
+    If the process group of the job has changed since, the group has gone with the old one.
     """
     if group is None or group not in _lent:
         return False
     of, key = _lent.pop(group)
     if of() is dist.group.WORLD:
-        _kept[dist.group.WORLD][key].append(group)
+        _idle[dist.group.WORLD][key].append(group)
     return True
 
 
 def end(group: Any, *, failed: bool) -> None:
     """Destroy a group for good, or the process group of the job with all others (`None`).
 
-    NCCL leaves once all collectives are over. After a failure of this rank they never are, so its
-    groups are aborted then. Gloo closes its connections at once, and the others hear of it.
+    NCCL waits until all collectives are over. After a failure of this rank they never are, so its
+    groups are aborted. Gloo closes its connections at once, and the other ranks get an error.
     """
     if failed and dist.get_backend(group) == "nccl":
         with suppress(RuntimeError, ValueError):  # the failure itself is what counts
@@ -112,25 +112,24 @@ def end(group: Any, *, failed: bool) -> None:
         dist.destroy_process_group(group)
 
 
-_made: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()
-_kept: WeakKeyDictionary[Any, dict[Key, list[Any]]] = WeakKeyDictionary()
+_numbers: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+_idle: WeakKeyDictionary[Any, dict[Key, list[Any]]] = WeakKeyDictionary()
 _lent: WeakKeyDictionary[Any, tuple[ref[Any], Key]] = WeakKeyDictionary()
 
 
 # --- flattened -----------------------------------------------------------------------------------
-# Many tensors as few messages of plain bytes, for a broadcast: one type at a time, flat.
+# Many tensors as few messages of bytes, for a broadcast: flat, and of one dtype each.
 #
-# NCCL takes contiguous memory and the types that it can add: neither a transposed or expanded
-# tensor nor one of 16-bit integers. Bytes it always takes, and a model of 320 tensors goes in a few
-# messages instead of as many. What is large and lies in one piece is sent from where it is, without
-# a copy.
+# NCCL takes only contiguous memory and dtypes that it can add: no transposed or expanded tensors,
+# and no 16-bit integers. It always takes bytes, and a model of 320 tensors needs only a few
+# messages. A large contiguous tensor is sent in place, without a copy.
 
 
 MESSAGE_BYTES = 16 * 2**20
 
 
 def messages_of(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors of each message: of one type, together no larger than a message, or alone."""
+    """The tensors of each message: of one dtype, and at most a message in size or alone."""
     waiting: dict[torch.dtype, list[Tensor]] = {}
     waiting_bytes: dict[torch.dtype, int] = defaultdict(int)
     for tensor in tensors:
@@ -149,7 +148,7 @@ def messages_of(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def packed(tensors: Sequence[Tensor], *, read: bool) -> Tensor:
-    """One message for these tensors as bytes; its content is theirs only if they are `read`."""
+    """One message of bytes for these tensors; it has their content only with `read`."""
     first = tensors[0]
     if len(tensors) == 1 and first.is_contiguous() and not (first.is_conj() or first.is_neg()):
         return first.view(-1).view(torch.uint8)
@@ -161,30 +160,30 @@ def packed(tensors: Sequence[Tensor], *, read: bool) -> Tensor:
 
 
 def unpack(message: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Write into the tensors what a message of their own has brought."""
+    """Copy a message into its tensors."""
     flat = message.view(tensors[0].dtype)
     for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
         if tensor.data_ptr() == part.data_ptr():
             continue
         part = part.view(tensor.shape)
         for dim, stride in enumerate(tensor.stride()):
-            if stride == 0:  # expanded: what lies in memory is written once
+            if stride == 0:  # expanded: each element in memory is written once
                 tensor, part = tensor.narrow(dim, 0, 1), part.narrow(dim, 0, 1)
         tensor.copy_(part)
 
 
 # --- pending -------------------------------------------------------------------------------------
-# A collective under way, and what its error means.
+# A collective in flight, and the meaning of its errors.
 
 
-TIMEOUT = timedelta(minutes=40)  # longer than --hang-timeout usually is: it names who is missing
+TIMEOUT = timedelta(minutes=40)  # longer than most --hang-timeouts, which name missing ranks
 
 
 @contextmanager
 def in_exchange(
     heartbeat: Heartbeat | SaveThreadHeartbeat | None, computed: Any = None
 ) -> Iterator[None]:
-    """Around a read of sums of all ranks: in `exchange`, once the own part is `computed`."""
+    """Around a read of sums of all ranks: phase `exchange`, once `computed` has passed."""
     if computed is not None:
         computed.synchronize()
     before = "" if heartbeat is None else heartbeat.enter("exchange")
@@ -196,7 +195,7 @@ def in_exchange(
 
 
 def translated(error: RuntimeError) -> RuntimeError | PeerLost:
-    """The error that says what a broken collective means; Gloo names neither rank nor reason."""
+    """Translate the error of a failed collective; Gloo names neither rank nor reason."""
     message = str(error)
     if is_said(FaultKind.TIMED_OUT, message):
         waited = f"{TIMEOUT.total_seconds():.0f} s"
@@ -208,15 +207,15 @@ def translated(error: RuntimeError) -> RuntimeError | PeerLost:
 
 @dataclass
 class Pending:
-    """A collective under way; `wait` returns when its result is there.
+    """A collective in flight; `wait` returns when its result is available.
 
-    With `meetings` a wait that lasts asks there whether all ranks will come. `then` makes the
-    result of what has arrived.
+    With `store_barrier` a long wait checks there whether all ranks will join. `then` is called
+    after the wait to compute the result.
     """
 
     work: Any = None
     heartbeat: Heartbeat | SaveThreadHeartbeat | None = None
-    meetings: Meetings | None = None
+    store_barrier: StoreBarrier | None = None
     then: Callable[[], object] | None = None
 
     def wait(self) -> None:
@@ -224,10 +223,10 @@ class Pending:
             return
         before = self.heartbeat.enter("exchange") if self.heartbeat is not None else ""
         try:
-            if self.meetings is None:
+            if self.store_barrier is None:
                 self.work.wait()
             else:
-                self._wait_and_look(self.meetings, before)
+                self._wait_and_look(self.store_barrier, before)
         except RuntimeError as error:
             raise translated(error) from error
         if self.then is not None:
@@ -235,25 +234,25 @@ class Pending:
         if self.heartbeat is not None:
             self.heartbeat.enter(before)
 
-    def _wait_and_look(self, meetings: Meetings, phase: str) -> None:
+    def _wait_and_look(self, store_barrier: StoreBarrier, phase: str) -> None:
         while not self.work.is_completed():
             begun = time.monotonic()
             try:
                 self.work.wait(LASTS)
                 return
-            except RuntimeError as error:  # it lasts, unless the collective itself has failed
+            except RuntimeError as error:  # a long wait, unless the collective itself has failed
                 if self.work.is_completed():
                     break
                 is_early = time.monotonic() - begun < LASTS.total_seconds() / 2
                 if is_early and isinstance(translated(error), PeerLost):
                     raise  # Gloo's reduce-scatter fails without being completed
             step = self.heartbeat.step if isinstance(self.heartbeat, Heartbeat) else -1
-            meetings.look(f"in `{phase or 'exchange'}` of step {step}")
+            store_barrier.look(f"in `{phase or 'exchange'}` of step {step}")
         self.work.wait()
 
 
 # --- texts ---------------------------------------------------------------------------------------
-# Texts of all ranks, as collectives of numbers carry them.
+# Texts of all ranks, gathered as tensors.
 
 
 class Gathers(Protocol):
@@ -265,14 +264,14 @@ class Gathers(Protocol):
 def texts_of_all(text: str, size: int, device: torch.device, gather: Gathers) -> list[str]:
     """The text of each of `size` ranks, in order; every rank calls this.
 
-    Gathers a size, and then as many bytes as the longest has.
+    Gathers the sizes, and then the texts, padded to the longest.
     """
     data = text.encode()
     sizes = torch.zeros(size, dtype=torch.int64, device=device)
     gather(sizes, torch.tensor([len(data)], device=device)).wait()
     part = torch.zeros(max(1, int(sizes.max())), dtype=torch.uint8, device=device)
-    own = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)
-    part[: len(data)] = own[: len(data)]
+    encoded = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)
+    part[: len(data)] = encoded[: len(data)]
     whole = part.new_empty(size * part.numel())
     gather(whole, part).wait()
     rows = whole.cpu().numpy().reshape(size, -1)

@@ -1,9 +1,8 @@
 """A process group of ranks that share a device: Gloo, with a copy on the host of every tensor.
 
-NCCL before 2.31 refuses two ranks on one GPU, and Gloo reads memory of a device in some collectives
-alone. So each tensor is copied to the host, goes over Gloo as it does in a job on CPUs, and comes
-back when the work is waited for. For checks, not for speed: the host waits for the device in every
-collective.
+NCCL before 2.31 refuses two ranks on one GPU, and Gloo reads device memory only in some
+collectives. So each tensor is copied to the host, goes over Gloo, and is copied back in `wait`. For
+checks, not for speed: the host waits for the device in every collective.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import allranks.torch.accelerator as accelerator
-from allranks.torch.comm.counting_group import FOR_EVER, SENT
+from allranks.torch.comm.counting_group import FOR_EVER, SENT_BYTES
 from allranks.torch.shared_memory.posting import Named, gloo_group
 
 BACKEND, GLOO = "shared_device", "gloo"
@@ -25,7 +24,7 @@ READ_ALONE = ("send", "barrier")  # all others write their first argument
 
 
 class HostGroup(Named):
-    """Hands every call on to Gloo, with copies on the host of its tensors."""
+    """Forwards every call to Gloo, with copies of its tensors on the host."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -38,21 +37,21 @@ class HostGroup(Named):
         return self
 
     def monitored_barrier(self, *args: Any, **named: Any) -> Any:
-        """Return when all ranks came; says which did not."""
+        """Block until all ranks have called this; the error names those that did not."""
         return self.inner.monitored_barrier(*args, **named)
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.inner.set_timeout(timeout)
 
     def shutdown(self) -> None:
-        """Close the connections: the others hear of it."""
+        """Close the connections; the other ranks get an error."""
         self.inner = None
 
     abort = shutdown
 
 
 class HostWork(dist.Work):
-    """A call under way on the host; `wait` brings what has come to the `targets` on the device."""
+    """A call in flight on the host; `wait` copies its results to the `targets` on the device."""
 
     def __init__(self, work: Any, targets: list[tuple[Tensor, Tensor]], divisor: int) -> None:
         super().__init__()
@@ -80,7 +79,7 @@ class HostWork(dist.Work):
         return self.tensors
 
     def get_future(self) -> Any:
-        """A future that is there: the work is waited for."""
+        """A completed future; waits for the work."""
         future: Any = torch.futures.Future()
         future.set_result(self.result())
         return future
@@ -101,14 +100,14 @@ class HostWork(dist.Work):
 
 
 def register() -> None:
-    """Make the name known to torch, once in a process."""
+    """Register the backend with torch, once in a process."""
     if not hasattr(dist.Backend, BACKEND.upper()):
         kinds = ["cpu", *accelerator.kinds()]
         dist.Backend.register_backend(BACKEND, HostGroup, devices=kinds)
 
 
 def goes_through_host(group: Any) -> bool:
-    """Whether the host waits for what this group sends, though its tensors lie on a device."""
+    """Whether the host waits for messages of this group although its tensors lie on a device."""
     return isinstance(group, HostGroup)
 
 
@@ -131,22 +130,22 @@ def _by_host(name: str) -> Callable[..., Any]:
 
 
 def _on_host(value: Any, copies: list[tuple[Tensor, Tensor]]) -> Any:
-    """The same with tensors of the host; each tensor and its copy are added to `copies`."""
+    """`value` with host copies of its tensors; adds each (tensor, copy) to `copies`."""
     if isinstance(value, Tensor):
         host = value.detach().cpu().contiguous()
         copies.append((value, host))
         return host
     if isinstance(value, (list, tuple)):
-        return [_on_host(one, copies) for one in value]
+        return [_on_host(item, copies) for item in value]
     return value
 
 
 def _leaves(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
-    return [t for one in value for t in _leaves(one)] if isinstance(value, (list, tuple)) else []
+    return [t for item in value for t in _leaves(item)] if isinstance(value, (list, tuple)) else []
 
 
-for _name in SENT:
+for _name in SENT_BYTES:
     if hasattr(dist.ProcessGroup, _name):
         setattr(HostGroup, _name, _by_host(_name))

@@ -60,7 +60,7 @@ class SynchronizerTrainer(Trainer):
             if not merges and service.is_done:
                 break
         service.is_over = True
-        self.comm.sent.update(service.sent_by_kind())
+        self.comm.sent_bytes.update(service.sent_by_kind())
 
     def steps(self, batches: list[Any]) -> list[StepResult]:
         """The result of each merge: the mean loss of its samples, and the progress of the job."""

@@ -1,7 +1,7 @@
-"""The weights that learners agree on, apart from those that each trains: flat, by fragments.
+"""The global weights, which all learners share: flat tensors, grouped into fragments.
 
-A fragment is what is exchanged at one time: some of the parameters, in one flat tensor for each
-type of number. Its `found` lies in memory that the ranks share, where they share some.
+A fragment is the unit of exchange: some of the parameters, as one flat tensor for each dtype. Its
+`delta` lies in shared memory where the ranks have some.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Zeros = Callable[[int, Tensor], Tensor]
 
 
 class FlatWeights:
-    """Tensors of one type that a learner trains, with the global weights of all learners for them.
+    """Tensors of one dtype that a learner trains, and the global weights for them.
 
     `live` are those tensors, (name, tensor) in the order of the model; `weights` are the global
-    ones, (n,). A learner begins a block at `start`; `found` is what it sends.
+    ones, (n,). A learner begins a block at `start` and sends `delta`.
     """
 
     def __init__(self, live: Named, optimizer: OuterOptimizer, zeros: Zeros) -> None:
@@ -35,28 +35,28 @@ class FlatWeights:
         self.live = [reals(tensor) for _, tensor in live]
         self.optimizer = optimizer
         self._sizes = [tensor.numel() for tensor in self.live]
-        self.found = zeros(sum(self._sizes), self.live[0])
+        self.delta = zeros(sum(self._sizes), self.live[0])
         self.weights = torch.cat([tensor.flatten() for tensor in self.live])
         self.start = self.weights
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Parts of a flat tensor in the shapes of the live ones."""
+        """Views of a flat tensor in the shapes of the live tensors."""
         parts = flat[: sum(self._sizes)].split(self._sizes)
-        return [part.view(one.shape) for part, one in zip(parts, self.live, strict=True)]
+        return [part.view(live.shape) for part, live in zip(parts, self.live, strict=True)]
 
-    def find(self, share: float) -> Tensor:
-        """`share` of old minus new of this learner since its block began, in `found`."""
-        new, old = self.views(self.found), self.views(self.start)
+    def compute_delta(self, share: float) -> Tensor:
+        """Write `share` times (old - new) of this learner since its block began into `delta`."""
+        new, old = self.views(self.delta), self.views(self.start)
         for into, begun, live in zip(new, old, self.live, strict=True):
             torch.sub(begun, live, out=into)
-        return self.found.mul_(share) if share else self.found.zero_()
+        return self.delta.mul_(share) if share else self.delta.zero_()
 
-    def take(self, found: Tensor, rate: float, mix: float) -> None:
-        """Move by the mean of what was found; the learner goes on from there.
+    def apply_mean(self, mean: Tensor, rate: float, mix: float) -> None:
+        """Update the global weights by the mean delta; the learner continues from there.
 
-        With `mix` that much of its own weights stays.
+        The learner keeps the fraction `mix` of its local weights.
         """
-        self.optimizer.step(self.weights, found[: self.weights.numel()], rate)
+        self.optimizer.step(self.weights, mean[: self.weights.numel()], rate)
         self.start = self.optimizer.start(self.weights)
         for live, start in zip(self.live, self.views(self.start), strict=True):
             if mix:
@@ -67,14 +67,14 @@ class FlatWeights:
 
 @dataclass(frozen=True)
 class Fragment:
-    """What is exchanged at one time, `offset` steps into each block."""
+    """Weights that are exchanged together, `offset` steps into each block."""
 
     flats: tuple[FlatWeights, ...]
     offset: int
 
 
 class GlobalWeights:
-    """All that learners agree on: parameters by fragments, and buffers with the last of them.
+    """All global weights: parameters by fragment, and buffers, which go with the last fragment.
 
     `make` makes an outer optimizer for each flat tensor of parameters, `average` for buffers;
     `zeros` is called alike on all ranks of the exchange.
@@ -96,7 +96,7 @@ class GlobalWeights:
             for named, offset in zip(cut, offsets, strict=True)
         ]
         self.buffers = tuple(FlatWeights(same, average(), zeros) for same in by_type(buffers))
-        self._parameters = [flat for one in self.fragments for flat in one.flats]
+        self._parameters = [flat for fragment in self.fragments for flat in fragment.flats]
 
     @property
     def flats(self) -> list[FlatWeights]:
@@ -104,15 +104,15 @@ class GlobalWeights:
         return [*self._parameters, *self.buffers]
 
     def swap(self) -> None:
-        """Live tensors and global weights change places; a second call puts them back."""
+        """Swap live tensors and global weights; a second call swaps them back."""
         with torch.no_grad():
             for flat in self.flats:
                 for live, view in zip(flat.live, flat.views(flat.weights), strict=True):
-                    own = live.clone()
+                    copy = live.clone()
                     live.copy_(view)
-                    view.copy_(own)
+                    view.copy_(copy)
 
-    # --- state: what is loaded goes through the live tensors, in which a model is whole ----
+    # --- state: loaded through the live tensors, which belong to a complete model -----------
 
     @property
     def has_momentum(self) -> bool:
@@ -120,24 +120,24 @@ class GlobalWeights:
 
     @contextmanager
     def momentum_in_place(self) -> Iterator[None]:
-        """Within, the live parameters are what the outer optimizers keep of them."""
-        own = [[live.clone() for live in flat.live] for flat in self._parameters]
+        """Within, the live parameters hold the momentum of the outer optimizers."""
+        saved = [[live.clone() for live in flat.live] for flat in self._parameters]
         with torch.no_grad():
             for flat in self._parameters:
-                kept = flat.optimizer.momentum
-                kept = torch.zeros_like(flat.weights) if kept is None else kept
-                torch._foreach_copy_(flat.live, flat.views(kept))
+                momentum = flat.optimizer.momentum
+                momentum = torch.zeros_like(flat.weights) if momentum is None else momentum
+                torch._foreach_copy_(flat.live, flat.views(momentum))
             yield
-            for flat, tensors in zip(self._parameters, own, strict=True):
+            for flat, tensors in zip(self._parameters, saved, strict=True):
                 torch._foreach_copy_(flat.live, tensors)
 
-    def take_momentum(self) -> None:
-        """The live parameters are what the outer optimizers keep."""
+    def load_momentum(self) -> None:
+        """Set the momentum of the outer optimizers to the values of the live parameters."""
         for flat in self._parameters:
             flat.optimizer.momentum = torch.cat([live.flatten() for live in flat.live])
 
-    def begin_anew(self) -> None:
-        """The live tensors are the global weights; learners begin a block where these say."""
+    def restart(self) -> None:
+        """Set the global weights to the live tensors, and begin a new block."""
         with torch.no_grad():
             for flat in self.flats:
                 torch.cat([live.flatten() for live in flat.live], out=flat.weights)
@@ -148,40 +148,40 @@ class GlobalWeights:
         """Copies of what this learner trains, by name."""
         return {n: t.clone() for f in self.flats for n, t in zip(f.names, f.live, strict=True)}
 
-    def take_live(self, live: Mapping[str, Tensor]) -> bool:
-        """Write what `live` returned back; whether it is of the same tensors."""
-        own = {n: t for f in self.flats for n, t in zip(f.names, f.live, strict=True)}
-        if {n: t.shape for n, t in own.items()} != {n: t.shape for n, t in live.items()}:
+    def load_live(self, live: Mapping[str, Tensor]) -> bool:
+        """Load what `live` returned; returns False if names or shapes differ."""
+        tensors = {n: t for f in self.flats for n, t in zip(f.names, f.live, strict=True)}
+        if {n: t.shape for n, t in tensors.items()} != {n: t.shape for n, t in live.items()}:
             return False
         with torch.no_grad():
-            for name, tensor in own.items():
+            for name, tensor in tensors.items():
                 tensor.copy_(live[name])
         return True
 
 
 def in_fragments(named: Named, count: int) -> list[Named]:
-    """Runs of parameters in the order of the model, of about as many bytes each."""
+    """Split parameters, in the order of the model, into runs of about as many bytes each."""
     total, filled = sum(tensor.nbytes for _, tensor in named), 0
-    found: list[list[tuple[str, Tensor]]] = [[] for _ in range(count)]
+    fragments: list[list[tuple[str, Tensor]]] = [[] for _ in range(count)]
     for name, tensor in named:
         middle = filled + tensor.nbytes / 2
-        found[min(count - 1, int(count * middle / max(total, 1)))].append((name, tensor))
+        fragments[min(count - 1, int(count * middle / max(total, 1)))].append((name, tensor))
         filled += tensor.nbytes
-    return list(found)
+    return list(fragments)
 
 
 def by_type(named: Named) -> list[Named]:
-    """The same tensors, in a list for each type of number."""
+    """The same tensors, as one list for each dtype."""
     kinds = dict.fromkeys(reals(tensor).dtype for _, tensor in named)
     return [[(n, t) for n, t in named if reals(t).dtype == kind] for kind in kinds]
 
 
 # --- learner state -------------------------------------------------------------------------------
-# The state of one learner among others: plain tensors, whatever its ranks hold parts of.
+# The state of one learner as plain tensors, also where its ranks hold shards.
 
 
 def as_parts(state: Any) -> Any:
-    """A state in which what this rank holds of a tensor stands for the tensor."""
+    """A state in which each DTensor is replaced by the local tensor of this rank."""
     if isinstance(state, Tensor):
         return local(state)
     if isinstance(state, dict):
@@ -192,7 +192,7 @@ def as_parts(state: Any) -> Any:
 
 
 def as_it_was(parts: Any, like: Any) -> Any:
-    """What `as_parts` was given, of which `like` has the structure. No communication."""
+    """The inverse of `as_parts`; `like` has the structure. No communication."""
     if isinstance(parts, Tensor):
         if not (isinstance(like, Tensor) and is_dtensor(like)):
             return parts

@@ -1,8 +1,7 @@
-"""Outer optimizers: how the global weights move by what learners have found in a block of steps.
+"""Outer optimizers: they update the global weights after each block of local steps.
 
-All are one family. Every learner begins a block at `start`, makes H steps of its own and ends at
-w_k; d is the mean of `start - w_k` over the learners: old minus new, a gradient that points uphill
-as any other does.
+Every learner begins a block at `start`, makes H local steps and ends at w_k. d is the mean of
+`start - w_k` over the learners: old minus new, a pseudo-gradient with the sign of a gradient.
 
     average          w <- w - d                                             local SGD, Stich 2019
     nesterov         b <- m b + d;  w <- w - lr (d + m b)                  DiLoCo, arXiv 2311.08105
@@ -10,9 +9,8 @@ as any other does.
     block-momentum   v <- m v + z d;  w <- w - v         Chen and Huo 2016; the next block begins at
                      paper: w - m v (Nesterov); classical: w; cntk: w, which moves by (1 + m) v
 
-Of `cntk`, as its code and fairseq's have it, the documents call it the paper's Nesterov form; it is
-the classical one with another block rate. All of them work number by number, so a part of the
-weights moves as it would in the whole.
+CNTK's documents call `cntk` the paper's Nesterov form; its code, and fairseq's, is the classical
+form with another block rate. All are elementwise, so a shard moves as it would in the whole.
 """
 
 from __future__ import annotations
@@ -26,31 +24,31 @@ FORMS = (PAPER, CLASSICAL, CNTK)
 
 
 class OuterOptimizer(ABC):
-    """Moves one flat tensor of global weights; `momentum` is what it keeps of it, if anything."""
+    """Updates one flat tensor of global weights. `momentum` is its state, if it has any."""
 
     keeps: int = 1
-    """How many numbers it keeps for each weight."""
+    """How many numbers of state it has for each weight."""
 
     def __init__(self) -> None:
         self.momentum: Tensor | None = None
 
     @abstractmethod
-    def step(self, weights: Tensor, found: Tensor, rate: float) -> None:
-        """Move `weights` in place by `found`, the mean of old minus new; both (n,).
+    def step(self, weights: Tensor, delta: Tensor, rate: float) -> None:
+        """Update `weights` in place by `delta`, the mean of old minus new; both (n,).
 
-        `rate` is that of the inner optimizer in the last step of the block. Nothing is sent: every
-        learner calls this with the same numbers, and ends with the same.
+        `rate` is the inner optimizer's learning rate in the last step of the block. Sends nothing:
+        every learner calls this with the same numbers and gets the same weights.
         """
 
     def start(self, weights: Tensor) -> Tensor:
         """Where the learners begin the next block: `weights` itself, or a new tensor."""
         return weights
 
-    def _gathered(self, found: Tensor, momentum: float, factor: float = 1.0) -> Tensor:
-        """What it keeps, after `found` has come in: m times what it was, plus `factor` times d."""
+    def _accumulate(self, delta: Tensor, momentum: float, factor: float = 1.0) -> Tensor:
+        """The momentum after this block: m times the old one, plus `factor` times `delta`."""
         if self.momentum is None:
-            self.momentum = found.new_zeros(found.shape)
-        return self.momentum.mul_(momentum).add_(found, alpha=factor)
+            self.momentum = delta.new_zeros(delta.shape)
+        return self.momentum.mul_(momentum).add_(delta, alpha=factor)
 
 
 class Average(OuterOptimizer):
@@ -58,8 +56,8 @@ class Average(OuterOptimizer):
 
     keeps = 0
 
-    def step(self, weights: Tensor, found: Tensor, rate: float) -> None:
-        weights.sub_(found)
+    def step(self, weights: Tensor, delta: Tensor, rate: float) -> None:
+        weights.sub_(delta)
 
 
 class Nesterov(OuterOptimizer):
@@ -70,25 +68,25 @@ class Nesterov(OuterOptimizer):
         self.lr, self.factor = lr, momentum
         self.keeps = int(momentum != 0)
 
-    def step(self, weights: Tensor, found: Tensor, rate: float) -> None:
+    def step(self, weights: Tensor, delta: Tensor, rate: float) -> None:
         if self.factor:
-            kept = self._gathered(found, self.factor)
-            weights.sub_(kept, alpha=self.lr * self.factor)
-        weights.sub_(found, alpha=self.lr)
+            buffer = self._accumulate(delta, self.factor)
+            weights.sub_(buffer, alpha=self.lr * self.factor)
+        weights.sub_(delta, alpha=self.lr)
 
 
 class SlowMo(OuterOptimizer):
-    """Momentum in units of the inner rate, so that a schedule does not change what is kept."""
+    """Momentum in units of the inner rate, so that a schedule does not change the momentum."""
 
     def __init__(self, alpha: float = 1.0, beta: float = 0.7) -> None:
         super().__init__()
         self.alpha, self.beta = alpha, beta
 
-    def step(self, weights: Tensor, found: Tensor, rate: float) -> None:
+    def step(self, weights: Tensor, delta: Tensor, rate: float) -> None:
         if rate == 0:  # nothing has moved
             return
-        kept = self._gathered(found, self.beta, 1 / rate)
-        weights.sub_(kept, alpha=self.alpha * rate)
+        buffer = self._accumulate(delta, self.beta, 1 / rate)
+        weights.sub_(buffer, alpha=self.alpha * rate)
 
 
 class BlockMomentum(OuterOptimizer):
@@ -99,9 +97,9 @@ class BlockMomentum(OuterOptimizer):
         self.factor, self.rate, self.form = momentum, rate, form
         self.keeps = 2 if form == PAPER else 1  # with where the next block begins
 
-    def step(self, weights: Tensor, found: Tensor, rate: float) -> None:
-        kept = self._gathered(found, self.factor, self.rate)
-        weights.sub_(kept, alpha=1 + self.factor if self.form == CNTK else 1.0)
+    def step(self, weights: Tensor, delta: Tensor, rate: float) -> None:
+        buffer = self._accumulate(delta, self.factor, self.rate)
+        weights.sub_(buffer, alpha=1 + self.factor if self.form == CNTK else 1.0)
 
     def start(self, weights: Tensor) -> Tensor:
         if self.form != PAPER or self.momentum is None:

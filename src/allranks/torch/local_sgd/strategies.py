@@ -1,18 +1,18 @@
-"""Learners that train apart and meet: one wrapper for every outer optimizer, around any strategy.
+"""Local SGD: one wrapper for every outer optimizer, around any strategy.
 
-    a step       of a learner: by its `inner` strategy, on its part of the global batch
-    a meeting    every H steps: the mean of what learners have found, weighted by what each has
-                 trained on, moves the global weights (`outer.optimizers`), and learners go on from
-                 there; what a supervisor wants of a rank rides on it
-    near         between two meetings learners of a node take the mean of their weights
-    after        before, gradients are summed over all learners in every step, as `ddp` does
-    fragments    parts of the model meet at times of their own, and may be under way for some steps
+    a step       a learner trains on its part of the global batch by its `inner` strategy
+    an exchange  every H steps: the mean of the learners' deltas, weighted by what each has trained
+                 on, updates the global weights (`local_sgd.optimizers`), and learners go on from
+                 there; requests of a supervisor ride on it
+    near         between two exchanges the learners of a node average their weights
+    after        before this step gradients are summed over all learners in every step, as in `ddp`
+    fragments    parts of the model are exchanged at different steps, and may overlap some steps
 
-All agree on the global weights: these are evaluated, saved and exported. The weights of a learner
-between two meetings, and what its optimizer keeps, are its own, and saved beside them; on other
-ranks a training goes on from its last meeting. Shards, rates and epochs are those of any strategy:
-a step is a step of all. Of streams nobody knows how long they are, so learners hear in each of
-these steps whether any of them has samples left, and end their epoch together.
+The global weights are the same on all learners; these are evaluated, saved and exported. Between
+two exchanges a learner has local weights and optimizer state, which are saved too. On another
+number of ranks, training resumes from the last exchange. Shards, rates and epochs are as in any
+strategy: a step is a step of all. The length of a stream is unknown, so in each step of a stream
+learners tell each other whether any has samples left, and end their epoch together.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from allranks.torch.checkpoint.tree import local
 from allranks.torch.compression.codecs import Codec, FourBit, TopK
 from allranks.torch.data.batch import Batch
 from allranks.torch.local_sgd.exchange import (
-    SAID_BYTES,
+    REPORT_BYTES,
     WEIGHT_BYTES,
     LearnerExchange,
-    Said,
+    LearnerReport,
     check_stream,
     of_all,
 )
@@ -73,15 +73,15 @@ OF_THE_INNER = (
 
 
 class Outer(Strategy):
-    """Train by `inner` in each learner, and meet every so many steps."""
+    """Train by `inner` in each learner, and average every so many steps."""
 
     def __init__(self, context: StrategyContext) -> None:
         super().__init__(context)
         self.options, within = context.options, learner_options(context.options)
         size = self.comm.size // self.mesh.size(LEARNER)
         first = self.comm.rank // size * size
-        line = self.comm.among(tuple(range(first, first + size)))
-        self._line = line if line is self.comm else replace(line, meetings=None)
+        line = self.comm.subgroup(tuple(range(first, first + size)))
+        self._line = line if line is self.comm else replace(line, store_barrier=None)
         self._groups = [] if line is self.comm else [self._line]
         kind = load(STRATEGIES[TORCH][within.name])
         self.inner: Strategy = kind(replace(context, comm=self._line, options=within.options))
@@ -89,16 +89,16 @@ class Outer(Strategy):
             setattr(self, name, getattr(self.inner, name))
         self.after, self.near = int(self.options["after"]), int(self.options.get("near", 0))
         self.fragments = int(self.options.get("fragments", 1))
-        self._at = 0  # the step that was made last, from the first apart on
+        self._at = 0  # the last step, counted from the first in which learners train separately
         self._exchange: LearnerExchange | None = None
-        self._asked = NOTHING
+        self._requests = NOTHING
 
-    def made_optimizer(self) -> OuterOptimizer:
-        """What moves one flat tensor of the global weights."""
+    def build_outer_optimizer(self) -> OuterOptimizer:
+        """The optimizer of one flat tensor of the global weights."""
         raise NotImplementedError
 
-    def made_codec(self) -> Codec | None:
-        """The messages that stand for what is found; `None`: it is sent as it is."""
+    def build_codec(self) -> Codec | None:
+        """The codec that compresses deltas; `None` sends them uncompressed."""
         return None
 
     @property
@@ -119,12 +119,12 @@ class Outer(Strategy):
 
     def reads_at_once(self, batch: Batch) -> bool:
         if self._exchange is None:
-            return batch.index >= self.after  # from this step on learners train apart
+            return batch.index >= self.after  # from this step on learners train separately
         at = batch.index + 1 - self.after
-        return self._exchange.moves(at) or self._is_near(at)
+        return self._exchange.moves_after(at) or self._is_near(at)
 
     def _is_near(self, at: int) -> bool:
-        """Whether learners of a node take their mean after step `at`, if they do not all meet."""
+        """Whether learners of a node average after step `at`, if not all learners do."""
         return bool(self.near) and at % self.near == 0
 
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
@@ -139,7 +139,7 @@ class Outer(Strategy):
         return sums, gradients
 
     def _add_up(self, tensors: Iterable[Tensor | None]) -> None:
-        """Sum over the learners, in place; of a tensor that ranks share, what this one holds."""
+        """Sum over the learners, in place; of a sharded tensor the local part."""
         for tensor in tensors:
             assert tensor is not None
             self.learners.all_reduce(local(tensor)).wait()
@@ -148,12 +148,12 @@ class Outer(Strategy):
         if batch.sizes is None:
             check_stream(self.task, self)
         if batch.index >= self.after and self._exchange is None:
-            self._exchange = self._made_exchange()
-            self.step.layout.leaves = None  # those of the learner alone, from here on
+            self._exchange = self._build_exchange()
+            self.step.layout.leaves = None  # from here on those of this learner alone
         return self.inner.forward_backward(batch)
 
     def after_update(self, batch: Batch, result: StepResult) -> StepResult:
-        """Meet where it is time. Sends what the card says; of a stream, 56 bytes in each step."""
+        """Exchange if it is due. Sends what the card says, and for a stream 56 bytes per step."""
         if self._exchange is None:
             return result
         if self.step.names != self._names:
@@ -161,49 +161,49 @@ class Outer(Strategy):
         self.step.user_buffers.write_into(self._buffers)
         if isinstance(result, UnreadResult):
             self._at = batch.index + 1 - self.after
-            result.then(partial(_of_all, batch, said=None, heard=None))
+            result.then(partial(_of_all, batch, report=None, totals=None))
             return result
-        self._hear(result.asked)
-        heard = of_all(self.learners, result) if batch.sizes is None else None
-        if heard is not None and not heard.samples:
+        self._merge_requests(result.asked)
+        totals = of_all(self.learners, result) if batch.sizes is None else None
+        if totals is not None and not totals.samples:
             return replace(result, asked=NOTHING)  # for all alike: an epoch is over
         self._at = at = batch.index + 1 - self.after
-        sends = self._exchange.asks(at)
+        sends = self._exchange.sends_after(at)
         self._exchange.count(result)
-        said = self._exchange.meet(at, result, self._asked)
+        report = self._exchange.meet(at, result, self._requests)
         if sends:
-            self._asked = NOTHING
+            self._requests = NOTHING
         elif self._is_near(at):
             self._average_near()
-        return _of_all(batch, result, said=said, heard=heard)
+        return _of_all(batch, result, report=report, totals=totals)
 
-    def after_read(self, result: StepResult, asked: RankRequests) -> RankRequests:
-        """Until the next meeting it is this learner's alone."""
+    def after_read(self, result: StepResult, requests: RankRequests) -> RankRequests:
+        """Requests stay with this learner until the next exchange."""
         if self._exchange is None:
-            return asked
+            return requests
         self._exchange.count(result)
-        self._hear(asked)
+        self._merge_requests(requests)
         return NOTHING
 
-    def _hear(self, asked: RankRequests) -> None:
-        self._asked = RankRequests.of(
-            self._asked.stop or asked.stop, self._asked.save or asked.save
+    def _merge_requests(self, requests: RankRequests) -> None:
+        self._requests = RankRequests.of(
+            self._requests.stop or requests.stop, self._requests.save or requests.save
         )
 
     def finish(self) -> bool:
         if self._exchange is None:
             return False
         rate = float(self.step.optimizer.param_groups[0]["lr"])
-        return self._exchange.meet_for_good(self._at, rate)
+        return self._exchange.meet_finally(self._at, rate)
 
     def _average_near(self) -> None:
         """The mean of the weights and buffers of the learners of a node; they all call this."""
         assert self._exchange is not None
         with torch.no_grad():
             for flat in self._exchange.weights.flats:
-                torch.cat([live.flatten() for live in flat.live], out=flat.found)
-                self._neighbours.all_reduce(flat.found.div_(self._neighbours.size)).wait()
-                for live, mean in zip(flat.live, flat.views(flat.found), strict=True):
+                torch.cat([live.flatten() for live in flat.live], out=flat.delta)
+                self._neighbours.all_reduce(flat.delta.div_(self._neighbours.size)).wait()
+                for live, mean in zip(flat.live, flat.views(flat.delta), strict=True):
                     live.copy_(mean)
 
     # --- the model ------------------------------------------------------------------------
@@ -220,22 +220,22 @@ class Outer(Strategy):
     def setup(self, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         inner = self.inner
         inner.setup(model, make_optimizer)
-        self.model, self.step, self.made = inner.model, inner.step, inner.made
+        self.model, self.step, self.initial_set = inner.model, inner.step, inner.initial_set
         self.kept_whole, self._names = inner.kept_whole, list(inner.step.names)
         self.learners = self.axis(LEARNER)
-        beside = int(self.options.get("overlap", 0)) and self.learners.size > 1
-        self._meeting = self.learners.beside() if beside else self.learners
+        overlaps = int(self.options.get("overlap", 0)) and self.learners.size > 1
+        self._meeting = self.learners.duplicate() if overlaps else self.learners
         group = near_of(self.comm.size, self.options)
         first = self.learners.rank // group * group
-        self._neighbours = self.learners.among(tuple(range(first, first + group)))
-        made = (self._meeting, self._neighbours)
-        self._groups += [comm for comm in made if comm is not self.learners]
-        held = [local(t.detach()) for t in (*self.model.parameters(), *self.model.buffers())]
+        self._neighbours = self.learners.subgroup(tuple(range(first, first + group)))
+        groups = (self._meeting, self._neighbours)
+        self._groups += [comm for comm in groups if comm is not self.learners]
+        tensors = [local(t.detach()) for t in (*self.model.parameters(), *self.model.buffers())]
         with torch.no_grad():
-            self.learners.broadcast(*(tensor for tensor in held if not tensor.is_meta))
+            self.learners.broadcast(*(tensor for tensor in tensors if not tensor.is_meta))
 
     def _agreed(self) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
-        """The parameters and buffers that learners agree on, as far as this rank holds them."""
+        """The parameters and buffers with global weights, as far as this rank holds them."""
         parameters = zip(self.step.names, self.step.parameters, strict=True)
         buffers = [(n, b) for n, b in self.model.named_buffers() if b.is_floating_point()]
         return (
@@ -243,15 +243,15 @@ class Outer(Strategy):
             [(n, b) for n, b in buffers if not b.is_meta],
         )
 
-    def _made_exchange(self) -> LearnerExchange:
-        """Begin to train apart; every rank calls this, where all learners hold the same."""
+    def _build_exchange(self) -> LearnerExchange:
+        """Begin to train separately; every rank calls this while all learners hold the same."""
         every, count = int(self.options["every"]), self.fragments
         parameters, buffers = self._agreed()
         self._buffers = dict(buffers)
         weights = GlobalWeights(
             parameters,
             buffers,
-            self.made_optimizer,
+            self.build_outer_optimizer,
             Average,
             offsets=[at * every // count for at in range(count)],
             zeros=self._meeting.zeros,
@@ -262,7 +262,7 @@ class Outer(Strategy):
             every=every,
             overlap=int(self.options.get("overlap", 0)),
             mix=float(self.options.get("mix", 0.0)),
-            codec=self.made_codec(),
+            codec=self.build_codec(),
             decay=float(self.options.get("decay", 1.0)),
             moved=self._reset if self.options.get("state") == "reset" else lambda: None,
         )
@@ -291,27 +291,26 @@ class Outer(Strategy):
         return self.inner.evaluation_pass()
 
     def placement(self, *, updated: bool) -> list[Placed]:
-        """Beside what `inner` has: the global weights, what is sent of them, and their momentum."""
-        keeps = self.made_optimizer().keeps
+        """What `inner` has, and the global weights with their deltas and their momentum."""
+        keeps = self.build_outer_optimizer().keeps
         rows = [row(GLOBAL, name, tensor) for named in self._agreed() for name, tensor in named]
         more = [
-            replace(one, gradient_bytes=one.bytes, optimizer_bytes=keeps * (one.bytes or 0))
-            for one in rows
+            replace(p, gradient_bytes=p.bytes, optimizer_bytes=keeps * (p.bytes or 0)) for p in rows
         ]
         return [*self.inner.placement(updated=updated), *more]
 
     def messages(self) -> tuple[int, ...]:
-        """Of a learner in each step; what it finds, as it is and in messages; what it says."""
+        """Bytes of a learner per step; of deltas, uncompressed and compressed; of reports."""
         parameters, buffers = (sum(t.nbytes for _, t in named) for named in self._agreed())
-        within, said = self.inner.promised_bytes(), SAID_BYTES * self.fragments
-        codec = self.made_codec()
+        within, report_bytes = self.inner.promised_bytes(), REPORT_BYTES * self.fragments
+        codec = self.build_codec()
         if codec is None:
-            return within, parameters + buffers, 0, said
+            return within, parameters + buffers, 0, report_bytes
         cut = in_fragments(self._agreed()[0], self.fragments)
         flats = [[reals(t) for _, t in same] for named in cut for same in by_type(named)]
         sizes = [(sum(t.numel() for t in flat), flat[0].itemsize) for flat in flats]
         coded = sum(codec.size_bytes(*size) + WEIGHT_BYTES for size in sizes)
-        return within, buffers, coded, said
+        return within, buffers, coded, report_bytes
 
     def promised_bytes(self) -> int:
         work = Workload(self.messages(), self.comm.size, self.task.shards)
@@ -347,27 +346,27 @@ class Outer(Strategy):
         return {**state, "outer": outer}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """From another strategy: the weights are those of a meeting. Every rank calls this."""
+        """A state of another strategy counts as an exchange. Every rank calls this."""
         inner, outer = self.inner, state.get("outer")
-        self._exchange = None if outer is None else self._made_exchange()
+        self._exchange = None if outer is None else self._build_exchange()
         if self._exchange is None or outer is None:
             inner.load_state(state)
             return
         weights, self._at = self._exchange.weights, int(outer["at"])
         if "momentum" in outer:
             inner.load_state({**state, "model": {**state["model"], **outer["momentum"]}})
-            weights.take_momentum()
+            weights.load_momentum()
         inner.load_state(state)
-        weights.begin_anew()
+        weights.restart()
         self._exchange.load_state(outer["under_way"])
 
     def own_state(self) -> dict[str, Any]:
-        own: dict[str, Any] = {"inner": self.inner.own_state()}
+        state: dict[str, Any] = {"inner": self.inner.own_state()}
         if self._exchange is not None:
-            own["exchange"] = self._exchange.own_state()
-            own["live"] = self._exchange.weights.live()
-            own["optimizer"] = as_parts(self.inner.state()["optimizer"])
-        return own
+            state["exchange"] = self._exchange.own_state()
+            state["live"] = self._exchange.weights.live()
+            state["optimizer"] = as_parts(self.inner.state()["optimizer"])
+        return state
 
     def load_own_state(self, state: dict[str, Any]) -> None:
         if not state:
@@ -375,13 +374,13 @@ class Outer(Strategy):
         self.inner.load_own_state(state["inner"])
         if self._exchange is None or "live" not in state:
             return
-        if self._exchange.weights.take_live(state["live"]):
+        if self._exchange.weights.load_live(state["live"]):
             self._exchange.load_own_state(state["exchange"])
             now = self.inner.state()
             optimizer = as_it_was(state["optimizer"], now["optimizer"])
             live = self._exchange.weights.live()
             self.inner.load_state({**now, "optimizer": optimizer})
-            self._exchange.weights.take_live(live)
+            self._exchange.weights.load_live(live)
 
     def close(self) -> None:
         self.inner.close()
@@ -394,48 +393,48 @@ class Outer(Strategy):
 
 
 def _of_all(
-    batch: Batch, result: StepResult, *, said: Said | None, heard: Said | None
+    batch: Batch, result: StepResult, *, report: LearnerReport | None, totals: LearnerReport | None
 ) -> StepResult:
-    """What there is to say of a step of all: its loss is that of this learner between meetings."""
-    asked = NOTHING if said is None else said.asked
-    of_all = int(heard.samples) if batch.sizes is None and heard else sum(batch.sizes or ())
-    result = replace(result, asked=asked, samples=of_all)
+    """The result of a step of all learners; between exchanges its loss is this learner's."""
+    requests = NOTHING if report is None else report.requests
+    samples = int(totals.samples) if batch.sizes is None and totals else sum(batch.sizes or ())
+    result = replace(result, asked=requests, samples=samples)
     if not result.taken:  # the others had samples
         result = replace(result, updated=True, loss=0.0, weight=0.0)
-    told = heard or said
-    if told is not None and told.weight:
-        result = replace(result, loss=told.mean_loss, weight=told.weight)
+    latest = totals or report
+    if latest is not None and latest.weight:
+        result = replace(result, loss=latest.mean_loss, weight=latest.weight)
     return result
 
 
 # --- local sgd -----------------------------------------------------------------------------------
-# Learners that meet every few steps, by the outer optimizer that joins what they found.
+# One class for each outer optimizer.
 
 
 class LocalSGD(Outer):
-    """Learners take the mean of their weights."""
+    """Averages the weights of the learners."""
 
     name = "local-sgd"
 
-    def made_optimizer(self) -> OuterOptimizer:
+    def build_outer_optimizer(self) -> OuterOptimizer:
         return Average()
 
 
 class SlowMomentum(Outer):
-    """Means move the global weights with a slow momentum."""
+    """Updates the global weights by the mean delta, with slow momentum."""
 
     name = "slowmo"
 
-    def made_optimizer(self) -> OuterOptimizer:
+    def build_outer_optimizer(self) -> OuterOptimizer:
         return SlowMo(self.options["alpha"], self.options["beta"])
 
 
 class BlockMomentumFiltering(Outer):
-    """Blocks move the global weights with momentum."""
+    """Updates the global weights by the mean delta of each block, with momentum."""
 
     name = "block-momentum"
 
-    def made_optimizer(self) -> OuterOptimizer:
+    def build_outer_optimizer(self) -> OuterOptimizer:
         momentum = self.options["momentum"]
         if momentum < 0:
             momentum = 1 - 1 / self.learners.size
@@ -443,26 +442,26 @@ class BlockMomentumFiltering(Outer):
 
 
 class DiLoCo(Outer):
-    """What learners found is a gradient of an outer SGD with Nesterov momentum."""
+    """Deltas are the gradients of an outer SGD with Nesterov momentum."""
 
     name = "diloco"
 
-    def made_optimizer(self) -> OuterOptimizer:
+    def build_outer_optimizer(self) -> OuterOptimizer:
         return Nesterov(self.options["lr"], self.options["momentum"])
 
-    def made_codec(self) -> Codec | None:
+    def build_codec(self) -> Codec | None:
         return FourBit() if self.options["bits"] == "4" else None
 
 
 class SparseLoCo(Outer):
-    """What learners found is sent as the largest of each chunk, in 2 bits; the rest is kept."""
+    """Sends the largest deltas of each chunk, in 2 bits; the others stay as a residual."""
 
     name = "sparse-loco"
 
-    def made_optimizer(self) -> OuterOptimizer:
+    def build_outer_optimizer(self) -> OuterOptimizer:
         return Nesterov(self.options["lr"], 0.0)
 
-    def made_codec(self) -> Codec:
+    def build_codec(self) -> Codec:
         options = self.options
         values = "two-bit" if options["bits"] == "2" else "raw"
         return TopK(options["keep"], options["chunk"], values)
@@ -471,12 +470,12 @@ class SparseLoCo(Outer):
 # --- independent ---------------------------------------------------------------------------------
 # No exchange at all: each rank trains alone, on its own shards. The upper bound of throughput.
 #
-# Rank r does what `single` would do on a data set of the samples of its shards. Ranks that draw
-# apart are the point; nobody should mistake this for training together.
+# Rank r does what `single` would do on a data set of the samples of its shards. The models of the
+# ranks diverge on purpose: this is not training one model.
 
 
 class Independent(Strategy):
-    """Forward, backward, update, on every rank for itself. Nothing is sent."""
+    """Forward, backward and update on every rank separately. Sends nothing."""
 
     name = "independent"
     can_run_ahead = True
@@ -489,17 +488,17 @@ class Independent(Strategy):
 
 
 # --- whole steps ---------------------------------------------------------------------------------
-# What is refused where no process sees a whole step: under servers, and learners on their own.
+# What is refused where no process sees a whole step: servers, and elastic learners.
 
 
 def refuse_without_whole_steps(
-    strategy: str, asked: Mapping[str, bool], *, found: str, why: str
+    strategy: str, features: Mapping[str, bool], *, found: str, why: str
 ) -> None:
-    """Raise `RequestError` for the first that is `asked` of what needs all of a step."""
-    for what, is_asked in asked.items():
+    """Raise `RequestError` for the first feature in use that needs all of a step."""
+    for feature, is_asked in features.items():
         if is_asked:
             raise RequestError(
-                asked=f"--strategy {strategy} with {what}",
+                asked=f"--strategy {strategy} with {feature}",
                 found=found,
                 why=why,
                 do="leave it out, or --strategy ddp",

@@ -2,13 +2,13 @@
 
     cut        the weights of every stage, over the tensor axis                    `tensor.cutting`
     stages     along the pipeline axis, where each line runs the schedule     `pipeline.strategy`
-    passes     of the samples of the line alone: one with fewer micro-batches makes fewer;
+    passes     only of the samples of the line; a line with fewer micro-batches makes fewer;
                `sequence=yes` cuts positions in the blocks of a stage              `tensor.passes`
     reduce     gradients over the copies of a stage, tied weights over stages, the tally over all;
-               under `reduce=tree` along one tree over all shards, and nothing may be cut
-    norm       a part on each rank of the tensor axis, all else once
+               with `reduce=tree` along one tree over all shards, and nothing may be cut
+    norm       parts of cut weights on each rank of the tensor axis, others counted once
 
-The grid is one arange, pipeline x data x tensor, the last varies fastest: ranks that exchange most
+Ranks are numbered pipeline x data x tensor, the last varies fastest: ranks that communicate most
 are neighbours. The ranks of a tensor axis make the same passes of the same samples. Narayanan et
 al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters, arXiv 2104.04473.
 """
@@ -39,7 +39,7 @@ from allranks.torch.parallel.sharded.gradients import check_no_hooks
 from allranks.torch.parallel.sharded.state import device_mesh, dtensor, shard_of
 from allranks.torch.parallel.tensor.cutting import CutModel, cut_model, nothing_to_cut
 from allranks.torch.parallel.tensor.passes import CutPasses, exchange_of
-from allranks.torch.parallel.tensor.plan import CutPlan, default_plan, given_plan, refused
+from allranks.torch.parallel.tensor.plan import CutPlan, default_plan, explicit_plan, refused
 from allranks.torch.parallel.tensor.strategy import sum_over_copies
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.tally import Tally
@@ -55,16 +55,16 @@ class ThreeAxes(Pipeline):
 
     def __init__(self, context: StrategyContext) -> None:
         super().__init__(context)
-        if not self.shard_alone:  # along the tree it is added up as in one process, in its type
+        if not self.shard_alone:  # along the tree it is summed as in one process, in its dtype
             self.tally_type = torch.float64
 
     @property
     def shard_alone(self) -> bool:
         return bool(self.context.options["reduce"] == "tree")
 
-    def asked_schedule(self) -> tuple[str, int]:
-        asked = self.context.options["schedule"]
-        return asked.name, int(asked.options.get("chunks", 1))
+    def chosen_schedule(self) -> tuple[str, int]:
+        schedule = self.context.options["schedule"]
+        return schedule.name, int(schedule.options.get("chunks", 1))
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         self.copies = not_alike(self.axis(REPLICATE), self.comm)
@@ -75,15 +75,15 @@ class ThreeAxes(Pipeline):
         return super().parallelize(model)
 
     def cut_stages(self, model: nn.Module) -> None:
-        """All of them on every rank, so that all know the shapes of what the others hold."""
+        """Every rank cuts all stages, so that all know the shapes of other ranks' parts."""
         ranks = self.exchange.comm.size
         if ranks > 1:
             self._cut_layers(model, ranks)
         how = self.context.precision, self.context.scope
         self.cut_passes = CutPasses(self.cut, self.exchange, model, self.blocks, *how)
         inside = [set(stage.modules()) for stage in self.stages.modules]
-        found = set(self.blocks.values())
-        self.cut_passes.stages = [at for at, modules in enumerate(inside) if found & modules]
+        blocks = set(self.blocks.values())
+        self.cut_passes.stages = [at for at, modules in enumerate(inside) if blocks & modules]
 
     def _cut_layers(self, model: nn.Module, ranks: int) -> None:
         check_no_hooks(model, ASKED)
@@ -97,11 +97,11 @@ class ThreeAxes(Pipeline):
         self.parts = device_mesh(self.exchange.comm, TENSOR)
 
     def _blocks_in_stages(self, model: nn.Module) -> dict[str, nn.Module]:
-        """The blocks of which a stage has all."""
+        """The blocks that are completely in one stage."""
         asked = f"{ASKED}:sequence=yes"
         whole = {module for stage in self.stages.modules for module in stage.modules()}
-        found = blocks_of(self.task, model, asked)
-        blocks = {name: block for name, block in found.items() if block in whole}
+        in_model = blocks_of(self.task, model, asked)
+        blocks = {name: block for name, block in in_model.items() if block in whole}
         if not blocks:
             raise no_sequences(asked, f"no block of {type(model).__name__} in one stage")
         return blocks
@@ -120,8 +120,8 @@ class ThreeAxes(Pipeline):
     def forward_backward(self, batch: Batch) -> Tally:
         with self.exchange.opened("gradients"):
             tally = super().forward_backward(batch)
-            names = [name for name in self.step.names if name in self.held]
-            self.cut_passes.sum_over_positions(names, self.own)
+            names = [name for name in self.step.names if name in self.local_names]
+            self.cut_passes.sum_over_positions(names, self.local_params)
         return tally
 
     def recompute(self, batch: Batch) -> Tally:
@@ -132,9 +132,9 @@ class ThreeAxes(Pipeline):
         return self.cut_passes.passed(run, stage)
 
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
-        if self.shard_alone:  # what copies have is added already, shard by shard
+        if self.shard_alone:  # copies are summed already, shard by shard
             return super().reduce(batch, local)
-        sum_over_copies(self.own, self.copies)
+        sum_over_copies(self.local_params, self.copies)
         self.sum_tied()
         if self.exchange.comm.rank:
             local.leave_samples()
@@ -144,7 +144,7 @@ class ThreeAxes(Pipeline):
     def gradients(self) -> StagedGradients:
         cut = [at for at, name in enumerate(self.step.names) if name in self.cut.dims]
         return StagedGradients(
-            self.own,
+            self.local_params,
             self._counted,
             self.step.parameters,
             self.line,
@@ -154,15 +154,18 @@ class ThreeAxes(Pipeline):
         )
 
     def total_of(self, tree: TreeSum) -> list[Tensor]:
-        """The tree over the shards of all copies, one message for each type of number."""
+        """The tree over the shards of all copies, one message for each dtype."""
         if self.copies.size == 1:
             return super().total_of(tree)
         total = list(tree.roots[0][1])
         for kind in dict.fromkeys(tensor.dtype for tensor in total):
-            own = [at for at, tensor in enumerate(total) if tensor.dtype == kind]
-            roots = [(span, [tensors[at].flatten() for at in own]) for span, tensors in tree.roots]
-            flat = self.tree.sum_apart([(span, torch.cat(tensors)) for span, tensors in roots])
-            for at, part in zip(own, flat.split([total[at].numel() for at in own]), strict=True):
+            of_kind = [at for at, tensor in enumerate(total) if tensor.dtype == kind]
+            leaves = [
+                (span, torch.cat([tensors[at].flatten() for at in of_kind]))
+                for span, tensors in tree.roots
+            ]
+            parts = self.tree.sum_apart(leaves).split([total[at].numel() for at in of_kind])
+            for at, part in zip(of_kind, parts, strict=True):
                 total[at] = part.view_as(total[at])
         return total
 
@@ -179,7 +182,7 @@ class ThreeAxes(Pipeline):
     # --- whole tensors and state ----------------------------------------------------------
 
     def full(self, name: str, tensor: Tensor) -> Tensor:
-        """Put together along the tensor axis where its home is, and sent along the line."""
+        """Gathered along the tensor axis of its home, then broadcast along the line."""
         along = self.cut.dims.get(name)
         if along is not None:
             shape = self.cut.shapes[name]
@@ -190,9 +193,9 @@ class ThreeAxes(Pipeline):
         return super().full(name, tensor)
 
     def whole_weight(self, name: str, parameter: nn.Parameter) -> Tensor:
-        found, along = super().whole_weight(name, parameter), self.cut.dims.get(name)
-        if along is None or name not in self.held:
-            return found
+        weight, along = super().whole_weight(name, parameter), self.cut.dims.get(name)
+        if along is None or name not in self.local_names:
+            return weight
         return self.exchange.whole(parameter, along, self.cut.shapes[name][along.dim])
 
     def as_saved(self, name: str, tensor: Tensor) -> Tensor:
@@ -213,34 +216,34 @@ class ThreeAxes(Pipeline):
     # --- bytes ----------------------------------------------------------------------------
 
     def messages(self) -> tuple[int, ...]:
-        """Of each rank what it sends in a step, by axis, then the tally, as copies and as ranks of
-        a line sum it; every rank calls this."""
+        """Bytes that each rank sends in a step, by axis; then those of the tally, for copies and
+        for a line; every rank calls this."""
         crossed, steps = self.crossed(), max(1, self.steps)
-        own = [
+        local_bytes = [
             sum(crossed[2 * stage] for stage in self.own_stages if stage < self.last)
             + sum(crossed[2 * stage - 1] for stage in self.own_stages if stage),
             self.exchange.reduced / steps,
             self.exchange.gathered / steps,
-            sum(parameter.nbytes for parameter in self.own),
+            sum(parameter.nbytes for parameter in self.local_params),
             sum(2 * (1 - 1 / comm.size) * p.nbytes for p, comm in self._summed),
         ]
-        rows = map(json.loads, self.comm.gather_texts(json.dumps(own)))
+        rows = map(json.loads, self.comm.gather_texts(json.dumps(local_bytes)))
         tally = self.step.layout.size * self.step.layout.like.element_size()
         along = self.tally_bytes() if self.shard_alone else tally
-        return (*(round(sent) for row in rows for sent in row), tally, along)
+        return (*(round(nbytes) for row in rows for nbytes in row), tally, along)
 
 
 def _plan_of(
-    stages: nn.ModuleList, model: nn.Module, given: Mapping[str, Any] | None, ranks: int
+    stages: nn.ModuleList, model: nn.Module, task_plan: Mapping[str, Any] | None, ranks: int
 ) -> CutPlan:
-    """How the layers of all stages are cut; a block is one where a single stage has all of it."""
-    if given is None:
+    """The plan for the layers of all stages; a block must be in a single stage."""
+    if task_plan is None:
         return default_plan(stages, ranks)
     names = {id(module): name for name, module in stages.named_modules()}
     ways: dict[str, Any] = {}
-    for pattern, way in given.items():
-        found = [m for name, m in model.named_modules() if fnmatchcase(name, pattern)]
-        if not found:
+    for pattern, way in task_plan.items():
+        modules = [m for name, m in model.named_modules() if fnmatchcase(name, pattern)]
+        if not modules:
             raise refused(f"{pattern!r}", "no module has such a name", "look at named_modules()")
-        ways |= {names[id(module)]: way for module in found if id(module) in names}
-    return given_plan(stages, ranks, ways)
+        ways |= {names[id(module)]: way for module in modules if id(module) in names}
+    return explicit_plan(stages, ranks, ways)

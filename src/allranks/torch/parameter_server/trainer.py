@@ -224,9 +224,9 @@ class SchedulerTrainer(Trainer):
         busiest = max(pushed, default=0)
         of_one = sum(pushed) // self.strategy.parts if self.strategy.in_step else busiest
         replies = service.sent_bytes()
-        self.comm.sent["gradients"] += max(pulled, of_one)
+        self.comm.sent_bytes["gradients"] += max(pulled, of_one)
         state_bytes = sum(int(moved["kept"]) for moved in workers)
-        self.comm.sent["control"] += replies["sent"] + replies["control"] + state_bytes
+        self.comm.sent_bytes["control"] += replies["sent"] + replies["control"] + state_bytes
 
     # --- between the steps ----------------------------------------------------------------
 

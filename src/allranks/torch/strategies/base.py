@@ -1,7 +1,7 @@
-"""What every strategy is: set up once, then one `train_step` for each global batch.
+"""The base of all strategies: set up once, then one `train_step` for each global batch.
 
-A strategy knows no devices by number, no files and no processes. It gets its options from its
-card, its ranks from `comm`, and the parts of a step that all share from `SharedStep`.
+A strategy does not deal with device numbers, files or processes. It gets its options from its card,
+its ranks from `comm`, and the parts of a step that all strategies share from `SharedStep`.
 """
 
 from __future__ import annotations
@@ -55,53 +55,53 @@ from allranks.torch.witness.same_model import check_same_groups
 from allranks.training.progress import RankRequests, StepResult
 
 # --- traits --------------------------------------------------------------------------------------
-# What others must know of a strategy: how it passes through the model, and what it keeps.
+# Properties of a strategy that other rooms need: how it runs the model, and what a rank holds.
 
 
 class Traits:
-    """Set by the class of a strategy, or by itself when it is made."""
+    """Set by the class of a strategy, or by an instance when it is constructed."""
 
     name: ClassVar[str]
     can_be_compiled: bool = True
-    """Whether forward passes may go through what a compiler made of the model."""
+    """Whether forward passes may use a compiled model."""
     has_one_model: bool = True
-    """Whether a rank has one model: copies in threads meet in no forward."""
+    """Whether a rank has one model, not copies in threads."""
     can_run_ahead: bool = False
-    """Whether a step that updates nothing leaves nothing behind, and no host reads its norm."""
-    cuts_micro_batches: bool = False  # whether they go through the model piece by piece
+    """Whether a skipped step leaves no trace, and the host does not read the norm."""
+    cuts_micro_batches: bool = False  # whether micro-batches are split into pieces
     equal_passes: bool = False
     """Whether all ranks make the same number of passes, because a pass communicates.
 
-    A strategy that sums gradients within a pass brings in zeros while `step.for_others.is_on`.
+    A strategy that sums gradients within a pass adds zeros while `step.for_others.is_on`.
     """
     computes_alone: bool = False
-    """Whether forward and backward wait for nothing that other ranks send in them, or before."""
+    """Whether forward and backward never wait for messages of other ranks."""
     passes_meet_readers: bool = True
-    """Whether such a pass communicates with ranks that read other samples."""
+    """Whether a pass communicates with ranks that read other samples."""
     counts_passes: bool = False
-    """Whether batches say how many passes the rank with the most makes, though not all make so
-    many."""
+    """Whether batches carry the largest number of passes of a rank, though ranks may make
+    fewer."""
     cuts_by_shard: bool = False
-    """Whether each shard is a micro-batch of its own, where nobody says `--micro-batch`."""
+    """Whether each shard is a micro-batch, unless `--micro-batch` is set."""
     tally_type: torch.dtype | None = None
-    """The type of the tally, where it is a message of its own; else it rides on gradients."""
+    """The dtype of the tally, if it is a separate message; else it is sent with gradients."""
     kept_whole: Mapping[str, bool] = MappingProxyType({})
-    """The parameters that one rank each updates whole: whether this one does."""
+    """Parameters that are each updated in full by one rank: whether this rank does."""
     builds_in_turn: bool = False
-    """Whether one rank of a node after the other builds the model and keeps its part.
+    """Whether the ranks of a node build the model one after the other and keep their parts.
 
-    `parallelize` then waits for no other rank (`make_groups` has), keeps the names, and takes a
+    `parallelize` then waits for no other rank (`make_groups` does), keeps names, and accepts a
     model on meta too.
     """
 
 
 # --- context -------------------------------------------------------------------------------------
-# What a strategy is given, whichever it is.
+# The arguments of every strategy.
 
 
 @dataclass(frozen=True)
 class StrategyContext:
-    """What a strategy is given: the task, the ranks, the options of its card with their values."""
+    """The arguments of a strategy: the task, the ranks, the options of its card, and so on."""
 
     task: Task
     comm: Comm
@@ -117,10 +117,10 @@ MakeOptimizer = Callable[[nn.Module], Optimizer]
 
 
 class Strategy(Traits, ABC):
-    """One optimizer step on one global batch, carried out by all ranks together.
+    """One optimizer step on one global batch, made by all ranks.
 
     A step is `forward_backward`, then `reduce`,
-    then what all strategies share (`SharedStep.apply`).
+    then `SharedStep.apply`, which all strategies share.
     """
 
     two_modes: TwoModes | None = None
@@ -129,7 +129,7 @@ class Strategy(Traits, ABC):
     def __init__(self, context: StrategyContext) -> None:
         self.context = context
         self.task, self.comm = context.task, context.comm
-        self.built_with = context.precision  # the device on which the model is whole at first
+        self.built_with = context.precision  # the device on which the full model is built
         self.mesh = self.card.mesh(self.comm.size, context.options)
         self._axes: dict[str, Comm] = {}
 
@@ -143,27 +143,27 @@ class Strategy(Traits, ABC):
 
     def axis(self, name: str) -> Comm:
         """The ranks along an axis of the mesh;
-        every rank calls this for the first time together."""
+        the first call is made by every rank."""
         if name not in self._axes:
-            self._axes[name] = self.comm.among(self.mesh.group(self.comm.rank, name))
+            self._axes[name] = self.comm.subgroup(self.mesh.group(self.comm.rank, name))
         return self._axes[name]
 
     @property
     def data(self) -> Comm:
-        """The ranks that read the global batch together, each its own part."""
+        """The ranks that each read a part of the global batch."""
         return self.axis(DATA)
 
     @property
     def learner(self) -> Strategy:
-        """The strategy of the ranks that make every update together: this one, for all of them.
+        """The strategy of the ranks that make every update together: this one, for all ranks.
 
-        Another one where learners train apart between two exchanges.
+        It is the inner strategy if learners train separately between two exchanges.
         """
         return self
 
     @property
     def shard_alone(self) -> bool:
-        """Whether every shard goes through the model by itself, and is a leaf of the sum."""
+        """Whether every shard is a pass of its own, and a leaf of the sum."""
         return self.context.bitwise
 
     def setup(self, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
@@ -195,64 +195,64 @@ class Strategy(Traits, ABC):
         self.step.loss_scale = context.loss_scale
         if (decay := self.task.ema) is not None:
             self.step.average = MovingAverage(decay, self.owned)
-        self.made = TrainedSet.of(model, optimizer)
+        self.initial_set = TrainedSet.of(model, optimizer)
         self.prepare()
         self.lay_out()
         if self.step.average is not None:
             self.step.average.add(self.step.names, self.step.parameters)
 
     def make_groups(self) -> None:
-        """Make the groups that `parallelize` of `builds_in_turn` needs; every rank calls this."""
+        """Make the groups for `parallelize` with `builds_in_turn`; every rank calls this."""
 
     def parallelize(self, model: nn.Module) -> nn.Module:
-        """What this rank holds of the model, whole and the same on all ranks until now.
+        """Turn the full model, the same on all ranks, into this rank's part of it.
 
-        The optimizer is made for the parameters of what is returned.
+        The optimizer is made for the parameters of the returned model.
         """
         return model
 
     def place(self, name: str, part: Tensor, whole: Tensor) -> None:
-        """Write into `part` what this rank holds of a tensor of `builds_in_turn`. Sends nothing."""
+        """Write this rank's part of `whole` into `part`, for `builds_in_turn`. Sends nothing."""
         put_whole(part, whole)
 
     def make_optimizer(self, make: MakeOptimizer) -> Optimizer:
-        """The optimizer of the task, as one process makes it; the model is there."""
+        """Make the optimizer of the task as in one process; `self.model` is set."""
         if self.agreement.weights in ("replicated", "own") or self.comm.size == 1:
             return make(self.model)
         return made_on_parts(make, self.model, self.whole_shapes(), f"--strategy {self.name}")
 
     def whole_shapes(self) -> dict[int, torch.Size]:
-        """By the `id` of each parameter that has the shape of a part, the shape of the whole."""
+        """Full shapes, by the `id` of each parameter that has the shape of a part."""
         return {}
 
     def prepare(self) -> None:
-        """Make what the strategy needs of its own; the model and `self.step` are there."""
+        """Set up the strategy; `self.model` and `self.step` are set."""
 
     def lay_out(self) -> None:
-        """Make what follows the parameters that are trained; called again whenever they change."""
+        """Set up what depends on the trained parameters; called again when these change."""
 
     def sum_apart(self, leaves: list[tuple[Span, Tensor]]) -> Tensor:
-        """The sum over all leaves of all ranks, in the order of every sum; every rank calls this.
+        """Sum gradients of parameters that are new in this step, outside the buckets.
 
-        Each leaf of this rank has a flat tensor. Only for parameters that are new in a step. A
-        strategy whose passes have summed them already sums over the ranks that hold the same part.
+        `leaves` has one flat tensor for each leaf of this rank; the order is that of every sum.
+        Every rank calls this. If passes have summed them already, it sums over equal parts only.
         """
         tree = TreeSum(self.task.shards)
         if self.shard_alone:
             for span, tensor in leaves:
                 tree.add(span, [tensor])
             return tree.total()[0]
-        ((_, own),) = leaves
+        ((_, flat),) = leaves
         if self.agreement.weights in ("sharded", "staged"):
             raise unfrozen_on_the_way(self.name)
         if self.agreement.is_one_training:
-            self.comm.all_reduce(own).wait()
-        return own
+            self.comm.all_reduce(flat).wait()
+        return flat
 
     def watch_gradients(
         self, parameters: list[nn.Parameter], mark: Callable[[int], None]
     ) -> list[RemovableHandle]:
-        """Have `mark` called with the position of each parameter that a pass of this rank used."""
+        """Call `mark` with the position of each parameter that a pass of this rank has used."""
 
         def watch(position: int, parameter: nn.Parameter) -> RemovableHandle:
             hook: RemovableHandle = parameter.register_post_accumulate_grad_hook(
@@ -263,33 +263,33 @@ class Strategy(Traits, ABC):
         return [watch(*pair) for pair in enumerate(parameters)]
 
     def whole_weights(self) -> AbstractContextManager[None]:
-        """Within, the parameters of the model are whole, for a loss that every rank computes."""
+        """Within, the parameters of the model are full, for a loss that every rank computes."""
         return nullcontext()
 
     def held_weights(self) -> AbstractContextManager[None]:
-        """Within, also in a pass, the parameters of the model are what this rank holds of them."""
+        """Within, also in a pass, the parameters of the model are this rank's parts."""
         return NOTHING
 
     def evaluated_weights(self) -> AbstractContextManager[None]:
-        """Within, the model has the weights that are evaluated: their average, if one is kept."""
+        """Within, the model has the weights for evaluation: their average, if there is one."""
         if self.two_modes is not None:
             return self.two_modes.in_place()
         average = self.step.average
         return NOTHING if average is None else average.in_place()
 
     def owned(self, *, writes: bool = False) -> AbstractContextManager[None]:
-        """Within, each parameter is what this rank updates of it, in the memory of the whole.
+        """Within, each parameter is the part that this rank updates, in the memory of the whole.
 
-        If it `writes` there, every rank enters this, and has what all have written afterwards.
+        With `writes`, every rank enters this, and afterwards has the parts that all have written.
         """
         return NOTHING
 
     def updating(self, gradients: Gradients) -> AbstractContextManager[None]:
-        """Within, the optimizer finds what it updates, and its gradient; every rank enters this."""
+        """Within, the optimizer sees the parts and gradients to update; every rank enters this."""
         return NOTHING
 
     def after_backward(self) -> None:
-        """A backward pass of the step is over."""
+        """Called after each backward pass of the step."""
 
     @final
     def train_step(self, batch: Batch) -> StepResult:
@@ -299,7 +299,7 @@ class Strategy(Traits, ABC):
         return self.after_update(batch, self.step.apply(batch, sums, gradients))
 
     def forward_backward(self, batch: Batch) -> Tally:
-        """Forward and backward of this rank's part; the gradients are left in `.grad`."""
+        """Forward and backward of this rank's part; leaves gradients in `.grad`."""
         for parameter in self.step.parameters:
             parameter.grad = None
         tally = self.step.layout.tally()
@@ -307,9 +307,9 @@ class Strategy(Traits, ABC):
         return tally
 
     def recompute(self, batch: Batch) -> Tally:
-        """The passes of a batch outside of the steps; every rank calls this.
+        """The passes of a batch outside of steps; every rank calls this.
 
-        Gradients are left in `.grad`, summed as far as passes sum them, and without compression.
+        Leaves gradients in `.grad`, uncompressed, and summed only where passes sum them.
         """
         return Strategy.forward_backward(self, batch)
 
@@ -318,77 +318,77 @@ class Strategy(Traits, ABC):
         """The sums over all ranks of the tally and of the gradients; every rank calls this."""
 
     def after_update(self, batch: Batch, result: StepResult) -> StepResult:
-        """What is done with the weights that an update has left; every rank calls this."""
+        """Called after the update of the weights; every rank calls this."""
         return result
 
     def reads_at_once(self, batch: Batch) -> bool:
-        """Whether what comes after this step needs its numbers, where steps may stay unread.
+        """Whether the host must read the result of this step at once, if steps may stay unread.
 
         The same on all ranks that sum its gradients.
         """
         return False
 
-    def after_read(self, result: StepResult, asked: RankRequests) -> RankRequests:
-        """A step that was unread when it was made has given `result`, and is not made again.
+    def after_read(self, result: StepResult, requests: RankRequests) -> RankRequests:
+        """Called when the `result` of an unread step is available, and the step is not repeated.
 
-        Returns what the loop hears of what was `asked` with it.
+        Returns which of the `requests` that came with it the loop should handle.
         """
-        return asked
+        return requests
 
     def finish(self) -> bool:
-        """The last step was made. Returns whether weights are other ones now; all ranks call it."""
+        """Called after the last step by all ranks. Returns whether it has changed the weights."""
         return False
 
     def eval_step(self, data: Any, forward: Callable[[Callable[..., Any], Any], Any]) -> Any:
-        """The output of the model for evaluation data of this rank alone. No communication."""
+        """The output of the model for evaluation data of this rank. No communication."""
         return forward(self.step.call, data)
 
     def evaluation_pass(self) -> AbstractContextManager[None]:
-        """Around `eval_step` and what loss and metrics make of its output."""
+        """Around `eval_step` and the loss and metrics of its output."""
         return NOTHING
 
     def messages(self) -> tuple[int, ...]:
-        """The sizes in bytes of what is summed over the ranks in a step, the tally included."""
+        """The sizes in bytes of the sums over the ranks in a step, with the tally."""
         layout = self.step.layout
         tally = layout.size * layout.like.element_size()
         return (sum(p.nbytes for p in self.step.parameters) + tally,)
 
     def promised_bytes(self) -> int:
-        """What the card says the busiest rank sends in a step, for this model on these ranks."""
+        """The bytes that the busiest rank sends in a step, according to the card."""
         work = Workload(self.messages(), self.comm.size, self.task.shards)
         return self.card.bytes_sent(work, self.context.options)
 
     def placement(self, *, updated: bool) -> list[Placed]:
-        """What this rank holds and where;
-        what the optimizer keeps is unknown before it `updated`."""
+        """The tensors of this rank and their devices;
+        optimizer state is unknown before the first update (`updated`)."""
         step = self.step
         parts = self.model, step.names, step.optimizer, step.average
         return list(placed_tensors(*parts, updated=updated))
 
     def as_saved(self, name: str, tensor: Tensor) -> Tensor:
-        """What stands in a state for a parameter, or for what the optimizer keeps in its shape.
+        """The tensor of a state for a local parameter, or for optimizer state of its shape.
 
-        A DTensor, where this rank holds a part of it.
+        A DTensor, if this rank holds a part of it.
         """
         return tensor
 
     def as_held(self, name: str, saved: Tensor) -> Tensor:
-        """What `as_saved` was given."""
+        """The inverse of `as_saved`."""
         return saved
 
     def full(self, name: str, tensor: Tensor) -> Tensor:
-        """The whole of a parameter, or of its gradient; every rank calls this."""
+        """A full parameter, or gradient; every rank calls this."""
         return whole(self.as_saved(name, tensor))
 
     def state(self) -> dict[str, Any]:
-        """All that a step depends on but the data: weights, buffers, optimizer."""
+        """The state that a step depends on, without data: weights, buffers, optimizer."""
         with self.owned():
             step = self.step
             state = {
                 "model": model_state(self.model),
                 "optimizer": optimizer_state(self.model, step.optimizer, step.rates.initial),
                 "trained": {
-                    "made": asdict(self.made),
+                    "made": asdict(self.initial_set),
                     "now": asdict(TrainedSet.of(self.model, self.step.optimizer)),
                 },
                 "not_persistent": not_persistent(self.model),
@@ -407,17 +407,17 @@ class Strategy(Traits, ABC):
         return with_parameters(state, self.model, change, self.kept_whole)
 
     def own_state(self) -> dict[str, Any]:
-        """What belongs to this rank alone, and is lost where another number of ranks goes on."""
+        """The state of this rank alone; lost when another number of ranks resumes."""
         return {}
 
     def load_own_state(self, state: dict[str, Any]) -> None:
-        """Take up what `own_state` returned, on as many ranks as then."""
+        """Load what `own_state` returned, on the same number of ranks."""
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take up a state that `state` returned; every rank calls this."""
-        step, groups = self.step, len(self.made.groups)
+        """Load what `state` returned; every rank calls this."""
+        step, groups = self.step, len(self.initial_set.groups)
         if "trained" in state:  # older checkpoints have none
-            load_trained_set(self.model, step.optimizer, state["trained"], self.made)
+            load_trained_set(self.model, step.optimizer, state["trained"], self.initial_set)
             step.rates.initial[groups:] = state["optimizer"]["made"][groups:]
         step.follow_changes()
         state = {name: value for name, value in state.items() if name != "evaluated"}
@@ -430,9 +430,9 @@ class Strategy(Traits, ABC):
                 step.average.load_state(self.model, state.get("average"))
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter and buffer whole, by name in sorted order, one at a time.
+        """Every full parameter and buffer, by name in sorted order, one at a time.
 
-        Every rank iterates to the end: a tensor is put together by all that hold parts of it.
+        Every rank must iterate to the end, as tensors are gathered from all ranks.
         """
         parameters, buffers = dict(self.model.named_parameters()), dict(self.model.named_buffers())
         for name in sorted({**parameters, **buffers}):
@@ -442,7 +442,7 @@ class Strategy(Traits, ABC):
                 yield name, buffers[name].detach()
 
     def close(self) -> None:
-        """Give back what the strategy holds."""
+        """Release the resources of the strategy."""
         self.step.close()
 
     def leave(self, *, failed: bool = False) -> None:

@@ -1,13 +1,13 @@
 """Context parallelism: the ranks of the axis have the same samples, and parts of each sequence.
 
-    blocks     found, or said by the task (`blocks`); their forward is wrapped
+    blocks     by default, or by the task (`blocks`); their forward is wrapped
     forward    the sequence is cut before the first block, and gathered after the last
     attention  over all positions, by all-to-all or round a ring    `context_parallel.attention`
-    first pass every block, and the output, whole and cut           `context_parallel.proof`
-    backward, reduce    that of `ddp` over all ranks: each brings in 1/P of the gradient of its loss
+    first pass compares every block, and the output, full and cut   `context_parallel.proof`
+    backward, reduce    as in `ddp` over all ranks: each adds 1/P of the gradient of its loss
 
-Embeddings, positions, head, loss and the shift of labels see whole sequences, alike on all ranks of
-the axis. What goes through the model beside a step (evaluation excepted) goes through it whole.
+Embeddings, positions, head, loss and the shift of labels see full sequences, the same on all ranks
+of the axis. Passes outside of a step, except evaluation, use full sequences too.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class ContextParallel(DDP):
         self.steps, self.exchange = 0, ContextExchange(self._own_axis(), folds=folds)
         self.blocks: CutBlocks | None = None
         if self.exchange.comm.size > 1:
-            found = blocks_of(self.task, model, self.exchange.asked)
-            self.blocks = CutBlocks(self.exchange, self._attending, model, found)
+            blocks = blocks_of(self.task, model, self.exchange.asked)
+            self.blocks = CutBlocks(self.exchange, self._attending, model, blocks)
         return model
 
     def _attending(self, span: Span) -> Intercepted:
@@ -52,15 +52,15 @@ class ContextParallel(DDP):
         return Intercepted(attention_of(by, self.exchange, span))
 
     def _own_axis(self) -> Comm:
-        """The ranks of the axis, on a group of their own: gradients are under way meanwhile.
+        """The ranks of the axis, on a separate group, as gradients are in flight meanwhile.
 
-        Copies that read other samples make other numbers of passes, so no meeting counts them.
+        Copies that read other samples make other numbers of passes, so no barrier counts them.
         """
         axis = self.axis(CONTEXT)
         if axis is self.comm:
-            axis = axis.beside()
+            axis = axis.duplicate()
         elif axis.size > 1:
-            axis = dataclasses.replace(axis, meetings=None)
+            axis = dataclasses.replace(axis, store_barrier=None)
         self._axes[CONTEXT] = axis
         return axis
 
@@ -88,7 +88,7 @@ class ContextParallel(DDP):
         return run() if self.blocks is None else self._passed(run)
 
     def messages(self) -> tuple[int, ...]:
-        """Activations swapped, gathered, all-reduced, passed on; gradients, tally: of all steps."""
+        """Bytes swapped, gathered, all-reduced, passed on; of gradients, tally: of all steps."""
         exchange, flats = self.exchange, max(1, self.steps) * sum(super().messages())
         return exchange.swapped, exchange.gathered, exchange.reduced, exchange.passed_on, flats
 

@@ -88,7 +88,7 @@ class JointLook(SecondLook):
 
     def run_together(self, roots: Roots, *, exact: bool) -> tuple[str, str]:
         """The difference, and what was not checked, equal on all ranks; every rank calls this."""
-        step, sent_bytes = self.strategy.step, self.strategy.comm.sent
+        step, sent_bytes = self.strategy.step, self.strategy.comm.sent_bytes
         for parameter in step.model.parameters():
             parameter.grad = None  # those of the step before, which the next one does not read
         with _counted_as_control(sent_bytes), leaving_no_trace(step, roots):

@@ -1,13 +1,12 @@
 """Gradients in a few flat buckets, in the order in which backward finishes them.
 
-The `.grad` of every parameter is a view into its bucket, so nothing is copied to be sent; the tally
-stands at the end of the bucket that leaves last. Every view begins at a multiple of 128 bytes, as a
-gradient of its own would: kernels follow where a tensor begins, down to the last bit. Buckets leave
-in one fixed order on all ranks, each as soon as its gradients are finished and those before it have
-left.
+The `.grad` of every parameter is a view into its bucket, so nothing is copied to be sent. The tally
+is at the end of the bucket that is launched last. Every view begins at a multiple of 128 bytes, as
+a separate gradient would: results of kernels depend on alignment, to the last bit. Buckets are
+launched in one fixed order on all ranks, each as soon as it and those before it are finished.
 
-Backward adds to the `.grad` that it finds, so a bucket begins as zeros; where it `moves`, large
-gradients are made anew, and moved there (`moved`).
+Backward accumulates into an existing `.grad`, so a bucket begins as zeros. With `moves`, backward
+makes large gradients anew, and they are moved into the bucket (`Moved`).
 """
 
 from __future__ import annotations
@@ -24,22 +23,22 @@ from allranks.torch.shared_memory.library import library
 from allranks.torch.step.gradients import gradient_taken
 
 # --- moved ---------------------------------------------------------------------------------------
-# Gradients that are written where they belong as soon as backward has made them.
+# Gradients that are moved into their bucket as soon as backward has made them.
 #
-# Backward adds to the `.grad` that it finds, which begins as zeros: a write and a read more than to
-# keep what it makes. Where it finds none, what it makes is moved: the same bits, 0 + g.
+# To accumulate into zeros costs a write and a read more than a new gradient. So `.grad` is None
+# here, and the new gradient is moved into the bucket: the same bits, 0 + g.
 
 
 LIBRARY = library()
-MOVED_BYTES = 2**16  # from here on a pass through memory takes longer than a call from Python
+MOVED_BYTES = 2**16  # from here on a pass through memory takes longer than a Python call
 
 
 class Moved:
     """The `homes` of gradients, by the positions of their parameters.
 
-    A pass, or several, begins with `begin` and ends with `settle`; `finished` is called for each
-    gradient that a backward pass has finished. Where all of them are read after the passes alone,
-    `read_later`, and no cache holds them, they are written past it.
+    One or more passes begin with `begin` and end with `settle`; `finished` is called for each
+    gradient that a backward pass has finished. With `read_later`, all of them are read only after
+    the passes; if they do not fit into a cache, they are written past it.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class Moved:
         self._awaited: dict[int, tuple[nn.Parameter, Tensor]] = {}
 
     def begin(self) -> None:
-        """Let backward make all of them anew."""
+        """Let backward make all gradients anew."""
         self._awaited = dict(self._homes)
         for parameter, _ in self._homes.values():
             parameter.grad = None
@@ -74,12 +73,12 @@ class Moved:
         parameter.grad = home
 
     def _outgrow_caches(self) -> bool:
-        """Whether no cache holds them; without the library nobody asks."""
+        """Whether they are larger than the caches; False without the library."""
         nbytes = sum(home.nbytes for _, home in self._homes.values())
         return LIBRARY is not None and nbytes > LIBRARY.cache_bytes()
 
     def settle(self) -> None:
-        """Let gradients be zero that no pass has made."""
+        """Set gradients to zero that no pass has made."""
         for parameter, home in self._awaited.values():
             if parameter.grad is not None:
                 raise gradient_taken(parameter)
@@ -88,7 +87,7 @@ class Moved:
 
 
 def _lie_alike(gradient: Tensor, home: Tensor) -> bool:
-    """Whether both are runs of numbers of one type, in memory that the library can read."""
+    """Whether both are contiguous and of one dtype that the library can move, on the CPU."""
     kinds = gradient.dtype == home.dtype in (torch.float32, torch.float64)
     cpu = gradient.device.type == home.device.type == "cpu"
     runs = gradient.is_contiguous() and home.is_contiguous()
@@ -96,14 +95,14 @@ def _lie_alike(gradient: Tensor, home: Tensor) -> bool:
 
 
 # --- in order ------------------------------------------------------------------------------------
-# The order in which buckets leave: one for all ranks, each as soon as backward has finished it.
+# The order in which buckets are launched: the same on all ranks.
 
 
 class InOrder:
-    """Calls `leave(bucket)` for the buckets 0, 1, 2, … of one backward pass, never out of turn.
+    """Calls `leave(bucket)` for the buckets 0, 1, 2, … of one backward pass, in this order.
 
-    `bucket_of` says in which bucket each parameter lies. The last `held_back` buckets leave with
-    `finish` only.
+    `bucket_of` is the bucket of each parameter. The last `held_back` buckets leave only with
+    `finish`.
     """
 
     def __init__(
@@ -118,14 +117,14 @@ class InOrder:
         self._pending: list[int] = []
         self._finished: set[int] = set()
         self._is_open = False
-        self._left = 0
+        self._launched = 0
 
     def begin(self) -> None:
-        """Nothing has left, and nothing may until it is `released`."""
-        self._is_open, self._left = False, 0
+        """Begin a step; no bucket leaves before `release`."""
+        self._is_open, self._launched = False, 0
 
     def release(self) -> None:
-        """A bucket may leave once the next backward pass has finished it."""
+        """Let buckets leave as soon as the next backward pass has finished them."""
         self._is_open, self._pending = True, list(self._members)
         self._finished.clear()
 
@@ -142,18 +141,18 @@ class InOrder:
             )
         self._finished.add(position)
         self._pending[self._bucket_of[position]] -= 1
-        while self._left < self._may_leave and self._pending[self._left] == 0:
-            self._let_leave()
+        while self._launched < self._may_leave and self._pending[self._launched] == 0:
+            self._launch_next()
 
     def finish(self) -> None:
-        """Let the rest leave."""
-        while self._left < self._buckets:
-            self._let_leave()
+        """Let the remaining buckets leave."""
+        while self._launched < self._buckets:
+            self._launch_next()
         self._is_open = False
 
-    def _let_leave(self) -> None:
-        self._leave(self._left)
-        self._left += 1
+    def _launch_next(self) -> None:
+        self._leave(self._launched)
+        self._launched += 1
 
 
 ALIGNED_BYTES = 128
@@ -162,7 +161,7 @@ ALIGNED_BYTES = 128
 class Buckets:
     """The buckets of one model on one rank. A step calls `begin`, `release` and `finish`.
 
-    Who says that it `moves` calls `gradient_finished` in every backward pass of a step.
+    With `moves` the caller calls `gradient_finished` in every backward pass of a step.
     """
 
     def __init__(
@@ -188,7 +187,7 @@ class Buckets:
             size = sum(sizes)
             flat = reducer.room(size + extra, reals(parameters[positions[0]].detach()))
             parts = flat[:size].split(sizes)
-            views, kept = {}, 0
+            views, end = {}, 0
             for position, part in zip(positions, parts, strict=True):
                 parameter = parameters[position]
                 view = views[names[position]] = _laid_out_as(parameter, part)
@@ -197,9 +196,9 @@ class Buckets:
                 if moves and parameter.nbytes >= MOVED_BYTES:
                     moved[position] = parameter, view
                     start = part.storage_offset() - flat.storage_offset()
-                    self._zeroed.append(flat[kept:start])
-                    kept = start + parameter.nbytes // flat.element_size()
-            self._zeroed.append(flat[kept:])
+                    self._zeroed.append(flat[end:start])
+                    end = start + parameter.nbytes // flat.element_size()
+            self._zeroed.append(flat[end:])
             self.buckets.append(Bucket(flat, flat[:size], views))
         self.tally = self.buckets[-1].flat[size : size + tally_size]
         self._zeroed = [part for part in self._zeroed if part.numel()]
@@ -210,16 +209,16 @@ class Buckets:
 
     @property
     def flats(self) -> list[Tensor]:
-        """What is sent, message by message."""
+        """The messages: one flat tensor for each bucket."""
         return [bucket.flat for bucket in self.buckets]
 
     @property
     def gradients(self) -> list[Tensor]:
-        """The gradients of each bucket, without what rides on it."""
+        """The gradients of each bucket, without the tally."""
         return [bucket.gradients for bucket in self.buckets]
 
     def begin(self) -> None:
-        """All gradients and the tally are zero, or yet to be made."""
+        """Set the tally and all gradients to zero; moved ones are made by backward."""
         if self._zeroed:
             torch._foreach_zero_(self._zeroed)
         for parameter, view in self._views:
@@ -228,14 +227,14 @@ class Buckets:
         self._order.begin()
 
     def add_leaf(self, shards: range) -> None:
-        """Take in a leaf that is not the last; gradients and tally are zero again."""
+        """Add a leaf that is not the last; gradients and tally are zero again."""
         self._moved.settle()
         for bucket in range(len(self.buckets)):
             self.reducer.launch(bucket, (shards.start, shards.stop), last=False)
         self._moved.begin()
 
     def release(self, shards: range) -> None:
-        """The next backward pass is the last: a bucket may leave once it is finished."""
+        """The next backward pass is the last: buckets may leave as soon as they are finished."""
         self._leave.shards = shards
         self._order.release()
 
@@ -245,12 +244,12 @@ class Buckets:
         self._order.finished(position)
 
     def finish(self, shards: range) -> None:
-        """Let the rest leave and wait: gradients and tally are the sums over all ranks."""
+        """Launch the remaining buckets and wait: all hold the sums over all ranks."""
         self.leave(shards)
         self.reducer.finish()
 
     def leave(self, shards: range) -> None:
-        """Let the rest leave."""
+        """Launch the remaining buckets."""
         self._moved.settle()
         self._leave.shards = shards
         self._order.finish()
@@ -260,9 +259,9 @@ class Buckets:
 
 
 class _Leave:
-    """Gives a bucket to the reducer with the last of this rank's `shards`.
+    """Launches a bucket with the last of this rank's `shards`.
 
-    It does not know the buckets: when others are laid out their memory goes at once.
+    It holds no reference to the buckets, so that their memory is freed with them.
     """
 
     def __init__(self, reducer: Reducer) -> None:
@@ -273,7 +272,7 @@ class _Leave:
 
 
 def _room_for(parameter: Tensor) -> int:
-    """How many real numbers a gradient takes up in its bucket."""
+    """The size of a gradient in its bucket, in real numbers."""
     item = reals(parameter.detach()).element_size()
     return -(-parameter.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES // item
 
@@ -296,10 +295,10 @@ def grouped(parameters: list[nn.Parameter], bucket_bytes: int) -> list[list[int]
     filled, kind = 0, torch.float32
     for position in reversed(range(len(parameters))):
         parameter = parameters[position]
-        own = real_type(parameter.dtype)
-        if not groups or filled + parameter.nbytes > bucket_bytes or own != kind:
+        dtype = real_type(parameter.dtype)
+        if not groups or filled + parameter.nbytes > bucket_bytes or dtype != kind:
             groups.append([])
-            filled, kind = 0, own
+            filled, kind = 0, dtype
         groups[-1].append(position)
         filled += parameter.nbytes
     return groups

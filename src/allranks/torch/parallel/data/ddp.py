@@ -1,10 +1,10 @@
-"""Data parallelism with buckets: gradients leave while backward is still going on.
+"""Data parallelism with buckets: the sum of gradients overlaps with backward.
 
-Gradients live in a few flat buckets, in the order in which backward finishes them. As soon as the
-last backward pass of a step has filled a bucket, its sum over all ranks is under way; the tally
-rides on the bucket that leaves last. Li et al. 2020, PyTorch Distributed, arXiv 2006.15704. How a
-bucket is summed is the reducer's: `reduce=tree` for equal bits, `bf16` or `fp16` for half the
-bytes, or an algorithm made of messages, as `ring`.
+Gradients are views of a few flat buckets, in the order in which backward finishes them. As soon as
+the last backward pass of a step has filled a bucket, its sum over all ranks begins. The tally is
+sent with the last bucket. Li et al. 2020, PyTorch Distributed, arXiv 2006.15704. The reducer sums
+buckets: `reduce=tree` gives equal bits on any ranks, `bf16` or `fp16` send half the bytes, and
+others, as `ring`, are algorithms of point-to-point messages.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ class DDP(Strategy):
     def shard_alone(self) -> bool:
         return self.reduced_by.name == "tree"
 
-    def _made_reducer(self) -> Reducer:
+    def _build_reducer(self) -> Reducer:
         kind = load(REDUCERS[self.reduced_by.name])
         reducer: Reducer = kind(self.comm, self.task.shards, **self.reduced_by.options)
         return reducer
 
     def prepare(self) -> None:
-        self.reducer = self._made_reducer()
-        self.can_run_ahead = type(self.reducer).state is Reducer.state  # it keeps no residuals
+        self.reducer = self._build_reducer()
+        self.can_run_ahead = type(self.reducer).state is Reducer.state  # without residuals
         self._not_sent: dict[str, Any] | None = None
 
-    def _made_buckets(self, tally_size: int, reducer: Reducer, *, moves: bool) -> Buckets:
+    def _build_buckets(self, tally_size: int, reducer: Reducer, *, moves: bool) -> Buckets:
         return Buckets(
             self.step.names,
             self.step.parameters,
@@ -69,7 +69,7 @@ class DDP(Strategy):
     def lay_out(self) -> None:
         if self._not_sent is None and self.reducer.buckets:
             self._not_sent = self.reducer.state()
-        self.buckets = self._made_buckets(self.step.layout.size, self.reducer, moves=True)
+        self.buckets = self._build_buckets(self.step.layout.size, self.reducer, moves=True)
         self.reducer.load_state(self._not_sent or {})
         self._not_sent = None
         self.tally = self.step.layout.tally(self.buckets.tally)
@@ -77,16 +77,16 @@ class DDP(Strategy):
 
     def sum_apart(self, leaves: list[tuple[Span, Tensor]]) -> Tensor:
         self._not_sent = self.reducer.state()
-        return self.reducer.sum_apart(leaves)  # the buckets are laid out anew after this
+        return self.reducer.sum_apart(leaves)  # the caller lays out the buckets again
 
     def own_state(self) -> dict[str, Any]:
         state = self.reducer.state()
         return {"reducer": {"name": self.reduced_by.name, "state": state}} if state else {}
 
     def load_own_state(self, state: dict[str, Any]) -> None:
-        kept = state.get("reducer", {})
-        if kept.get("name") == self.reduced_by.name:  # no residuals of another one
-            self.reducer.load_state(kept["state"])
+        saved = state.get("reducer", {})
+        if saved.get("name") == self.reduced_by.name:  # not residuals of another reducer
+            self.reducer.load_state(saved["state"])
 
     def messages(self) -> tuple[int, ...]:
         return tuple(flat.nbytes for flat in self.buckets.flats)
@@ -121,7 +121,7 @@ class DDP(Strategy):
 
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
         self.buckets.finish(batch.leaves[-1].shards)
-        # by shards the norm too is the same, to the bit, on any ranks: not that of buckets
+        # by shards the norm must be equal to the bit on any ranks: not the norm of buckets
         flats = [] if self.shard_alone else self.buckets.gradients
         return local, Gradients(self.step.parameters, flats, exact=self.shard_alone)
 
@@ -132,10 +132,10 @@ class DDP(Strategy):
 
 
 class LateDDP(DDP):
-    """`late=1`: a step applies the gradient of the step before, whose sum was under way until then.
-    The first ones, of `after`, apply their own.
+    """`late=1`: a step applies the gradient of the step before, which was summed meanwhile.
+    The first `after` steps apply their own.
 
-    Only the tally is waited for in a step, summed along the tree where gradients are.
+    A step waits only for the tally, which is summed along the tree if gradients are.
     """
 
     late: Late
@@ -147,7 +147,7 @@ class LateDDP(DDP):
     def lay_out(self) -> None:
         before = self.late.state() if hasattr(self, "late") else {}
         self.late = Late(
-            lambda: self._made_buckets(0, self._made_reducer(), moves=False),
+            lambda: self._build_buckets(0, self._build_reducer(), moves=False),
             self.step.names,
             self.step.parameters,
             self.context.options["late"].options["after"],
@@ -196,7 +196,7 @@ class LateDDP(DDP):
         return {}
 
     def load_own_state(self, state: dict[str, Any]) -> None:
-        """There is nothing of this rank alone."""
+        """There is no state of this rank alone."""
 
     def state(self) -> dict[str, Any]:
         return {**super().state(), "late": self.late.state()}

@@ -1,7 +1,7 @@
-"""Data parallelism as it is defined: sum each gradient over all ranks, then step.
+"""Data parallelism by definition: sum each gradient over all ranks, then step.
 
-The specification of `ddp`: no bucket, no overlap, one message per parameter after backward is
-over. The tally rides on the last one.
+The specification of `ddp`: no buckets, no overlap, one message per parameter after backward. The
+tally is sent with the last one.
 """
 
 from __future__ import annotations

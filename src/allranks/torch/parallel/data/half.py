@@ -1,21 +1,20 @@
 """Sums with 16 bits of each gradient on the wire: half the bytes of `mean`, and less rounding.
 
-    1. every rank rounds its gradients to 16 bit, and gives chunk r of them to rank r
-    2. rank r adds what it was given in float32, in the order of the ranks, rounds the sum to
-       16 bit, and gives it to all
+    1. every rank rounds its gradients to 16 bits, and sends chunk r of them to rank r
+    2. rank r adds the chunks in float32, in rank order, rounds the sum to 16 bits, and sends it to
+       all ranks
 
-So a gradient is rounded twice, on any number of ranks, where an all-reduce of 16-bit numbers would
-round after every addition; all ranks end with the same bits, and a plain loop over the gradients
-of the ranks makes the same ones. float64 is rounded and added likewise. One rank alone sends
-nothing and rounds nothing.
+So a gradient is rounded twice, on any number of ranks. An all-reduce of 16-bit numbers would round
+after every addition. All ranks get the same bits, and a plain loop over the gradients of the ranks
+gives them too. float64 is rounded and added in the same way. A single rank sends nothing and rounds
+nothing.
 
-The tally (loss, weights, counts, moments of BatchNorm) is not rounded: a chunk of it, in its own
-type, rides at the head of every message, and is added in the order of the ranks too.
+The tally (loss, weights, counts, moments of BatchNorm) is not rounded. A chunk of it, in its own
+dtype, is at the head of every message, and is also added in rank order.
 
-bf16 has the range of float32 and 8 bits of precision. fp16 has 11, but what is above 65,504
-becomes infinite, on all ranks alike, and is caught as any bad step is: by the loss scale under
-`--precision fp16`, else by the guard; and what is below 6e-8 becomes 0. Gradients come here divided
-by the global batch.
+bf16 has the range of float32 and 8 bits of precision. fp16 has 11 bits. Values above 65,504 become
+infinite on all ranks, and are handled as any bad step: by the loss scale under `--precision fp16`,
+else by the guard. Values below 6e-8 become 0. Gradients are already divided by the global batch.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from allranks.torch.model.reals import reals
 from allranks.torch.parallel.data.buckets import ALIGNED_BYTES, grouped
 from allranks.torch.parallel.data.reducer import Bucket, Reducer
 
-WHOLE = 4  # 16-bit numbers: a row is whole 8 bytes, so that a tally of any type is aligned in it
+WHOLE = 4  # 16-bit numbers: rows are multiples of 8 bytes, so a tally of any dtype is aligned
 
 
 class Half(Reducer):
@@ -55,13 +54,13 @@ class Half(Reducer):
         ranks = self.comm.size
         self._exchanges.clear()
         for bucket in buckets:
-            own = bucket.gradients
-            tally = bucket.flat[own.numel() :]
-            given, received, total = (
-                _rows(count, ranks, own, tally, self.kind) for count in (ranks, ranks, 1)
+            gradients = bucket.gradients
+            tally = bucket.flat[gradients.numel() :]
+            outgoing, received, total = (
+                _rows(count, ranks, gradients, tally, self.kind) for count in (ranks, ranks, 1)
             )
-            matches = [*_matching(own, given.gradients), *_matching(tally, given.tally)]
-            self._exchanges.append(_HalfExchange(given, received, total, matches))
+            matches = [*_matching(gradients, outgoing.gradients), *_matching(tally, outgoing.tally)]
+            self._exchanges.append(_HalfExchange(outgoing, received, total, matches))
 
     def launch(self, bucket: int, leaf: Span, *, last: bool) -> None:
         assert last, "gradients of all shards add up in the bucket: one leaf per rank"
@@ -69,9 +68,9 @@ class Half(Reducer):
             return
         exchange = self._exchanges[bucket]
         exchange.round()
-        given, received = exchange.given.bytes, exchange.received.bytes
-        sizes = [given.shape[1]] * self.comm.size
-        exchange.pending = self.comm.all_to_all(received.view(-1), given.view(-1), sizes, sizes)
+        outgoing, received = exchange.outgoing.bytes, exchange.received.bytes
+        sizes = [outgoing.shape[1]] * self.comm.size
+        exchange.pending = self.comm.all_to_all(received.view(-1), outgoing.view(-1), sizes, sizes)
 
     def finish(self) -> None:
         if self.comm.size == 1:
@@ -79,11 +78,11 @@ class Half(Reducer):
         for exchange in self._exchanges:
             exchange.pending.wait()
             exchange.add()
-            sums, own = exchange.given.bytes, exchange.total.bytes
-            exchange.pending = self.comm.all_gather(sums.view(-1), own.view(-1))
+            sums, total = exchange.outgoing.bytes, exchange.total.bytes
+            exchange.pending = self.comm.all_gather(sums.view(-1), total.view(-1))
         for exchange in self._exchanges:
             exchange.pending.wait()
-            exchange.take()
+            exchange.unpack()
 
 
 class FP16(Half):
@@ -100,7 +99,7 @@ class BF16(Half):
 
 @dataclass(frozen=True)
 class _HalfRows:
-    """Messages, a row of bytes each: a part of the tally as it is, then gradients in 16 bit."""
+    """Messages, a row of bytes each: a part of the unrounded tally, then 16-bit gradients."""
 
     bytes: Tensor  # (row, bytes)
     tally: Tensor  # (row, part of the tally)
@@ -116,32 +115,32 @@ def _rows(count: int, ranks: int, gradients: Tensor, tally: Tensor, kind: torch.
 
 
 def _matching(values: Tensor, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Views of `values`, (n,), beside the views of `rows` that they fill one after another."""
+    """Pairs of views: parts of `values`, (n,), and the parts of `rows` that they fill in order."""
     if values.numel() == 0:
         return []
-    full, rest = divmod(values.numel(), rows.shape[1])
-    whole = values[: values.numel() - rest]
-    found = [(whole.view(full, -1), rows[:full])] if full else []
-    return [*found, (values[whole.numel() :], rows[full, :rest])] if rest else found
+    full, remainder = divmod(values.numel(), rows.shape[1])
+    whole = values[: values.numel() - remainder]
+    pairs = [(whole.view(full, -1), rows[:full])] if full else []
+    return [*pairs, (values[whole.numel() :], rows[full, :remainder])] if remainder else pairs
 
 
 @dataclass
 class _HalfExchange:
-    """One bucket on its way. `given` becomes the sums of all ranks once it has been sent."""
+    """One bucket in flight. `outgoing` is reused for the sums of all ranks after it was sent."""
 
-    given: _HalfRows
+    outgoing: _HalfRows
     received: _HalfRows
     total: _HalfRows
     matches: list[tuple[Tensor, Tensor]]
     pending: Pending = field(default_factory=Pending)
 
     def round(self) -> None:
-        """Lay the bucket into the rows that are given away."""
+        """Copy the bucket into the outgoing rows; this rounds the gradients."""
         for values, row in self.matches:
             row.copy_(values)
 
     def add(self) -> None:
-        """The sums of this rank's chunk over all ranks, in their order."""
+        """Sum this rank's chunk over all ranks, in rank order."""
         total = self.received.gradients[0].float()
         for gradients in self.received.gradients[1:]:
             total.add_(gradients)
@@ -150,27 +149,27 @@ class _HalfExchange:
         for part in self.received.tally[1:]:
             tally.add_(part)
 
-    def take(self) -> None:
-        """Lay the sums back into the bucket."""
+    def unpack(self) -> None:
+        """Copy the sums back into the bucket."""
         for values, row in self.matches:
             values.copy_(row)
 
 
 # --- packed --------------------------------------------------------------------------------------
-# Parameters packed rank by rank: what a reduce-scatter gives out, and an all-gather brings back.
+# Parameters packed by rank, for a reduce-scatter of gradients and an all-gather of weights.
 #
-# A packed bucket is (ranks, section): row r holds, one after another, the rows of each parameter
-# that rank r owns, cut along dimension 0 as torch.chunk does, each padded to the largest cut. So
-# one reduce-scatter of a bucket leaves every rank with its own rows of the summed gradients, and
-# one all-gather of updated rows makes the weights whole again. A large parameter whose rows are cut
-# evenly is a bucket of its own: its memory is laid out so already, and nothing is copied.
+# A packed bucket is (ranks, section). Row r holds the rows of each parameter that rank r owns, cut
+# along dimension 0 as torch.chunk does, each padded to the largest cut. So one reduce-scatter of a
+# bucket gives every rank its rows of the summed gradients, and one all-gather of updated rows
+# restores the full weights. A large parameter with evenly cut rows is a bucket of its own: its
+# memory has this layout already, and nothing is copied.
 # Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054.
 
 
 Pair = tuple[Tensor, Tensor]
-"""Where numbers go, and where they come from."""
-ALONE_BYTES = 2**20  # from here on a message costs more by its bytes than by its number
-PADDED_BYTES = 2**16  # up to here a processor copies an uneven tensor twice rather than as views
+"""The target and the source of a copy."""
+ALONE_BYTES = 2**20  # from here on the bytes of a message cost more than its latency
+PADDED_BYTES = 2**16  # up to here two copies of an uneven tensor are faster on a CPU than views
 
 
 def own_rows(tensor: Tensor, ranks: int, rank: int) -> Tensor:
@@ -184,7 +183,7 @@ def _memory_of(tensor: Tensor) -> Any:
 
 
 class OwnRows:
-    """The rows that `cut` gives a rank of each parameter: views, made once for the same memory."""
+    """This rank's rows of each parameter, by `cut`: views, made once for the same memory."""
 
     def __init__(self, parameters: list[nn.Parameter], cut: Callable[[Tensor], Tensor]) -> None:
         self.parameters, self.cut = parameters, cut
@@ -192,8 +191,8 @@ class OwnRows:
         self.rows: list[Tensor] = []
         self._memory: list[Any] = []
 
-    def find(self) -> bool:
-        """Look where the parameters lie; returns whether some lie elsewhere than the last time."""
+    def refresh(self) -> bool:
+        """Update the views; returns whether the memory of a parameter has changed."""
         pairs = zip(self.parameters, self._memory, strict=False)
         if self._memory and all(_memory_of(p) == known for p, known in pairs):
             return False
@@ -206,7 +205,7 @@ class OwnRows:
 def packed_buckets(
     parameters: list[nn.Parameter], bucket_bytes: int, ranks: int
 ) -> tuple[list[PackedBucket], list[int]]:
-    """Buckets in the order in which backward finishes them, and in which each parameter lies."""
+    """Buckets in the order in which backward finishes them, and the bucket of each parameter."""
     buckets: list[PackedBucket] = []
     bucket_of = [0] * len(parameters)
     for group in grouped(parameters, bucket_bytes):
@@ -228,7 +227,7 @@ def _is_cut_evenly(tensor: Tensor, ranks: int) -> bool:
 
 
 def _copy_all(pairs: Sequence[Pair]) -> None:
-    """In as few launches as a list takes, however many tensors there are."""
+    """Copy with as few kernel launches as a foreach needs."""
     some = [pair for pair in pairs if pair[0].numel()]
     if some:
         torch._foreach_copy_([to for to, _ in some], [source for _, source in some])
@@ -236,9 +235,9 @@ def _copy_all(pairs: Sequence[Pair]) -> None:
 
 @dataclass(frozen=True)
 class SectionPlace:
-    """Where a parameter of this shape stands in each section, in real numbers.
+    """The place of a parameter of this shape in each section, in real numbers.
 
-    The first `full` ranks have `chunk` rows of it each, and the next one `more`, which may be none.
+    The first `full` ranks have `chunk` rows of it each, and the next one has `more`, perhaps 0.
     """
 
     shape: tuple[int, ...]
@@ -250,16 +249,16 @@ class SectionPlace:
 
     @property
     def numbers(self) -> int:
-        """How many numbers of it the rank with the most rows has."""
+        """How many of its numbers the rank with the most rows has."""
         return self.chunk * self.strides[0]
 
     def rows(self, rank: int) -> tuple[int, ...]:
-        """The shape of what stands in the section of `rank`."""
+        """The shape of its part in the section of `rank`."""
         rows = max(0, min(self.chunk, self.shape[0] - rank * self.chunk))
         return rows, *self.shape[1:]
 
     def pairs(self, flat: Tensor, section: int, whole: Tensor) -> list[Pair]:
-        """What stands in all sections of so many numbers, with its rows in `whole`: at most two."""
+        """Pairs of its parts in sections of that size and its rows in `whole`: at most two."""
         end, at, pairs = self.full * self.chunk, flat.storage_offset() + self.start, []
         if self.full:
             shape = self.full, self.chunk, *self.shape[1:]
@@ -280,11 +279,11 @@ def _place(shape: tuple[int, ...], start: int, ranks: int) -> SectionPlace:
 
 
 class PackedBucket:
-    """Some parameters of one type, on so many `ranks`. All of them have rows.
+    """Some parameters of one dtype, on so many `ranks`. All of them have rows.
 
-    No call of Python is made for a rank: a parameter is one column of all sections, and what is
-    copied for all columns together is one launch each way. A processor copies large tensors that
-    are not cut evenly one by one, so as not to copy them twice.
+    There is no Python loop over ranks: a parameter is one column of all sections, and all columns
+    are copied by one kernel launch each way. A CPU copies large, unevenly cut tensors one by one,
+    so as not to copy them twice.
     """
 
     def __init__(self, parameters: list[nn.Parameter], ranks: int) -> None:
@@ -309,18 +308,18 @@ class PackedBucket:
         self.forget()
 
     def forget(self) -> None:
-        """Make the views of the parameters anew: their memory is another."""
+        """Drop the views of the parameters, whose memory has changed."""
         self._columns: list[Tensor | None] = []
-        self._owned: dict[int, list[Tensor]] = {}  # by rank, what its section is made of
+        self._owned: dict[int, list[Tensor]] = {}  # by rank, the pieces of its section
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the whole bucket, padding and all."""
+        """The bytes of the whole bucket, with padding."""
         return self.ranks * self.section * self.dtype.itemsize
 
     def packed(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        """A flat tensor that holds these, whose memory may be theirs; zeros for one that is not
-        there."""
+        """A flat tensor of these, which may share their memory; zeros for a tensor that is
+        `None`."""
         if self.is_alone and (only := tensors[0]) is not None and only.is_contiguous():
             return reals(only.detach()).view(-1)
         whole = [None if tensor is None else self._dense(tensor) for tensor in tensors]
@@ -330,7 +329,7 @@ class PackedBucket:
 
     @torch.no_grad()
     def packed_one_by_one(self, whole: Sequence[Tensor | None]) -> Tensor:
-        """The same of dense ones, of which none is copied twice."""
+        """The same for dense tensors, each copied once."""
         flat = torch.zeros(self.ranks * self.section, dtype=self.dtype, device=self.device)
         pairs: list[Pair] = []
         for place, tensor in zip(self.places, whole, strict=True):
@@ -341,12 +340,12 @@ class PackedBucket:
 
     @torch.no_grad()
     def packed_at_once(self, whole: Sequence[Tensor | None]) -> Tensor:
-        """The same of dense ones in one launch, which writes the padding too."""
+        """The same for dense tensors in one kernel launch, which also writes the padding."""
         flat = torch.empty(self.ranks * self.section, dtype=self.dtype, device=self.device)
         zeros = self._gaps(flat.new_zeros(self.ranks * self._largest_gap))
         pieces: list[Tensor] = []
         for place, tensor, gap in zip(self.places, whole, self._sizes[1::2], strict=True):
-            if place.numbers:  # a device reads memory as it lies, whatever the strides
+            if place.numbers:  # a device copies memory linearly, whatever the strides
                 there = flat.new_zeros(place.shape) if tensor is None else tensor.contiguous()
                 pieces.append(there)
             if gap:
@@ -356,15 +355,15 @@ class PackedBucket:
         return flat
 
     def room(self) -> Tensor:
-        """A flat tensor for the sections of all ranks, to be `unpack`ed."""
+        """An empty flat tensor for the sections of all ranks, for `unpack`."""
         if self.is_alone:
             return reals(self.parameters[0].detach()).view(-1)
         return torch.empty(self.ranks * self.section, dtype=self.dtype, device=self.device)
 
     @torch.no_grad()
     def unpack(self, flat: Tensor) -> None:
-        """Write rows that stand in `flat`, as `packed` puts them, into the parameters, all
-        whole."""
+        """Copy the rows in `flat`, laid out as by `packed`, into the full
+        parameters."""
         if self.is_alone:
             return
         if self._is_small or is_accelerator(self.device):
@@ -374,7 +373,7 @@ class PackedBucket:
 
     @torch.no_grad()
     def unpack_one_by_one(self, flat: Tensor) -> None:
-        """The same, in which none is copied twice."""
+        """The same, each copied once."""
         pairs: list[Pair] = []
         for place, whole in zip(self.places, self._whole(), strict=True):
             pairs += place.pairs(flat, self.section, whole)
@@ -382,7 +381,7 @@ class PackedBucket:
 
     @torch.no_grad()
     def unpack_at_once(self, flat: Tensor) -> None:
-        """The same in one launch, and some for parameters that are not cut evenly."""
+        """The same in one kernel launch, and some more for unevenly cut parameters."""
         self._columns = self._columns or [
             self._column(*pair) for pair in zip(self.places, self._whole(), strict=True)
         ]
@@ -390,7 +389,7 @@ class PackedBucket:
         sizes: list[int] = []
         columns: list[Tensor] = []
         alike: list[Pair] = []
-        turned: list[Pair] = []
+        permuted: list[Pair] = []
         gaps = self._sizes[1::2]
         for at, (place, column, gap) in enumerate(
             zip(self.places, self._columns, gaps, strict=True)
@@ -399,7 +398,7 @@ class PackedBucket:
                 whole = reals(self.parameters[at].detach())
                 column = flat.new_empty(self.ranks, place.numbers)
                 rows = column.view(-1)[: whole.numel()].view(place.shape)
-                (alike if whole.is_contiguous() else turned).append((whole, rows))
+                (alike if whole.is_contiguous() else permuted).append((whole, rows))
             sizes.append(place.numbers)
             columns.append(column)
             if gap:
@@ -408,17 +407,17 @@ class PackedBucket:
         sections = flat.view(self.ranks, self.section)
         torch.split_with_sizes_copy(sections, sizes, dim=1, out=columns)
         _copy_all(alike)
-        _copy_all(turned)
+        _copy_all(permuted)
 
     def _column(self, place: SectionPlace, whole: Tensor) -> Tensor | None:
-        """The memory of a parameter as a column of all sections, if it is laid out so."""
+        """The memory of a parameter as a column of all sections, if its layout allows."""
         if whole.is_contiguous() and whole.numel() == self.ranks * place.numbers:
             return whole.view(self.ranks, place.numbers)
         return None
 
     @torch.no_grad()
     def section_of(self, rank: int) -> Tensor:
-        """A section that holds the rows of `rank` of the parameters, all whole."""
+        """A section with the rows of `rank` of the full parameters."""
         if self.is_alone:
             return own_rows(self.room().view(self.ranks, -1), self.ranks, rank).view(-1)
         if rank not in self._owned:
@@ -429,20 +428,20 @@ class PackedBucket:
         return section
 
     def _pieces_of(self, rank: int) -> list[Tensor]:
-        """What stands one after another in the section of `rank`: own rows, and gaps of zeros."""
+        """The pieces of the section of `rank`, in order: its rows, and zeros as padding."""
         pieces: list[Tensor] = []
         room = self._sizes[::2], self._sizes[1::2]
         most = max(numbers + gap for numbers, gap in zip(*room, strict=True))
         zeros = torch.zeros(most, dtype=self.dtype, device=self.device)
         for whole, numbers, gap in zip(self._whole(), *room, strict=True):
-            own = own_rows(whole, self.ranks, rank)
-            pieces.append(own.view(-1) if own.is_contiguous() else own)
-            if padding := numbers + gap - own.numel():
+            rows = own_rows(whole, self.ranks, rank)
+            pieces.append(rows.view(-1) if rows.is_contiguous() else rows)
+            if padding := numbers + gap - rows.numel():
                 pieces.append(zeros[:padding])
         return pieces
 
     def parts(self, section: Tensor, rank: int) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Each parameter with what the section of `rank` holds for it: a view."""
+        """Each parameter with a view of its part in the section of `rank`."""
         if rank not in self._rows:
             self._rows[rank] = [place.rows(rank) for place in self.places]
         start = section.storage_offset()
@@ -452,7 +451,7 @@ class PackedBucket:
             yield parameter, torch.view_as_complex(part) if is_complex else part
 
     def _gaps(self, memory: Tensor) -> dict[int, Tensor]:
-        """By their width, what stands in the gaps of all sections: parts of one `memory`."""
+        """By width, views of `memory` for the gaps of all sections."""
         widths = {*self._sizes[1::2]}
         return {n: memory[: self.ranks * n].view(self.ranks, n) for n in widths}
 
@@ -461,7 +460,7 @@ class PackedBucket:
         return (reals(parameter.detach()) for parameter in self.parameters)
 
     def _dense(self, tensor: Tensor) -> Tensor:
-        """A gradient as real numbers of the type of the bucket."""
+        """A gradient as dense real numbers of the dtype of the bucket."""
         if tensor.dtype is self.dtype and not tensor.is_sparse:
             return tensor
         real = reals(tensor.to_dense() if tensor.is_sparse else tensor.detach())

@@ -1,14 +1,14 @@
-"""Gradients one step late: while a step computes, the sum of the step before is under way.
+"""Gradients one step late: while a step computes, the gradient of the step before is summed.
 
     step n:  g_n = gradient of batch n at w_n      w_{n+1} = update(w_n, G_{n-1})
-             G_n = mean of g_n over the batch, with its regularizer; it is there in step n+1
+             G_n = mean of g_n over the batch, with its regularizer; available in step n+1
 
 Step 0 has no G and updates nothing. With `after=k` steps 0 to k - 1 apply their own G, and step k
-updates nothing: a model that changes fast suffers most from old gradients. Clipping, rates and what
-the optimizer keeps are those of the step that applies G. The last G of a training is applied by
-nobody: it stays in the checkpoint, and a resumed training begins with it. Deferred gradients, as in
-tf_cnn_benchmarks' `relaxed` consistency. Two sets of buckets take turns. The tally is never late:
-it is a message of its own.
+updates nothing: stale gradients hurt most while a model changes fast. Clipping, learning rates and
+optimizer state belong to the step that applies G. The last G of a training is never applied: it
+stays in the checkpoint, and a resumed training begins with it. tf_cnn_benchmarks calls this
+`relaxed` consistency. Two sets of buckets alternate. The tally is never late: it is a message of
+its own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from allranks.torch.step.gradients import Gradients
 
 @dataclass
 class PendingGradient:
-    """A gradient that has left, and what is done with it once its sum is there."""
+    """A gradient whose sum is in flight, and what is applied to the sum."""
 
     buckets: Buckets
     step: int
@@ -37,7 +37,7 @@ class PendingGradient:
     whole: dict[str, Tensor] | None = None
 
     def wait(self, names: list[str]) -> dict[str, Tensor]:
-        """The gradient by the names of the parameters that it has one for."""
+        """Wait for the sum; returns the gradients by parameter name."""
         if self.whole is None:
             self.buckets.reducer.finish()
             for flat in self.buckets.gradients:
@@ -47,20 +47,20 @@ class PendingGradient:
 
     def _put_together(self, names: list[str]) -> dict[str, Tensor]:
         views = views_of(self.buckets)
-        found = {name: views[name] for i, name in enumerate(names) if i not in self.unused}
+        gradients = {name: views[name] for i, name in enumerate(names) if i not in self.unused}
         for name, added in zip(names, self.regularizer, strict=False):
             if added is not None:
-                found[name] = found[name].add_(added) if name in found else added
-        return found
+                gradients[name] = gradients[name].add_(added) if name in gradients else added
+        return gradients
 
 
 def views_of(buckets: Buckets) -> dict[str, Tensor]:
-    """Where each gradient lies, by the name of its parameter."""
+    """The view of each gradient, by the name of its parameter."""
     return {name: view for bucket in buckets.buckets for name, view in bucket.views.items()}
 
 
 class Late:
-    """The two sets of buckets of one model on one rank, and the gradient that is on its way."""
+    """The two sets of buckets of one model on one rank, and the gradient in flight."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Late:
         self.on_its_way: PendingGradient | None = None
 
     def swap(self, leaving: PendingGradient, shards: range) -> PendingGradient | None:
-        """Let the gradient of this step leave; the one that it is to apply is returned."""
+        """Launch the gradient of this step; returns the gradient that this step applies."""
         came = self.on_its_way
         self.wait()
         self.filling.leave(shards)
@@ -89,12 +89,12 @@ class Late:
         return came
 
     def drop(self, shards: range) -> None:
-        """It was no step: the sum of what there is, which is nothing, is left to nobody."""
+        """The step was no step: sum its empty gradients, and drop them."""
         self.wait()
         self.filling.finish(shards)
 
     def wait(self) -> None:
-        """Return once nothing is under way."""
+        """Wait for the gradient in flight."""
         if self.on_its_way is not None:
             self.on_its_way.wait(self.names)
 
@@ -107,7 +107,7 @@ class Late:
         return {"step": self.on_its_way.step, "gradient": gradient}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take up what `state` returned."""
+        """Load what `state` returned."""
         self.wait()
         self.on_its_way = None
         if state:
@@ -119,7 +119,7 @@ class Late:
 
 
 class LateGradients(Gradients):
-    """Takes in what is done to the gradient of this step, and then is that of the step before."""
+    """Records what is done to the gradient of this step; then becomes the one to apply."""
 
     def __init__(self, late: Late, step: int, shards: range) -> None:
         super().__init__(late.parameters, exact=late.exact)
@@ -133,19 +133,19 @@ class LateGradients(Gradients):
         raise changed_while_late()
 
     def add(self, value: Tensor) -> None:
-        own = [parameter.grad for parameter in self.parameters]
+        grads = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
         value.backward()
         self._leaving.regularizer = [parameter.grad for parameter in self.parameters]
-        for parameter, gradient in zip(self.parameters, own, strict=True):
+        for parameter, gradient in zip(self.parameters, grads, strict=True):
             parameter.grad = gradient
 
     def scale_(self, factor: float | Tensor) -> None:
         self._leaving.factor *= factor
 
     def norm(self, *, clips: bool, left_out: bool) -> float:
-        """Let the gradient of this step leave; from here on, be the one that has come."""
+        """Launch the gradient of this step; from here on `.grad` is the one to apply."""
         came = self.late.swap(self._leaving, self.shards)
         gradients = {} if came is None else came.wait(self.late.names)
         for name, parameter in zip(self.late.names, self.parameters, strict=True):
@@ -163,7 +163,7 @@ class LateGradients(Gradients):
 
 
 def changed_while_late() -> RequestError:
-    """What to say where other parameters are trained than those of the gradient on its way."""
+    """The error for parameters that differ from those of the gradient in flight."""
     return RequestError(
         asked="ddp:late=1 with parameters that are unfrozen or added in mid-training",
         found="other parameters than the gradient on its way is of",

@@ -1,9 +1,9 @@
-"""Sums made of messages between two ranks: ring, halving-doubling, trees and others.
+"""All-reduces made of point-to-point messages: ring, halving-doubling, trees and others.
 
-What a collective of the backend does inside, made of sends and receives, so that algorithms can be
-compared: `strategies.reductions.schedules` says who sends what. A message of the step is cut into
-`pieces`, which go their ways one behind another: while one is added up, the next is on its way. The
-first turn of each leaves during backward, the others with `finish`.
+They do with sends and receives what a collective does inside a backend, so that algorithms can be
+compared. `strategies.reductions.schedules` defines the messages. A bucket is cut into `pieces`,
+which are pipelined: while one is added, the next is in flight. The first turn of each piece runs
+during backward, the others in `finish`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from allranks.torch.parallel.data.reducer import Reducer
 
 
 class PointToPoint(Reducer):
-    """Sums after the schedule of its name. Sends what the card of `ddp` says for it.
+    """Sums by the schedule of its name. Sends what the card of `ddp` says for it.
 
-    All ranks make the turns of all pieces in the same order, and wait for the messages of a turn
-    only once they have sent their own of it: none waits for a message that waits for it.
+    All ranks make the turns of all pieces in the same order, and send their own messages of a turn
+    before they wait for others, so there is no deadlock.
     """
 
     name: ClassVar[str]
@@ -61,13 +61,13 @@ class PointToPoint(Reducer):
 
 
 class Ring(PointToPoint):
-    """Chunks go round a ring of all ranks, twice."""
+    """Chunks go round a ring of all ranks twice."""
 
     name = "ring"
 
 
 class HalvingDoubling(PointToPoint):
-    """Halves, quarters, … go to partners that are half as far away each time, and come back."""
+    """Halves, quarters, … go to partners at half the distance each time, and come back."""
 
     name = "halving-doubling"
 
@@ -92,7 +92,7 @@ class Hierarchical(PointToPoint):
 
 @dataclass
 class _Piece:
-    """A part of a bucket on its way; `came` is what the turn under way brings to be added."""
+    """A part of a bucket in flight; `came` are (target, received) pairs of the current turn."""
 
     comm: Comm
     flat: Tensor
@@ -114,7 +114,7 @@ class _Piece:
         self.pending = self.comm.exchange(sends, places, self.first_tag + number)
 
     def end(self) -> None:
-        """Wait for them, and add what is to be added, in the order of the turn."""
+        """Wait for the messages, and add what came, in the order of the turn."""
         for pending in self.pending:
             pending.wait()
         for place, new in self.came:

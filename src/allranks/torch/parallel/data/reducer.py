@@ -1,7 +1,7 @@
-"""What every reducer is: it sums one bucket at a time over all ranks, and may do so in the back.
+"""The base of reducers: each sums buckets over all ranks, perhaps in the background.
 
-A step gives each bucket to the reducer leaf by leaf; with the last leaf its exchange may begin; at
-the end the bucket holds the sum over all leaves of all ranks, the same on every rank.
+A step launches each bucket leaf by leaf. With the last leaf its exchange may begin. At the end the
+bucket holds the sum over all leaves of all ranks, the same on every rank.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from allranks.torch.model.reals import reals
 
 @dataclass(frozen=True)
 class Bucket:
-    """What is summed in one message: a flat tensor, which begins with the gradients of parameters.
+    """A flat tensor that is summed in one message; it begins with the gradients of parameters.
 
-    `views` are these gradients in the shape of their parameters, by name. What follows them in
-    `flat` is the tally: numbers that must never be rounded.
+    `views` are these gradients in the shape of their parameters, by name. After them, `flat` holds
+    the tally: numbers that must never be rounded.
     """
 
     flat: Tensor
@@ -35,7 +35,7 @@ class Bucket:
 
 
 class Reducer(ABC):
-    """Sums buckets over the ranks of `comm`. Buckets are told apart by their index."""
+    """Sums buckets over the ranks of `comm`. Buckets are identified by their index."""
 
     def __init__(self, comm: Comm, shards: int) -> None:
         self.comm, self.shards = comm, shards
@@ -47,18 +47,18 @@ class Reducer(ABC):
         return 1
 
     def room(self, count: int, like: Tensor) -> Tensor:
-        """Zeros for the `flat` of a bucket that has to hold so many; every rank calls this."""
+        """Zeros for the `flat` of a bucket of `count` numbers; every rank calls this."""
         return like.new_zeros(-(-count // self.multiple) * self.multiple, requires_grad=False)
 
     def prepare(self, buckets: Sequence[Bucket]) -> None:
-        """Learn the buckets, whenever they change; what was not sent yet is loaded after it."""
+        """Set the buckets; called when they change, and before residuals are loaded."""
         self.buckets = buckets
 
     @abstractmethod
     def launch(self, bucket: int, leaf: Span, *, last: bool) -> None:
-        """Take in a leaf of this rank, in the same order of buckets on all ranks.
+        """Add a leaf of this rank; all ranks use the same order of buckets.
 
-        With the `last` the exchange begins; after any other one the bucket is zero again.
+        With the `last` leaf the exchange begins; after any other the bucket is zero again.
         """
 
     @abstractmethod
@@ -66,9 +66,9 @@ class Reducer(ABC):
         """Wait until every bucket holds its sum over all ranks."""
 
     def sum_apart(self, leaves: Sequence[tuple[Span, Tensor]]) -> Tensor:
-        """The sum of flat tensors, one for each leaf of this rank, in the order of every sum.
+        """Sum flat tensors, one for each leaf of this rank, in the order of this reducer.
 
-        Every rank calls this, between the sums of two steps. The buckets are to be prepared again.
+        Every rank calls this between two steps, and calls `prepare` again afterwards.
         """
         size = leaves[0][1].numel()
         flat = self.room(size, leaves[0][1])
@@ -80,20 +80,20 @@ class Reducer(ABC):
         return flat[:size]
 
     def state(self) -> dict[str, Any]:
-        """What the next steps depend on, of this rank alone: residuals that were not sent yet."""
+        """The state of this rank that the next steps depend on: residuals."""
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take up what `state` returned, perhaps of other parameters: of those that are there.
+        """Load what `state` returned, for those parameters that are still there.
 
-        Of `{}` nothing.
+        `{}` loads nothing.
         """
 
 
 # --- mean ----------------------------------------------------------------------------------------
-# The plain sum of an all-reduce; with the division that the engine has done before, the mean.
+# The plain sum of an all-reduce. The engine has divided before, so it is the mean.
 #
-# The order of additions is the collective's own and follows the number of ranks: equal to one
+# The collective chooses the order of additions, which depends on the number of ranks: equal to one
 # process up to rounding.
 
 
@@ -119,36 +119,35 @@ class Mean(Reducer):
 
 
 # --- exact norm ----------------------------------------------------------------------------------
-# The norm of a gradient, to the last bit the same whoever holds which part of it.
+# The norm of a gradient, the same to the last bit however it is cut over ranks.
 #
-# A sum of floating-point numbers follows their order, and the order follows how tensors are cut.
-# Here each square is split at fixed powers of two into three numbers, and each of those is a
-# multiple of a unit that is coarse enough for all of them to add up without rounding: a sum that no
-# order changes. Demmel and Nguyen 2015, Parallel Reproducible Summation, IEEE Transactions on
-# Computers 64(7).
+# A sum of floating-point numbers depends on their order, and the order depends on how tensors are
+# cut. Here each square is split at fixed powers of two into three numbers. Each is a multiple of a
+# unit that is coarse enough to add all of them without rounding, so the order does not matter.
+# Demmel and Nguyen 2015, Parallel Reproducible Summation, IEEE Transactions on Computers 64(7).
 
 
 SPLITS = 3
-MANTISSA = 52  # bits of a float64, of which those of the count of elements are kept free
+MANTISSA = 52  # bits of a float64; the bits of the count of elements stay free
 BLOCK = 1 << 16  # elements that are split at once, while they are in the cache
 
 Everywhere = Callable[[Tensor], Tensor]
-"""The row that each rank gives, (ranks, row); every rank calls it alike."""
+"""Gathers the row of each rank, (ranks, row); every rank calls it."""
 
 
 def exact_norm(tensors: Sequence[Tensor], everywhere: Everywhere = lambda row: row[None]) -> float:
-    """The 2-norm of all `tensors` of all ranks, of which each holds a part of its own.
+    """The 2-norm of all `tensors` of all ranks, each of which holds a different part.
 
-    Not finite exactly if one of the elements is not. With `everywhere` it communicates twice, five
+    It is not finite if and only if an element is not. With `everywhere` it communicates twice, five
     numbers from each rank in all.
     """
     flats = [reals(tensor.detach()).reshape(-1) for tensor in tensors if tensor.numel()]
     device = tensors[0].device if tensors else torch.device("cpu")
     count = sum(flat.numel() for flat in flats)
-    own = torch.tensor([0.0, count], dtype=torch.float64, device=device)
+    local = torch.tensor([0.0, count], dtype=torch.float64, device=device)
     if flats:
-        own[0] = torch.stack([flat.abs().amax().double() for flat in flats]).amax()
-    rows = everywhere(own)
+        local[0] = torch.stack([flat.abs().amax().double() for flat in flats]).amax()
+    rows = everywhere(local)
     largest, count = float(rows[:, 0].amax()), int(rows[:, 1].sum())
     if largest == 0 or not math.isfinite(largest):
         return largest
@@ -162,17 +161,17 @@ def exact_norm(tensors: Sequence[Tensor], everywhere: Everywhere = lambda row: r
 
 
 def _split_sums(values: Tensor, bits: int) -> Tensor:
-    """The sums of the squares of `values`, all below 1, split at units; none of them is rounded.
+    """The sums of the squares of `values`, all below 1, split at units, without rounding.
 
-    `bits` is how many the count of all elements has.
+    `bits` is the number of bits of the count of all elements.
     """
-    rest = values.square_()
+    remainder = values.square_()
     sums = []
     power = bits - MANTISSA
     for _ in range(SPLITS):
         shift = 1.5 * 2.0 ** (MANTISSA + power)  # what is added to it is rounded to 2 ** power
-        high = rest.add(shift).sub_(shift)
-        rest = rest.sub_(high)
+        high = remainder.add(shift).sub_(shift)
+        remainder = remainder.sub_(high)
         sums.append(high.sum())
         power += bits - MANTISSA - 1
     return torch.stack(sums)

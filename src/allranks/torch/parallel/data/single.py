@@ -1,7 +1,7 @@
-"""One process does the whole global batch: what every other strategy must equal.
+"""One process trains on the whole global batch: the reference for every other strategy.
 
-With `--bitwise` each shard goes through the model alone, and shard gradients are added along the
-fixed tree, exactly as the ranks of `ddp:reduce=tree` add them together.
+With `--bitwise` each shard is a pass of its own, and shard gradients are added along the fixed
+tree, exactly as the ranks of `ddp:reduce=tree` add them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from allranks.torch.strategies.base import Strategy
 
 
 class Single(Strategy):
-    """Forward, backward, update. Nothing is sent."""
+    """Forward, backward, update. Sends nothing."""
 
     name = "single"
     can_run_ahead = True

@@ -1,13 +1,13 @@
-"""Sums along one fixed binary tree over all shards, whoever owns them: equal bits on any ranks.
+"""Sums along one fixed binary tree over all shards: equal bits on any number of ranks.
 
-Inside a rank, shard gradients are added as soon as both children of a node are there. The ranks
-finish the tree from the roots of the complete subtrees that they hold, in one of three ways:
+Inside a rank, shard gradients are added as soon as both children of a node are complete. The ranks
+finish the tree from the roots of their complete subtrees, in one of three ways:
 
-* in place, where ranks share memory: each adds up its chunk of all roots and writes it to all;
-* in pairs, where ranks are siblings in the tree and the bucket is small: round k sums over two
-  ranks, 2^k apart, and log2(N) rounds are all there is to wait for;
-* in chunks otherwise: an all-to-all gives chunk r of every root of every rank to rank r, which
-  finishes the tree for its chunk, and an all-gather brings the sums together.
+* in place, if ranks share memory: each adds its chunk of all roots and writes it to all ranks;
+* in pairs, if ranks are siblings in the tree and the bucket is small: round k sums over two ranks
+  at distance 2^k, so there are log2(N) rounds;
+* in chunks otherwise: an all-to-all sends chunk r of every root of every rank to rank r, which
+  finishes the tree for its chunk; an all-gather distributes the sums.
 
 Nothing is divided here: 1/3 is not exact.
 """
@@ -40,15 +40,15 @@ from allranks.torch.parallel.data.reducer import Bucket, Reducer
 from allranks.torch.shared_memory.in_place import addresses_of, plan_of_sum, share_memory
 
 # --- tree in place -------------------------------------------------------------------------------
-# The end of the fixed tree where ranks share memory: one sum of all their roots, where they lie.
+# The end of the fixed tree for ranks that share memory: one sum of all their roots, in place.
 #
-# Every rank adds up its chunk of all roots along the tree, and writes it to every rank: the work of
-# a plain sum. The last root of a rank lies in the bucket itself, others in memory beside it: there
-# are none where the ranks are siblings in the tree.
+# Every rank adds its chunk of all roots along the tree, and writes it to every rank: the work of a
+# plain sum. The last root of a rank is the bucket itself; others are in extra memory. There are no
+# others if the ranks are siblings in the tree.
 
 
 class TreeInPlace:
-    """The sums of buckets over the ranks of `comm`, who share memory."""
+    """Sums buckets over the ranks of `comm`, which share memory."""
 
     def __init__(self, comm: Comm, shards: int) -> None:
         self.comm, self.shards = comm, shards
@@ -60,22 +60,21 @@ class TreeInPlace:
         self._leaves: list[list[int]] = []
 
     def prepare(self, flats: Sequence[Tensor]) -> None:
-        """Learn the buckets; every rank calls this."""
+        """Set the buckets; every rank calls this."""
         most = max(len(spans) for spans in self._spans)
         self._flats = list(flats)
-        self._beside = [[self.comm.zeros(f.numel(), f) for _ in range(most - 1)] for f in flats]
+        self._extra = [[self.comm.zeros(f.numel(), f) for _ in range(most - 1)] for f in flats]
         self._leaves = [
-            self._places(flat, beside)
-            for flat, beside in zip(self._flats, self._beside, strict=True)
+            self._places(flat, extra) for flat, extra in zip(self._flats, self._extra, strict=True)
         ]
 
-    def _places(self, flat: Tensor, beside: list[Tensor]) -> list[int]:
-        """Where each root of each rank lies; nothing if not all can read all of them."""
-        own, *others = [addresses_of(self.comm.of_torch, one) for one in (flat, *beside)]
-        if not all([own, *others]):
+    def _places(self, flat: Tensor, extra: list[Tensor]) -> list[int]:
+        """The address of each root of each rank; empty unless all ranks can read all of them."""
+        in_bucket, *others = [addresses_of(self.comm.of_torch, tensor) for tensor in (flat, *extra)]
+        if not all([in_bucket, *others]):
             return []
         return [
-            (own if root == len(spans) - 1 else others[root])[rank]
+            (in_bucket if root == len(spans) - 1 else others[root])[rank]
             for rank, spans in enumerate(self._spans)
             for root in range(len(spans))
         ]
@@ -85,25 +84,25 @@ class TreeInPlace:
         return bool(self._leaves[bucket])
 
     def begin(self, bucket: int, roots: Sequence[Tensor]) -> Pending:
-        """Begin the sum of a bucket, of which this rank holds these roots, the last one in it.
+        """Begin the sum of a bucket; this rank holds these roots, the last one in the bucket.
 
-        Counted as what the messages of a tree would be.
+        Counts the bytes that the messages of a tree would have.
         """
         flat, size = self._flats[bucket], self.comm.size
-        for place, root in zip(self._beside[bucket], roots[:-1], strict=False):
+        for place, root in zip(self._extra[bucket], roots[:-1], strict=False):
             place.copy_(root)
-        sent = (len(roots) + 1) * flat.nbytes * (size - 1) / size
+        sent_bytes = (len(roots) + 1) * flat.nbytes * (size - 1) / size
         if uses_pairs(self.shards, size, flat.nbytes):
-            sent = flat.nbytes * (rounds_of_pairs(self.shards, size) or 0)
+            sent_bytes = flat.nbytes * (rounds_of_pairs(self.shards, size) or 0)
         plan = plan_of_sum(self.comm.of_torch, flat, self._leaves[bucket], self._order)
-        return self.comm.begin_sum(plan, sent)
+        return self.comm.begin_sum(plan, sent_bytes)
 
 
 class TreeSum:
-    """Adds what belongs to the nodes of the tree, given from left to right.
+    """Adds tensors for the nodes of the tree, from left to right.
 
-    Holds at most one partial sum per level of the tree. What is added is `borrowed`, and copied
-    where it must be kept, or given away: then the node that it completes lies there.
+    Holds at most one partial sum per level of the tree. A `borrowed` tensor is copied if it must be
+    kept; otherwise its memory is used for the node that it completes.
     """
 
     def __init__(self, shards: int) -> None:
@@ -112,22 +111,22 @@ class TreeSum:
 
     def add(self, span: Span, tensors: list[Tensor], *, borrowed: bool = True) -> None:
         while self.roots and are_siblings(self.roots[-1][0], span, self.shards):
-            (low, _), left = self.roots.pop()
-            into, other = (left, tensors) if borrowed else (tensors, left)
+            (low, _), earlier = self.roots.pop()
+            into, other = (earlier, tensors) if borrowed else (tensors, earlier)
             for total, tensor in zip(into, other, strict=True):
                 total.add_(tensor)  # of two numbers the order is free
             span, tensors, borrowed = (low, span[1]), into, False
         self.roots.append((span, [t.clone() for t in tensors] if borrowed else tensors))
 
     def total(self) -> list[Tensor]:
-        """The sum over all shards, once every shard was added."""
+        """The sum over all shards, after every shard was added."""
         ((span, tensors),) = self.roots
         assert span == (0, self.shards), span
         return tensors
 
 
 class TreeChunks:
-    """The end of the tree over the ranks of `comm`: chunk r of every sum is finished by rank r."""
+    """The end of the tree over the ranks of `comm`: rank r finishes chunk r of every sum."""
 
     def __init__(self, comm: Comm, shards: int) -> None:
         self.comm, self.shards = comm, shards
@@ -136,19 +135,19 @@ class TreeChunks:
             for rank in range(comm.size)
         ]
 
-    def give(self, roots: list[Tensor]) -> tuple[Tensor, Pending]:
-        """Send chunk r of each of this rank's roots to rank r; what comes is for `total`."""
+    def send_roots(self, roots: list[Tensor]) -> tuple[Tensor, Pending]:
+        """Send chunk r of each of this rank's roots to rank r; returns the input of `total`."""
         chunk = roots[0].numel() // self.comm.size
-        given = roots[0]
+        outgoing = roots[0]
         if len(roots) > 1:  # (root, rank, chunk) -> (rank, root, chunk)
-            given = torch.stack([root.view(-1, chunk) for root in roots], dim=1).flatten()
+            outgoing = torch.stack([root.view(-1, chunk) for root in roots], dim=1).flatten()
         sizes = [len(spans) * chunk for spans in self._roots]
-        received = given.new_empty(sum(sizes))
-        own = [len(roots) * chunk] * self.comm.size
-        return received, self.comm.all_to_all(received, given, sizes, own)
+        received = outgoing.new_empty(sum(sizes))
+        send_sizes = [len(roots) * chunk] * self.comm.size
+        return received, self.comm.all_to_all(received, outgoing, sizes, send_sizes)
 
     def total(self, received: Tensor, chunk: int) -> Tensor:
-        """The sum over all shards of this rank's chunk, once all roots were received."""
+        """The sum of this rank's chunk over all shards, after all roots were received."""
         spans = [span for roots in self._roots for span in roots]
         tree = TreeSum(self.shards)
         for span, part in zip(spans, received.split(chunk), strict=True):
@@ -201,7 +200,7 @@ class Tree(Reducer):
             first = self.comm.add_in_pair(roots[0], self._pairs[0])
             exchange = _TreeExchange(flat, roots[0], first, in_pairs=True, is_whole=True)
         else:
-            exchange = _TreeExchange(flat, *self._chunks.give(roots))
+            exchange = _TreeExchange(flat, *self._chunks.send_roots(roots))
         self._under_way.append(exchange)
 
     def finish(self) -> None:
@@ -209,30 +208,30 @@ class Tree(Reducer):
             exchange.pending.wait()
             if self.comm.size > 1 and not exchange.is_whole:
                 chunk = exchange.flat.numel() // self.comm.size
-                total = self._chunks.total(exchange.held, chunk)
+                total = self._chunks.total(exchange.local, chunk)
                 exchange.pending = self.comm.all_gather(exchange.flat, total)
         paired = [exchange for exchange in self._under_way if exchange.in_pairs]
         for pair in self._pairs[1:]:
             for exchange in paired:
-                exchange.pending = self.comm.add_in_pair(exchange.held, pair)
+                exchange.pending = self.comm.add_in_pair(exchange.local, pair)
             for exchange in paired:
                 exchange.pending.wait()
         for exchange in self._under_way:
             exchange.pending.wait()
-            if exchange.in_pairs and exchange.held is not exchange.flat:
-                exchange.flat.copy_(exchange.held)
+            if exchange.in_pairs and exchange.local is not exchange.flat:
+                exchange.flat.copy_(exchange.local)
         self._under_way.clear()
 
 
 @dataclass
 class _TreeExchange:
-    """A bucket under way: `held` is this rank's root, or what it received of all roots.
+    """A bucket in flight: `local` is this rank's root, or the chunks received of all roots.
 
-    Where it `is_whole` the sum comes whole, not by chunks.
+    If it `is_whole`, the sum is of the whole bucket, not by chunks.
     """
 
     flat: Tensor
-    held: Tensor
+    local: Tensor
     pending: Pending
     in_pairs: bool = False
     is_whole: bool = False
@@ -241,16 +240,16 @@ class _TreeExchange:
 # --- chunk tree ----------------------------------------------------------------------------------
 # Gradients of one unit, cut over the ranks, added along the fixed tree: equal bits on any ranks.
 #
-# Every pass of every rank is a part of one leaf of the tree, or counts for nothing. After each an
-# all-to-all gives chunk r of what every rank has to rank r, which adds up the leaves of each rank
-# and, after the last pass, the whole tree for its chunk. Sends what a reduce-scatter does.
+# Every pass of every rank is a part of one leaf of the tree, or is ignored. After each pass an
+# all-to-all sends chunk r of every rank's gradients to rank r. It adds the leaves of each rank and,
+# after the last pass, the whole tree for its chunk. Sends as much as a reduce-scatter.
 
 
 NO_LEAF = -1
 
 
 class PassPlan:
-    """Of which shard each pass of each rank of `comm` is, in the step that is under way.
+    """The shard of each pass of each rank of `comm`, in the current step.
 
     `holders` are the ranks that hold a model together, `replicas` those with the same part of it.
     """
@@ -263,16 +262,16 @@ class PassPlan:
         self._trees: list[ChunkTree] = []
 
     def tree(self) -> ChunkTree:
-        """The sums of one more unit."""
+        """The sums of another unit."""
         self._trees.append(ChunkTree(self))
         return self._trees[-1]
 
     def begin(self, batch: Batch) -> None:
-        """A step begins; every rank calls this. Sends 8 bytes for each pass to every rank."""
-        own = [leaf.shards.start for leaf in batch.leaves for _ in leaf.micros]
-        own += [NO_LEAF] * batch.passes_without_weight
-        self.passes = len(own)
-        mine = torch.tensor(own, dtype=torch.int64, device=self.comm.device)
+        """Begin a step; every rank calls this. Sends 8 bytes for each pass to every rank."""
+        leaf_of_pass = [leaf.shards.start for leaf in batch.leaves for _ in leaf.micros]
+        leaf_of_pass += [NO_LEAF] * batch.passes_without_weight
+        self.passes = len(leaf_of_pass)
+        mine = torch.tensor(leaf_of_pass, dtype=torch.int64, device=self.comm.device)
         whole = mine.new_empty(self.comm.size * self.passes)
         if self.passes:
             self.comm.all_gather(whole, mine, "control").wait()
@@ -282,7 +281,7 @@ class PassPlan:
             tree.begin()
 
     def end(self) -> None:
-        """The passes are over; raises `RequestError` if one of them was not one for a unit."""
+        """End the passes; raises `RequestError` if a unit was not called once in each."""
         for tree in self._trees:
             if tree.done not in (0, self.passes):  # 0: all of it is frozen
                 raise not_once_a_pass(tree.done, self.passes)
@@ -296,23 +295,23 @@ class ChunkTree:
         self.done = 0
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         comm, shards = self.plan.comm, self.plan.shards
         owned = (owned_shards(shards, comm.size, rank) for rank in range(comm.size))
         self._leaves = [_Leaves(span, shards) for span in owned]
         self.done = 0
 
-    def add(self, given: Tensor) -> Tensor | None:
-        """Take in one pass: `given` is (holder, chunk), flat.
+    def add(self, gradients: Tensor) -> Tensor | None:
+        """Add the gradients of one pass, (holder, chunk), flat.
 
-        Returns the total after the last pass, to the first of the replicas alone: what the others
-        add to it is nothing. Every rank calls this. Sends (K-1)/K of `given` to K holders, and
-        (R-1) times as much as it to R replicas.
+        After the last pass it returns the total, but only on the first of the replicas. Every rank
+        calls this. Sends (K-1)/K of `gradients` to K holders, and (R-1) times all of it to R
+        replicas.
         """
         plan = self.plan
         if self.done == plan.passes:
             raise not_once_a_pass(self.done + 1, plan.passes)
-        chunks = self._exchanged(given).view(plan.comm.size, -1)
+        chunks = self._exchanged(gradients).view(plan.comm.size, -1)
         for rank, leaves in enumerate(self._leaves):
             leaves.add(plan.rows[rank][self.done], chunks[rank])
         self.done += 1
@@ -325,12 +324,12 @@ class ChunkTree:
         self._leaves = []
         return whole.total()[0] if plan.replicas.rank == 0 else None
 
-    def _exchanged(self, given: Tensor) -> Tensor:
-        """This rank's chunk of what every rank has given, in rank order."""
+    def _exchanged(self, gradients: Tensor) -> Tensor:
+        """This rank's chunk of the gradients of every rank, in rank order."""
         holders, replicas = self.plan.holders, self.plan.replicas
-        received = torch.empty_like(given)
-        sizes = [given.numel() // holders.size] * holders.size
-        holders.all_to_all(received, given, sizes, sizes).wait()
+        received = torch.empty_like(gradients)
+        sizes = [gradients.numel() // holders.size] * holders.size
+        holders.all_to_all(received, gradients, sizes, sizes).wait()
         if replicas.size == 1:
             return received
         every = received.new_empty(replicas.size * received.numel())
@@ -350,7 +349,7 @@ def not_once_a_pass(found: int, passes: int) -> RequestError:
 
 
 class _Leaves:
-    """What one rank has sent so far: the roots of its part of the tree, and a leaf in progress."""
+    """One rank's part of the tree: the roots so far, and the current leaf."""
 
     def __init__(self, owned: range, shards: int) -> None:
         self._tree = TreeSum(shards)
@@ -367,7 +366,7 @@ class _Leaves:
         self._leaf.add_(chunk)
 
     def roots(self, like: Tensor) -> list[tuple[Span, list[Tensor]]]:
-        """Once all has come: shards without a sample are zeros."""
+        """The roots after the last pass; shards without a sample are zeros."""
         while self._ahead:
             self._close(like)
         return self._tree.roots
@@ -379,39 +378,39 @@ class _Leaves:
 
 
 # --- sections ------------------------------------------------------------------------------------
-# Sums of packed buckets of which each rank is left with its own section alone.
+# Sums of packed buckets of which each rank gets only its own section.
 #
-# `MeanSections` adds by reduce-scatter, as often as a bucket is launched; `TreeSections` along the
-# fixed tree over all shards, so that every element has the bits that `ddp:reduce=tree` gives it.
+# `MeanSections` makes a reduce-scatter at each launch of a bucket. `TreeSections` adds along the
+# fixed tree over all shards, so that every element has the bits of `ddp:reduce=tree`.
 
 
 IN_FLIGHT = 2  # buckets that are sent while backward fills the next one
 
 
 class Sections(ABC):
-    """The sections of this rank of all buckets. Every rank makes the same calls in one order."""
+    """This rank's sections of all buckets. Every rank makes the same calls in one order."""
 
     def __init__(self, comm: Comm, shards: int) -> None:
         self.comm, self.shards = comm, shards
 
     @abstractmethod
     def prepare(self, buckets: Sequence[PackedBucket]) -> None:
-        """Learn the buckets, whenever they change."""
+        """Set the buckets, when they change."""
 
     @abstractmethod
     def launch(self, bucket: int, flat: Tensor, leaf: Span, *, last: bool) -> None:
-        """Take in what this rank has for a bucket, of which nobody else keeps anything.
+        """Add this rank's gradients of a bucket; the memory of `flat` may be reused here.
 
-        After the `last` leaf nothing more comes for it in this step.
+        After the `last` leaf there are no more of it in this step.
         """
 
     @abstractmethod
     def finish(self) -> list[Tensor]:
-        """Wait; returns the sum of each bucket in this rank's section, and forgets it."""
+        """Wait; returns the sum of this rank's section of each bucket, and drops it."""
 
 
 class MeanSections(Sections):
-    """Reduce-scatter, in whatever order it adds. What is launched twice adds up."""
+    """Reduce-scatter, in the order of the collective. Launches of one bucket are added."""
 
     def prepare(self, buckets: Sequence[PackedBucket]) -> None:
         self._buckets = list(buckets)
@@ -420,7 +419,7 @@ class MeanSections(Sections):
 
     def launch(self, bucket: int, flat: Tensor, leaf: Span, *, last: bool) -> None:
         if self.comm.size == 1:
-            self._take(bucket, flat)
+            self._accumulate(bucket, flat)
             return
         while len(self._under_way) >= IN_FLIGHT:
             self._wait()
@@ -434,7 +433,7 @@ class MeanSections(Sections):
         return [self._sum_of(sums, number) for number in range(len(self._buckets))]
 
     def _sum_of(self, sums: dict[int, Tensor], number: int) -> Tensor:
-        """Zeros, where no rank had a pass."""
+        """The sum, or zeros if no rank had a pass."""
         bucket = self._buckets[number]
         if number in sums:
             return sums[number]
@@ -443,9 +442,9 @@ class MeanSections(Sections):
     def _wait(self) -> None:
         bucket, pending, part, _ = self._under_way.popleft()
         pending.wait()
-        self._take(bucket, part)
+        self._accumulate(bucket, part)
 
-    def _take(self, bucket: int, part: Tensor) -> None:
+    def _accumulate(self, bucket: int, part: Tensor) -> None:
         if bucket in self._sums:
             self._sums[bucket].add_(part)
         else:
@@ -453,7 +452,7 @@ class MeanSections(Sections):
 
 
 class TreeSections(Sections):
-    """The fixed tree, without the all-gather at its end. Holds every bucket whole."""
+    """The fixed tree without the final all-gather. Holds full buckets meanwhile."""
 
     def prepare(self, buckets: Sequence[PackedBucket]) -> None:
         self._sizes = [bucket.section for bucket in buckets]
@@ -467,7 +466,9 @@ class TreeSections(Sections):
         if last:
             roots = [tensors[0] for _, tensors in tree.roots]
             alone = self.comm.size == 1
-            self._received[bucket] = (roots[0], Pending()) if alone else self._chunks.give(roots)
+            self._received[bucket] = (
+                (roots[0], Pending()) if alone else self._chunks.send_roots(roots)
+            )
             self._trees[bucket] = TreeSum(self.shards)
 
     def finish(self) -> list[Tensor]:

@@ -1,11 +1,11 @@
-"""Rows that go to the ranks of their experts, and come back: two all-to-alls, and two in backward.
+"""Sends rows to the ranks of their experts and back: two all-to-alls, and two in backward.
 
     forward      rows -> their experts' ranks, outputs -> back
     backward     gradients of outputs -> their experts' ranks, gradients of rows -> back
 
-How many rows there are follows the data: ranks tell each other before (`control`). A rank with no
-row for anybody makes the same calls with nothing in them. Experts have the rows of all ranks, so
-their gradient is the sum over these already, and nothing is divided.
+The number of rows depends on the data, so ranks exchange counts before (`control`). A rank without
+rows makes the same calls with empty tensors. Experts see the rows of all ranks, so their gradient
+is the sum over these already, and nothing is divided.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ Compute = Callable[[Tensor, Sequence[int]], Tensor]
 
 
 class ExpertExchange:
-    """The ranks of `comm`, each with as many experts as any other, in order.
+    """The ranks of `comm`, each with the same number of experts, in order.
 
-    `exchanged` are the bytes of rows that steps have sent to other ranks, counted by the rows that
-    were routed there. `is_idle` says whether a pass is made for the others alone: then this rank
-    sends no row of its own. `kind` is what messages are counted as, `room` the most experts that a
-    layer has.
+    `exchanged` are the bytes of rows that steps have sent to other ranks, by the rows that were
+    routed there. `is_idle` tells whether a pass is made only for other ranks: then this rank sends
+    no rows. Messages are counted as `kind`; `room` is the largest number of experts of a layer.
     """
 
     def __init__(self, comm: Comm, is_idle: Callable[[], bool]) -> None:
@@ -41,7 +40,7 @@ class ExpertExchange:
 
     @contextmanager
     def opened(self, kind: str) -> Iterator[None]:
-        """Within, what passes send is of that kind."""
+        """Within, messages of passes are of that kind."""
         before, self.kind = self.kind, kind
         try:
             yield
@@ -49,33 +48,34 @@ class ExpertExchange:
             self.kind = before
 
     def computed(self, rows: Tensor, counts: list[list[int]], compute: Compute) -> Tensor:
-        """What the experts of all ranks make of rows that are sorted by expert, in their order.
+        """The outputs of the experts of all ranks for rows that are sorted by expert.
 
-        All ranks call this; `counts` are the rows of each rank for each expert of all.
+        All ranks call this; `counts` are the rows of each rank for each expert.
         """
-        given, own = counts[self.comm.rank], len(counts[0]) // self.comm.size
-        start = self.comm.rank * own
-        sizes = [row[start : start + own] for row in counts]  # (source, own expert)
-        gives = [sum(given[start : start + own]) for start in range(0, len(given), own)]
+        local, experts = counts[self.comm.rank], len(counts[0]) // self.comm.size
+        start = self.comm.rank * experts
+        sizes = [row[start : start + experts] for row in counts]  # (source, own expert)
+        gives = [sum(local[at : at + experts]) for at in range(0, len(local), experts)]
         takes = [sum(row) for row in sizes]
         received = exchanged(self, rows, gives, takes)
-        outputs = compute(_by_expert(received, sizes), [sum(column) for column in _turned(sizes)])
-        return exchanged(self, _by_expert(outputs, _turned(sizes)), takes, gives)
+        of_experts = _transposed(sizes)
+        outputs = compute(_by_expert(received, sizes), [sum(column) for column in of_experts])
+        return exchanged(self, _by_expert(outputs, of_experts), takes, gives)
 
     def close_pass(self) -> None:
-        """A forward pass is over: a rank that has skipped a layer meets those that are in it.
+        """End a forward pass: detects ranks that have skipped a layer which others call.
 
-        All ranks call this after as many forward passes; layers that backward computes again come
-        in between, on all of them. Raises `RequestError` where others call a layer.
+        All ranks call this after the same number of forward passes; layers that backward recomputes
+        come in between, on all ranks. Raises `RequestError` if others call a layer.
         """
         self.sizes(torch.zeros(0, dtype=torch.int64, device=self.comm.device), END)
 
     def sizes(self, counts: Tensor, layer: int) -> list[list[int]]:
-        """How many rows each rank has for each expert of all. Sends all counts.
+        """How many rows each rank has for each expert. Sends all counts.
 
-        All ranks call this, for the same `layer`; raises `RequestError` where they call other ones.
-        Every such message is of the same size, so that ranks in different layers find out. Where
-        counts lie on a device the host waits for it once, here.
+        All ranks call this for the same `layer`; raises `RequestError` if they call different ones.
+        Messages of all layers have the same size, so that this is detected. If counts are on a
+        device, the host waits for it once, here.
         """
         device, experts = self.comm.device, len(counts)
         part = tensor_of([layer, experts, *[0] * self.room], device)
@@ -88,8 +88,8 @@ class ExpertExchange:
             raise _another_layer()
         return [row[2 : 2 + experts] for row in rows]
 
-    def sent(self, rows: Tensor, gives: list[int], takes: list[int]) -> Tensor:
-        """Send rows, cut into `gives`, to the ranks; returns what they sent, `takes` of each."""
+    def exchange_rows(self, rows: Tensor, gives: list[int], takes: list[int]) -> Tensor:
+        """Send rows, split by `gives`, to the ranks; returns their rows, `takes` of each."""
         received = rows.new_empty(sum(takes), *rows.shape[1:])
         if self.kind == "gradients":
             away = sum(gives) - gives[self.comm.rank]
@@ -99,9 +99,9 @@ class ExpertExchange:
 
 
 def exchanged(exchange: ExpertExchange, rows: Tensor, gives: list[int], takes: list[int]) -> Tensor:
-    """`ExpertExchange.sent`; backward sends the gradients the other way."""
-    found: Tensor = _Exchanged.apply(exchange, rows, gives, takes)  # type: ignore[no-untyped-call]
-    return found
+    """`ExpertExchange.exchange_rows`; backward sends the gradients the other way."""
+    output: Tensor = _Exchanged.apply(exchange, rows, gives, takes)  # type: ignore[no-untyped-call]
+    return output
 
 
 class _Exchanged(torch.autograd.Function):
@@ -110,16 +110,16 @@ class _Exchanged(torch.autograd.Function):
         ctx: Any, exchange: ExpertExchange, rows: Tensor, gives: list[int], takes: list[int]
     ) -> Tensor:
         ctx.exchange, ctx.gives, ctx.takes = exchange, gives, takes
-        return exchange.sent(rows, gives, takes)
+        return exchange.exchange_rows(rows, gives, takes)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return None, ctx.exchange.sent(gradient, ctx.takes, ctx.gives), None, None
+        return None, ctx.exchange.exchange_rows(gradient, ctx.takes, ctx.gives), None, None
 
 
 def _by_expert(rows: Tensor, sizes: list[list[int]]) -> Tensor:
-    """Rows that lie in runs of `sizes`, row by row of these, put in the order of its columns."""
+    """Reorder runs of rows from the row order to the column order of `sizes`."""
     runs = rows.split([size for row in sizes for size in row])
     across = len(sizes[0])
     return torch.cat(
@@ -127,7 +127,7 @@ def _by_expert(rows: Tensor, sizes: list[list[int]]) -> Tensor:
     )
 
 
-def _turned(sizes: list[list[int]]) -> list[list[int]]:
+def _transposed(sizes: list[list[int]]) -> list[list[int]]:
     return [list(column) for column in zip(*sizes, strict=True)]
 
 

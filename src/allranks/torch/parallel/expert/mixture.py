@@ -1,9 +1,9 @@
-"""A mixture of experts: a layer of many MLPs, of which each token goes through a few.
+"""A mixture of experts: a layer of many MLPs, of which each token uses a few.
 
-In one process, and under every strategy but `expert`, a rank computes all experts: that is what the
-result means. `expert` gives the layer an `exchange`, and leaves it this rank's experts. Nothing
-here follows the ranks: what is dropped and balanced is counted over shards of the global batch, or
-over samples, so the loss, the gradient and its norm are those of one process. Shazeer et al. 2017,
+In one process, and under every strategy but `expert`, a rank computes all experts: this defines the
+result. `expert` gives the layer an `exchange`, and only this rank's experts. The result does not
+depend on the ranks: dropping and balancing count over shards of the global batch, or over samples,
+so the loss, the gradient and its norm are those of one process. Shazeer et al. 2017,
 arXiv 1701.06538.
 """
 
@@ -25,19 +25,19 @@ from allranks.torch.model.layers import OfShard, full_type
 from allranks.torch.parallel.expert.exchange import ExpertExchange
 
 # --- routing -------------------------------------------------------------------------------------
-# Which experts a token goes to, and what of it is balanced: pure functions of tensors.
+# Which experts a token uses, and the balance losses: pure functions of tensors.
 #
-# Tokens lie in groups, runs of rows that no number of ranks changes. Within a group an expert takes
-# its `capacity` of tokens and drops the rest: first choices before second ones, and of these the
-# first tokens. Of equal probabilities the expert with the lower number is chosen. Lepikhin et al.
-# 2020, GShard, arXiv 2006.16668; Fedus et al. 2021, Switch Transformers, arXiv 2101.03961.
+# Tokens are in groups, runs of rows that do not depend on the number of ranks. Within a group an
+# expert accepts `capacity` tokens and drops others: first choices before second ones, and of these
+# the first tokens. Of equal probabilities the expert with the lower number is chosen. Lepikhin et
+# al. 2020, GShard, arXiv 2006.16668; Fedus et al. 2021, Switch Transformers, arXiv 2101.03961.
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """Of each token, (tokens, experts): its probabilities; (tokens, k): experts, gates, best first.
+    """Probabilities, (tokens, experts); chosen experts and gates, (tokens, k), best first.
 
-    `counted` says which tokens are no padding; `None`: all.
+    `counted` marks tokens that are no padding; `None` means all.
     """
 
     probabilities: Tensor
@@ -48,10 +48,10 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Routed:
-    """The rows that go to experts, sorted by expert, then by group, choice and token.
+    """The rows for experts, sorted by expert, then by group, choice and token.
 
-    `tokens` are those of each row; `places` says where a token's choice is among the rows,
-    (tokens, k), and one behind the last row for what is dropped.
+    `tokens` is the token of each row. `places`, (tokens, k), is the row of each choice of a token;
+    dropped choices have the index after the last row.
     """
 
     tokens: Tensor
@@ -60,22 +60,22 @@ class Routed:
 
 @dataclass(frozen=True)
 class Routes:
-    """How many rows each expert takes, (experts,), where the device has it.
+    """How many rows each expert gets, (experts,), on the device.
 
-    `order` are all choices, (tokens · k), sorted as rows are; the `kept` ones become rows.
+    `order` are all choices, (tokens · k), sorted as rows are; those with `is_kept` become rows.
     """
 
     counts: Tensor
     order: Tensor
-    kept: Tensor
+    is_kept: Tensor
     top_k: int
 
     def rows(self, count: int) -> Routed:
-        """The rows, of which the host knows by now how many there are: it waits for nothing."""
+        """The rows; the host knows their count already, and does not wait."""
         if holds(self.order):
-            rows = self.order[torch.nonzero_static(self.kept, size=count).squeeze(1)]
+            rows = self.order[torch.nonzero_static(self.is_kept, size=count).squeeze(1)]
         else:
-            rows = self.order[self.kept]
+            rows = self.order[self.is_kept]
         places = rows.new_full(self.order.shape, count)
         places[rows] = torch.arange(count, device=rows.device)
         return Routed(rows // self.top_k, places.view(-1, self.top_k))
@@ -95,7 +95,7 @@ def choose(logits: Tensor, top_k: int, counted: Tensor | None) -> Chosen:
 
 
 def route(chosen: Chosen, groups: list[int], capacity_factor: float | None) -> Routes:
-    """Give rows to experts; `groups` are the tokens of each group, in order."""
+    """Assign tokens to experts; `groups` are the sizes of the groups, in order."""
     tokens, top_k = chosen.experts.shape
     experts, device = chosen.probabilities.shape[1], chosen.experts.device
     group = torch.arange(len(groups), device=device)
@@ -108,36 +108,36 @@ def route(chosen: Chosen, groups: list[int], capacity_factor: float | None) -> R
     slot = key.flatten()[order] // top_k  # (expert, group) of each row
     slots = experts * len(groups)
     starts = torch.searchsorted(slot, torch.arange(slots + 1, device=device))
-    kept, sizes = slot < slots, starts.diff().view(experts, len(groups))
+    is_kept, sizes = slot < slots, starts.diff().view(experts, len(groups))
     if capacity_factor is not None:
         position = torch.arange(len(order), device=device) - starts[slot]
         limits = capacities(group_sizes(chosen, groups), top_k, experts, capacity_factor)
-        kept &= position < limits[slot % len(groups)]
+        is_kept &= position < limits[slot % len(groups)]
         sizes = sizes.minimum(limits)
-    return Routes(sizes.sum(1), order, kept, top_k)
+    return Routes(sizes.sum(1), order, is_kept, top_k)
 
 
 def capacities(sizes: Tensor, top_k: int, experts: int, factor: float) -> Tensor:
-    """How many rows an expert takes of groups of so many tokens: `factor` times its even share.
+    """How many rows an expert accepts of groups of so many tokens: `factor` times its even share.
 
-    In whole rows, at least one.
+    Rounded up, and at least one.
     """
     share = sizes.double() * (factor * top_k / experts)
     return (share - 1e-9).ceil().clamp(min=1).long()
 
 
 def group_sizes(chosen: Chosen, groups: list[int]) -> Tensor:
-    """The tokens of each group that count."""
+    """The number of tokens of each group that are no padding."""
     if chosen.counted is None:
         return tensor_of(groups, chosen.experts.device)
     return torch.stack([part.sum() for part in chosen.counted.split(groups)])
 
 
 def balance_losses(chosen: Chosen, groups: list[int]) -> Tensor:
-    """Of each group the loss that is 1 where experts share it evenly, and more where they do not.
+    """The balance loss of each group: 1 if experts share it evenly, else more.
 
-    experts · sum over the experts of (its share of what was chosen · its mean probability). Choices
-    count that are dropped, and none of padding; a group without a token has 0.
+    experts · sum over the experts of (its share of choices · its mean probability). Dropped choices
+    count, padding does not; a group without tokens has 0.
     """
     experts = chosen.probabilities.shape[1]
     chose = torch.zeros_like(chosen.probabilities)
@@ -153,7 +153,7 @@ def balance_losses(chosen: Chosen, groups: list[int]) -> Tensor:
 
 
 def z_losses(logits: Tensor, counted: Tensor | None, rows: int) -> Tensor:
-    """Of each row of the input the mean over its tokens of log(sum of exp(logits)), squared.
+    """For each row of the input, the mean over its tokens of log(sum of exp(logits)), squared.
 
     Zoph et al. 2022, ST-MoE, arXiv 2202.08906.
     """
@@ -165,20 +165,20 @@ def z_losses(logits: Tensor, counted: Tensor | None, rows: int) -> Tensor:
 
 
 def bound(width: int) -> float:
-    """The range of initial weights of layers with so many inputs, as those of `nn.Linear`."""
+    """The range of initial weights of a layer with `width` inputs, as in `nn.Linear`."""
     return 1 / math.sqrt(width)
 
 
 OF_EXPERTS = ("up", "up_bias", "gate", "down", "down_bias")
-"""The parameters whose first dimension is the experts, where a layer has them."""
+"""The parameters of a layer, if it has them, whose first dimension is the experts."""
 
 
 class MixtureOutput(NamedTuple):
     """What a mixture returns: `output` in the shape of the input, and losses of its router.
 
-    `balance` and `z` have a value for each row of dimension 0, which is each sample. `balance` is
-    that of the whole shard, the same for all of its samples, so that their mean over the batch is
-    what one process computes. The model returns them, and the task adds them to its losses.
+    `balance` and `z` have a value for each row of dimension 0, that is, each sample. `balance` is
+    that of the whole shard, the same for all of its samples, so that the mean over the batch is
+    that of one process. The model returns them, and the task adds them to its losses.
     """
 
     output: Tensor
@@ -191,10 +191,10 @@ class MixtureOfExperts(nn.Module):
 
     Takes (samples, …, width), samples first. With a `capacity_factor` an expert takes no more than
     `capacity_factor · top_k · tokens / experts` tokens of a shard in training (`over="sample"`: of
-    a sample); what is dropped has an output of 0, so put the layer beside a residual connection.
-    Without, and in evaluation, nothing is dropped. `counted`, (samples, …), says which tokens are
-    no padding: others go to no expert and are in no loss. `gated` multiplies the hidden features by
-    a second product, as in SwiGLU. Dropout and norms belong before the layer or after it.
+    a sample). Dropped tokens have an output of 0, so use the layer with a residual connection.
+    Without a factor, and in evaluation, nothing is dropped. `counted`, (samples, …), marks tokens
+    that are no padding: others use no expert and are in no loss. `gated` multiplies the hidden
+    features by a second product, as in SwiGLU. Dropout and norms belong before or after the layer.
     """
 
     exchange: ExpertExchange | None = None
@@ -234,11 +234,11 @@ class MixtureOfExperts(nn.Module):
             logits = self.router(tokens.to(kind)).to(full_type(kind))
         rows_of_groups = self._groups(input)
         groups = [count * (len(tokens) // rows) for count in rows_of_groups]
-        chosen = given = choose(logits, self.top_k, mask)
+        chosen = to_route = choose(logits, self.top_k, mask)
         if self.exchange is not None and self.exchange.is_idle():
             nothing = torch.zeros(len(tokens), dtype=torch.bool, device=input.device)
-            given = dataclasses.replace(chosen, counted=nothing)
-        routes = route(given, groups, self.capacity_factor if self.training else None)
+            to_route = dataclasses.replace(chosen, counted=nothing)
+        routes = route(to_route, groups, self.capacity_factor if self.training else None)
         if self.exchange is None:
             counts: list[int] = routes.counts.tolist()
             routed = routes.rows(sum(counts))
@@ -260,13 +260,13 @@ class MixtureOfExperts(nn.Module):
         )
 
     def _groups(self, input: Tensor) -> list[int]:
-        """How many rows of dimension 0 each group has, outside of a training: one, or each row."""
+        """The rows of dimension 0 of each group, outside of training: all, or one each."""
         return [1] * input.shape[0] if self.over == "sample" else [input.shape[0]]
 
     def _compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """What the experts that this layer holds make of rows that are sorted by expert.
+        """The outputs of this layer's experts for rows that are sorted by expert.
 
-        An expert without a row is computed, too: its gradient is zero, on any number of ranks.
+        An expert without rows is computed too: its gradient is zero, on any number of ranks.
         """
         per_expert = [p.unbind() for p in (self.up, self.down)]
         gate, up_bias, down_bias = (
@@ -284,7 +284,7 @@ class MixtureOfExperts(nn.Module):
 
 
 class ShardMixture(OfShard, MixtureOfExperts):
-    """Counts over shards, or samples, while a step is in progress. Made by `swap_layers`."""
+    """Groups by shards, or samples, during a step. Made by `swap_layers`."""
 
     def _groups(self, input: Tensor) -> list[int]:
         if not (self.training and self.scope.pieces):

@@ -1,11 +1,11 @@
 """Expert parallelism: data parallelism in which each rank holds some experts of every mixture.
 
-    forward, backward     rows go to the ranks of their experts, and back   `expert_parallel`
-    reduce     gradients of experts over their copies, if there are several; of the rest over all
-    norm       squares of all experts summed over the axis, of the rest counted once
+    forward, backward     rows are sent to the ranks of their experts, and back   `exchange`
+    reduce     gradients of experts over their copies, if there are several; others over all ranks
+    norm       squares of all experts summed over the axis, others counted once
 
-Every rank reads its own part of the global batch, and all make as many passes, because each of them
-communicates. An expert has the rows of all ranks of the axis: its gradient is their sum already.
+Every rank reads its own part of the global batch. All make the same number of passes, because each
+pass communicates. An expert sees the rows of all ranks of the axis: its gradient is their sum.
 Lepikhin et al. 2020, GShard, arXiv 2006.16668.
 """
 
@@ -31,7 +31,7 @@ from allranks.torch.parallel.expert.exchange import ExpertExchange
 from allranks.torch.parallel.expert.mixture import OF_EXPERTS, MixtureOfExperts
 from allranks.torch.parallel.sharded.gradients import SomeCut, check_no_hooks
 from allranks.torch.parallel.sharded.state import Replicate, Shard, dtensor, mesh_of
-from allranks.torch.parallel.tensor.cutting import held_part
+from allranks.torch.parallel.tensor.cutting import local_parameter
 from allranks.torch.parallel.tensor.exchange import Along, TensorExchange
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.losses import forward
@@ -51,9 +51,9 @@ class Experts(Strategy):
     def parallelize(self, model: nn.Module) -> nn.Module:
         axis = self.axis(EXPERT)
         self.exchange = ExpertExchange(axis, lambda: self.step.for_others.is_on)
-        self.weights = TensorExchange(axis)  # of whole ones, for a regularizer
+        self.weights = TensorExchange(axis)  # to gather experts, for a regularizer
         self.steps = 0
-        self.whole: dict[str, Tensor] = {}  # of what is cut, on meta
+        self.whole: dict[str, Tensor] = {}  # full shapes of cut weights, on meta
         self.slots: list[tuple[nn.Module, str, int]] = []
         if self.comm.size == 1:
             return model
@@ -88,7 +88,7 @@ class Experts(Strategy):
                     raise _used_elsewhere(f"{where}.{name}".strip("."))
 
     def _cut(self, model: nn.Module, mixtures: list[MixtureOfExperts]) -> None:
-        """Leave each mixture with this rank's experts."""
+        """Cut each mixture to this rank's experts."""
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         done: dict[int, nn.Parameter] = {}
         for mixture in mixtures:
@@ -98,7 +98,7 @@ class Experts(Strategy):
                 if whole is None:
                     continue
                 if id(whole) not in done:
-                    done[id(whole)] = held_part(whole, 0, self.weights)
+                    done[id(whole)] = local_parameter(whole, 0, self.weights)
                     self.whole[names[id(whole)]] = torch.empty_like(whole, device="meta")
                 mixture._parameters[name] = done[id(whole)]
                 self.slots.append((mixture, name, mixture.experts))
@@ -106,31 +106,31 @@ class Experts(Strategy):
         self.exchange.room = max(mixture.experts for mixture in mixtures)
 
     def whole_shapes(self) -> dict[int, torch.Size]:
-        held = dict(self.model.named_parameters())
-        return {id(held[name]): whole.shape for name, whole in self.whole.items()}
+        params = dict(self.model.named_parameters())
+        return {id(params[name]): whole.shape for name, whole in self.whole.items()}
 
     def prepare(self) -> None:
         if self.whole:
             self.step.forward = self._forward
-            self.asked = OptimizerArguments(self.step.optimizer)
+            self.optimizer_arguments = OptimizerArguments(self.step.optimizer)
             self._check_updates()
 
     def _check_updates(self) -> None:
-        if self.whole and self.asked.is_new():
+        if self.whole and self.optimizer_arguments.is_new():
             parts = partial(Along(0).parts, self.axis(EXPERT).size)
-            held, whole = dict(self.model.named_parameters()), self.whole.items()
-            cuts = {id(held[name]): WeightParts(tuple(one.shape), parts) for name, one in whole}
+            params, whole = dict(self.model.named_parameters()), self.whole.items()
+            cuts = {id(params[name]): WeightParts(tuple(w.shape), parts) for name, w in whole}
             check_elementwise(self.step.optimizer, NAME, cuts)
 
     def lay_out(self) -> None:
-        """Gradients of experts are summed over their copies, those of the rest over all ranks."""
+        """Gradients of experts are summed over their copies, others over all ranks."""
         cut = self.cut if self.whole else set()
         named = list(zip(self.step.names, self.step.parameters, strict=True))
-        rest = [(name, p) for name, p in named if id(p) not in cut]
+        others = [(name, p) for name, p in named if id(p) not in cut]
         experts = [(name, p) for name, p in named if id(p) in cut]
-        self.shared = self._buckets(rest, Mean(self.comm, self.task.shards), self.step.layout.size)
-        self.own = self._buckets(experts, Mean(self.axis(REPLICATE), self.task.shards), 0)
-        layout = self.step.layout
+        layout, shards = self.step.layout, self.task.shards
+        self.shared = self._buckets(others, Mean(self.comm, shards), layout.size)
+        self.expert_buckets = self._buckets(experts, Mean(self.axis(REPLICATE), shards), 0)
         self.tally = layout.tally(None if self.shared is None else self.shared.tally)
 
     def _buckets(
@@ -146,7 +146,7 @@ class Experts(Strategy):
 
     def forward_backward(self, batch: Batch) -> Tally:
         self.tally.tensor.zero_()
-        for buckets in filter(None, (self.shared, self.own)):
+        for buckets in filter(None, (self.shared, self.expert_buckets)):
             buckets.begin()
         with self.exchange.opened("gradients"):
             self.step.accumulate(batch, lambda leaf: self.tally)
@@ -163,10 +163,10 @@ class Experts(Strategy):
         return output
 
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
-        """After the last pass: ranks finish a gradient in different ones of their passes."""
+        """Sum after the last pass: ranks finish a gradient in different passes."""
         self._check_updates()
         shards = batch.leaves[-1].shards
-        for buckets in filter(None, (self.shared, self.own)):
+        for buckets in filter(None, (self.shared, self.expert_buckets)):
             buckets.finish(shards)
         if self.shared is None:
             self.comm.all_reduce(local.tensor).wait()
@@ -174,7 +174,7 @@ class Experts(Strategy):
         return local, SomeCut(self.step.parameters, self.axis(EXPERT), cut, exact=False)
 
     def eval_step(self, data: Any, forward: Callable[[Callable[..., Any], Any], Any]) -> Any:
-        """All ranks call this equally often: rows go to the ranks of their experts."""
+        """All ranks call this equally often: rows are sent to the ranks of their experts."""
         with self.exchange.opened("control"):
             output = super().eval_step(data, forward)
             if self.whole:
@@ -183,8 +183,8 @@ class Experts(Strategy):
 
     @contextmanager
     def whole_weights(self) -> Iterator[None]:
-        """Gathers the experts; autograd leads back to the parts."""
-        held: list[Any] = [module._parameters[name] for module, name, _ in self.slots]
+        """Gathers the experts; differentiable to the parts."""
+        parts: list[Any] = [module._parameters[name] for module, name, _ in self.slots]
         with self.weights.remembered():
             for module, name, experts in self.slots:
                 part: Any = module._parameters[name]
@@ -193,17 +193,17 @@ class Experts(Strategy):
         try:
             yield
         finally:
-            for (module, name, _), parameter in zip(self.slots, held, strict=True):
+            for (module, name, _), parameter in zip(self.slots, parts, strict=True):
                 module._parameters[name] = parameter
 
     def messages(self) -> tuple[int, ...]:
-        """Rows sent to other ranks, gradients and tally summed over all ranks, and over copies.
+        """Bytes of rows to other ranks, of sums over all ranks, and of sums over copies.
 
-        Of all steps: the first follow what the router chose.
+        Of all steps: the first depend on the choices of the router.
         """
         tally = self.tally.tensor.nbytes if self.shared is None else 0
-        shared = tally + _bytes_of(self.shared)
-        return self.exchange.exchanged, self.steps * shared, self.steps * _bytes_of(self.own)
+        shared, experts = tally + _bytes_of(self.shared), _bytes_of(self.expert_buckets)
+        return self.exchange.exchanged, self.steps * shared, self.steps * experts
 
     def promised_bytes(self) -> int:
         """The mean over the steps that were made."""
@@ -220,7 +220,7 @@ class Experts(Strategy):
         if is_dtensor(saved):
             local: Tensor = saved.to_local()  # type: ignore[attr-defined]
             return local
-        return self.weights.own(saved, 0).contiguous() if name in self.whole else saved
+        return self.weights.local_part(saved, 0).contiguous() if name in self.whole else saved
 
 
 def _bytes_of(buckets: Buckets | None) -> int:

@@ -1,4 +1,4 @@
-"""The gradients of a model of which ranks hold stages, with one norm for all of them."""
+"""The gradients of a model in stages, with one norm over all ranks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from allranks.torch.step.gradients import Gradients, make_dense
 
 
 class StagedGradients(Gradients):
-    """The gradients of this rank's parameters, of all those of a model, with one norm for all.
+    """The gradients of this rank's parameters, with one norm for the whole model.
 
-    Every rank tells the norm of each gradient that it holds; all then have the norms of one
-    process, in the order of the model, and put them together as one process does. `counted` are the
-    positions of those that this rank tells, as a parameter may be held by several of the `line`. Of
-    those at the positions `cut` the ranks of `parts` hold a part each. `told` is what all have told
-    already, until something changes it.
+    Every rank contributes the norm of each of its gradients. Then all have the norms of one
+    process, in the order of the model, and combine them as one process does. `counted` are the
+    positions that this rank contributes, as several ranks of the `line` may hold a parameter. Of
+    those at the positions `cut`, the ranks of `parts` hold a part each. `norm_rows` caches the rows
+    that were summed, until gradients change.
     """
 
     def __init__(
@@ -40,23 +40,23 @@ class StagedGradients(Gradients):
         super().__init__(parameters, exact=exact)
         self.parts, self.cut = parts, tuple(cut)
         self.counted, self.everywhere, self.line = list(counted), everywhere, line
-        self.told: Tensor | None = None
+        self.norm_rows: Tensor | None = None
 
     def scale_(self, factor: float | Tensor) -> None:
         super().scale_(factor)
-        self.told = None
+        self.norm_rows = None
 
     def follow(self, parameters: list[nn.Parameter]) -> None:
         super().follow(parameters)
-        self.told = None
+        self.norm_rows = None
 
     def add(self, value: Tensor) -> None:
         super().add(value)
-        self.told = None
+        self.norm_rows = None
 
     def settle(self, unused: Sequence[int]) -> None:
-        if self.told is not None and unused:
-            self.told[:, list(unused)] = 0
+        if self.norm_rows is not None and unused:
+            self.norm_rows[:, list(unused)] = 0
         gone = {id(self.everywhere[position]) for position in unused}
         without = [p for p in self.parameters if id(p) in gone]
         for parameter in without:
@@ -64,11 +64,11 @@ class StagedGradients(Gradients):
         make_dense(self.parameters, len(without))
 
     def tensors(self) -> list[Tensor | None]:
-        """Those of this rank, with meta tensors for those of others.
+        """The gradients of this rank, with meta tensors for those of others.
 
         Sends two numbers for each parameter of the model (`control`).
         """
-        _, there = self._told(None)
+        _, there = self._norms_and_flags(None)
         pairs = zip(self.everywhere, there, strict=True)
         return [
             p.grad if p.grad is not None else p.detach() if is_there else None
@@ -79,7 +79,7 @@ class StagedGradients(Gradients):
         """Sends two numbers for each parameter of the model (`control`)."""
         if clips and self.exact:
             return exact_norm([p.grad for _, p in self.counted if p.grad is not None], self._rows)
-        if is_accelerator(self.line.device):  # by the device, as where nobody waits for it
+        if is_accelerator(self.line.device):  # by the device, as without a wait
             norm = float(self.norm_unread(clips=clips, left_out=left_out))
             return norm if math.isfinite(norm) else math.hypot(*self._norms(torch.float64))
         norms = self._norms(None)
@@ -91,49 +91,49 @@ class StagedGradients(Gradients):
         return norm if math.isfinite(norm) else math.hypot(*self._norms(torch.float64))
 
     def norm_unread(self, *, clips: bool, left_out: bool) -> Tensor:
-        """The same of rows of zeros where there is no gradient."""
+        """The same, with zeros for missing gradients."""
         norms = self._rows_of_all(None)[0]
         if clips:
             norms = norms.to(real_type(self.everywhere[0].dtype))
-        found: Tensor = torch.linalg.vector_norm(norms).double()
-        return found
+        norm: Tensor = torch.linalg.vector_norm(norms).double()
+        return norm
 
     def _norms(self, kind: torch.dtype | None) -> list[float]:
-        """The norm of every gradient of the model, each computed as `kind` if given."""
-        norms, there = self._told(kind)
+        """The norm of every gradient of the model, each computed in dtype `kind` if set."""
+        norms, there = self._norms_and_flags(kind)
         return [norm for norm, is_there in zip(norms, there, strict=True) if is_there]
 
-    def _told(self, kind: torch.dtype | None) -> tuple[list[float], list[float]]:
-        """For each parameter of the model the norm of its gradient, and whether there is one."""
+    def _norms_and_flags(self, kind: torch.dtype | None) -> tuple[list[float], list[float]]:
+        """For each parameter of the model, the norm of its gradient and whether it has one."""
         norms, there = self._rows_of_all(kind).tolist()
         return norms, there
 
     def _rows_of_all(self, kind: torch.dtype | None) -> Tensor:
-        """The same, as two rows that are summed over the line."""
-        found = self.told
-        if found is None or kind is not None:
-            found = self.own(kind)
+        """The same as two rows, summed over the line."""
+        rows = self.norm_rows
+        if rows is None or kind is not None:
+            rows = self.local_norms(kind)
             if self.parts is not None and self.cut:
-                where = _positions(self.cut, found.device)
-                squares = found[0].index_select(0, where).square()
+                where = _positions(self.cut, rows.device)
+                squares = rows[0].index_select(0, where).square()
                 self.parts.all_reduce(squares, "control").wait()
-                found[0].index_copy_(0, where, squares.sqrt())
-            self.line.all_reduce(found, "control").wait()
-        return found
+                rows[0].index_copy_(0, where, squares.sqrt())
+            self.line.all_reduce(rows, "control").wait()
+        return rows
 
-    def own(self, kind: torch.dtype | None = None) -> Tensor:
-        """What this rank tells: a row of norms, and a row of ones where it holds a gradient."""
-        held = [(at, _dense(p.grad)) for at, p in self.counted if p.grad is not None]
-        found = torch.zeros(2, len(self.everywhere), dtype=torch.float64, device=self.line.device)
-        if held:
-            gradients = [g if kind is None else g.to(_wider(g, kind)) for _, g in held]
-            where = _positions(tuple([at for at, _ in held]), found.device)
-            found[0].index_copy_(0, where, torch.stack(torch._foreach_norm(gradients)).double())
-            found[1].index_fill_(0, where, 1)
-        return found
+    def local_norms(self, kind: torch.dtype | None = None) -> Tensor:
+        """This rank's contribution: a row of norms, and a row with 1 for each gradient."""
+        present = [(at, _dense(p.grad)) for at, p in self.counted if p.grad is not None]
+        rows = torch.zeros(2, len(self.everywhere), dtype=torch.float64, device=self.line.device)
+        if present:
+            gradients = [g if kind is None else g.to(_wider(g, kind)) for _, g in present]
+            where = _positions(tuple([at for at, _ in present]), rows.device)
+            rows[0].index_copy_(0, where, torch.stack(torch._foreach_norm(gradients)).double())
+            rows[1].index_fill_(0, where, 1)
+        return rows
 
     def _rows(self, row: Tensor) -> Tensor:
-        """What each rank gives, (ranks, row)."""
+        """The rows of all ranks, (ranks, row)."""
         row = row.to(self.line.device)
         if self.line.size == 1:
             return row[None]
@@ -148,7 +148,7 @@ class StagedGradients(Gradients):
 
 @lru_cache(maxsize=64)
 def _positions(places: tuple[int, ...], device: torch.device) -> Tensor:
-    """They are the same in each step: the host waits for a device to take them once."""
+    """Positions as a tensor; cached, because the copy to a device makes the host wait."""
     return torch.tensor(places, device=device)
 
 

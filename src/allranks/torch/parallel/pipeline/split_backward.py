@@ -1,14 +1,14 @@
-"""A backward pass in two: first the gradients of what a stage was given, later those of weights.
+"""A backward pass in two parts: first the gradients of the inputs of a stage, later of weights.
 
-The first pass goes from the outputs to the inputs and nowhere else. Where its way passes a branch
-that leads to weights alone (the `weight` of a Linear), the gradient that arrives there is kept; the
-second pass goes from these into their branches and nowhere else. So no product of matrices is
-computed twice, and a weight gets the same terms in the same order as in one pass. A weight that
-several functions of a stage use has its gradient from the outputs on, in a pass of its own.
+The first part runs only from the outputs to the inputs. Where it passes a branch that leads only to
+weights (the `weight` of a Linear), it stores the gradient that arrives there. The second part runs
+only from these gradients into their branches. So no matrix product is computed twice, and a weight
+gets the same terms in the same order as in one pass. A weight that several functions of a stage use
+gets its gradient from the outputs, in a separate pass.
 
-The graph, and with it the activations, stay until the second pass has been made. A function with
-weights is called twice, once for each part: a hook on its output runs twice with the same gradient.
-A block that computes its activations again would do so for each such function in it.
+The graph, and with it the activations, is kept until the second part. A function with weights is
+called twice, once for each part: a hook on its output runs twice with the same gradient. A block
+with activation checkpointing would recompute once for each such function in it.
 Qi et al. 2023, Zero Bubble Pipeline Parallelism, arXiv 2401.10241.
 """
 
@@ -36,32 +36,32 @@ Pass = tuple[Sequence[GradientEdge], Sequence[Tensor], Sequence[GradientEdge]]
 
 
 def backward_to_inputs(backward: Backward) -> Callable[[], None]:
-    """Give what was received its gradient; returns the rest of this backward pass.
+    """Compute the gradients of received tensors; returns the second part of the pass.
 
-    Without anything received all of it is the rest.
+    If the graph has no received tensors, the second part is the whole pass.
     """
     starts = [get_gradient_edge(end) for end in backward.ends]
     graph = _Graph(starts)
     if not graph.received:
         return backward
-    own, shared = graph.leaves_by_branch()
+    by_branch, shared = graph.leaves_by_branch()
     inputs = [GradientEdge(node, 0) for node in graph.received]
-    kept = [GradientEdge(node, at) for node in own for at in sorted(graph.asked[node])]
-    found = torch.autograd.grad(
-        backward.ends, [*inputs, *kept], backward.gradients, retain_graph=True, allow_unused=True
+    edges = [GradientEdge(node, at) for node in by_branch for at in sorted(graph.outputs[node])]
+    gradients = torch.autograd.grad(
+        backward.ends, [*inputs, *edges], backward.gradients, retain_graph=True, allow_unused=True
     )
-    for received, gradient in zip(graph.received.values(), found, strict=False):
+    for received, gradient in zip(graph.received.values(), gradients, strict=False):
         received.gradient = gradient
     passes: list[Pass] = [(starts, backward.gradients, shared)] if shared else []
-    arrived = list(zip(kept, found[len(inputs) :], strict=True))
-    for node, leaves in own.items():
+    arrived = list(zip(edges, gradients[len(inputs) :], strict=True))
+    for node, leaves in by_branch.items():
         there = [(edge, g) for edge, g in arrived if edge.node is node and g is not None]
         passes.append(([edge for edge, _ in there], [g for _, g in there], leaves))
     return partial(_to_leaves, passes)
 
 
 def _to_leaves(passes: Sequence[Pass]) -> None:
-    """Add to the gradients of the leaves; the graph is freed with what holds its edges."""
+    """Accumulate the gradients of the leaves; the graph is freed with its edges."""
     for edges, gradients, leaves in passes:
         if edges:
             torch.autograd.backward(edges, gradients, retain_graph=True, inputs=leaves)
@@ -69,15 +69,15 @@ def _to_leaves(passes: Sequence[Pass]) -> None:
 
 @dataclass
 class _Graph:
-    """The functions behind the outputs of a stage, as far as it goes on this rank."""
+    """The autograd graph of the outputs of a stage on this rank."""
 
     starts: Sequence[GradientEdge]
     callers: dict[Node, list[Node]] = field(default_factory=dict)
-    """For each function those that give it a gradient."""
-    asked: dict[Node, set[int]] = field(default_factory=dict)
-    """Of which of its outputs these gradients are."""
+    """For each function, those that send it a gradient."""
+    outputs: dict[Node, set[int]] = field(default_factory=dict)
+    """For each function, the outputs that get a gradient."""
     received: dict[Node, Received] = field(default_factory=dict)
-    """Where the inputs of the stage enter."""
+    """The functions at which inputs of the stage enter."""
 
     def __post_init__(self) -> None:
         ahead: list[Any] = []
@@ -99,30 +99,30 @@ class _Graph:
 
     def _see(self, node: Node, at: int, ahead: list[Any]) -> None:
         if node not in self.callers:
-            self.callers[node], self.asked[node] = [], set()
+            self.callers[node], self.outputs[node] = [], set()
             ahead.append(node)
-        self.asked[node].add(at)
+        self.outputs[node].add(at)
 
     def leaves_by_branch(self) -> tuple[dict[Node, list[GradientEdge]], list[GradientEdge]]:
-        """The leaves that one function alone leads to beside the way, and those of several."""
+        """Leaves that only one function off the way to inputs leads to, and other leaves."""
         onward = self._onward()
         owner: dict[Node, Node | None] = {}
-        beside = [start.node for start in self.starts if start.node not in onward]
-        for node in (*onward, *beside):
+        outside = [start.node for start in self.starts if start.node not in onward]
+        for node in (*onward, *outside):
             if node in self.received:
                 continue
             following = [f for f, _ in _after(node) if f not in onward]
-            _own(owner, node, following if node in onward else [node])
-        own: dict[Node, list[GradientEdge]] = {}
+            _claim(owner, node, following if node in onward else [node])
+        by_branch: dict[Node, list[GradientEdge]] = {}
         shared: list[GradientEdge] = []
         for node, branch in owner.items():
             if _is_leaf(node):
-                leaves = shared if branch is None else own.setdefault(branch, [])
+                leaves = shared if branch is None else by_branch.setdefault(branch, [])
                 leaves.append(GradientEdge(node, 0))
-        return own, shared
+        return by_branch, shared
 
     def _onward(self) -> dict[Node, None]:
-        """The functions on the way to what was received."""
+        """The functions on the way to received tensors."""
         onward: dict[Node, None] = {}
         ahead = list(self.received)
         while ahead:
@@ -133,8 +133,8 @@ class _Graph:
         return onward
 
 
-def _own(owner: dict[Node, Node | None], branch: Node, ahead: list[Node]) -> None:
-    """All from these functions on are of `branch`, or of nobody, if they are of another one too."""
+def _claim(owner: dict[Node, Node | None], branch: Node, ahead: list[Node]) -> None:
+    """Assign all functions from here on to `branch`; to None if they are of another one too."""
     while ahead:
         node = ahead.pop()
         before = owner.get(node, branch)
@@ -160,7 +160,7 @@ def _lies_by_channels(node: Any) -> bool:
 
 
 def check_kept(model: nn.Module) -> None:
-    """Raise `RequestError` where blocks do not keep their activations."""
+    """Raise `RequestError` if blocks use activation checkpointing."""
     if any(recomputed(module) is not None for module in model.modules()):
         raise RequestError(
             asked="--strategy zero-bubble --activation-checkpointing",

@@ -1,8 +1,8 @@
-"""What strategies share whose ranks each hold some of the tensors: names, state, whole tensors.
+"""The base of strategies whose ranks hold stages of a model: names, state, full tensors.
 
-Each rank keeps the weights of its own parts; those of the others are meta tensors of the same
+Each rank holds the weights of its own stages. Those of other ranks are meta tensors of the same
 names and shapes, so that optimizer, tally and state have the layout of one process on every rank.
-Buffers are kept on all ranks, where the engine writes them alike.
+All ranks hold all buffers, and the engine writes the same values to them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Staged(Strategy):
     last: int
     own_stages: range
     takes_batch_loss: ClassVar[bool] = False
-    """Whether the outputs of all samples are there before a backward pass begins."""
+    """Whether the outputs of all samples are available before a backward pass begins."""
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         asked = f"--strategy {self.name} --ranks {self.comm.size}"
@@ -54,27 +54,27 @@ class Staged(Strategy):
         shared = {name: tuple(ranks) for name, ranks in ranks_of.items() if len(ranks) > 1}
         if self.shard_alone and shared:
             raise _tied_bits(asked, next(iter(shared)))
-        meeting = _joined(shared)
+        meeting = _merge_groups(shared)
         self._tied = {n: f"tied {r}" for n, r in meeting.items() if self.line.rank in r}
         for ranks in {r for r in meeting.values() if self.line.rank in r}:
-            self._axes[f"tied {ranks}"] = not_alike(self.line.among(ranks), self.line)
+            self._axes[f"tied {ranks}"] = not_alike(self.line.subgroup(ranks), self.line)
         self.hold(model, ranks_of)
         return model
 
     def hold(self, model: nn.Module, ranks_of: Mapping[str, Sequence[int]]) -> None:
-        """Keep the weights of this rank; the first that holds one is its home."""
+        """Keep the weights of this rank; the home of a weight is the first rank that holds it."""
         self.home = {name: ranks[0] for name, ranks in ranks_of.items()}
-        self.held = {n for n, ranks in ranks_of.items() if self.line.rank in ranks}
+        self.local_names = {n for n, ranks in ranks_of.items() if self.line.rank in ranks}
         self._ranks_of = ranks_of
-        _leave_to_others(model, self.held)
+        _replace_by_meta(model, self.local_names)
         self._crossed: dict[int, int] = {}
         self.steps = 0
 
     def cut_stages(self, model: nn.Module) -> None:
-        """Cut the weights of all stages, where several ranks hold a stage together."""
+        """Cut the weights of all stages, if several ranks hold a stage together."""
 
     def check_task(self, asked: str) -> None:
-        """Raise `RequestError` for what stages have no way to do."""
+        """Raise `RequestError` for features that stages do not support."""
         found = why = do = ""
         if self.task.loss_over == "batch" and not self.takes_batch_loss:
             found = 'loss_over = "batch"'
@@ -93,8 +93,8 @@ class Staged(Strategy):
 
     def lay_out(self) -> None:
         step = self.step
-        self.asked = OptimizerArguments(step.optimizer)
-        self._ask()
+        self.optimizer_arguments = OptimizerArguments(step.optimizer)
+        self._check_optimizer()
         if step.sparse.positions:
             raise RequestError(
                 asked=f"--strategy {self.name}",
@@ -103,17 +103,17 @@ class Staged(Strategy):
                 do="a dense optimizer, or --strategy ddp",
             )
         pairs = list(enumerate(zip(step.names, step.parameters, strict=True)))
-        own = [(at, name, p) for at, (name, p) in pairs if name in self.held]
-        self.own = [parameter for _, _, parameter in own]
-        step.own_positions = [at for at, _, _ in own]
-        self.trained = {id(parameter) for parameter in self.own}
-        self._counted = [(at, p) for at, name, p in own if self.home[name] == self.line.rank]
+        local = [(at, name, p) for at, (name, p) in pairs if name in self.local_names]
+        self.local_params = [parameter for _, _, parameter in local]
+        step.own_positions = [at for at, _, _ in local]
+        self.trained = {id(parameter) for parameter in self.local_params}
+        self._counted = [(at, p) for at, name, p in local if self.home[name] == self.line.rank]
         tied = [(p, self._tied[name]) for _, (name, p) in pairs if name in self._tied]
         self._summed = [(p, self._axes[axis]) for p, axis in tied]
 
-    def _ask(self) -> None:
-        """Raise `RequestError` for an optimizer that needs what several ranks hold."""
-        if self.asked.is_new():
+    def _check_optimizer(self) -> None:
+        """Raise `RequestError` for an optimizer that needs parameters of several ranks."""
+        if self.optimizer_arguments.is_new():
             self.check_updates()
 
     def check_updates(self) -> None:
@@ -125,17 +125,17 @@ class Staged(Strategy):
     # --- a step ---------------------------------------------------------------------------
 
     def updating(self, gradients: Gradients) -> AbstractContextManager[None]:
-        self._ask()  # hyper-parameters may have changed
+        self._check_optimizer()  # hyper-parameters may have changed
         return super().updating(gradients)
 
     def passed(self, run: Callable[[], Any], stage: int) -> Any:
-        """The output of a stage for one micro-batch, or one batch that is evaluated."""
+        """Run a stage for one micro-batch, or for one batch of an evaluation."""
         return run()
 
     def sum_tied(self) -> None:
-        """Weights that several stages hold have the sum of their gradients on all of them.
+        """Sum the gradients of tied weights over all stages that hold them.
 
-        Ranks that hold another tied weight of one of these stages bring in zeros.
+        Ranks that hold another tied weight of one of these stages add zeros.
         """
         for parameter, comm in self._summed:
             if parameter.is_meta:
@@ -146,14 +146,14 @@ class Staged(Strategy):
             comm.all_reduce(parameter.grad).wait()
 
     def gradients(self) -> StagedGradients:
-        """Those of this rank, with a norm over all ranks."""
+        """The gradients of this rank, with a norm over all ranks."""
         everywhere, exact = self.step.parameters, self.shard_alone
-        return StagedGradients(self.own, self._counted, everywhere, self.line, exact=exact)
+        return StagedGradients(self.local_params, self._counted, everywhere, self.line, exact=exact)
 
     def refuse_written_buffers(self, within: tuple[str, ...] = ("",)) -> None:
-        """Raise `RequestError` where the model writes buffers of its own in forward.
+        """Raise `RequestError` if the model writes its own buffers in forward.
 
-        Those of names that begin so, which not all ranks go through.
+        `within` are prefixes of names of modules that not all ranks run.
         """
         if written := sorted(n for n in self.step.user_buffers.written if n.startswith(within)):
             raise RequestError(
@@ -165,10 +165,10 @@ class Staged(Strategy):
 
     @contextmanager
     def whole_weights(self) -> Iterator[None]:
-        """Within, every weight is whole on every rank. Sends all weights (`control`)."""
+        """Within, every rank has all weights in full. Sends all weights (`control`)."""
         slots = _slots(self.model)
-        held = dict(self.model.named_parameters())
-        whole = {name: self.whole_weight(name, parameter) for name, parameter in held.items()}
+        params = dict(self.model.named_parameters())
+        whole = {name: self.whole_weight(name, parameter) for name, parameter in params.items()}
         for name, places in slots.items():
             for module, attribute in places:
                 module._parameters[attribute] = whole[name]  # type: ignore[assignment]
@@ -177,17 +177,17 @@ class Staged(Strategy):
         finally:
             for name, places in slots.items():
                 for module, attribute in places:
-                    module._parameters[attribute] = held[name]
+                    module._parameters[attribute] = params[name]
 
     def whole_weight(self, name: str, parameter: nn.Parameter) -> Tensor:
-        """All of a weight, for a loss that every rank computes; every rank calls this."""
+        """A full weight, for a loss that every rank computes; every rank calls this."""
         tensor = self.full(name, parameter.detach())
-        return parameter if name in self.held else _like(parameter, tensor)
+        return parameter if name in self.local_names else _like(parameter, tensor)
 
     # --- whole tensors and state ----------------------------------------------------------
 
     def full(self, name: str, tensor: Tensor) -> Tensor:
-        """The whole of a parameter, or of its gradient, from the rank that holds it."""
+        """A full parameter, or gradient, from its home rank."""
         if self.line.size == 1:
             return tensor
         home = self.home[name]
@@ -198,26 +198,26 @@ class Staged(Strategy):
         return whole
 
     def as_held(self, name: str, saved: Tensor) -> Tensor:
-        return saved if name in self.held else torch.empty_like(saved, device="meta")
+        return saved if name in self.local_names else torch.empty_like(saved, device="meta")
 
     def state(self) -> dict[str, Any]:
-        """As of one process, with meta tensors for what other ranks hold; every rank calls this."""
+        """The state of one process, with meta tensors for other ranks; every rank calls this."""
         state = super().state()
-        kept = state["optimizer"]["state"]
-        own = [name for name in kept if self.home[name] == self.line.rank]
-        here = {name: values for name, values in kept.items() if name in self.held}
-        found = known_to_all(here, own, self.line)
-        order = [name for name, _ in self.model.named_parameters() if name in found]
+        states = state["optimizer"]["state"]
+        home_names = [name for name in states if self.home[name] == self.line.rank]
+        here = {name: values for name, values in states.items() if name in self.local_names}
+        known = known_to_all(here, home_names, self.line)
+        order = [name for name, _ in self.model.named_parameters() if name in known]
         state["optimizer"] = {
             **state["optimizer"],
-            "state": {name: found[name] for name in order},
+            "state": {name: known[name] for name in order},
         }
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:
         optimizer = state["optimizer"]
-        kept = {n: values for n, values in optimizer["state"].items() if n in self.held}
-        super().load_state({**state, "optimizer": {**optimizer, "state": kept}})
+        states = {n: values for n, values in optimizer["state"].items() if n in self.local_names}
+        super().load_state({**state, "optimizer": {**optimizer, "state": states}})
 
     def placement(self, *, updated: bool) -> list[Placed]:
         return [row for row in super().placement(updated=updated) if row.device != "meta"]
@@ -225,31 +225,30 @@ class Staged(Strategy):
     # --- bytes ----------------------------------------------------------------------------
 
     def count_crossing(self, stage: int, tensors: list[Tensor]) -> None:
-        """A stage has returned these to the next one."""
-        sent = sum(t.nbytes for t in tensors)
+        """Count tensors that a stage has returned to the next one."""
+        forward_bytes = sum(t.nbytes for t in tensors)
         back = sum(t.nbytes for t in tensors if t.requires_grad)
-        self._crossed[2 * stage] = self._crossed.get(2 * stage, 0) + sent
+        self._crossed[2 * stage] = self._crossed.get(2 * stage, 0) + forward_bytes
         self._crossed[2 * stage + 1] = self._crossed.get(2 * stage + 1, 0) + back
 
     def crossed(self) -> list[float]:
-        """Of each pair of stages what goes forward and what comes back in a step, in bytes.
+        """For each pair of stages, the bytes forward and the bytes backward in a step.
 
-        The mean over the steps that were made, as it follows the samples of a step; every rank
-        calls this.
+        The mean over all steps, as it depends on the samples of a step; every rank calls this.
         """
         crossed = [0.0] * (2 * self.last)
         for text in self.line.gather_texts(json.dumps(self._crossed)):
-            for at, sent in json.loads(text).items():
-                crossed[int(at)] += sent / max(1, self.steps)
+            for at, nbytes in json.loads(text).items():
+                crossed[int(at)] += nbytes / max(1, self.steps)
         return crossed
 
     def tally_bytes(self) -> int:
-        """The bytes of the tally with what each rank tells of its gradients."""
+        """The bytes of the tally and of the norms of gradients."""
         numbers = self.step.layout.size + 2 * len(self.step.parameters)
         return numbers * torch.float64.itemsize
 
     def messages(self) -> tuple[int, ...]:
-        """What crosses, then what is summed; a tied weight counts as if all ranks summed it."""
+        """Bytes between stages, then summed; a tied weight counts as if all ranks summed it."""
         ranks, summed = self.line.size, float(self.tally_bytes())
         for parameter, comm in self._summed:
             summed += parameter.nbytes * (1 - 1 / comm.size) / (1 - 1 / ranks)
@@ -257,56 +256,56 @@ class Staged(Strategy):
 
 
 def not_alike(some: Comm, ranks: Comm) -> Comm:
-    """`some` of the `ranks`, which make other collectives than the rest.
+    """A group of `some` of the `ranks`, which make other collectives than the others.
 
-    How many of them a rank has begun says nothing of whether it will come (`meetings`).
+    Their count must not decide whether a rank will join (`StoreBarrier`).
     """
     if some is not ranks:
-        some.meetings = None
+        some.store_barrier = None
     return some
 
 
 def _slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
-    """Where each parameter of a model is, by its first name; a tied one is in several places."""
+    """The places of each parameter of a model, by its first name; tied ones have several."""
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
-    found: dict[str, list[tuple[nn.Module, str]]] = {}
+    places: dict[str, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
-                found.setdefault(name_of[id(parameter)], []).append((module, attribute))
-    return found
+                places.setdefault(name_of[id(parameter)], []).append((module, attribute))
+    return places
 
 
-def _leave_to_others(model: nn.Module, held: set[str]) -> None:
-    """Put meta tensors in the places of the weights that this rank does not hold."""
+def _replace_by_meta(model: nn.Module, local_names: set[str]) -> None:
+    """Replace the weights that this rank does not hold by meta tensors."""
     places, named = _slots(model), dict(model.named_parameters())
     for name, parameter in named.items():
-        if name not in held:
+        if name not in local_names:
             meta = torch.empty_like(parameter, device="meta", requires_grad=False)
             elsewhere = _like(parameter, meta)
             for module, attribute in places[name]:
-                setattr(module, attribute, elsewhere)  # an RNN keeps a list of its own
+                setattr(module, attribute, elsewhere)  # an RNN has a list of its weights
 
 
 def _like(parameter: nn.Parameter, tensor: Tensor) -> nn.Parameter:
-    """A parameter of these numbers, with what its owner has written on the other one."""
-    made = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
-    vars(made).update(vars(parameter))
-    return made
+    """A parameter with the values of `tensor` and the attributes of `parameter`."""
+    created = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+    vars(created).update(vars(parameter))
+    return created
 
 
-def _joined(shared: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """The ranks that sum each of these weights, so that no rank is in two such groups.
+def _merge_groups(shared: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The ranks that sum each of these weights; groups that overlap are merged.
 
-    Torch names a group by how many its ranks have made before: of two that overlap, ranks that have
-    made one and ranks that have not would wait for each other.
+    Torch names a group by how many groups its ranks have made before. With two groups that overlap,
+    ranks that have made one and ranks that have not would wait for each other.
     """
     groups: list[set[int]] = []
     for ranks in shared.values():
-        own = set(ranks).union(*(group for group in groups if group & set(ranks)))
-        groups = [*(group for group in groups if not group & own), own]
-    found = {rank: tuple(sorted(group)) for group in groups for rank in group}
-    return {name: found[ranks[0]] for name, ranks in shared.items()}
+        joined = set(ranks).union(*(group for group in groups if group & set(ranks)))
+        groups = [*(group for group in groups if not group & joined), joined]
+    group_of = {rank: tuple(sorted(group)) for group in groups for rank in group}
+    return {name: group_of[ranks[0]] for name, ranks in shared.items()}
 
 
 def _tied_bits(asked: str, name: str) -> RequestError:

@@ -1,7 +1,7 @@
-"""Cuts a model into the stages of a pipeline: as its task says, or an `nn.Sequential` by costs.
+"""Cuts a model into the stages of a pipeline: by its task, or an `nn.Sequential` by costs.
 
-A stage is made of modules of the model and holds no weight of its own. What is cut is checked:
-together the stages hold every weight, and no layer that the engine would have swapped is new.
+A stage consists of modules of the model and has no weights of its own. Checks that the stages
+together hold every weight, and that no layer is new that the engine would have replaced.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from allranks.torch.random.dropout import DROPOUTS
 from allranks.torch.task import Task
 
 # --- balance -------------------------------------------------------------------------------------
-# What the layers of a chain cost, by which it is cut into stages: bytes of weights, or seconds.
+# The costs of the layers of a chain, to cut it into stages: bytes of weights, or seconds.
 
 
 Groups = Sequence[Sequence[nn.Module]]
@@ -39,21 +39,21 @@ def bytes_of(groups: Groups) -> list[float]:
 def measured(
     model: nn.Module, task: Task, scope: Scope, precision: Precision, comm: Comm, strategy: str
 ) -> Costs:
-    """Costs in seconds of forward and backward, summed over what each rank of `comm` measures.
+    """Costs in seconds of forward and backward, summed over the ranks of `comm`.
 
-    Every rank calls what is returned, on the same groups, and has the same numbers: it measures the
-    layers of the whole model, and gathers what the others found (`control`).
+    Every rank calls the returned function on the same groups, and gets the same numbers: it
+    measures all layers of the model, and gathers the times of other ranks (`control`).
     """
 
     def seconds(groups: Groups) -> list[float]:
         times = Counter(id(layer) for group in groups for layer in group)
         layers = {id(layer): layer for group in groups for layer in group}
         asked = f"--strategy {strategy}:by=cost"
-        own = seconds_of(list(layers.values()), model, task, scope, precision, asked)
-        found = [json.loads(text) for text in comm.gather_texts(json.dumps(own))]
+        local_seconds = seconds_of(list(layers.values()), model, task, scope, precision, asked)
+        rows = [json.loads(text) for text in comm.gather_texts(json.dumps(local_seconds))]
         each = {
             key: sum(of_ranks) / times[key]  # of one of its calls
-            for key, of_ranks in zip(layers, zip(*found, strict=True), strict=True)
+            for key, of_ranks in zip(layers, zip(*rows, strict=True), strict=True)
         }
         return [sum(each[id(layer)] for layer in group) for group in groups]
 
@@ -73,7 +73,7 @@ class Stages:
         self._wrappers = [m for s in modules for m in s.modules() if id(m) not in known]
 
     def call(self, stage: int, received: Any) -> Any:
-        """The output of a stage for what the one before it returned."""
+        """The output of a stage for the output of the stage before."""
         if self._wrappers and self._wrappers[0].training != self._model.training:
             for module in self._wrappers:
                 module.training = self._model.training
@@ -93,16 +93,16 @@ class Stages:
 def stages_of(
     task: Task, model: nn.Module, count: int, asked: str, costs: Costs = bytes_of
 ) -> Stages:
-    """The model in `count` stages; raises `RequestError` where it cannot be cut.
+    """The model in `count` stages; raises `RequestError` if it cannot be cut.
 
-    `costs` are called where the task does not say its stages, and there is more than one.
+    Calls `costs` if the task does not define stages, and there is more than one.
     """
-    said = task.stages(model, count)
-    if said is None:
+    task_stages = task.stages(model, count)
+    if task_stages is None:
         cut = _cut(model, count, asked, costs)
         _check_shared(cut, model, asked)
         return Stages(cut, model, takes_one=True)
-    modules = list(said)
+    modules = list(task_stages)
     if len(modules) != count or not all(isinstance(module, nn.Module) for module in modules):
         raise _refused(
             asked,
@@ -116,7 +116,7 @@ def stages_of(
 
 
 def _check(stages: list[nn.Module], model: nn.Module, asked: str) -> None:
-    """Nothing of the model is left out, and nothing is new."""
+    """Check that stages hold all weights of the model, and nothing new."""
     used = {id(parameter) for stage in stages for parameter in stage.parameters()}
     for name, parameter in model.named_parameters():
         if id(parameter) not in used:
@@ -126,19 +126,19 @@ def _check(stages: list[nn.Module], model: nn.Module, asked: str) -> None:
                 "every weight is trained where its stage is",
                 "give it to the stage that uses it: stages are made of the modules of `model`",
             )
-    own = {id(parameter) for parameter in model.parameters()}
+    known = {id(parameter) for parameter in model.parameters()}
     modules = {id(module) for module in model.modules()}
     for stage in stages:
         for module in stage.modules():
             is_new = id(module) not in modules
             if is_new and own_kind(module) in FOLLOWS_SHARDS and not isinstance(module, Swapped):
-                raise _of_its_own(asked, f"a new {type(module).__name__}")
-        if any(id(parameter) not in own for parameter in stage.parameters()):
-            raise _of_its_own(asked, "a weight that is not one of the model's")
+                raise _not_of_the_model(asked, f"a new {type(module).__name__}")
+        if any(id(parameter) not in known for parameter in stage.parameters()):
+            raise _not_of_the_model(asked, "a weight that is not one of the model's")
 
 
 def _check_shared(stages: list[nn.Module], model: nn.Module, asked: str) -> None:
-    """A layer counts its calls in one process in order: no two stages share one that does."""
+    """Check that no two stages share a layer that counts its calls, in order, in one process."""
     layers: dict[str, nn.Module] = dict(model.named_modules())
     for name in [name for name, module in layers.items() if isinstance(module, OfShard)]:
         layer = layers[name]
@@ -153,7 +153,7 @@ def _check_shared(stages: list[nn.Module], model: nn.Module, asked: str) -> None
             )
 
 
-def _of_its_own(asked: str, found: str) -> RequestError:
+def _not_of_the_model(asked: str, found: str) -> RequestError:
     return _refused(
         asked,
         f"{found} in the stages of the task",
@@ -163,7 +163,7 @@ def _of_its_own(asked: str, found: str) -> RequestError:
 
 
 def _cut(model: nn.Module, count: int, asked: str, costs: Costs) -> list[nn.Module]:
-    """An `nn.Sequential` in stages, of which the most costly costs as little as can be."""
+    """Cut an `nn.Sequential` into stages so that the largest cost is minimal."""
     if count == 1:
         return [model]
     if not is_chain(model):
@@ -195,12 +195,12 @@ def _cut(model: nn.Module, count: int, asked: str, costs: Costs) -> list[nn.Modu
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
-    """The members of a chain, those of chains within it one by one."""
-    found: list[nn.Module] = []
+    """The layers of a chain; inner chains are flattened."""
+    layers: list[nn.Module] = []
     for layer in model._modules.values():  # a layer may come twice
         assert layer is not None
-        found += _layers(layer) if is_chain(layer) else [layer]
-    return found
+        layers += _layers(layer) if is_chain(layer) else [layer]
+    return layers
 
 
 def _refused(asked: str, found: str, why: str, do: str) -> RequestError:

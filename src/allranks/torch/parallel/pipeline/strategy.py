@@ -3,13 +3,13 @@
     for each action of the schedule of this rank:
         F    receive what the stage before returned; forward; send what this stage returns
         B    receive the gradient of that; backward; send the gradient of what was received
-        W    the rest of backward, where B has left the gradients of weights for later
+        W    the gradients of weights, if B computes only those of inputs
     then sum the tally, and the gradients of weights that several stages hold
 
-Which rank does what when is data (`allranks.strategies.pipeline_schedules`), and this loop runs any
-such list. Every rank knows the whole model by name, with the weights of other stages on the meta
-device: tally, norm, state and checkpoints have the names of one process. All ranks read the whole
-global batch; a micro-batch is a shard, unless `--micro-batch` says its samples. Huang et al. 2019,
+Schedules are data (`allranks.strategies.pipeline_schedules`), and this loop runs any of them. Every
+rank knows the whole model by name, with the weights of other stages on the meta device: tally,
+norm, state and checkpoints have the names of one process. All ranks read the whole global batch. A
+micro-batch is a shard, unless `--micro-batch` sets its samples. Huang et al. 2019,
 GPipe, arXiv 1811.06965; Narayanan et al. 2021, Megatron-LM, arXiv 2104.04473; Qi et al. 2023, Zero
 Bubble Pipeline Parallelism, arXiv 2401.10241.
 """
@@ -44,7 +44,7 @@ from allranks.torch.step.trainable import unfrozen_on_the_way
 
 
 class Pipeline(Staged):
-    """Run the schedule of its name. Sends what crosses between stages, and the tally."""
+    """Run the schedule of its name. Sends activations, their gradients, and the tally."""
 
     name = "gpipe"
     equal_passes = can_run_ahead = True
@@ -52,19 +52,19 @@ class Pipeline(Staged):
     can_be_compiled = False
     cuts_by_shard = True
     last_pass: ClassVar[str] = "B"
-    """The kind of the pass that ends with the gradients of the weights of a stage."""
+    """The kind of the pass that computes the gradients of the weights of a stage."""
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         self.line = self.axis(PIPELINE)
         alone = self.line.size == 1
-        schedule, chunks = self.asked_schedule()
+        schedule, chunks = self.chosen_schedule()
         self.chunks = 1 if alone else chunks
         self.last = self.line.size * self.chunks - 1
         self.own_stages = range(self.line.rank, self.last + 1, self.line.size)
-        forwards, backwards, made = lanes_of(self.line, is_ring=self.chunks > 1)
-        control = self.line.on_host()  # before groups that not all of the line make
-        made += [control] if control is not self.line else []
-        self._axes |= {f"of messages {n}": comm for n, comm in enumerate(made)}
+        forwards, backwards, groups = lanes_of(self.line, is_ring=self.chunks > 1)
+        control = self.line.on_host()  # before groups that only some ranks of the line make
+        groups += [control] if control is not self.line else []
+        self._axes |= {f"of messages {n}": comm for n, comm in enumerate(groups)}
         model = super().parallelize(model)
         self.links = StageLinks(self.line, forwards, backwards, control)
         self.schedule = lru_cache(maxsize=64)(
@@ -73,8 +73,8 @@ class Pipeline(Staged):
         self.places = lru_cache(maxsize=64)(lambda micros: places(self.schedule(micros)))
         return model
 
-    def asked_schedule(self) -> tuple[str, int]:
-        """Its name, and how many stages each rank has."""
+    def chosen_schedule(self) -> tuple[str, int]:
+        """The name of the schedule, and the number of stages of each rank."""
         return self.name, int(self.context.options.get("chunks", 1))
 
     def prepare(self) -> None:
@@ -107,13 +107,13 @@ class Pipeline(Staged):
             self._crossed = crossed
 
     def _make_passes(self, batch: Batch) -> Tally:
-        """The schedule for the micro-batches of a batch."""
-        for parameter in self.own:
+        """Run the schedule for the micro-batches of a batch."""
+        for parameter in self.local_params:
             parameter.grad = None
         self.step.begin(batch)
         self.passes = _Passes(self, batch)
         actions = self.schedule(len(batch.micros))[self.line.rank]
-        # the first messages of a pair may hold the host until both ranks have begun them
+        # the first messages of a pair may block the host until both ranks have begun them
         ahead_of = 2 if self.steps > 1 else 1
         for number, action in enumerate(actions):
             for ahead in actions[number : number + ahead_of]:
@@ -126,21 +126,21 @@ class Pipeline(Staged):
         return tally
 
     def _forward(self, data: Any) -> Any:
-        """What goes through a stage in place of the model; `Passes.output` calls it."""
+        """Run a stage in place of the model; `Passes.output` calls it."""
         return self.passes.through(data)
 
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
         self.sum_tied()
         gradients = self.gradients()
-        tally, gradients.told = summed_with_tally(local, gradients.own(), self.line)
+        tally, gradients.norm_rows = summed_with_tally(local, gradients.local_norms(), self.line)
         return tally, gradients
 
     def total_of(self, tree: TreeSum) -> list[Tensor]:
-        """The sum over all shards, of which this rank has added its own."""
+        """The sum over all shards, after this rank has added its own."""
         return tree.total()
 
     def eval_step(self, data: Any, forward: Callable[[Callable[..., Any], Any], Any]) -> Any:
-        """The output for data that all ranks have; it goes through all stages, and to all ranks."""
+        """The output for data that all ranks have, on all ranks; runs all stages."""
         return forward(self._evaluate, data)
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
@@ -165,7 +165,7 @@ class GPipe(Pipeline):
 
 
 class OneForwardOneBackward(Pipeline):
-    """Forward and backward in turn: less activations are kept."""
+    """Forward and backward alternate: fewer activations are stored."""
 
     name = "1f1b"
 
@@ -177,7 +177,7 @@ class Interleaved(Pipeline):
 
 
 class ZeroBubble(Pipeline):
-    """`1f1b` in which gradients of weights are made later: a smaller bubble, the same messages."""
+    """`1f1b` with later gradients of weights: a smaller bubble, the same messages."""
 
     name = "zero-bubble"
     last_pass = "W"
@@ -207,10 +207,10 @@ class _Passes:
         self._moments: dict[tuple[int, int], Moment] = {}
 
     def expect(self, action: Action) -> bool:
-        """Make room for what this pass receives; whether more may be received after it.
+        """Post what this pass receives; returns whether more may be posted after it.
 
-        Messages of a group may come in the order in which they are posted, so nothing is posted
-        before one whose size is not known.
+        Messages of a group arrive in the order in which they are posted, so no message is posted
+        after one of unknown size.
         """
         links, at = self.strategy.links, (action.stage, action.micro)
         if action.kind == "F" and action.stage > 0:
@@ -221,7 +221,7 @@ class _Passes:
         return True
 
     def act(self, action: Action) -> None:
-        """One pass of one micro-batch through one stage."""
+        """Make one pass of one micro-batch through one stage."""
         at = action.stage, action.micro
         if action.kind == "F":
             self._forward(action)
@@ -233,7 +233,7 @@ class _Passes:
             self._end_leaf(*at)
 
     def through(self, data: Any) -> Any:
-        """The output of the stage that is passed now."""
+        """The output of the current stage."""
         stage, micro = self._at.stage, self._at.micro
         run = partial(forward, self.strategy.task, self.strategy.stages.modules[0], data)
         if stage > 0:
@@ -275,7 +275,7 @@ class _Passes:
         return place["B", stage, micro] < place["F", stage, action.micro]
 
     def _check_drawn(self, stage: int) -> None:
-        """Under `--bitwise`: raise where a stage draws what one process draws after the others."""
+        """With `--bitwise`, raise if a stage draws from the process's generator."""
         if self._drawn and drawn_from() != self._drawn:
             raise RequestError(
                 asked=f"--strategy {self.strategy.name} --bitwise",
@@ -301,7 +301,7 @@ class _Passes:
             links.send_gradients(stage, number, received)
 
     def _to_weights(self, stage: int, number: int, backward: Callable[[], None]) -> None:
-        """The part of a backward pass that ends in weights, which may be all of it."""
+        """The part of a backward pass that computes gradients of weights, perhaps all of it."""
         self._begin_leaf(stage, number)
         self.step.used = self.used[self.leaf_of[number]]
         with self._again(stage, number):
@@ -309,7 +309,7 @@ class _Passes:
 
     @contextmanager
     def _again(self, stage: int, number: int) -> Iterator[None]:
-        """Within, it is the moment of this forward pass; no layer that counts may run again."""
+        """Within, the scope is that of this forward pass; no counting layer may run again."""
         scope, moment = self.step.scope, self._moments[stage, number]
         with scope.again(moment):
             yield
@@ -319,13 +319,13 @@ class _Passes:
     # --- sums in the order of the tree ----------------------------------------------------
 
     def _end_leaf(self, stage: int, number: int) -> None:
-        """Add the gradients of a leaf of which this was the last micro-batch."""
+        """Add the gradients of a leaf after its last micro-batch."""
         leaf = self.leaf_of[number]
         if self.leaf_of[number + 1 : number + 2] != [leaf]:
             self._add_leaves(stage, leaf + 1)
 
     def _begin_leaf(self, stage: int, number: int) -> None:
-        """Under `--bitwise` the gradients of a leaf begin with zeros, as in one process."""
+        """With `--bitwise` the gradients of a leaf begin with zeros, as in one process."""
         is_first = number == 0 or self.leaf_of[number - 1] != self.leaf_of[number]
         if self.strategy.shard_alone and is_first:
             self._add_leaves(stage, self.leaf_of[number])
@@ -346,7 +346,7 @@ class _Passes:
         self.next_leaf[stage] = max(end, self.next_leaf[stage])
 
     def finished(self) -> Tally:
-        """The sum of the tallies of all leaves; the gradients are in `.grad`."""
+        """The sum of the tallies of all leaves; leaves gradients in `.grad`."""
         step, leaves = self.step, self.batch.leaves
         for leaf, tally, used in zip(leaves, self.tallies, self.used, strict=True):
             step.used = used
@@ -366,5 +366,5 @@ class _Passes:
 
 
 def _looks_of(data: Any) -> Hashable:
-    """The shapes of an input, which all ranks have."""
+    """The shapes and dtypes of an input, which are the same on all ranks."""
     return tuple([(t.shape, t.dtype) for t in tensors_in(data)])

@@ -1,4 +1,4 @@
-"""What a value looks like without its numbers: told once, and then only numbers are sent."""
+"""The metadata of a value with tensors: sent once, and after that only values are sent."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOST_DIMS = 5  # 120 orders: the number of one fits in a byte
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """What there is to know of a value but its numbers; `text` is how it is told."""
+    """Structure, shapes, strides and dtypes of a value; `text` is its JSON."""
 
     text: str
 
@@ -39,26 +39,26 @@ class TensorMeta:
         return TensorMeta(json.dumps([_structure(value), rows]))
 
     def tensors(self, device: torch.device) -> list[tuple[Tensor, bool]]:
-        """Room for each tensor, and whether it wants a gradient."""
+        """An empty tensor for each, and whether it needs a gradient."""
         return [
             (torch.empty_strided(shape, stride, dtype=DTYPES[kind], device=device), wants)
             for kind, shape, stride, wants in self.rows
         ]
 
     def value(self, tensors: Iterator[Tensor]) -> Any:
-        """The value that is made of these tensors."""
+        """The value made of these tensors."""
         return _value(_parsed(self.text)[0], tensors)
 
     @property
     def shapes(self) -> list[tuple[torch.dtype, list[int], list[int]]]:
-        """Type, shape and strides of each tensor."""
+        """Dtype, shape and strides of each tensor."""
         return [(DTYPES[kind], shape, stride) for kind, shape, stride, _ in self.rows]
 
     @property
     def rows(self) -> list[Any]:
-        """Of each tensor the type, shape, strides, and whether it wants a gradient."""
-        found: list[Any] = _parsed(self.text)[1]
-        return found
+        """Dtype, shape and strides of each tensor, and whether it needs a gradient."""
+        rows: list[Any] = _parsed(self.text)[1]
+        return rows
 
     @property
     def nbytes(self) -> int:
@@ -67,7 +67,7 @@ class TensorMeta:
 
     @property
     def gradient_bytes(self) -> int:
-        """The bytes of the gradients that come back."""
+        """The bytes of the gradients of its tensors."""
         return sum(
             math.prod(shape) * DTYPES[kind].itemsize for kind, shape, _, wants in self.rows if wants
         )
@@ -81,7 +81,7 @@ def _row(kind: torch.dtype, shape: Sequence[int], stride: Sequence[int], wants: 
 def _of_one(
     kind: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], wants: bool
 ) -> TensorMeta:
-    """Of one tensor, as most stages return: to write it down takes longer than to know it."""
+    """The metadata of a single tensor, as most stages return; cached, as JSON is slow."""
     return TensorMeta(json.dumps([TENSOR, [_row(kind, shape, stride, wants)]]))
 
 
@@ -91,7 +91,7 @@ def _parsed(text: str) -> Any:
 
 
 def laid_out(tensor: Tensor) -> Tensor:
-    """The tensor in one piece of memory, in its own order (channels-last) if it is dense."""
+    """The tensor in dense memory, with its own strides (channels-last) if it is dense already."""
     if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
         return tensor  # as most are
     plain = tensor.resolve_conj().resolve_neg()
@@ -99,10 +99,10 @@ def laid_out(tensor: Tensor) -> Tensor:
 
 
 def orders_of(tensor: Tensor) -> list[tuple[int, ...]]:
-    """Strides in which the gradient of a dense tensor may come: its own, those of torch, and all.
+    """Possible strides of the gradient of a dense tensor: its own, torch's formats, and all orders.
 
-    What a layer computes of a gradient follows its strides, in the last bit. Beyond `MOST_DIMS`
-    dimensions there are too many, and a gradient in another order than these is copied.
+    The last bit of what a layer computes from a gradient depends on its strides. Beyond `MOST_DIMS`
+    dimensions there are too many orders, and a gradient with other strides is copied.
     """
     return _orders_of(tensor.shape, tensor.stride())
 
@@ -111,15 +111,15 @@ def orders_of(tensor: Tensor) -> list[tuple[int, ...]]:
 def _orders_of(shape: torch.Size, stride: tuple[int, ...]) -> list[tuple[int, ...]]:
     empty, last = torch.empty(shape, device="meta"), CHANNELS_LAST.get(len(shape))
     kinds = [torch.contiguous_format, *([] if last is None else [last])]
-    found = [stride, *(empty.contiguous(memory_format=kind).stride() for kind in kinds)]
+    orders = [stride, *(empty.contiguous(memory_format=kind).stride() for kind in kinds)]
     for order in permutations(range(len(shape))) if len(shape) <= MOST_DIMS else ():
-        turned = torch.empty([shape[dim] for dim in order], device="meta")
-        found.append(turned.permute([order.index(dim) for dim in range(len(shape))]).stride())
-    return found
+        permuted = torch.empty([shape[dim] for dim in order], device="meta")
+        orders.append(permuted.permute([order.index(dim) for dim in range(len(shape))]).stride())
+    return orders
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether its numbers fill a piece of memory, in whatever order of dimensions."""
+    """Whether its elements fill contiguous memory, in any order of dimensions."""
     filled = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:

@@ -1,9 +1,9 @@
-"""The order in which a rank calls the units of a model, compared over the ranks of a step.
+"""The order in which a rank calls the units of a model, compared over the ranks in each step.
 
 The weights of a unit are gathered from all ranks when it is called. Ranks that call units of one
-shape in another order mix their weights, and no collective would notice. So the digits of a digest
-of the order ride on the tally, each with its square: sums of both tell whether all are alike
-(Cauchy-Schwarz), and no message is added.
+shape in different orders mix their weights, and no collective notices. So the digits of a digest of
+the order are sent with the tally, each with its square. The sums of both tell whether all ranks
+agree (Cauchy-Schwarz), without another message.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from torch import Tensor
 
 from allranks.errors import PeerLost, RequestError
 from allranks.torch.comm.comm import Comm
-from allranks.torch.comm.rank_sync import Meetings
+from allranks.torch.comm.rank_sync import StoreBarrier
 
 DIGITS = 4
 NUMBERS = 2 * DIGITS
-"""So many numbers ride on the tally."""
+"""How many numbers are sent with the tally."""
 
 
 class CallOrder:
     """The calls of one rank in one step, or for one batch that is evaluated."""
 
-    def __init__(self, asked: str) -> None:
-        self.asked, self.digest = asked, 0
+    def __init__(self, request: str) -> None:
+        self.request, self.digest = request, 0
 
     def begin(self) -> None:
-        """Nothing is called yet."""
+        """Begin a step: no unit is called yet."""
         self.digest = 0
 
     def note(self, unit: int) -> None:
-        """A unit is called."""
+        """Record a call of a unit."""
         self.digest = zlib.crc32(unit.to_bytes(4), self.digest)
 
     def numbers(self) -> list[float]:
-        """What is summed over all ranks."""
-        own = [float(digit) for digit in self.digest.to_bytes(DIGITS)]
-        return [*own, *(digit**2 for digit in own)]
+        """The numbers that are summed over all ranks."""
+        digits = [float(digit) for digit in self.digest.to_bytes(DIGITS)]
+        return [*digits, *(digit**2 for digit in digits)]
 
     def check_sums(self, sums: Sequence[float], ranks: int) -> None:
         """Raise `RequestError` unless the `numbers` of all ranks were the same."""
@@ -52,11 +52,11 @@ class CallOrder:
                 raise self.other()
 
     def sums_agree(self, sums: Tensor, ranks: int) -> Tensor:
-        """Whether they were, which nobody waits for."""
+        """Whether they were the same, as a tensor; the host does not wait."""
         return sums[:DIGITS].square().eq(sums[DIGITS:] * ranks).all()
 
     def check_on_all(self, comm: Comm) -> None:
-        """Raise `RequestError` unless all ranks called alike; every rank calls this.
+        """Raise `RequestError` unless all ranks called the same units; every rank calls this.
 
         Sends 8 bytes to each other rank.
         """
@@ -68,9 +68,9 @@ class CallOrder:
             raise self.other()
 
     def other(self) -> RequestError:
-        """What to say of ranks that call units in different orders."""
+        """The error for ranks that call units in different orders."""
         return RequestError(
-            asked=self.asked,
+            asked=self.request,
             found="ranks that call the blocks of the model in different orders, or other blocks",
             why="the weights of a block are gathered from all ranks when it is called: they were "
             "mixed",
@@ -79,83 +79,84 @@ class CallOrder:
 
 
 # --- call trail ----------------------------------------------------------------------------------
-# What a rank has gathered and scattered in a step, for ranks that wait for each other in vain.
+# The collectives of a rank in a step, to explain ranks that deadlock.
 #
-# Where some ranks call fewer units than others, a gathering on one rank meets another collective on
-# the next one, and both wait. A wait that lasts (`meetings`) puts the trail of its rank into the
-# store, and looks at those of the others: two trails of one step that go apart say where, and of
-# which unit. Trails that only differ in length prove nothing. Nothing is sent while nothing lasts.
+# If some ranks call fewer units than others, an all-gather on one rank is matched with another
+# collective on the next, and both hang. A long wait (`StoreBarrier.looks`) writes the trail of its
+# rank to the store and reads those of the others. The first difference of two trails of one step
+# names the call and the unit. Different lengths prove nothing. Without long waits nothing is sent.
 
 
 THE_SUM = "sums up the step"
-PATIENCE_S, PAUSE_S = 1.0, 0.05  # for the trails of ranks whose waits end a moment later
+Mismatch = tuple[int, dict[int, str]]  # the number of a call, and what it is on each rank
+PATIENCE_S, PAUSE_S = 1.0, 0.05  # for trails of ranks whose waits end a moment later
 
 
 class CallTrail:
-    """The trail of one rank; without `meetings` nobody looks at it.
+    """The trail of one rank; without a barrier it is not compared.
 
     `begun` counts the steps and evaluated batches, which are the same on every rank.
     """
 
-    def __init__(self, asked: str, meetings: Meetings | None) -> None:
-        self.asked, self.meetings = asked, meetings
+    def __init__(self, request: str, barrier: StoreBarrier | None) -> None:
+        self.request, self.barrier = request, barrier
         self.begun, self._calls = 0, list[str]()
-        if meetings is not None:
-            meetings.looks.append(self.look)
+        if barrier is not None:
+            barrier.looks.append(self.look)
 
     def begin(self) -> None:
-        """The units are called anew: for a step, or for a batch that is evaluated."""
+        """Begin a step, or a batch that is evaluated."""
         self.begun += 1
         self._calls.clear()
 
     @contextmanager
-    def at(self, what: str) -> Iterator[None]:
-        """Within, this rank is in a collective, of which `what` says for which unit it is."""
-        self._calls.append(what)
+    def at(self, action: str) -> Iterator[None]:
+        """Within, this rank is in a collective; `action` names it and its unit."""
+        self._calls.append(action)
         try:
             yield
-        except (RuntimeError, PeerLost):  # perhaps it met another one, of another size
+        except (RuntimeError, PeerLost):  # perhaps it was matched with a collective of another size
             self.look(PATIENCE_S)
             raise
 
     def look(self, patience_s: float = 0.0) -> None:
-        """Raise `RequestError` where another rank has gone another way; others wait so long."""
-        if self.meetings is None or not self._calls:
+        """Raise `RequestError` if trails of other ranks differ; waits so long for them."""
+        if self.barrier is None or not self._calls:
             return
-        with suppress(RuntimeError):  # without a store nothing is known
-            if (apart := self._apart(self.meetings, patience_s)) is not None:
-                raise self._other_calls(*apart)
+        with suppress(RuntimeError):  # without the store nothing is known
+            if (mismatch := self._mismatch(self.barrier, patience_s)) is not None:
+                raise self._other_calls(*mismatch)
 
-    def _apart(self, meetings: Meetings, patience_s: float) -> tuple[int, dict[int, str]] | None:
-        """The first call that is not the same on all ranks, and what it is on each."""
-        own = [self.begun, *self._calls]
-        meetings.store.set(f"trail/{meetings.rank}", json.dumps(own))
-        until, found = time.monotonic() + patience_s, None
+    def _mismatch(self, barrier: StoreBarrier, patience_s: float) -> Mismatch | None:
+        """The first call that differs between ranks."""
+        trail = [self.begun, *self._calls]
+        barrier.store.set(f"trail/{barrier.rank}", json.dumps(trail))
+        until, mismatch = time.monotonic() + patience_s, None
         while True:
-            trails = self._trails(meetings)
-            if (there := _first_apart(trails)) is not None:
-                if found is None:  # for a moment, so that it says where all of them are
+            trails = self._trails(barrier)
+            if (there := _first_mismatch(trails)) is not None:
+                if mismatch is None:  # wait a moment for the trails of all ranks
                     until = time.monotonic() + PATIENCE_S
-                found = there
-            if time.monotonic() >= until or (found and len(trails) == meetings.size):
-                return found
+                mismatch = there
+            if time.monotonic() >= until or (mismatch and len(trails) == barrier.size):
+                return mismatch
             time.sleep(PAUSE_S)
 
-    def _trails(self, meetings: Meetings) -> dict[int, list[str]]:
+    def _trails(self, barrier: StoreBarrier) -> dict[int, list[str]]:
         """The trails of this step that are in the store, by rank."""
-        found = {}
-        for rank in range(meetings.size):
-            if meetings.store.check([f"trail/{rank}"]):
-                begun, *calls = json.loads(meetings.store.get(f"trail/{rank}"))
+        trails = {}
+        for rank in range(barrier.size):
+            if barrier.store.check([f"trail/{rank}"]):
+                begun, *calls = json.loads(barrier.store.get(f"trail/{rank}"))
                 if begun == self.begun:
-                    found[rank] = calls
-        return found
+                    trails[rank] = calls
+        return trails
 
     def _other_calls(self, call: int, there: dict[int, str]) -> RequestError:
         return RequestError(
-            asked=self.asked,
+            asked=self.request,
             found="ranks that call other blocks of the model, or some of them less often: "
-            + ", ".join(f"rank {rank} {what}" for rank, what in there.items())
+            + ", ".join(f"rank {rank} {action}" for rank, action in there.items())
             + f" ({call + 1}. exchange)",
             why="the weights of a block are gathered from all ranks when it is called, so all call "
             "the same blocks equally often",
@@ -163,8 +164,8 @@ class CallTrail:
         )
 
 
-def _first_apart(trails: dict[int, list[str]]) -> tuple[int, dict[int, str]] | None:
-    """The first call that is not the same on all, as far as the shortest of them goes."""
+def _first_mismatch(trails: dict[int, list[str]]) -> Mismatch | None:
+    """The first call that differs, up to the length of the shortest trail."""
     for call, there in enumerate(zip(*trails.values(), strict=False)):
         if len(set(there)) > 1:
             return call, dict(zip(trails, there, strict=True))

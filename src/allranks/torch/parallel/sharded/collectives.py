@@ -1,16 +1,16 @@
-"""How the gradients of a unit of `fsdp` are summed, for each rank its part: in one of three ways.
+"""Reduce-scatters of the gradients of a unit of `fsdp`, in one of three ways.
 
-Plainly; along the fixed tree; or compressed, with error feedback, where a unit keeps what this rank
-did not send of it. Every backward pass of a rank is summed by itself.
+Uncompressed; along the fixed tree; or compressed with error feedback, where a unit has residuals.
+Every backward pass of a rank is summed separately.
 
     fsdp    every rank encodes the part of each other rank, with a residual for each; an all-to-all
-            gives them to their owners, who add them up in the order of the ranks
-    hsdp    the parts are summed as they are in the group that holds the model; the sums of the
-            groups are encoded, gathered by the ranks with the same part, and added up in order
+            sends them to their owners, which add them in rank order
+    hsdp    the parts are summed uncompressed in the group that holds a model; the sums of the
+            groups are encoded, gathered by the ranks with the same part, and added in order
 
-With `demo` under `hsdp` passes are summed as they are in a group; at the end of a step `DeMo` is
-given this rank's parts, and the ranks with the same ones: FlexDeMo, arXiv 2502.06728. `power-sgd`,
-`one-bit` and `n-bit` are not here: their second half is made for a sum that every rank needs whole.
+With `demo` under `hsdp` passes are summed uncompressed in a group. At the end of a step `DeMo` sums
+this rank's parts over the ranks with the same parts: FlexDeMo, arXiv 2502.06728. `power-sgd`,
+`one-bit` and `n-bit` are missing here: their second half needs the full sum on every rank.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class UnitSum(ABC):
     """Sums the gradients of one unit, pass by pass."""
 
     @abstractmethod
-    def add(self, total: Tensor, given: Tensor) -> None:
-        """Sum `given`, (rank, part) flat, over all ranks into `total`, this rank's (part,).
+    def add(self, total: Tensor, gradients: Tensor) -> None:
+        """Sum `gradients`, (rank, part) flat, over all ranks into `total`, this rank's (part,).
 
-        Every rank calls this once in a pass. What comes out of each pass is added up by torch.
+        Every rank calls this once in a pass. Torch adds the totals of the passes.
         """
 
 
@@ -58,53 +58,54 @@ class Plain(UnitSum):
     def __init__(self, shards: Comm) -> None:
         self.shards = shards
 
-    def add(self, total: Tensor, given: Tensor) -> None:
-        self.shards.reduce_scatter(total, given).wait()
+    def add(self, total: Tensor, gradients: Tensor) -> None:
+        self.shards.reduce_scatter(total, gradients).wait()
 
 
 class AlongTree(UnitSum):
-    """The tree over all passes of all ranks: nothing comes out but after the last one."""
+    """The tree over all passes of all ranks: the total is zero until the last pass."""
 
     def __init__(self, tree: ChunkTree) -> None:
         self.tree = tree
 
-    def add(self, total: Tensor, given: Tensor) -> None:
-        found = self.tree.add(given)
-        if found is None:
+    def add(self, total: Tensor, gradients: Tensor) -> None:
+        summed = self.tree.add(gradients)
+        if summed is None:
             total.zero_()
         else:
-            total.copy_(found)
+            total.copy_(summed)
 
 
 class CompressedSum(UnitSum):
-    """Encoded messages between owners, or between groups of `shards` where there are `replicas`.
+    """Compressed sums between owners, or between groups of `shards` if there are `replicas`.
 
-    `held` are the weights of the unit. Residuals begin at zero with the first message, and again
-    where other weights of the unit are trained: they are of all of it, (messages, part).
+    `weights` are those of the unit. Residuals, (messages, part), begin at zero with the first
+    message, and again when other weights of the unit are trained.
     """
 
     def __init__(
-        self, sums: CompressedSums, shards: Comm, replicas: Comm | None, held: list[nn.Parameter]
+        self, sums: CompressedSums, shards: Comm, replicas: Comm | None, weights: list[nn.Parameter]
     ) -> None:
-        self.sums, self.shards, self.replicas, self.held = sums, shards, replicas, held
+        self.sums, self.shards, self.replicas, self.weights = sums, shards, replicas, weights
         self.trained: list[bool] = []
         self.feedbacks: list[ErrorFeedback] = []
 
-    def add(self, total: Tensor, given: Tensor) -> None:
+    def add(self, total: Tensor, gradients: Tensor) -> None:
         peers = self.replicas
         if peers is not None or self.sums.is_plain:
-            self.shards.reduce_scatter(total, given).wait()
+            self.shards.reduce_scatter(total, gradients).wait()
         if self.sums.is_plain:
             if peers is not None:
                 peers.all_reduce(total).wait()
         elif peers is not None:
             self._decode(self._gathered(self._encoded(total.view(1, -1)), peers), total)
         else:
-            self._decode(self._exchanged(self._encoded(given.view(self.shards.size, -1))), total)
+            parts = gradients.view(self.shards.size, -1)
+            self._decode(self._exchanged(self._encoded(parts)), total)
 
     def _encoded(self, parts: Tensor) -> Tensor:
         """The message of each part: uint8, (messages, bytes)."""
-        trained = [parameter.requires_grad for parameter in self.held]
+        trained = [parameter.requires_grad for parameter in self.weights]
         if trained != self.trained:
             self._begin(trained, torch.zeros_like(parts))
         pairs = zip(self.feedbacks, parts, strict=True)
@@ -116,11 +117,11 @@ class CompressedSum(UnitSum):
         for feedback, row in zip(self.feedbacks, residual, strict=True):
             feedback.load_state({"residual": row})
 
-    def _gathered(self, own: Tensor, peers: Comm) -> Tensor:
+    def _gathered(self, message: Tensor, peers: Comm) -> Tensor:
         if peers.size == 1:
-            return own
-        every = own.new_empty(peers.size * own.numel())
-        peers.all_gather(every, own.view(-1)).wait()
+            return message
+        every = message.new_empty(peers.size * message.numel())
+        peers.all_gather(every, message.view(-1)).wait()
         return every.view(peers.size, -1)
 
     def _exchanged(self, messages: Tensor) -> Tensor:
@@ -135,20 +136,20 @@ class CompressedSum(UnitSum):
             self.sums.codec.add_decoded(message, total)
 
     def state(self) -> dict[str, Any]:
-        """What this rank did not send yet."""
+        """The residuals of this rank."""
         if not self.feedbacks:
             return {}
         residual = torch.stack([feedback.residual for feedback in self.feedbacks])
         return {"trained": list(self.trained), "residual": residual}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take up what `state` returned."""
+        """Load what `state` returned."""
         if state:
             self._begin(list(state["trained"]), state["residual"])
 
 
 class CompressedSums:
-    """Those of all units: one codec, and the steps in which it is not used yet."""
+    """The compressed sums of all units; the first `after` steps are uncompressed."""
 
     def __init__(self, codec: Codec, after: int) -> None:
         self.codec, self.after, self.steps = codec, after, 0
@@ -157,7 +158,7 @@ class CompressedSums:
 
     @property
     def is_plain(self) -> bool:
-        """Whether this step is summed as it is."""
+        """Whether this step is summed uncompressed."""
         return self.is_off or self.steps < self.after
 
     def state(self) -> dict[str, Any]:
@@ -165,18 +166,18 @@ class CompressedSums:
         return {"steps": self.steps, "units": [unit.state() for unit in self.units]}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take up what `state` returned, of the same units on as many ranks."""
+        """Load what `state` returned for the same units on as many ranks."""
         self.steps = int(state["steps"])
-        for unit, kept in zip(self.units, state["units"], strict=True):
-            unit.load_state(kept)
+        for unit, unit_state in zip(self.units, state["units"], strict=True):
+            unit.load_state(unit_state)
 
 
 class UnitSums:
-    """The sums of all units, as `reduce` says; every rank of the mesh makes one.
+    """The sums of all units, by `reduce`; every rank of the mesh constructs one.
 
-    `axes` are those of the ranks of `comm` that hold a model together, and of those with the same
-    part of it. With `across` the sum over the second is what is compressed, and is made here:
-    `replicas`. Torch makes it otherwise.
+    `axes` are the group of ranks of `comm` that hold a model together, and the group of ranks with
+    the same part of it. With `across` the sum over the second group is compressed, and made here
+    (`replicas`). Otherwise torch makes it.
     """
 
     def __init__(
@@ -195,26 +196,26 @@ class UnitSums:
         where = "across groups" if across else "to owners"
         self.name = f"{reduce.name} {where} of {self.holders.size}"  # others keep other residuals
 
-    def of(self, held: list[nn.Parameter]) -> UnitSum:
-        """The sum of one more unit, which has these weights."""
+    def of(self, weights: list[nn.Parameter]) -> UnitSum:
+        """The sum of another unit, which has these weights."""
         if self.plan is not None:
             return AlongTree(self.plan.tree())
         if self.compressed is None:
             return Plain(self.holders)
-        one = CompressedSum(self.compressed, self.holders, self.replicas, held)
-        self.compressed.units.append(one)
-        return one
+        unit_sum = CompressedSum(self.compressed, self.holders, self.replicas, weights)
+        self.compressed.units.append(unit_sum)
+        return unit_sum
 
     def begin(self, batch: Batch) -> None:
-        """A step begins; every rank calls this."""
+        """Begin a step; every rank calls this."""
         if self.plan is not None:
             self.plan.begin(batch)
 
     def lay_out(self, names: list[str], parameters: list[nn.Parameter]) -> None:
-        """These are trained from here on: what was not sent of those before is kept by name."""
+        """Set the trained parameters; residuals of earlier ones are kept by name."""
         if self.demo is None:
             return
-        kept = self.demo.state() if self.demo.buckets else {}
+        residuals = self.demo.state() if self.demo.buckets else {}
         self.parts = [(p, local(p)) for p in parameters if p.ndim]
         sizes = [part.numel() for _, part in self.parts]
         flat = self.parts[0][1].new_zeros(sum(sizes), requires_grad=False)
@@ -222,27 +223,27 @@ class UnitSums:
         self.views = [row.view(part.shape) for row, (_, part) in rows]
         named = [name for name, p in zip(names, parameters, strict=True) if p.ndim]
         self.demo.prepare([Bucket(flat, flat, dict(zip(named, self.views, strict=True)))])
-        self.demo.load_state(kept)
+        self.demo.load_state(residuals)
 
     def end(self) -> None:
-        """All passes of a step are summed; with `demo` over a group, and here over all groups."""
+        """End the passes of a step; with `demo`, sum over groups here."""
         if self.plan is not None:
             self.plan.end()
         if self.demo is not None:
-            held = [local(p.grad) if p.grad is not None else None for p, _ in self.parts]
-            for view, own in zip(self.views, held, strict=True):
-                view.zero_() if own is None else view.copy_(own)
+            gradients = [local(p.grad) if p.grad is not None else None for p, _ in self.parts]
+            for view, gradient in zip(self.views, gradients, strict=True):
+                view.zero_() if gradient is None else view.copy_(gradient)
             self.demo.launch(0, (0, 0), last=True)
             self.demo.finish()
-            for view, own in zip(self.views, held, strict=True):
-                if own is not None:
-                    own.copy_(view)
+            for view, gradient in zip(self.views, gradients, strict=True):
+                if gradient is not None:
+                    gradient.copy_(view)
         if self.compressed is not None:
             self.compressed.steps += 1
 
     @contextmanager
     def uncompressed(self) -> Iterator[None]:
-        """Within, passes are summed as they are, and what was not sent yet stays as it is."""
+        """Within, passes are summed uncompressed, and residuals do not change."""
         if self.compressed is None:
             yield
             return
@@ -253,54 +254,54 @@ class UnitSums:
             self.compressed.is_off = False
 
     def before_update(self, gradients: Gradients) -> None:
-        """Leave what the update is made of: with `demo` signs."""
+        """Prepare gradients for the update: with `demo`, replace them by signs."""
         if self.demo is not None:
             gradients.sign_()
 
     def own_state(self) -> dict[str, Any]:
-        """What this rank did not send, by the name of the sum; nothing of plain ones."""
+        """The residuals of this rank, with the name of the sum; empty for uncompressed sums."""
         keeper = self.compressed or self.demo
         return {"reducer": {"name": self.name, "state": keeper.state()}} if keeper else {}
 
     def load_own_state(self, state: dict[str, Any]) -> None:
-        """Take up what `own_state` returned of the same sum on as many ranks; else nothing."""
-        kept, keeper = state.get("reducer", {}), self.compressed or self.demo
-        if keeper is not None and kept.get("name") == self.name:
-            keeper.load_state(kept["state"])
+        """Load what `own_state` returned, if it is of the same sum on as many ranks."""
+        saved, keeper = state.get("reducer", {}), self.compressed or self.demo
+        if keeper is not None and saved.get("name") == self.name:
+            keeper.load_state(saved["state"])
 
 
 # --- fsdp collectives ----------------------------------------------------------------------------
-# The collectives that torch's `fully_shard` is given.
+# The collectives of torch's `fully_shard`.
 #
-# They are those of `Comm`, so that they are counted, are signs of life, and say who is lost.
+# They use `Comm`, so that bytes are counted, heartbeats are updated, and lost ranks are named.
 
 
 At = Callable[[], AbstractContextManager[None]]
 
 
 class Gather:
-    """Gathers the weights of a unit; `kind` says what for, and within `at` it waits."""
+    """Gathers the weights of a unit, counted as `kind`; waits within the context `at`."""
 
     def __init__(self, shards: Comm, kind: Callable[[], str], at: At) -> None:
         self.shards, self.kind, self.at = shards, kind, at
 
     def allocate(self, size: Sequence[int], **options: Any) -> Tensor:
-        """Memory for what is sent or received."""
+        """Memory for a message."""
         return torch.empty(*size, **options)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
     ) -> Any:
-        """Send this rank's parts to all; torch calls it with these names, and waits for `work`."""
+        """Gather the parts of all ranks; torch calls it by these names, and waits for `work`."""
         with self.at():
             pending = self.shards.all_gather(output_tensor, input_tensor, self.kind())
             return pending.work if async_op else pending.wait()
 
 
 class Scatter(Gather):
-    """Sums the gradients of a unit, for each rank its part, as `sums` does.
+    """Reduce-scatters the gradients of a unit by `sums`.
 
-    `held` are the weights of the unit; `is_apart` says whether code of the task is running.
+    `weights` are those of the unit; `is_apart` tells whether code of the task is running.
     """
 
     def __init__(
@@ -308,20 +309,20 @@ class Scatter(Gather):
         shards: Comm,
         kind: Callable[[], str],
         at: At,
-        held: list[nn.Parameter],
+        weights: list[nn.Parameter],
         sums: UnitSum,
         is_apart: Callable[[], bool],
     ) -> None:
         super().__init__(shards, kind, at)
-        self.held, self.sums, self.is_apart = held, sums, is_apart
+        self.weights, self.sums, self.is_apart = weights, sums, is_apart
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, *_: Any, **__: Any
     ) -> Any:
-        """Sum (rank, part) over the ranks into this rank's part; torch calls it so."""
+        """Sum (rank, part) over the ranks into this rank's part; torch calls this."""
         if self.is_apart():
             raise _backward_in_forward()
-        trained = [parameter for parameter in self.held if parameter.requires_grad]
+        trained = [parameter for parameter in self.weights if parameter.requires_grad]
         if input_tensor.nbytes != sum(padded(p, self.shards.size) for p in trained):
             raise _unused()
         with self.at():
@@ -329,10 +330,10 @@ class Scatter(Gather):
 
 
 class Filling:
-    """Zeros for the gathered `weights` of a unit that a pass does not use.
+    """Zero gradients for the gathered `weights` of a unit that a pass does not use.
 
-    Torch has this since 2.13 (`set_reduce_scatter_unused_params`). Before, each rank sums what it
-    has, and ranks that use different weights would add one to another.
+    Torch has this since 2.13 (`set_reduce_scatter_unused_params`). Before, each rank sums only used
+    weights, and ranks that use different weights would mix them.
     """
 
     def __init__(self, unit: nn.Module) -> None:
@@ -351,17 +352,17 @@ class Filling:
 
 
 def padded(parameter: Tensor, parts: int) -> int:
-    """The bytes of a weight whose first axis is made a multiple of `parts`."""
+    """The bytes of a weight whose first axis is padded to a multiple of `parts`."""
     rows = -(-parameter.shape[0] // parts) * parts
     return rows * math.prod(parameter.shape[1:]) * parameter.element_size()
 
 
-def sizes_of(held: Sequence[Sequence[Tensor]], parts: int) -> tuple[int, int, int]:
-    """The padded bytes of the root (the last of `held`), of all other units, of what is trained."""
-    *units, root = ([(padded(p, parts), p.requires_grad) for p in unit] for unit in held)
-    rest = [row for rows in units for row in rows]
-    trained = sum(size for size, is_trained in (*rest, *root) if is_trained)
-    return sum(size for size, _ in root), sum(size for size, _ in rest), trained
+def sizes_of(by_unit: Sequence[Sequence[Tensor]], parts: int) -> tuple[int, int, int]:
+    """Padded bytes of the root (the last of `by_unit`), of other units, of trained weights."""
+    *units, root = ([(padded(p, parts), p.requires_grad) for p in unit] for unit in by_unit)
+    others = [row for rows in units for row in rows]
+    trained = sum(size for size, is_trained in (*others, *root) if is_trained)
+    return sum(size for size, _ in root), sum(size for size, _ in others), trained
 
 
 def watch(
@@ -369,16 +370,16 @@ def watch(
 ) -> list[RemovableHandle]:
     """Call `mark` when a pass of this rank has finished the gradient of a gathered weight.
 
-    It is dense then; of `tables` (their ids) each pass adds one number to a row.
+    Gradients are made dense; for `tables` (ids) each pass adds one number to a row.
     """
 
-    def seen(position: int, parameter: Tensor) -> None:
+    def on_gradient(position: int, parameter: Tensor) -> None:
         if parameter.grad is not None and parameter.grad.is_sparse:
             parameter.grad = parameter.grad.to_dense()
         mark(position)
 
     hooks = [
-        parameter.register_post_accumulate_grad_hook(partial(seen, position))
+        parameter.register_post_accumulate_grad_hook(partial(on_gradient, position))
         for position, parameter in enumerate(gathered)
     ]
     rows = [p.register_hook(one_number_a_row) for p in gathered if id(p) in tables]

@@ -1,10 +1,10 @@
-"""Fully sharded data parallelism: every rank holds a part of each weight, and gathers the rest
-block by block when it is needed.
+"""Fully sharded data parallelism: every rank holds a shard of each weight, and gathers full weights
+unit by unit.
 
-`fully_shard` of torch (FSDP2) does it: it cuts every weight along its first axis, gathers those of
-a unit before its forward and its backward, and scatters the sums of their gradients. What is left
-here: which blocks are units, that sums are sums (the engine divides), that every collective is one
-of `Comm`, and a norm of parts. `hsdp` holds the model on K ranks together, and N/K times.
+Torch's `fully_shard` (FSDP2) cuts every weight along its first axis, gathers those of a unit before
+its forward and its backward, and reduce-scatters their gradients. This file adds: which blocks are
+units, sums instead of means (the engine divides), collectives of `Comm`, and a norm over shards.
+`hsdp` holds N/K copies of the model, each on K ranks.
 Zhao et al. 2023, PyTorch FSDP, arXiv 2304.11277. `reduce=tree` adds as `data.tree` says.
 """
 
@@ -46,7 +46,7 @@ from allranks.torch.parallel.sharded.collectives import (
     sizes_of,
     watch,
 )
-from allranks.torch.parallel.sharded.gradients import Beside, SomeCut, check_no_hooks
+from allranks.torch.parallel.sharded.gradients import SideMessage, SomeCut, check_no_hooks
 from allranks.torch.parallel.sharded.slots import Slots, WeightGuard, is_cut
 from allranks.torch.parallel.sharded.state import TwoAxes, device_mesh, mesh_of
 from allranks.torch.parallel.sharded.whole_optimizers import Divided, WholeUpdates
@@ -71,7 +71,7 @@ CPU = torch.device("cpu")
 
 
 class FSDP(Single):
-    """Gather a unit, use it, let go of it; scatter sums of gradients. One rank cuts nothing."""
+    """Gather a unit, use it, free it; reduce-scatter gradients. One rank cuts nothing."""
 
     name = "fsdp"
     equal_passes = True
@@ -79,7 +79,7 @@ class FSDP(Single):
 
     def __init__(self, context: StrategyContext) -> None:
         super().__init__(context)
-        if not self.shard_alone:  # along the tree it is added up as in one process, in its type
+        if not self.shard_alone:  # along the tree it is summed as in one process, in its dtype
             self.tally_type = torch.float64
         self.is_cut = self.builds_in_turn = self.comm.size > 1
         if self.is_cut:
@@ -91,11 +91,11 @@ class FSDP(Single):
             self.policy = CPUOffloadPolicy(pin_memory=on_gpu)
         self.most_passes, self.steps, self._evaluates = 1, 0, False
         self.units: list[Any] = []
-        self.held: list[list[nn.Parameter]] = []  # by each unit, the root last
+        self.unit_params: list[list[nn.Parameter]] = []  # of each unit, the root last
         self.order = CallOrder(f"--strategy {self.name}")
-        self.trail = CallTrail(f"--strategy {self.name}", self.comm.meetings)
+        self.trail = CallTrail(f"--strategy {self.name}", self.comm.store_barrier)
         self.cut, self.two_axes = CutModel(), cast("TwoAxes | None", None)
-        self.fillings: list[Filling] = []  # for each unit, where torch has no such thing
+        self.fillings: list[Filling] = []  # for each unit, if torch is older than 2.13
         self._hooks: list[RemovableHandle] = []
 
     @property
@@ -112,9 +112,9 @@ class FSDP(Single):
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         check_can_be_cut(model, self.name)
-        self.can_run_ahead &= not self.sums.keeps_residuals  # a step that is made again has others
+        self.can_run_ahead &= not self.sums.keeps_residuals  # a repeated step would change them
         if not self.is_cut:
-            self.held = [[p for p in model.parameters() if is_cut(p)]]
+            self.unit_params = [[p for p in model.parameters() if is_cut(p)]]
             return model
         check_no_hooks(model, f"--strategy {self.name}")
         units = [*units_of(self.task, model), model]
@@ -122,37 +122,37 @@ class FSDP(Single):
         self.slots, shards = Slots(model), self.axis(SHARD)
         self.guard = WeightGuard(model, self.name, shards.rank, shards.size)
         make_contiguous(model, f"--strategy {self.name}", bitwise=self.shard_alone)
-        told = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
+        attributes = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
         reshard, how = self.context.options["reshard"], dict[str, Any](offload_policy=self.policy)
         how["mesh"] = self.device_mesh
         names = {id(module): name for name, module in model.named_modules()}
         casts = Casts(self.comm.device.type) if self.context.precision.compute is not None else None
         for unit in units:
-            again = reshard and unit is not model  # backward begins with what forward ended with
+            again = reshard and unit is not model  # backward begins where forward ended
             name = repr(names[id(unit)]) if unit is not model else "the rest of the model"
             outputs = Outputs(unit, name, f"--strategy {self.name}")
             self._hooks += [outputs.show(), self.guard.before_free(unit)]
             move(unit, self.comm.device)  # from the host, where it was built
             how["ignored_params"] = {p for p in model.parameters() if not is_cut(p)}
             fully_shard(unit, reshard_after_forward=again, **how)
-            self._take_over(unit, name)
+            self._use_comm(unit, name)
             if casts is not None and again:
                 self._hooks += casts.follow(unit, tensors_of)
                 self.guard.casts[unit] = casts
-            self._hooks += [outputs.give_back(), *self.passes.entered(unit)]
+            self._hooks += [outputs.restore(), *self.passes.entered(unit)]
             self._hooks.append(self.guard.before_gathering(unit))
         for name, parameter in model.named_parameters():  # others than before
-            vars(parameter).update(told[name])  # what a task has noted on them
-        self._hooks.append(model.register_forward_hook(self._let_go))
+            vars(parameter).update(attributes[name])  # attributes that a task has set on them
+        self._hooks.append(model.register_forward_hook(self._free_after_forward))
         if casts is not None:
             self._hooks += casts.follow_passes(model)
         return model
 
     def _cut_layers(self, model: nn.Module, units: list[nn.Module]) -> None:
-        """Leave this rank with its part of each layer; what is cut by rows is that part."""
+        """Cut layers over the tensor axis; `fully_shard` then cuts these parts by rows."""
         context, sequence = self.context, bool(self.context.options.get("sequence"))
         self.exchange = exchange_of(self.axis(TENSOR), self.name, sequence=sequence)
-        self.exchange.gathers_at_once = True  # a unit may let go of its weights in between
+        self.exchange.gathers_at_once = True  # a unit may free its weights in between
         self.copies: set[int] = set()  # what the first rank of the axis counts in a norm
         blocks: dict[str, nn.Module] = {}
         if self.exchange.comm.size > 1:
@@ -164,17 +164,17 @@ class FSDP(Single):
         how = context.precision, context.scope
         self.passes = CutPasses(self.cut, self.exchange, model, blocks, *how)
 
-    def _take_over(self, unit: Any, name: str) -> None:
-        """Let a unit sum instead of average, through `Comm`."""
-        known = {id(parameter) for held in self.held for parameter in held}
-        own = [p for p in unit.parameters() if is_cut(p) and id(p) not in known]
+    def _use_comm(self, unit: Any, name: str) -> None:
+        """Let a unit sum instead of average, by collectives of `Comm`."""
+        known = {id(parameter) for weights in self.unit_params for parameter in weights}
+        local = [p for p in unit.parameters() if is_cut(p) and id(p) not in known]
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
         shards, kind = self.axis(SHARD), lambda: self.exchange.kind
-        gathers, sums = (partial(self.trail.at, f"{what} {name}") for what in ("gathers", "sums"))
+        gathers, sums = (partial(self.trail.at, f"{verb} {name}") for verb in ("gathers", "sums"))
         unit.set_custom_all_gather(Gather(shards, kind, gathers))
-        unit_sum, apart = self.sums.of(own), lambda: self.step.user_backward.is_on
-        scatter = Scatter(shards, kind, sums, own, unit_sum, apart)
+        unit_sum, in_user_code = self.sums.of(local), lambda: self.step.user_backward.is_on
+        scatter = Scatter(shards, kind, sums, local, unit_sum, in_user_code)
         unit.set_custom_reduce_scatter(scatter)
         if hasattr(unit, "set_reduce_scatter_unused_params"):
             unit.set_reduce_scatter_unused_params(True)
@@ -184,10 +184,10 @@ class FSDP(Single):
         note = partial(self._note, len(self.units))
         self._hooks.append(unit.register_forward_pre_hook(note))
         self.units.append(unit)
-        self.held.append(own)
+        self.unit_params.append(local)
 
     def _device_mesh(self) -> DeviceMesh:
-        """What DTensors lie on: without the tensor axis, of which `fully_shard` knows nothing."""
+        """The mesh for `fully_shard`, without the tensor axis."""
         over_both = self.mesh.size(REPLICATE) > 1 and self.sums.replicas is None
         axes = [(n, self.axis(n)) for n in ((REPLICATE, SHARD) if over_both else (SHARD,))]
         if len(axes) == 1:
@@ -205,7 +205,7 @@ class FSDP(Single):
             self.two_axes = TwoAxes(self.cut, self.exchange, self.axis(SHARD))
         optimizer, asked = self.step.optimizer, f"--strategy {self.name}"
         check_fused(optimizer, asked)
-        if self.passes.blocks is None:  # their proofs look at weights in a pass
+        if self.passes.blocks is None:  # their first check reads weights in a pass
             self.guard.is_on = self._is_task_on
         named = self.model.named_parameters()
         cut = {name: Divided(p, p.shape) for name, p in named if isinstance(p, DTensor)}
@@ -216,7 +216,7 @@ class FSDP(Single):
             raise rows_apart(self.name)
 
     def _is_task_on(self) -> bool:
-        """Whether code of the task runs, which is guarded."""
+        """Whether code of the task runs, for the guard."""
         over_batch = self.step.batch_loss
         is_on = over_batch is not None and over_batch.is_on
         return self._evaluates or self.step.user_backward.is_on or is_on
@@ -230,7 +230,7 @@ class FSDP(Single):
         if self.two_axes is not None:
             self._check_updates(self.two_axes)
         elif self.shard_alone or not isinstance(self.step.optimizer, Layerwise):
-            self.kept_whole = self.wholes.find()  # those see whole lengths, but not bit for bit
+            self.kept_whole = self.wholes.find()  # `Layerwise` has full norms, but not bit for bit
         else:
             check_no_step_hooks(self.step.optimizer, f"--strategy {self.name}")
         if self.exchange.comm.rank > 0:
@@ -238,8 +238,9 @@ class FSDP(Single):
             self.copies = {id(p) for name, p in names if name not in self.cut.dims}
         step = self.step
         self.sums.lay_out(step.names, step.parameters)
-        apart = {id(p) for p in self.passes.see_positions(step.names, step.parameters)}
-        self.beside = Beside(self.reducer, step.layout, step.parameters, self.copies - apart)
+        scattered = {id(p) for p in self.passes.see_positions(step.names, step.parameters)}
+        copies = self.copies - scattered
+        self.side_message = SideMessage(self.reducer, step.layout, step.parameters, copies)
 
     def _check_updates(self, two_axes: TwoAxes) -> None:
         two_axes.check_updates(self.step.optimizer, self.model, f"--strategy {self.name}:tensor")
@@ -252,14 +253,14 @@ class FSDP(Single):
     def watch_gradients(
         self, parameters: list[nn.Parameter], mark: Callable[[int], None]
     ) -> list[RemovableHandle]:
-        """On the gathered weights, which stay the same objects: those of this rank's own pass."""
+        """Watch gathered weights, which stay the same objects, for passes of this rank."""
         if not self.is_cut:
             return super().watch_gradients(parameters, mark)
-        places = self.slots.gathered(self.units, self.held, self.fillings)
-        self.guard.lay_out(self.slots, self.units, self.held, places)
+        places = self.slots.gathered(self.units, self.unit_params, self.fillings)
+        self.guard.lay_out(self.slots, self.units, self.unit_params, places)
         tables = tables_of(self.model) if self.shard_alone else []
-        seen = [places.get(id(parameter), parameter) for parameter in parameters]
-        self._watching = watch(seen, mark, {id(places[id(table)]) for table in tables})
+        watched = [places.get(id(parameter), parameter) for parameter in parameters]
+        self._watching = watch(watched, mark, {id(places[id(table)]) for table in tables})
         return self._watching
 
     # --- a step ---------------------------------------------------------------------------
@@ -267,7 +268,7 @@ class FSDP(Single):
     def forward_backward(self, batch: Batch) -> Tally:
         if not self.is_cut:
             return super().forward_backward(batch)
-        if self.steps == 0:  # the optimizer, or a callback, may have put some there
+        if self.steps == 0:  # the optimizer, or a callback, may have added some
             engine = (*self._watching, *self.step.sparse.hooks)
             check_no_hooks(self.model, f"--strategy {self.name}", engine=engine)
         self.step.changes.begin()
@@ -275,13 +276,13 @@ class FSDP(Single):
             raise unfrozen_on_the_way(self.name)
         for parameter in self.step.parameters:
             parameter.grad = None
-        self.beside.begin()
+        self.side_message.begin()
         self.most_passes = max(self.most_passes, batch.passes)
         self.order.begin()
         self.trail.begin()
         self.sums.begin(batch)
         with self.exchange.opened("gradients"):
-            tally = self.beside.tally
+            tally = self.side_message.tally
             self.step.accumulate(batch, lambda leaf: tally, partial(self._leaf_done, batch))
             self.passes.sum_over_positions(self.step.names, self.step.parameters)
         self.sums.end()
@@ -300,12 +301,12 @@ class FSDP(Single):
 
     def _note(self, number: int, *_: Any) -> None:
         self.order.note(number)
-        self.exchange.refuses_parts = True  # torch itself looks at parts before its first pass
+        self.exchange.refuses_parts = True  # torch itself reads shards before its first pass
 
     def _leaf_done(self, batch: Batch, leaf: Leaf) -> None:
-        self.beside.take_gradients()
+        self.side_message.move_gradients()
         if leaf is not batch.leaves[-1]:
-            self.beside.leaf_done((leaf.shards.start, leaf.shards.stop))
+            self.side_message.leaf_done((leaf.shards.start, leaf.shards.stop))
 
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
         if not self.is_cut:
@@ -313,10 +314,11 @@ class FSDP(Single):
         last = batch.leaves[-1].shards
         with self.trail.at(THE_SUM):
             unread = self.step.rows is not None and self.step.rows.is_on
-            self.beside.sum_up((last.start, last.stop), self.order, self.comm.size, unread=unread)
+            span, ranks = (last.start, last.stop), self.comm.size
+            self.side_message.sum_up(span, self.order, ranks, unread=unread)
         holders = self.axis(SHARD) if self.two_axes is None else self.comm
-        own = {id(p) for p in self.step.parameters if is_cut(p)} - self.copies
-        return local, SomeCut(self.step.parameters, holders, own, exact=self.shard_alone)
+        counted = {id(p) for p in self.step.parameters if is_cut(p)} - self.copies
+        return local, SomeCut(self.step.parameters, holders, counted, exact=self.shard_alone)
 
     def updating(self, gradients: Gradients) -> AbstractContextManager[None]:
         self.sums.before_update(gradients)
@@ -325,30 +327,31 @@ class FSDP(Single):
         return self.wholes.gathered() if self.is_cut else super().updating(gradients)
 
     def messages(self) -> tuple[int, ...]:
-        """Of the root, of all other units, of what is trained of them, and what goes beside it;
-        and what goes to owners and back.
+        """Bytes of the root, of all other units, of trained weights, of the side message, and to
+        owners and back.
 
-        With a tensor axis also what is all-reduced and all-gathered there: the mean of all steps.
+        With a tensor axis also bytes all-reduced and all-gathered there: the mean of all steps.
         """
-        sizes = sizes_of(self.held, self.axis(SHARD).size)
-        beside = self.beside.flat.nbytes if self.is_cut else 0
+        sizes = sizes_of(self.unit_params, self.axis(SHARD).size)
+        side_bytes = self.side_message.flat.nbytes if self.is_cut else 0
         moved = self.wholes.most_sent() if self.is_cut else 0
         if self.two_axes is None:
-            return *sizes, beside, moved
+            return *sizes, side_bytes, moved
         along = self.exchange.reduced, self.exchange.gathered
-        return *sizes, beside, moved, *(round(size / max(1, self.steps)) for size in along)
+        return *sizes, side_bytes, moved, *(round(size / max(1, self.steps)) for size in along)
 
     def promised_bytes(self) -> int:
-        """For a step in which the rank with the most makes as many passes as in any until now."""
+        """For a step with the largest number of passes so far."""
         ranks, shards = self.comm.size, self.task.shards
-        shapes = tuple(tuple(tuple(p.shape) for p in h if p.requires_grad) for h in self.held)
+        units = ([p for p in unit if p.requires_grad] for unit in self.unit_params)
+        shapes = tuple(tuple(tuple(p.shape) for p in unit) for unit in units)
         work = Workload(self.messages(), ranks, shards, passes=self.most_passes, shapes=shapes)
         return self.card.bytes_sent(work, self.context.options)
 
     # --- whole weights --------------------------------------------------------------------
 
     def eval_step(self, data: Any, forward: Callable[[Callable[..., Any], Any], Any]) -> Any:
-        """All ranks call this equally often: gathers every unit, and compares their order."""
+        """All ranks call this equally often: gathers every unit, and compares the call order."""
         if not self.is_cut:
             return super().eval_step(data, forward)
         self.order.begin()
@@ -374,10 +377,10 @@ class FSDP(Single):
             self._evaluates = False
             self._free()
 
-    def _let_go(self, *_: Any) -> None:
-        """What was gathered without gradients, the root above all, is not looked at again.
+    def _free_after_forward(self, *_: Any) -> None:
+        """Free weights that were gathered without gradients, above all those of the root.
 
-        But by loss and metrics in an evaluation.
+        In an evaluation loss and metrics may still read them.
         """
         if not (self._evaluates or torch.is_grad_enabled()):
             self._free()
@@ -388,7 +391,7 @@ class FSDP(Single):
 
     @contextmanager
     def whole_weights(self) -> Iterator[None]:
-        """Gathers all of the model; autograd leads back to the parts."""
+        """Gathers the full model; differentiable to the shards."""
         if not self.is_cut:
             yield
             return
@@ -399,22 +402,22 @@ class FSDP(Single):
         put_whole(part, self.cut.part_of(name, whole, self.exchange))
 
     def as_saved(self, name: str, tensor: Tensor) -> Tensor:
-        return tensor if self.two_axes is None else self.two_axes.saved(name, tensor)
+        return tensor if self.two_axes is None else self.two_axes.to_global(name, tensor)
 
     def full(self, name: str, tensor: Tensor) -> Tensor:
         whole = super().full if self.two_axes is None else self.two_axes.full
         return whole(name, tensor.to(self.comm.device))  # where ranks exchange it
 
     def as_held(self, name: str, saved: Tensor) -> Tensor:
-        held = dict(self.model.named_parameters())[name]
-        if isinstance(held, DTensor) and self.two_axes is not None:
-            return self.two_axes.held(name, saved, held)
-        if not isinstance(held, DTensor) or isinstance(saved, DTensor):
+        local = dict(self.model.named_parameters())[name]
+        if isinstance(local, DTensor) and self.two_axes is not None:
+            return self.two_axes.to_local(name, saved, local)
+        if not isinstance(local, DTensor) or isinstance(saved, DTensor):
             return saved
-        return distribute_tensor(saved, held.device_mesh, held.placements, src_data_rank=None)
+        return distribute_tensor(saved, local.device_mesh, local.placements, src_data_rank=None)
 
     def state(self) -> dict[str, Any]:
-        return self.wholes.told(super().state()) if self.is_cut else super().state()
+        return self.wholes.complete_state(super().state()) if self.is_cut else super().state()
 
     def own_state(self) -> dict[str, Any]:
         return self.sums.own_state()
@@ -432,6 +435,6 @@ class FSDP(Single):
 
 
 class HSDP(FSDP):
-    """The same on K ranks; torch sums what they have over all groups of K."""
+    """The same within groups of K ranks; torch sums gradients over the groups."""
 
     name = "hsdp"

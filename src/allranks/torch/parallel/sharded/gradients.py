@@ -1,4 +1,4 @@
-"""The gradient of a step of which each rank holds a part."""
+"""The gradients of a step, sharded over ranks."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ TOGETHER_BYTES = 2**26  # assumed, not measured
 
 
 class PartsOfRanks(Gradients):
-    """What every such gradient is: each element counts once in the norm, whoever holds it.
+    """Gradients that the ranks of `comm` hold in parts; each element counts once in the norm.
 
-    The ranks of `comm` hold it together. Parts of no dimension are the same on all of them.
-    `squares` is the sum of all squares where it is known already.
+    Parts without dimensions are the same on all ranks. `squares` is the sum of all squares, if it
+    is known already.
     """
 
     def __init__(self, parameters: list[nn.Parameter], comm: Comm, *, exact: bool) -> None:
@@ -40,24 +40,24 @@ class PartsOfRanks(Gradients):
         self.squares: Tensor | None = None
 
     @abstractmethod
-    def held(self) -> list[Tensor]:
-        """The memory of this rank's parts."""
+    def local_parts(self) -> list[Tensor]:
+        """The tensors of this rank."""
 
     def counted(self) -> list[Tensor]:
-        """Of these, what this rank counts in the norm."""
-        return [part for part in self.held() if part.ndim or self.comm.rank == 0]
+        """Those of them that this rank counts in the norm."""
+        return [part for part in self.local_parts() if part.ndim or self.comm.rank == 0]
 
     def counted_for_norm(self, *, clips: bool, left_out: bool) -> list[Tensor]:
-        """The same; in fewer tensors where nothing is clipped by the norm."""
+        """The same; in fewer tensors if nothing is clipped by the norm."""
         return self.counted()
 
     def scale_(self, factor: float | Tensor) -> None:
-        multiply_(self.flats or self.held(), factor)
+        multiply_(self.flats or self.local_parts(), factor)
         if self.squares is not None:
             self.squares = self.squares * factor**2
 
     def sign_(self) -> None:
-        for part in self.flats or self.held():
+        for part in self.flats or self.local_parts():
             part.sign_()
 
     def follow(self, parameters: list[nn.Parameter]) -> None:
@@ -69,9 +69,9 @@ class PartsOfRanks(Gradients):
         self.squares = None
 
     def norm(self, *, clips: bool, left_out: bool) -> float:
-        """Squares of short rows in float64, added in the order of the ranks.
+        """Squares of short rows in float64, added in rank order.
 
-        Sends 8 bytes to each other rank, as `control`; five numbers for one that is exact.
+        Sends 8 bytes to each other rank, as `control`; five numbers for an exact norm.
         """
         if clips and self.exact:
             return exact_norm(self.counted(), self._everywhere)
@@ -79,7 +79,7 @@ class PartsOfRanks(Gradients):
         return norm if math.isfinite(norm) else self._norm_of_doubles(self.counted())
 
     def _norm_of_doubles(self, counted: Sequence[Tensor]) -> float:
-        """The same where squares may be too large for the type of the gradient."""
+        """The same if squares may be too large for the dtype of the gradient."""
         wide = [part.to(torch.promote_types(part.dtype, torch.float64)) for part in counted]
         return math.sqrt(self._everywhere(squares_of(wide, self.comm.device)).sum())
 
@@ -87,13 +87,13 @@ class PartsOfRanks(Gradients):
         if self.squares is not None:
             return self.squares.sum().sqrt()
         counted = self.counted_for_norm(clips=clips, left_out=left_out)
-        own = squares_of(counted, self.comm.device)
-        return self._everywhere(own).sum().sqrt()
+        squares = squares_of(counted, self.comm.device)
+        return self._everywhere(squares).sum().sqrt()
 
     def clip_(self, limit: float, norm: float | Tensor) -> None:
         total = as_tensor(norm, self.parameters[0])
         factor = (limit / (total + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
-        multiply_(self.flats or self.held(), factor)
+        multiply_(self.flats or self.local_parts(), factor)
 
     def _everywhere(self, row: Tensor) -> Tensor:
         """The rows of all ranks, (ranks, row)."""
@@ -105,10 +105,10 @@ class PartsOfRanks(Gradients):
 
 
 class SomeCut(PartsOfRanks):
-    """Those in `.grad`, which may be DTensors: parts of some parameters, and all of the others.
+    """Gradients in `.grad`, perhaps DTensors: parts of some parameters, and all of the others.
 
-    The parts that this rank counts are those of the parameters in `cut` (their ids). What is whole
-    is the same on every rank of `comm`: the first one counts it.
+    This rank counts the parts of the parameters in `cut` (ids). Full gradients are the same on
+    every rank of `comm`, and the first rank counts them.
     """
 
     def __init__(
@@ -117,19 +117,19 @@ class SomeCut(PartsOfRanks):
         super().__init__(parameters, comm, exact=exact)
         self.cut = cut
 
-    def held(self) -> list[Tensor]:
+    def local_parts(self) -> list[Tensor]:
         return [local(gradient) for gradient in gradients_of(self.parameters)]
 
     def counted(self) -> list[Tensor]:
-        own = [p for p in self.parameters if id(p) in self.cut or self.comm.rank == 0]
-        return [local(gradient) for gradient in gradients_of(own)]
+        params = [p for p in self.parameters if id(p) in self.cut or self.comm.rank == 0]
+        return [local(gradient) for gradient in gradients_of(params)]
 
 
 class GradientParts(PartsOfRanks):
-    """`parts` are what this rank holds of the gradients; the `.grad` of the parameters are empty.
+    """`parts` are this rank's parts of the gradients; the `.grad` of the parameters are empty.
 
-    `cut` gives this rank's part of a whole gradient: its own rows. `flats` are what they are views
-    of, and hold nothing else but padding.
+    `cut` returns this rank's rows of a full gradient. The parts are views of `flats`, which hold
+    nothing else but padding.
     """
 
     def __init__(
@@ -153,27 +153,27 @@ class GradientParts(PartsOfRanks):
         known = {id(p): part for p, part in zip(self.parameters, self.parts, strict=True)}
         self.parameters = parameters
         self.parts, self.flats = [known.get(id(parameter)) for parameter in parameters], []
-        self._take()
+        self._add_grads()
 
     def add(self, value: Tensor) -> None:
         value.backward()
-        self._take()
+        self._add_grads()
 
-    def _take(self) -> None:
-        """Add the own part of what stands in `.grad`, which is empty then."""
+    def _add_grads(self) -> None:
+        """Add this rank's rows of each `.grad`, and empty it."""
         for position, parameter in enumerate(self.parameters):
             if (gradient := parameter.grad) is not None:
-                own, part = self.cut(gradient), self.parts[position]
+                rows, part = self.cut(gradient), self.parts[position]
                 if part is None:
-                    self.parts[position], self.flats = own.clone(), []
+                    self.parts[position], self.flats = rows.clone(), []
                 else:
-                    part.add_(own)
+                    part.add_(rows)
                 parameter.grad = None
 
     def tensors(self) -> list[Tensor | None]:
         return self.parts
 
-    def held(self) -> list[Tensor]:
+    def local_parts(self) -> list[Tensor]:
         return [part for part in self.parts if part is not None]
 
     def counted_for_norm(self, *, clips: bool, left_out: bool) -> list[Tensor]:
@@ -185,22 +185,22 @@ class GradientParts(PartsOfRanks):
 def squares_of(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     """The sum of all squares, (1,) in float64.
 
-    Norms of short rows in the type of the parts, which lose nothing that it can tell; a copy of all
-    of it in float64 takes four times as long.
+    It adds norms of short rows in the dtype of the parts, which is as precise as that dtype; a copy
+    in float64 takes four times as long.
     """
     start = torch.zeros(1, dtype=torch.float64, device=device)
     if (norms_of_short := _norms_of_short(parts)) is not None:
         each = norms_of_short.to(device, torch.float64)
         return torch.cat([start, each]).square_().sum(0, keepdim=True)
     flats = [reals(part.to_dense() if part.is_sparse else part).flatten() for part in parts]
-    norms: dict[tuple[int, bool], Tensor] = {}  # of which part, and whether it is of its rest
+    norms: dict[tuple[int, bool], Tensor] = {}  # by part, and whether it is of the tail of the part
     for alike in _of_one_kind(flats).values():
         kind = torch.promote_types(flats[alike[0]].dtype, torch.float32)
         ends = {at: flats[at].numel() // ROW * ROW for at in alike}
         rests = {at: flats[at][end:] for at, end in ends.items() if end < flats[at].numel()}
         if rests:
-            found = torch.stack(torch._foreach_norm(list(rests.values()), 2, kind))
-            each = found.to(device, torch.float64).split(1)
+            stacked = torch.stack(torch._foreach_norm(list(rests.values()), 2, kind))
+            each = stacked.to(device, torch.float64).split(1)
             norms |= {(at, True): norm for at, norm in zip(rests, each, strict=True)}
         wholes = {at: flats[at][:end].view(-1, ROW) for at, end in ends.items() if end}
         if wholes:
@@ -208,14 +208,14 @@ def squares_of(parts: Sequence[Tensor], device: torch.device) -> Tensor:
                 torch.linalg.vector_norm(some, dim=1, dtype=kind)
                 for some in _in_few(list(wholes.values()))
             ]
-            sizes = [len(one) for one in wholes.values()]
+            sizes = [len(whole) for whole in wholes.values()]
             split = torch.cat(rows).to(device, torch.float64).split(sizes)
             norms |= {(at, False): norm for at, norm in zip(wholes, split, strict=True)}
     return torch.cat([start, *(norms[at] for at in sorted(norms))]).square_().sum(0, keepdim=True)
 
 
 def _norms_of_short(parts: Sequence[Tensor]) -> Tensor | None:
-    """The norm of each that is not empty, where they are short, alike, and lie in one piece."""
+    """The norm of each that is not empty, if all are short, contiguous and of one dtype."""
     some = [part for part in parts if part.numel()]
     if not some:
         return None
@@ -228,17 +228,17 @@ def _norms_of_short(parts: Sequence[Tensor]) -> Tensor | None:
 
 
 def _of_one_kind(flats: Sequence[Tensor]) -> dict[tuple[torch.dtype, torch.device], list[int]]:
-    """The positions of those that one launch can take."""
-    found: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    """Positions, grouped by dtype and device for one kernel launch each."""
+    positions: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for at, flat in enumerate(flats):
-        found.setdefault((flat.dtype, flat.device), []).append(at)
-    return found
+        positions.setdefault((flat.dtype, flat.device), []).append(at)
+    return positions
 
 
 def _in_few(wholes: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The same rows in fewer tensors, where each is a launch: on an accelerator.
+    """The same rows in fewer tensors on an accelerator, where each costs a kernel launch.
 
-    What is copied for it at a time is at most `TOGETHER_BYTES`.
+    Copies at most `TOGETHER_BYTES` at a time.
     """
     if not is_accelerator(wholes[0].device):
         yield from wholes
@@ -256,10 +256,10 @@ def _in_few(wholes: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 # --- with tally ----------------------------------------------------------------------------------
-# What every rank finds by itself at the end of its passes, and all want the sum of: one message.
+# Numbers of each rank that are summed in one message with the tally.
 #
-# The norm of a gradient needs a sum over the ranks that hold parts of it. Where these numbers are
-# there as soon as the passes are over, they go with the tally, and the step waits once.
+# The norm of a gradient needs a sum over the ranks that hold parts of it. If these numbers are
+# known when the passes end, they are sent with the tally, and the step waits once.
 
 
 def summed_with_tally(local: Tally, row: Tensor, comm: Comm) -> tuple[Tally, Tensor]:
@@ -273,7 +273,7 @@ def summed_with_tally(local: Tally, row: Tensor, comm: Comm) -> tuple[Tally, Ten
 
 
 # --- parameters ----------------------------------------------------------------------------------
-# What may not be done to a model, and what its parameters may not carry, where it is in parts.
+# Operations and hooks that are refused for a sharded model.
 
 
 HOLDS_A_PART = "a rank holds a part of a parameter, and the hook expects the whole gradient"
@@ -285,10 +285,10 @@ def check_no_hooks(
     why: str = HOLDS_A_PART,
     engine: Iterable[RemovableHandle] = (),
 ) -> None:
-    """Raise `RequestError` for a parameter with a hook of its own; no communication.
+    """Raise `RequestError` for a parameter with a user's hook; no communication.
 
-    A hook is given the gradient of what a rank holds, and a parameter that is cut is a new one.
-    Those of the `engine` are none of that.
+    A hook would get the gradient of a part, and a parameter that is cut is a new one. Hooks of the
+    `engine` are allowed.
     """
     known = {handle.id for handle in engine}
     for name, parameter in model.named_parameters():
@@ -303,10 +303,10 @@ def check_no_hooks(
 
 
 def refuse_copies(model: nn.Module, strategy: str) -> None:
-    """From now on `copy.deepcopy` of the model, or a module of it, raises `RequestError`.
+    """Make `copy.deepcopy` of the model, or of a module of it, raise `RequestError`.
 
-    As `torch.optim.swa_utils.AveragedModel` makes one. What copies an optimizer says in the memo
-    which parameters are to stay as they are: there modules are copied as ever.
+    `torch.optim.swa_utils.AveragedModel` makes such a copy. A copy of an optimizer names parameters
+    in the memo that stay as they are; there modules are copied as usual.
     """
 
     def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -318,23 +318,23 @@ def refuse_copies(model: nn.Module, strategy: str) -> None:
                 do="the field ema of the task keeps an average (--set ema=0.99), trainer.weights() "
                 "gives whole weights; or --strategy zero1",
             )
-        own = vars(module).pop("__deepcopy__")
+        hook = vars(module).pop("__deepcopy__")
         try:
             return copy.deepcopy(module, memo)
         finally:
-            vars(module)["__deepcopy__"] = own
+            vars(module)["__deepcopy__"] = hook
 
     for module in model.modules():
         vars(module)["__deepcopy__"] = partial(copied, module)
 
 
-# --- beside --------------------------------------------------------------------------------------
-# What is summed over all ranks beside the parts of weights: one message of a few numbers.
+# --- side message --------------------------------------------------------------------------------
+# One small message per step that is summed over all ranks, in addition to the sharded gradients.
 #
-# [ tally | gradients of weights of no dimension, which are not cut | the order of calls ]
+# [ tally | gradients of weights without dimensions, which are not cut | the order of calls ]
 
 
-class Beside:
+class SideMessage:
     """The message of one rank. `copies` are the ids of weights that another rank counts."""
 
     def __init__(
@@ -355,25 +355,25 @@ class Beside:
         reducer.prepare([Bucket(self.flat, self.flat)])
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self.flat.zero_()
 
-    def take_gradients(self) -> None:
-        """Take those of a leaf; they are empty then."""
+    def move_gradients(self) -> None:
+        """Move the gradients of a leaf into the message."""
         for parameter, number in zip(self.uncut, self._gradients, strict=True):
             if parameter.grad is not None and id(parameter) not in self.copies:
                 number.copy_(parameter.grad)
             parameter.grad = None
 
     def leaf_done(self, leaf: Span) -> None:
-        """Take in a leaf that is not the last."""
+        """Add a leaf that is not the last."""
         self.reducer.launch(0, leaf, last=False)
 
     def sum_up(self, leaf: Span, order: CallOrder, ranks: int, *, unread: bool) -> None:
-        """The sums over so many ranks, with the last leaf; every rank calls this.
+        """Sum over so many ranks, with the last leaf; every rank calls this.
 
-        Raises `RequestError` unless units were called in one `order` on all of them; where sums
-        are to stay `unread`, the tally is not right then.
+        Raises `RequestError` unless all ranks called units in the same `order`. If sums must stay
+        `unread`, it sets `tally.is_right` instead.
         """
         if order.digest not in self._orders:
             self._orders = {order.digest: self._calls.new_tensor(order.numbers())}

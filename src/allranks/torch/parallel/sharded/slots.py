@@ -1,14 +1,14 @@
-"""Where the weights of a model stand in its modules, whatever `fully_shard` has put there.
+"""The places of weights in the modules of a model under `fully_shard`, and a guard for them.
 
-A weight is whole within the forward of its unit, and nowhere else. What user code does with it
-otherwise would be computed with a part, or lost, and torch does not say so. Refused is a weight
+A weight is gathered only within the forward of its unit. Elsewhere user code would compute with a
+shard, or its writes would be lost, and torch gives no error. The guard refuses a weight that is
 
-    read elsewhere     the part is hidden behind a `ShardPlaceholder`, which has a shape and a type
-                       and computes nothing
-    kept from before   the tensor that was cut becomes a `StaleParameter`, which computes nothing
-    written            what is gathered is freed after the forward: its version and its memory are
-                       compared before that, in the first step its content, too
-    replaced           by `functional_call` or by hand: the next gathering would undo it
+    read elsewhere     a `ShardPlaceholder`, with the shape and dtype of the shard, stands for it;
+                       any operation on it raises
+    kept from before   the tensor that was cut becomes a `StaleParameter`, which raises too
+    written            gathered weights are freed after the forward: their version and memory are
+                       compared before, and in the first step their content
+    replaced           by `functional_call` or an assignment: the next all-gather would undo it
 
 In 16 bits products read a copy of a weight, which is freed and made again with it (`casts`).
 """
@@ -40,12 +40,12 @@ OF_DTENSORS = frozenset(("_local_tensor", "_spec", "_is_param"))  # their attrib
 
 
 def is_cut(parameter: Tensor) -> bool:
-    """Whether ranks hold parts of a weight: not of one number, nor of none."""
+    """Whether a weight is sharded: not if it is a scalar or empty."""
     return parameter.ndim > 0 and parameter.numel() > 0
 
 
 class Slots:
-    """The places of all weights of `model` that are cut, those of tied ones too."""
+    """The places of all sharded weights of `model`, tied ones included."""
 
     def __init__(self, model: nn.Module) -> None:
         self._places = [
@@ -56,56 +56,56 @@ class Slots:
         ]
 
     def __iter__(self) -> Iterator[tuple[nn.Module, str]]:
-        """Each module that has weights, with the name of each."""
+        """Each (module, name) of a weight."""
         return iter(self._places)
 
     def by_id(self) -> dict[int, tuple[nn.Module, str]]:
-        """Where each weight is that is there now, by its id."""
+        """The place of each current weight, by its id."""
         return {id(module._parameters[name]): (module, name) for module, name in self._places}
 
     def gathered(
         self,
         units: Sequence[Any],
-        held: Sequence[Sequence[nn.Parameter]],
+        local_weights: Sequence[Sequence[nn.Parameter]],
         fillings: Sequence[Filling],
     ) -> dict[int, nn.Parameter]:
-        """By the id of a part what stands in its place while it is gathered, always the same.
+        """By the id of a shard, the gathered parameter in its place, always the same object.
 
-        Gathers each of the units, of which a rank has `held` the parts.
+        Gathers each unit, of which this rank holds `local_weights`.
         """
-        slots, found = self.by_id(), dict[int, Any]()
-        for number, (unit, parts) in enumerate(zip(units, held, strict=True)):
+        slots, gathered = self.by_id(), dict[int, Any]()
+        for number, (unit, parts) in enumerate(zip(units, local_weights, strict=True)):
             unit.unshard()
             for parameter in parts:
                 module, name = slots[id(parameter)]
-                found[id(parameter)] = module._parameters[name]
+                gathered[id(parameter)] = module._parameters[name]
             if fillings:
-                fillings[number].weights = [found[id(parameter)] for parameter in parts]
+                fillings[number].weights = [gathered[id(parameter)] for parameter in parts]
             unit.reshard()
-        return found
+        return gathered
 
     @contextmanager
     def whole(self, device: torch.device) -> Iterator[None]:
-        """Within, every weight is whole, on `device`, and autograd leads back to the parts.
+        """Within, every weight is full, on `device`, and differentiable to the shards.
 
         Gathers each once; every rank enters this.
         """
-        held: list[Any] = [module._parameters[name] for module, name in self._places]
-        parts = {id(part): part for part in held}
+        parts_there: list[Any] = [module._parameters[name] for module, name in self._places]
+        parts = {id(part): part for part in parts_there}
         gathered: dict[int, Tensor] = {
-            one: part.to(device).full_tensor() for one, part in parts.items()
+            key: part.to(device).full_tensor() for key, part in parts.items()
         }
-        for (module, name), part in zip(self._places, held, strict=True):
+        for (module, name), part in zip(self._places, parts_there, strict=True):
             module._parameters[name] = gathered[id(part)]  # type: ignore[assignment]
         try:
             yield
         finally:
-            for (module, name), part in zip(self._places, held, strict=True):
+            for (module, name), part in zip(self._places, parts_there, strict=True):
                 module._parameters[name] = part
 
 
 class ShardPlaceholder(Tensor):
-    """What user code finds in the place of a weight that is not gathered. It computes nothing."""
+    """Stands for a weight that is not gathered. Any operation on it raises."""
 
     _is_param = True
     part: Tensor
@@ -117,13 +117,13 @@ class ShardPlaceholder(Tensor):
     def of(
         part: Tensor, shape: Sequence[int], refusal: Callable[[], RequestError]
     ) -> ShardPlaceholder:
-        """Looks like `part` in that shape; an operation on it raises what `refusal` returns."""
+        """Has the attributes of `part`; an operation on it raises what `refusal` returns."""
         looks: dict[str, Any] = {"dtype": part.dtype, "device": part.device}
         looks["requires_grad"] = part.requires_grad
-        made: Any = Tensor._make_wrapper_subclass(ShardPlaceholder, shape, **looks)
+        placeholder: Any = Tensor._make_wrapper_subclass(ShardPlaceholder, shape, **looks)
         noted = {name: v for name, v in vars(part).items() if name not in OF_DTENSORS}
-        vars(made).update(noted, part=part, refusal=refusal)
-        return cast(ShardPlaceholder, made)
+        vars(placeholder).update(noted, part=part, refusal=refusal)
+        return cast(ShardPlaceholder, placeholder)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -152,7 +152,7 @@ class ShardPlaceholder(Tensor):
 
 
 class StaleParameter(nn.Parameter):
-    """A weight as it was before it was cut, which nobody updates. It computes nothing."""
+    """A weight from before it was cut, which is not updated. Any operation on it raises."""
 
     refusal: Callable[[], RequestError]
 
@@ -167,7 +167,7 @@ class StaleParameter(nn.Parameter):
 
 
 class Counted:
-    """A tensor whose writes through `data` are seen, which torch does not count."""
+    """A tensor that records writes through `data`, which torch does not count."""
 
     views: list[Tensor]
 
@@ -196,20 +196,20 @@ class CastParameter(CountedParameter):
 
 @cache
 def _counted(kind: type[Tensor]) -> type[Tensor]:
-    """A tensor of a class of its own, whose operations stay those of that class."""
+    """The same for a subclass of Tensor, whose operations it keeps."""
     return type(f"Counted{kind.__name__}", (Counted, kind), {})
 
 
 class Guarded(dict[str, Any]):
-    """The parameters of a module, of which user code sees no parts."""
+    """The parameters of a module, which hides shards from user code."""
 
     def __init__(self, parameters: Mapping[str, Any], guard: WeightGuard) -> None:
         super().__init__(parameters)
         self.guard = guard
 
     def __getitem__(self, name: str) -> Any:
-        found = super().__getitem__(name)
-        return self.guard.shown(found) if type(found) is DTensor else found
+        parameter = super().__getitem__(name)
+        return self.guard.shown(parameter) if type(parameter) is DTensor else parameter
 
     def __setitem__(self, name: str, value: Any) -> None:
         super().__setitem__(name, value.part if type(value) is ShardPlaceholder else value)
@@ -225,7 +225,7 @@ class Guarded(dict[str, Any]):
 
 
 class Writes:
-    """Whether somebody has written into a tensor since now, or given it other memory."""
+    """Detects writes into a tensor from now on, and a change of its memory."""
 
     def __init__(self, tensor: Tensor, kind: type[Tensor]) -> None:
         self.tensor: Any = tensor
@@ -235,7 +235,7 @@ class Writes:
             self.tensor.__class__ = kind if plain else _counted(type(tensor))
         vars(tensor)["views"] = []
 
-    def have_come(self) -> bool:
+    def were_made(self) -> bool:
         tensor = self.tensor
         if tensor.views:
             views, tensor.views = tensor.views, []
@@ -247,7 +247,7 @@ class Writes:
 
 @dataclass
 class Weight:
-    """What this rank holds of a weight, what is gathered in its place, and where that is."""
+    """The shard of a weight, the gathered parameter, and their places."""
 
     name: str
     unit: str
@@ -257,35 +257,35 @@ class Weight:
     casts: Casts | None
 
     def __post_init__(self) -> None:
-        is_cast = self.casts is not None and self.gathered.ndim > 1  # sums add biases, of one axis
+        is_cast = self.casts is not None and self.gathered.ndim > 1  # biases are added to sums
         self.writes = Writes(self.gathered, CastParameter if is_cast else CountedParameter)
         if is_cast:
             vars(self.gathered)["casts"] = self.casts
 
     def there(self) -> Iterator[Any]:
-        """What is in its places now."""
+        """The current parameters in its places."""
         for module, key in self.places:
             yield dict.get(module._parameters, key)
 
     def differs(self, rank: int, ranks: int) -> bool:
-        """Whether the rows of this rank are others than its part: not every write is counted."""
+        """Whether this rank's rows differ from its shard: not every write is counted."""
         rows = -(-len(self.gathered) // ranks)
         part = local(self.part).detach()
-        own = self.gathered.detach()[rank * rows :][: len(part)]
-        return not torch.equal(_bits(own), _bits(part.to(own.device)))
+        local_rows = self.gathered.detach()[rank * rows :][: len(part)]
+        return not torch.equal(_bits(local_rows), _bits(part.to(local_rows.device)))
 
 
 class WeightGuard:
-    """Refuses what user code does with weights, but for using them in the forward of their unit.
+    """Refuses any use of weights by user code outside of the forward of their unit.
 
-    `is_on` says whether that runs. This is the `rank` of so many `ranks` that hold parts.
+    `is_on` tells whether user code runs. This is the `rank` of so many `ranks` with shards.
     """
 
     def __init__(self, model: nn.Module, strategy: str, rank: int, ranks: int) -> None:
         self.model, self.strategy = model, strategy
         self.rank, self.ranks = rank, ranks
         self.is_on: Callable[[], bool] = lambda: False
-        self.asked = f"--strategy {strategy}"
+        self.request = f"--strategy {strategy}"
         self.compares = True  # contents too
         self.casts: dict[nn.Module, Casts] = {}  # of units that are freed before backward
         self._whole = [(name, weakref.ref(p)) for name, p in model.named_parameters()]
@@ -297,27 +297,27 @@ class WeightGuard:
     # --- hooks ----------------------------------------------------------------------------
 
     def before_free(self, unit: nn.Module) -> RemovableHandle:
-        """Called before `fully_shard` is: what is gathered is still there in this hook."""
+        """Call this before `fully_shard`: weights are still gathered in this hook."""
         return unit.register_forward_hook(lambda *_: self._check_unit(unit))
 
     def before_gathering(self, unit: nn.Module) -> RemovableHandle:
-        """Called after `fully_shard`: nothing is gathered yet in this hook."""
+        """Call this after `fully_shard`: weights are not gathered yet in this hook."""
         return unit.register_forward_pre_hook(lambda *_: self._check_places(unit), prepend=True)
 
     def lay_out(
         self,
         slots: Slots,
         units: Sequence[nn.Module],
-        held: Sequence[Sequence[nn.Parameter]],
+        local_weights: Sequence[Sequence[nn.Parameter]],
         gathered: Mapping[int, Any],
     ) -> None:
-        """Watch what is `gathered` of the parts that a rank has `held`, unit by unit."""
+        """Watch the parameters `gathered` for this rank's shards, unit by unit."""
         names = {id(p): name for name, p in self.model.named_parameters()}
         paths = {module: path for path, module in self.model.named_modules()}
         places: dict[int, list[tuple[nn.Module, str]]] = {}
         for module, key in slots:
             places.setdefault(id(module._parameters[key]), []).append((module, key))
-        for unit, parts in zip(units, held, strict=True):
+        for unit, parts in zip(units, local_weights, strict=True):
             self._weights[unit] = [
                 Weight(
                     name=names[id(p)],
@@ -333,12 +333,12 @@ class WeightGuard:
         self._by_gathered = {id(w.gathered): w for w in self._by_part.values()}
         self._placeholders = {}
         for module, _ in slots:
-            if type(module._parameters) is dict:  # a tensor axis guards those of its own layers
+            if type(module._parameters) is dict:  # layers of a tensor axis guard their own
                 vars(module)["_parameters"] = Guarded(module._parameters, self)
-        self._refuse_what_was_whole({id(p) for p in self.model.parameters()})
+        self._make_stale({id(p) for p in self.model.parameters()})
 
     def close(self) -> None:
-        """The modules have dicts of torch again."""
+        """Give the modules plain dicts again."""
         for module in self.model.modules():
             if isinstance(module._parameters, Guarded):
                 vars(module)["_parameters"] = dict(module._parameters)
@@ -346,50 +346,50 @@ class WeightGuard:
     # --- what is refused ------------------------------------------------------------------
 
     def shown(self, part: Any) -> Any:
-        """What is seen of a part."""
+        """What user code sees in place of a shard."""
         weight = self._by_part.get(id(part))
         if weight is None or not self.is_on():
             return part
         if id(part) not in self._placeholders:
-            made = ShardPlaceholder.of(part, part.shape, lambda: self._outside(weight))
-            self._placeholders[id(part)] = made
+            placeholder = ShardPlaceholder.of(part, part.shape, lambda: self._outside(weight))
+            self._placeholders[id(part)] = placeholder
         return self._placeholders[id(part)]
 
     def check(self) -> None:
-        """After the passes of a step, or one of an evaluation: nothing was written."""
+        """Raise after passes of a step or an evaluation if a weight was written."""
         for weights in self._weights.values():
             for weight in weights:
-                if weight.writes.have_come():
+                if weight.writes.were_made():
                     raise self._written(weight)
 
     def _check_unit(self, unit: nn.Module) -> None:
         for weight in self._weights.get(unit, ()):
-            if any(found is not weight.gathered for found in weight.there()):
+            if any(tensor is not weight.gathered for tensor in weight.there()):
                 raise self._written(weight)
             if weight.gathered.requires_grad != weight.part.requires_grad:
                 raise unfrozen_on_the_way(self.strategy)
-            if weight.writes.have_come() or (
+            if weight.writes.were_made() or (
                 self.compares and weight.differs(self.rank, self.ranks)
             ):
                 raise self._written(weight)
 
     def _check_places(self, unit: nn.Module) -> None:
         for weight in self._weights.get(unit, ()):
-            for found in weight.there():
-                if found is not weight.part and found is not weight.gathered:
+            for tensor in weight.there():
+                if tensor is not weight.part and tensor is not weight.gathered:
                     raise self._replaced(weight)
 
-    def _refuse_what_was_whole(self, own: set[int]) -> None:
+    def _make_stale(self, current: set[int]) -> None:
         for name, reference in self._whole:
             whole = reference()
-            if whole is not None and id(whole) not in own and type(whole) is nn.Parameter:
+            if whole is not None and id(whole) not in current and type(whole) is nn.Parameter:
                 whole.__class__ = StaleParameter
                 vars(whole)["refusal"] = partial(self._stale, name)
         self._whole = []
 
     def _outside(self, weight: Weight) -> RequestError:
         root = self._weights[self.model]
-        is_passing = not any(type(found) is DTensor for w in root for found in w.there())
+        is_passing = not any(type(tensor) is DTensor for w in root for tensor in w.there())
         where = f"its block {weight.unit!r}" if weight.unit else "the model"
         whole = "let fsdp_units(model) of the task return [], which gathers all for the whole pass"
         if not weight.unit:
@@ -399,7 +399,7 @@ class WeightGuard:
         else:
             do = f"use it in forward of the model, and {whole}"
         return RequestError(
-            asked=self.asked,
+            asked=self.request,
             found=f"the weight {weight.name!r} is used outside of the forward of {where}",
             why="a rank holds a part of it, and the whole is gathered for that forward",
             do=f"{do}; or --strategy ddp",
@@ -407,7 +407,7 @@ class WeightGuard:
 
     def _stale(self, name: str) -> RequestError:
         return RequestError(
-            asked=self.asked,
+            asked=self.request,
             found=f"a tensor that was the weight {name!r} before it was cut is used",
             why="ranks update the parts that they hold, and nobody updates that tensor",
             do="keep the module and read its weight where it is used; or --strategy ddp",
@@ -415,7 +415,7 @@ class WeightGuard:
 
     def _written(self, weight: Weight) -> RequestError:
         return RequestError(
-            asked=self.asked,
+            asked=self.request,
             found=f"forward or loss writes the weight {weight.name!r}",
             why="what is written there is lost when the gathered weight is freed",
             do="write it in on_step of a callback, which sees the part of a rank; "
@@ -425,7 +425,7 @@ class WeightGuard:
     def _replaced(self, weight: Weight) -> RequestError:
         do = "let fsdp_units(model) of the task return []; or " if weight.unit else ""
         return RequestError(
-            asked=self.asked,
+            asked=self.request,
             found=f"another tensor in the place of the weight {weight.name!r}, put there by "
             "torch.func.functional_call or by an assignment",
             why="the forward of its block gathers the weight again, and would compute with that",

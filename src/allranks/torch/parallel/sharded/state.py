@@ -1,4 +1,4 @@
-"""The state of a training of which ranks hold parts: which of its tensors follow parameters."""
+"""Sharded training state: which of its tensors correspond to parameters."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def with_parameters(
     change: Callable[[str, Tensor], Tensor],
     kept_whole: Mapping[str, bool],
 ) -> dict[str, Any]:
-    """A state of a training in which `change(name, tensor)` stands for all that follows parameters.
+    """A training state with `change(name, tensor)` applied to all tensors that follow parameters.
 
-    Those are the weights, what the optimizer keeps in their shape, and their averages. What it
-    keeps for parameters that are `kept_whole` is as it is, or left out where that is not here.
-    Raises `RequestError` for a weight that the state dict of the model does not hold by its name.
+    These are weights, optimizer state of their shape, and averages. Optimizer state of parameters
+    in `kept_whole` is unchanged, or left out if another rank owns it. Raises `RequestError` for a
+    weight that the state dict of the model does not have by its name.
     """
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    own_name = {alias: own for own, names in saved_names(model).items() for alias in names}
+    own_name = {alias: name for name, names in saved_names(model).items() for alias in names}
     if missing := sorted(shapes.keys() - set(own_name.values())):
         raise RequestError(
             asked="a checkpoint of weights that ranks hold parts of",
@@ -64,49 +64,49 @@ def with_parameters(
     optimizer = dict(state["optimizer"])
     of_held = {name: state["model"][alias].shape for alias, name in own_name.items()}
     cut = {n: values for n, values in optimizer["state"].items() if n not in kept_whole}
-    kept = {n: values for n, values in optimizer["state"].items() if kept_whole.get(n)}
-    plain = _kept_otherwise(cut, of_held)
+    states = {n: values for n, values in optimizer["state"].items() if kept_whole.get(n)}
+    plain = _differently_shaped(cut, of_held)
     for name, values in cut.items():
-        kept[name] = {
+        states[name] = {
             key: change(name, value)
             if is_tensor_of(value, of_held[name]) and not (key in plain and len(of_held[name]) < 2)
             else value
             for key, value in values.items()
         }
-    optimizer["state"] = kept
-    found = {**state, "model": changed(state["model"]), "optimizer": optimizer}
+    optimizer["state"] = states
+    changed_state = {**state, "model": changed(state["model"]), "optimizer": optimizer}
     for weights in ("average", "evaluated"):
         if weights in state:
-            found[weights] = changed(state[weights])
-    return found
+            changed_state[weights] = changed(state[weights])
+    return changed_state
 
 
-def known_to_all(kept: dict[str, Any], own: Iterable[str], comm: Comm) -> dict[str, Any]:
-    """What an optimizer keeps, with meta tensors for what others keep of their `own` names.
+def known_to_all(states: dict[str, Any], names: Iterable[str], comm: Comm) -> dict[str, Any]:
+    """Optimizer states of all ranks, with meta tensors for other ranks; this rank tells `names`.
 
     Every rank calls this; sends names and shapes (`control`).
     """
-    skeleton, tensors = flatten({name: kept[name] for name in own if name in kept}, "kept")
+    skeleton, tensors = flatten({name: states[name] for name in names if name in states}, "kept")
     looks = {path: [NAMES[t.dtype], list(t.shape)] for path, t in tensors.items()}
-    found: dict[str, Any] = {}
+    known: dict[str, Any] = {}
     for text in comm.gather_texts(json.dumps([skeleton, looks])):
         theirs, looks = json.loads(text)
         metas = {
             path: torch.empty(shape, dtype=DTYPES[kind], device="meta")
             for path, (kind, shape) in looks.items()
         }
-        found.update(unflatten(theirs, metas))
-    return {**found, **kept}
+        known.update(unflatten(theirs, metas))
+    return {**known, **states}
 
 
-def _kept_otherwise(kept: dict[str, Any], shapes: dict[str, torch.Size]) -> set[str]:
-    """What an optimizer keeps in another shape than that of matrices, by its name.
+def _differently_shaped(states: dict[str, Any], shapes: dict[str, torch.Size]) -> set[str]:
+    """The keys of optimizer state whose shape differs from that of a matrix parameter.
 
     A rank may hold one number of a vector, in the shape of a counter: only matrices can tell.
     """
     return {
         key
-        for name, values in kept.items()
+        for name, values in states.items()
         for key, value in values.items()
         if len(shapes[name]) > 1 and not is_tensor_of(value, shapes[name])
     }
@@ -117,18 +117,18 @@ def is_tensor_of(value: Any, shape: torch.Size) -> bool:
 
 
 # --- dtensors ------------------------------------------------------------------------------------
-# DTensors of what ranks hold parts of: for states, checkpoints and traces.
+# DTensors for states, checkpoints and traces.
 #
-# Loaded only where a job has some: importing their types takes a second.
+# Loaded only if a job needs them: the import takes a second.
 
 
 __all__ = ["Replicate", "Shard", "device_mesh", "distribute_tensor", "dtensor", "mesh_of"]
 
 
 def device_mesh(comm: Comm, axis: str) -> DeviceMesh:
-    """The ranks of `comm` as a mesh of one axis; every one of them calls this.
+    """The ranks of `comm` as a mesh of one axis; each of them calls this.
 
-    What torch sends there is counted by `comm`, as `control`.
+    `comm` counts what torch sends there, as `control`.
     """
     group = comm.counting_group("control")
     return mesh_over(group, comm.device.type, None, (axis,))
@@ -137,9 +137,9 @@ def device_mesh(comm: Comm, axis: str) -> DeviceMesh:
 def mesh_of(
     axes: Sequence[tuple[str, Comm]], ranks: int, kinds: Mapping[str, str] | None = None
 ) -> DeviceMesh:
-    """All `ranks` of the job as a mesh of these axes; every one of them calls this.
+    """All `ranks` of the job as a mesh of these axes; each of them calls this.
 
-    What torch sends there is counted by the axis, as `control` or what `kinds` say of it.
+    Each axis counts what torch sends there, as `control` or by `kinds`.
     """
     kinds = kinds or {}
     groups = [comm.counting_group(kinds.get(name, "control")) for name, comm in axes]
@@ -154,10 +154,10 @@ def mesh_over(
     grid: Tensor | None,
     names: tuple[str, ...],
 ) -> DeviceMesh:
-    """A mesh of a group, or of one for each axis of `grid`; every rank of them calls this.
+    """A mesh of a group, or of a group for each axis of `grid`; each of their ranks calls this.
 
-    torch keeps of each operation on what mesh its result lies, and finds it again for any mesh with
-    the same ranks: in a process that trained before, one whose groups are gone, or now others.
+    Torch caches the mesh of the result of each operation, for any mesh with the same ranks. After
+    an earlier training in this process, the groups of that mesh are gone. So the cache is cleared.
     """
     clear = getattr(debug, "_clear_sharding_prop_cache", None)
     if clear is not None:
@@ -166,7 +166,7 @@ def mesh_over(
 
 
 def shard_of(along: Along) -> Placement:
-    """How a tensor that is cut so lies on the ranks."""
+    """The placement of a tensor that is cut like this."""
     return (
         Shard(along.dim) if along.runs == 1 else _StridedShard(along.dim, split_factor=along.runs)
     )
@@ -175,7 +175,7 @@ def shard_of(along: Along) -> Placement:
 def dtensor(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], whole: Tensor
 ) -> DTensor:
-    """What this rank holds of a tensor that looks like `whole`, which may be on meta.
+    """The DTensor of a local part; `whole` has the full shape, and may be on meta.
 
     No communication.
     """
@@ -192,61 +192,61 @@ def dtensor(
 # --- two axes ------------------------------------------------------------------------------------
 # Weights that are cut twice: layers over the tensor axis, and the rows of each part over shards.
 #
-# `fully_shard` knows of the second cut alone: its DTensors are parts of parts. A state has DTensors
-# over both axes, tensor first, so that it can be taken up by any other strategy. On 2 x 2 ranks,
-# for a weight of 8 rows that is cut by rows twice:
+# `fully_shard` knows only the second cut: its DTensors are parts of parts. A state has DTensors
+# over both axes, tensor first, so that any other strategy can load it. On 2 x 2 ranks, for a weight
+# of 8 rows that is cut by rows twice:
 #
 #     tensor 0: shard 0 has rows 0-1, shard 1 rows 2-3      tensor 1: rows 4-5, rows 6-7
 
 
 class TwoAxes:
-    """What one rank holds of the weights of `cut`, on a mesh of both axes.
+    """Converts this rank's parts of the weights of `cut`, on a mesh of both axes.
 
-    Every rank makes one. `shards` are the ranks with the same part of every layer.
+    Every rank constructs one. `shards` are the ranks with the same part of every layer.
     """
 
     def __init__(self, cut: CutModel, exchange: TensorExchange, shards: Comm) -> None:
         self.cut, self.exchange, self.shards = cut, exchange, shards
-        self.asked: OptimizerArguments | None = None
+        self.arguments: OptimizerArguments | None = None
         tensor = exchange.comm
         groups = [comm.counting_group("control") for comm in (tensor, shards)]
         ranks = torch.arange(shards.size * tensor.size).view(shards.size, tensor.size).t()
         self.mesh = mesh_over(groups, shards.device.type, ranks.contiguous(), (TENSOR, SHARD))
 
-    def saved(self, name: str, held: Tensor) -> Tensor:
-        """What stands in a state for a DTensor of `fully_shard`; anything else is whole."""
-        if not isinstance(held, DTensor):
-            return held
+    def to_global(self, name: str, tensor: Tensor) -> Tensor:
+        """The DTensor of a state for one of `fully_shard`; other tensors are full already."""
+        if not isinstance(tensor, DTensor):
+            return tensor
         along = self.cut.dims.get(name)
         places: list[Placement] = [Replicate() if along is None else shard_of(along), Shard(0)]
-        like = torch.empty(self.cut.shapes[name], dtype=held.dtype, device="meta")
-        return dtensor(held.to_local(), self.mesh, places, like)
+        like = torch.empty(self.cut.shapes[name], dtype=tensor.dtype, device="meta")
+        return dtensor(tensor.to_local(), self.mesh, places, like)
 
-    def held(self, name: str, saved: Tensor, like: DTensor) -> Tensor:
-        """What `saved` was given, or what it would be given of a whole tensor."""
+    def to_local(self, name: str, saved: Tensor, like: DTensor) -> Tensor:
+        """The inverse of `to_global`; `saved` may also be a full tensor."""
         if isinstance(saved, DTensor):
             return dtensor(saved.to_local(), like.device_mesh, like.placements, like)
         part = self.part(name, saved)
         return distribute_tensor(part, like.device_mesh, like.placements, src_data_rank=None)
 
-    def full(self, name: str, held: Tensor) -> Tensor:
-        """The whole of what `saved` is given: over shards, then over the tensor axis."""
-        along, part = self.cut.dims.get(name), whole(held)
-        if along is None or not isinstance(held, DTensor):
+    def full(self, name: str, tensor: Tensor) -> Tensor:
+        """The full tensor: gathered over shards, then over the tensor axis."""
+        along, part = self.cut.dims.get(name), whole(tensor)
+        if along is None or not isinstance(tensor, DTensor):
             return part
         return self.exchange.all(part, along, self.cut.shapes[name][along.dim])
 
-    def part(self, name: str, given: Tensor) -> Tensor:
-        """What the ranks of a shard axis hold together of a whole tensor."""
-        return self.cut.part_of(name, given, self.exchange)
+    def part(self, name: str, tensor: Tensor) -> Tensor:
+        """The part of a full tensor that the ranks of a shard axis hold together."""
+        return self.cut.part_of(name, tensor, self.exchange)
 
     def check_updates(self, optimizer: Optimizer, model: nn.Module, asked: str) -> None:
-        """Raise `RequestError` for an optimizer that needs a parameter whole, on both axes.
+        """Raise `RequestError` for an optimizer that needs full parameters.
 
-        It is asked at the first call, and where its hyper-parameters have changed.
+        It is examined at the first call, and when its hyper-parameters have changed.
         """
-        self.asked = self.asked or OptimizerArguments(optimizer)
-        if self.asked.is_new() and groups_of_whole(optimizer, asked, self._cuts(model)):
+        self.arguments = self.arguments or OptimizerArguments(optimizer)
+        if self.arguments.is_new() and groups_of_whole(optimizer, asked, self._cuts(model)):
             raise RequestError(
                 asked=f"{asked} with {type(optimizer).__name__}",
                 found="the update of some rows is another one by themselves",
@@ -255,7 +255,7 @@ class TwoAxes:
             )
 
     def _cuts(self, model: nn.Module) -> dict[int, WeightParts]:
-        """Of every parameter: along the tensor axis, and then each part by rows."""
+        """The cuts of every parameter: along the tensor axis, then each part by rows."""
         shards = self.shards.size
 
         def by_rows(parts: Callable[[Tensor], list[Tensor]], whole: Tensor) -> list[Tensor]:

@@ -1,13 +1,13 @@
-"""Updates that need a parameter whole (LARS, LAMB, Muon, Adafactor), where ranks hold parts of it.
+"""Optimizers that need full parameters (LARS, LAMB, Muon, Adafactor), on ranks that hold shards.
 
-    gather     every rank sends its part of weight and gradient to the owner of the parameter
-    update     the owner's optimizer has both whole; those of the other ranks find no gradient
-    scatter    the owner sends each rank its part of the new weight
+    gather     every rank sends its shard of weight and gradient to the owner of the parameter
+    update     the owner's optimizer has both in full; other ranks' optimizers see no gradient
+    scatter    the owner sends each rank its shard of the new weight
 
-Each way is one all-to-all. Owners are set once, the largest parameter first, each to the rank with
-the fewest numbers; with what the optimizer keeps for it, which lies whole on the owner, so that an
+Gather and scatter are one all-to-all each. Owners are assigned once: the largest parameter first,
+each to the rank with the fewest numbers. The owner also holds the full optimizer state, so an
 update costs a rank about 1/N of what it costs one process, in memory and arithmetic. Liu et al.
-2025, Muon is Scalable for LLM Training, arXiv 2502.16982, gathers to update, too.
+2025, Muon is Scalable for LLM Training, arXiv 2502.16982, also gathers to update.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ ROWS = Along(0)
 
 @dataclass(frozen=True)
 class Divided:
-    """A parameter of this whole `shape`, of which ranks hold parts, as torch.chunk cuts."""
+    """A parameter with this full `shape`, of which ranks hold parts, cut as by torch.chunk."""
 
     parameter: nn.Parameter
     shape: torch.Size
     along: Along = ROWS
 
     def part(self, whole: Tensor, ranks: int, rank: int) -> Tensor:
-        """The part of a `rank`: a view, in the order of what the rank holds."""
-        return self.along.own(whole, ranks, rank)
+        """The part of a `rank`: a view, in the order of the local parameter."""
+        return self.along.local_view(whole, ranks, rank)
 
     def cut(self, ranks: int) -> WeightParts:
-        """How so many ranks hold it."""
+        """The parts for so many ranks."""
         return WeightParts(tuple(self.shape), partial(self.along.parts, ranks))
 
     def part_nbytes(self, ranks: int, rank: int) -> int:
@@ -58,49 +58,49 @@ class Divided:
 
 
 class WholeUpdates:
-    """The parameters that one rank each of `comm` updates whole, of those that are `divided`.
+    """The `divided` parameters that are each updated in full by one rank of `comm`.
 
-    `here` says of each by its name whether this rank does. Ranks of `comm` make it, and call all
-    that communicates, together.
+    `here` maps the name of each to whether this rank updates it. All ranks of `comm` construct
+    this, and call every method that communicates.
     """
 
     def __init__(
-        self, comm: Comm, optimizer: Optimizer, divided: Mapping[str, Divided], asked: str
+        self, comm: Comm, optimizer: Optimizer, divided: Mapping[str, Divided], request: str
     ) -> None:
-        self.comm, self.optimizer, self.divided, self.asked = comm, optimizer, divided, asked
+        self.comm, self.optimizer, self.divided, self.request = comm, optimizer, divided, request
         self.owners = _owners(divided, optimizer, comm.size)
         self.here: dict[str, bool] = {}
-        self._asked: OptimizerArguments | None = None
+        self._arguments: OptimizerArguments | None = None
 
     def find(self) -> dict[str, bool]:
-        """Ask the optimizer which parameters it needs whole: `here`; again when groups are new.
+        """Find the parameters that the optimizer needs in full (`here`); again for new groups.
 
-        What was whole once stays so: that is right for any optimizer.
+        A parameter that was updated in full stays so: that is right for any optimizer.
         """
-        if self._asked is None:
-            self._asked = OptimizerArguments(self.optimizer)
-        self._asked.is_new()
+        if self._arguments is None:
+            self._arguments = OptimizerArguments(self.optimizer)
+        self._arguments.is_new()
         ranks, divided = self.comm.size, self.divided.values()
-        cuts = {id(one.parameter): one.cut(ranks) for one in divided}
-        groups = groups_of_whole(self.optimizer, self.asked, cuts)
+        cuts = {id(weight.parameter): weight.cut(ranks) for weight in divided}
+        groups = groups_of_whole(self.optimizer, self.request, cuts)
         needed = {id(p) for n in groups for p in self.optimizer.param_groups[n]["params"]}
         known = dict(self.here)
         self.here.clear()
-        for name, one in self.divided.items():
-            if name in known or id(one.parameter) in needed:
+        for name, weight in self.divided.items():
+            if name in known or id(weight.parameter) in needed:
                 self.here[name] = self.owners[name] == self.comm.rank
-                if name not in known and self.optimizer.state.get(one.parameter):
-                    raise _kept_already(self.asked, self.optimizer, name)
+                if name not in known and self.optimizer.state.get(weight.parameter):
+                    raise _kept_already(self.request, self.optimizer, name)
         return self.here
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Within, the optimizer has whole what this rank updates so, and its gradients alone.
+        """Within, the optimizer has the full parameters that this rank owns, with gradients.
 
-        Every rank enters this with the same parameters having a gradient. Sends parts to owners,
-        and parts of new weights back. An optimizer with other hyper-parameters is asked again.
+        Every rank enters this with gradients for the same parameters. Sends shards to owners, and
+        shards of new weights back. Calls `find` again if hyper-parameters have changed.
         """
-        if self._asked is not None and self._asked.is_new():
+        if self._arguments is not None and self._arguments.is_new():
             self.find()
         used = [name for name in self.here if self.divided[name].parameter.grad is not None]
         if not used:
@@ -121,48 +121,48 @@ class WholeUpdates:
 
     @torch.no_grad()
     def _gather(self, used: list[str]) -> dict[str, nn.Parameter]:
-        """The parameters of this rank, whole, with their whole gradients."""
-        given: list[list[Tensor]] = [[] for _ in range(self.comm.size)]
-        taken: list[list[Tensor]] = [[] for _ in range(self.comm.size)]
+        """The full parameters that this rank owns, with full gradients."""
+        outgoing: list[list[Tensor]] = [[] for _ in range(self.comm.size)]
+        incoming: list[list[Tensor]] = [[] for _ in range(self.comm.size)]
         whole: dict[str, nn.Parameter] = {}
         for name in used:
-            one = self.divided[name]
-            held, gradient = local(one.parameter.detach()), one.parameter.grad
+            w = self.divided[name]
+            part, gradient = local(w.parameter.detach()), w.parameter.grad
             assert gradient is not None, "gathered() asks for those that have one"
-            given[self.owners[name]] += [held, local(gradient)]
+            outgoing[self.owners[name]] += [part, local(gradient)]
             if self.here[name]:
-                whole[name] = nn.Parameter(held.new_empty(one.shape))
-                whole[name].grad = held.new_empty(one.shape)
-                told = {n: v for n, v in vars(one.parameter).items() if not n.startswith("_")}
-                vars(whole[name]).update(told)  # what a task has noted on it
-                for rank, row in enumerate(taken):
+                whole[name] = nn.Parameter(part.new_empty(w.shape))
+                whole[name].grad = part.new_empty(w.shape)
+                attributes = {n: v for n, v in vars(w.parameter).items() if not n.startswith("_")}
+                vars(whole[name]).update(attributes)  # attributes that a task has set on it
+                for rank, row in enumerate(incoming):
                     pair = whole[name].detach(), whole[name].grad
-                    row += [one.part(t, self.comm.size, rank) for t in pair if t is not None]
-        self._exchange(given, taken)
+                    row += [w.part(t, self.comm.size, rank) for t in pair if t is not None]
+        self._exchange(outgoing, incoming)
         return whole
 
     @torch.no_grad()
     def _scatter(self, used: list[str], whole: dict[str, nn.Parameter]) -> None:
-        given: list[list[Tensor]] = [[] for _ in range(self.comm.size)]
-        taken: list[list[Tensor]] = [[] for _ in range(self.comm.size)]
+        outgoing: list[list[Tensor]] = [[] for _ in range(self.comm.size)]
+        incoming: list[list[Tensor]] = [[] for _ in range(self.comm.size)]
         for name in used:
-            one = self.divided[name]
-            taken[self.owners[name]].append(local(one.parameter.detach()))
+            weight = self.divided[name]
+            incoming[self.owners[name]].append(local(weight.parameter.detach()))
             if self.here[name]:
-                for rank, row in enumerate(given):
-                    row.append(one.part(whole[name].detach(), self.comm.size, rank))
-        self._exchange(given, taken)
+                for rank, row in enumerate(outgoing):
+                    row.append(weight.part(whole[name].detach(), self.comm.size, rank))
+        self._exchange(outgoing, incoming)
 
-    def _exchange(self, given: Sequence[list[Tensor]], taken: Sequence[list[Tensor]]) -> None:
-        """Send to each rank what is `given` it, and write what each has sent into the `taken`."""
+    def _exchange(self, outgoing: Sequence[list[Tensor]], incoming: Sequence[list[Tensor]]) -> None:
+        """Send `outgoing[r]` to each rank r, and receive into `incoming[r]`."""
         kinds = {self.divided[name].parameter.dtype for name in self.here}
         for dtype in sorted(kinds, key=str):
-            sent = [[reals(t) for t in row if t.dtype == dtype] for row in given]
-            wanted = [[reals(t) for t in row if t.dtype == dtype] for row in taken]
-            give_sizes = [sum(t.numel() for t in row) for row in sent]
+            parts = [[reals(t) for t in row if t.dtype == dtype] for row in outgoing]
+            wanted = [[reals(t) for t in row if t.dtype == dtype] for row in incoming]
+            give_sizes = [sum(t.numel() for t in row) for row in parts]
             take_sizes = [sum(t.numel() for t in row) for row in wanted]
             nothing = torch.empty(0, dtype=real_type(dtype), device=self.comm.device)
-            flat = torch.cat([nothing, *(t.reshape(-1) for row in sent for t in row)])
+            flat = torch.cat([nothing, *(t.reshape(-1) for row in parts for t in row)])
             received = flat.new_empty(sum(take_sizes))
             self.comm.all_to_all(received, flat, take_sizes, give_sizes).wait()
             tensors = [tensor for row in wanted for tensor in row]
@@ -171,7 +171,7 @@ class WholeUpdates:
                 tensor.copy_(piece.view(tensor.shape))
 
     def _put(self, others: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Let the optimizer have the values for the keys, and what it keeps for these as theirs."""
+        """Replace parameters of the optimizer, keys by values, and move their state."""
         by_id = {id(parameter): other for parameter, other in others.items()}
         for group in self.optimizer.param_groups:
             group["params"][:] = [by_id.get(id(p), p) for p in group["params"]]
@@ -179,50 +179,50 @@ class WholeUpdates:
             if parameter in self.optimizer.state:
                 self.optimizer.state[other] = self.optimizer.state.pop(parameter)
 
-    def told(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A state of a training with meta tensors for what others keep whole.
+    def complete_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A training state with meta tensors for optimizer state that other ranks own.
 
-        Every rank calls this; sends their names and shapes.
+        Every rank calls this; sends names and shapes.
         """
         if not self.here:
             return state
         optimizer = state["optimizer"]
-        own = [name for name, is_here in self.here.items() if is_here]
-        kept = known_to_all(optimizer["state"], own, self.comm)
+        local_names = [name for name, is_here in self.here.items() if is_here]
+        known = known_to_all(optimizer["state"], local_names, self.comm)
         order = [name for group in optimizer["param_groups"] for name in group["params"]]
-        ordered = {name: kept[name] for name in order if name in kept}
+        ordered = {name: known[name] for name in order if name in known}
         return {**state, "optimizer": {**optimizer, "state": ordered}}
 
     def most_sent(self) -> int:
-        """The bytes that the busiest rank sends for one update of all that is trained."""
-        ranks, sent = self.comm.size, [0] * self.comm.size
+        """The bytes that the busiest rank sends for one update of all trained parameters."""
+        ranks, sent_bytes = self.comm.size, [0] * self.comm.size
         for name in self.here:
-            one, owner = self.divided[name], self.owners[name]
-            if one.parameter.requires_grad:
+            weight, owner = self.divided[name], self.owners[name]
+            if weight.parameter.requires_grad:
                 for rank in range(ranks):
-                    part = one.part_nbytes(ranks, rank)
+                    part = weight.part_nbytes(ranks, rank)
                     if rank != owner:
-                        sent[rank] += 2 * part
-                        sent[owner] += part
-        return max(sent)
+                        sent_bytes[rank] += 2 * part
+                        sent_bytes[owner] += part
+        return max(sent_bytes)
 
 
 def _owners(divided: Mapping[str, Divided], optimizer: Optimizer, ranks: int) -> dict[str, int]:
-    """Each parameter to the rank with the fewest numbers to update; what is not trained comes last.
+    """Assign each parameter to the rank with the fewest numbers; frozen parameters come last.
 
-    The same on every rank, and in every job that makes the same model and optimizer.
+    The same on every rank, and in every job with the same model and optimizer.
     """
     trained = {id(p) for g in optimizer.param_groups for p in g["params"] if p.requires_grad}
-    loads, found = [0] * ranks, {}
+    loads, owners = [0] * ranks, {}
 
     def turn(name: str) -> tuple[bool, int]:
-        one = divided[name]
-        return id(one.parameter) not in trained, -one.shape.numel()
+        weight = divided[name]
+        return id(weight.parameter) not in trained, -weight.shape.numel()
 
     for name in sorted(divided, key=turn):
-        found[name] = min(range(ranks), key=lambda rank: loads[rank])
-        loads[found[name]] += divided[name].shape.numel()
-    return found
+        owners[name] = min(range(ranks), key=lambda rank: loads[rank])
+        loads[owners[name]] += divided[name].shape.numel()
+    return owners
 
 
 def _kept_already(asked: str, optimizer: Optimizer, name: str) -> RequestError:

@@ -1,8 +1,8 @@
-"""The repeated blocks of a model: what a strategy gathers, uses and lets go of one at a time.
+"""The repeated blocks of a model: units that a strategy gathers, uses and frees one at a time.
 
-Found on the model: members of an `nn.ModuleList` or `nn.Sequential` that have siblings of their own
-class, where these together hold a tenth of the weights (so that no unit is a normalisation). A task
-that knows better says so: `fsdp_units(model)`.
+By default: members of an `nn.ModuleList` or `nn.Sequential` with siblings of the same class, if
+these hold at least a tenth of the weights (so that no unit is a normalisation). A task may define
+others by `fsdp_units(model)`.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from allranks.errors import RequestError
 from allranks.torch.keras.shards import is_keras
 from allranks.torch.task import Task
 
-SHARE = 0.1  # of the weights of the model, that siblings of one class hold together
+SHARE = 0.1  # of the weights of the model, held by all siblings of one class
 
 
 def units_of(task: Task, model: nn.Module) -> list[nn.Module]:
-    """What the task says, or else the blocks that are found: no unit holds another, nor `model`."""
-    said = task.fsdp_units(model)
-    if said is None:
+    """The units of the task, or else detected ones: no unit contains another, or is `model`."""
+    task_units = task.fsdp_units(model)
+    if task_units is None:
         return _found(model)
-    units = list(dict.fromkeys(said))
+    units = list(dict.fromkeys(task_units))
     for unit in units:
         _check(unit, units, model)
     return units
 
 
 def _found(model: nn.Module) -> list[nn.Module]:
-    """The outermost blocks that share no weight with the rest of the model."""
+    """The outermost repeated blocks that share no weight with other modules."""
     units: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for block in _repeated(model):
@@ -47,22 +47,22 @@ def _found(model: nn.Module) -> list[nn.Module]:
 
 
 def _repeated(model: nn.Module) -> Iterator[nn.Module]:
-    """From the outside in. A block that is used twice is none: it is gathered with the rest."""
+    """Repeated blocks, outermost first. A block that is used twice is not among them."""
     whole = sum(parameter.numel() for parameter in model.parameters())
     for container in model.modules():
         if not isinstance(container, (nn.ModuleList, nn.Sequential)):
             continue
         times = Counter(container)
         members = [m for m, count in times.items() if count == 1 and _can_be_called(m)]
-        held: Counter[type] = Counter()
+        numel: Counter[type] = Counter()
         for member in members:
-            held[type(member)] += sum(parameter.numel() for parameter in member.parameters())
+            numel[type(member)] += sum(parameter.numel() for parameter in member.parameters())
         classes = Counter(type(member) for member in members)
         for member in members:
             kind = type(member)
             if (
                 classes[kind] > 1
-                and held[kind] >= SHARE * whole
+                and numel[kind] >= SHARE * whole
                 and next(member.parameters(), None) is not None
             ):
                 yield member
@@ -73,11 +73,11 @@ def _can_be_called(module: nn.Module) -> bool:
 
 
 def _shares(block: nn.Module, model: nn.Module) -> bool:
-    """Whether a weight of the block stands somewhere else in the model, too."""
-    own = {id(parameter) for parameter in block.parameters()}
+    """Whether a weight of the block is also elsewhere in the model."""
+    ids = {id(parameter) for parameter in block.parameters()}
     places = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     inside = Counter(id(p) for _, p in block.named_parameters(remove_duplicate=False))
-    return any(places[one] != inside[one] for one in own)
+    return any(places[key] != inside[key] for key in ids)
 
 
 def _check(unit: object, units: list[nn.Module], model: nn.Module) -> None:
@@ -100,8 +100,8 @@ def _check(unit: object, units: list[nn.Module], model: nn.Module) -> None:
 
 
 def check_units(units: list[nn.Module], blocks: Mapping[str, nn.Module], asked: str) -> None:
-    """Raise `RequestError` for a unit in a block whose sequences are cut: the proof of a block goes
-    through it alone, and torch sums the gradients of a unit over the ranks wherever they come."""
+    """Raise `RequestError` for a unit inside a block of cut sequences: the first check runs the
+    block by itself, and torch would sum the gradients of the unit over the ranks there."""
     for name, block in blocks.items():
         inside = set(block.modules()) - {block}
         if unit := next((unit for unit in units if unit in inside), None):
@@ -140,9 +140,9 @@ def check_can_be_cut(model: nn.Module, name: str) -> None:
 
 
 def make_contiguous(model: nn.Module, asked: str, *, bitwise: bool) -> None:
-    """Let every weight lie in one piece of memory, row by row: a transpose does not.
+    """Make every weight contiguous (a transpose is not).
 
-    Products with it are rounded otherwise then: raises `RequestError` where bits are promised.
+    This changes the rounding of products, so it raises `RequestError` if bits are promised.
     """
     for name, parameter in model.named_parameters():
         if parameter.is_contiguous():
@@ -166,7 +166,7 @@ def _is_channels_last(parameter: Tensor) -> bool:
 
 
 def _sharing_memory(model: nn.Module) -> tuple[str, str] | None:
-    """Two weights whose numbers may lie in the same memory: an update of one is one of both."""
+    """Two weights whose memory may overlap: an update of one would change both."""
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for name, parameter in model.named_parameters():
         if parameter.numel():
@@ -177,14 +177,14 @@ def _sharing_memory(model: nn.Module) -> tuple[str, str] | None:
             spans.setdefault(memory, []).append((first, last, name))
     for rows in spans.values():
         rows.sort()
-        for (_, last, one), (first, _, other) in pairwise(rows):
+        for (_, last, earlier), (first, _, other) in pairwise(rows):
             if first <= last:
-                return one, other
+                return earlier, other
     return None
 
 
 def rows_apart(name: str) -> RequestError:
-    """What to say of a table whose rows are updated or shortened one by one."""
+    """The error for a table whose rows are updated or shortened one by one."""
     return RequestError(
         asked=f"--strategy {name}",
         found="a table whose rows are updated or shortened one by one",
@@ -194,12 +194,12 @@ def rows_apart(name: str) -> RequestError:
 
 
 # --- fsdp outputs --------------------------------------------------------------------------------
-# What a unit returns, shown to `fully_shard` as tensors where it is an object of some class.
+# The outputs of units, with tensors that `fully_shard` would not find.
 #
-# Torch looks for tensors in tuples, lists, dicts and dataclasses, and has the weights of a unit
-# gathered again when the first of their gradients comes. It looks into no other object: weights
-# would not be there in backward. Here tensors are found in the attributes of such objects, and
-# stand beside the output while torch looks. Where nothing can be found, the unit is refused.
+# Torch looks for tensors in tuples, lists, dicts and dataclasses, and gathers the weights of a unit
+# again when the first gradient of these arrives. It looks into no other object, so weights would be
+# missing in backward. Here tensors in the attributes of such objects are added to the output while
+# torch looks. If there are none, the unit is refused.
 
 
 DEPTH = 4  # of objects in objects
@@ -207,44 +207,44 @@ PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.d
 
 
 class Shown(NamedTuple):
-    """An output with what is hidden in it."""
+    """An output, and the tensors that are hidden in its objects."""
 
     output: Any
     hidden: list[Tensor]
 
 
 class Outputs:
-    """The hooks around those of torch: one before `fully_shard` is called on a unit, one after."""
+    """Hooks around those of torch: one registered before `fully_shard` of a unit, one after."""
 
-    def __init__(self, unit: nn.Module, name: str, asked: str) -> None:
-        self.unit, self.name, self.asked = unit, name, asked
+    def __init__(self, unit: nn.Module, name: str, request: str) -> None:
+        self.unit, self.name, self.request = unit, name, request
 
     def show(self) -> RemovableHandle:
-        """From here on its output is shown with what is hidden in it."""
+        """Register the hook that adds hidden tensors to the output."""
         return self.unit.register_forward_hook(self._show)
 
-    def give_back(self) -> RemovableHandle:
-        """From here on its output is what the unit returned."""
-        return self.unit.register_forward_hook(_give_back)
+    def restore(self) -> RemovableHandle:
+        """Register the hook that restores the output."""
+        return self.unit.register_forward_hook(_restore)
 
     def _show(self, unit: nn.Module, inputs: Any, output: Any) -> Any:
         if isinstance(output, Tensor) or not torch.is_grad_enabled():
             return None
         objects: list[Any] = []
-        seen = list(_seen(output, objects))
+        visible = list(_seen(output, objects))
         if not objects:
             return None
-        hidden = [tensor for one in objects for tensor in _hidden(one, DEPTH, set())]
+        hidden = [tensor for value in objects for tensor in _hidden(value, DEPTH, set())]
         if any(tensor.requires_grad for tensor in hidden):
             return Shown(output, hidden)
         trained = any(parameter.requires_grad for parameter in unit.parameters())
-        if trained and not any(tensor.requires_grad for tensor in seen):
+        if trained and not any(tensor.requires_grad for tensor in visible):
             raise self._opaque(type(objects[0]).__name__)
         return None
 
     def _opaque(self, kind: str) -> RequestError:
         return RequestError(
-            asked=self.asked,
+            asked=self.request,
             found=f"a {kind} from {self.name}, in which no tensor with a gradient can be found",
             why="its weights are gathered again when the gradient of its output comes",
             do="return tensors, in tuples, lists, dicts, dataclasses or attributes of an object; "
@@ -252,17 +252,17 @@ class Outputs:
         )
 
 
-def _give_back(unit: nn.Module, inputs: Any, output: Any) -> Any:
+def _restore(unit: nn.Module, inputs: Any, output: Any) -> Any:
     return output.output if isinstance(output, Shown) else None
 
 
 def tensors_of(output: Any) -> Iterator[Tensor]:
-    """The tensors in an output as torch finds them, and what is shown beside it."""
+    """The tensors in an output as torch finds them, with the hidden ones added."""
     return _seen(output, [])
 
 
 def _seen(value: Any, objects: list[Any]) -> Iterator[Tensor]:
-    """The tensors that torch finds; the `objects` that it does not look into."""
+    """The tensors that torch finds; adds others to `objects`."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (dict, list, tuple)):
@@ -276,7 +276,7 @@ def _seen(value: Any, objects: list[Any]) -> Iterator[Tensor]:
 
 
 def _hidden(value: Any, depth: int, met: set[int]) -> Iterator[Tensor]:
-    """The tensors in an object, its attributes and what they hold."""
+    """The tensors in an object and, recursively, in its attributes."""
     if isinstance(value, Tensor):
         yield value
         return

@@ -1,11 +1,11 @@
-"""ZeRO: every rank has the whole weights, and updates its own rows of them alone.
+"""ZeRO: every rank has the full weights, and updates only its own rows of them.
 
-zero1   gradients are summed once a step, as in `ddp`, but each rank is given the sums of its own
-        rows only; what the optimizer keeps lies where the rows are
-zero2   the same after every backward pass, so that no rank holds all gradients whole
+zero1   gradients are summed once a step, as in `ddp`, but each rank gets the sums of its own rows
+        only; the optimizer state is sharded in the same way
+zero2   the same after every backward pass, so that no rank holds all gradients
 
 A step is reduce-scatter, update, all-gather: as many bytes as the all-reduce of `ddp`. Between
-updates the model is whole, as under `ddp`. Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054.
+updates the model is complete, as under `ddp`. Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ZeRO1(Strategy):
 
     @property
     def each_pass(self) -> bool:
-        """Whether gradients are exchanged after every backward pass, and not once a step."""
+        """Whether gradients are summed after every backward pass, not once a step."""
         return False
 
     def parallelize(self, model: nn.Module) -> nn.Module:
@@ -67,7 +67,7 @@ class ZeRO1(Strategy):
         return model
 
     def prepare(self) -> None:
-        self._cut_kept()
+        self._cut_optimizer_state()
         summed = load(REDUCERS[self.context.options["reduce"]])
         self.summed: Reducer = summed(self.comm, self.task.shards)
         sections = TreeSections if self.shard_alone else MeanSections
@@ -76,15 +76,15 @@ class ZeRO1(Strategy):
         asked = f"--strategy {self.name}"
         self.wholes = WholeUpdates(self.comm, self.step.optimizer, cut, asked)
 
-    def _cut_kept(self) -> None:
-        """What the optimizer keeps from the start was made for whole weights: own rows are left."""
-        for parameter, kept in self.step.optimizer.state.items():
-            for name, value in kept.items():
+    def _cut_optimizer_state(self) -> None:
+        """Cut optimizer state that exists from the start to this rank's rows."""
+        for parameter, state in self.step.optimizer.state.items():
+            for name, value in state.items():
                 if isinstance(value, Tensor) and value.ndim and value.shape == parameter.shape:
-                    kept[name] = self._own(value).clone()
+                    state[name] = self._own(value).clone()
 
     def lay_out(self) -> None:
-        """What has rows is cut; a parameter of no dimension is summed whole, beside the tally."""
+        """Parameters with rows are cut; scalars are summed in full, like the tally."""
         if self.comm.size > 1:  # groups may have been added
             self.kept_whole = self.wholes.find()
             self._check_bits()
@@ -111,7 +111,7 @@ class ZeRO1(Strategy):
         return packed_buckets(parameters, most, self.comm.size)
 
     def _check_bits(self) -> None:
-        """Raise for 16 bits: at the end of a piece of memory torch rounds them otherwise."""
+        """Raise for 16 bits: torch rounds the last elements of a tensor in another way."""
         short = [
             n for n, p in zip(self.step.names, self.step.parameters, strict=True) if p.itemsize < 4
         ]
@@ -127,7 +127,7 @@ class ZeRO1(Strategy):
         return self.summed.room(size, reals(like.detach()))
 
     def sum_apart(self, leaves: list[tuple[Span, Tensor]]) -> Tensor:
-        return self.summed.sum_apart(leaves)  # everything is laid out anew after this
+        return self.summed.sum_apart(leaves)  # the caller lays out everything again
 
     # --- gradients ------------------------------------------------------------------------
 
@@ -145,13 +145,13 @@ class ZeRO1(Strategy):
         self.step.accumulate(
             batch,
             lambda leaf: self.tally,
-            lambda leaf: None if leaf is batch.leaves[-1] else self._give(leaf),
+            lambda leaf: None if leaf is batch.leaves[-1] else self._launch_leaf(leaf),
             before_last=lambda: None if self.each_pass else self._order.release(),
         )
         while self.each_pass and self.passes < batch.passes:  # other ranks have more of them
             self.after_backward()
         if self.each_pass:
-            self._order.begin()  # no backward pass that comes now is one of the step
+            self._order.begin()  # later backward passes do not belong to the step
         return self.tally
 
     def after_backward(self) -> None:
@@ -165,8 +165,8 @@ class ZeRO1(Strategy):
         if position in self._turn:
             self._order.finished(self._turn[position])
 
-    def _give(self, leaf: Leaf) -> None:
-        """Take in a leaf that is not the last: its gradients are empty again."""
+    def _launch_leaf(self, leaf: Leaf) -> None:
+        """Launch a leaf that is not the last; gradients are empty again."""
         last, self._leaf, self._is_last = self._leaf, leaf, False
         for number in range(len(self.buckets)):
             self._leave(number)
@@ -200,14 +200,14 @@ class ZeRO1(Strategy):
         parameters = self.step.parameters
         for parameter, _ in self._numbers:
             parameter.grad = None
-        own = [parts[id(parameter)] for parameter in parameters]
+        rows = [parts[id(parameter)] for parameter in parameters]
         exact = self.shard_alone
-        return local, GradientParts(parameters, own, self._own, flats, self.comm, exact=exact)
+        return local, GradientParts(parameters, rows, self._own, flats, self.comm, exact=exact)
 
     # --- weights --------------------------------------------------------------------------
 
     def _own(self, tensor: Tensor) -> Tensor:
-        """This rank's rows of a whole tensor; all of it, if it has no dimension."""
+        """This rank's rows of a full tensor; all of it, if it has no dimensions."""
         return own_rows(tensor, self.comm.size, self.comm.rank) if tensor.ndim else tensor
 
     @contextmanager
@@ -216,13 +216,13 @@ class ZeRO1(Strategy):
             yield
             return
         parameters = self._owned.parameters
-        if self._owned.find():
+        if self._owned.refresh():
             for bucket in self.buckets:
                 bucket.forget()
-        whole, own = self._owned.whole, self._owned.rows
+        whole, local_rows = self._owned.whole, self._owned.rows
         gradients = [parameter.grad for parameter in parameters]
         self._is_cut = True
-        for parameter, rows in zip(parameters, own, strict=True):
+        for parameter, rows in zip(parameters, local_rows, strict=True):
             parameter.grad = None
             parameter.data = rows
         try:
@@ -252,29 +252,29 @@ class ZeRO1(Strategy):
 
     @torch.no_grad()
     def _gather(self, buckets: Iterable[PackedBucket], kind: str) -> None:
-        """Let every rank have all rows as their owners have them."""
+        """Copy all rows from their owners to all ranks."""
         if self.comm.size == 1:
             return
-        sent: deque[tuple[PackedBucket, Tensor, Pending]] = deque()
+        in_flight: deque[tuple[PackedBucket, Tensor, Pending]] = deque()
 
         def receive() -> None:
-            bucket, flat, pending = sent.popleft()
+            bucket, flat, pending = in_flight.popleft()
             pending.wait()
             bucket.unpack(flat)
 
         for bucket in buckets:
             section = bucket.section_of(self.comm.rank)
             flat = bucket.room()
-            sent.append((bucket, flat, self.comm.all_gather(flat, section, kind)))
-            if len(sent) > IN_FLIGHT:
+            in_flight.append((bucket, flat, self.comm.all_gather(flat, section, kind)))
+            if len(in_flight) > IN_FLIGHT:
                 receive()
-        while sent:
+        while in_flight:
             receive()
 
     # --- bytes and state ------------------------------------------------------------------
 
     def messages(self) -> tuple[int, ...]:
-        """What is cut, with its padding, what is summed whole, and what goes to owners and back."""
+        """Bytes of buckets with padding, of full sums, and of parts to owners and back."""
         cut, whole = (
             sum(bucket.nbytes for bucket in self.buckets),
             sum(f.nbytes for f in self._whole),
@@ -287,8 +287,8 @@ class ZeRO1(Strategy):
         return self.card.bytes_sent(work, self.context.options)
 
     def placement(self, *, updated: bool) -> list[Placed]:
-        held = super().placement(updated=updated)
-        return held if not self.each_pass else [self._without_whole_gradient(row) for row in held]
+        rows = super().placement(updated=updated)
+        return rows if not self.each_pass else [self._without_whole_gradient(row) for row in rows]
 
     def _without_whole_gradient(self, row: Placed) -> Placed:
         if not row.gradient_bytes or row.name not in self._like:
@@ -302,8 +302,8 @@ class ZeRO1(Strategy):
         if self._device_mesh is None:
             self._device_mesh = dtensors.device_mesh(self.comm, SHARD)
         rows = [dtensors.Shard(0)]
-        found: Tensor = dtensors.dtensor(tensor, self._device_mesh, rows, self._like[name])
-        return found
+        saved: Tensor = dtensors.dtensor(tensor, self._device_mesh, rows, self._like[name])
+        return saved
 
     def as_held(self, name: str, saved: Tensor) -> Tensor:
         if is_dtensor(saved):
@@ -312,7 +312,7 @@ class ZeRO1(Strategy):
         return self._own(saved) if name in self._like else saved
 
     def state(self) -> dict[str, Any]:
-        return self.wholes.told(super().state())
+        return self.wholes.complete_state(super().state())
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
         tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
@@ -320,12 +320,12 @@ class ZeRO1(Strategy):
 
 
 class ZeRO2(ZeRO1):
-    """As `zero1`, but the gradients of every backward pass are scattered, bucket by bucket."""
+    """As `zero1`, but gradients are reduce-scattered after every backward pass."""
 
     name = "zero2"
     counts_passes = True
 
     @property
     def each_pass(self) -> bool:
-        """The leaves of a fixed tree are whole, as in `zero1`."""
+        """False for the fixed tree, whose leaves need full gradients, as in `zero1`."""
         return not self.shard_alone

@@ -1,4 +1,4 @@
-"""One layer to be cut over the tensor axis: the ways there are, and which layers can be.
+"""One layer to be cut over the tensor axis: the ways to cut, and which layers can be cut.
 
 column       rows of weight and bias: some of the output's features
 row          columns of the weight: a part of every sum
@@ -39,12 +39,12 @@ LENGTHS = {
     **{COLUMN: "out_features", ROW: "in_features"},
     **{VOCABULARY: "num_embeddings", HEADS: "embed_dim"},
 }
-"""By way: what a layer calls the length that is cut."""
+"""By way: the attribute of a layer with the length that is cut."""
 
 
 @dataclass
 class LayerCut:
-    """One layer to be cut. `block` is the first layer of its block, if it is of one."""
+    """One layer to be cut. `block` is the first layer of its block, if it is in one."""
 
     name: str
     module: Any  # a Linear, an Embedding or an attention
@@ -62,7 +62,7 @@ class LayerCut:
         return self.size // self.unit
 
     def fits(self, ranks: int, *, even: bool = False) -> bool:
-        """Whether every rank gets a part, an `even` one if asked, and no unit is torn apart."""
+        """Whether every rank gets a part, with `even` an equal one, and no unit is divided."""
         whole = even or self.unit > 1 or self.way == HEADS
         if whole and (self.size % self.unit or self.units % ranks):
             return False
@@ -70,7 +70,7 @@ class LayerCut:
 
 
 def can_be_cut(module: nn.Module) -> bool:
-    """Whether a layer is a plain Linear or Embedding, which nobody has changed."""
+    """Whether a layer is a plain, unmodified Linear or Embedding."""
     if own_kind(module) not in (nn.Linear, nn.Embedding) or "forward" in vars(module):
         return False
     if not isinstance(module._parameters.get("weight"), nn.Parameter):
@@ -80,9 +80,9 @@ def can_be_cut(module: nn.Module) -> bool:
 
 
 def has_heads(module: nn.Module) -> bool:
-    """Whether a layer is torch's own attention, whose heads know nothing of each other.
+    """Whether a layer is torch's own attention, whose heads are independent.
 
-    A key and value that all positions see besides (`add_bias_kv`, `add_zero_attn`) leave it whole.
+    One with an additional key and value (`add_bias_kv`, `add_zero_attn`) is not cut.
     """
     if own_kind(module) is not nn.MultiheadAttention or "forward" in vars(module):
         return False
@@ -90,15 +90,16 @@ def has_heads(module: nn.Module) -> bool:
     output = attention.out_proj
     if own_kind(output) is not NonDynamicallyQuantizableLinear or "forward" in vars(output):
         return False
-    own = ["in_proj_weight"] if attention._qkv_same_embed_dim else []
-    own = own or [f"{name}_proj_weight" for name in "qkv"]
-    held = [*(attention._parameters.get(name) for name in own), output._parameters.get("weight")]
-    if not all(isinstance(weight, nn.Parameter) for weight in held):
+    names = ["in_proj_weight"] if attention._qkv_same_embed_dim else []
+    names = names or [f"{name}_proj_weight" for name in "qkv"]
+    held_weights = [attention._parameters.get(name) for name in names]
+    held_weights.append(output._parameters.get("weight"))
+    if not all(isinstance(weight, nn.Parameter) for weight in held_weights):
         return False
     return attention.bias_k is None and attention.bias_v is None and not attention.add_zero_attn
 
 
 def by_heads(name: str, attention: Any) -> list[LayerCut]:
-    """The block of attention: its projections in, and the one out."""
+    """The block of attention: its input projections and its output projection."""
     unit, out = attention.head_dim, f"{name}.out_proj" if name else "out_proj"
     return [LayerCut(name, attention, HEADS, unit), LayerCut(out, attention.out_proj, ROW, unit)]

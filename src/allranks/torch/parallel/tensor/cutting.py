@@ -1,6 +1,6 @@
-"""A model cut over an axis: its layers swapped in place, each parameter left with this rank's part.
+"""Cuts a model over the tensor axis: replaces layers in place, and parameters by this rank's part.
 
-`cut_layers` is what a strategy calls: it plans, refuses what cannot be, and cuts.
+A strategy calls `cut_layers`: it plans, refuses what cannot be cut, and cuts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from allranks.torch.parallel.tensor.layers import (
     ShownWhole,
     VocabularyEmbedding,
 )
-from allranks.torch.parallel.tensor.plan import ELEMENTWISE, CutPlan, default_plan, given_plan
+from allranks.torch.parallel.tensor.plan import ELEMENTWISE, CutPlan, default_plan, explicit_plan
 from allranks.torch.random.dropout import ShardDropout
 from allranks.torch.task import Task
 
@@ -45,12 +45,12 @@ KINDS: dict[tuple[str, type[nn.Module]], type[nn.Module]] = {
     (VOCABULARY, nn.Embedding): VocabularyEmbedding,
     (HEADS, nn.MultiheadAttention): HeadsOfAttention,
 }
-"""By the way that a layer is cut, and its class: its class while it is."""
+"""By the way a layer is cut, and its class: its class while it is cut."""
 
 
 @dataclass
 class CutModel:
-    """What became of the parameters: by name, how each is cut."""
+    """The cut of a model: by name, how each parameter is cut."""
 
     dims: dict[str, Along] = field(default_factory=dict)
     shapes: dict[str, torch.Size] = field(default_factory=dict)
@@ -58,38 +58,38 @@ class CutModel:
     layers: list[CutLayer] = field(default_factory=list)
 
     def begin_pass(self) -> None:
-        """A pass begins with whole activations, however the last one ended."""
+        """Begin a pass with full activations, however the last one ended."""
         for region in self.regions:
             region.close()
 
     def is_in_region(self) -> bool:
-        """Whether activations are parts right now, between the columns and the row of a block."""
+        """Whether activations are cut now, between the columns and the row of a block."""
         return any(region.is_open for region in self.regions)
 
     def ids(self) -> set[int]:
-        """Of what stands in the places of the cut parameters right now."""
-        return {id(layer.held(name)) for layer in self.layers for name in layer.dims}
+        """The ids of the parameters that are now in the places of the cut ones."""
+        return {id(layer.local_param(name)) for layer in self.layers for name in layer.dims}
 
     def part_of(self, name: str, whole: Tensor, exchange: TensorExchange) -> Tensor:
-        """What this rank holds of a whole parameter: all of one that is not cut."""
+        """This rank's part of a full parameter: all of it, if it is not cut."""
         along = self.dims.get(name)
-        return whole if along is None else exchange.own(whole, along).contiguous()
+        return whole if along is None else exchange.local_part(whole, along).contiguous()
 
     def cuts(self, model: nn.Module, ranks: int) -> dict[int, WeightParts]:
-        """How the parameters of a model are cut, by their `id`."""
-        held = dict(model.named_parameters())
+        """The cuts of the parameters of a model, by `id`."""
+        params = dict(model.named_parameters())
         return {
-            id(held[name]): WeightParts(tuple(self.shapes[name]), partial(along.parts, ranks))
+            id(params[name]): WeightParts(tuple(self.shapes[name]), partial(along.parts, ranks))
             for name, along in self.dims.items()
         }
 
     def whole_shapes(self, model: nn.Module) -> dict[int, torch.Size]:
-        """Those of the parameters of a model that are cut, by the `id` of what is held."""
-        held = dict(model.named_parameters())
-        return {id(held[name]): self.shapes[name] for name in self.dims}
+        """The full shapes of cut parameters, by the `id` of this rank's part."""
+        params = dict(model.named_parameters())
+        return {id(params[name]): self.shapes[name] for name in self.dims}
 
     def placed(self, rows: Iterable[Placed]) -> list[Placed]:
-        """What this rank holds, where it is a part with the shape of the whole."""
+        """The placement of parameters, with the full shape of those that are cut."""
         return [
             replace(row, whole=tuple(self.shapes[row.name])) if row.name in self.dims else row
             for row in rows
@@ -99,19 +99,19 @@ class CutModel:
 def cut_layers(
     task: Task, model: nn.Module, exchange: TensorExchange, asked: str, leaves: int = 0
 ) -> CutModel:
-    """Cut what the task plans of `model`, or else all that can be, in place. No communication.
+    """Cut `model` in place by the plan of the task, or by the default. No communication.
 
-    With `leaves` every layer is cut so that they can be shared out evenly. Raises `RequestError`
-    with what was `asked` where nothing can be cut, or what is there cannot be.
+    With `leaves` every layer is cut so that leaves can be distributed evenly. Raises `RequestError`
+    with `asked` if nothing can be cut, or the model is not supported.
     """
     if task.overrides("initialise"):
         raise _no_whole_weights(asked)
     check_no_hooks(model, asked)
-    given, parts = task.tensor_plan(model), leaves or exchange.comm.size
-    if given is None:
+    task_plan, parts = task.tensor_plan(model), leaves or exchange.comm.size
+    if task_plan is None:
         plan = default_plan(model, parts, even=leaves > 0)
     else:
-        plan = given_plan(model, parts, given, even=leaves > 0)
+        plan = explicit_plan(model, parts, task_plan, even=leaves > 0)
     if not plan.cuts:
         raise nothing_to_cut(asked, parts)
     return cut_model(model, plan, exchange)
@@ -120,16 +120,16 @@ def cut_layers(
 def cut_model(
     model: nn.Module, plan: CutPlan, exchange: TensorExchange, of: nn.Module | None = None
 ) -> CutModel:
-    """Cut `model` in place. What the plan does not name is the same on every rank of the axis.
+    """Cut `model` in place. Layers that are not in the plan are the same on every rank.
 
-    Where it is made of modules `of` another one, parameters go by their names there, and all that
-    hold one have its part.
+    If it consists of modules `of` another model, parameters have their names there, and each of
+    their holders gets the part.
     """
     of = of or model
     slots = _slots(of, model)
     names = {place: name for name, places in slots.items() for place in places}
     regions: dict[str, Region] = {}
-    found = CutModel(shapes={name: p.shape for name, p in of.named_parameters()})
+    result = CutModel(shapes={name: p.shape for name, p in of.named_parameters()})
     for cut in plan.cuts.values():
         module: Any = cut.module
         region = None
@@ -146,54 +146,54 @@ def cut_model(
         }
         module.dims, module.sizes, module.lengths = dims, {}, {}
         for name, along in dims.items():
-            own = names[module, name]
-            if own not in found.dims:
-                found.dims[own] = along
-                part = held_part(module._parameters[name], along, exchange)
-                for holder, attribute in slots[own]:
+            path = names[module, name]
+            if path not in result.dims:
+                result.dims[path] = along
+                part = local_parameter(module._parameters[name], along, exchange)
+                for holder, attribute in slots[path]:
                     holder._parameters[attribute] = part
-            module.sizes[name] = found.shapes[own][along.dim]
+            module.sizes[name] = result.shapes[path][along.dim]
             module.lengths[name] = module._parameters[name].shape[along.dim]
         module.exchange, module.region = exchange, region
         module.__class__ = KINDS[cut.way, own_kind(module)]
         module._parameters = ShownWhole(module)
-        found.layers.append(module)
-    _tell_what_is_between(model, plan, regions, exchange)
+        result.layers.append(module)
+    _attach_regions(model, plan, regions, exchange)
     _pad_encoder_layers(model)
-    found.regions = list(regions.values())
-    return found
+    result.regions = list(regions.values())
+    return result
 
 
 def _slots(*models: nn.Module) -> dict[str, set[tuple[nn.Module, str]]]:
-    """Where each parameter is held, by its name in the first of the models."""
+    """The places of each parameter, by its name in the first of the models."""
     names = {id(parameter): name for name, parameter in models[0].named_parameters()}
-    found: dict[str, set[tuple[nn.Module, str]]] = {}
+    places: dict[str, set[tuple[nn.Module, str]]] = {}
     for module in (module for model in models for module in model.modules()):
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
-                found.setdefault(names[id(parameter)], set()).add((module, attribute))
-    return found
+                places.setdefault(names[id(parameter)], set()).add((module, attribute))
+    return places
 
 
-def held_part(whole: Tensor, along: int | Along, exchange: TensorExchange) -> nn.Parameter:
-    """This rank's part of a weight, as a parameter of its own."""
-    part = exchange.own(whole.detach(), along).clone(memory_format=torch.contiguous_format)
-    held = nn.Parameter(part, requires_grad=whole.requires_grad)
-    vars(held).update(vars(whole))  # what the optimizer of the task may ask for
-    return held
+def local_parameter(whole: Tensor, along: int | Along, exchange: TensorExchange) -> nn.Parameter:
+    """This rank's part of a weight, as a new parameter."""
+    part = exchange.local_part(whole.detach(), along).clone(memory_format=torch.contiguous_format)
+    param = nn.Parameter(part, requires_grad=whole.requires_grad)
+    vars(param).update(vars(whole))  # attributes that the optimizer of the task may read
+    return param
 
 
-def _tell_what_is_between(
+def _attach_regions(
     model: nn.Module, plan: CutPlan, regions: dict[str, Region], exchange: TensorExchange
 ) -> None:
     """Let dropout between the columns and the row of a block draw for all features.
 
-    And with leaves let what is element-wise there go leaf by leaf.
+    With leaves, let element-wise layers there be applied leaf by leaf.
     """
     between: dict[int, Between] = {}
     for name, region in regions.items():
         if plan.cuts[name].way == HEADS:
-            continue  # nothing is between its columns and its row but what it does itself
+            continue  # there are no other layers between its columns and its row
         parent: Any = model.get_submodule(name.rpartition(".")[0])
         inside = list(parent.modules())
         if isinstance(parent, nn.Sequential):
@@ -217,11 +217,11 @@ def _tell_what_is_between(
 
 
 def _pad_encoder_layers(model: nn.Module) -> None:
-    """Let no layer that is cut meet a nested tensor: what it sends must have one shape."""
+    """Keep nested tensors from cut layers, whose messages need one shape on all ranks."""
     for module in model.modules():
         kind = own_kind(module)
-        own: Any = getattr(kind, "forward", None)
-        if own is not nn.TransformerEncoderLayer.forward or "forward" in vars(module):
+        forward: Any = getattr(kind, "forward", None)
+        if forward is not nn.TransformerEncoderLayer.forward or "forward" in vars(module):
             continue
         if any(isinstance(layer, CutLayer) for layer in module.modules()):
             bases = PaddedEncoderLayer, kind
@@ -229,7 +229,7 @@ def _pad_encoder_layers(model: nn.Module) -> None:
 
 
 def _open_within(chain: Any, region: Region) -> None:
-    """Let the region be active while the chain's own forward runs, and at no other time."""
+    """Let the region be active only while the forward of the chain runs."""
     region.is_active = False
     if not isinstance(chain, OpenChain):
         kind = own_kind(chain)

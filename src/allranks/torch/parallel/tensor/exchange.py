@@ -1,4 +1,4 @@
-"""What the ranks of the tensor axis exchange, and what backward exchanges for it.
+"""The collectives of the tensor axis, and what backward sends for each.
 
     forward                          backward
     nothing (`copied`)               all-reduce of the gradient
@@ -6,9 +6,9 @@
     all-gather (`gathered`)          this rank's part of the gradient
     this rank's part (`own_part`)    all-gather of the gradient
 
-Every rank of the axis goes through the model with the same samples, so all call these alike, and
-what is not cut is the same on all of them. Each function is the backward of another one, so all can
-be differentiated as often as user code likes, and transformed by `torch.func`. Shoeybi et al. 2019,
+Every rank of the axis runs the model on the same samples, so all make the same calls, and tensors
+that are not cut are the same on all. Each function is the backward of another one, so all can be
+differentiated any number of times, and transformed by `torch.func`. Shoeybi et al. 2019,
 Megatron-LM, arXiv 1909.08053.
 """
 
@@ -26,13 +26,13 @@ from allranks.torch.comm.comm import Comm
 
 
 def part_sizes(size: int, ranks: int) -> list[int]:
-    """How much of a dimension each rank holds: as `torch.chunk` cuts, and DTensor expects."""
+    """The length of each rank's part of a dimension, as by `torch.chunk` and DTensor."""
     most = -(-size // ranks)
     return [max(0, min(most, size - rank * most)) for rank in range(ranks)]
 
 
 class Along(NamedTuple):
-    """How a tensor is cut: along `dim`, and each of `runs` of the same length there by itself.
+    """How a tensor is cut: along `dim`, which has `runs` of one length, each cut separately.
 
     The rows of query, key and value in one weight are 3 runs: a rank has its heads of each.
     """
@@ -40,26 +40,26 @@ class Along(NamedTuple):
     dim: int
     runs: int = 1
 
-    def own(self, whole: Tensor, ranks: int, rank: int) -> Tensor:
-        """The part of a `rank`, as a view: with the runs in a dimension of their own."""
+    def local_view(self, whole: Tensor, ranks: int, rank: int) -> Tensor:
+        """A view of the part of a `rank`, with the runs in an additional dimension."""
         dim = self.dim
         if self.runs > 1:
             whole, dim = whole.unflatten(dim, (self.runs, -1)), dim + 1
         sizes = part_sizes(whole.shape[dim], ranks)
         return whole.narrow(dim, sum(sizes[:rank]), sizes[rank])
 
-    def held(self, whole: Tensor, ranks: int, rank: int) -> Tensor:
-        """The part of a `rank` in the dimensions of the whole; a view where it is one run."""
-        part = self.own(whole, ranks, rank)
+    def local_part(self, whole: Tensor, ranks: int, rank: int) -> Tensor:
+        """The part of a `rank` in the dimensions of the whole; a view if there is one run."""
+        part = self.local_view(whole, ranks, rank)
         return part if self.runs == 1 else part.flatten(self.dim, self.dim + 1)
 
     def parts(self, ranks: int, whole: Tensor) -> list[Tensor]:
-        """Those of all ranks, as each holds its own."""
-        return [self.held(whole, ranks, rank) for rank in range(ranks)]
+        """The parts of all ranks."""
+        return [self.local_part(whole, ranks, rank) for rank in range(ranks)]
 
 
 def tree_sum(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of as many tensors as a power of 2, in pairs, in pairs of pairs, and so on."""
+    """The sum of 2^k tensors along a binary tree: in pairs, then pairs of pairs, and so on."""
     sums = list(parts)
     while len(sums) > 1:
         sums = [first + second for first, second in zip(sums[::2], sums[1::2], strict=True)]
@@ -67,26 +67,26 @@ def tree_sum(parts: Sequence[Tensor]) -> Tensor:
 
 
 class TensorExchange:
-    """The ranks of the axis. `reduced` and `gathered` are the bytes of whole tensors that steps
-    have all-reduced and all-gathered, counted by their shapes.
+    """The collectives of the axis. `reduced` and `gathered` are the bytes of full tensors that
+    steps have all-reduced and all-gathered.
 
-    While a pass `is_open`, a cut weight that user code looks at is shown whole. `kind` is what
-    messages are counted as. With `leaves` every sum over the ranks is one of so many parts of each,
-    added along one tree whatever the number of ranks.
+    While a pass `is_open`, user code sees cut weights in full. Messages are counted as `kind`. With
+    `leaves` each rank has so many parts of every sum, which are added along one tree on any number
+    of ranks.
     """
 
     def __init__(self, comm: Comm, leaves: int = 0) -> None:
         self.comm, self.leaves = comm, leaves
         self.is_open, self.kind = False, "control"
         self.reduced = self.gathered = 0
-        self.weights: dict[Any, Tensor] = {}  # that a pass has shown whole
-        self.refuses_parts = False  # of parts on another axis, too, which user code asks for
-        self.gathers_at_once = False  # where parts do not stay in memory for as long as a pass
+        self.weights: dict[Any, Tensor] = {}  # that user code has read in this pass
+        self.refuses_parts = False  # of a weight that is cut over another axis too
+        self.gathers_at_once = False  # if parts may be freed within a pass
         self._weights: dict[int, Tensor] | None = None
 
     @contextmanager
     def opened(self, kind: str) -> Iterator[None]:
-        """Within, passes go through the model; what they send is of that kind."""
+        """Within, passes run through the model; their messages are of that kind."""
         before = self.is_open, self.kind
         self.is_open, self.kind = True, kind
         self.weights.clear()
@@ -98,7 +98,7 @@ class TensorExchange:
 
     @contextmanager
     def closed(self) -> Iterator[None]:
-        """Within, the engine looks at the parts that this rank holds."""
+        """Within, the engine reads the parts of this rank."""
         before, self.is_open = self.is_open, False
         try:
             yield
@@ -107,7 +107,7 @@ class TensorExchange:
 
     @contextmanager
     def remembered(self) -> Iterator[None]:
-        """Within, a whole weight is gathered once, however often it is asked for."""
+        """Within, each weight is gathered only once."""
         self._weights = {}
         try:
             yield
@@ -122,49 +122,49 @@ class TensorExchange:
         return tensor
 
     def tree_sum(self, parts: Sequence[Tensor]) -> Tensor:
-        """The sum of the leaves of all ranks: of the own ones, then, gathered, of those sums."""
-        own = tree_sum(parts).contiguous()
+        """The sum of the leaves of all ranks: first of this rank, then of all ranks' sums."""
+        subtotal = tree_sum(parts).contiguous()
         if self.comm.size == 1:
-            return own
-        sums = own.new_empty(self.comm.size * own.numel())
+            return subtotal
+        sums = subtotal.new_empty(self.comm.size * subtotal.numel())
         if self.kind == "gradients":
             self.gathered += sums.nbytes
-        self.comm.all_gather(sums, own.view(-1), self.kind).wait()
-        return tree_sum(sums.view(self.comm.size, *own.shape).unbind())
+        self.comm.all_gather(sums, subtotal.view(-1), self.kind).wait()
+        return tree_sum(sums.view(self.comm.size, *subtotal.shape).unbind())
 
     def all(self, part: Tensor, along: int | Along, size: int) -> Tensor:
-        """The whole of what ranks hold parts of along a dimension, which has `size` elements."""
+        """Gather the parts of all ranks along a dimension, which has `size` elements in full."""
         dim, runs = along if isinstance(along, Along) else (along, 1)
         if self.comm.size == 1:
             return part.clone(memory_format=torch.contiguous_format)
         if runs > 1:
-            found = self.all(part.unflatten(dim, (runs, -1)), dim + 1, size // runs)
-            return found.flatten(dim, dim + 1)
+            gathered = self.all(part.unflatten(dim, (runs, -1)), dim + 1, size // runs)
+            return gathered.flatten(dim, dim + 1)
         sizes = part_sizes(size, self.comm.size)
         part = part.movedim(dim, 0)
         if part.shape[0] != sizes[self.comm.rank]:
             raise AssertionError(f"{part.shape[0]} of {size} on rank {self.comm.rank}: {sizes}")
-        own = part.new_zeros(sizes[0], *part.shape[1:])
-        own[: part.shape[0]] = part
-        whole = own.new_empty(self.comm.size * sizes[0], *own.shape[1:])
+        padded = part.new_zeros(sizes[0], *part.shape[1:])
+        padded[: part.shape[0]] = part
+        whole = padded.new_empty(self.comm.size * sizes[0], *padded.shape[1:])
         if self.kind == "gradients":
             self.gathered += whole.nbytes
-        self.comm.all_gather(whole, own, self.kind).wait()
+        self.comm.all_gather(whole, padded, self.kind).wait()
         return whole[:size].movedim(0, dim).contiguous()
 
-    def own(self, whole: Tensor, along: int | Along) -> Tensor:
-        """This rank's part of a tensor; a view where it is one run."""
+    def local_part(self, whole: Tensor, along: int | Along) -> Tensor:
+        """This rank's part of a tensor; a view if there is one run."""
         along = along if isinstance(along, Along) else Along(along)
-        return along.held(whole, self.comm.size, self.comm.rank)
+        return along.local_part(whole, self.comm.size, self.comm.rank)
 
     def copied(self, input: Tensor) -> Tensor:
         """The input of layers of which each rank computes a part."""
         return _call(_Copied, self, input)
 
     def summed(self, part: Tensor) -> Tensor:
-        """The sum over the ranks, in place of `part`, which nobody else may hold."""
+        """The sum over the ranks, in place: no one else may use `part`."""
         if _are_functorch_transforms_active():
-            return _call(_SummedAnew, self, part)  # they know no writes in place
+            return _call(_SummedAnew, self, part)  # they support no in-place writes
         return _call(_Summed, self, part)
 
     def copied_leaves(self, input: Tensor) -> tuple[Tensor, ...]:
@@ -176,11 +176,11 @@ class TensorExchange:
         return _call(_SummedLeaves, self, *parts)
 
     def whole(self, part: Tensor, along: int | Along, size: int) -> Tensor:
-        """The parts of all ranks put together along a dimension."""
+        """The parts of all ranks, concatenated along a dimension."""
         return _call(_Gathered, self, part, along, size)
 
     def whole_weight(self, part: Tensor, along: Along, size: int) -> Tensor:
-        """The whole of a weight; while it is remembered, always the same tensor."""
+        """A full weight; within `remembered`, always the same tensor."""
         if self._weights is None:
             return self.whole(part, along, size)
         if id(part) not in self._weights:
@@ -188,17 +188,17 @@ class TensorExchange:
         return self._weights[id(part)]
 
     def own_part(self, whole: Tensor, along: int | Along) -> Tensor:
-        """This rank's part of what all hold."""
+        """This rank's part of a tensor that all ranks have."""
         return _call(_OwnPart, self, whole, along)
 
 
 def _call(function: Any, *arguments: Any) -> Tensor:
-    found: Tensor = function.apply(*arguments)
-    return found
+    output: Tensor = function.apply(*arguments)
+    return output
 
 
 def _batched(info: Any, dims: Sequence[int | None], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors with what `vmap` goes over in front of all other dimensions."""
+    """Tensors with the batch dimension of `vmap` in front."""
     pairs = zip(tensors, dims, strict=True)
     return [
         tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
@@ -207,7 +207,7 @@ def _batched(info: Any, dims: Sequence[int | None], tensors: Sequence[Tensor]) -
 
 
 def _behind_batch(along: int | Along) -> Along:
-    """The same dimension of a tensor with one more in front."""
+    """The same dimension of a tensor with another one in front."""
     dim, runs = along if isinstance(along, Along) else (along, 1)
     return Along(dim + (dim >= 0), runs)
 
@@ -223,8 +223,8 @@ class _Copied(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        own = gradient.clone(memory_format=torch.contiguous_format)
-        return None, (ctx.exchange.summed if torch.is_grad_enabled() else ctx.exchange.sum_)(own)
+        copy = gradient.clone(memory_format=torch.contiguous_format)
+        return None, (ctx.exchange.summed if torch.is_grad_enabled() else ctx.exchange.sum_)(copy)
 
     @staticmethod
     def jvp(ctx: Any, _: None, tangent: Tensor) -> Tensor:
@@ -252,7 +252,7 @@ class _Summed(torch.autograd.Function):
 
 
 class _SummedAnew(torch.autograd.Function):
-    """The sum in memory of its own."""
+    """The sum in new memory."""
 
     @staticmethod
     def forward(exchange: TensorExchange, part: Tensor) -> Tensor:
@@ -325,9 +325,9 @@ class _SummedLeaves(torch.autograd.Function):
 
 
 class Joined(torch.autograd.Function):
-    """Leaves of features side by side; each has a gradient of its own memory, as if it were alone.
+    """Concatenates leaves of features; in backward each gets a gradient in memory of its own.
 
-    A product rounds by the shapes and strides of what it is given.
+    The rounding of a product depends on the shapes and strides of its inputs.
     """
 
     generate_vmap_rule = True
@@ -363,10 +363,10 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             return None, ctx.exchange.own_part(gradient, ctx.along), None, None
-        return None, ctx.exchange.own(gradient, ctx.along).contiguous(), None, None
+        return None, ctx.exchange.local_part(gradient, ctx.along).contiguous(), None, None
 
     @staticmethod
-    def jvp(ctx: Any, _: None, tangent: Tensor, *rest: None) -> Tensor:
+    def jvp(ctx: Any, _: None, tangent: Tensor, *unused: None) -> Tensor:
         return cast("TensorExchange", ctx.exchange).whole(tangent, ctx.along, ctx.size)
 
     @staticmethod
@@ -380,7 +380,7 @@ class _Gathered(torch.autograd.Function):
 class _OwnPart(torch.autograd.Function):
     @staticmethod
     def forward(exchange: TensorExchange, whole: Tensor, along: int | Along) -> Tensor:
-        return exchange.own(whole, along).contiguous()
+        return exchange.local_part(whole, along).contiguous()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -393,7 +393,7 @@ class _OwnPart(torch.autograd.Function):
         return None, gather(gradient, ctx.along, ctx.size), None
 
     @staticmethod
-    def jvp(ctx: Any, _: None, tangent: Tensor, *rest: None) -> Tensor:
+    def jvp(ctx: Any, _: None, tangent: Tensor, *unused: None) -> Tensor:
         return cast("TensorExchange", ctx.exchange).own_part(tangent, ctx.along)
 
     @staticmethod

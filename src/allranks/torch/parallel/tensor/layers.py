@@ -1,15 +1,15 @@
-"""Layers of which each rank of the tensor axis holds a part: Linear by rows or columns, Embedding.
+"""Layers cut over the tensor axis: Linear by rows or columns, Embedding.
 
     column       weight (out/N, in)    every rank computes some of the output's features
     row          weight (out, in/N)    every rank computes a part of the sum; all-reduce, + bias
-    vocabulary   weight (rows/N, d)    every rank looks up the rows that it has; all-reduce
+    vocabulary   weight (rows/N, d)    every rank looks up its rows; all-reduce
 
-Between the columns and the row of a `Region` activations stay cut, and one all-reduce in forward
-and one in backward is all that a block sends. Elsewhere a column gathers its output, and a row
-takes its part of the whole input. Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053.
+Between the columns and the row of a `Region` activations stay cut, and a block sends only one
+all-reduce in forward and one in backward. Elsewhere a column gathers its output, and a row uses its
+part of the full input. Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053.
 
-A weight that user code looks at within a pass is shown whole (`.whole_weight`). A layer that is
-given whole weights in place of its own, as by `torch.func.functional_call`, takes its part of them.
+User code within a pass sees full weights (`.whole_weight`). A layer that gets full weights in place
+of its own, as by `torch.func.functional_call`, uses its part of them.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ ATTENTION_DIMS = 4  # (sample, head, position, feature or position)
 class Region:
     """From the columns of a block to its row: in between, activations are cut along `units`.
 
-    A unit is a feature, or a head of attention. Columns that are given the same input, as those of
-    query, key and value, send its gradient once. Columns and rows that are called while the region
-    is not active are layers by themselves.
+    A unit is a feature, or a head of attention. Columns with the same input, as those of query, key
+    and value, send its gradient once. While the region is not active, columns and rows work as
+    separate layers.
     """
 
     def __init__(self, exchange: TensorExchange, units: int, *, are_heads: bool, name: str) -> None:
         self.exchange, self.units, self.are_heads, self.name = exchange, units, are_heads, name
         sizes = part_sizes(units, exchange.comm.size)
-        self.start, self.own = sum(sizes[: exchange.comm.rank]), sizes[exchange.comm.rank]
+        self.start, self.local_units = sum(sizes[: exchange.comm.rank]), sizes[exchange.comm.rank]
         self._input: Tensor | None = None
         self._copies: tuple[Tensor, ...] = ()
-        self.rows: AllRows | None = None  # where what enters are some positions of a sequence
+        self.rows: AllRows | None = None  # if the input is some positions of a sequence
         self.is_open, self.is_active = False, True
 
     def close(self) -> None:
-        """What follows is whole."""
+        """End the region: the next activations are full."""
         self._input, self._copies, self.rows = None, (), None
         self.is_open = False
 
     def enter_rows(self, exchange: ScatteredExchange, input: Tensor) -> AllRows:
-        """The input of a column, which are this rank's positions."""
+        """The input of a column, which is this rank's positions of a sequence."""
         if self.rows is None or self._input is not input:
             self._input, self.rows = input, exchange.rows_of_all(input)
         self.is_open = True
@@ -72,35 +72,35 @@ class Region:
         return self._copies
 
     def part_of(self, tensor: Tensor) -> TensorPart | None:
-        """Which part of a whole activation a tensor is; `None` if it is whole."""
+        """Which part of a full activation a tensor is; `None` if it is full."""
         if not self.is_open:
             return None
-        if self.are_heads and tensor.ndim == ATTENTION_DIMS and tensor.shape[1] == self.own:
+        if self.are_heads and tensor.ndim == ATTENTION_DIMS and tensor.shape[1] == self.local_units:
             return TensorPart(1, self.start, self.units)
-        each, rest = divmod(tensor.shape[-1], self.own)
-        if rest:
+        each, remainder = divmod(tensor.shape[-1], self.local_units)
+        if remainder:
             raise RequestError(
                 asked=f"a tensor-parallel block at {self.name!r}",
                 found=f"dropout on a tensor of shape {tuple(tensor.shape)}",
-                why=f"between its columns and its row this rank has {self.own} of {self.units} "
-                "features or heads",
+                why=f"between its columns and its row this rank has {self.local_units} of "
+                f"{self.units} features or heads",
                 do="leave the block out of tensor_plan(), or --strategy ddp",
             )
         return TensorPart(-1, self.start * each, self.units * each)
 
 
 class Between:
-    """Where an element-wise layer is: it may be in several blocks, and beside them."""
+    """The regions of an element-wise layer, which may be used in several blocks, and outside."""
 
     def __init__(self) -> None:
         self.regions: list[Region] = []
 
     def open_region(self) -> Region | None:
-        """The region that activations are in right now, the innermost one."""
+        """The innermost open region."""
         return next((region for region in reversed(self.regions) if region.is_open), None)
 
     def part_of(self, tensor: Tensor) -> TensorPart | None:
-        """Which part of a whole activation a tensor is; `None` if it is whole."""
+        """Which part of a full activation a tensor is; `None` if it is full."""
         region = self.open_region()
         return None if region is None else region.part_of(tensor)
 
@@ -108,7 +108,7 @@ class Between:
 class OpenChain(Swapped, nn.Sequential):
     """An `nn.Sequential` with blocks in it: their regions are active while its forward runs.
 
-    Its members may be called by others, too, and so may a slice of it, which has no `regions`.
+    Other code may call its members too, or a slice of it, which has no `regions`.
     """
 
     regions: list[Region]
@@ -119,7 +119,7 @@ class OpenChain(Swapped, nn.Sequential):
             region.is_active = True
         try:
             return super().forward(input)  # type: ignore[no-untyped-call]
-        finally:  # what is computed again in backward may stop early
+        finally:  # recomputation in backward may stop early
             for region in regions:
                 region.close()
                 region.is_active = False
@@ -131,7 +131,7 @@ def copies_of(exchange: TensorExchange, input: Tensor) -> tuple[Tensor, ...]:
 
 
 class CutLayer(Swapped):
-    """A layer of which this rank holds a part. `region` is that of its block, if it has one."""
+    """A layer of which this rank holds a part. `region` is that of its block, if any."""
 
     exchange: TensorExchange
     region: Region | None
@@ -142,60 +142,60 @@ class CutLayer(Swapped):
 
     @property
     def block(self) -> Region | None:
-        """The region that the layer is called in; `None` if it is by itself."""
+        """The active region of the layer; `None` if it works separately."""
         region = self.region
         return region if region is not None and region.is_active else None
 
     @property
     def kind(self) -> str:
-        """What the layer's own class is called."""
+        """The name of the layer's original class."""
         layer: Any = self
         return own_kind(layer).__name__
 
-    def held(self, name: str) -> nn.Parameter | None:
-        """What this rank holds of a parameter."""
+    def local_param(self, name: str) -> nn.Parameter | None:
+        """The parameter that is stored, usually this rank's part."""
         return dict.__getitem__(self._parameters, name)
 
     def part(self, name: str) -> Tensor | None:
-        """What this rank computes with: what it holds, or its part of what somebody put there."""
-        held, along = self.held(name), self.dims.get(name)
-        if held is None or along is None or held.shape[along.dim] == self.lengths[name]:
-            return held
-        if held.shape[along.dim] != self.sizes[name]:
-            raise _not_a_weight(self, name, held)
-        return self.exchange.own_part(held, along)
+        """This rank's part: the stored one, or that of a full weight that user code put there."""
+        param, along = self.local_param(name), self.dims.get(name)
+        if param is None or along is None or param.shape[along.dim] == self.lengths[name]:
+            return param
+        if param.shape[along.dim] != self.sizes[name]:
+            raise _not_a_weight(self, name, param)
+        return self.exchange.own_part(param, along)
 
     def shown(self, name: str) -> Tensor | None:
-        """A parameter as user code sees it: whole in a pass, elsewhere what this rank holds."""
-        held, along = self.held(name), self.dims.get(name)
-        if held is None or along is None or not self.exchange.is_open:
-            return held
-        if isinstance(held, DTensor):  # in parts on another axis, too
-            return self._not_there(name, held) if self.exchange.refuses_parts else held
-        if held.shape[along.dim] != self.lengths[name]:
-            return held  # somebody has put it there
-        return shown(self.exchange, held, along, self.sizes[name])
+        """A parameter as user code sees it: full in a pass, elsewhere this rank's part."""
+        param, along = self.local_param(name), self.dims.get(name)
+        if param is None or along is None or not self.exchange.is_open:
+            return param
+        if isinstance(param, DTensor):  # cut over another axis too
+            return self._not_there(name, param) if self.exchange.refuses_parts else param
+        if param.shape[along.dim] != self.lengths[name]:
+            return param  # user code has put it there
+        return shown(self.exchange, param, along, self.sizes[name])
 
-    def _not_there(self, name: str, held: Tensor) -> Tensor:
-        """Shape, type and device of the whole; an operation on it is refused."""
-        shape = list(held.shape)
+    def _not_there(self, name: str, param: Tensor) -> Tensor:
+        """A stand-in with full shape, dtype and device; any operation on it raises."""
+        shape = list(param.shape)
         shape[self.dims[name].dim] = self.sizes[name]
 
         def collect() -> Tensor:
             raise _not_gathered(self, name)
 
-        return WholeWeight.of(shape, held, collect)
+        return WholeWeight.of(shape, param, collect)
 
 
 def aligned(leaf: Tensor) -> Tensor:
-    """A copy on its own: a product may round by where in memory its factors begin."""
+    """A copy in its own memory: the rounding of a product may depend on alignment."""
     return leaf.clone(memory_format=torch.contiguous_format)
 
 
 class ByLeaves(Swapped, nn.Module):
-    """An element-wise layer that goes leaf by leaf through what is cut.
+    """An element-wise layer that is applied leaf by leaf to cut activations.
 
-    Torch rounds the last elements of a tensor, those that fill no vector, in another way.
+    Torch rounds the last elements of a tensor, which fill no vector register, in another way.
     """
 
     exchange: TensorExchange
@@ -211,9 +211,9 @@ class ByLeaves(Swapped, nn.Module):
 
 
 class PaddedEncoderLayer(Swapped, nn.TransformerEncoderLayer):
-    """An encoder layer with cut layers in it: a nested tensor goes through it padded.
+    """An encoder layer with cut layers in it, which pads nested tensors.
 
-    `nn.TransformerEncoder` makes one of what its padding mask leaves, in evaluation.
+    In evaluation `nn.TransformerEncoder` makes a nested tensor by its padding mask.
     """
 
     def forward(self, src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -223,12 +223,12 @@ class PaddedEncoderLayer(Swapped, nn.TransformerEncoderLayer):
         padded = src.to_padded_tensor(0.0)  # (sample, position, feature)
         positions = torch.arange(padded.shape[1], device=padded.device)
         is_padding = positions >= torch.tensor(lengths, device=padded.device)[:, None]
-        found = super().forward(padded, src_key_padding_mask=is_padding)
-        return torch._nested_tensor_from_mask(found, ~is_padding, mask_check=False)
+        output = super().forward(padded, src_key_padding_mask=is_padding)
+        return torch._nested_tensor_from_mask(output, ~is_padding, mask_check=False)
 
 
 class ShownWhole(dict[str, Any]):
-    """The parameters of a cut layer, as `CutLayer.shown` gives them to all but the layer itself."""
+    """The parameters of a cut layer, as `CutLayer.shown` shows them to user code."""
 
     def __init__(self, layer: CutLayer) -> None:
         super().__init__(layer._parameters)
@@ -241,7 +241,7 @@ class ShownWhole(dict[str, Any]):
         part = value.part if isinstance(value, WholeWeight) else None
         super().__setitem__(name, value if part is None else part)
 
-    def __iter__(self) -> Iterator[str]:  # so that dict(…) asks for each of them
+    def __iter__(self) -> Iterator[str]:  # so that dict(…) calls `__getitem__`
         return super().__iter__()
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -262,7 +262,7 @@ class CutLinear(CutLayer):
 
 
 class ColumnLinear(CutLinear, nn.Linear):
-    """Rows of the weight and of the bias: some of the output's features. Input: whole."""
+    """Rows of the weight and the bias: some of the output's features. The input is full."""
 
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = self.part("weight"), self.part("bias")
@@ -293,7 +293,7 @@ class ColumnLinear(CutLinear, nn.Linear):
 
 
 class RowLinear(CutLinear, nn.Linear):
-    """Columns of the weight: a part of every sum. The bias is whole, and added once."""
+    """Columns of the weight: a part of every sum. The bias is full, and added once."""
 
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = self.part("weight"), self.part("bias")
@@ -328,9 +328,9 @@ class RowLinear(CutLinear, nn.Linear):
 
 
 class VocabularyEmbedding(CutLayer, nn.Embedding):
-    """Rows of the table: those tokens are looked up that this rank has; the rest adds zero.
+    """Rows of the table: this rank looks up the tokens that it has; others add zero.
 
-    A token that no row is for is the first rank's, or the last one's, where torch refuses it.
+    A token out of range goes to the first or the last rank, where torch raises.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -338,17 +338,17 @@ class VocabularyEmbedding(CutLayer, nn.Embedding):
         assert weight is not None
         sizes = part_sizes(self.num_embeddings, comm.size)
         start, rows = sum(sizes[: comm.rank]), sizes[comm.rank]
-        own = input - start
-        elsewhere = torch.zeros_like(own, dtype=torch.bool)
+        indices = input - start
+        elsewhere = torch.zeros_like(indices, dtype=torch.bool)
         if comm.rank > 0:
-            elsewhere |= own < 0
+            elsewhere |= indices < 0
         if comm.rank < comm.size - 1:
-            elsewhere |= own >= rows
+            elsewhere |= indices >= rows
         padding = None if self.padding_idx is None else self.padding_idx - start
         if padding is not None and not 0 <= padding < rows:
             padding = None
-        found = F.embedding(own.masked_fill(elsewhere, 0), weight, padding)
-        return self.exchange.summed(found.masked_fill(elsewhere.unsqueeze(-1), 0))
+        embedded = F.embedding(indices.masked_fill(elsewhere, 0), weight, padding)
+        return self.exchange.summed(embedded.masked_fill(elsewhere.unsqueeze(-1), 0))
 
 
 def _not_gathered(layer: CutLayer, name: str) -> RequestError:
@@ -386,11 +386,11 @@ def _not_cut(layer: RowLinear, input: Tensor) -> RequestError:
 # --- vocabulary loss -----------------------------------------------------------------------------
 # Cross entropy of an output layer that is cut over its classes: no rank has all logits.
 #
-#     every rank    logits of its classes (tokens, classes/N), their maximum, what they sum up to
+#     every rank    logits of its classes (tokens, classes/N), their maximum and their sum
 #     exchanged     a maximum, a sum of exponentials and a target's logit for each token
 #
-# Logits for a large vocabulary are most of the activations of a small language model; gathered,
-# they are most of its messages, too. Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053, section 3.
+# Logits for a large vocabulary are most of the activations of a small language model, and would be
+# most of its messages if gathered. Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053, section 3.
 
 
 def cross_entropy(
@@ -398,9 +398,9 @@ def cross_entropy(
 ) -> Tensor:
     """The cross entropy of `head(hidden)` for each target, (…): `hidden` is (…, features).
 
-    For the forward of a model, whose output is then the loss. Where `--strategy tensor` cuts `head`
-    over its classes, logits stay where they are computed, and three numbers for each target go over
-    the ranks; elsewhere, and with `exact=yes`, it is torch's own, of whole logits. A target that is
+    For the forward of a model, whose output is then the loss. If `--strategy tensor` cuts `head`
+    over its classes, logits are not gathered, and ranks exchange three numbers for each target.
+    Otherwise, and with `exact=yes`, it is torch's own, of full logits. A target that equals
     `ignore_index` has a loss of 0.
     """
     if not isinstance(head, ColumnLinear) or head.exchange.leaves or has_hooks(head):
@@ -425,7 +425,7 @@ def cross_entropy(
 
 
 class _OverClasses(torch.autograd.Function):
-    """Logits of some classes (tokens, own) -> the loss of each token, the same on every rank."""
+    """Logits of some classes (tokens, classes/N) -> the loss of each token, on every rank."""
 
     @staticmethod
     def forward(
@@ -434,13 +434,13 @@ class _OverClasses(torch.autograd.Function):
         comm = exchange.comm
         most = exchange.all(logits.amax(1)[None], 0, comm.size).amax(0)
         exponentials = (logits - most[:, None]).exp_()
-        own, is_ignored = target - start, target == ignored
+        indices, is_ignored = target - start, target == ignored
         is_here = ~is_ignored
-        if comm.rank > 0:  # what is no class is the first rank's, or the last one's: torch tells
-            is_here &= own >= 0
+        if comm.rank > 0:  # out of range: the first or the last rank, where torch raises
+            is_here &= indices >= 0
         if comm.rank < comm.size - 1:
-            is_here &= own < logits.shape[1]
-        at = own.masked_fill(~is_here, 0)[:, None]
+            is_here &= indices < logits.shape[1]
+        at = indices.masked_fill(~is_here, 0)[:, None]
         picked = (logits.gather(1, at)[:, 0] - most).masked_fill(~is_here, 0)
         total, of_target = exchange.sum_(torch.stack([exponentials.sum(1), picked]))
         ctx.save_for_backward(exponentials.div_(total[:, None]), at, is_here, is_ignored)
@@ -453,9 +453,9 @@ class _OverClasses(torch.autograd.Function):
             raise _first_order("its gradient is differentiated, as by create_graph=True")
         probabilities, at, is_here, is_ignored = ctx.saved_tensors
         each = gradient.masked_fill(is_ignored, 0)[:, None]
-        found = probabilities * each
-        found.scatter_add_(1, at, -each * is_here[:, None])
-        return None, found, None, None, None
+        grad_logits = probabilities * each
+        grad_logits.scatter_add_(1, at, -each * is_here[:, None])
+        return None, grad_logits, None, None, None
 
 
 def _first_order(found: str) -> RequestError:

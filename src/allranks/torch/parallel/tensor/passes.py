@@ -1,8 +1,8 @@
-"""Passes through a model whose layers are cut, and the sequences in its blocks if that is asked.
+"""Passes through a model with cut layers and, optionally, cut sequences in its blocks.
 
-Every strategy with a tensor axis makes one `CutPasses`, once its model is cut. Weights of blocks
-that are not cut see this rank's positions: after the passes of a step their gradients are summed
-over the tensor axis, once.
+Every strategy with a tensor axis constructs one `CutPasses` after its model is cut. With cut
+sequences, uncut weights of blocks see this rank's positions. Their gradients are summed over the
+tensor axis once, after the passes of a step.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from allranks.torch.parallel.tensor.scattered import ScatteredExchange
 
 
 def exchange_of(axis: Comm, strategy: str, *, sequence: bool, leaves: int = 0) -> TensorExchange:
-    """What the ranks of the axis exchange; one rank has no positions to cut."""
+    """The collectives of the axis; a single rank cuts no positions."""
     if sequence and axis.size > 1:
         return ScatteredExchange(axis, f"--strategy {strategy}:sequence=yes")
     return TensorExchange(axis, leaves)
 
 
 class CutPasses:
-    """The passes of one rank. `blocks` are those that work on its positions, by name.
+    """The passes of one rank. `blocks` are those that see its positions, by name.
 
-    Every rank of the axis makes one, and the same passes.
+    Every rank of the axis constructs one, and makes the same passes.
     """
 
     def __init__(
@@ -47,20 +47,20 @@ class CutPasses:
         self.cut, self.exchange = cut, exchange
         self.precision, self.scope = precision, scope
         self.blocks: CutBlocks | None = None
-        self.stages: Container[int] | None = None  # those with blocks, where there are stages
+        self.stages: Container[int] | None = None  # the stages with blocks, if there are stages
         self.summed: frozenset[str] = frozenset()  # the names of weights that see some positions
         scope.keys.is_part = cut.is_in_region
         if isinstance(exchange, ScatteredExchange) and blocks:
             exchange.cut = cut.ids
             self.blocks = CutBlocks(exchange, exchange.within, model, dict(blocks))
             self.blocks.check_own_weights(exchange.is_summed)
-            own = {id(weight) for weight in self.blocks.weights()} - cut.ids()
-            self.summed = frozenset(n for n, p in model.named_parameters() if id(p) in own)
+            uncut = {id(weight) for weight in self.blocks.weights()} - cut.ids()
+            self.summed = frozenset(n for n, p in model.named_parameters() if id(p) in uncut)
 
     def passed(self, run: Callable[[], Any], stage: int = 0) -> Any:
-        """The output of the model, or of a stage, by a pass that begins with whole activations.
+        """The output of the model, or of a stage, by a pass that begins with full activations.
 
-        A stage without blocks has no sequences to cut.
+        A stage without blocks cuts no sequences.
         """
 
         def begun() -> Any:
@@ -73,15 +73,15 @@ class CutPasses:
         return self.blocks.passed(begun, self.precision, self.scope, stage)
 
     def entered(self, module: nn.Module) -> list[RemovableHandle]:
-        """Called after `fully_shard`: what it does in front of a block is no one's between two."""
+        """Call this after `fully_shard`, so that its hooks run inside of a block."""
         if self.blocks is None or module not in self.blocks.blocks.values():
             return []
         return [module.register_forward_pre_hook(self.blocks.passes.enter, prepend=True)]
 
     def sum_over_positions(self, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
-        """Sum what each rank has of gradients in blocks: that of its positions.
+        """Sum gradients of uncut weights in blocks over the positions of all ranks.
 
-        Called once a step, while the exchange is open.
+        Call this once a step, while the exchange is open.
         """
         if isinstance(self.exchange, ScatteredExchange):
             self.exchange.sum_gradients(self.see_positions(names, parameters))
@@ -89,11 +89,11 @@ class CutPasses:
     def see_positions(
         self, names: Sequence[str], parameters: Sequence[nn.Parameter]
     ) -> list[nn.Parameter]:
-        """Those that see this rank's positions."""
+        """The parameters that see only this rank's positions."""
         pairs = zip(names, parameters, strict=True)
         return [parameter for name, parameter in pairs if name in self.summed]
 
     def close(self) -> None:
-        """The model's own blocks again."""
+        """Restore the blocks of the model."""
         if self.blocks is not None:
             self.blocks.restore()

@@ -1,12 +1,12 @@
-"""Which layers of a model are cut over the tensor axis, and how: said by the task, or found.
+"""Which layers of a model are cut over the tensor axis, and how: by the task, or by default.
 
 A plan maps names of modules (with `*`) to `column`, `row`, `vocabulary` or `heads`, or to (way,
-unit) where `unit` features belong together, as those of a head. The default cuts every `nn.Linear`,
-`nn.Embedding` and `nn.MultiheadAttention` that can be: as blocks of columns and a row where a
-module says so itself (`tensor_plan`), in attention by its heads, and where a plain `nn.Sequential`
-has two Linear with nothing but element-wise layers in between; all others by themselves, with whole
-inputs and outputs, but the smallest ones, which cost more messages than they save. No block has a
-layer with hooks, which would see a part, or a Linear that is in several places.
+unit) if `unit` features belong together, as in a head. The default cuts every `nn.Linear`,
+`nn.Embedding` and `nn.MultiheadAttention` that it can. Blocks of columns and a row are those of a
+module with a `tensor_plan`, the heads of attention, and two Linear of a plain `nn.Sequential` with
+only element-wise layers in between. Other layers are cut separately, with full inputs and outputs,
+except the smallest ones, whose messages cost more than they save. A block has no layer with hooks,
+which would see a part, and no Linear that is in several places.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ ELEMENTWISE = (
     *(nn.Mish, nn.Sigmoid, nn.Tanh, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Softplus),
     *(nn.Softsign, nn.LogSigmoid, nn.Tanhshrink, nn.Softshrink, nn.Hardshrink, nn.Dropout),
 )
-"""What treats every feature alike and by itself, and has no weights."""
+"""Layers that treat every feature separately and alike, without weights."""
 
 LEAST_SHARE = 20
-"""Layers by themselves that are less than 1/20 of what a rank holds are whole on every rank."""
+"""Separate layers that together are less than 1/20 of a rank's weights are not cut."""
 
 
 @dataclass
@@ -62,7 +62,7 @@ class CutPlan:
     cuts: dict[str, LayerCut] = field(default_factory=dict)
 
     def add_block(self, cuts: list[LayerCut]) -> bool:
-        """Take columns and a row as a block, if they go together; returns whether they did."""
+        """Add columns and a row as a block, if they match; returns whether they do."""
         units = {cut.units for cut in cuts}
         ways = {cut.way for cut in cuts}
         if len(units) > 1 or ROW not in ways or ways == {ROW}:
@@ -76,7 +76,7 @@ class CutPlan:
 
 
 def default_plan(model: nn.Module, ranks: int, *, even: bool = False) -> CutPlan:
-    """What can be cut of a model, into `even` parts alone if asked."""
+    """Cut what can be cut of a model; with `even`, only into even parts."""
     plan = CutPlan(ranks, even)
     holders = holders_of_weights(model)
     torn = {
@@ -97,7 +97,7 @@ def default_plan(model: nn.Module, ranks: int, *, even: bool = False) -> CutPlan
             continue
         ways = [LayerCut(name, module, way) for way in _ways_of(module, is_tied=name in tied)]
         alone += [cut for cut in ways if cut.fits(ranks, even=even)][:1]
-    small = _left_whole(alone, sum(p.numel() for p in model.parameters()), ranks)
+    small = _too_small(alone, sum(p.numel() for p in model.parameters()), ranks)
     worth = [cut for cut in alone if id(cut.module.weight) not in small]
     if not plan.cuts:  # else there would be nothing to cut
         worth = worth or alone
@@ -105,44 +105,44 @@ def default_plan(model: nn.Module, ranks: int, *, even: bool = False) -> CutPlan
     return plan
 
 
-def _left_whole(alone: list[LayerCut], weights: int, ranks: int) -> set[int]:
-    """The ids of the weights that are not worth the messages of a layer by itself.
+def _too_small(alone: list[LayerCut], weights: int, ranks: int) -> set[int]:
+    """The ids of the weights of layers that are too small to be cut separately.
 
-    The smallest ones: together at most a twentieth of what a rank holds of the model.
+    The smallest ones: together at most a twentieth of a rank's weights.
     """
-    left, found = weights // (LEAST_SHARE * ranks), set[int]()
+    budget, small = weights // (LEAST_SHARE * ranks), set[int]()
     sizes = {id(cut.module.weight): cut.module.weight.numel() for cut in alone}
     for weight, size in sorted(sizes.items(), key=lambda pair: pair[1]):
-        left -= size
-        if left < 0:
+        budget -= size
+        if budget < 0:
             break
-        found.add(weight)
-    return found
+        small.add(weight)
+    return small
 
 
-def given_plan(
-    model: nn.Module, ranks: int, given: Mapping[str, Any], *, even: bool = False
+def explicit_plan(
+    model: nn.Module, ranks: int, task_plan: Mapping[str, Any], *, even: bool = False
 ) -> CutPlan:
-    """What a task says is cut; raises `RequestError` where that cannot be."""
+    """The plan of a task; raises `RequestError` if it is impossible."""
     plan, cuts, uses = CutPlan(ranks, even), dict[str, LayerCut](), _uses(model)
-    for pattern, how in given.items():
+    for pattern, how in task_plan.items():
         names = [name for name, _ in model.named_modules() if fnmatchcase(name, pattern)]
         if not names:
             raise refused(f"{pattern!r}", "no module has such a name", "look at named_modules()")
         for name in names:
             cuts[name] = _checked(name, model.get_submodule(name), how, plan)
     for name, parent in model.named_modules():
-        own = [cuts[n] for n, _ in _children(name, parent) if n in cuts]
-        own = [cut for cut in own if cut.way in (COLUMN, ROW)]
-        rows = [cut for cut in own if cut.way == ROW]
+        inside = [cuts[n] for n, _ in _children(name, parent) if n in cuts]
+        inside = [cut for cut in inside if cut.way in (COLUMN, ROW)]
+        rows = [cut for cut in inside if cut.way == ROW]
         if isinstance(parent, nn.Sequential):
             for pair in _pairs_in(name, parent, {n: cut.way for n, cut in cuts.items()}):
                 if _can_be_block(pair, parent, uses):
                     plan.add_block([cuts[cut.name] for cut in pair])
-        elif 0 < len(rows) < len(own) and _can_be_block(own, parent, uses):
-            if plan.add_block(own):
+        elif 0 < len(rows) < len(inside) and _can_be_block(inside, parent, uses):
+            if plan.add_block(inside):
                 continue
-            found = ", ".join(f"{cut.name}: {cut.way} of {cut.units}" for cut in own)
+            found = ", ".join(f"{cut.name}: {cut.way} of {cut.units}" for cut in inside)
             why = "the columns and the row of a block are cut into the same parts"
             raise refused(found, why, "give them the same number of features or heads")
     for name, cut in cuts.items():
@@ -154,17 +154,17 @@ def given_plan(
 
 
 def holders_of_weights(model: nn.Module) -> dict[int, list[str]]:
-    """By the id of each parameter the names of the modules that hold it."""
-    found: dict[int, list[str]] = {}
+    """By the id of each parameter, the names of the modules that hold it."""
+    holders: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         for parameter in module._parameters.values():
             if parameter is not None:
-                found.setdefault(id(parameter), []).append(name)
-    return found
+                holders.setdefault(id(parameter), []).append(name)
+    return holders
 
 
 def refused(found: str, why: str, do: str) -> RequestError:
-    """What to say of a plan that cannot be."""
+    """The error for an impossible plan."""
     return RequestError(asked="tensor_plan() for --strategy tensor", found=found, why=why, do=do)
 
 
@@ -188,7 +188,7 @@ def _checked(name: str, module: Any, how: Any, plan: CutPlan) -> LayerCut:
 
 
 def _check_tied(model: nn.Module, plan: CutPlan) -> None:
-    """A weight of several modules is cut in all of them, by its rows, or in none."""
+    """Check that a weight of several modules is cut by rows in all of them, or in none."""
     for names in holders_of_weights(model).values():
         cuts = [plan.cuts.get(name) for name in names]
         if len(names) == 1 or not any(cuts):
@@ -200,12 +200,12 @@ def _check_tied(model: nn.Module, plan: CutPlan) -> None:
 
 
 def _uses(model: nn.Module) -> Counter[int]:
-    """In how many places each module is."""
+    """In how many places each module is used."""
     return Counter(id(child) for parent in model.modules() for child in parent._modules.values())
 
 
 def _can_be_block(cuts: Sequence[LayerCut], parent: nn.Module, uses: Counter[int]) -> bool:
-    """Whether nobody sees the activations from the columns to the row but what is there itself."""
+    """Whether only the layers of the block see the activations between columns and row."""
     if any(uses[id(cut.module)] > 1 for cut in cuts):
         return False
     inside = [module for module in parent.modules() if module is not parent]
@@ -224,23 +224,23 @@ def _children(name: str, parent: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _blocks_in(name: str, parent: nn.Module) -> Iterator[list[LayerCut]]:
-    """Blocks of columns and a row directly below a module: those it has itself, or a stack."""
+    """Blocks of columns and a row directly below a module."""
     if isinstance(parent, nn.Sequential):
         yield from _pairs_in(name, parent)
         return
     if has_heads(parent):
         yield by_heads(name, parent)
         return
-    said: Any = getattr(parent, "tensor_plan", None) or BLOCKS.get(own_kind(parent))
-    if not isinstance(said, Mapping):
+    plan: Any = getattr(parent, "tensor_plan", None) or BLOCKS.get(own_kind(parent))
+    if not isinstance(plan, Mapping):
         return
     below = {path.rpartition(".")[2]: (path, module) for path, module in _children(name, parent)}
-    found = [(*below[child], how) for child, how in said.items() if child in below]
+    layers = [(*below[child], how) for child, how in plan.items() if child in below]
     activation = getattr(parent, "activation", F.relu)
     if own_kind(parent) in BLOCKS and not _is_elementwise(activation):
         return
-    if all(can_be_cut(module) for _, module, _ in found):
-        pairs = [(p, m, how if isinstance(how, tuple) else (how, 1)) for p, m, how in found]
+    if all(can_be_cut(module) for _, module, _ in layers):
+        pairs = [(p, m, how if isinstance(how, tuple) else (how, 1)) for p, m, how in layers]
         yield [LayerCut(path, module, *how) for path, module, how in pairs]
 
 
@@ -253,10 +253,10 @@ def _is_elementwise(function: Any) -> bool:
 def _pairs_in(
     name: str, stack: nn.Sequential, ways: Mapping[str, str] | None = None
 ) -> Iterator[list[LayerCut]]:
-    """Two Linear one after the other, with nothing but element-wise layers in between.
+    """Pairs of Linear with only element-wise layers in between.
 
-    With `ways` the first is a column there, and the second a row. What a stack with a forward of
-    its own does in between nobody knows.
+    With `ways` the first must be a column there, and the second a row. A stack with its own forward
+    has no pairs: it may do anything in between.
     """
     if not is_chain(stack):
         return

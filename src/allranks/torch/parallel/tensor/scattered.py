@@ -1,14 +1,14 @@
 """Sequence parallelism: between tensor-parallel regions a rank has some positions of each sequence.
 
     forward                                  backward
-    first block: own positions               all-gather of the gradient
+    first block: this rank's positions       all-gather of the gradient
     column of a region: all-gather           reduce-scatter of the gradient; all-gather once more
     row of a region: reduce-scatter          all-gather of the gradient
-    last block: all-gather                   own positions of the gradient
+    last block: all-gather                   this rank's positions of the gradient
 
-An all-reduce is a reduce-scatter and an all-gather: a region sends what it sends without, and once
-more the input that its columns gather again in backward, as no rank keeps it whole. Weights that
-are not cut see some positions in the blocks, and their gradients are summed over the ranks after
+An all-reduce is a reduce-scatter and an all-gather, so a region sends as much as without sequence
+parallelism, and once more the input, which its columns gather again in backward. In the blocks,
+weights that are not cut see some positions, and their gradients are summed over the ranks after
 backward. Korthikanti et al. 2022, Reducing Activation Recomputation in Large Transformer Models,
 arXiv 2205.05198, section 4.2.
 """
@@ -35,10 +35,10 @@ DIMS = 3  # (sample, position, feature)
 
 
 class ScatteredExchange(SequenceExchange):
-    """The ranks of the tensor axis. `span` is how the sequence lies on them, within a block.
+    """The collectives of the tensor axis. `span` is the cut of the sequence within a block.
 
-    `cut` gives the ids of the weights of which each rank has a part: `fully_shard` puts others in
-    their places while they are gathered.
+    `cut` returns the current ids of cut weights: `fully_shard` replaces them while they are
+    gathered.
     """
 
     why = (
@@ -77,12 +77,12 @@ class ScatteredExchange(SequenceExchange):
             self._is_proving = before
 
     def own_rows(self, whole: Tensor, span: Span, dim: int = POSITIONS) -> Tensor:
-        """This rank's positions of what all ranks hold; backward gathers."""
+        """This rank's positions of a full tensor; backward gathers."""
         return self.own_part(whole, dim)
 
-    def whole_rows(self, own: Tensor, span: Span, *, is_last: bool) -> Tensor:
-        """The positions of all ranks; what follows is the same on all of them."""
-        return self.whole(own, POSITIONS, span.whole)
+    def whole_rows(self, part: Tensor, span: Span, *, is_last: bool) -> Tensor:
+        """Gather the positions of all ranks."""
+        return self.whole(part, POSITIONS, span.whole)
 
     def is_summed(self, weight: nn.Parameter) -> bool:
         return id(weight) not in self.cut()
@@ -90,30 +90,30 @@ class ScatteredExchange(SequenceExchange):
     def lies_along(self, layer: nn.Module, activations: Tensor) -> bool:
         """Whether the input of a layer is this rank's positions of a sequence.
 
-        Raises `RequestError` for one that only looks so: the same call was proved with another.
+        Raises `RequestError` if this differs from the same call in the first check.
         """
         if self.span is None:
             return False
         shape, span = activations.shape, self.span
-        found = activations.ndim == DIMS and shape[POSITIONS] == span.local
+        is_along = activations.ndim == DIMS and shape[POSITIONS] == span.local
         call = id(layer), self._calls[id(layer)]
         self._calls[id(layer)] += 1
         if self._is_proving:
-            self._known[call] = found
-        elif found != self._known.get(call, found):
+            self._known[call] = is_along
+        elif is_along != self._known.get(call, is_along):
             raise self.refusal(
                 f"a {own_kind(layer).__name__} that is given a tensor of shape {tuple(shape)}, "
                 f"where a rank has {span.local} of {span.whole} positions: in the first pass what "
-                f"it was given was {'not ' * found}the positions of a rank"
+                f"it was given was {'not ' * is_along}the positions of a rank"
             )
-        return found
+        return is_along
 
-    def rows_of_all(self, own: Tensor) -> AllRows:
-        """The positions of all ranks, for columns; one all-gather."""
+    def rows_of_all(self, part: Tensor) -> AllRows:
+        """Gather the positions of all ranks for columns; one all-gather."""
         assert self.span is not None
         if _are_functorch_transforms_active():
             raise self.refusal("a layer within vmap, grad or another transform of torch.func")
-        return AllRows(self, own, self.span.whole)
+        return AllRows(self, part, self.span.whole)
 
     def own_sum(self, parts: Tensor, name: str) -> Tensor:
         """This rank's positions of the sum over the ranks; one reduce-scatter."""
@@ -125,8 +125,8 @@ class ScatteredExchange(SequenceExchange):
                 f"a row-parallel Linear in {name!r} that gives activations of shape "
                 f"{tuple(parts.shape)}, for a sequence of {self.span.whole} positions"
             )
-        found: Tensor = _OwnSum.apply(self, parts)  # type: ignore[no-untyped-call]
-        return found
+        output: Tensor = _OwnSum.apply(self, parts)  # type: ignore[no-untyped-call]
+        return output
 
     def scatter(self, whole: Tensor) -> Tensor:
         """The sum over the ranks of (n, t, f), this rank's positions of it. No gradient."""
@@ -134,24 +134,24 @@ class ScatteredExchange(SequenceExchange):
         rows = whole.movedim(POSITIONS, 0)
         padded = rows.new_zeros(self.comm.size * sizes[0], *rows.shape[1:])
         padded[: len(rows)] = rows
-        own = padded.new_empty(sizes[0], *rows.shape[1:])
+        part = padded.new_empty(sizes[0], *rows.shape[1:])
         if self.kind == "gradients":
             self.gathered += padded.nbytes
-        self.comm.reduce_scatter(own, padded, self.kind).wait()
-        return own[: sizes[self.comm.rank]].movedim(0, POSITIONS).contiguous()
+        self.comm.reduce_scatter(part, padded, self.kind).wait()
+        return part[: sizes[self.comm.rank]].movedim(0, POSITIONS).contiguous()
 
     def sum_gradients(self, weights: Iterable[nn.Parameter]) -> None:
-        """Sum the gradients of these weights over the ranks, a message for each type of number.
+        """Sum the gradients of these weights over the ranks, one message for each dtype.
 
-        Of those that lie in parts on other axes, too, this rank's part, as ranks of this axis have
-        the same one.
+        Of a weight that is also cut over other axes, it sums the local part, which is the same on
+        all ranks of this axis.
         """
-        found: list[Tensor] = []
+        local_grads: list[Tensor] = []
         for weight in weights:
             if weight.grad is not None:
                 weight.grad = weight.grad.to_dense() if weight.grad.is_sparse else weight.grad
-                found.append(local(weight.grad))
-        some = [grad for grad in found if grad.numel()]
+                local_grads.append(local(weight.grad))
+        some = [grad for grad in local_grads if grad.numel()]
         for kind in dict.fromkeys(grad.dtype for grad in some):
             grads = [grad for grad in some if grad.dtype == kind]
             flat = torch.cat([grad.flatten() for grad in grads]).to(self.comm.device)
@@ -161,53 +161,52 @@ class ScatteredExchange(SequenceExchange):
 
 
 class AllRows:
-    """The positions of all ranks as the input of columns, which keep this rank's own.
+    """The positions of all ranks as the input of columns, which save only this rank's part.
 
-    Backward gathers them once more for all columns, where one of them needs the gradient of its
-    weight.
+    Backward gathers them once more for all columns, if a column needs the gradient of its weight.
     """
 
-    def __init__(self, exchange: ScatteredExchange, own: Tensor, length: int) -> None:
-        device = own.device.type
-        if torch.is_autocast_enabled(device) and own.dtype == torch.float32:
-            own = own.to(torch.get_autocast_dtype(device))  # what is sent is what is multiplied
-        self.own = own
+    def __init__(self, exchange: ScatteredExchange, part: Tensor, length: int) -> None:
+        device = part.device.type
+        if torch.is_autocast_enabled(device) and part.dtype == torch.float32:
+            part = part.to(torch.get_autocast_dtype(device))  # cast before it is sent
+        self.part = part
         self.again = _Again(exchange, length)
-        self.whole = _AllRows.apply(self.again, own)  # type: ignore[no-untyped-call]
+        self.whole = _AllRows.apply(self.again, part)  # type: ignore[no-untyped-call]
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         """`F.linear` of the positions of all ranks."""
-        kind = self.own.dtype
+        kind = self.part.dtype
         bias = None if bias is None else bias.to(kind)
-        found: Tensor = _Linear.apply(self.again, self.own, self.whole, weight.to(kind), bias)  # type: ignore[no-untyped-call]
-        return found
+        output: Tensor = _Linear.apply(self.again, self.part, self.whole, weight.to(kind), bias)  # type: ignore[no-untyped-call]
+        return output
 
 
 class _Again:
-    """What was gathered once, and is gathered again when backward needs it; `users` columns do."""
+    """Gathers the input again when backward needs it; `users` columns still need it."""
 
     def __init__(self, exchange: ScatteredExchange, length: int) -> None:
         self.exchange, self.length = exchange, length
         self.users, self.whole = 0, cast("Tensor | None", None)
 
-    def gathered(self, own: Tensor) -> Tensor:
-        return self.exchange.all(own, POSITIONS, self.length)
+    def gathered(self, part: Tensor) -> Tensor:
+        return self.exchange.all(part, POSITIONS, self.length)
 
-    def gathered_once(self, own: Tensor) -> Tensor:
-        """For all columns; for each by itself where its gradient is differentiated, too."""
+    def gathered_once(self, part: Tensor) -> Tensor:
+        """Gather once for all columns; for each separately if gradients are differentiated too."""
         if torch.is_grad_enabled():
-            found: Tensor = _AllRows.apply(self, own)  # type: ignore[no-untyped-call]
-            return found
+            output: Tensor = _AllRows.apply(self, part)  # type: ignore[no-untyped-call]
+            return output
         if self.whole is None:
-            self.whole = self.gathered(own)
+            self.whole = self.gathered(part)
         return self.whole
 
 
 class _AllRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, again: _Again, own: Tensor) -> Tensor:
+    def forward(ctx: Any, again: _Again, part: Tensor) -> Tensor:
         ctx.again = again
-        return again.gathered(own)
+        return again.gathered(part)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
@@ -220,29 +219,29 @@ class _AllRows(torch.autograd.Function):
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, again: _Again, own: Tensor, whole: Tensor, weight: Tensor, bias: Tensor | None
+        ctx: Any, again: _Again, part: Tensor, whole: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
         ctx.again = again
         again.users += 1
-        ctx.save_for_backward(own, weight)
+        ctx.save_for_backward(part, weight)
         return F.linear(whole, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        own, weight = ctx.saved_tensors
+        part, weight = ctx.saved_tensors
         again, (_, _, of_whole, of_weight, of_bias) = ctx.again, ctx.needs_input_grad
         flat = gradient.flatten(0, -2)
-        found: list[Tensor | None] = [None, None, None]
+        grads: list[Tensor | None] = [None, None, None]
         if of_whole:
-            found[0] = gradient @ weight
+            grads[0] = gradient @ weight
         if of_weight:
-            found[1] = flat.t() @ again.gathered_once(own).flatten(0, -2)
+            grads[1] = flat.t() @ again.gathered_once(part).flatten(0, -2)
         if of_bias:
-            found[2] = flat.sum(0)
+            grads[2] = flat.sum(0)
         again.users -= 1
         if again.users <= 0:
             again.whole = None
-        return None, None, *found
+        return None, None, *grads
 
 
 class _OwnSum(torch.autograd.Function):

@@ -1,14 +1,14 @@
 """Tensor parallelism: every rank of the axis computes a part of each layer, for the same samples.
 
-    plan       which layers are cut, by the task (`tensor_plan`) or found     `plan`
+    plan       which layers are cut, by the task (`tensor_plan`) or default   `plan`
     cut        weights cut in place, layers swapped                        `cutting`
     forward, backward     the layers exchange activations                   `layers`
     sequence   with `sequence=yes` positions are cut between regions     `scattered`
     reduce     gradients over copies of the cut model, if there are several; tally over all ranks
     norm       squares of cut gradients, of others counted once: summed with the tally
 
-What is not cut is the same on every rank of the axis, computed alike from the same activations, and
-its gradient too. Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053.
+Layers that are not cut are the same on every rank of the axis: all compute them, and their
+gradients, from the same activations. Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ class Tensors(Strategy):
         axis, context, exact = self.axis(TENSOR), self.context, self.context.options["exact"]
         sequence, leaves = context.options["sequence"], LEAVES // axis.size if exact else 0
         self.exchange = exchange_of(axis, self.name, sequence=sequence, leaves=leaves)
-        self.can_run_ahead = not exact  # whose norm the host adds up
+        self.can_run_ahead = not exact  # its norm is summed on the host
         self.cut = CutModel()
         self.steps = 0
         self.device_mesh: Any = None
-        found: dict[str, nn.Module] = {}
+        blocks: dict[str, nn.Module] = {}
         if axis.size > 1 or exact:
             asked = "--strategy tensor" + (":sequence=yes" if sequence else "")
-            found = blocks_of(self.task, model, asked) if sequence else {}
+            blocks = blocks_of(self.task, model, asked) if sequence else {}
             self.cut = cut_layers(self.task, model, self.exchange, asked, LEAVES if exact else 0)
         how = context.precision, context.scope
-        self.passes = CutPasses(self.cut, self.exchange, model, found, *how)
+        self.passes = CutPasses(self.cut, self.exchange, model, blocks, *how)
         if axis.size > 1:
             axes = [(name, self.axis(name)) for name, _ in self.mesh.axes]
             self.device_mesh = mesh_of(axes, self.comm.size)
@@ -113,8 +113,8 @@ class Tensors(Strategy):
             self.comm.all_reduce(local.tensor).wait()
             return local, gradients
         counted = gradients.counted() if copies.rank == 0 else []
-        own = squares_of(counted, local.tensor.device)
-        tally, gradients.squares = summed_with_tally(local, own, self.comm)
+        squares = squares_of(counted, local.tensor.device)
+        tally, gradients.squares = summed_with_tally(local, squares, self.comm)
         return tally, gradients
 
     def eval_step(self, data: Any, forward: Callable[[Callable[..., Any], Any], Any]) -> Any:
@@ -132,14 +132,14 @@ class Tensors(Strategy):
             yield
 
     def messages(self) -> tuple[int, ...]:
-        """All-reduced and all-gathered along the tensor axis, gradients, tally, what goes to owners
-        and back: of all steps.
+        """Bytes all-reduced and all-gathered along the tensor axis, of gradients, of the tally, and
+        to owners and back: of all steps.
 
-        The first two follow the samples of each step.
+        The first two depend on the samples of each step.
         """
         exchange, steps = self.exchange, max(1, self.steps)
         gradients = sum(parameter.nbytes for parameter in self.step.parameters)
-        norm = not self.context.options["exact"]  # goes with the tally
+        norm = not self.context.options["exact"]  # sent with the tally
         tally = (self.step.layout.size + norm) * torch.float64.itemsize
         moved = steps * self.wholes.most_sent()
         return exchange.reduced, exchange.gathered, steps * gradients, steps * tally, moved
@@ -158,7 +158,7 @@ class Tensors(Strategy):
     # --- what a state holds ---------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        return self.wholes.told(super().state())
+        return self.wholes.complete_state(super().state())
 
     def as_saved(self, name: str, tensor: Tensor) -> Tensor:
         along = self.cut.dims.get(name)
@@ -185,15 +185,15 @@ class CutGradients(SomeCut):
     """The gradients of one rank: parts of those that are cut, all of the others."""
 
     def norm(self, *, clips: bool, left_out: bool) -> float:
-        """With `exact=yes` it is a sum that no order changes, whoever asks for it."""
+        """With `exact=yes` it is a sum that does not depend on the order."""
         return super().norm(clips=clips or self.exact, left_out=left_out)
 
 
 def sum_over_copies(parameters: list[nn.Parameter], copies: Comm) -> None:
     """Sum gradients over the copies of a model, or of a stage; every rank of `copies` calls this.
 
-    A copy that has not used a parameter brings in zeros. Gradients go in messages of up to
-    `BUCKET_BYTES`, and stay in memory of their own: kernels follow where a tensor begins.
+    A copy that has not used a parameter adds zeros. Messages have up to `BUCKET_BYTES`. Gradients
+    keep their own memory: results of kernels depend on alignment.
     """
     if copies.size == 1:
         return
@@ -215,7 +215,7 @@ def sum_over_copies(parameters: list[nn.Parameter], copies: Comm) -> None:
 
 
 def _dense_gradient(parameter: nn.Parameter) -> Tensor:
-    """The gradient of a parameter, which has one then: zeros where it was not used."""
+    """The dense gradient of a parameter; sets zeros if there is none."""
     gradient = parameter.grad
     if gradient is None:
         gradient = torch.zeros_like(parameter, requires_grad=False)

@@ -1,8 +1,8 @@
-"""A cut weight as user code meets it in a pass: whole, by whatever way it gets there.
+"""A cut weight as user code sees it in a pass: in full.
 
-An attribute, `parameters()`, `state_dict(keep_vars=True)`, `torch.func`: all find a `WholeWeight`.
-It has the shape of the whole, and is gathered where an operation needs its numbers, once in a pass:
-its type and its device cost no message. Its gradient finds the way back to the part.
+Attributes, `parameters()`, `state_dict(keep_vars=True)` and `torch.func` all return a
+`WholeWeight`. It has the full shape, and is gathered when an operation needs its values, once in a
+pass: to read its dtype or device costs no message. Its gradient goes back to the part.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GRADIENT: Any = vars(torch._C.TensorBase)["grad"].__get__
 
 
 class WholeWeight(Tensor):
-    """The whole of a weight, or a view of it. `collect` gives its numbers; nobody writes them."""
+    """A full weight, or a view of it. `collect` returns its values; it is read-only."""
 
     if TYPE_CHECKING:
         collect: Callable[[], Tensor]
@@ -39,14 +39,14 @@ class WholeWeight(Tensor):
 
     @classmethod
     def of(cls, shape: Sequence[int], like: Tensor, collect: Callable[[], Tensor]) -> WholeWeight:
-        """One with the type and on the device of another tensor."""
+        """A full weight with the dtype and device of another tensor."""
         make: Any = Tensor._make_wrapper_subclass
-        found: WholeWeight = make(cls, shape, dtype=like.dtype, device=like.device)
-        found.collect, found.numbers, found.part = collect, None, None
-        return found
+        weight: WholeWeight = make(cls, shape, dtype=like.dtype, device=like.device)
+        weight.collect, weight.numbers, weight.part = collect, None, None
+        return weight
 
     def gathered(self) -> Tensor:
-        """The numbers. The ranks compute alike, so all of them ask for it at the same point."""
+        """The values. All ranks run the same code, so all call this at the same point."""
         if self.numbers is None:
             self.numbers = self.collect()
         return self.numbers
@@ -64,15 +64,15 @@ class WholeWeight(Tensor):
             if written and isinstance(value, WholeWeight):
                 raise written_to(str(function))
         args, kwargs = tree_map_only(WholeWeight, WholeWeight.gathered, (args, kwargs or {}))
-        found = function(*args, **kwargs)
+        output = function(*args, **kwargs)
         returns = function._schema.returns
-        if any(one.alias_info is not None and not one.alias_info.is_write for one in returns):
-            return tree_map_only(Tensor, _view, found)
-        return found
+        if any(spec.alias_info is not None and not spec.alias_info.is_write for spec in returns):
+            return tree_map_only(Tensor, _view, output)
+        return output
 
 
 class _TrainedWhole(WholeWeight):
-    """One whose gradient may be asked for within the pass, where its layer has used the part."""
+    """A full weight whose gradient may be requested within the pass."""
 
     @classmethod
     def __torch_function__(
@@ -86,21 +86,21 @@ class _TrainedWhole(WholeWeight):
 
 
 def _view(numbers: Tensor) -> WholeWeight:
-    """Of what is whole; whoever writes to it is refused, too."""
+    """A read-only view of a full weight."""
     return WholeWeight.of(numbers.shape, numbers, lambda: numbers)
 
 
 def _gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    """`torch.autograd.grad` by whole weights: by the parts, put together."""
-    asked: list[Any] = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-    parts = [one.part if isinstance(one, WholeWeight) else None for one in asked]
-    roots = [one if part is None else part for one, part in zip(asked, parts, strict=True)]
-    found = torch.autograd.grad(outputs, roots, *args, **kwargs)
+    """`torch.autograd.grad` for full weights: computed for the parts, then gathered."""
+    weights: list[Any] = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    parts = [weight.part if isinstance(weight, WholeWeight) else None for weight in weights]
+    roots = [weight if part is None else part for weight, part in zip(weights, parts, strict=True)]
+    gradients = torch.autograd.grad(outputs, roots, *args, **kwargs)
     return tuple(
         gradient
         if part is None or gradient is None
-        else one.exchange.whole(gradient, one.along, one.shape[one.along.dim])
-        for one, part, gradient in zip(asked, parts, found, strict=True)
+        else weight.exchange.whole(gradient, weight.along, weight.shape[weight.along.dim])
+        for weight, part, gradient in zip(weights, parts, gradients, strict=True)
     )
 
 
@@ -115,23 +115,23 @@ class _Shown(torch.autograd.Function):
         size: int,
     ) -> Tensor:
         ctx.exchange, ctx.along = exchange, along
-        shape, own = list(part.shape), part.detach()
+        shape, local = list(part.shape), part.detach()
         shape[along.dim] = size
-        return kind.of(shape, own, lambda: exchange.all(own, along, size))
+        return kind.of(shape, local, lambda: exchange.all(local, along, size))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             return None, None, ctx.exchange.own_part(gradient, ctx.along), None, None
-        return None, None, ctx.exchange.own(gradient, ctx.along).contiguous(), None, None
+        return None, None, ctx.exchange.local_part(gradient, ctx.along).contiguous(), None, None
 
 
 def shown(exchange: TensorExchange, part: Tensor, along: Along, size: int) -> Tensor:
-    """The whole of a weight of which a rank holds a part; the same tensor all through a pass."""
+    """The full weight of a part; the same tensor during a whole pass."""
     key = id(part), torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    found = exchange.weights.get(key)
-    if found is None:
-        # a transform of torch.func may be over when the weight is used once more
+    weight = exchange.weights.get(key)
+    if weight is None:
+        # the weight may be used again after a transform of torch.func has ended
         clear = temporarily_clear_interpreter_stack
         with clear() if _are_functorch_transforms_active() else nullcontext():
             kind = _TrainedWhole if torch.is_grad_enabled() else WholeWeight
@@ -139,8 +139,8 @@ def shown(exchange: TensorExchange, part: Tensor, along: Along, size: int) -> Te
         whole.part, whole.exchange, whole.along = part, exchange, along
         if exchange.gathers_at_once:
             whole.gathered()
-        found = exchange.weights[key] = whole
-    return found
+        weight = exchange.weights[key] = whole
+    return weight
 
 
 def written_to(how: str) -> RequestError:

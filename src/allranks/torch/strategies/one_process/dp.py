@@ -1,18 +1,18 @@
 """Data parallelism in one process: a replica of the model on every device, a thread for each.
 
-What `torch.nn.DataParallel` does, with the result of one process. In each step
+It does what `torch.nn.DataParallel` does, with the result of one process. In each step
 
-    the weights go out from the first device to every replica, and the rows of a micro-batch with
-    them; forward runs in threads; the outputs come back to the first device, where the loss is;
-    backward runs through the gathering; the replicas' gradients are added up on the first device.
+    the first device sends the weights to every replica, and the rows of a micro-batch; forward runs
+    in threads; the outputs are gathered on the first device, which computes the loss; backward runs
+    through the gather; the gradients of the replicas are added on the first device.
 
-BatchNorm and dropout belong to the shard, not to the replica: each replica goes through whole
-shards, in a scope of its own. Weights are copied and gradients added explicitly, once in a step,
-where DataParallel does both through autograd, in every forward pass: there replicas have no weights
-of their own, and what a module keeps of its weights is the first device's.
+BatchNorm and dropout belong to the shard, not to the replica: each replica gets whole shards, in a
+separate scope. Weights are copied and gradients added explicitly, once in a step. DataParallel does
+both through autograd in every forward pass: there replicas have no weights of their own, and
+references of a module to its weights are those of the first device.
 
-What user code draws in forward (`F.dropout`) comes from the one generator of the process on CPU, by
-threads in no fixed order: it is not the same from run to run, and the engine cannot see it.
+On CPU, random numbers of user code in forward (`F.dropout`) come from the one generator of the
+process, by threads in no fixed order: they differ from run to run, and the engine cannot detect it.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ from allranks.torch.step.tally import Tally
 from allranks.torch.strategies.base import Strategy, StrategyContext
 
 # --- model copy ----------------------------------------------------------------------------------
-# A copy of a model on a device of its own, made once, that follows the model step by step.
+# A copy of a model on another device, made once and updated in each step.
 #
-# Its weights are leaves of their own, so everything that a module keeps of them belongs to the copy
-# too: an RNN's list of weights, a tied weight, `parameters()` asked for inside forward.
+# Its weights are separate leaves, so all references of a module to them are those of the copy: an
+# RNN's list of weights, a tied weight, `parameters()` inside forward.
 
 
 PLAIN = (bool, int, float, str, type(None))
@@ -66,9 +66,9 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 def copy_of(model: nn.Module, device: torch.device, instead: dict[int, Any]) -> nn.Module:
-    """The model once more, with its weights and buffers on `device`.
+    """A copy of the model with weights and buffers on `device`.
 
-    `instead` says what the copy has in place of an object, by the object's id.
+    `instead` maps the ids of objects to their replacements in the copy.
     """
     if any(hasattr(module, "_flatten_layers") for module in model.modules()):
         raise RequestError(
@@ -85,11 +85,11 @@ def copy_of(model: nn.Module, device: torch.device, instead: dict[int, Any]) -> 
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.detach().to(device, copy=True)
     try:
-        for parameter in model.parameters():  # a class of its own, and what is noted on it
+        for parameter in model.parameters():  # its class and its attributes
             copied = memo[id(parameter)]
             copied.__class__ = type(parameter)
             vars(copied).update(copy.deepcopy(vars(parameter), memo))
-        found = copy.deepcopy(model, memo)
+        replica = copy.deepcopy(model, memo)
     except Exception as error:
         raise RequestError(
             asked=f"a second replica of {type(model).__name__}",
@@ -97,16 +97,16 @@ def copy_of(model: nn.Module, device: torch.device, instead: dict[int, Any]) -> 
             why="every replica is a copy of the model, and it cannot be copied",
             do="keep in it what copy.deepcopy can copy, or use --strategy ddp",
         ) from error
-    for module in found.modules():
+    for module in replica.modules():
         if isinstance(module, nn.RNNBase):  # cuDNN wants its weights in one piece of memory
             module.flatten_parameters()
-    return found
+    return replica
 
 
 @torch.no_grad()
-def follow(own: nn.Module, model: nn.Module, device: torch.device) -> None:
-    """Let the copy on `device` hold what the model does: weights, buffers, modes, plain values."""
-    for mine, theirs in zip(own.modules(), model.modules(), strict=True):
+def follow(replica: nn.Module, model: nn.Module, device: torch.device) -> None:
+    """Copy weights, buffers, modes and plain values of the model to its replica on `device`."""
+    for mine, theirs in zip(replica.modules(), model.modules(), strict=True):
         plain = {n: value for n, value in vars(theirs).items() if isinstance(value, PLAIN)}
         vars(mine).update(plain)
         for name, weight in theirs._parameters.items():
@@ -121,15 +121,15 @@ def follow(own: nn.Module, model: nn.Module, device: torch.device) -> None:
 
 
 def _followed(mine: Tensor | None, theirs: Tensor | None, device: torch.device) -> Tensor | None:
-    """The buffer of a copy after the model's: the same memory where it fits."""
+    """The buffer of a replica, copied from the model, in the same memory if it fits."""
     if mine is None or theirs is None or mine.shape != theirs.shape or mine.dtype != theirs.dtype:
         return None if theirs is None else theirs.detach().to(device, copy=True)
     return mine.copy_(theirs)
 
 
 def _check_hooks(model: nn.Module) -> None:
-    """Raise `RequestError` for a hook of a module that keeps something: all replicas would share
-    it, or each would have another one."""
+    """Raise `RequestError` for a module hook with state: all replicas would share it, or each would
+    have a copy."""
     modules = set(model.modules())
     for name, module in model.named_modules():
         hooks = [hook for kind in HOOKS for hook in getattr(module, kind).values()]
@@ -144,7 +144,7 @@ def _check_hooks(model: nn.Module) -> None:
 
 
 def _keeps(hook: Callable[..., Any], modules: set[nn.Module]) -> bool:
-    """Whether a hook has state that is no module's of the model. Those of torch have none."""
+    """Whether a hook has state outside of modules of the model. Hooks of torch have none."""
     if isinstance(hook, partial):
         values = (*hook.args, *hook.keywords.values())
         return _keeps(hook.func, modules) or not all(map(_is_constant, values))
@@ -172,7 +172,7 @@ SEES_ROWS = "each replica has a gradient of its rows alone, and the hook expects
 
 @dataclass
 class Replica:
-    """A model on a device, its thread, and the scope that tells its layers whose rows they see."""
+    """A model on a device, its thread, and the scope that tells its layers their samples."""
 
     number: int
     device: torch.device
@@ -180,16 +180,16 @@ class Replica:
     scope: Scope
     drawn: dict[int, int] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:  # always the same thread: libraries keep memory for each
+    def __post_init__(self) -> None:  # always the same thread: libraries have memory for each
         self.thread = ThreadPoolExecutor(1, f"replica-{self.number}", torch.get_num_threads)
 
     def enter(self, step: int, share: Micro) -> None:
-        """The samples of `share` go through next; what the device draws is keyed by them."""
+        """Set the samples of the next pass, which are the key of random numbers."""
         with accelerator.using(self.device):
             self.scope.enter(step, share, samples_in(share))
 
     def entered(self) -> None:
-        """Its forward pass is over: backward must not run these layers again."""
+        """End the forward pass: backward must not run these layers again."""
         self.drawn = dict(self.scope.calls)
 
     def check(self) -> None:
@@ -198,7 +198,7 @@ class Replica:
             raise computed_again()
 
     def forget(self) -> None:
-        """No step has begun, whatever became of the last one."""
+        """Reset the replica before a step."""
         self.scope.moments.clear()
         self.entered()
         for parameter in self.model.parameters():
@@ -247,28 +247,28 @@ class DP(Strategy):
 
     def lay_out(self) -> None:
         step = self.step
-        placed_tensors: list[nn.Parameter] = list(step.parameters)
+        parameters: list[nn.Parameter] = list(step.parameters)
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
         for replica in self.copies:
             weights = dict(replica.model.named_parameters())
-            own = [weights[name] for name in step.names]
-            placed_tensors += own
-            for position, weight in enumerate(own):
+            local = [weights[name] for name in step.names]
+            parameters += local
+            for position, weight in enumerate(local):
                 weight.requires_grad_()  # it may be new
                 self._hooks.append(
                     weight.register_post_accumulate_grad_hook(partial(_mark, step, position))
                 )
             for number, position in enumerate(step.sparse.positions):
-                self._hooks.append(own[position].register_hook(step.sparse.marker(number)))
-        step.user_backward.parameters = placed_tensors
+                self._hooks.append(local[position].register_hook(step.sparse.marker(number)))
+        step.user_backward.parameters = parameters
 
     def forward_backward(self, batch: Batch) -> Tally:
         for replica in self.copies:
             replica.forget()
         self._weights_are_out = False
-        if self.copies:  # an optimizer, or a callback, may have put some there
+        if self.copies:  # an optimizer, or a callback, may have added some
             engine = (*self._watching, *self.step.sparse.hooks)
             check_no_hooks(self.model, ASKED, SEES_ROWS, engine)
         with explained(UNRELATED, lambda _: unrelated_input(ASKED)):
@@ -281,7 +281,7 @@ class DP(Strategy):
         return local, Gradients(self.step.parameters)
 
     def _forward(self, data: Any) -> Any:
-        """The output of a micro-batch, on the first device: of its rows, by all replicas."""
+        """The output of a micro-batch on the first device, computed by all replicas."""
         self._send_weights()
         scope = self.context.scope
         pieces, step = scope.pieces, scope.step
@@ -299,14 +299,14 @@ class DP(Strategy):
         if samples_in(pieces) > self._gathered_samples:
             self._gathered_samples = samples_in(pieces)
             self._gathered_rows = [
-                row(GATHERED, f"{what} {number} of a micro-batch", tensor)
-                for what, value in (("input", data), ("output", output))
+                row(GATHERED, f"{side} {number} of a micro-batch", tensor)
+                for side, value in (("input", data), ("output", output))
                 for number, tensor in enumerate(tensors_in(value))
             ]
         return output
 
     def _send_weights(self) -> None:
-        """Once in a step; later than a trace puts other weights there."""
+        """Copy weights once in a step, after a trace may have replaced them."""
         if not self._weights_are_out:
             for replica in self.copies:
                 follow(replica.model, self.model, replica.device)
@@ -315,7 +315,7 @@ class DP(Strategy):
             replica.check()
 
     def _in_threads(self, working: list[Replica], parts: list[Any]) -> list[Any]:
-        """The outputs of all; raises what the first that failed did, once all are done."""
+        """The outputs of all replicas; after all have ended, raises the first error."""
         is_grad = torch.is_grad_enabled()
         futures = [
             replica.thread.submit(self._run, replica, part, is_grad)
@@ -325,7 +325,7 @@ class DP(Strategy):
         return [future.result() for future in futures]
 
     def _run(self, replica: Replica, part: Any, is_grad: bool) -> Any:
-        """In a thread of its own, to which device, gradients and arithmetic are carried over."""
+        """Run in the replica's thread, with the device, grad mode and autocast of the caller."""
         with (
             accelerator.using(replica.device),
             torch.set_grad_enabled(is_grad),
@@ -339,7 +339,7 @@ class DP(Strategy):
                 raise
 
     def placement(self, *, updated: bool) -> list[Placed]:
-        """Every replica's weights; on the first device what it gathers too."""
+        """The weights of every replica, and gathered tensors on the first device."""
         rows, names = super().placement(updated=updated), self.step.names
         for each in self.copies:
             replica = each.number
@@ -347,7 +347,7 @@ class DP(Strategy):
         return rows + self._gathered_rows
 
     def close(self) -> None:
-        """End the threads; the task is as it was."""
+        """End the threads, and restore the task."""
         for replica in (self.first, *self.copies):
             replica.thread.shutdown()
         self._unchecked()
@@ -359,7 +359,7 @@ def _mark(step: SharedStep, position: int, weight: Tensor) -> None:
 
 
 def _add_gradients(step: SharedStep, replica: nn.Module) -> None:
-    """Add the gradients of a replica to those on the first device, and let go of them."""
+    """Move the gradients of a replica to those on the first device."""
     weights = dict(replica.named_parameters())
     if step.changes.late:
         names = {id(parameter): name for name, parameter in step.model.named_parameters()}

@@ -3,14 +3,14 @@
     part 0 (cuda:0)    embedding, blocks 0-5     the inputs are here, and the loss
     part 1 (cuda:1)    blocks 6-11, head         activations come over, the output goes back
 
-The model's own forward stays as it is: before a placed module is called, a hook brings what goes
-into it to its device. Gradients and what the optimizer keeps are beside their weights. With `split`
-a micro-batch goes through in pieces, so that one device works on a piece while the next one has the
-piece before (`in_flight`). BatchNorm and dropout belong to the shard, and pieces are whole shards:
-the result is the same.
+The forward of the model does not change: before a placed module is called, a hook moves its inputs
+to its device. Gradients and optimizer state are on the device of their weights. With `split` a
+micro-batch is split into pieces, so that one device works on a piece while the next device works on
+the piece before. BatchNorm and dropout belong to the shard, and pieces are whole shards: the result
+is the same.
 
-What user code draws in forward (`F.dropout`) comes from a generator for each device, and with
-`split` on CPU from one generator in several threads: only there it is not as in one process.
+Random numbers of user code in forward (`F.dropout`) come from one generator for each device. With
+`split` on CPU several threads share one generator: only there they differ from one process.
 Single-Machine Model Parallel, a tutorial of PyTorch, does the same by hand.
 """
 
@@ -59,15 +59,15 @@ from allranks.torch.strategies.base import StrategyContext
 # --- in flight -----------------------------------------------------------------------------------
 # Pieces of a micro-batch in flight through the parts of one model, in one process.
 #
-# On CPU each piece has a thread, and takes the parts in turn:
+# On CPU each piece has a thread, and runs through the parts in turn:
 #
 #     part 0   | piece 0 | piece 1 | piece 2 |
 #     part 1             | piece 0 | piece 1 | piece 2 |        and back again in backward
 #
-# A part works on one piece at a time, and takes the pieces in their order, so that gradients add up
-# in one order whenever they are computed. The loss is of all pieces together: where it begins its
-# backward pass, each piece goes on with its own. On CUDA no thread is needed: what one thread
-# launches, piece after piece, the devices carry out side by side.
+# A part works on one piece at a time, in the order of the pieces, so that the order of additions is
+# fixed. The loss is of all pieces; in its backward pass each piece continues in its own thread. On
+# CUDA no threads are needed: one thread launches piece after piece, and the devices run
+# concurrently.
 # Huang et al. 2019, GPipe, arXiv 1811.06965, without its stages being a sequence.
 
 
@@ -75,15 +75,15 @@ END = 2**31
 
 
 class Turns:
-    """Who is at which part: one piece at a time, the pieces in order on each leg of their way."""
+    """The piece at each part: one at a time, and in order on each leg."""
 
     def __init__(self, pieces: int) -> None:
         self._changed = threading.Condition()
         self._legs = [-1] * pieces
         self._at: dict[int, int] = {}
 
-    def take(self, piece: int, part: int) -> None:
-        """Leave the part where the piece is, and wait for its turn at another one."""
+    def acquire(self, piece: int, part: int) -> None:
+        """Leave the current part of the piece, and wait for its turn at another one."""
         with self._changed:
             leg = self._legs[piece] + 1
             self._go(piece, leg)
@@ -91,7 +91,7 @@ class Turns:
             self._at[part] = piece
 
     def end(self, piece: int) -> None:
-        """The piece has come to its end, or has failed: nobody waits for it any more."""
+        """End the piece, also after an error: others no longer wait for it."""
         with self._changed:
             self._go(piece, END)
 
@@ -105,12 +105,12 @@ class Turns:
 
 
 class InFlight:
-    """A piece on its way: its thread, its scope, and the part where it is."""
+    """A piece in flight: its thread, its scope, and its current part."""
 
     def __init__(self, number: int, scope: Scope, entered: Callable[[InFlight, int], None]) -> None:
         self.number, self.scope, self._entered = number, scope, entered
         self._name = f"piece-{number}"
-        # always the same one, as for `dp`; until it is asked, its first product has other threads
+        # always the same, as in `dp`; it sets its number of threads before the first product
         self.thread = ThreadPoolExecutor(1, self._name, torch.get_num_threads)
         self.part: int | None = None
         self.turns: Turns | None = None
@@ -118,16 +118,16 @@ class InFlight:
         self._drawn: dict[int, int] = {}
 
     def go_to(self, part: int) -> None:
-        """Take the turn at a part, unless it is there."""
+        """Wait for the turn at a part, unless the piece is there."""
         if part == self.part:
             return
         assert self.turns is not None
-        self.turns.take(self.number, part)
+        self.turns.acquire(self.number, part)
         self.part = part
         self._entered(self, part)
 
     def cross(self, part: int, tensors: list[Tensor]) -> None:
-        """Go to a part with what goes into it; backward goes back to where that was made."""
+        """Go to a part with its inputs; backward returns to the part that made them."""
         came_from = self.part
         self.go_to(part)
         if came_from is None:
@@ -142,11 +142,11 @@ class InFlight:
                 tensor.register_hook(go_back)
 
     def is_here(self) -> bool:
-        """Whether the thread that asks is that of this piece."""
+        """Whether the current thread is that of this piece."""
         return threading.current_thread().name == f"{self._name}_0"
 
     def run(self, turns: Turns, work: Callable[[], Any], *, is_forward: bool) -> Any:
-        """`work`, in turns with the other pieces. Backward begins where forward has ended."""
+        """Run `work` in turns with other pieces. Backward begins at the last part of forward."""
         self.turns, self.is_forward = turns, is_forward
         try:
             if not is_forward:
@@ -162,7 +162,7 @@ class InFlight:
 
 
 def in_threads(pieces: Sequence[InFlight], works: Sequence[Callable[[], Any]]) -> list[Any]:
-    """What all of the works return; raises what the first that failed did, once all are done."""
+    """The results of all works; after all have ended, raises the first error."""
     futures: list[Future[Any]] = [
         piece.thread.submit(work) for piece, work in zip(pieces, works, strict=True)
     ]
@@ -170,17 +170,19 @@ def in_threads(pieces: Sequence[InFlight], works: Sequence[Callable[[], Any]]) -
     return [future.result() for future in futures]
 
 
-def apart(pieces: Sequence[InFlight], outputs: list[Any], done: Callable[[], None]) -> list[Any]:
-    """The outputs of the pieces, such that backward goes through each piece in its own thread.
+def threaded_backward(
+    pieces: Sequence[InFlight], outputs: list[Any], done: Callable[[], None]
+) -> list[Any]:
+    """The outputs of the pieces, whose backward runs each piece in its own thread.
 
-    `done` is called once they are through.
+    `done` is called at the end of that backward.
     """
     tensors = [[t for t in tensors_in(output) if t.requires_grad] for output in outputs]
     if not any(tensors):
         return outputs
     apply: Any = _Backward.apply
-    anchor = torch.zeros((), requires_grad=True)  # what makes the outputs differentiable
-    flat = apply(pieces, tensors, done, anchor, *(t.detach() for own in tensors for t in own))
+    anchor = torch.zeros((), requires_grad=True)  # makes the outputs differentiable
+    flat = apply(pieces, tensors, done, anchor, *(t.detach() for row in tensors for t in row))
     cut = iter(flat)
     return [
         replaced(output, iter([next(cut) if t.requires_grad else t for t in tensors_in(output)]))
@@ -206,10 +208,10 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        given, turns = iter(gradients), Turns(len(ctx.pieces))
+        incoming, turns = iter(gradients), Turns(len(ctx.pieces))
         works: list[Callable[[], Any]] = []
-        for piece, own in zip(ctx.pieces, ctx.outputs, strict=True):
-            pairs = [(t, g) for t, g in ((t, next(given)) for t in own) if g is not None]
+        for piece, outputs in zip(ctx.pieces, ctx.outputs, strict=True):
+            pairs = [(t, g) for t, g in ((t, next(incoming)) for t in outputs) if g is not None]
             works.append(_backward_of(piece, turns, pairs))
         try:
             in_threads(ctx.pieces, works)
@@ -257,7 +259,7 @@ class ModelParallel(Single):
         self._here = threading.local()
         needs_threads = self.split > 1 and not accelerator.is_accelerator(device)
         self._pieces = [
-            InFlight(number, Scope(context.scope.seed, device), self._take_scopes)
+            InFlight(number, Scope(context.scope.seed, device), self._set_scopes)
             for number in range(self.split if needs_threads else 0)
         ]
 
@@ -290,28 +292,28 @@ class ModelParallel(Single):
         return model
 
     def _mapped(self, model: nn.Module) -> DeviceMap:
-        """Where everything is, once it is there."""
+        """Choose the device map, and place the model."""
         parts = len(self.devices)
-        given = self.task.device_map(model)
-        if given is not None:
-            found = by_hand(model, given, parts)
-            self._place(model, found)
-            return found
+        by_task = self.task.device_map(model)
+        if by_task is not None:
+            device_map = by_hand(model, by_task, parts)
+            self._place(model, device_map)
+            return device_map
         units = units_of(model, parts)
-        found = balanced(units, [float(unit.nbytes) for unit in units], parts)
-        self._place(model, found)
+        device_map = balanced(units, [float(unit.nbytes) for unit in units], parts)
+        self._place(model, device_map)
         if self.context.options["by"] == "cost":
             called = {n: unit.module for n, unit in enumerate(units) if unit.module is not None}
             precision, scope = self.context.precision, self.context.scope
             asked, blocks = f"--strategy {self.name}:by=cost", list(called.values())
             seconds = seconds_of(blocks, model, self.task, scope, precision, asked)
             costs = dict(zip(called, seconds, strict=True))
-            found = balanced(units, [costs.get(n, 0.0) for n in range(len(units))], parts)
-            self._place(model, found)
-        return found
+            device_map = balanced(units, [costs.get(n, 0.0) for n in range(len(units))], parts)
+            self._place(model, device_map)
+        return device_map
 
     def _place(self, model: nn.Module, device_map: DeviceMap) -> None:
-        """Bring everything to its device, and let hooks bring there what goes into it."""
+        """Move modules to their devices, and register hooks that move their inputs."""
         self._remove_hooks()
         device_map.place(self.devices)
         looked_up = self.context.scope.looked_up
@@ -330,34 +332,34 @@ class ModelParallel(Single):
         self._hooks.append(model.register_forward_hook(self._leaving))
 
     def _entering(self, part: int) -> Callable[..., Any]:
-        """The hook that brings what goes into a module of a part to the device of that part."""
+        """The hook that moves the inputs of a module to the device of its part."""
         device = self.devices[part]
 
         def enter(module: nn.Module, args: Any, keywords: Any) -> Any:
-            accelerator.use(device)  # what forward makes itself is to be there too
+            accelerator.use(device)  # new tensors of forward belong there too
             piece: InFlight | None = getattr(self._here, "piece", None)
-            found = list(tensors_of_arguments((args, keywords)))
+            tensors = list(tensors_of_arguments((args, keywords)))
             if piece is not None and piece.is_forward and piece.part != part:
-                piece.cross(part, found)
-            if all(tensor.device == device for tensor in found):
+                piece.cross(part, tensors)
+            if all(tensor.device == device for tensor in tensors):
                 return None
             return map_arguments(lambda t: t.to(device, non_blocking=True), (args, keywords))
 
         return enter
 
     def _first_again(self, module: nn.Module, args: Any, output: Any) -> None:
-        """The current device is the first one again, whatever the module did."""
+        """Make the first device current again, whatever the module did."""
         accelerator.use(self.devices[0])
 
     def _leaving(self, model: nn.Module, args: Any, output: Any) -> Any:
-        """The output of the model, on the first device, where the labels are."""
+        """Move the output of the model to the first device, where the labels are."""
         first = self.devices[0]
         if all(tensor.device == first for tensor in tensors_in(output)):
             return None
         return map_tensors(lambda tensor: tensor.to(first, non_blocking=True), output)
 
     def _hold_scopes(self, model: nn.Module) -> None:
-        """Know which layers of each part follow the scope of the piece that is there."""
+        """Collect the layers of each part that use the scope of the current piece."""
         parts: dict[int, int] = {}
         for unit, part in zip(self.device_map.units, self.device_map.parts, strict=True):
             parts |= {id(module): part for module in (unit.module or nn.Identity()).modules()}
@@ -375,13 +377,13 @@ class ModelParallel(Single):
                 )
             self._holders[parts[id(module)]] += holders
 
-    def _take_scopes(self, piece: InFlight, part: int) -> None:
-        """The layers of a part follow the piece that is there."""
+    def _set_scopes(self, piece: InFlight, part: int) -> None:
+        """Let the layers of a part use the scope of a piece."""
         for holder in self._holders[part]:
             holder.scope = piece.scope
 
     def _follow_whole(self) -> None:
-        """All layers follow the micro-batch again."""
+        """Let all layers use the scope of the micro-batch again."""
         for holder in (holder for holders in self._holders for holder in holders):
             holder.scope = self.context.scope
 
@@ -403,7 +405,7 @@ class ModelParallel(Single):
             return super().eval_step(data, forward)
 
     def _in_pieces(self, data: Any) -> Any:
-        """The output of a micro-batch, piece by piece: in threads on CPU, launched on CUDA."""
+        """The output of a micro-batch in pieces: by threads on CPU, by launches on CUDA."""
         scope, first = self.context.scope, self.devices[0]
         moment = scope.moment()
         shares = shares_of(scope.pieces, self.split)
@@ -438,16 +440,16 @@ class ModelParallel(Single):
             self._follow_whole()
         for piece in pieces:
             self.context.scope.take_moments(piece.scope)
-        return apart(pieces, outputs, self._follow_whole)
+        return threaded_backward(pieces, outputs, self._follow_whole)
 
     def _run(self, piece: InFlight, part: Any, is_grad: bool) -> Any:
-        """In the thread of the piece, to which gradients and arithmetic are carried over."""
+        """Run in the thread of the piece, with the grad mode and autocast of the caller."""
         self._here.piece = piece
         with torch.set_grad_enabled(is_grad), self.context.precision.autocast():
             return forward(self.task, self.step.call, part)
 
     def placement(self, *, updated: bool) -> list[Placed]:
-        """What each part holds."""
+        """The tensors of each part."""
         rows, part_of = super().placement(updated=updated), self.device_map.part_of
         return [dataclasses.replace(row, part=part_of(row.name)) for row in rows]
 
@@ -457,7 +459,7 @@ class ModelParallel(Single):
         self._hooks = []
 
     def close(self) -> None:
-        """End the threads; the model is whole again for whoever made it."""
+        """End the threads, and remove all hooks."""
         for piece in self._pieces:
             piece.thread.shutdown()
         self._remove_hooks()

@@ -1,14 +1,14 @@
 """1-bit SGD: columns of each matrix in a few bits a number, quantised twice, with two residuals.
 
-    1. every rank quantises its gradients with its residual, and gives stripe r of the columns to
+    1. every rank quantises its gradients with its residual, and sends stripe r of the columns to
        rank r
-    2. rank r adds up what all gave it, its own quantised one too, in the order of the ranks
-    3. it quantises the sum with a second residual, of its stripe, and gives it to all
+    2. rank r adds these, its own quantised one too, in rank order
+    3. it quantises the sum with a second residual, for its stripe, and sends it to all ranks
 
-A column is what one output has: a row of a linear layer's weight, the weights of one output channel
-of a convolution (OIHW). Vectors and numbers are summed as they are. Stripes are of one size, the
-last ones padded; whose a column is changes no result. Seide et al. 2014, 1-Bit Stochastic Gradient
-Descent; CNTK's `AllReduceDistGradAggregator.h`. One rank alone quantises twice too.
+A column belongs to one output: a row of a linear layer's weight, the weights of one output channel
+of a convolution (OIHW). Vectors and scalars are summed uncompressed. Stripes have one size, the
+last ones padded; they do not change the result. A single rank quantises twice too. Seide et al.
+2014, 1-Bit Stochastic Gradient Descent; CNTK's `AllReduceDistGradAggregator.h`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from allranks.torch.parallel.data.reducer import Bucket
 
 
 class NBit(Compressed):
-    """An all-to-all, an all-gather and an all-reduce (of what is no matrix) per bucket.
+    """An all-to-all, an all-gather and an all-reduce (of all but matrices) per bucket.
 
     Sends 2(N-1)/N of `bits` a number and 8 bytes a column, of vectors and the tally.
     """
@@ -50,7 +50,7 @@ class OneBit(NBit):
 
 @dataclass
 class _Matrix:
-    """Columns of one gradient, a row each here: residuals of all, and of the sum of a stripe."""
+    """Columns of one gradient, a row each here: residuals of all, and of a stripe's sum."""
 
     view: Tensor
     ranks: int
@@ -64,20 +64,20 @@ class _Matrix:
         self.residual = self.view.new_zeros((self.ranks * self.stripe, self.length))
         self.of_sum = self.view.new_zeros((self.stripe, self.length))
 
-    def given(self) -> Tensor:
-        """(rank, bytes) of this rank's gradient."""
-        own = self.residual[: self.count]
-        own.add_(self.view.reshape(own.shape))
+    def outgoing(self) -> Tensor:
+        """This rank's messages, (rank, bytes)."""
+        local = self.residual[: self.count]
+        local.add_(self.view.reshape(local.shape))
         return self._encoded(self.residual).view(self.ranks, -1)
 
     def summed(self, received: Tensor) -> Tensor:
-        """(bytes,) of the sum of this rank's stripe, of (rank, bytes)."""
+        """The encoded sum of this rank's stripe, (bytes,), from messages (rank, bytes)."""
         for message in received:
             self.quantizer.add_decoded(message.reshape(self.stripe, -1), self.of_sum)
         return self._encoded(self.of_sum).flatten()
 
-    def take(self, every: Tensor) -> None:
-        """Lay the sums of all stripes, (rank, bytes), into the bucket."""
+    def decode_sums(self, every: Tensor) -> None:
+        """Decode the sums of all stripes, (rank, bytes), into the bucket."""
         columns = every.reshape(self.ranks * self.stripe, -1)[: self.count]
         total = self.quantizer.decode(columns, self.length, self.view.dtype)
         self.view.copy_(total.view(self.view.shape))
@@ -90,7 +90,7 @@ class _Matrix:
 
 
 class _Striped(BucketExchange):
-    """One bucket, its matrices by columns."""
+    """One bucket, whose matrices are sent by columns."""
 
     def __init__(self, comm: Comm, bucket: Bucket, quantizer: ColumnQuantizer) -> None:
         self.comm = comm
@@ -104,32 +104,32 @@ class _Striped(BucketExchange):
         self.plain.append(bucket.flat[bucket.gradients.numel() :])
 
     def messages(self) -> Iterator[Pending]:
-        rest = torch.cat([tensor.flatten() for tensor in self.plain])
-        rest_is_there = self.comm.all_reduce(rest)
+        plain = torch.cat([tensor.flatten() for tensor in self.plain])
+        plain_sum = self.comm.all_reduce(plain)
         matrices = list(self.matrices.values())
         if matrices:
-            rows = [matrix.given() for matrix in matrices]
+            rows = [matrix.outgoing() for matrix in matrices]
             sizes = [row.shape[1] for row in rows]
-            received = given = torch.cat(rows, 1)
+            received = outgoing = torch.cat(rows, 1)
             if self.comm.size > 1:
-                received = torch.empty_like(given)
-                parts = [given.shape[1]] * self.comm.size
-                yield self.comm.all_to_all(received.view(-1), given.view(-1), parts, parts)
+                received = torch.empty_like(outgoing)
+                parts = [outgoing.shape[1]] * self.comm.size
+                yield self.comm.all_to_all(received.view(-1), outgoing.view(-1), parts, parts)
             stripes = received.split(sizes, 1)
-            sums = [matrix.summed(own) for matrix, own in zip(matrices, stripes, strict=True)]
-            own = every = torch.cat(sums)
+            sums = [matrix.summed(stripe) for matrix, stripe in zip(matrices, stripes, strict=True)]
+            stripe = every = torch.cat(sums)
             if self.comm.size > 1:
-                every = torch.empty_like(given).view(-1)
-                yield self.comm.all_gather(every, own)
+                every = torch.empty_like(outgoing).view(-1)
+                yield self.comm.all_gather(every, stripe)
             totals = every.view(self.comm.size, -1).split(sizes, 1)
             for matrix, total in zip(matrices, totals, strict=True):
-                matrix.take(total)
-        yield rest_is_there
-        parts_of_rest = rest.split([tensor.numel() for tensor in self.plain])
-        for tensor, part in zip(self.plain, parts_of_rest, strict=True):
+                matrix.decode_sums(total)
+        yield plain_sum
+        plain_parts = plain.split([tensor.numel() for tensor in self.plain])
+        for tensor, part in zip(self.plain, plain_parts, strict=True):
             tensor.copy_(part.view(tensor.shape))
 
-    def kept(self) -> dict[str, dict[str, Tensor]]:
+    def residuals(self) -> dict[str, dict[str, Tensor]]:
         return {
             name: {"residual": matrix.residual, "residual_of_sum": matrix.of_sum}
             for name, matrix in self.matrices.items()

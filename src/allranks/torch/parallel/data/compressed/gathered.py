@@ -1,13 +1,13 @@
-"""What reducers with error feedback share: what was not sent, by parameter, and a plain beginning.
+"""The base of reducers with error feedback: residuals by parameter, and uncompressed first steps.
 
-How one bucket is summed is a generator, which yields each message that it has begun and goes on
-once that has come. So several buckets are under way at once, in one order on all ranks.
+The exchange of a bucket is a generator. It yields each message that it has begun, and continues
+when that has arrived. So several buckets are in flight at once, in one order on all ranks.
 
-Residuals are of a rank alone. They are kept by the name of a parameter: another order or another
-size of buckets finds them again, and a resumed training, on as many ranks, goes on to the bit.
-The tally is never rounded. Gradients come divided by the global batch, so a sum is their mean;
-clipping, the guard and the optimizer see that sum, the same bits on every rank. What a rank had
-sent in a step that is skipped is lost with that step.
+Residuals belong to one rank, and are saved by parameter name. So buckets may change in order or
+size, and a training resumed on as many ranks continues to the bit. The tally is never rounded.
+Gradients are already divided by the global batch, so a sum is their mean. Clipping, the guard and
+the optimizer use that sum, the same bits on every rank. If a step is skipped, what was sent in it
+is lost.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from allranks.torch.parallel.data.reducer import Bucket, Reducer
 
 
 class BucketExchange(ABC):
-    """One bucket, and what this rank keeps of it from step to step."""
+    """One bucket, and this rank's residuals for it."""
 
     @abstractmethod
     def messages(self) -> Iterator[Pending]:
-        """Sum the bucket over all ranks: each message that is begun, to be waited for."""
+        """Sum the bucket over all ranks; yields each message to wait for."""
 
     @abstractmethod
-    def kept(self) -> dict[str, dict[str, Tensor]]:
-        """Views of what is kept, by the name of a parameter and of what it is."""
+    def residuals(self) -> dict[str, dict[str, Tensor]]:
+        """Views of the state, by parameter name and by key."""
 
 
 class Compressed(Reducer):
-    """Sums plainly in the first `after` steps; then as the exchange of each bucket does."""
+    """Sums uncompressed in the first `after` steps, then by the exchange of each bucket."""
 
     def __init__(self, comm: Comm, shards: int, after: int = 0) -> None:
         super().__init__(comm, shards)
@@ -52,7 +52,7 @@ class Compressed(Reducer):
 
     @abstractmethod
     def exchange_of(self, bucket: Bucket) -> BucketExchange:
-        """How a bucket with the gradients of parameters is summed."""
+        """The exchange for a bucket."""
 
     def prepare(self, buckets: Sequence[Bucket]) -> None:
         super().prepare(buckets)
@@ -61,10 +61,10 @@ class Compressed(Reducer):
     def launch(self, bucket: int, leaf: Span, *, last: bool) -> None:
         assert last, "gradients of all shards add up in the bucket: one leaf per rank"
         compresses = self._exchanges and self.steps >= self.after
-        found = self._exchanges[bucket].messages() if compresses else self._plain(bucket)
-        first = next(found, None)
+        messages = self._exchanges[bucket].messages() if compresses else self._plain(bucket)
+        first = next(messages, None)
         if first is not None:
-            self._under_way.append((found, first))
+            self._under_way.append((messages, first))
 
     def finish(self) -> None:
         under_way, self._under_way = self._under_way, []
@@ -79,53 +79,53 @@ class Compressed(Reducer):
         self.steps += bool(self._exchanges)
 
     def state(self) -> dict[str, Any]:
-        kept = {n: parts for exchange in self._exchanges for n, parts in exchange.kept().items()}
-        return {"steps": self.steps, "kept": kept}
+        named = [item for exchange in self._exchanges for item in exchange.residuals().items()]
+        return {"steps": self.steps, "kept": dict(named)}
 
     def load_state(self, state: dict[str, Any]) -> None:
         if not state:
             return
         self.steps = int(state["steps"])
         for exchange in self._exchanges:
-            for name, parts in exchange.kept().items():
-                for what, tensor in state["kept"].get(name, {}).items():
-                    if what in parts and parts[what].shape == tensor.shape:
-                        parts[what].copy_(tensor)
+            for name, parts in exchange.residuals().items():
+                for key, tensor in state["kept"].get(name, {}).items():
+                    if key in parts and parts[key].shape == tensor.shape:
+                        parts[key].copy_(tensor)
 
     def _plain(self, bucket: int) -> Iterator[Pending]:
         yield self.comm.all_reduce(self.buckets[bucket].flat)
 
 
 def real_view(view: Tensor) -> Tensor:
-    """A gradient in real numbers: complex ones are pairs."""
+    """A gradient as real numbers; complex ones as pairs."""
     return torch.view_as_real(view) if view.is_complex() else view
 
 
 def views_into(flat: Tensor, bucket: Bucket) -> dict[str, Tensor]:
-    """The parts of `flat` that lie as the gradients of a bucket lie in it, by name."""
-    found = {}
+    """Views of `flat` with the offsets and strides of a bucket's gradients, by name."""
+    views = {}
     for name, view in bucket.views.items():
         real = real_view(view)
         offset = real.storage_offset() - bucket.flat.storage_offset()
-        found[name] = flat.as_strided(real.shape, real.stride(), flat.storage_offset() + offset)
-    return found
+        views[name] = flat.as_strided(real.shape, real.stride(), flat.storage_offset() + offset)
+    return views
 
 
 def shapes_of(bucket: Bucket) -> tuple[tuple[int, ...], ...]:
-    """Those of its gradients; complex ones are vectors of real numbers."""
+    """The shapes of its gradients; complex ones are vectors of real numbers."""
     views = bucket.views.values()
     return tuple((2 * v.numel(),) if v.is_complex() else tuple(v.shape) for v in views)
 
 
 # --- gathered ------------------------------------------------------------------------------------
-# Sums of what a codec makes of each rank's bucket: every rank is given all, and adds it up.
+# Sums of encoded buckets: every rank gets the messages of all ranks, and adds them.
 #
-#     1. every rank adds its residual to its bucket, encodes that, keeps what the message leaves out
-#     2. an all-gather gives every rank the messages of all, with their tallies as they are
-#     3. every rank adds what they say in the order of the ranks: all end with the same bits
+#     1. every rank adds its residual to its bucket, encodes it, and keeps the error as a residual
+#     2. an all-gather gives every rank the messages of all, with their unrounded tallies
+#     3. every rank decodes and adds them in rank order: all get the same bits
 #
-# Sends (N-1) messages: so it is for few ranks, or for messages that are small enough. One rank
-# alone encodes and decodes too, and keeps a residual.
+# Sends (N-1) messages, so it is for few ranks or small messages. A single rank encodes and decodes
+# too, and has a residual.
 #
 # `top-k` keeps the k largest of each chunk of a bucket (Lin et al. 2018, Deep Gradient Compression,
 # arXiv 1712.01887, without its momentum correction; the form is that of `compression.codecs`).
@@ -133,7 +133,7 @@ def shapes_of(bucket: Bucket) -> tuple[tuple[int, ...], ...]:
 
 
 class Gathered(BucketExchange):
-    """One bucket, encoded whole. Keeps a residual of its size, which may fade."""
+    """One bucket, encoded as a whole. Its residual has its size, and may decay."""
 
     def __init__(self, comm: Comm, bucket: Bucket, codec: Codec, decay: float = 1) -> None:
         self.comm, self.bucket = comm, bucket
@@ -144,19 +144,19 @@ class Gathered(BucketExchange):
         tally = self.bucket.flat[gradients.numel() :]
         encoded = self.feedback.encode(gradients)
         size = encoded.numel()
-        own = encoded.new_zeros(size + whole_words(tally.nbytes))
-        own[:size] = encoded
-        own[size : size + tally.nbytes] = tally.view(torch.uint8)
-        every = own
+        message = encoded.new_zeros(size + whole_words(tally.nbytes))
+        message[:size] = encoded
+        message[size : size + tally.nbytes] = tally.view(torch.uint8)
+        every = message
         if self.comm.size > 1:
-            every = own.new_empty(self.comm.size * own.numel())
-            yield self.comm.all_gather(every, own)
+            every = message.new_empty(self.comm.size * message.numel())
+            yield self.comm.all_gather(every, message)
         self.bucket.flat.zero_()
-        for row in every.view(-1, own.numel()):
+        for row in every.view(-1, message.numel()):
             self.feedback.codec.add_decoded(row[:size], gradients)
             tally += row[size : size + tally.nbytes].view(tally.dtype)
 
-    def kept(self) -> dict[str, dict[str, Tensor]]:
+    def residuals(self) -> dict[str, dict[str, Tensor]]:
         views = views_into(self.feedback.residual, self.bucket)
         return {name: {"residual": view} for name, view in views.items()}
 
@@ -186,16 +186,16 @@ class TwoBitReducer(Compressed):
 
 
 # --- demo ----------------------------------------------------------------------------------------
-# DeMo: each rank keeps a momentum of its own, and sends what is largest in it, by cosines.
+# DeMo: each rank has a local momentum, and sends its largest DCT coefficients.
 #
 #     1. m <- beta m + gradient: of this rank alone
-#     2. q: the k largest coefficients of each block of m; m <- m - what q says
-#   3. an all-gather gives every rank the q of all; weights move by the signs of what they add up to
+#     2. q: the k largest coefficients of each block of m; m <- m - decoded q
+#     3. an all-gather gives every rank the q of all; weights move by the signs of their sum
 #
-# A momentum that loses what was sent is a residual that fades: so this is error feedback with a
-# decay in front of a codec. The sum leaves here with its size, by which steps are guarded; its
-# signs are taken where weights are updated (`Gradients.sign_`), by SGD without a momentum. What
-# that has as weight decay is added after the signs: decoupled. Peng et al. 2024, arXiv 2411.19870,
+# A momentum minus what was sent is a decaying residual: so this is error feedback with a decay in
+# front of a codec. The sum here has its magnitude, for the guard. Its signs are taken at the update
+# (`Gradients.sign_`), by SGD without momentum. Weight decay of that SGD is added after the signs:
+# decoupled. Peng et al. 2024, arXiv 2411.19870,
 # whose code has blocks of 64 x 64, k = 32 and beta = 0.999.
 
 

@@ -1,16 +1,16 @@
-"""PowerSGD: of each matrix of gradients a product of two thin factors, by one power iteration.
+"""PowerSGD: each matrix of gradients as a product of two thin factors, by one power iteration.
 
     M = gradient + e                  of each rank, n x m; a tensor of more axes is (first, others)
     P = sum of M Q over the ranks     then orthonormal columns
-    Q = sum of M' P over the ranks    of which the next step begins
-    e = M - P (M' P)'                 what this rank did not send
+    Q = sum of M' P over the ranks    with which the next step begins
+    e = M - P (M' P)'                 the residual of this rank
     P Q' is the sum of all gradients
 
-Vogels et al. 2019, arXiv 1905.13727. e is the paper's, of each rank; PyTorch's hook takes off the
-product of the sums, which gives the same sequence of sums. What is no matrix, or shrinks less than
-`min_rate` times, is summed as it is. A Q that a step begins with is made orthonormal too, which
-leaves P Q' as it is but for rounding; where it has lost a column, a drawn one takes its place.
-Matrices of one shape go through together. One rank alone does the same.
+Vogels et al. 2019, arXiv 1905.13727. e is that of the paper; PyTorch's hook subtracts the product
+of the sums, which gives the same sequence of sums. Tensors that are no matrices, or shrink less
+than `min_rate` times, are summed uncompressed. The Q at the start of a step is made orthonormal
+too, which changes P Q' only by rounding; a lost column is replaced by a random one. Matrices of one
+shape are processed as a batch. A single rank does the same.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LARGE = 1 << 14
 
 
 class PowerSGD(Compressed):
-    """Two all-reduces per bucket. Sends 2(N-1)/N of both factors, of the rest and the tally."""
+    """Two all-reduces per bucket. Sends 2(N-1)/N of the factors, other tensors and tally."""
 
     def __init__(self, comm: Comm, shards: int, *, rank: int, min_rate: float, after: int) -> None:
         super().__init__(comm, shards, after)
@@ -64,25 +64,25 @@ class _Group:
         self.right = self.spare.clone()
 
     def left_factors(self) -> Tensor:
-        """(b, n, r), of this rank. The residual is the whole matrix from here on."""
+        """This rank's P, (b, n, r). From here on `residual` is M."""
         for residual, view in zip(self.residual, self.views, strict=True):
             residual.add_(view.reshape(residual.shape))
         right = orthonormal(self.right)
         lost = (right == 0).all(1, keepdim=True)
         return _product(self.residual, torch.where(lost, self.spare, right))
 
-    def right_factors(self, left: Tensor) -> Tensor:
-        """(b, m, r), of this rank, and the residual what they do not say."""
-        right = _product(self.residual.mT, left)
-        for residual, rows, columns in zip(self.residual, left, right, strict=True):
+    def right_factors(self, left_factor: Tensor) -> Tensor:
+        """This rank's Q, (b, m, r). From here on `residual` is e."""
+        right = _product(self.residual.mT, left_factor)
+        for residual, rows, columns in zip(self.residual, left_factor, right, strict=True):
             residual.addmm_(rows, columns.mT, alpha=-1)
-        if right.device.type != "cpu" or not right.isfinite().all():  # a pass less, without a wait
+        if right.device.type != "cpu" or not right.isfinite().all():  # on a CPU it saves a pass
             self.residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         return right
 
-    def take(self, left: Tensor, right: Tensor) -> None:
-        """Lay the product of the sums into the bucket; the next step begins with `right`."""
-        for view, rows, columns in zip(self.views, left, right, strict=True):
+    def write_sums(self, left_factor: Tensor, right: Tensor) -> None:
+        """Write P Q' into the bucket; the next step begins with `right`."""
+        for view, rows, columns in zip(self.views, left_factor, right, strict=True):
             if view.is_contiguous():  # a product in new memory takes eight times as long
                 torch.mm(rows, columns.mT, out=view.view(len(rows), len(columns)))
             else:
@@ -91,7 +91,7 @@ class _Group:
 
 
 class _Factored(BucketExchange):
-    """One bucket, its matrices in groups of one shape."""
+    """One bucket, with its matrices in groups of one shape."""
 
     def __init__(self, comm: Comm, bucket: Bucket, rank: int, min_rate: float) -> None:
         self.comm = comm
@@ -101,12 +101,12 @@ class _Factored(BucketExchange):
         self.groups: list[_Group] = []
         ranks = {}
         for name, view in bucket.views.items():
-            own = 0 if view.is_complex() else factor_rank(tuple(view.shape), rank, min_rate)
-            if not own:
+            factor = 0 if view.is_complex() else factor_rank(tuple(view.shape), rank, min_rate)
+            if not factor:
                 self.plain.append(real_view(view))
                 continue
             shape = (view.shape[0], view[0].numel())
-            ranks[shape] = own
+            ranks[shape] = factor
             names, views = shapes.setdefault(shape, ([], []))
             names.append(name)
             views.append(view)
@@ -115,20 +115,20 @@ class _Factored(BucketExchange):
     def messages(self) -> Iterator[Pending]:
         lefts = [group.left_factors() for group in self.groups]
         if lefts:
-            flat = torch.cat([left.flatten() for left in lefts])
+            flat = torch.cat([p.flatten() for p in lefts])
             yield self.comm.all_reduce(flat)
-            lefts = [orthonormal(left) for left in _split(flat, lefts)]
-        rights = [group.right_factors(left) for group, left in zip(self.groups, lefts, strict=True)]
-        sent = [*rights, *self.plain, self.tally]
-        flat = torch.cat([tensor.flatten() for tensor in sent])
+            lefts = [orthonormal(p) for p in _split(flat, lefts)]
+        rights = [group.right_factors(p) for group, p in zip(self.groups, lefts, strict=True)]
+        summed = [*rights, *self.plain, self.tally]
+        flat = torch.cat([tensor.flatten() for tensor in summed])
         yield self.comm.all_reduce(flat)
-        sums = _split(flat, sent)
-        for own, total in zip([*self.plain, self.tally], sums[len(rights) :], strict=True):
-            own.copy_(total)
-        for group, left, right in zip(self.groups, lefts, sums, strict=False):
-            group.take(left, right)
+        sums = _split(flat, summed)
+        for target, total in zip([*self.plain, self.tally], sums[len(rights) :], strict=True):
+            target.copy_(total)
+        for group, p, q in zip(self.groups, lefts, sums, strict=False):
+            group.write_sums(p, q)
 
-    def kept(self) -> dict[str, dict[str, Tensor]]:
+    def residuals(self) -> dict[str, dict[str, Tensor]]:
         return {
             name: {"residual": group.residual[i], "right": group.right[i]}
             for group in self.groups
@@ -137,19 +137,19 @@ class _Factored(BucketExchange):
 
 
 def _product(whole: Tensor, thin: Tensor) -> Tensor:
-    """(b, n, m) by (b, m, r). Small ones as a batch, which on a CPU takes 30 times as long else."""
+    """(b, n, m) by (b, m, r). Small ones as a batch: on a CPU a loop takes 30 times as long."""
     if whole[0].numel() < LARGE:
         return whole @ thin
     return torch.stack([torch.mm(*pair) for pair in zip(whole, thin, strict=True)])
 
 
 def _split(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
-    """The parts of `flat`, one after another, in the shapes of others."""
+    """Split `flat` into tensors of the shapes of `like`."""
     parts = flat.split([tensor.numel() for tensor in like])
     return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
 
 
 def _drawn(name: str, rows: int, columns: int) -> Tensor:
-    """Normal numbers that follow a parameter's name alone: the same on every rank."""
+    """Normal numbers seeded by the name of a parameter: the same on every rank."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return torch.randn((rows, columns), generator=generator, dtype=torch.float64)
