@@ -50,14 +50,14 @@ class KerasVariables:
 
     def arrays(self) -> dict[str, Any]:
         """What a checkpoint holds of model and optimizer; the same on every rank."""
-        made, optimizer = self._built.made_rate, self._built.optimizer
-        now = None if made is None else float(optimizer.learning_rate.numpy())
+        made_rate, optimizer = self._built.made_rate, self._built.optimizer
+        now = None if made_rate is None else float(optimizer.learning_rate.numpy())
         return {
             "model": values_of(names_of(self._built.model)),
             "streams": values_of(self._streams),
             "optimizer": values_of(self._kept),
             "optimizer_kind": type(optimizer).__name__,
-            "rate": {"made": made, "now": now},
+            "rate": {"made": made_rate, "now": now},
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -116,19 +116,19 @@ class TensorFlowSaving:
             own_folder, LeaderAlone(comm), ArrayCopies(), **self.saved.rules
         )
 
-    def save(self, step: int, rest: dict[str, Any], metrics: dict[str, float]) -> None:
+    def save(self, step: int, extra: dict[str, Any], metrics: dict[str, float]) -> None:
         """Save the variables and the `rest` of the training; a thread of the leader goes on."""
-        if other := sorted(rest.get("callbacks_of_rank") or {}):
+        if other := sorted(extra.get("callbacks_of_rank") or {}):
             raise RequestError(
                 asked=f"a checkpoint of the state of the callback {other[0]}",
                 found="another one on each rank",
                 why="a checkpoint of this engine holds what all ranks have alike",
                 do="let its state_dict() return the same on all ranks",
             )
-        state = {**self.state.arrays(), **rest}
-        self.checkpointer.save(step, state, None, self.saved.about(rest, metrics))
+        state = {**self.state.arrays(), **extra}
+        self.checkpointer.save(step, state, None, self.saved.about(extra, metrics))
 
-    def prepare(self, rest: dict[str, Any]) -> None:
+    def prepare(self, extra: dict[str, Any]) -> None:
         """Nothing: the first save takes the memory that all use."""
 
     def load(self, load_rest: Callable[[dict[str, Any]], None]) -> int | None:
@@ -171,8 +171,8 @@ def instructions() -> str:
     except OSError:
         return platform.machine()
     line = next((x for x in text.splitlines() if x.lower().startswith(("flags", "features"))), "")
-    found = set(line.partition(":")[2].split())
-    return " ".join([platform.machine(), *(name for name in INSTRUCTIONS if name in found)])
+    flags = set(line.partition(":")[2].split())
+    return " ".join([platform.machine(), *(name for name in INSTRUCTIONS if name in flags)])
 
 
 def digest_of_state(state: Any, name: str) -> str:
