@@ -251,7 +251,7 @@ class LearnerService(Answering):
             is_resumed = learner in self.resumed
         if before is not None:
             before.shut()
-        connection.given = -1
+        connection.newest_version = -1
         self._report("learner_joined", learner=learner, version=self.merging.version)
         inner = self.inner.get(learner) if hello.get("fresh") else None
         work = None if known else self._work_for(learner)
@@ -322,14 +322,14 @@ class LearnerService(Answering):
         with self.changed:
             version, numbers = self._newest()
             merging = self.merging
-            newer = [n for n, at in enumerate(merging.changed_at) if at > connection.given]
+            newer = [n for n, at in enumerate(merging.changed_at) if at > connection.newest_version]
             next_fragment = merging.fragment
             own = self.merging.found.get(learner)
             waits = [] if own is None else [one.chunk for one in own.work]
             keep = self._wanted.get(learner, -1)
             if self._keeps and work == OVER and learner in self.merging.clocks:
                 keep = self.merging.clocks[learner].chunk  # it leaves: a last checkpoint may follow
-        is_new, connection.given = version != connection.given, version
+        is_new, connection.newest_version = version != connection.newest_version, version
         header = {"version": version, "waits": waits, "work": work}
         header |= {"inner": follows, "keep": keep, "fragments": newer, "fragment": next_fragment}
         parts = [merging.parts[n] for n in newer]
