@@ -67,7 +67,7 @@ from allranks.launcher.places.base import NodeRequest
 from allranks.launcher.plan import RankPlan, Shape
 from allranks.launcher.processes.fork_server import LISTENER_FD
 from allranks.launcher.processes.process import Process
-from allranks.launcher.supervisor import Care, supervise
+from allranks.launcher.supervisor import WatchPolicy, supervise
 from allranks.strategies.auto import LinkSpeed, ModelFacts
 
 HERE = Path(__file__).resolve().parent
@@ -101,7 +101,7 @@ def nodes(ranks: int) -> Iterator[tuple[Cluster, RankSet]]:
         plan = cluster.plan(Job(strategy="ddp", ranks=ranks, nodes=ranks), Shape({}, 256, 8))
         plan = cluster.replan(plan)
         processes = [_process(rank, meeting.address, Path(folder)) for rank in plan.ranks]
-        watched = cluster.server, processes, lambda: None, Care(beats)
+        watched = cluster.server, processes, lambda: None, WatchPolicy(beats)
         watching = threading.Thread(target=supervise, args=watched)
         watching.start()
         try:

@@ -408,6 +408,6 @@ def test_ranks_that_never_met_are_spoken_of(tmp_path: Path, word: str, is_told: 
 
 def test_of_other_frameworks_nothing_is_said() -> None:
     seen = Connections(looks=LEAST_LOOKS)
-    assert seen.told(2) and not seen.told(1)
-    assert not Connections(looks=LEAST_LOOKS - 1).told(2)
-    assert not Connections(has_met=True, looks=99).told(2)
+    assert seen.note(2) and not seen.note(1)
+    assert not Connections(looks=LEAST_LOOKS - 1).note(2)
+    assert not Connections(has_met=True, looks=99).note(2)

@@ -312,7 +312,7 @@ def test_a_fault_is_followed_by_another_attempt_with_other_ports(run: Run, tmp_p
     if count < 2: time.sleep(600)
     """
     told: list[str] = []
-    result = run(script, max_restarts=3, watcher=CommandWatcher(told=told.append))
+    result = run(script, max_restarts=3, watcher=CommandWatcher(report=told.append))
     assert result.summary["restarts"] == 2
     lines = log(tmp_path, 1).splitlines()
     assert len(set(lines)) == 3 and {line.split()[1] for line in lines} == {"3"}

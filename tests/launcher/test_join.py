@@ -253,7 +253,7 @@ def test_a_node_that_answers_is_told_from_one_that_does_not() -> None:
             bell.answer()
             other.answer()
             time.sleep(0.01)
-    assert ringing.found == {"one": [HERE, "127.0.0.2"], "another": []}
+    assert ringing.reached == {"one": [HERE, "127.0.0.2"], "another": []}
 
 
 def test_an_interface_that_is_not_there_is_refused() -> None:

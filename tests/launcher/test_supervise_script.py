@@ -18,7 +18,7 @@ from allranks.launcher.scripts.supervise import (
     StopPolicy,
     supervise_script,
 )
-from allranks.launcher.supervisor import Care, supervise
+from allranks.launcher.supervisor import WatchPolicy, supervise
 
 LONG_S = 1e6
 Ends = list[list[tuple[int, int]]]
@@ -66,7 +66,7 @@ class Fake:
     def messages(self) -> list[int]:
         return []
 
-    def asked(self) -> str:
+    def stop_reason(self) -> str:
         said, self.said = self.said, ""
         return said
 
@@ -134,7 +134,7 @@ def test_the_supervisor_waits_for_the_cause_too(evidence_s: float, stopped: set[
     processes = [Process(rank, "", None, {}, Path("nowhere")) for rank in range(3)]
     heartbeats = HeartbeatTable(3)
     try:
-        ended = supervise(server, processes, care=Care(heartbeats, evidence_s=evidence_s))
+        ended = supervise(server, processes, policy=WatchPolicy(heartbeats, evidence_s=evidence_s))
     finally:
         heartbeats.close()
     assert ended.stopped == stopped

@@ -20,7 +20,7 @@ from allranks.launcher.fault_report import first_fault, user_error
 from allranks.launcher.heartbeat import HeartbeatTable
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.process import Exit, Process, ProcessState
-from allranks.launcher.supervisor import Care, Ended, supervise
+from allranks.launcher.supervisor import Ended, WatchPolicy, supervise
 from allranks.strategies.resolve import strategy_spec
 from launch_workers import read_pid, write_pid
 
@@ -161,7 +161,7 @@ def test_one_that_can_be_spared_stops_nobody_and_servants_end_with_their_leader(
         write_pid(str(tmp_path), "go", 0)
 
     with closing(HeartbeatTable(3)) as heartbeats:
-        care = Care(
+        policy = WatchPolicy(
             heartbeats,
             ended_well=lambda rank: rank == 0,
             may_lose=lambda rank, left: rank == 1 and left == {0, 2},
@@ -169,7 +169,7 @@ def test_one_that_can_be_spared_stops_nobody_and_servants_end_with_their_leader(
             helpers=frozenset({1, 2}),
         )
         targets = ("ends_when_told", "is_killed", "waits")
-        ended = supervise(ranks_server, processes(tmp_path, *targets), care=care)
+        ended = supervise(ranks_server, processes(tmp_path, *targets), policy=policy)
     assert heard == [(1, -signal.SIGKILL)] and ended.spared == {1}
     assert codes(ended) == {0: 0, 1: -signal.SIGKILL, 2: -signal.SIGKILL}
     assert ended.stopped == {2}
@@ -186,8 +186,10 @@ def test_the_last_of_its_role_is_a_fault_that_is_called_by_its_name(
         for process in processes(tmp_path, "waits", "is_killed", "waits")
     ]
     with closing(HeartbeatTable(3)) as heartbeats:
-        care = Care(heartbeats, may_lose=process_set.survives_loss_of, helpers=process_set.helpers)
-        ended = supervise(ranks_server, named, care=care)
+        policy = WatchPolicy(
+            heartbeats, may_lose=process_set.survives_loss_of, helpers=process_set.helpers
+        )
+        ended = supervise(ranks_server, named, policy=policy)
     assert ended.spared == frozenset() and ended.stopped == {0, 2}
     (tmp_path / "logs").mkdir()
     fault = first_fault(ended, tmp_path, must_say_so=True)
@@ -235,15 +237,15 @@ class LostNode:
     def messages(self) -> list[int]:
         return []
 
-    def asked(self) -> str:
+    def stop_reason(self) -> str:
         return ""
 
 
 def test_who_is_lost_with_its_node_is_not_spared(tmp_path: Path) -> None:
     """The others would wait for its answer: nobody tells them that none will come."""
     with closing(HeartbeatTable(3)) as heartbeats:
-        care = Care(heartbeats, may_lose=lambda rank, left: True)
-        ended = supervise(LostNode(), processes(tmp_path, "waits", "waits", "waits"), care=care)
+        policy = WatchPolicy(heartbeats, may_lose=lambda rank, remaining: True)
+        ended = supervise(LostNode(), processes(tmp_path, "waits", "waits", "waits"), policy=policy)
     assert ended.spared == frozenset() and ended.stopped == {0, 2}
 
 
@@ -252,8 +254,10 @@ def test_a_leader_that_leaves_without_a_word_leaves_no_servants(
 ) -> None:
     write_pid(str(tmp_path), "go", 0)
     with closing(HeartbeatTable(2)) as heartbeats:
-        care = Care(heartbeats, helpers=frozenset({1}))
-        ended = supervise(ranks_server, processes(tmp_path, "ends_when_told", "waits"), care=care)
+        policy = WatchPolicy(heartbeats, helpers=frozenset({1}))
+        ended = supervise(
+            ranks_server, processes(tmp_path, "ends_when_told", "waits"), policy=policy
+        )
     assert codes(ended) == {0: 0, 1: -signal.SIGKILL}
     fault = first_fault(ended, tmp_path, must_say_so=True)
     assert fault is not None and fault.rank == 0

@@ -32,7 +32,7 @@ def test_what_is_under_way(items: int, most: int, every: int, over_at: int) -> N
     ahead = Ahead[int, str](most, schedule, lambda last, item: item % every == 0)
     for item in ahead.through(iter(range(items)), lambda: len(done) >= over_at):
         assert item == len(done) and item in begun
-        assert ahead.take() == (item, f"result {item}")
+        assert ahead.pop_oldest() == (item, f"result {item}")
         done.append(item)
     assert done == begun == list(range(len(done))) and len(ahead) == 0
     assert len(done) == items or len(done) >= over_at
@@ -43,6 +43,6 @@ def test_it_is_as_far_ahead_as_it_may_be() -> None:
     ahead = Ahead[int, None](3, begun.append, lambda last, item: False)
     through = ahead.through(iter(range(10)), lambda: False)
     assert next(through) == 0 and begun == [0, 1, 2]
-    ahead.take()
+    ahead.pop_oldest()
     assert next(through) == 1 and begun == [0, 1, 2, 3]
     through.close()  # type: ignore[attr-defined]

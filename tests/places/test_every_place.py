@@ -107,7 +107,7 @@ def test_it_refuses_purely(path: str, request_for: Any, monkeypatch: pytest.Monk
         with pytest.raises(RequestError):
             check_request(replace(request, place=f"{request.place}:linc=1gbit"))
         with pytest.raises(RequestError, match="each of which has a node for itself"):
-            check_request(replace(request, apart=request.nodes))
+            check_request(replace(request, server_nodes=request.nodes))
         cut = replace(request, broken=parse("cut@node=1,step=2"))
         if can_break:
             check_request(cut)
@@ -124,7 +124,7 @@ def test_it_foresees_a_seat_for_every_rank(path: str, request_for: Any) -> None:
     assert [seat.node for seat in seats] == ([0, 0, 1, 1] if path in WITH_NODES else [])
     assert [host.processes for host in foreseen_hosts(seats)] == ([2, 2] if seats else [])
     if seats:
-        request = replace(request, apart=1)
+        request = replace(request, server_nodes=1)
         check_request(request)
         apart = place_at(path, request).seats(request)
         assert [seat.node for seat in apart] == [0, 0, 0, 0, 1], "four ranks, and who has none"
@@ -178,7 +178,7 @@ class Beside(AgentPlace):
                 port = listener.getsockname()[1]
                 ticket = ticket_for(request, "a key", addresses, port, number)
                 agents.start(name, [sys.executable, *AGENT], ticket)
-            yield Started(names, "a key", listener, agents.check, said=agents.said)
+            yield Started(names, "a key", listener, agents.check, last_words=agents.last_words)
 
 
 @pytest.fixture

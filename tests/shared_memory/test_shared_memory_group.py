@@ -16,7 +16,7 @@ from allranks.launcher.heartbeat import HeartbeatTable
 from allranks.launcher.processes.fork_server import SEGMENT_FD
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.process import Process
-from allranks.launcher.supervisor import Care, supervise
+from allranks.launcher.supervisor import WatchPolicy, supervise
 from allranks.launcher.world import World
 from allranks.torch.shared_memory.operands import PostedCall
 
@@ -82,7 +82,7 @@ def test_the_launcher_hands_the_memory_to_the_ranks(server: ForkServer, tmp_path
             )
             for rank in range(3)
         ]
-        ended = supervise(server, processes, care=Care(heartbeats))
+        ended = supervise(server, processes, policy=WatchPolicy(heartbeats))
     logs = "".join((tmp_path / f"worker-{rank}.log").read_text() for rank in range(3))
     assert [exit_.code for exit_ in ended.exits.values()] == [0] * 3, logs
 

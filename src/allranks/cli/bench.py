@@ -70,7 +70,7 @@ def bench(
     allranks bench digits --ranks 1,2 -- --precision fp64
     """
     plan, jobs, refused = _plan(program, words, more)
-    runs = sum(one not in refused for one in plan.combinations) * plan.repeats
+    runs = sum(c not in refused for c in plan.combinations) * plan.repeats
     folder = Path(more["run_dir"] or new_run_dir(f"{Path(program).stem}-bench")).absolute()
     if not dry_run and folder.exists() and any(folder.iterdir()):
         raise _refused(f"--run-dir {folder}", "a folder with something in it", "a new folder")
@@ -83,21 +83,21 @@ def bench(
     machine["all_reduce_bytes_per_s"] = all_reduce_bytes_per_s(largest)
     say(f"{in_words(machine)}; {runs} jobs")
     folder.mkdir(parents=True, exist_ok=True)
-    seen = BenchTable(plan, refused)
-    with seen.shown():
-        found = measure(plan, refused, folder, jobs, seen.watcher())
-    data = to_data(plan, found, machine)
+    progress = BenchTable(plan, refused)
+    with progress.shown():
+        measured = measure(plan, refused, folder, jobs, progress.watcher())
+    data = to_data(plan, measured, machine)
     write_whole(folder / RECORD, (as_json(data) + "\n").encode())
-    rows = rows_of(found, plan.until)
+    rows = rows_of(measured, plan.until)
     click.echo(table(rows), err=as_object)
-    for what, name, text in _further(plan, rows, more["page"], in_words(machine)):
+    for kind, name, text in _further(plan, rows, more["page"], in_words(machine)):
         write_whole(folder / name, text.encode())
-        click.echo(f"{what} {folder / name}", err=as_object)
+        click.echo(f"{kind} {folder / name}", err=as_object)
     if as_object:
         click.echo(as_json({"run_dir": str(folder), **data}))
     else:
         say(f"record {folder / RECORD}")
-    _conclude(plan, found)
+    _conclude(plan, measured)
 
 
 def _further(
@@ -136,14 +136,14 @@ def _plan(
     )
     plan = checked_plan(plan, [*strategies, *peers])
     refused, jobs, problem = dict[Combination, str](), dict[Combination, Job](), None
-    for one in every:
+    for combination in every:
         try:
-            job = _job(plan.words_of(one))
-            _check(one, job)
+            job = _job(plan.words_of(combination))
+            _check(combination, job)
         except RequestError as error:
-            refused[one], problem = f"refused: {error.found}", problem or error
+            refused[combination], problem = f"refused: {error.found}", problem or error
         else:
-            jobs[one] = job
+            jobs[combination] = job
     _refuse_task(jobs, refused)
     if problem is not None and not jobs:
         raise problem
@@ -152,23 +152,23 @@ def _plan(
 
 def _words(words: Sequence[str], ranks: int, until: str) -> tuple[str, ...]:
     """The words for every job: as many threads for each rank, and with `until` evaluations."""
-    given = {word.partition("=")[0] for word in words}
+    flags = {word.partition("=")[0] for word in words}
     more = list(words)
-    if "--threads" not in given:
+    if "--threads" not in flags:
         more += ["--threads", str(max(1, len(os.sched_getaffinity(0)) // ranks))]
-    if until and "--eval-every" not in given:
+    if until and "--eval-every" not in flags:
         more += ["--eval-every", "epoch"]
     return tuple(more)
 
 
 def _numbers(text: str) -> list[int]:
     try:
-        found = [int(part) for part in text.split(",")]
+        numbers = [int(part) for part in text.split(",")]
     except ValueError:
-        found = []
-    if not found or min(found) < 1 or len(set(found)) < len(found):
+        numbers = []
+    if not numbers or min(numbers) < 1 or len(set(numbers)) < len(numbers):
         raise _refused(f"--ranks {text}", "no different numbers of 1 or more", "--ranks 1,2,4")
-    return found
+    return numbers
 
 
 def _job(words: Sequence[str]) -> Job:
@@ -183,17 +183,17 @@ def _job(words: Sequence[str]) -> Job:
         ) from error
 
 
-def _check(one: Combination, job: Job) -> None:
+def _check(combination: Combination, job: Job) -> None:
     """Raise `RequestError` for ranks that train apart: no one of them counts the samples of all.
 
     And for what a peer does not have.
     """
-    if one.is_peer:
-        check_job(one.strategy, job)
+    if combination.is_peer:
+        check_job(combination.strategy, job)
         return
     if not strategy_spec(job.strategy, job.ranks).card.agreement.is_one_training:
         raise _refused(
-            f"--strategy {one.strategy}",
+            f"--strategy {combination.strategy}",
             "ranks that train apart",
             "a strategy whose ranks make one training",
         )
@@ -201,11 +201,11 @@ def _check(one: Combination, job: Job) -> None:
 
 def _refuse_task(jobs: dict[Combination, Job], refused: dict[Combination, str]) -> None:
     """Move the peers from `jobs` to `refused` if the task asks for what no peer does."""
-    peers = [one for one in jobs if one.is_peer]
+    peers = [peer for peer in jobs if peer.is_peer]
     why = refused_task(jobs[peers[0]]) if peers else ""
-    for one in peers if why else ():
-        del jobs[one]
-        refused[one] = f"refused: {why}"
+    for peer in peers if why else ():
+        del jobs[peer]
+        refused[peer] = f"refused: {why}"
 
 
 def _refused(asked: str, found: str, do: str) -> RequestError:
@@ -218,10 +218,10 @@ def _print_plan(
     plan: BenchPlan, refused: dict[Combination, str], folder: Path, as_object: bool
 ) -> None:
     jobs: list[dict[str, Any]] = [
-        {"strategy": one.strategy, "ranks": one.ranks, "words": redacted_words(plan.words_of(one))}
-        | ({"peer": True} if one.is_peer else {})
-        | ({"refused": refused[one]} if one in refused else {})
-        for one in plan.combinations
+        {"strategy": c.strategy, "ranks": c.ranks, "words": redacted_words(plan.words_of(c))}
+        | ({"peer": True} if c.is_peer else {})
+        | ({"refused": refused[c]} if c in refused else {})
+        for c in plan.combinations
     ]
     if as_object:
         click.echo(as_json({"run_dir": str(folder), "repeats": plan.repeats, "jobs": jobs}))
@@ -234,14 +234,14 @@ def _print_plan(
     click.echo(f"{plan.repeats} turns, in {folder}")
 
 
-def _conclude(plan: BenchPlan, found: Sequence[RunSet]) -> None:
+def _conclude(plan: BenchPlan, measured: Sequence[RunSet]) -> None:
     """Raise how it ended, unless each combination that is possible was measured in all turns."""
-    failed = [one for one in found if one.problem and not one.problem.startswith("refused")]
+    failed = [row for row in measured if row.problem and not row.problem.startswith("refused")]
     if failed:
         first = failed[0]
         name = f"{first.combination.strategy} on {first.combination.ranks}"
         raise ProgramError(
-            f"{len(failed)} of {len(found)} were not measured: {name}: {first.problem}"
+            f"{len(failed)} of {len(measured)} were not measured: {name}: {first.problem}"
         )
-    if any(not one.problem and len(one.runs) < plan.repeats for one in found):
+    if any(not row.problem and len(row.runs) < plan.repeats for row in measured):
         raise Interrupted("interrupted; the record has what was measured until then")

@@ -62,23 +62,23 @@ def check(
     allranks check digits --strategy ddp --ranks 3
     allranks check --ranks 2 -- python train.py
     """
-    given = flags["job_file"] is not None or bool(flags["ranks"] or flags["nodes"])
+    ranks_given = flags["job_file"] is not None or bool(flags["ranks"] or flags["nodes"])
     bounded = flags["steps"] is None
     flags["steps"] = flags["steps"] or (DEEP_STEPS if deep else STEPS)
     if flags["job_file"] is None:
         flags["strategy"] = flags["strategy"] or usual_strategy(
             flags["engine"] or "", program or ""
         )
-        if not given:
+        if not ranks_given:
             flags["ranks"] = default_ranks(flags["strategy"])
     resolved = resolved_from(program, flags)
-    verdict = checked_in_scratch(resolved, keep_runs, explicit=given, bounded=bounded)
+    verdict = checked_in_scratch(resolved, keep_runs, explicit=ranks_given, bounded=bounded)
     click.echo(str(verdict), err=as_object)
-    said = as_json(verdict.to_data())
+    data = as_json(verdict.to_data())
     if keep_runs is not None:
-        write_whole(Path(keep_runs) / RECORD, f"{said}\n".encode())
+        write_whole(Path(keep_runs) / RECORD, f"{data}\n".encode())
     if as_object:
-        click.echo(said)
+        click.echo(data)
     if verdict.equal is False:
         sys.exit(EXIT_DIFFERENCE_FOUND)
 

@@ -61,14 +61,14 @@ def verify(run: str, as_object: bool) -> None:
     good, _ = _there(run)
     if not good:
         raise _none(run)
-    found = {str(folder): _problems(folder) for folder in good}
+    problems_of = {str(folder): _problems(folder) for folder in good}
     if as_object:
-        rows = [{"path": path, "problems": problems} for path, problems in found.items()]
+        rows = [{"path": path, "problems": problems} for path, problems in problems_of.items()]
         click.echo(as_json(rows))
     else:
-        for path, problems in found.items():
+        for path, problems in problems_of.items():
             click.echo(printable(f"{path}  {'; '.join(problems) or 'holds'}"))
-    if any(found.values()):
+    if any(problems_of.values()):
         sys.exit(EXIT_DIFFERENCE_FOUND)
 
 
@@ -105,8 +105,8 @@ def export(run: str, target: str, step: int | None, best: bool, form: str, as_ob
         sys.exit(EXIT_DIFFERENCE_FOUND)
     size = _size(Path(target))
     if as_object:
-        said = {"from": str(chosen[0]), "to": target, "tensors": tensors, "bytes": size}
-        click.echo(as_json(said))
+        record = {"from": str(chosen[0]), "to": target, "tensors": tensors, "bytes": size}
+        click.echo(as_json(record))
     else:
         click.echo(printable(f"{target}: {tensors} tensors, {format_bytes(size)}"))
 
@@ -171,15 +171,15 @@ def _best(good: list[Path]) -> list[Path]:
 
 
 def _asked_best(run: str, good: list[Path], step: int | None) -> list[Path]:
-    found = _best(good)
-    if step is not None or not found:
+    best = _best(good)
+    if step is not None or not best:
         raise RequestError(
             asked="--best" if step is None else f"--best --step {step}",
             found=f"no checkpoint of {run} that is marked best" if step is None else "both",
             why="which is best is judged by the job's --best max:METRIC or min:METRIC",
             do="train with --best, or take one with --step N" if step is None else "give one",
         )
-    return found
+    return best
 
 
 def _row(folder: Path, is_best: bool) -> dict[str, Any]:

@@ -72,15 +72,15 @@ def doctor(leftovers: str | None, rows: str | None, as_object: bool, **flags: An
         _try_gpus(rows, flags, as_object)
         return
     words = words_of(flags, "doctor")
-    rendezvous, said = rendezvous_from(flags)
+    rendezvous, implied = rendezvous_from(flags)
     program = _checked_program(flags["program"])
     if not is_head(rendezvous):
         sys.exit(take_part(rendezvous, words, program))
     nodes = flags["nodes"] or 1
-    given = {**flags, "nodes": nodes, **said}
-    given["ranks"] = given["ranks"] if given["ranks"] is not None else max(2, nodes)
-    asked = {name: given[name] for name in ("ranks", "nodes", "place") if given[name] is not None}
-    job = resolve(ANY_PROGRAM, asked).job
+    values = {**flags, "nodes": nodes, **implied}
+    values["ranks"] = values["ranks"] if values["ranks"] is not None else max(2, nodes)
+    options = {n: values[n] for n in ("ranks", "nodes", "place") if values[n] is not None}
+    job = resolve(ANY_PROGRAM, options).job
     run_dir = Path(os.path.abspath(flags["run_dir"] or Path(RUNS, "new")))
     request = NodeRequest(job.place, job.nodes, job.ranks, rendezvous, program, words)
     diagnosis = diagnose(request, _there(run_dir.parent), say)
@@ -103,8 +103,8 @@ def _try_gpus(rows: str, flags: dict[str, Any], as_object: bool) -> None:
                 do="no --program; for several nodes --nodes with --hosts, or --place slurm",
             )
     words = words_of(flags, "doctor", f"gpus={rows}")
-    rendezvous, said = rendezvous_from(flags)
-    more = {name: value for name, value in {**flags, **said}.items() if value is not None}
+    rendezvous, implied = rendezvous_from(flags)
+    more = {name: value for name, value in {**flags, **implied}.items() if value is not None}
     ranks, run_dir = more.pop("ranks", None), more.pop("run_dir", None)
     folder = Path(os.path.abspath(run_dir or Path(RUNS, f"gpus-{time.strftime('%Y%m%d-%H%M%S')}")))
     record = load(GPUS)(rows, folder, say, ranks, more=more, rendezvous=rendezvous, words=words)
@@ -150,9 +150,9 @@ def _clean(run: str, flags: dict[str, Any], as_object: bool) -> None:
     cleaned = clean(Path(run) if run else None, runs if runs.is_dir() else None)
     if as_object:
         parts = {"removed": cleaned.removed, "still_there": cleaned.still_there}
-        click.echo(as_json({n: [_as_data(one) for one in found] for n, found in parts.items()}))
+        click.echo(as_json({n: list(map(_as_data, part)) for n, part in parts.items()}))
     else:
-        _tell(cleaned)
+        _print_cleaned(cleaned)
     if cleaned.still_there:
         sys.exit(EXIT_PLACE_FAILED)
 
@@ -162,11 +162,11 @@ def _as_data(leftover: Leftover) -> dict[str, Any]:
     return {name: getattr(leftover, name) for name in names}
 
 
-def _tell(cleaned: Cleaned) -> None:
-    for verb, found in (("removed", cleaned.removed), ("still there", cleaned.still_there)):
-        for leftover in found:
-            what = f"process {leftover.pid} ({leftover.name})" if leftover.pid else leftover.name
+def _print_cleaned(cleaned: Cleaned) -> None:
+    for verb, leftovers in (("removed", cleaned.removed), ("still there", cleaned.still_there)):
+        for leftover in leftovers:
+            subject = f"process {leftover.pid} ({leftover.name})" if leftover.pid else leftover.name
             of = f", of run {leftover.run}" if leftover.run else ""
-            click.echo(printable(f"{verb}: {what}{of}"))
+            click.echo(printable(f"{verb}: {subject}{of}"))
     if not cleaned.removed and not cleaned.still_there:
         click.echo("no run that is dead has left anything here")

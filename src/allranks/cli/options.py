@@ -163,16 +163,16 @@ def rendezvous_from(flags: dict[str, Any]) -> tuple[Rendezvous, dict[str, Any]]:
         "join_timeout": "join_timeout_s",
         "node_timeout": "node_timeout_s",
     }
-    given = {names.get(n, n): flags.pop(n) for n in RENDEZVOUS_NAMES}
-    rendezvous = Rendezvous(**{name: value for name, value in given.items() if value is not None})
-    said: dict[str, Any] = {}
-    nodes, asked = flags.get("nodes") or 1, flags.get("place") or LOCAL
-    place = chosen_place(asked, rendezvous, nodes)
-    if place != asked:
-        said["place"] = place
+    fields = {names.get(n, n): flags.pop(n) for n in RENDEZVOUS_NAMES}
+    rendezvous = Rendezvous(**{name: value for name, value in fields.items() if value is not None})
+    implied: dict[str, Any] = {}
+    nodes, named = flags.get("nodes") or 1, flags.get("place") or LOCAL
+    place = chosen_place(named, rendezvous, nodes)
+    if place != named:
+        implied["place"] = place
     if per_node is not None:
-        said["ranks"] = _ranks(per_node, nodes, flags.get("ranks"))
-    return rendezvous, said
+        implied["ranks"] = _ranks(per_node, nodes, flags.get("ranks"))
+    return rendezvous, implied
 
 
 RENDEZVOUS_NAMES = (
@@ -194,14 +194,14 @@ def _ranks(per_node: int, nodes: int, ranks: int | None) -> int:
 
 def words_of(flags: dict[str, Any], *more: str) -> tuple[str, ...]:
     """The words that describe a job, the same on every node whatever their order was."""
-    own = {name for name, value in flags.items() if value not in (None, (), "", False)}
-    own -= {"node_rank", "interface", "key", "join_timeout", "as_object", "local_addr", "rdzv_id"}
-    own -= {"show"}  # whose output a node shows is its own matter
-    said = {name: flags[name] for name in sorted(own)}
-    if "settings" in said:
-        pairs = dict(text.partition("=")[::2] for text in said["settings"])
-        said["settings"] = redacted(pairs)
-    return (*more, *(f"{name}={value}" for name, value in said.items()))
+    names = {name for name, value in flags.items() if value not in (None, (), "", False)}
+    names -= {"node_rank", "interface", "key", "join_timeout", "as_object", "local_addr", "rdzv_id"}
+    names -= {"show"}  # whose output a node shows is its own matter
+    values = {name: flags[name] for name in sorted(names)}
+    if "settings" in values:
+        pairs = dict(text.partition("=")[::2] for text in values["settings"])
+        values["settings"] = redacted(pairs)
+    return (*more, *(f"{name}={value}" for name, value in values.items()))
 
 
 def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -226,12 +226,12 @@ def resolved_from(program: str | None, flags: dict[str, Any]) -> Resolved:
     if epochs is not None:
         settings = (*settings, f"epochs={epochs}")
     inject = " ".join(flags.pop("inject", ()))
-    given = {name: value for name, value in flags.items() if value is not None}
+    values = {name: value for name, value in flags.items() if value is not None}
     if epochs is not None:
-        given["steps"] = None  # also where a file or the resumed run has some
+        values["steps"] = None  # also where a file or the resumed run has some
     if inject:
-        given["inject"] = inject
-    return resolve(program or "", given, settings, job_file)
+        values["inject"] = inject
+    return resolve(program or "", values, settings, job_file)
 
 
 # --- grouped help --------------------------------------------------------------------------------

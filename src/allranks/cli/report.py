@@ -60,8 +60,8 @@ def report(runs: tuple[str, ...], out: str | None, trace: str | None, as_object:
     if trace_file is not None and traced is not None:
         write_file(trace_file, traced, "--trace")
         written["trace"] = str(trace_file)
-    for what, path in written.items():
-        click.echo(printable(f"{what} {path}"), err=as_object)
+    for label, path in written.items():
+        click.echo(printable(f"{label} {path}"), err=as_object)
     if as_object:
         click.echo(as_json({**written, "runs": numbers}))
 

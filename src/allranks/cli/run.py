@@ -124,12 +124,12 @@ def run(words: tuple[str, ...], dry_run: bool, as_object: bool, **flags: Any) ->
     allranks run --ranks 4 --nodes 2 --place simulated:link=1gbit -- python train.py
     """
     same = words_of(flags, "run", *redacted_words(words))
-    given = {flag.name: flags.pop(flag.name) for flag in FLAGS}
-    asked = understand(given, os.environ)
-    wanted = _wanted(flags, asked, same)
+    options = {flag.name: flags.pop(flag.name) for flag in FLAGS}
+    torchrun = understand(options, os.environ)
+    wanted = _wanted(flags, torchrun, same)
     if not is_head(wanted.rendezvous):
         sys.exit(take_part(wanted.rendezvous, same))
-    request = request_from(words, flags, asked, wanted)
+    request = request_from(words, flags, torchrun, wanted)
     if dry_run:
         _print_plan(request, wanted, as_object)
         return
@@ -158,81 +158,82 @@ def _run(request: CommandRequest, wanted: NodeRequest, watcher: CommandWatcher) 
 
 
 def request_from(
-    words: tuple[str, ...], flags: dict[str, Any], asked: TorchrunFlags, wanted: NodeRequest
+    words: tuple[str, ...], flags: dict[str, Any], torchrun: TorchrunFlags, wanted: NodeRequest
 ) -> CommandRequest:
     """The request that a command line describes; raises `RequestError` for what cannot be."""
     roles = parse_roles(flags["roles"])
     # before the command: the flag may have taken its first word
     warm = _warm(flags["warm"], flags["shared_memory"])
-    command = _command(words, asked)
+    command = _command(words, torchrun)
     return CommandRequest(
         command=command,
         processes=-(-wanted.ranks // wanted.nodes),
         roles=roles,
-        role_name=asked.role_name or DEFAULT_ROLE,
+        role_name=torchrun.role_name or DEFAULT_ROLE,
         families=parse_families(flags["variables"]) or DEFAULT_FAMILIES,
         local_rank_argument=_local_rank_argument(flags["local_rank_argument"]),
         warm=warm,
         shared_memory=flags["shared_memory"],
-        max_restarts=asked.max_restarts or 0,
+        max_restarts=torchrun.max_restarts or 0,
         hang_timeout_s=flags["hang_timeout"],
         time_limit_s=flags["time_limit"],
-        grace_s=next((s for s in (flags["grace"], asked.grace_s) if s is not None), GRACE_S),
-        shown=_shown(flags["show"]) or asked.shown or "0",
-        run_dir=flags["run_dir"] or _in_log_dir(asked.log_dir, command),
-        run_id=asked.run_id if wanted.nodes == 1 else "",  # among nodes it is the key of the job
-        master_addr=asked.master_addr,
-        master_port=asked.master_port or 0,
-        notes=asked.notes,
+        grace_s=next((s for s in (flags["grace"], torchrun.grace_s) if s is not None), GRACE_S),
+        shown=_shown(flags["show"]) or torchrun.shown or "0",
+        run_dir=flags["run_dir"] or _in_log_dir(torchrun.log_dir, command),
+        run_id=torchrun.run_id if wanted.nodes == 1 else "",  # among nodes it is the key of the job
+        master_addr=torchrun.master_addr,
+        master_port=torchrun.master_port or 0,
+        notes=torchrun.notes,
     )
 
 
-def _wanted(flags: dict[str, Any], asked: TorchrunFlags, same: tuple[str, ...]) -> NodeRequest:
+def _wanted(flags: dict[str, Any], torchrun: TorchrunFlags, same: tuple[str, ...]) -> NodeRequest:
     """How many processes on which nodes, from all words that may say it; they must agree."""
-    nodes = flags["nodes"] or asked.least_nodes or 1
-    _must_agree({"--nodes": flags["nodes"], "--nnodes": asked.least_nodes})
-    endpoint = asked.endpoint
-    if asked.master_addr and nodes > 1:
-        endpoint = endpoint or f"{asked.master_addr}:{asked.master_port or 29500}"
+    nodes = flags["nodes"] or torchrun.least_nodes or 1
+    _must_agree({"--nodes": flags["nodes"], "--nnodes": torchrun.least_nodes})
+    endpoint = torchrun.endpoint
+    if torchrun.master_addr and nodes > 1:
+        endpoint = endpoint or f"{torchrun.master_addr}:{torchrun.master_port or 29500}"
     flags["rendezvous"] = flags["rendezvous"] or (endpoint if nodes > 1 else None)
-    flags["key"] = flags["key"] or (asked.run_id if nodes > 1 else "") or None
-    flags["join_timeout"] = flags["join_timeout"] or asked.join_timeout_s
-    flags["node_rank"] = asked.node_rank if nodes > 1 else None
-    rendezvous, said = rendezvous_from({**flags, "ranks_per_node": None, "nodes": nodes})
+    flags["key"] = flags["key"] or (torchrun.run_id if nodes > 1 else "") or None
+    flags["join_timeout"] = flags["join_timeout"] or torchrun.join_timeout_s
+    flags["node_rank"] = torchrun.node_rank if nodes > 1 else None
+    rendezvous, implied = rendezvous_from({**flags, "ranks_per_node": None, "nodes": nodes})
     for name in RENDEZVOUS_NAMES:
         flags.pop(name, None)
-    place = said.get("place") or flags["place"] or LOCAL
-    ranks = _ranks(flags, asked, nodes)
+    place = implied.get("place") or flags["place"] or LOCAL
+    ranks = _ranks(flags, torchrun, nodes)
     wanted = NodeRequest(place, nodes, ranks, rendezvous, words=same)
     check_request(wanted)
     return wanted
 
 
-def _ranks(flags: dict[str, Any], asked: TorchrunFlags, nodes: int) -> int:
+def _ranks(flags: dict[str, Any], torchrun: TorchrunFlags, nodes: int) -> int:
     """Processes over all nodes; one on each where nobody says more."""
-    said: dict[str, int | None] = {"--ranks": flags["ranks"]}
+    counts: dict[str, int | None] = {"--ranks": flags["ranks"]}
     if flags["ranks_per_node"] is not None:
-        said["--ranks-per-node"] = flags["ranks_per_node"] * nodes
-    if asked.processes_per_node:
+        counts["--ranks-per-node"] = flags["ranks_per_node"] * nodes
+    if torchrun.processes_per_node:
         cpus = len(os.sched_getaffinity(0))
-        said["--nproc-per-node"] = processes_from(asked.processes_per_node, cpus, _gpus()) * nodes
+        each = processes_from(torchrun.processes_per_node, cpus, _gpus())
+        counts["--nproc-per-node"] = each * nodes
     roles = parse_roles(flags["roles"])
-    if roles and not any(said.values()):
+    if roles and not any(counts.values()):
         return sum(count for _, count in roles)
-    return _must_agree(said) or nodes
+    return _must_agree(counts) or nodes
 
 
-def _must_agree(said: dict[str, int | None]) -> int | None:
+def _must_agree(counts: dict[str, int | None]) -> int | None:
     """What they say, if it is one number; raises `RequestError`."""
-    given = {name: count for name, count in said.items() if count is not None}
-    if len(set(given.values())) > 1:
+    named = {name: count for name, count in counts.items() if count is not None}
+    if len(set(named.values())) > 1:
         raise RequestError(
-            asked=" and ".join(given),
-            found=", ".join(f"{name} makes {count}" for name, count in given.items()),
+            asked=" and ".join(named),
+            found=", ".join(f"{name} makes {count}" for name, count in named.items()),
             why="they say one number, over all nodes",
             do="give one of them",
         )
-    return next(iter(given.values()), None)
+    return next(iter(named.values()), None)
 
 
 def _gpus() -> int:
@@ -242,20 +243,20 @@ def _gpus() -> int:
     return there if visible is None else min(there, len(visible))
 
 
-def _command(words: tuple[str, ...], asked: TorchrunFlags) -> tuple[str, ...]:
+def _command(words: tuple[str, ...], torchrun: TorchrunFlags) -> tuple[str, ...]:
     """The words of the command, which must be there to be started."""
     command = command_words(
         words,
         sys.executable,
         lambda word: shutil.which(word) is not None,
-        is_module=asked.is_module,
-        is_program=asked.is_program,
+        is_module=torchrun.is_module,
+        is_program=torchrun.is_program,
     )
     is_script = command[:2] == (sys.executable, "-u") and command[2] != "-m"
-    what = command[2] if is_script else command[0]
-    if not (Path(what).is_file() if is_script else shutil.which(what)):
+    executable = command[2] if is_script else command[0]
+    if not (Path(executable).is_file() if is_script else shutil.which(executable)):
         raise RequestError(
-            asked=f"to run {what}",
+            asked=f"to run {executable}",
             found=f"no such file in {Path.cwd()}, and no such program",
             why="a command is a program, or a script of Python",
             do="check the path; what belongs to the command stands behind it",
@@ -334,6 +335,6 @@ def _print_plan(request: CommandRequest, wanted: NodeRequest, as_object: bool) -
     """What would run; ports, and addresses of nodes still to come, are chosen at a start."""
     check_start(request)
     foreseen = foreseen_hosts(find_place(wanted.place, wanted.rendezvous).seats(wanted))
-    with nullcontext(foreseen) if foreseen else this_host(request)() as found:
-        plan = plan_command(request, found, os.environ, "RUN")
+    with nullcontext(foreseen) if foreseen else this_host(request)() as hosts:
+        plan = plan_command(request, hosts, os.environ, "RUN")
     click.echo(as_json(plan.to_data()) if as_object else str(plan))

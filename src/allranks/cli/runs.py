@@ -86,21 +86,21 @@ def show(run: str, placement: bool, whole_job: bool, as_object: bool) -> None:
 
 def _memory_in_words(memory: dict[str, dict[str, int | None]]) -> str:
     """What the process that held most has held, and on its device."""
-    told = []
-    for what, name in (("host_bytes", "a process"), ("device_bytes", "a device")):
-        known = [(one[what] or 0, rank) for rank, one in memory.items() if one[what] is not None]
+    texts = []
+    for kind, name in (("host_bytes", "a process"), ("device_bytes", "a device")):
+        known = [(use[kind] or 0, rank) for rank, use in memory.items() if use[kind] is not None]
         if known:
             most, rank = max(known)
-            told.append(f"{name} held {format_bytes(most)} at most (rank {rank})")
-    return "memory     " + ("; ".join(told) or "unknown")
+            texts.append(f"{name} held {format_bytes(most)} at most (rank {rank})")
+    return "memory     " + ("; ".join(texts) or "unknown")
 
 
 def _went_wrong(path: Path) -> list[str]:
     """What happened on the way that a person should know, the first of it in words."""
-    told = [what for event in read_events(path) for _, what in anomalies_in(event)]
-    lines = [f"note: {line}" for line in told[:MOST_NOTES]]
-    if len(told) > MOST_NOTES:
-        lines.append(f"note: and {len(told) - MOST_NOTES} more: see {path / 'events*.jsonl'}")
+    problems = [problem for event in read_events(path) for _, problem in anomalies_in(event)]
+    lines = [f"note: {line}" for line in problems[:MOST_NOTES]]
+    if len(problems) > MOST_NOTES:
+        lines.append(f"note: and {len(problems) - MOST_NOTES} more: see {path / 'events*.jsonl'}")
     return lines
 
 
@@ -127,8 +127,8 @@ def _asked(job: dict[str, Any], run: str, with_hint: bool) -> list[str]:
 
 
 def _print_placement(path: Path, job: dict[str, Any], as_object: bool) -> None:
-    held = read_placements(path, int(job["ranks"]))
-    if not held:
+    placements = read_placements(path, int(job["ranks"]))
+    if not placements:
         raise RequestError(
             asked=f"show {path} --placement",
             found="no rank has said what it holds",
@@ -137,9 +137,9 @@ def _print_placement(path: Path, job: dict[str, Any], as_object: bool) -> None:
         )
     mesh = strategy_spec(job["strategy"], int(job["ranks"])).mesh
     if as_object:
-        click.echo(as_json({"run_dir": str(path), "placement": as_data(held, mesh)}))
+        click.echo(as_json({"run_dir": str(path), "placement": as_data(placements, mesh)}))
     else:
-        click.echo(table(held, mesh))
+        click.echo(table(placements, mesh))
 
 
 def _row(path: Path) -> dict[str, Any]:
@@ -159,5 +159,5 @@ def _row(path: Path) -> dict[str, Any]:
         "ranks": job["ranks"],
         "summary": outcome.summary,
         "fault": outcome.fault,
-        "memory": {str(rank): one.to_data() for rank, one in held_in(events).items()},
+        "memory": {str(rank): use.to_data() for rank, use in held_in(events).items()},
     }

@@ -75,16 +75,16 @@ def _wrapped(subject: str, text: str) -> list[str]:
 
 def _guarantees(card: Card) -> dict[str, str]:
     """What its options make of the guarantee: `reduce=fp16 or reduce=bf16` -> the guarantee."""
-    found: dict[str, list[str]] = {}
+    settings_of: dict[str, list[str]] = {}
     for option in card.options:
         for choice, guarantee in option.guarantees.items():
-            found.setdefault(str(guarantee), []).append(f"{option.name}={choice}")
-    return {" or ".join(settings): guarantee for guarantee, settings in found.items()}
+            settings_of.setdefault(str(guarantee), []).append(f"{option.name}={choice}")
+    return {" or ".join(settings): guarantee for guarantee, settings in settings_of.items()}
 
 
 def _otherwise(card: Card) -> str:
     """In a few words: ` (reduce=fp16 or reduce=bf16: REFERENCE)`."""
-    kinds = [f"{what}: {text.partition(':')[0]}" for what, text in _guarantees(card).items()]
+    kinds = [f"{setting}: {text.partition(':')[0]}" for setting, text in _guarantees(card).items()]
     return f" ({'; '.join(kinds)})" if kinds else ""
 
 
@@ -92,8 +92,8 @@ def _written(option: Option) -> Callable[[str], str]:
     """A choice as it is written with its own options: `power-sgd(rank=2)`."""
 
     def written(choice: str) -> str:
-        own = ",".join(f"{o.name}={o.shown_default}" for o in option.own_options(choice))
-        return f"{choice}({own})" if own else choice
+        options = ",".join(f"{o.name}={o.shown_default}" for o in option.own_options(choice))
+        return f"{choice}({options})" if options else choice
 
     return written
 

@@ -149,10 +149,10 @@ def plan_submission(words: tuple[str, ...], site: Site, flags: dict[str, Any]) -
     run_dir = os.path.abspath(
         flags["run_dir"] or submitted.run_dir or new_run_dir(submitted.program)
     )
-    asked = _asked(submitted, site, flags)
-    asked = dataclasses.replace(asked, nodes=nodes, ranks_per_node=ranks_per_node)
-    request = make_request(site, asked, command=(), folder=os.getcwd(), run_dir=run_dir)
-    check_request(site, asked, request)
+    options = _asked(submitted, site, flags)
+    options = dataclasses.replace(options, nodes=nodes, ranks_per_node=ranks_per_node)
+    request = make_request(site, options, command=(), folder=os.getcwd(), run_dir=run_dir)
+    check_request(site, options, request)
     check_device(site, request, submitted.device)
     command = complete(
         submitted,
@@ -173,8 +173,8 @@ def _asked(submitted: Submitted, site: Site, flags: dict[str, Any]) -> SlurmOpti
     for variable in ACCOUNT_VARIABLES:  # as sbatch would read it; the script says it
         account = account or os.environ.get(variable, "")
     names = {field.name for field in dataclasses.fields(SlurmOptions)}
-    given = {name: value for name, value in flags.items() if name in names}
-    given |= {
+    options = {name: value for name, value in flags.items() if name in names}
+    options |= {
         "account": account,
         "nodes": 1,
         "time_s": None if flags["time_s"] is None else int(flags["time_s"]),
@@ -186,32 +186,32 @@ def _asked(submitted: Submitted, site: Site, flags: dict[str, Any]) -> SlurmOpti
         "devices_per_rank": submitted.devices_per_rank,
         "any_devices": submitted.verb == "run",
     }
-    if submitted.verb == "run" and given["signal_s"] is None:
-        given["signal_s"] = 0  # a script that does not know the signal would die of it
-    if not (given["venv"] or given["container"] or given["modules"] or flags["venv"]):
+    if submitted.verb == "run" and options["signal_s"] is None:
+        options["signal_s"] = 0  # a script that does not know the signal would die of it
+    if not (options["venv"] or options["container"] or options["modules"] or flags["venv"]):
         here = shlex.quote(str(Path(sys.executable).parent))
-        given["setup"] = (*given["setup"], f"export PATH={here}:$PATH")
-    return SlurmOptions(**given)
+        options["setup"] = (*options["setup"], f"export PATH={here}:$PATH")
+    return SlurmOptions(**options)
 
 
-def _modules(given: tuple[str, ...], site: Site) -> tuple[str, ...]:
-    if given == (NONE,):
+def _modules(names: tuple[str, ...], site: Site) -> tuple[str, ...]:
+    if names == (NONE,):
         return ()
-    return given or site.modules
+    return names or site.modules
 
 
-def _venv(given: str, container: str) -> str:
+def _venv(path: str, container: str) -> str:
     """The environment that was named, or the one that this very command runs in."""
-    if given == NONE:
+    if path == NONE:
         return ""
-    if not given and not container and sys.prefix != sys.base_prefix:
+    if not path and not container and sys.prefix != sys.base_prefix:
         return sys.prefix
-    return _path(given)
+    return _path(path)
 
 
-def _path(given: str) -> str:
+def _path(path: str) -> str:
     """An absolute path; a container may also be an address like docker://…."""
-    return given if not given or "://" in given else os.path.abspath(given)
+    return path if not path or "://" in path else os.path.abspath(path)
 
 
 def _site(cluster: str) -> Site:
@@ -245,7 +245,7 @@ def _check_here(request: SlurmRequest) -> None:
 def _send(submission: Submission) -> int:
     """Write the script, readable by its owner alone, and send it; remove it if it is refused."""
     path = submission.script
-    made = [parent for parent in path.parents if not parent.exists()]
+    created = [parent for parent in path.parents if not parent.exists()]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         before = path.read_bytes() if path.exists() else None
@@ -264,17 +264,17 @@ def _send(submission: Submission) -> int:
         if before is not None:
             _write(path, before)
         with suppress(OSError):  # somebody else may have used them meanwhile
-            for parent in made:
+            for parent in created:
                 parent.rmdir()
         raise
 
 
 def _write(path: Path, content: bytes) -> None:
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    file = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, SCRIPT_MODE)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, SCRIPT_MODE)
     with os.fdopen(file, "wb") as script:
         script.write(content)
-    os.replace(beside, path)
+    os.replace(temporary, path)
 
 
 def _facts(submission: Submission) -> dict[str, Any]:
@@ -292,11 +292,11 @@ def _facts(submission: Submission) -> dict[str, Any]:
 
 
 def _follow(job_id: int, output: Path) -> commands.JobState | None:
-    rest = b""
+    tail = b""
 
     def write(chunk: bytes) -> None:
-        nonlocal rest
-        *lines, rest = (rest + chunk).split(b"\n")
+        nonlocal tail
+        *lines, tail = (tail + chunk).split(b"\n")
         for line in lines:
             click.echo(printable(line.decode(errors="replace")))
 
@@ -306,4 +306,4 @@ def _follow(job_id: int, output: Path) -> commands.JobState | None:
         say(f"job {job_id} goes on; scancel {job_id} ends it")
         raise
     finally:
-        write(b"\n" if rest else b"")
+        write(b"\n" if tail else b"")

@@ -45,34 +45,34 @@ OTHER_OPTIONS = ("settings", "job_file", "epochs", "inject")  # `resolved_from` 
 class Submitted:
     """A command line, and what it says of itself; `None` or "" where it does not.
 
-    `said` are the values of its options that were given, or stand in its job file.
+    `values` are the values of its options that were given, or stand in its job file.
     """
 
     verb: str
     words: tuple[str, ...]
     program: str
-    given: frozenset[str]
+    options: frozenset[str]
     parameters: dict[str, Any]
-    said: dict[str, Any]
+    values: dict[str, Any]
 
     @property
     def run_dir(self) -> str:
-        return str(self.said.get("run_dir") or "")
+        return str(self.values.get("run_dir") or "")
 
     @property
     def survives_nodes(self) -> bool:
         """Whether it starts again after a fault, and so can lose a node."""
-        return int(self.said.get("max_restarts") or 0) > 0
+        return int(self.values.get("max_restarts") or 0) > 0
 
     @property
     def devices_per_rank(self) -> int:
-        strategy = self.said.get("strategy") if self.verb == "train" else None
+        strategy = self.values.get("strategy") if self.verb == "train" else None
         return strategy_spec(strategy, 1).devices_of_a_rank if strategy else 1
 
     @property
     def device(self) -> str:
         """Where a task does its arithmetic; "" for a command, which nobody can know."""
-        return str(self.said.get("device") or "cpu") if self.verb == "train" else ""
+        return str(self.values.get("device") or "cpu") if self.verb == "train" else ""
 
 
 def read_words(words: tuple[str, ...]) -> Submitted:
@@ -88,20 +88,20 @@ def read_words(words: tuple[str, ...]) -> Submitted:
     verb = words[0]
     command: click.Command = load(VERBS[verb][0])
     context = command.make_context(verb, list(words[1:]))
-    given = frozenset(
+    options = frozenset(
         name
         for name in context.params
         if context.get_parameter_source(name) == ParameterSource.COMMANDLINE
     )
     parameters = dict(context.params)
-    _refuse(given, verb)
+    _refuse(options, verb)
     program = parameters.get("program") if verb == "train" else _script(parameters.get("words", ()))
     layers = _layers(parameters)
-    said = {**layers, **{name: parameters[name] for name in given}}
+    values = {**layers, **{name: parameters[name] for name in options}}
     program = program or str(layers.get("program", ""))
     if verb == "train":
         _check_program(program)
-    return Submitted(verb, words, program, given, parameters, said)
+    return Submitted(verb, words, program, options, parameters, values)
 
 
 def _layers(parameters: dict[str, Any]) -> dict[str, Any]:
@@ -116,17 +116,17 @@ def _layers(parameters: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _refuse(given: frozenset[str], verb: str) -> None:
+def _refuse(options: frozenset[str], verb: str) -> None:
     for name in (*OPTIONS_OF_SUBMIT, *OPTIONS_OF_OTHER_PLACES):
-        if name in given:
+        if name in options:
             option = f"--{name.replace('_', '-')}"
-            own = name in OPTIONS_OF_SUBMIT
+            is_own = name in OPTIONS_OF_SUBMIT
             raise RequestError(
                 asked=f"{option} after `submit -- {verb}`",
                 found="a job of Slurm",
-                why="the batch script runs one job once" if own else "Slurm says which nodes",
+                why="the batch script runs one job once" if is_own else "Slurm says which nodes",
                 do=f"leave {option} out; allranks submit --dry-run prints the script"
-                if own
+                if is_own
                 else f"leave {option} out; allranks submit --nodes N --ranks-per-node K says it",
             )
 
@@ -167,21 +167,21 @@ def nodes_and_ranks(
     submitted: Submitted, nodes: int | None, per_node: int | None
 ) -> tuple[int, int | None]:
     """Nodes, and ranks on each of them (`None`: nobody said), from all words that may say it."""
-    told = submitted.said.get("nodes") if "nodes" in submitted.given or nodes is None else None
-    if nodes is not None and told is not None and int(told) != nodes:
-        raise _disagree(f"--nodes {nodes}", f"--nodes {told}", submitted.verb, "--nodes")
-    count = nodes or int(told or 1)
-    own = submitted.said.get("ranks_per_node")
-    if own is not None and per_node is not None and int(own) != per_node:
+    named = submitted.values.get("nodes") if "nodes" in submitted.options or nodes is None else None
+    if nodes is not None and named is not None and int(named) != nodes:
+        raise _disagree(f"--nodes {nodes}", f"--nodes {named}", submitted.verb, "--nodes")
+    count = nodes or int(named or 1)
+    its_ranks = submitted.values.get("ranks_per_node")
+    if its_ranks is not None and per_node is not None and int(its_ranks) != per_node:
         option = "--ranks-per-node"
-        raise _disagree(f"{option} {per_node}", f"{option} {own}", submitted.verb, option)
-    each = per_node if own is None else int(own)
-    total = submitted.said.get("ranks")
-    if total is None or ("ranks" not in submitted.given and each is not None):
+        raise _disagree(f"{option} {per_node}", f"{option} {its_ranks}", submitted.verb, option)
+    each = per_node if its_ranks is None else int(its_ranks)
+    total = submitted.values.get("ranks")
+    if total is None or ("ranks" not in submitted.options and each is not None):
         return count, each
     if each is not None and each * count != int(total):
-        asked = f"--nodes {count} --ranks-per-node {each}"
-        raise _disagree(asked, f"--ranks {total}", submitted.verb, "--ranks")
+        words = f"--nodes {count} --ranks-per-node {each}"
+        raise _disagree(words, f"--ranks {total}", submitted.verb, "--ranks")
     if int(total) % count:
         raise RequestError(
             asked=f"--nodes {count} -- {submitted.verb} … --ranks {total}",
@@ -196,31 +196,31 @@ def complete(
     submitted: Submitted, *, nodes: int, ranks: int, run_dir: str, per_rank: bool
 ) -> tuple[str, ...]:
     """The words that the batch script runs: those of the user, and what it decides."""
-    if "place" in submitted.given and place_spec(submitted.said["place"]).name != PLACE:
-        found = f"--place {submitted.said['place']}"
+    if "place" in submitted.options and place_spec(submitted.values["place"]).name != PLACE:
+        found = f"--place {submitted.values['place']}"
         raise _disagree("a job of Slurm", found, submitted.verb, "--place")
     added = ["--place", PLACE]
     values = {"nodes": str(nodes), "ranks": str(ranks)}
     for name, value in values.items():
-        if name not in submitted.given and not (name == "ranks" and _says_per_node(submitted)):
+        if name not in submitted.options and not (name == "ranks" and _says_per_node(submitted)):
             added += [f"--{name}", value]
-    if "run_dir" not in submitted.given:
+    if "run_dir" not in submitted.options:
         added += ["--run-dir", run_dir]
     elif os.path.abspath(submitted.run_dir) != run_dir:
-        asked, option = f"--run-dir {run_dir}", "--run-dir"
-        raise _disagree(asked, f"--run-dir {submitted.run_dir}", submitted.verb, option)
-    if per_rank and "per_rank" not in submitted.given:
+        path_words, option = f"--run-dir {run_dir}", "--run-dir"
+        raise _disagree(path_words, f"--run-dir {submitted.run_dir}", submitted.verb, option)
+    if per_rank and "per_rank" not in submitted.options:
         added.append("--per-rank")
-    if "place" in submitted.given:
+    if "place" in submitted.options:
         added = added[2:]
-    verb, *rest = submitted.words
+    verb, *tail = submitted.words
     # behind the COMMAND of `run` they would be its own
-    words = [verb, *added, *rest] if verb == "run" else [verb, *rest, *added]
+    words = [verb, *added, *tail] if verb == "run" else [verb, *tail, *added]
     return ("allranks", *words)
 
 
 def _says_per_node(submitted: Submitted) -> bool:
-    return "ranks_per_node" in submitted.given
+    return "ranks_per_node" in submitted.options
 
 
 def check_job(submitted: Submitted, *, nodes: int, ranks: int, run_dir: str) -> Resolved | None:
@@ -237,14 +237,14 @@ def check_run_dir(run_dir: str) -> None:
     """Raise if the job would find something there that is not its own, hours from now."""
     path = Path(run_dir)
     if is_in_use(path):
-        found = "a run folder in use by a running job"
+        problem = "a run folder in use by a running job"
     elif path.exists() and not (path / "job.toml").is_file() and _is_filled(path):
-        found = "something is there already, which is no run folder"
+        problem = "something is there already, which is no run folder"
     else:
         return
     raise RequestError(
         asked=f"--run-dir {run_dir}",
-        found=found,
+        found=problem,
         why="a job never writes over what another one left",
         do="name a folder that does not exist yet, or one of a job to resume",
     )

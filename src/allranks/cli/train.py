@@ -53,10 +53,10 @@ def train(
     allranks train digits --ranks 4 --nodes 2 --place simulated:link=1gbit
     """
     words = words_of(flags, "train", program or "")
-    rendezvous, said = rendezvous_from(flags)
+    rendezvous, implied = rendezvous_from(flags)
     if not is_head(rendezvous):
         sys.exit(take_part(rendezvous, words, program or ""))
-    resolved = resolved_from(program, {**flags, **said})
+    resolved = resolved_from(program, {**flags, **implied})
     _check_placement(placement, dry_run)
     if dry_run:
         _print_plan(resolved, rendezvous, placement, as_object)
@@ -83,8 +83,8 @@ def resolved_words(words: Sequence[str]) -> Resolved:
     flags = dict(train.make_context("train", list(words)).params)
     for name in ("dry_run", "placement", "as_object"):
         del flags[name]
-    _, said = rendezvous_from(flags)
-    return resolved_from(flags.pop("program"), {**flags, **said})
+    _, implied = rendezvous_from(flags)
+    return resolved_from(flags.pop("program"), {**flags, **implied})
 
 
 def _check_placement(placement: bool, dry_run: bool) -> None:
@@ -109,12 +109,12 @@ def _print_plan(
             do="the same with --place local: every rank holds the same there",
         )
     with plan_only(resolved, rendezvous) as (plan, server):
-        held = place_ranks(plan, server) if placement else []
+        placements = place_ranks(plan, server) if placement else []
     mesh = plan.job.strategy_spec.mesh
     if as_object:
         data = {**plan.to_data(), "sources": resolved.sources}
-        more = {"placement": as_data(held, mesh)} if placement else {}
+        more = {"placement": as_data(placements, mesh)} if placement else {}
         click.echo(as_json({**data, **more}))
     else:
-        shown = f"\n\n{table(held, mesh)}" if placement else ""
+        shown = f"\n\n{table(placements, mesh)}" if placement else ""
         click.echo(f"{plan}{shown}")

@@ -1,7 +1,7 @@
-"""The attempts of one job: its ranks are started, and started again after a fault that may pass.
+"""The attempts of one job: start its ranks, and restart them after a transient fault.
 
-Every attempt meets through a file of its own, so that nothing of the last one is found there, and
-every rank starts from the newest good checkpoint, or from the beginning if there is none.
+Every attempt has its own rendezvous file, so it sees nothing of the attempt before. Every rank
+starts from the newest good checkpoint, or from the beginning if there is none.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from allranks.launcher.fault_report import (
     first_fault,
     hang_report,
     last_words,
-    left_out,
     rank_to_blame,
+    skipped_collective,
     user_error,
 )
 from allranks.launcher.hang import Stragglers
@@ -49,52 +49,51 @@ from allranks.launcher.processes.fork_server import HEARTBEAT_FD, LISTENER_FD, S
 from allranks.launcher.processes.linux import Kills
 from allranks.launcher.processes.process import Exit, Process
 from allranks.launcher.signals import Signals
-from allranks.launcher.supervisor import COMMIT_S, NEVER, Care, Ended, supervise
+from allranks.launcher.supervisor import COMMIT_S, NEVER, Ended, WatchPolicy, supervise
 from allranks.strategies.roles import LEADER
 
 # --- rejoining -----------------------------------------------------------------------------------
-# Processes that are started again while the others go on: learners that come back, a leader that
-# takes up its checkpoint while they wait.
+# Processes that are restarted while the others go on: learners that rejoin, or a leader that loads
+# its checkpoint while the others wait.
 #
-# Which roles do so stands on the card. One that said itself why it failed, and would again, does
-# not.
+# The strategy's card says which roles rejoin. A process whose error would repeat does not.
 
 
 @dataclass
 class Rejoining:
-    """How often each process of an attempt was started again."""
+    """How often each process of an attempt was restarted."""
 
     faults: int = 0
-    """Of processes that resume: those that failed by themselves."""
+    """Of processes that resume: failures that were not caused by a peer."""
     victims: int = 0
-    """Of processes that resume: those that lost a peer."""
+    """Of processes that resume: failures that were caused by a lost peer."""
     times: Counter[int] = field(default_factory=Counter)
     has_begun: bool = False
-    """Whether the leader was started again: its heartbeat begins anew, the training does not."""
+    """Whether the leader was restarted: its heartbeat starts from zero, the training does not."""
     plan: LaunchPlan | None = None
     make: Callable[..., Process] | None = None
 
     @property
     def resumed(self) -> int:
-        """How many faults it took: a process that falls with another one is not another fault."""
+        """The number of faults: a process that fails because of another is not a second fault."""
         return max(self.faults, self.victims)
 
     def begin(self, plan: LaunchPlan, make: Callable[..., Process]) -> None:
-        """An attempt begins: `make(rank_plan, again=n)` is the process that comes back."""
+        """Start an attempt: `make(rank_plan, again=n)` is the process of the `n`-th restart."""
         self.plan, self.make, self.has_begun = plan, make, False
         self.times.clear()
 
     def again(self, run_dir: Path, attempt: int, rank: int, exit_: Exit) -> Process | None:
-        """What is started in the place of a process that failed; `None` where nothing is."""
+        """The process that replaces a failed one, or `None`."""
         assert self.plan is not None and self.make is not None
         role = self.plan.process_set.members[rank].role
-        said = self._said(run_dir, rank, attempt)
-        is_victim = bool(said.get("peer_lost"))
+        failure = self._failure(run_dir, rank, attempt)
+        is_victim = bool(failure.get("peer_lost"))
         if role.resumes:
             most = self.plan.job.max_restarts - (self.victims if is_victim else self.faults)
         else:
             most = role.rejoins - self.times[rank]
-        if most <= 0 or not said.get("passing", True):
+        if most <= 0 or not failure.get("passing", True):
             return None
         self.times[rank] += 1
         if role.resumes:
@@ -105,11 +104,11 @@ class Rejoining:
         return self.make(planned, again=self.times[rank])
 
     def may_pass(self, run_dir: Path, rank: int, attempt: int) -> bool:
-        """Whether a process may do better another time, as far as it has said itself."""
-        return bool(self._said(run_dir, rank, attempt).get("passing", True))
+        """Whether a restart may help, by the process's own `failed` event."""
+        return bool(self._failure(run_dir, rank, attempt).get("passing", True))
 
-    def _said(self, run_dir: Path, rank: int, attempt: int) -> dict[str, Any]:
-        """What it told when it failed; nothing, where it could not."""
+    def _failure(self, run_dir: Path, rank: int, attempt: int) -> dict[str, Any]:
+        """Its last `failed` event; empty if it wrote none."""
         rows = [row for row in events_of(run_dir, rank, attempt) if row["event"] == "failed"]
         return rows[-1] if rows else {}
 
@@ -117,9 +116,9 @@ class Rejoining:
 # --- same program --------------------------------------------------------------------------------
 # Whether all ranks have loaded the same program, and the same as in the attempt before.
 #
-# Every rank says in its first event which files of the user's it was loaded from, with their
-# digests. Ranks with other files train something else, in silence: the job ends, and the file is
-# named. A program that was edited between two attempts is another one from there on: that is told.
+# Every rank writes into its first event the user's files that it loaded, with their digests. Ranks
+# with different files would train different programs without any error: the job ends, and names
+# the file. A program that was edited between two attempts is recorded as `program_changed`.
 
 
 COMPARE_EVERY_S = 0.5
@@ -129,7 +128,7 @@ SHOWN = 12  # letters of a digest
 
 @dataclass
 class SamePrograms:
-    """The files that ranks were loaded from, attempt by attempt."""
+    """Compares the program files of all ranks, attempt by attempt."""
 
     run_dir: Path
     events: JsonLines
@@ -139,15 +138,15 @@ class SamePrograms:
     _first_at: float = 0.0
 
     def begin(self) -> None:
-        """Another attempt is about to start."""
+        """Start another attempt."""
         self._before = next(iter(self._of_rank.values()), self._before)
         self._of_rank, self._looked_at = {}, 0.0
 
     def look(self, attempt: int, hosts: Sequence[str], at_once: bool = False) -> None:
-        """Take in what ranks have said since; raises `PlaceError` where they differ."""
+        """Read the new `ready` events of ranks; raises `PlaceError` where files differ."""
         now = time.monotonic()
         all_have = len(self._of_rank) == len(hosts)
-        too_late = self._of_rank and now - self._first_at > PATIENCE_S  # some never say anything
+        too_late = self._of_rank and now - self._first_at > PATIENCE_S  # some ranks never write it
         if not at_once and (all_have or too_late or now - self._looked_at < COMPARE_EVERY_S):
             return
         self._looked_at = now
@@ -156,29 +155,29 @@ class SamePrograms:
                 continue
             for row in read_rows(rank_events_path(self.run_dir, rank)):
                 is_now = row["event"] == "ready" and row.get("attempt", 0) == attempt
-                if is_now and "machine" in row:  # servers of parameters say nothing of it
-                    self._take(rank, _files(row["machine"]), hosts)
+                if is_now and "machine" in row:  # parameter servers do not write it
+                    self._compare(rank, _files(row["machine"]), hosts)
 
-    def _take(self, rank: int, files: dict[str, object], hosts: Sequence[str]) -> None:
+    def _compare(self, rank: int, files: dict[str, object], hosts: Sequence[str]) -> None:
         first = next(iter(self._of_rank), rank)
         if first == rank:
             self._of_rank[rank], self._first_at = files, self._looked_at
-            self._tell_what_changed(files)
+            self._record_changes(files)
         unequal = _unequal(self._of_rank[first], files)
         if unequal:
             lines = []
             for name, values in unequal.items():
-                who = sorted(zip((first, rank), values, strict=True), key=lambda one: one[0])
-                told = [f"rank {r}{_on(hosts[r])} has {_shown(digest)}" for r, digest in who]
-                lines.append(f"  {name}: {', '.join(told)}")
+                pairs = sorted(zip((first, rank), values, strict=True), key=lambda pair: pair[0])
+                versions = [f"rank {r}{_on(hosts[r])} has {_shown(digest)}" for r, digest in pairs]
+                lines.append(f"  {name}: {', '.join(versions)}")
             raise PlaceError(
                 "the ranks have not loaded the same program, and would not compute the same:\n"
                 + "\n".join(lines)
                 + "\nput the same files on every node, and edit none while a job starts"
             )
-        self._of_rank[rank] = files  # else the look at the end, too, finds it
+        self._of_rank[rank] = files  # only if equal, so that the check at the end raises too
 
-    def _tell_what_changed(self, files: dict[str, object]) -> None:
+    def _record_changes(self, files: dict[str, object]) -> None:
         changed = _unequal(self._before, files) if self._before else {}
         if changed:
             self.events.event("program_changed", differs={n: list(v) for n, v in changed.items()})
@@ -189,7 +188,7 @@ def _files(machine: dict[str, object]) -> dict[str, object]:
 
 
 def _unequal(was: dict[str, object], now: dict[str, object]) -> dict[str, tuple[object, object]]:
-    """Name -> (was, now) of the files that both know; who imports later than others is no other."""
+    """Name -> (was, now) of files in both that differ; a rank may import some files later."""
     both = [name for name in was if name in now]
     return {name: (was[name], now[name]) for name in both if was[name] != now[name]}
 
@@ -228,9 +227,9 @@ class Attempts:
         return self.folder.attempts
 
     def run(self, target: str) -> dict[str, Any]:
-        """Try until it is done; returns the leader's summary, or raises how the job ended.
+        """Run attempts until one succeeds; returns the leader's summary, or raises the job's error.
 
-        Where a fault ends it the message says how to go on from the last checkpoint, if any.
+        The error's message says how to resume from the last checkpoint, if there is one.
         """
         try:
             return self._run(target)
@@ -248,7 +247,7 @@ class Attempts:
         for attempt in range(first, first + restarts + 1):
             self._plan_again(attempt)
             if report:
-                self._take_room_again(attempt, report)
+                self._reserve_room_again(attempt, report)
             self._programs.begin()
             with closing(HeartbeatTable(len(self.plan.ranks))) as heartbeats:
                 kills = Kills.now()
@@ -263,16 +262,16 @@ class Attempts:
                 self.folder.events.event("done", exits=exits, attempt=attempt)
                 return {**summary, "restarts": attempt - first, **self._not_kept(summary)}
             if ended.reason:
-                told = ""
+                report_of_fault = ""
                 if ended.hang is not None or (fault is not None and not fault.is_victim):
-                    told = f"\n{self._error(ended, fault, attempt, beats)[0]}"
-                raise self._stopped(ended, attempt, exits, told)
+                    report_of_fault = f"\n{self._error(ended, fault, attempt, beats)[0]}"
+                raise self._stopped(ended, attempt, exits, report_of_fault)
             error, first_rank = self._error(ended, fault, attempt, beats)
             last = attempt - first + self._rejoining.resumed >= restarts or not error.passing
             again = fault is not None and fault.repeats(before)
             if again and not last:
                 error = ProgramError(f"{error}\n{SAME_FAULT_TWICE}", fault_kind=error.fault_kind)
-            values = {"first_rank": first_rank, **_told(error), "exits": exits}
+            values = {"first_rank": first_rank, **_error_fields(error), "exits": exits}
             if last or again or (fault is not None and not fault.is_passing):
                 self.folder.events.event("failed", **values, attempt=attempt)
                 raise error
@@ -281,17 +280,17 @@ class Attempts:
         raise AssertionError("the last attempt returns or raises")
 
     def _not_kept(self, summary: dict[str, Any]) -> dict[str, Any]:
-        """What the summary says of files that were not kept, with those of the supervisor."""
+        """The files that were not kept: those in the summary, and those of the supervisor."""
         lost = {**summary.get("not_kept", {}), **self.folder.removed}
         return {"not_kept": lost} if lost else {}
 
     def _plan_again(self, attempt: int) -> None:
-        """On what is there now: nodes may have been lost since the last attempt."""
+        """Plan for the nodes that are alive now; some may have been lost since the last attempt."""
         before = self.plan
         try:
             self.plan = self.resources.replan(self.plan)
         except PlaceError as error:
-            self.folder.events.event("failed", **_told(error), attempt=attempt)
+            self.folder.events.event("failed", **_error_fields(error), attempt=attempt)
             raise
         was, now = before.job.ranks, self.plan.job
         if now.ranks != was:
@@ -299,29 +298,29 @@ class Attempts:
         if moved := self.plan.moved_since(before):
             self.folder.events.event("moved", processes=moved)
 
-    def _take_room_again(self, attempt: int, report: str) -> None:
-        """The disk may be full by now; `report` is what ended the last attempt."""
+    def _reserve_room_again(self, attempt: int, report: str) -> None:
+        """Reserve disk space for the logs, if there still is some; `report` is the last fault."""
         try:
             self.folder.take_room(rank.world.rank for rank in self.plan.ranks)
         except RequestError as full:
             error = PlaceError(f"{report}\nnot started again: {full.found}")
-            self.folder.events.event("failed", **_told(error), attempt=attempt)
+            self.folder.events.event("failed", **_error_fields(error), attempt=attempt)
             raise error from None
 
     def _try(self, target: str, attempt: int, heartbeats: HeartbeatTable) -> Ended:
-        """Start all ranks, and watch them until all are gone."""
+        """Start all ranks, and watch them until all have ended."""
         job, process_set, rejoining = self.plan.job, self.plan.process_set, self._rejoining
         rejoining.begin(self.plan, partial(self._process, target=target, attempt=attempt))
-        care = Care(
+        policy = WatchPolicy(
             heartbeats,
             job.hang_timeout,
             self._stop_at(),
             self.resources.evidence_s,
             lambda rank: ended_well(events_of(self.folder.path, rank, attempt)),
-            lambda rank, left: (
+            lambda rank, remaining: (
                 (rejoining.has_begun or heartbeats.read()[LEADER].step >= 0)
                 and rejoining.may_pass(self.folder.path, rank, attempt)
-                and process_set.survives_loss_of(rank, left)
+                and process_set.survives_loss_of(rank, remaining)
             ),
             process_set.outlive_nodes,
             partial(rejoining.again, self.folder.path, attempt),
@@ -338,22 +337,22 @@ class Attempts:
             if time.monotonic() - looked_at > LOOK_EVERY_S:
                 looked_at = time.monotonic()
                 self.folder.look()
-            if not process_set.outlive_nodes:  # there, nobody waits for the slowest
+            if not process_set.outlive_nodes:  # else no rank waits for the slowest
                 stragglers.look()
             self.resources.inject_due_faults(heartbeats.read())
             self._look_at_programs(attempt)
-            with suppress(OSError, ValueError):  # who only looks on ends no training
+            with suppress(OSError, ValueError):  # a display must not end the training
                 self.on_tick()
 
         self.folder.events.event("attempt", attempt=attempt)
         processes = [self._process(rank, target, attempt) for rank in self.plan.ranks]
         try:
-            ended = supervise(self.resources.server, processes, tick, care, self.signals)
+            ended = supervise(self.resources.server, processes, tick, policy, self.signals)
             self.folder.look()
             return ended
         except PlaceError as error:
             if self._summary(attempt) is None:
-                self.folder.events.event("failed", **_told(error), attempt=attempt)
+                self.folder.events.event("failed", **_error_fields(error), attempt=attempt)
                 raise
             return Ended({}, frozenset())  # the fork server died after the job was done
         finally:
@@ -363,19 +362,19 @@ class Attempts:
         try:
             self._programs.look(attempt, [rank.host for rank in self.plan.ranks], at_once)
         except PlaceError as error:
-            if at_once:  # else `_try` tells it
-                self.folder.events.event("failed", **_told(error), attempt=attempt)
+            if at_once:  # else `_try` records it
+                self.folder.events.event("failed", **_error_fields(error), attempt=attempt)
             raise
 
     def _stop_at(self) -> float:
-        """When to stop after a checkpoint: at the time limit, and in time before the place ends."""
+        """When to ask for a stop: at the time limit, or before the allocation ends."""
         limit = self.plan.job.time_limit
-        own = NEVER if limit is None else self.started_at + limit
-        left = self.resources.ends_at - time.monotonic()
-        return min(own, self.resources.ends_at - min(COMMIT_S, left / 10))
+        at_limit = NEVER if limit is None else self.started_at + limit
+        left_s = self.resources.ends_at - time.monotonic()
+        return min(at_limit, self.resources.ends_at - min(COMMIT_S, left_s / 10))
 
     def _process(self, rank: RankPlan, target: str, attempt: int, again: int = 0) -> Process:
-        """The process of a rank; `again` counts those that were there before it in this attempt."""
+        """The process of a rank; `again` counts its restarts in this attempt."""
         store = f"{rank.world.store}-{attempt}" if rank.world.store else ""
         hosts_store = bool(rank.world.rendezvous) and rank.world.is_leader
         world = dataclasses.replace(
@@ -397,28 +396,28 @@ class Attempts:
         )
 
     def _summary(self, attempt: int) -> dict[str, Any] | None:
-        """What the leader wrote when it was done."""
+        """The leader's summary, if it wrote `done` in this attempt."""
         for row in events_of(self.folder.path, 0, attempt):
             if row["event"] == "done":
                 return dict(row["summary"])
         return None
 
     def _stopped(
-        self, ended: Ended, attempt: int, exits: dict[int, int], told: str
+        self, ended: Ended, attempt: int, exits: dict[int, int], fault_report: str
     ) -> Stopped | Interrupted | ProgramError:
-        """How a job ended that was asked to stop: with a checkpoint, or without.
+        """The error of a job that was asked to stop, with a checkpoint or without.
 
-        `told` is the report of a fault that came before the stop was done, on lines of its own.
+        `fault_report` is the report of a fault before the stop was complete, on separate lines.
         """
         path = self.folder.path
         rows = events_of(path, 0, attempt)
         stop = next((row for row in rows if row["event"] == "stopped"), {})
         if not stop.get("checkpoint"):
-            report = told.strip() or None
+            report = fault_report.strip() or None
             self.folder.events.event("interrupted", exits=exits, reason=ended.reason, report=report)
             lost = how_to_resume(path) or "there is no checkpoint"
             return Interrupted(
-                f"interrupted ({ended.reason}); every rank is stopped; {lost}\n{path}{told}"
+                f"interrupted ({ended.reason}); every rank is stopped; {lost}\n{path}{fault_report}"
             )
         again = resume_command(path)
         text = f"stopped ({ended.reason}) after step {stop['step']}, which is committed; {again}"
@@ -436,12 +435,12 @@ class Attempts:
             hung = ProgramError(report, fault_kind=FaultKind.HANG)
             return hung, next(iter(ended.hang.missing), None)
         lost = self.resources.lost() if fault is None or fault.is_victim else ""
-        if lost:  # the peers were quicker to see it than the head
+        if lost:  # peers noticed the lost node before the head
             return PlaceError(lost), None
         if fault is not None:
             error = user_error(fault, ended, self.folder.path)
             if isinstance(error, ProgramError) and fault.kind == FaultKind.NOT_AT_THE_SAME_STEP:
-                error = error.with_more(left_out(beats))
+                error = error.with_more(skipped_collective(beats))
             if isinstance(error, RequestError) and attempt > self.first:
                 error = ProgramError(str(error))  # ranks have trained: the run folder stays
             return error, rank_to_blame(fault, ended, self.folder.path)
@@ -450,11 +449,11 @@ class Attempts:
         ), None
 
     def _record_lost(self, attempt: int, rank: int, exit_: Exit) -> None:
-        """Say who is gone that the job does without, and what it said last."""
+        """Record a process without which the job goes on, and the last lines of its output."""
         log = rank_log_path(self.folder.path, rank)
         memory = exit_.memory or ""
-        said = [] if exit_.code < 0 else events_of(self.folder.path, rank, attempt)
-        event = next((row for row in reversed(said) if row["event"] == "failed"), None)
+        events = [] if exit_.code < 0 else events_of(self.folder.path, rank, attempt)
+        event = next((row for row in reversed(events) if row["event"] == "failed"), None)
         fault = RankFault(rank, exit_.code, exit_.monotonic, event, memory, exit_.peak_bytes)
         host = self.plan.ranks[rank].host if self.plan.job.nodes > 1 else ""
         self.folder.events.event(
@@ -468,12 +467,12 @@ class Attempts:
         )
 
     def _record_restart(self, values: dict[str, Any], attempt: int, reached: int) -> None:
-        """Say what is started again, from where, and what is lost."""
+        """Record a restart: its cause, the step of its checkpoint, and the steps that are lost."""
         sources, resume = [self.folder.path / CHECKPOINTS], self.plan.job.resume
         if resume:
             sources += checkpoint_folders(Path(resume))
-        kept = [path for source in sources for path in candidates(source)]
-        step = max(0, step_of(kept[0])) if kept else 0
+        saved = [path for source in sources for path in candidates(source)]
+        step = max(0, step_of(saved[0])) if saved else 0
         self.folder.events.event(
             "restart",
             **values,
@@ -483,6 +482,6 @@ class Attempts:
         )
 
 
-def _told(error: AllranksError) -> dict[str, Any]:
-    """What an event says of an error: its kind for programs, its message for people."""
+def _error_fields(error: AllranksError) -> dict[str, Any]:
+    """The fields of an error in events: its kind for programs, its message for people."""
     return {"fault_kind": error.fault_kind, "report": str(error)}

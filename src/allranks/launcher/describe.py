@@ -1,4 +1,4 @@
-"""What a job's own task says of itself, asked in a process that is forked for that and ends."""
+"""Facts of a job's task: shape, cost and proof, read in a short-lived forked process."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from allranks.launcher.world import Visible
 from allranks.strategies.auto import Candidate, Decision, DialRequest, LinkSpeed, ModelFacts, choose
 
 # --- asking --------------------------------------------------------------------------------------
-# A function that is called in a process forked for it, which answers by one event and ends.
+# Call a function in a forked process, which writes one event as its answer and ends.
 
 
-def answered(
+def answer_of_process(
     server: Processes,
     target: str,
     argument_in: Callable[[str], dict[str, Any]],
     event: str,
     environment: Mapping[str, str],
     *,
-    what: str,
+    process_name: str,
     if_interrupted: str,
     shared: Path | None = None,
     signals: Signals | None = None,
 ) -> dict[str, Any]:
-    """The `event` that `target` ("module:function") wrote; it has a run folder that is removed.
+    """Run `target` ("module:function") in a forked process; returns the `event` that it writes.
 
-    `argument_in` makes its argument for that folder, which lies in `shared` if that is given.
-    Raises what the function raised; else the errors say `what` ended without an answer, and what
-    has come of it `if_interrupted`.
+    `argument_in` makes its argument for a temporary run folder, which is created in `shared` if
+    that is given. Raises what the function raised; other errors name the process as
+    `process_name`, and add `if_interrupted`.
     """
     with scratch_folder(shared) as scratch:
         run_dir = Path(scratch)
@@ -60,29 +60,29 @@ def answered(
         for row in read_rows(rank_events_path(run_dir, 0)):
             if row["event"] == event:
                 return dict(row)
-        said = log.read_text(errors="replace") if log.exists() else ""
-        raise PlaceError(f"{what} ended without an answer:\n{said}")
+        output = log.read_text(errors="replace") if log.exists() else ""
+        raise PlaceError(f"{process_name} ended without an answer:\n{output}")
 
 
 def describe(resources: Resources, job: Job, signals: Signals | None = None) -> Shape:
-    """Load the task of `job` in a forked process and return what a place must know of it."""
-    return Shape(**asked_of_task(resources, job, "describe", "described", signals)["shape"])
+    """Load the task of `job` in a forked process; returns what the plan needs of it."""
+    return Shape(**ask_task(resources, job, "describe", "described", signals)["shape"])
 
 
-def asked_of_task(
+def ask_task(
     resources: Resources, job: Job, function: str, event: str, signals: Signals | None = None
 ) -> dict[str, Any]:
-    """The `event` that a `function` of the engine's worker writes of `job`, in a forked process.
+    """Call a `function` of the engine's worker on `job` in a forked process; returns its `event`.
 
     It runs where rank 0 would. Raises what the function raised, and leaves no file.
     """
-    return answered(
+    return answer_of_process(
         resources.server,
         f"{ENGINES[job.engine].worker}:{function}",
         lambda scratch: {**job.to_data(), "run_dir": scratch},
         event,
         {**devices_seen(job, Visible.from_environment()), **backend_of_keras(job)},
-        what=f"the process that loads {job.program!r}",
+        process_name=f"the process that loads {job.program!r}",
         if_interrupted="nothing was started",
         shared=resources.shared(Path(job.run_dir)),
         signals=signals,
@@ -100,16 +100,16 @@ STEPS = 30
 ALONE = "single"
 
 
-def turned(
+def chosen_by_dial(
     resources: Resources,
     resolved: Resolved,
     job: Job,
     shape: Shape,
     signals: Signals | None = None,
 ) -> Decision | None:
-    """The decision on `job`, or `None` where its strategy was named.
+    """The strategy that `auto` chooses for `job`, or `None` if a strategy was named.
 
-    Raises `RequestError` where the link is not known, and what the measured steps raise.
+    Raises `RequestError` if the link is not known, and what the measured steps raise.
     """
     request = resolved.dial
     if request is None:
@@ -128,7 +128,7 @@ def turned(
 
 
 def link_of(request: DialRequest, job: Job) -> LinkSpeed:
-    """What joins the nodes of `job`; raises `RequestError` where nobody says it."""
+    """The speed of the link between the nodes of `job`; raises `RequestError` if it is unknown."""
     options = job.place_spec.options
     if job.nodes == 1:
         if request.link is None:
@@ -149,8 +149,8 @@ def link_of(request: DialRequest, job: Job) -> LinkSpeed:
             do=f"--strategy {request.text}{',' if ':' in request.text else ':'}link=1gbit",
         )
     there = LinkSpeed(options.get("link", 0.0), 2 * options.get("delay", 0.0), "place")
-    said = request.link
-    if said is not None and (said.bits_per_s, said.one_way_s) != (there.bits_per_s, 0.0):
+    chosen = request.link
+    if chosen is not None and (chosen.bits_per_s, chosen.one_way_s) != (there.bits_per_s, 0.0):
         raise RequestError(
             asked=f"--strategy {request.text} --place {job.place}",
             found="two links",
@@ -163,7 +163,7 @@ def link_of(request: DialRequest, job: Job) -> LinkSpeed:
 def _measured(
     resources: Resources, job: Job, shape: Shape, link: LinkSpeed, signals: Signals | None
 ) -> ModelFacts:
-    """What one process finds out: the size of the model, and a step on the share of one rank."""
+    """Measure in one process: the size of the model, and a step on one rank's share of a batch."""
     worlds = [rank.world for rank in resources.plan(job, shape).ranks]
     sharing = worlds[0].on_machine or worlds[0].local_size
     threads = threads_per_rank(job, sharing)
@@ -172,27 +172,27 @@ def _measured(
         "shards": max(1, shape.shards // job.ranks),
     }
     alone = dataclasses.replace(_alone(job), threads=threads, task={**job.task, **share})
-    found = asked_of_task(resources, alone, "measure", "measured", signals)
+    measured = ask_task(resources, alone, "measure", "measured", signals)
     of_one_node = [world.node for world in worlds].count(0)
     alike = job.ranks == of_one_node * job.nodes
-    busy = max(1.0, sharing * threads / found["cores"]) if job.device == "cpu" else 1.0
+    busy = max(1.0, sharing * threads / measured["cores"]) if job.device == "cpu" else 1.0
     return ModelFacts(
-        parameters=found["parameters"],
-        compute_s=found["step_s"],
+        parameters=measured["parameters"],
+        compute_s=measured["step_s"],
         ranks=job.ranks,
         nodes=job.nodes,
         link=link,
         per_node=of_one_node if alike else 0,
-        buffer_bytes=found["buffer_bytes"],
+        buffer_bytes=measured["buffer_bytes"],
         shards=shape.shards,
         busy=busy,
         steps=job.steps,
-        shapes=tuple(map(tuple, found["shapes"])),
+        shapes=tuple(map(tuple, measured["shapes"])),
     )
 
 
 def _alone(job: Job) -> Job:
-    """The same training in one process: a few steps, of which nothing is kept."""
+    """The same training in one process, for a few steps and without checkpoints."""
     return dataclasses.replace(
         job,
         strategy=ALONE,
@@ -219,9 +219,9 @@ def note_of(decision: Decision) -> str:
 
 
 # --- proof ---------------------------------------------------------------------------------------
-# Whether a job is proved: its first steps were compared with one process before it trains.
+# The proof of a job: a comparison of its first steps with one process, before it trains.
 #
-# The comparison itself is a tool, `tools.check.first`, and is loaded only where a job needs it.
+# The comparison is a tool, `tools.check.first`, which is loaded only if a job needs it.
 
 
 WHOLE_MODEL = ("single", "ddp")
@@ -232,7 +232,7 @@ WHOLE_MODEL = ("single", "ddp")
 class EqualityProof:
     """Whether the first steps of a job equal those of one process; `why` says how, or why not.
 
-    A difference is no proof: it is the error `NotEqual`, and the job does not start.
+    A difference raises `NotEqual` instead, and the job does not start.
     """
 
     proved: bool
@@ -252,9 +252,9 @@ def first_check(
     signals: Signals,
     announce: Callable[[str], None] = lambda text: None,
 ) -> EqualityProof | None:
-    """The proof of a planned job, before its run folder is there; `None` where it needs none.
+    """The proof of a planned job, before its run folder exists; `None` if it needs none.
 
-    Raises `NotEqual` for a difference. `announce` hears when steps are compared.
+    Raises `NotEqual` for a difference. `announce` is called before the comparison.
     """
     if plan.job.strategy_spec.name in WHOLE_MODEL:
         return None

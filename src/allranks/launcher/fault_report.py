@@ -1,8 +1,8 @@
-"""The first-fault report: which rank failed first, where, and why; the victims are folded away.
+"""The first-fault report: which rank failed first, where, and why; victims are only listed.
 
-Evidence is the exits in the order in which the kernel showed them, and the `failed` events that
-ranks write before they leave. A rank whose collective broke because a peer went away says so
-itself (`peer_lost`), and is named only when nobody else can be.
+Its evidence is the exits, in the order in which the kernel reported them, and the `failed` events
+that ranks write before they leave. A rank whose collective broke because it lost a peer says so
+(`peer_lost`); it is blamed only if no other rank failed.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from typing import Any
 from allranks.errors import FaultKind, PlaceError, ProgramError, RequestError
 from allranks.job.run_folder import rank_events_path, rank_log_path, read_rows
 from allranks.job.units import format_bytes
-from allranks.launcher.hang import Hang, callers_alone, ranks_waited_for, told_of_mismatch
+from allranks.launcher.hang import Hang, callers_alone, describe_mismatch, ranks_waited_for
 from allranks.launcher.heartbeat import Beat
 from allranks.launcher.processes.process import is_said
 from allranks.launcher.supervisor import Ended
 
 # --- folding -------------------------------------------------------------------------------------
-# A traceback for users: the lines of their own code, and how many others. Pure.
+# A traceback for users: the frames of their own code, and the number of other frames. Pure.
 #
-# The whole of it stays in the events of the rank.
+# The rank's events keep the whole traceback.
 
 
 _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line \d+, in ')
@@ -39,7 +39,7 @@ _STANDARD = re.compile(r"/lib/python3[^/]*/|^<frozen ")
 
 
 def folded(traceback: str) -> str:
-    """The traceback without frames of installed packages; as it is if there are no others."""
+    """The traceback without frames of installed packages; unchanged if it has no others."""
     lines = traceback.splitlines()
     owners: list[str] = []
     for line in lines:
@@ -54,15 +54,15 @@ def folded(traceback: str) -> str:
         return traceback
     shown: list[str] = []
     for is_folded, group in groupby(
-        zip(lines, owners, strict=True), lambda one: one[1] not in (USER, ROOT)
+        zip(lines, owners, strict=True), lambda pair: pair[1] not in (USER, ROOT)
     ):
         part = list(group)
         if not is_folded:
             shown += [line for line, _ in part]
             continue
         count = sum(_FRAME.match(line) is not None for line, _ in part)
-        who = dict.fromkeys(owner for _, owner in part)
-        shown.append(f"  … {count} frame{'s' if count > 1 else ''} of {', '.join(who)}")
+        packages = dict.fromkeys(owner for _, owner in part)
+        shown.append(f"  … {count} frame{'s' if count > 1 else ''} of {', '.join(packages)}")
     return "\n".join(shown)
 
 
@@ -82,10 +82,10 @@ _PACKAGE_FOLDER = __file__.rpartition("/launcher/")[0] + "/"
 
 
 # --- log tail ------------------------------------------------------------------------------------
-# What a process said last, read from its log: the cause of its end, or the loss of a peer.
+# The end of a process's log: the cause of its end, or the loss of a peer.
 #
-# A script that is run unchanged leaves nothing but its output and its exit code. Of the output the
-# last traceback is taken, or the last lines; whoever speaks of a connection that broke is a victim.
+# A script that is run unchanged leaves only its output and its exit code. The report shows the last
+# traceback of the output, or its last lines. A process that lost a connection is a victim.
 
 
 MOST_BYTES = 1 << 17
@@ -102,9 +102,9 @@ _ERROR = re.compile(r"^[A-Za-z_][\w.]*(?::|$)")
 
 @dataclass(frozen=True)
 class LastWords:
-    """`text` is the last traceback, or what was printed last; `error` is the line that says why.
+    """`text` is the last traceback, or the last output; `error` is the line that says why.
 
-    `is_victim`: it lost the connection to another process.
+    `is_victim`: the process lost its connection to another one.
     """
 
     text: str
@@ -114,29 +114,29 @@ class LastWords:
 
 
 def stacks_in(log: Path, start: int = 0) -> str:
-    """The stacks that a fatal signal left, all of them, that of the running thread first."""
+    """All stacks that a fatal signal left, that of the running thread first."""
     lines = _lines(log, start)
     first = next((i for i, line in enumerate(lines) if line.startswith(FATAL)), len(lines))
     return "\n".join(_current_first(lines[first:]))
 
 
 def last_words(log: Path, start: int = 0) -> LastWords:
-    """What was written into `log` from byte `start` on, in its last words."""
+    """The last traceback, or the last lines, that `log` has from byte `start` on."""
     lines = _lines(log, start)
-    found = _last_traceback(lines) or lines[-FEW_LINES:]
-    error = _thrown(lines) if found[:1] and found[0].startswith(FATAL) else ""
-    error = error or _error_of(found)
-    said = "\n".join(lines[-MOST_LINES:]) if not _is_traceback(found) else "\n".join(found)
+    tail = _last_traceback(lines) or lines[-FEW_LINES:]
+    error = _thrown(lines) if tail[:1] and tail[0].startswith(FATAL) else ""
+    error = error or _error_of(tail)
+    text = "\n".join(lines[-MOST_LINES:]) if not _is_traceback(tail) else "\n".join(tail)
     return LastWords(
-        "\n".join(found),
+        "\n".join(tail),
         error,
-        is_said(FaultKind.PEER_LOST, error if _is_traceback(found) and error else said),
-        is_said(FaultKind.OUT_OF_MEMORY, said),
+        is_said(FaultKind.PEER_LOST, error if _is_traceback(tail) and error else text),
+        is_said(FaultKind.OUT_OF_MEMORY, text),
     )
 
 
 def _lines(log: Path, start: int) -> list[str]:
-    """The last lines that are not empty, without the marks of torch and of progress bars."""
+    """The last non-empty lines, without torch's rank prefixes and progress bars."""
     lines = [_RANK.sub("", line) for line in _tail(log, start).splitlines()]
     lines = [line.rpartition("\r")[2].rstrip() for line in lines]
     return [line for line in lines if line and not line.startswith(EXTENSIONS)]
@@ -159,7 +159,7 @@ def _is_traceback(lines: list[str]) -> bool:
 def _last_traceback(lines: list[str]) -> list[str]:
     """The last traceback of Python, or the stacks that a fatal signal left, if any.
 
-    One that died of a signal when it was being taken apart had said before why it left.
+    If the signal came while the interpreter shut down, the traceback before it is the cause.
     """
     fatal = next((i for i, line in enumerate(lines) if line.startswith(FATAL)), len(lines))
     stacks, before = _current_first(lines[fatal:])[:MOST_LINES], lines[:fatal]
@@ -169,7 +169,7 @@ def _last_traceback(lines: list[str]) -> list[str]:
 
 
 def _current_first(lines: list[str]) -> list[str]:
-    """The stacks of all threads, that of the one which was running before the others."""
+    """The stacks of all threads, that of the running thread first."""
     start = next((i for i, line in enumerate(lines) if line.startswith(CURRENT)), None)
     if start is None:
         return lines
@@ -191,9 +191,9 @@ def _python_traceback(lines: list[str]) -> list[str]:
 
 
 def _thrown(lines: list[str]) -> str:
-    """What an exception of C++ said that nobody caught, before the stacks; "" if there was none."""
-    found = [line.partition("what():")[2].strip() for line in lines if "what():" in line]
-    return found[-1] if found else ""
+    """The message of an uncaught C++ exception; "" if there was none."""
+    messages = [line.partition("what():")[2].strip() for line in lines if "what():" in line]
+    return messages[-1] if messages else ""
 
 
 def _error_of(lines: list[str]) -> str:
@@ -209,11 +209,11 @@ GOOD_ENDS = ("done", "stopped", "described")
 
 @dataclass(frozen=True)
 class RankFault:
-    """One rank that did not end well; `event` is what it wrote itself, if it could.
+    """One rank that did not end well; `event` is its own `failed` event, if it wrote one.
 
-    `memory` is what the kernel's counters say of its death, `beat` the last beat of its heartbeat;
-    `alike` are the other ranks that failed with the same words. `lost_a_peer`: it wrote no event,
-    and its log says that a collective broke (NCCL's watchdog ends a process by SIGABRT).
+    `memory` is the kernel's evidence that memory ran out, `beat` its last heartbeat; `alike` are
+    the other ranks that failed with the same error. `lost_a_peer`: it wrote no event, and its log
+    says that a collective broke (NCCL's watchdog ends a process by SIGABRT).
     """
 
     rank: int
@@ -230,18 +230,18 @@ class RankFault:
 
     @property
     def kind(self) -> FaultKind:
-        """What it was, as the rank itself has told it."""
+        """The kind of the fault, from the rank's own event."""
         return FaultKind.PROGRAM if self.event is None else FaultKind(self.event["fault_kind"])
 
     @property
     def words(self) -> tuple[Any, ...] | None:
-        """What it said itself: the kind of its error, the message, the step; `None` if nothing."""
+        """Kind, message and step of the rank's own event; `None` if it wrote none."""
         event = self.event
         return None if event is None else (event["kind"], event["message"], event.get("step"))
 
     @property
     def step(self) -> int | None:
-        """The step that it was in, if that is known."""
+        """The step of the fault, if it is known."""
         if self.event is not None:
             return self.event.get("step")
         return self.beat.step if self.beat is not None and self.beat.step >= 0 else None
@@ -252,11 +252,11 @@ class RankFault:
 
     @property
     def is_passing(self) -> bool:
-        """Whether another attempt may go better: not after a bad request, nor a step gone bad."""
+        """Whether another attempt may succeed: false after a bad request or a bad step."""
         return self.event is None or bool(self.event.get("passing", True))
 
     def repeats(self, other: RankFault | None) -> bool:
-        """Whether this is the very fault that ended the attempt before, with no step between."""
+        """Whether the same fault ended the attempt before, with no step between."""
         if other is None or self.words is None or self.words != other.words:
             return False
         return self.rank == other.rank or bool(self.alike)
@@ -272,10 +272,10 @@ def first_fault(
 ) -> RankFault | None:
     """The fault that came first, causes before victims; `None` if every rank ended well.
 
-    A rank ended well if it said so in this attempt, whatever happened to its process afterwards.
+    A rank ended well if it wrote so in this attempt, whatever happened to its process afterwards.
     Without `must_say_so` an exit code of 0 is enough.
     """
-    found = (
+    every = (
         _fault_of(rank, ended, run_dir, attempt, memory, must_say_so)
         for rank in ended.exits
         if rank not in ended.spared
@@ -284,7 +284,7 @@ def first_fault(
     furthest = max(beats, key=lambda beat: beat.step, default=None)
     faults = [
         dataclasses.replace(f, beat=_beat_of(f, last.get(f.rank), furthest))
-        for f in found
+        for f in every
         if f is not None
     ]
     first = min(faults, key=lambda fault: (fault.is_victim, fault.monotonic), default=None)
@@ -294,16 +294,16 @@ def first_fault(
     return dataclasses.replace(first, alike=alike)
 
 
-def _beat_of(fault: RankFault, own: Beat | None, furthest: Beat | None) -> Beat | None:
-    """The last beat of a rank. Those of a lost node come no more: the job was that far."""
-    is_behind = own is None or own.step < 0
-    return furthest if fault.lost and is_behind else own
+def _beat_of(fault: RankFault, last: Beat | None, furthest: Beat | None) -> Beat | None:
+    """The last beat of a rank; for a rank of a lost node without one, the furthest of the job."""
+    is_behind = last is None or last.step < 0
+    return furthest if fault.lost and is_behind else last
 
 
 def _fault_of(
     rank: int, ended: Ended, run_dir: Path, attempt: int, memory: str, must_say_so: bool
 ) -> RankFault | None:
-    """How one rank failed, by its exit and its own words; `None` if it ended well."""
+    """How one rank failed, by its exit and its own event; `None` if it ended well."""
     exit_, events = ended.exits[rank], events_of(run_dir, rank, attempt)
     event = next((row for row in events if row["event"] == "failed"), None)
     told_to = rank in ended.stopped and event is None and not exit_.lost
@@ -328,12 +328,12 @@ def _fault_of(
 
 
 def ended_well(events: list[dict[str, Any]]) -> bool:
-    """Whether a rank said in these events that it had done its work, or was stopped in order."""
+    """Whether these events say that the rank completed its work, or stopped as asked."""
     return any(row["event"] in GOOD_ENDS for row in events)
 
 
 def events_of(run_dir: Path, rank: int, attempt: int) -> list[dict[str, Any]]:
-    """What a rank wrote in one attempt."""
+    """The events that a rank wrote in one attempt."""
     rows = read_rows(rank_events_path(run_dir, rank))
     return [row for row in rows if row.get("attempt", 0) == attempt]
 
@@ -341,7 +341,7 @@ def events_of(run_dir: Path, rank: int, attempt: int) -> list[dict[str, Any]]:
 def user_error(
     fault: RankFault, ended: Ended, run_dir: Path
 ) -> RequestError | ProgramError | PlaceError:
-    """The error for this fault: a bad request, if found before the first update, or a report."""
+    """The error for this fault: a bad request if it came before the first update, or a report."""
     if fault.lost:
         return PlaceError(_lost_node(fault, ended))
     event = fault.event or {}
@@ -354,14 +354,14 @@ def user_error(
 
 
 def _lost_node(fault: RankFault, ended: Ended) -> str:
-    """The lost node, who was on it, and the ranks that were stopped because of it."""
+    """The lost node, its ranks, and the ranks that were stopped because of it."""
     on_it = [rank for rank, exit_ in ended.exits.items() if exit_.lost and exit_.host == fault.host]
     others = [rank for rank in ended.exits if rank not in on_it]
     step = f" at step {fault.step}" if fault.step is not None else ""
     names = [ended.name_of(rank) for rank in sorted(on_it)]
     have_roles = names != [f"rank {rank}" for rank in sorted(on_it)]
-    who = ", ".join(names) if have_roles else f"rank {_listed(*on_it)}"
-    lines = [f"node {fault.host} is lost{step}, with {who}: {fault.lost}"]
+    processes = ", ".join(names) if have_roles else f"rank {_listed(*on_it)}"
+    lines = [f"node {fault.host} is lost{step}, with {processes}: {fault.lost}"]
     if others:
         lines.append(f"stopped because of it: rank {_listed(*others)}")
     return "\n".join(lines)
@@ -374,7 +374,7 @@ def hang_report(
     hosts: Sequence[str] = (),
     name_of: Callable[[int], str] = "rank {}".format,
 ) -> str:
-    """Who is missing, where it stands, and who waits for it; all stacks go into a file."""
+    """Which ranks are missing, where they are, and which ranks wait; all stacks go to a file."""
     path = run_dir / "logs" / f"hang-{attempt}.txt"
     with suppress(OSError):  # a full disk must not hide the report
         path.write_text(f"{hang}\n")
@@ -396,26 +396,26 @@ def hang_report(
 def _report(fault: RankFault, ended: Ended, run_dir: Path) -> str:
     event = fault.event or {}
     step = f" at step {fault.step}" if fault.step is not None else ""
-    who = f"{ended.name_of(fault.rank)} on {fault.host} failed first"
-    if fault.alike:  # they all saw the same: who did it stands in the words
-        who = f"ranks {_listed(fault.rank, *fault.alike)} ended the job together"
+    subject = f"{ended.name_of(fault.rank)} on {fault.host} failed first"
+    if fault.alike:  # all saw the same fault; its message names the cause
+        subject = f"ranks {_listed(fault.rank, *fault.alike)} ended the job together"
     if request := event.get("request"):  # one rank alone saw what cannot be, when others trained
         updates = f"{event['updates']} update{'s' * (event['updates'] != 1)}"
-        return f"{who}{step}, after {updates}:\n{RequestError.from_data(request)}"
+        return f"{subject}{step}, after {updates}:\n{RequestError.from_data(request)}"
     words = _last_words(fault, run_dir)
-    said = _said(fault, words)
-    stacks = _stacks(fault, said, ended, run_dir)
-    alone = callers_alone(said, stacks)
-    if alone:  # whoever saw it may be one of those that did right
-        who = f"rank {_listed(*alone)} called a collective that the others did not{step}"
-        lines = [f"{who}; {ended.name_of(fault.rank)} saw it: {describe_cause(fault, words)}"]
+    evidence = _evidence(fault, words)
+    stacks = _stacks(fault, evidence, ended, run_dir)
+    alone = callers_alone(evidence, stacks)
+    if alone:  # the rank that reports the mismatch may not have caused it
+        subject = f"rank {_listed(*alone)} called a collective that the others did not{step}"
+        lines = [f"{subject}; {ended.name_of(fault.rank)} saw it: {describe_cause(fault, words)}"]
     else:
-        lines = [f"{who}{step}: {describe_cause(fault, words)}"]
+        lines = [f"{subject}{step}: {describe_cause(fault, words)}"]
     if words is not None:
         lines += ["", words.text, ""]
-    elif said and (fault.rank in alone or not alone):
-        lines += ["", folded(said.rstrip()), ""]
-    lines += told_of_mismatch(said, fault.rank, stacks)
+    elif evidence and (fault.rank in alone or not alone):
+        lines += ["", folded(evidence.rstrip()), ""]
+    lines += describe_mismatch(evidence, fault.rank, stacks)
     known = {fault.rank, *fault.alike, *ended.spared, *alone}
     others = sorted(rank for rank in ended.exits if rank not in known)
     done = [rank for rank in others if ended.exits[rank].code == 0]
@@ -428,18 +428,15 @@ def _report(fault: RankFault, ended: Ended, run_dir: Path) -> str:
     return "\n".join(lines)
 
 
-def _said(fault: RankFault, words: LastWords | None) -> str:
-    """The traceback with which a rank left, or the last of its log."""
-    told = "" if words is None else f"{words.error}\n{words.text}"
-    return (fault.event or {}).get("traceback") or told
+def _evidence(fault: RankFault, words: LastWords | None) -> str:
+    """The traceback of a rank's event, or the end of its log."""
+    tail = "" if words is None else f"{words.error}\n{words.text}"
+    return (fault.event or {}).get("traceback") or tail
 
 
-def _stacks(fault: RankFault, said: str, ended: Ended, run_dir: Path) -> dict[int, str]:
-    """Where all stood when a rank died that `said` so much, or the traceback with which they left.
-
-    Those of which neither is known are not in it.
-    """
-    stacks = {fault.rank: said, **{rank: stand.stacks for rank, stand in ended.stands.items()}}
+def _stacks(fault: RankFault, evidence: str, ended: Ended, run_dir: Path) -> dict[int, str]:
+    """The stack or the final traceback of each rank, if known; `evidence` is that of `fault`."""
+    stacks = {fault.rank: evidence, **{rank: stand.stacks for rank, stand in ended.stands.items()}}
     attempt = None if fault.event is None else fault.event.get("attempt")
     for rank in ended.exits:
         for row in read_rows(rank_events_path(run_dir, rank)):
@@ -451,26 +448,26 @@ def _stacks(fault: RankFault, said: str, ended: Ended, run_dir: Path) -> dict[in
 
 def rank_to_blame(fault: RankFault, ended: Ended, run_dir: Path) -> int:
     """The rank that failed, or the first of those that called a collective alone."""
-    said = _said(fault, _last_words(fault, run_dir))
-    return next(iter(callers_alone(said, _stacks(fault, said, ended, run_dir))), fault.rank)
+    evidence = _evidence(fault, _last_words(fault, run_dir))
+    return next(iter(callers_alone(evidence, _stacks(fault, evidence, ended, run_dir))), fault.rank)
 
 
 def _last_words(fault: RankFault, run_dir: Path) -> LastWords | None:
-    """What stands in its log, of a rank that a fault in native code ended: its own, not a kill."""
+    """The end of the log of a rank that crashed in native code; `None` if it was killed."""
     if fault.event is not None or -fault.code not in CRASH_SIGNALS:
         return None
     words = last_words(rank_log_path(run_dir, fault.rank))
     return words if words.text else None
 
 
-def left_out(beats: Sequence[Beat]) -> str:
-    """The rank that left a collective out, where ranks are at different steps; else ""."""
+def skipped_collective(beats: Sequence[Beat]) -> str:
+    """Names the rank that skipped a collective, if ranks are at different steps; else ""."""
     counts = {beat.rank: beat for beat in beats}
     short = ranks_waited_for(counts, set())
     if not short:
         return ""
-    told = ", ".join(f"rank {b.rank} {b.collectives} up to step {b.step}" for b in beats)
-    return f"rank {_listed(*short)} left one out: collectives made are {told}"
+    counted = ", ".join(f"rank {b.rank} {b.collectives} up to step {b.step}" for b in beats)
+    return f"rank {_listed(*short)} left one out: collectives made are {counted}"
 
 
 def _listed(*ranks: int) -> str:
@@ -478,19 +475,19 @@ def _listed(*ranks: int) -> str:
 
 
 def describe_cause(fault: RankFault, words: LastWords | None = None) -> str:
-    """Why a rank ended, in its own words, in those of the kernel, or in the last of its log."""
+    """Why a rank ended, by its own event, by the kernel, or by the end of its log."""
     if fault.event is not None:
         cause = f"{fault.event['kind']}: {fault.event['message']}"
-        said = "out of memory" if fault.kind == FaultKind.OUT_OF_MEMORY else fault.memory
-        return f"{said}: {cause}" if said else cause
+        memory = "out of memory" if fault.kind == FaultKind.OUT_OF_MEMORY else fault.memory
+        return f"{memory}: {cause}" if memory else cause
     if fault.code < 0:
         known = {number.value: number.name for number in signal.Signals}
         name = known.get(-fault.code, f"signal {-fault.code}")
-        held = f"it held {format_bytes(fault.peak_bytes)} at most"
+        peak = f"it held {format_bytes(fault.peak_bytes)} at most"
         if fault.memory:
-            return f"{fault.memory} ({held})"
-        left = "; it could leave no traceback" if words is None else f": {words.error}"
-        return f"killed by {name}{left} ({held})"
+            return f"{fault.memory} ({peak})"
+        ending = "; it could leave no traceback" if words is None else f": {words.error}"
+        return f"killed by {name}{ending} ({peak})"
     if fault.code == 0:
         return "it left with exit code 0 before the training was done: who calls os._exit?"
     return f"it left with exit code {fault.code} without a word"

@@ -1,9 +1,9 @@
-"""Who is missing when nothing moves: a job whose ranks show no sign of life, rank by rank.
+"""Hangs and stragglers: which rank the others wait for, from heartbeats and stacks.
 
-A rank that waits in a collective waits for somebody. Missing are those that do not wait; if all
-wait, those that the user's code has called into a collective where the others are in the engine's,
-else those whose count of collectives does not fit their step. The stacks are written by the ranks
-themselves, from wherever they stand (`stacks`).
+A rank in a collective waits for others. The missing ranks are those that do not wait. If all wait,
+they are the ranks whose user code called a collective while the others are in one of the engine,
+or else the ranks whose count of collectives does not fit their step. The ranks write their stacks
+themselves (`stacks`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from allranks.launcher.heartbeat import Beat, HeartbeatTable
 from allranks.launcher.processes.process import ProcessState, is_said
 
 # --- mismatch ------------------------------------------------------------------------------------
-# Ranks that met in different collectives: which of them stood where, when one failed of it.
+# Ranks that called different collectives: where each rank was when one failed because of it.
 #
-# In shared memory each says what the other makes. Gloo ends a rank that gets a message of another
-# size than it waits for, and that rank is seldom the one to blame. The others are asked for their
-# stacks before they are stopped. Pure.
+# In shared memory each rank reports the collective of the other. Gloo ends the rank that gets a
+# message of another size than it expects, which is seldom the rank to blame. The other ranks write
+# their stacks before they are stopped. Pure.
 
 
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>\S+)', re.M)
@@ -36,42 +36,42 @@ _CALLS_A_MODULE = "/torch/nn/modules/module.py"
 _INSTALLED = ("/site-packages/", "/dist-packages/", "/lib/python", "<frozen")
 
 
-def callers_alone(said: str, stacks: Mapping[int, str]) -> dict[int, str]:
-    """The ranks that the user's code had called into a collective, with its line; the others not.
+def callers_alone(message: str, stacks: Mapping[int, str]) -> dict[int, str]:
+    """Rank -> line of user code, for ranks whose user code called a collective the others did not.
 
-    Nobody where ranks did not meet in different collectives, or where all were called alike.
+    Empty unless `message` tells of a mismatch, or if user code called it on every rank.
     """
-    if not is_said(FaultKind.COLLECTIVE_MISMATCH, said):
+    if not is_said(FaultKind.COLLECTIVE_MISMATCH, message):
         return {}
     places = {rank: place_of_users_collective(stack) for rank, stack in sorted(stacks.items())}
     callers = {rank: place for rank, place in places.items() if place}
     return callers if len(callers) < len(places) else {}
 
 
-def told_of_mismatch(said: str, rank: int, stacks: Mapping[int, str]) -> list[str]:
-    """Who made another collective, or that sizes differ in the same one; nothing else is told.
+def describe_mismatch(message: str, rank: int, stacks: Mapping[int, str]) -> list[str]:
+    """Lines about a mismatch: the ranks in another collective, or other sizes in the same one.
 
-    `said` is what `rank`, which died, wrote; `stacks` are where all stood: the traceback with which
-    they left, or where they waited.
+    `message` is the output of `rank`, which died; `stacks` has the traceback with which each rank
+    left, or the stack where it waited.
     """
-    if not is_said(FaultKind.COLLECTIVE_MISMATCH, said):
+    if not is_said(FaultKind.COLLECTIVE_MISMATCH, message):
         return []
-    if alone := callers_alone(said, stacks):
-        lines = [f"rank {one} called it: {place}" for one, place in alone.items()]
+    if alone := callers_alone(message, stacks):
+        lines = [f"rank {r} called it: {place}" for r, place in alone.items()]
         return [*lines, f"the others were in {ENGINES}: every rank calls a collective, or none"]
-    places = {one: place_of_users_collective(stack) for one, stack in stacks.items()}
-    own = places.pop(rank, "")
-    odd = {one: place for one, place in sorted(places.items()) if place != own}
-    if own and not odd:
-        return [f"rank {rank} called it: {own}: does every rank call it, in the same place?"]
+    places = {r: place_of_users_collective(stack) for r, stack in stacks.items()}
+    place_of_rank = places.pop(rank, "")
+    odd = {r: place for r, place in sorted(places.items()) if place != place_of_rank}
+    if place_of_rank and not odd:
+        return [
+            f"rank {rank} called it: {place_of_rank}: does every rank call it, in the same place?"
+        ]
     if not odd:
         return [
             "the ranks met in collectives of different sizes: has one of them a model of another "
             "shape, or one collective more?"
         ]
-    return [
-        f"rank {one} was in another collective: {place or ENGINES}" for one, place in odd.items()
-    ]
+    return [f"rank {r} was in another collective: {place or ENGINES}" for r, place in odd.items()]
 
 
 ENGINES = "one of the engine"
@@ -80,8 +80,8 @@ ENGINES = "one of the engine"
 def place_of_users_collective(stack: str) -> str:
     """`mytask.py line 14 in loss`: the user's line that called a collective; "" if none did.
 
-    One of torch, or a method of the trainer, all of whose ranks call it. What a module of the model
-    does as it is called is the engine's.
+    It is a collective of torch, or a method of the trainer that all ranks call. A collective in
+    the forward pass of a module counts as the engine's.
     """
     for thread in _THREAD.split(stack):
         frames = [match.groupdict() for match in _FRAME.finditer(thread)]
@@ -113,7 +113,7 @@ STATES = {
 
 @dataclass(frozen=True)
 class Hang:
-    """What was found: every rank's last beat and stack, and which ranks are missing."""
+    """Every rank's last beat and stack, and which ranks are missing."""
 
     timeout_s: float
     when: float
@@ -123,15 +123,15 @@ class Hang:
     stacks: dict[int, str]
 
     def describe(self, rank: int) -> str:
-        """Where one rank stands, in a sentence without its stack."""
+        """Where one rank is, in a sentence without its stack."""
         beat = self.beats[rank]
         where = f"`{beat.phase}`" + (f" of step {beat.step}" if beat.step >= 0 else "")
         state = STATES.get(self.states[rank], f"state {self.states[rank]}")
         since = self.when - beat.since
         place = place_of_users_collective(self.stacks[rank])
         called = f"; called by {place}" if place else ""
-        told = f"in {where} for {since:.1f} s, after {beat.collectives} collectives; {state}"
-        return told + called
+        text = f"in {where} for {since:.1f} s, after {beat.collectives} collectives; {state}"
+        return text + called
 
     def __str__(self) -> str:
         """All ranks with their stacks, the missing ones first."""
@@ -151,10 +151,10 @@ def find_hang(
     awake_since: float,
     stands: Callable[[], dict[int, ProcessState]],
 ) -> Hang | None:
-    """The hang of the living `ranks`, or `None` while there is life.
+    """The hang of the living `ranks`, or `None` if there is none.
 
-    Nothing moves if a rank that waits for nobody has stood still for `timeout_s`, or all have.
-    What lies before `awake_since` does not count. `stands` asks them where they stand.
+    A job hangs if a rank outside a collective has made no progress for `timeout_s`, or if no rank
+    has. Time before `awake_since` does not count. `stands` asks the ranks for their stacks.
     """
     now = time.monotonic()
     living = {beat.rank: beat for beat in beats if beat.rank in ranks}
@@ -164,9 +164,9 @@ def find_hang(
     at_fault = {rank for rank in still if not _waits(living[rank])}
     if not living or not (at_fault or len(still) == len(living)):
         return None
-    found = stands()
-    states = {rank: found[rank].state if rank in found else "" for rank in living}
-    stacks = {rank: found[rank].stacks if rank in found else "" for rank in living}
+    states_of = stands()
+    states = {rank: states_of[rank].state if rank in states_of else "" for rank in living}
+    stacks = {rank: states_of[rank].stacks if rank in states_of else "" for rank in living}
     called = {rank for rank, stack in stacks.items() if place_of_users_collective(stack)}
     if at_fault or len(called) == len(living):
         called = set()
@@ -175,43 +175,43 @@ def find_hang(
 
 
 def _waits(beat: Beat) -> bool:
-    """Whether a rank waits for others: itself, or for its thread that saves and does."""
+    """Whether a rank waits for others, itself or in its thread that saves."""
     return beat.phase == "exchange" or (beat.phase == "save" and beat.save_waits)
 
 
 def ranks_waited_for(beats: dict[int, Beat], at_fault: set[int]) -> tuple[int, ...]:
-    """The ranks that the others wait for: those that are `at_fault`, or short of a collective."""
+    """The ranks that the others wait for: those `at_fault`, or those that skipped a collective."""
     if at_fault:
         return tuple(sorted(at_fault))
     fewest = min(beat.collectives for beat in beats.values())
     behind = [beat for beat in beats.values() if beat.collectives == fewest]
-    furthest = max(beat.step for beat in behind)  # the same count at a later step: one left out
-    found = sorted(beat.rank for beat in behind if beat.step == furthest)
-    return tuple(found) if len(found) < len(beats) else ()
+    furthest = max(beat.step for beat in behind)  # same count at a later step: one was skipped
+    awaited = sorted(beat.rank for beat in behind if beat.step == furthest)
+    return tuple(awaited) if len(awaited) < len(beats) else ()
 
 
 # --- straggler -----------------------------------------------------------------------------------
-# Stragglers: a rank that works longer on each step than the others, who wait for it.
+# Stragglers: ranks that work longer on each step than the others, which wait for them.
 #
-# In synchronous training every rank's step takes as long as the slowest; what tells them apart is
-# how much of it they work and how much they wait. The heartbeat counts both.
+# In synchronous training every rank's step takes as long as the slowest one. The heartbeat counts
+# how much of it a rank works and how much it waits.
 
 
 EVERY_S = 5.0
 FEWEST_STEPS = 5
 TIMES_SLOWER = 2.0
-LEAST_S = 0.005  # per step: below, a busy machine makes such differences by itself
+LEAST_S = 0.005  # per step; smaller differences are noise of a busy machine
 WORK = ("data", "compute")
 
 
 class Stragglers:
-    """Looks at the heartbeats of one attempt every few seconds; each straggler is told once."""
+    """Compares the heartbeats of one attempt every few seconds; reports each straggler once."""
 
     def __init__(self, heartbeats: HeartbeatTable, events: JsonLines, hosts: Sequence[str]) -> None:
         self.heartbeats, self.events, self.hosts = heartbeats, events, hosts
         self._before = heartbeats.read()
         self._next = time.monotonic() + EVERY_S
-        self._told: set[tuple[int, str]] = set()
+        self._reported: set[tuple[int, str]] = set()
 
     def look(self) -> None:
         """If it is time, compare the ranks' work per step since the last look."""
@@ -219,10 +219,10 @@ class Stragglers:
             return
         now, self._next = self.heartbeats.read(), time.monotonic() + EVERY_S
         if steps_between(self._before, now) < FEWEST_STEPS:
-            return  # long steps: the comparison goes on from where it began
+            return  # long steps: compare over a longer interval
         for rank, phase, own_s, usual_s in slower(self._before, now):
-            if (rank, phase) not in self._told:
-                self._told.add((rank, phase))
+            if (rank, phase) not in self._reported:
+                self._reported.add((rank, phase))
                 self.events.event(
                     "straggler",
                     rank=rank,
@@ -235,7 +235,7 @@ class Stragglers:
 
 
 def steps_between(before: list[Beat], now: list[Beat]) -> int:
-    """The steps that every rank has made since."""
+    """The steps that every rank has completed since."""
     return min(n.step - max(b.step, 0) for b, n in zip(before, now, strict=True))
 
 
@@ -244,13 +244,13 @@ def slower(before: list[Beat], now: list[Beat]) -> list[tuple[int, str, float, f
     steps = steps_between(before, now)
     if steps < FEWEST_STEPS:
         return []
-    found = []
+    stragglers = []
     for phase in WORK:
         spent = [
             (n.seconds[phase] - b.seconds[phase]) / steps for b, n in zip(before, now, strict=True)
         ]
-        for rank, own in enumerate(spent):
+        for rank, seconds in enumerate(spent):
             usual = statistics.median(spent[:rank] + spent[rank + 1 :])
-            if own > TIMES_SLOWER * usual and own - usual > LEAST_S:
-                found.append((rank, phase, own, usual))
-    return found
+            if seconds > TIMES_SLOWER * usual and seconds - usual > LEAST_S:
+                stragglers.append((rank, phase, seconds, usual))
+    return stragglers

@@ -117,8 +117,8 @@ class Heartbeat:
 
     def wants_save(self) -> bool:
         """Whether the supervisor asked for a checkpoint since the last call."""
-        asked, self._saves = self._all[_SAVE] > self._saves, self._all[_SAVE]
-        return asked
+        is_new, self._saves = self._all[_SAVE] > self._saves, self._all[_SAVE]
+        return is_new
 
 
 class SaveThreadHeartbeat:

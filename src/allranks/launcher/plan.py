@@ -177,23 +177,23 @@ def _worlds(process_set: ProcessSet, seats: Sequence[Seat], store: str) -> Itera
 
 
 def _notes(job: Job, shape: Shape) -> tuple[str, ...]:
-    """What the user should know; raises where a rank or a replica would have no shard."""
+    """Notes for the user; raises `RequestError` if a rank or a replica would have no shard."""
     process_set, replicas = job.strategy_spec.process_set, job.strategy_spec.replicas
     roles = () if process_set.are_all_trainers else (f"processes: {process_set}",)
     readers = job.strategy_spec.parts_of_a_batch
     each = job.ranks // readers
-    workers, what = (readers, "rank" if each == 1 else f"group of {each} ranks")
+    workers, unit = (readers, "rank" if each == 1 else f"group of {each} ranks")
     if replicas > 1:
-        workers, what = replicas, "replica"
+        workers, unit = replicas, "replica"
     if workers > shape.shards:
-        asked, fits = f"--ranks {job.ranks}", f"--ranks {shape.shards * each}"
+        words, fits = f"--ranks {job.ranks}", f"--ranks {shape.shards * each}"
         if replicas > 1:
-            asked = f"--strategy {job.strategy}"
+            words = f"--strategy {job.strategy}"
             fits = f"--strategy {job.strategy_spec.name}:replicas={shape.shards}"
         raise RequestError(
-            asked=asked,
+            asked=words,
             found=f"the task cuts its batch into shards = {shape.shards}",
-            why=f"a {what} owns whole shards, so the {what}s above that number would have none",
+            why=f"a {unit} owns whole shards, so the {unit}s above that number would have none",
             do=f"{fits}, or --set shards={workers} (another job: it changes "
             "what BatchNorm and dropout see)",
         )
@@ -202,13 +202,13 @@ def _notes(job: Job, shape: Shape) -> tuple[str, ...]:
         return roles
     return (
         *roles,
-        f"{workers} {what}s on {shape.shards} shards: {what}s are busy {busy:.0%} of the time; "
+        f"{workers} {unit}s on {shape.shards} shards: {unit}s are busy {busy:.0%} of the time; "
         f"--set shards={workers * -(-shape.shards // workers)} would keep all busy, as another job",
     )
 
 
 def backend_of_keras(job: Job) -> dict[str, str]:
-    """What makes Keras compute with the engine of a job; it reads this when it is imported."""
+    """The variable that selects Keras's backend; Keras reads it when it is imported."""
     return {"KERAS_BACKEND": job.engine}
 
 
@@ -317,22 +317,22 @@ class LocalMachine:
 class PlannedNodes(LocalMachine):
     """What would run on nodes that are not there: it is planned, and never started.
 
-    Without `seats` it would run on this machine; behind those of the ranks stand those apart."""
+    Without `seats` it would run on this machine; the seats of nodes without ranks come last."""
 
     seats: tuple[Seat, ...] = ()
 
     def plan(self, job: Job, shape: Shape) -> LaunchPlan:
-        of_ranks, apart = self.seats[: job.ranks], self.seats[job.ranks :]
-        seats = for_all_processes(job, of_ranks, apart) if self.seats else ()
+        of_ranks, rankless = self.seats[: job.ranks], self.seats[job.ranks :]
+        seats = for_all_processes(job, of_ranks, rankless) if self.seats else ()
         return plan_of(job, shape, Visible.from_environment(), seats)
 
 
-def for_all_processes(job: Job, of_ranks: Sequence[T], apart: Sequence[T] = ()) -> list[T]:
-    """What each process of a job has, where each of its ranks has something (a seat, a node).
+def for_all_processes(job: Job, of_ranks: Sequence[T], rankless: Sequence[T] = ()) -> list[T]:
+    """The seat (or node) of each process of a job, from those of its ranks, `of_ranks`.
 
-    Where there are roles the ranks are the workers. What lies apart has what nodes without ranks
-    have, in turn; where none of these is left, it lies over nodes. Of those that do, the i-th of n
-    is beside the first rank of the i-th of n parts of the ranks; all others are where rank 0 is.
+    With roles, the ranks are the workers. A role with nodes of its own takes the `rankless` nodes
+    in turn; without any, it is spread over nodes. Of n processes that are spread, the i-th is with
+    the first rank of the i-th of n parts of the ranks. All others are with rank 0.
     """
     ranks = iter(of_ranks)
     process_set = dataclasses.replace(job, ranks=len(of_ranks)).strategy_spec.process_set
@@ -340,8 +340,8 @@ def for_all_processes(job: Job, of_ranks: Sequence[T], apart: Sequence[T] = ()) 
     def one_of(member: Member) -> T:
         if member.role.name in RANKS:
             return next(ranks)
-        if member.role.apart and apart:
-            return apart[member.index % len(apart)]
+        if member.role.apart and rankless:
+            return rankless[member.index % len(rankless)]
         lies_over = member.role.over_nodes or member.role.apart
         part = member.index / member.role.count if lies_over else 0
         return of_ranks[int(part * len(of_ranks))]
@@ -358,14 +358,14 @@ def with_rendezvous(plan: LaunchPlan, address: str) -> LaunchPlan:
     return dataclasses.replace(plan, ranks=ranks)
 
 
-def shares(ranks: int, nodes: int, slots: Sequence[int] = (), apart: int = 0) -> tuple[int, ...]:
-    """How many ranks each node gets: its slots if they add up, else as even as it goes.
+def shares(ranks: int, nodes: int, slots: Sequence[int] = (), rankless: int = 0) -> tuple[int, ...]:
+    """How many ranks each node gets: its slots if they add up, else as even as possible.
 
-    The last nodes, those `apart`, get none.
+    The last `rankless` nodes get none.
     """
-    if apart:
-        with_ranks = nodes - apart
-        return shares(ranks, with_ranks, slots[:with_ranks]) + (0,) * apart
+    if rankless:
+        with_ranks = nodes - rankless
+        return shares(ranks, with_ranks, slots[:with_ranks]) + (0,) * rankless
     if sum(slots) == ranks and len(slots) == nodes and all(slots):
         return tuple(slots)
     whole, over = divmod(ranks, nodes)

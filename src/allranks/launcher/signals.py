@@ -41,8 +41,8 @@ class Signals:
 
     def take_saves(self) -> bool:
         """Whether a checkpoint was asked for since the last call."""
-        asked, self._saves = self._saves > 0, 0
-        return asked
+        is_new, self._saves = self._saves > 0, 0
+        return is_new
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():

@@ -26,10 +26,10 @@ from allranks.job.limits import checked
 from allranks.job.resume import CHECKPOINTS, changed, changed_fields
 from allranks.job.run_folder import RunFolder, read_rows
 from allranks.launcher.attempts import Attempts
-from allranks.launcher.describe import EqualityProof, describe, note_of, turned
+from allranks.launcher.describe import EqualityProof, chosen_by_dial, describe, note_of
 from allranks.launcher.nodes.cluster import gathered
 from allranks.launcher.nodes.join import Rendezvous
-from allranks.launcher.places.base import AgentPlace, NodeRequest, check_apart, find_place
+from allranks.launcher.places.base import AgentPlace, NodeRequest, check_server_nodes, find_place
 from allranks.launcher.plan import LaunchPlan, LocalMachine, PlannedNodes, Resources, Shape
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.leftovers import sweep
@@ -70,7 +70,7 @@ class Result:
 
 @dataclass(frozen=True)
 class JobWatcher:
-    """What a caller wants to see while a job runs. Both may be left as they are."""
+    """Callbacks while a job runs: once its plan is made, and at every tick."""
 
     started: Callable[[LaunchPlan], None] = lambda plan: None
     tick: Callable[[], None] = lambda: None
@@ -89,14 +89,14 @@ def with_run_dir(job: Job) -> Job:
 def plan_job(
     resolved: Resolved, resources: Resources, signals: Signals | None = None
 ) -> LaunchPlan:
-    """The plan of a job: its task is loaded and read in a process of its own, nothing is left."""
+    """The plan of a job. Its task is loaded in a forked process, and leaves no file."""
     job = with_run_dir(resolved.job)
     shape = describe(resources, job, signals)
-    return _planned(resources, job, shape, turned(resources, resolved, job, shape, signals))
+    return _planned(resources, job, shape, chosen_by_dial(resources, resolved, job, shape, signals))
 
 
 def _planned(resources: Resources, job: Job, shape: Shape, decision: Decision | None) -> LaunchPlan:
-    """The plan; of the strategy that the dial has chosen, where it was asked."""
+    """The plan; with the strategy that `auto` has chosen, if it was asked for."""
     if decision is None:
         return resources.plan(job, shape)
     job = checked(dataclasses.replace(job, strategy=decision.did))
@@ -111,8 +111,8 @@ def _nodes_for(
     program = job.program if ".py" in job.program else ""
     shared = Path(job.run_dir).parent
     where = job.place, job.nodes, job.ranks, rendezvous
-    request = NodeRequest(*where, program, words, shared, modules, apart=job.nodes_apart)
-    check_apart(request)
+    request = NodeRequest(*where, program, words, shared, modules, server_nodes=job.nodes_apart)
+    check_server_nodes(request)
     return request
 
 
@@ -120,20 +120,21 @@ def _nodes_for(
 def plan_only(
     resolved: Resolved, rendezvous: Rendezvous
 ) -> Iterator[tuple[LaunchPlan, ForkServer]]:
-    """What would run where; no node is called, and none of its devices are needed here."""
+    """What would run where; no node is contacted, and no device is needed here."""
     job = with_run_dir(resolved.job)
     check_installed(job.engine, job.program)
     with ForkServer(preload_for(job.program, job.engine)) as server:
         seats = find_place(job.place, rendezvous).seats(_nodes_for(job, rendezvous))
         resources = PlannedNodes(server, tuple(seats))
         shape = describe(resources, dataclasses.replace(job, device="cpu"))
-        yield _planned(resources, job, shape, turned(resources, resolved, job, shape)), server
+        decision = chosen_by_dial(resources, resolved, job, shape)
+        yield _planned(resources, job, shape, decision), server
 
 
 def look_at_program(jobs: Iterable[Job]) -> None:
-    """Load the task of the first of these jobs that has one, which differ in what they set.
+    """Load the task of these jobs, which differ in their fields, until one loads.
 
-    Raises the `RequestError` of the first if none has: nothing needs to be started then.
+    Raises the `RequestError` of the first if none does.
     """
     problem: RequestError | None = None
     with ExitStack() as stack:
@@ -151,7 +152,7 @@ def look_at_program(jobs: Iterable[Job]) -> None:
 
 
 def fields_of(jobs: Sequence[Job]) -> list[dict[str, Any]]:
-    """All fields of the task of each of these jobs, with their defaults: each is loaded here."""
+    """All fields of the task of each of these jobs, with their defaults; loads each task."""
     if not jobs:
         return []
     with ForkServer(preload_for(jobs[0].program, jobs[0].engine)) as server:
@@ -163,7 +164,7 @@ def fields_of(jobs: Sequence[Job]) -> list[dict[str, Any]]:
 def resources_for(
     job: Job, rendezvous: Rendezvous, words: tuple[str, ...] = (), signals: Signals | None = None
 ) -> Iterator[Resources]:
-    """Where this job runs: a fork server here, or its nodes, once all have come together."""
+    """Where this job runs: a fork server here, or its nodes, once all have joined."""
     check_installed(job.engine, job.program)
     modules = preload_for(job.program, job.engine)
     if not isinstance(find_place(job.place, rendezvous), AgentPlace):
@@ -194,10 +195,10 @@ def run_job(
 ) -> Result:
     """Run a job to its end and return its result.
 
-    Without `server` or `resources` it starts what it needs where the job says: here, or on nodes
-    that come together as `rendezvous` says, each started with the same `words`. `signals` are those
-    that the caller holds already; without it they are held meanwhile. `first_check` compares the
-    job with one process before it starts; what it raises ends the job.
+    Without `server` or `resources` it starts what the job needs: here, or on nodes that join as
+    `rendezvous` says, each started with the same `words`. `signals` are the caller's handlers;
+    without it they are installed meanwhile. `first_check` compares the job with one process before
+    it starts; what it raises ends the job.
 
     Raises `RequestError` (and leaves no run folder) if the request, the task or its data is wrong
     and no update was made; `ProgramError` with the first-fault report if the program failed and
@@ -223,17 +224,17 @@ def run_job(
         try:
             folder.take_room(rank.world.rank for rank in plan.ranks)
             _record_start(folder, resolved, plan, changes, resources.server.hash_seed, proof)
-            with suppress(OSError):  # who only looks on ends no training
+            with suppress(OSError):  # a display must not end the training
                 watcher.started(plan)
             attempts = Attempts(resources, plan, folder, signals, watcher.tick, started_at)
             summary = attempts.run(f"{ENGINES[plan.job.engine].worker}:main")
             if not (summary["samples_per_s"] or summary["restarts"]):
-                folder.keep_job_file()  # nothing was trained: the job is that which trained it
+                folder.keep_job_file()  # nothing was trained: keep the job that did
         except RequestError:
             folder.remove()
             raise
-        told = {"run_dir": str(folder.path), **summary}
-        return Result(folder.path, {**told, "proof": None if proof is None else proof.to_data()})
+        outcome = {"run_dir": str(folder.path), **summary}
+        return Result(folder.path, {**outcome, "proof": None if proof is None else proof.to_data()})
 
 
 def _record_start(
@@ -244,7 +245,7 @@ def _record_start(
     hash_seed: str,
     proof: EqualityProof | None,
 ) -> None:
-    """Write the job as it was resolved, and under what it starts."""
+    """Write the resolved job, and the conditions under which it starts."""
     job = dataclasses.replace(plan.job, task=plan.shape.fields)
     folder.write_job(Resolved(job, resolved.sources), "" if proof is None else str(proof))
     if proof is not None:
@@ -261,14 +262,14 @@ def _record_start(
 
 
 def recorded_environment(hash_seed: str) -> dict[str, str]:
-    """The variables that tell how a job was run; others may hold anything, and are not recorded."""
-    given = {**os.environ, HASH_SEED: hash_seed}
-    names = [name for name in sorted(given) if name in RECORDED or name.startswith(SETTINGS)]
-    return redacted({name: given[name] for name in names})
+    """The variables that describe how a job was run; others may be private: not recorded."""
+    environment = {**os.environ, HASH_SEED: hash_seed}
+    names = [name for name in sorted(environment) if name in RECORDED or name.startswith(SETTINGS)]
+    return redacted({name: environment[name] for name in names})
 
 
 def _changes(resolved: Resolved, plan: LaunchPlan) -> dict[str, list[Any]]:
-    """What is not as it was in the run that this one goes on from; raises for what must be."""
+    """What differs from the run that this job resumes; raises for what must not differ."""
     if resolved.base is None:
         return {}
     fields = changed_fields(resolved.base, plan.shape.fields)
@@ -276,9 +277,9 @@ def _changes(resolved: Resolved, plan: LaunchPlan) -> dict[str, list[Any]]:
 
 
 def _resumes(resolved: Resolved) -> bool:
-    """Whether the run folder is there, and this job goes on in it.
+    """Whether this job goes on in an existing run folder.
 
-    One that is done and kept no checkpoint is refused like any other folder that is there.
+    A folder whose run is done and has no checkpoint is refused like any other existing folder.
     """
     base = resolved.base
     if base is None or not base.resumes:

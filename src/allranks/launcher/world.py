@@ -117,10 +117,10 @@ def standard_variables(environment: Environment) -> dict[str, str]:
     launched = None if "RANK" in environment else launched_by(environment)
     if launched is None:
         return {}
-    given = environment.get("WORLD_SIZE")
-    if given is not None and given != str(launched.size):
+    size = environment.get("WORLD_SIZE")
+    if size is not None and size != str(launched.size):
         raise RequestError(
-            asked=f"WORLD_SIZE={given}, and no RANK",
+            asked=f"WORLD_SIZE={size}, and no RANK",
             found=f"{launched.launcher} started {launched.size} processes, this is {launched.rank}",
             why="they would wait for each other for ever",
             do="unset WORLD_SIZE, or set RANK too",
@@ -310,25 +310,26 @@ class World:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> World:
         """The world that the launcher of this process described; one rank alone if none did."""
-        given = os.environ if environment is None else environment
-        given = {**standard_variables(given), **given}  # as srun or mpirun says it, without RANK
+        variables = os.environ if environment is None else environment
+        # those of srun or mpirun, if there is no RANK
+        variables = {**standard_variables(variables), **variables}
         try:
-            size, rank = int(given.get("WORLD_SIZE", "1")), int(given.get("RANK", "0"))
+            size, rank = int(variables.get("WORLD_SIZE", "1")), int(variables.get("RANK", "0"))
             world = cls(
                 rank=rank,
                 size=size,
-                local_rank=int(given.get("LOCAL_RANK", rank)),
-                local_size=int(given.get("LOCAL_WORLD_SIZE", size)),
-                node=int(given.get("GROUP_RANK", "0")),
-                store=given.get("ALLRANKS_STORE", ""),
-                attempt=int(given.get("ALLRANKS_ATTEMPT", "0")),
-                restarts=int(given.get("ALLRANKS_RESTARTS", "0")),
-                heartbeat=int(given.get("ALLRANKS_HEARTBEAT", "-1")),
-                segment=int(given.get("ALLRANKS_SEGMENT", "-1")),
-                rendezvous=given.get("ALLRANKS_RENDEZVOUS", ""),
-                listener=int(given.get("ALLRANKS_LISTENER", "-1")),
-                on_machine=int(given.get("ALLRANKS_ON_MACHINE", "0")),
-                **_role_in(given),
+                local_rank=int(variables.get("LOCAL_RANK", rank)),
+                local_size=int(variables.get("LOCAL_WORLD_SIZE", size)),
+                node=int(variables.get("GROUP_RANK", "0")),
+                store=variables.get("ALLRANKS_STORE", ""),
+                attempt=int(variables.get("ALLRANKS_ATTEMPT", "0")),
+                restarts=int(variables.get("ALLRANKS_RESTARTS", "0")),
+                heartbeat=int(variables.get("ALLRANKS_HEARTBEAT", "-1")),
+                segment=int(variables.get("ALLRANKS_SEGMENT", "-1")),
+                rendezvous=variables.get("ALLRANKS_RENDEZVOUS", ""),
+                listener=int(variables.get("ALLRANKS_LISTENER", "-1")),
+                on_machine=int(variables.get("ALLRANKS_ON_MACHINE", "0")),
+                **_role_in(variables),
             )
         except ValueError as error:
             raise RequestError(
@@ -337,7 +338,7 @@ class World:
                 why="these variables are whole numbers, set by the launcher of the process",
                 do="start it with `allranks train`, torchrun or srun, or unset them",
             ) from None
-        if world.size > 1 and "RANK" not in given:
+        if world.size > 1 and "RANK" not in variables:
             raise RequestError(
                 asked=f"to be one of WORLD_SIZE={world.size} ranks",
                 found="no RANK in the environment",
@@ -354,13 +355,13 @@ class World:
         return world
 
 
-def _role_in(given: Mapping[str, str]) -> dict[str, Any]:
+def _role_in(variables: Mapping[str, str]) -> dict[str, Any]:
     return {
-        "role": given.get("ALLRANKS_ROLE", TRAINER),
-        "role_index": int(given.get("ALLRANKS_ROLE_INDEX", "0")),
-        "local_index": int(given.get("ALLRANKS_LOCAL_INDEX", "-1")),
-        "local_ranks": int(given.get("ALLRANKS_LOCAL_RANKS", "0")),
-        "secret": given.get("ALLRANKS_SECRET", ""),
+        "role": variables.get("ALLRANKS_ROLE", TRAINER),
+        "role_index": int(variables.get("ALLRANKS_ROLE_INDEX", "0")),
+        "local_index": int(variables.get("ALLRANKS_LOCAL_INDEX", "-1")),
+        "local_ranks": int(variables.get("ALLRANKS_LOCAL_RANKS", "0")),
+        "secret": variables.get("ALLRANKS_SECRET", ""),
     }
 
 
@@ -391,10 +392,10 @@ class Visible:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Visible:
         """What the environment says; as in CUDA, -1 hides itself and all that follow."""
-        given = (os.environ if environment is None else environment).get(cls.VARIABLE)
-        if given is None:
+        text = (os.environ if environment is None else environment).get(cls.VARIABLE)
+        if text is None:
             return cls()
-        numbers = [part.strip() for part in given.split(",")] if given.strip() else []
+        numbers = [part.strip() for part in text.split(",")] if text.strip() else []
         return cls(tuple(takewhile(lambda number: number != "-1", numbers)))
 
     def chosen(self, wanted: tuple[int, ...]) -> Visible:

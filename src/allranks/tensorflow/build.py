@@ -111,9 +111,9 @@ def _check_optimizer(task: Task, optimizer: Any) -> None:
             "return for example keras.optimizers.AdamW(3e-4)",
         )
     for rule in OPTIMIZER_RULES:
-        found = rule.found(optimizer)
-        if found:
-            raise _refused(OPTIMIZER, found, rule.why, rule.do)
+        forbidden = rule.finds(optimizer)
+        if forbidden:
+            raise _refused(OPTIMIZER, forbidden, rule.why, rule.do)
     rate = optimizer._learning_rate
     is_schedule = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
     if is_schedule and task.overrides("schedule"):
@@ -129,7 +129,7 @@ def _check_optimizer(task: Task, optimizer: Any) -> None:
 class _Rule:
     """What an optimizer must not have: how it is found, "" if it is not there."""
 
-    found: Callable[[Any], str]
+    finds: Callable[[Any], str]
     why: str
     do: str
 
@@ -209,11 +209,11 @@ def streams_of(model: Any) -> dict[str, Any]:
 
 def unique_names(variables: Iterable[Any]) -> dict[str, Any]:
     """Keras variables by path; where two have the same, the later ones get `@` and their place."""
-    found: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     for place, variable in enumerate(variables):
         name = str(variable.path)
-        found[f"{name}@{place}" if name in found else name] = variable
-    return found
+        by_name[f"{name}@{place}" if name in by_name else name] = variable
+    return by_name
 
 
 def values_of(variables: Mapping[str, Any]) -> dict[str, Array]:
@@ -233,9 +233,9 @@ def copies_of(variable: Any, count: int) -> list[Array]:
     """
     inner = getattr(variable, "value", variable)
     inner = inner() if callable(inner) else inner
-    held = getattr(inner, "values", None)
-    held = held if isinstance(held, (tuple, list)) else [inner] * count
-    return [np.array(tf.convert_to_tensor(one)) for one in held[:count]]
+    copies = getattr(inner, "values", None)
+    copies = copies if isinstance(copies, (tuple, list)) else [inner] * count
+    return [np.array(tf.convert_to_tensor(copy)) for copy in copies[:count]]
 
 
 def set_weights(model: Any, arrays: Mapping[str, Array]) -> None:
@@ -243,32 +243,30 @@ def set_weights(model: Any, arrays: Mapping[str, Array]) -> None:
     set_values(names_of(model), arrays, "the weights of the model")
 
 
-def set_values(variables: Mapping[str, Any], arrays: Mapping[str, Array], what: str) -> None:
+def set_values(variables: Mapping[str, Any], arrays: Mapping[str, Array], subject: str) -> None:
     """Give every variable its array. Raises `RequestError`, before any is set, if they do not fit.
 
     `what` says in the error what they are.
     """
-    pairs = _paired(variables, arrays, what)
+    pairs = _paired(variables, arrays, subject)
     for name, variable, array in pairs:
         shape, dtype = tuple(variable.shape), tf.as_dtype(variable.dtype).name
         if (shape, dtype) != (array.shape, array.dtype.name):
-            found = f"{name} is {array.dtype.name} {array.shape} there, and {dtype} {shape} here"
-            raise _unlike(what, found)
+            problem = f"{name} is {array.dtype.name} {array.shape} there, and {dtype} {shape} here"
+            raise _unlike(subject, problem)
     for _, variable, array in pairs:
         variable.assign(array)
 
 
 def _paired(
-    variables: Mapping[str, Any], arrays: Mapping[str, Array], what: str
+    variables: Mapping[str, Any], arrays: Mapping[str, Array], subject: str
 ) -> list[tuple[str, Any, Array]]:
     if variables.keys() == arrays.keys():
         return [(name, variable, arrays[name]) for name, variable in variables.items()]
     if [_uncounted(name) for name in variables] != [_uncounted(name) for name in arrays]:
-        found = next(
-            iter([*(arrays.keys() - variables.keys()), *(variables.keys() - arrays.keys())])
-        )
-        where = "not in the model" if found in arrays else "not in the checkpoint"
-        raise _unlike(what, f"{found} is {where}")
+        odd = next(iter([*(arrays.keys() - variables.keys()), *(variables.keys() - arrays.keys())]))
+        where = "not in the model" if odd in arrays else "not in the checkpoint"
+        raise _unlike(subject, f"{odd} is {where}")
     both = zip(variables.items(), arrays.values(), strict=True)
     return [(name, variable, array) for (name, variable), array in both]
 
@@ -277,9 +275,9 @@ def _uncounted(name: str) -> str:
     return _COUNTED.sub("", name)
 
 
-def _unlike(what: str, found: str) -> RequestError:
+def _unlike(subject: str, found: str) -> RequestError:
     return RequestError(
-        asked=f"to take {what} from a checkpoint",
+        asked=f"to take {subject} from a checkpoint",
         found=found,
         why="weights of another name, shape or type are those of another model",
         do="build the model as it was when they were saved, or start afresh",

@@ -1,7 +1,7 @@
-"""What the ranks of a TensorFlow job tell each other beside their steps: sums of numbers, texts.
+"""Communication of the ranks of a TensorFlow job outside its steps: sums of numbers, texts.
 
-Made of the collectives of tf.distribute, so they are called from the thread that trains, by all
-ranks alike. With `size` 1 nothing is ever sent.
+It uses the collectives of tf.distribute, so all ranks call it in the same order, from the thread
+that trains. With `size` 1 nothing is ever sent.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ LOST = (
 
 
 def peer_lost(error: Exception) -> Exception:
-    """The error that says what a broken collective means; others are what they are."""
+    """`PeerLost` for an error of a broken collective; other errors unchanged."""
     if isinstance(error, LOST):
         return PeerLost(f"another process went away: {error.message}")
     return error
 
 
 def meant_by(error: BaseException) -> BaseException:
-    """What an error is about: one of ours that was raised while a graph was made, or a lost peer.
+    """The cause of an error: one of ours that was raised while a graph was traced, or a lost peer.
 
-    AutoGraph raises another one in the place of what a task, or the engine, has raised within.
+    AutoGraph replaces the error that a task, or the engine, has raised by its own.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -48,7 +48,7 @@ def meant_by(error: BaseException) -> BaseException:
 
 @contextmanager
 def translated() -> Iterator[None]:
-    """Within, errors of TensorFlow are raised as what they mean."""
+    """Translate errors of TensorFlow into errors of ours."""
     try:
         yield
     except Exception as error:
@@ -80,12 +80,13 @@ class ReplicaComm:
         return whole
 
     def _summed(self, flat: Any) -> Any:
-        def one() -> Any:
+        def sum_replica() -> Any:
             context = tf.distribute.get_replica_context()
-            own = tf.identity(flat)  # on the device of the replica
-            return context.all_reduce(tf.distribute.ReduceOp.SUM, own)
+            local = tf.identity(flat)  # on the device of the replica
+            return context.all_reduce(tf.distribute.ReduceOp.SUM, local)
 
-        return self.distribution.experimental_local_results(self.distribution.run(one))[0]
+        sums = self.distribution.run(sum_replica)
+        return self.distribution.experimental_local_results(sums)[0]
 
     def gather_texts(self, text: str) -> list[str]:
         """Every rank's text, in rank order, on every rank."""

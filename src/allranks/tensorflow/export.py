@@ -61,13 +61,13 @@ def model_of(job: Job, folder: Path) -> Any:
     return model
 
 
-def write(model: Any, target: Path, beside: Path, form: str) -> None:
-    """Write a model `beside` its target, make it last, and rename it. Raises `RequestError`."""
+def write(model: Any, target: Path, temporary: Path, form: str) -> None:
+    """Write a model to `temporary`, sync it, and rename it to `target`. Raises `RequestError`."""
     try:
-        _saved(lambda: FORMS[form](model, str(beside)), target)
-        _make_last(beside)
+        _saved(lambda: FORMS[form](model, str(temporary)), target)
+        _make_last(temporary)
         check_free(target)
-        beside.rename(target)
+        temporary.rename(target)
         fsync_folder(target.parent)
     except OSError as error:
         raise refused(target, str(error), "it cannot be written there") from None
@@ -101,7 +101,7 @@ FORMS: dict[str, Callable[[Any, str], None]] = {"keras": _save_keras, "saved-mod
 
 
 def _make_last(path: Path) -> None:
-    """Make a file, or all that is in a folder, last on the disk."""
+    """Sync a file, or all files of a folder, to the disk."""
     for folder, _, files in os.walk(path):
         for name in files:
             _fsync(Path(folder) / name)

@@ -36,7 +36,7 @@ STDERR = 2
 def quietly() -> Iterator[None]:
     """Within, nothing is written to standard error; what was, is written after all if it raises."""
     sys.stderr.flush()
-    kept = os.dup(STDERR)
+    saved = os.dup(STDERR)
     with tempfile.TemporaryFile() as aside:
         os.dup2(aside.fileno(), STDERR)
         try:
@@ -44,12 +44,12 @@ def quietly() -> Iterator[None]:
         except BaseException:
             sys.stderr.flush()
             aside.seek(0)
-            os.write(kept, aside.read())
+            os.write(saved, aside.read())
             raise
         finally:
             sys.stderr.flush()
-            os.dup2(kept, STDERR)
-            os.close(kept)
+            os.dup2(saved, STDERR)
+            os.close(saved)
 
 
 POLICIES = {
@@ -74,12 +74,12 @@ def set_threads(threads: int) -> None:
 def devices_for(job: Job, replicas: int) -> list[str]:
     """The names of `replicas` devices of this process; raises `RequestError` if there are fewer."""
     take_devices(job, replicas)
-    found = [
+    names = [
         d.name for d in tf.config.list_logical_devices("CPU" if job.device == "cpu" else "GPU")
     ]
-    if len(found) < replicas:
-        raise begun(job, f"{len(found)} devices")
-    return found[:replicas]
+    if len(names) < replicas:
+        raise begun(job, f"{len(names)} devices")
+    return names[:replicas]
 
 
 def take_devices(job: Job, replicas: int, local_rank: int = 0, ranks_here: int = 1) -> None:
@@ -94,10 +94,10 @@ def take_devices(job: Job, replicas: int, local_rank: int = 0, ranks_here: int =
     needed = ranks_here if replicas == 1 else replicas
     if len(gpus) < needed:
         raise _too_few(job, len(gpus), "GPUs that TensorFlow can use", "a GPU of its own")
-    own = [gpus[local_rank]] if replicas == 1 else gpus[:replicas]
+    chosen = [gpus[local_rank]] if replicas == 1 else gpus[:replicas]
     try:
-        tf.config.set_visible_devices(own, "GPU")
-        for gpu in own:
+        tf.config.set_visible_devices(chosen, "GPU")
+        for gpu in chosen:
             tf.config.experimental.set_memory_growth(gpu, True)
     except RuntimeError as error:
         raise begun(job, str(error)) from error
@@ -133,11 +133,11 @@ def set_arithmetic(job: Job) -> Callable[[], None]:
 
 def check_backend() -> None:
     """Raise `RequestError` unless Keras computes with TensorFlow in this process."""
-    found = keras.config.backend()
-    if found != "tensorflow":
+    backend = keras.config.backend()
+    if backend != "tensorflow":
         raise RequestError(
             asked="a Keras task with the TensorFlow engine",
-            found=f"Keras computes with {found} in this process",
+            found=f"Keras computes with {backend} in this process",
             why="it takes its backend once, when it is imported",
             do="set KERAS_BACKEND=tensorflow before that, or use `allranks train`, which does",
         )
@@ -148,10 +148,10 @@ def has_tpu() -> bool:
     return bool(tf.config.list_physical_devices("TPU"))
 
 
-def _too_few(job: Job, found: int, what: str, needs: str) -> RequestError:
+def _too_few(job: Job, found: int, kind: str, needs: str) -> RequestError:
     return RequestError(
         asked=f"--device {job.device} --strategy {job.strategy} --ranks {job.ranks}",
-        found=f"{found} {what}",
+        found=f"{found} {kind}",
         why=f"every replica needs {needs}",
         do="--device cpu, or fewer ranks or replicas",
     )

@@ -1,11 +1,11 @@
-"""Where the processes of a job find each other, and where they part.
+"""Rendezvous of the processes of a job, and a barrier at their end.
 
-Every one binds a port, and hears those of all: on one machine through a file in the run folder, on
-several nodes through the socket that the launcher gave to the leader. TensorFlow's own server
-listens at the port then; it is held for it until it does (`ReservedPorts.close`).
+Every process binds a port and receives the addresses of all: on one machine through a file in the
+run folder, on several nodes through the socket that the launcher gave to the leader. The port stays
+reserved until TensorFlow's own server listens at it (`ReservedPorts.close`).
 
-Who has its part of the last sum may still be read from by others, so nobody leaves before all have
-theirs (`ReservedPorts.part`); a collective of TensorFlow cannot say that of itself.
+Others may still read the last sum from a process that has its own part. So no process leaves
+before all have theirs (`ReservedPorts.part`); TensorFlow's collectives do not ensure that.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from allranks.launcher.nodes.channel import (
 from allranks.launcher.processes.ports import Reservation
 from allranks.launcher.world import World, master_endpoint
 
-TIMEOUT_S = 600.0  # whoever started the processes sees earlier that one of them is gone
+TIMEOUT_S = 600.0  # the launcher notices a lost process earlier
 LOOK_S = 0.02
 BACKLOG = 128
 LOCALHOST = "127.0.0.1"
@@ -42,10 +42,10 @@ WENT_AWAY = "another process went away while the ranks met"
 
 
 class ProcessExchange(Protocol):
-    """A way for all processes to tell each other something once under one word."""
+    """A way for all processes to exchange a value under a word, once."""
 
-    def all(self, word: str, own: Any) -> list[Any]:
-        """What every process told under `word`, in order; returns when all have."""
+    def all(self, word: str, value: Any) -> list[Any]:
+        """The values of all processes under `word`, by rank; returns when all have called this."""
         ...
 
     def close(self) -> None: ...
@@ -53,33 +53,33 @@ class ProcessExchange(Protocol):
 
 @dataclass
 class ReservedPorts:
-    """The `host:port` of all processes, in order; the own port is held until `close`."""
+    """The `host:port` of all processes, by rank; this process's port is reserved until `close`."""
 
     addresses: list[str]
     _exchange: ProcessExchange
     _port: ExitStack = field(default_factory=ExitStack)
 
     def close(self) -> None:
-        """Let the port go: TensorFlow's server listens there by now."""
+        """Release the port, once TensorFlow's server listens there."""
         self._port.close()
 
     def part(self) -> None:
         """Return when every process has called this; nothing more is sent after it."""
-        with suppress(PeerLost):  # it has parted, or whoever started it sees what became of it
+        with suppress(PeerLost):  # the peer has left, or the launcher handles its fault
             self._exchange.all(PARTING, None)
         self._exchange.close()
 
 
 def meet(world: World) -> ReservedPorts:
-    """Bind a port, and exchange it with the other processes of `world`; every one calls this.
+    """Bind a port, and exchange it with the other processes of `world`; all of them call this.
 
-    Raises `PeerLost` if one of them does not come.
+    Raises `PeerLost` if one of them does not join.
     """
     with ExitStack() as stack:
         port = stack.enter_context(Reservation(1)).ports[0]
         exchange = _exchange_of(world)
-        told = exchange.all("address", [exchange.host, port])
-        addresses = [f"{host}:{number}" for host, number in told]
+        endpoints = exchange.all("address", [exchange.host, port])
+        addresses = [f"{host}:{number}" for host, number in endpoints]
         return ReservedPorts(addresses, exchange, stack.pop_all())
 
 
@@ -105,11 +105,11 @@ class _Alone:
 
     host = LOCALHOST
 
-    def all(self, word: str, own: Any) -> list[Any]:
-        return [own]
+    def all(self, word: str, value: Any) -> list[Any]:
+        return [value]
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to close."""
 
 
 @dataclass
@@ -119,9 +119,9 @@ class _ByFile:
     world: World
     host: str = LOCALHOST
 
-    def all(self, word: str, own: Any) -> list[Any]:
+    def all(self, word: str, value: Any) -> list[Any]:
         world, path = self.world, Path(self.world.store)
-        line = json.dumps([word, world.rank, own]) + "\n"
+        line = json.dumps([word, world.rank, value]) + "\n"
         fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
             os.write(fd, line.encode())
@@ -130,22 +130,22 @@ class _ByFile:
         deadline = time.monotonic() + TIMEOUT_S
         while True:
             lines = [x for x in path.read_text().splitlines(keepends=True) if x.endswith("\n")]
-            said = [json.loads(one) for one in lines]
-            found = {rank: what for about, rank, what in said if about == word}
-            if len(found) == world.size:
-                return [found[rank] for rank in range(world.size)]
-            _give_up_after(deadline, world, found)
+            messages = [json.loads(text) for text in lines]
+            values = {rank: about_value for about, rank, about_value in messages if about == word}
+            if len(values) == world.size:
+                return [values[rank] for rank in range(world.size)]
+            _give_up_after(deadline, world, values)
             time.sleep(LOOK_S)
 
     def close(self) -> None:
-        """The file goes with the attempt."""
+        """Nothing to close: the file belongs to the attempt."""
 
 
 class _AsLeader:
-    """The leader listens, and tells everybody what everybody has told it.
+    """The leader listens, collects the values of all ranks, and sends them to all.
 
-    Who comes proves first that it knows the secret of the job. Where another launcher started the
-    ranks there is none: then it only has to speak as one of ours.
+    A rank first proves that it knows the secret of the job. Without one (another launcher started
+    the ranks) it only has to follow the protocol.
     """
 
     def __init__(self, world: World) -> None:
@@ -165,7 +165,7 @@ class _AsLeader:
                 _give_up_after(deadline, world, {0, *self._ranks})
 
     def _seat(self, channel: Channel, rank: Any) -> None:
-        """Give a rank its place; who is none of those that are missing is turned away."""
+        """Accept a missing rank; refuse any other."""
         is_missing = type(rank) is int and 0 < rank < self.world.size and rank not in self._ranks
         with suppress(Disconnected):
             if is_missing:
@@ -175,12 +175,12 @@ class _AsLeader:
             channel.send({"refused": f"rank {rank!r} is not one that is missing"})
         channel.close()
 
-    def all(self, word: str, own: Any) -> list[Any]:
-        told = {rank: _heard(channel, word) for rank, channel in self._ranks.items()}
-        told[0] = own
-        everything = [told[rank] for rank in range(self.world.size)]
+    def all(self, word: str, value: Any) -> list[Any]:
+        values = {rank: _receive(channel, word) for rank, channel in self._ranks.items()}
+        values[0] = value
+        everything = [values[rank] for rank in range(self.world.size)]
         for channel in self._ranks.values():
-            with suppress(Disconnected):  # it has left: it does not want to hear it
+            with suppress(Disconnected):  # it has left already
                 channel.send({word: everything})
         return everything
 
@@ -190,7 +190,7 @@ class _AsLeader:
 
 
 def _listener_of(world: World) -> socket.socket:
-    """The socket that the launcher gave to the leader, or one at the address that it left to it."""
+    """The socket that the launcher gave to the leader, or a new one at its address."""
     if world.listener >= 0:
         return socket.socket(fileno=os.dup(world.listener))
     address, _, port = world.rendezvous.rpartition(":")
@@ -207,7 +207,7 @@ def _listener_of(world: World) -> socket.socket:
 
 
 class _ByLeader:
-    """All others tell the leader, and hear from it."""
+    """All other ranks send to the leader, and receive from it."""
 
     def __init__(self, world: World) -> None:
         address, _, port = world.rendezvous.rpartition(":")
@@ -231,20 +231,20 @@ class _ByLeader:
             self.close()
             raise PeerLost(f"the leader does not let rank {world.rank} in: {error}") from error
 
-    def all(self, word: str, own: Any) -> list[Any]:
+    def all(self, word: str, value: Any) -> list[Any]:
         try:
-            self._channel.send({word: own})
+            self._channel.send({word: value})
         except Disconnected as error:
             raise PeerLost(f"{WENT_AWAY}: {error}") from error
-        told: list[Any] = _heard(self._channel, word)
-        return told
+        values: list[Any] = _receive(self._channel, word)
+        return values
 
     def close(self) -> None:
         self._channel.close()
 
 
-def _heard(channel: Channel, word: str) -> Any:
-    """What a process tells under this word."""
+def _receive(channel: Channel, word: str) -> Any:
+    """The value that a process sends under this word."""
     try:
         return channel.wait_for_one(TIMEOUT_S)[word]
     except (Disconnected, KeyError) as error:

@@ -50,14 +50,14 @@ class KerasVariables:
 
     def arrays(self) -> dict[str, Any]:
         """What a checkpoint holds of model and optimizer; the same on every rank."""
-        made, optimizer = self._built.made_rate, self._built.optimizer
-        now = None if made is None else float(optimizer.learning_rate.numpy())
+        made_rate, optimizer = self._built.made_rate, self._built.optimizer
+        now = None if made_rate is None else float(optimizer.learning_rate.numpy())
         return {
             "model": values_of(names_of(self._built.model)),
             "streams": values_of(self._streams),
             "optimizer": values_of(self._kept),
             "optimizer_kind": type(optimizer).__name__,
-            "rate": {"made": made, "now": now},
+            "rate": {"made": made_rate, "now": now},
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -171,8 +171,8 @@ def instructions() -> str:
     except OSError:
         return platform.machine()
     line = next((x for x in text.splitlines() if x.lower().startswith(("flags", "features"))), "")
-    found = set(line.partition(":")[2].split())
-    return " ".join([platform.machine(), *(name for name in INSTRUCTIONS if name in found)])
+    flags = set(line.partition(":")[2].split())
+    return " ".join([platform.machine(), *(name for name in INSTRUCTIONS if name in flags)])
 
 
 def digest_of_state(state: Any, name: str) -> str:

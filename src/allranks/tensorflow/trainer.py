@@ -57,7 +57,7 @@ from allranks.training.task_fields import check_task
 # Found by looking: what no update changes, and is another one after the first step, a layer wrote.
 
 
-class OwnWrites:
+class WrittenVariables:
     """Looks at `model` around its first step; `names` are the variables that were written."""
 
     def __init__(self, model: Any) -> None:
@@ -71,8 +71,8 @@ class OwnWrites:
             return
         ours = [v for n in shard_norms(self._model) for v in (n.moving_mean, n.moving_variance)]
         known = {id(v) for v in (*self._model.trainable_variables, *ours)}
-        own = {name: v for name, v in names_of(self._model).items() if id(v) not in known}
-        self._before = values_of(own)
+        others = {name: v for name, v in names_of(self._model).items() if id(v) not in known}
+        self._before = values_of(others)
 
     def after_step(self) -> None:
         """Compare them, once."""
@@ -119,17 +119,17 @@ class Trainer:
         self._poison = 1.0
         self._undo = set_arithmetic(self.job)
         try:
-            self.strategy = _made_strategy(task, self.job, self.world)
+            self.strategy = _make_strategy(task, self.job, self.world)
             self.comm = self.strategy.comm
             self.built: BuiltKerasModel = build(task, self.job, self.strategy)
             self.strategy.check(self.built)
             self.results = StepResultBuilder(self.job, "rank" if self.comm.size > 1 else "replica")
-            self.graphs = self._made_graphs()
-            self.own_writes = OwnWrites(self.built.model)
+            self.graphs = self._make_graphs()
+            self.written = WrittenVariables(self.built.model)
             self.task_data = KerasTaskData(task, self.job, self.strategy, self.built.model)
             self.faults.corrupt = lambda: flip_one_bit(self.built.model.trainable_variables[0])
             self.faults.poison = self._poison_next
-            self._saving = self._made_saving(report) if self.job.run_dir else None
+            self._saving = self._make_saving(report) if self.job.run_dir else None
             stopping, results = StopAgreement(self.comm, lockstep=True), self.results
             states = CallbackStates(self.callbacks, self.comm, digest_of_state)
             self._between = BetweenSteps(
@@ -139,7 +139,7 @@ class Trainer:
             self._undo()
             raise
 
-    def _made_graphs(self) -> Graphs:
+    def _make_graphs(self) -> Graphs:
         strategy = self.strategy
         return Graphs(
             self.task,
@@ -147,18 +147,18 @@ class Trainer:
             self.built.optimizer,
             strategy.distribution,
             replicas=strategy.replicas,
-            first=strategy.own.start,
+            first=strategy.local_replicas.start,
             options=strategy.collective_options,
             updates_bad=self.results.updates_bad,
         )
 
-    def _made_state(self) -> KerasVariables:
+    def _make_state(self) -> KerasVariables:
         return KerasVariables(self.built)
 
-    def _made_saving(self, report: Callable[..., None]) -> TensorFlowSaving:
+    def _make_saving(self, report: Callable[..., None]) -> TensorFlowSaving:
         attempt, reach = self.world.attempt, self.faults.reach
         return TensorFlowSaving(
-            self.task, self.job, self.comm, self._made_state(), attempt, reach, report
+            self.task, self.job, self.comm, self._make_state(), attempt, reach, report
         )
 
     # --- the loop -------------------------------------------------------------------------
@@ -225,23 +225,23 @@ class Trainer:
             self.graphs.probe.begin(first)
         for batch in batches:
             self.faults.reach("step", batch.index)
-        asked = RankRequests(self.heartbeat.wants_stop, self.heartbeat.wants_save())
-        says = [self._says(batch, number, asked) for number, batch in enumerate(batches)]
+        requests = RankRequests(self.heartbeat.wants_stop, self.heartbeat.wants_save())
+        says = [self._says(batch, number, requests) for number, batch in enumerate(batches)]
         data = self._fed(batches)
-        self.own_writes.before_step()
+        self.written.before_step()
         self._poison = 1.0
         before = self.heartbeat.enter("exchange") if self.comm.size > 1 else ""
         self.heartbeat.collective()
-        found = self.graphs.run(data, first.cut, says)
+        sums = self.graphs.run(data, first.cut, says)
         if before:
             self.heartbeat.enter(before)
-        self.own_writes.after_step()
-        results = [self._taken(b, f) for b, f in zip(batches, found, strict=True)]
+        self.written.after_step()
+        results = [self._judge(b, f) for b, f in zip(batches, sums, strict=True)]
         for batch in batches:
             self.faults.reach("stepped", batch.index)
         return results
 
-    def _says(self, batch: ReplicaBatch, number: int, asked: RankRequests) -> StepInputs:
+    def _says(self, batch: ReplicaBatch, number: int, requests: RankRequests) -> StepInputs:
         rate, update = 0.0, self.progress.updates + number
         if self.graphs.has_schedule:
             assert self.built.made_rate is not None
@@ -250,8 +250,8 @@ class Trainer:
             key=random_key(self.job.seed, batch.index),
             nominal=batch.nominal,
             rate=rate,
-            stop=asked.stop,
-            save=asked.save,
+            stop=requests.stop,
+            save=requests.save,
             scale=self.results.scale,
             limit=self.results.guard.limit,
             poison=self._poison,
@@ -263,14 +263,14 @@ class Trainer:
             return self.strategy.feed(parts[0])
         return self.strategy.feed(
             [
-                tf.nest.map_structure(lambda *rows: tf.stack(rows), *own)
-                for own in zip(*parts, strict=True)
+                tf.nest.map_structure(lambda *rows: tf.stack(rows), *rows_of_replica)
+                for rows_of_replica in zip(*parts, strict=True)
             ]
         )
 
-    def _taken(self, batch: ReplicaBatch, found: StepSums) -> StepResult:
+    def _judge(self, batch: ReplicaBatch, sums: StepSums) -> StepResult:
         """What a step has given, judged; the progress moves."""
-        result = self.results.result(batch, found)
+        result = self.results.result(batch, sums)
         self.progress = self.progress.after(result, batch.epoch, batch.step_in_epoch)
         return result
 
@@ -304,7 +304,7 @@ class Trainer:
     @property
     def user_buffers(self) -> list[str]:
         """The variables that forward itself has written."""
-        return self.own_writes.names
+        return self.written.names
 
     def weights(self) -> Iterator[tuple[str, NDArray[Any]]]:
         """Every variable of the model as an array, by name in sorted order."""
@@ -362,14 +362,14 @@ class Trainer:
             self._give_back()
 
 
-def _alike(one: ReplicaBatch, other: ReplicaBatch) -> bool:
+def _alike(batch: ReplicaBatch, other: ReplicaBatch) -> bool:
     """Whether two batches can go in one call, by what all ranks know of them: sizes, not own parts.
 
     Of a `tf.data.Dataset` all ranks see the same, so there the lengths of what it pads count too.
     """
-    if one.epoch != other.epoch or one.sizes != other.sizes:
+    if batch.epoch != other.epoch or batch.sizes != other.sizes:
         return False
-    return one.shapes == other.shapes
+    return batch.shapes == other.shapes
 
 
 def _for_world(job: Job, world: World) -> Job:
@@ -380,7 +380,7 @@ def _for_world(job: Job, world: World) -> Job:
     return dataclasses.replace(job, engine=TENSORFLOW, ranks=ranks, strategy=str(spec))
 
 
-def _made_strategy(task: Task, job: Job, world: World) -> TensorFlowStrategy:
+def _make_strategy(task: Task, job: Job, world: World) -> TensorFlowStrategy:
     context = TensorFlowContext(task, job, world, job.strategy_spec.options)
-    made: TensorFlowStrategy = load(STRATEGIES[TENSORFLOW][job.strategy_spec.name])(context)
-    return made
+    strategy: TensorFlowStrategy = load(STRATEGIES[TENSORFLOW][job.strategy_spec.name])(context)
+    return strategy

@@ -96,7 +96,7 @@ class ReplicaTrace(trace.TraceWriter[Array]):
     """
 
     def __init__(self, folder: Path, trainer: Trainer) -> None:
-        super().__init__(folder, trainer.strategy.own, trainer.job)
+        super().__init__(folder, trainer.strategy.local_replicas, trainer.job)
         model = trainer.built.model
         trained = {id(variable) for variable in model.trainable_variables}
         self._variables = {
@@ -116,11 +116,11 @@ class ReplicaTrace(trace.TraceWriter[Array]):
         every = sum(array.nbytes for array in state.values())
         self.steps = trace.traced_steps(trainer.job, kinds * trained_bytes + every)
 
-    def inside(self, replica: int, found: dict[str, Any]) -> None:
+    def inside(self, replica: int, values: dict[str, Any]) -> None:
         """Within a step: the gradients of one replica, and how large its losses are."""
-        self.magnitude = (self.magnitude or 0.0) + float(found[MAGNITUDE])
+        self.magnitude = (self.magnitude or 0.0) + float(values[MAGNITUDE])
         parts: dict[str, list[Array]] = {}
-        for key, value in found.items():
+        for key, value in values.items():
             stage, _, number = key.partition("/")
             if number:
                 name = f"{stage}/{self._of_gradient[int(number)]}"
@@ -130,17 +130,17 @@ class ReplicaTrace(trace.TraceWriter[Array]):
 
     def ids(self, batch: ReplicaBatch) -> list[list[int]]:
         """The samples of each replica; those of a `tf.data.Dataset` have no number."""
-        counts = [sum(p.samples for micro in own for p in micro) for own in batch.cut.pieces]
+        counts = [sum(p.samples for micro in pieces for p in micro) for pieces in batch.cut.pieces]
         return [part.tolist() for part in np.split(batch.ids, np.cumsum(counts)[:-1])]
 
     def whole(self, gradients: list[dict[str, Array]]) -> list[dict[str, Array]]:
         """Gradients and variables of each replica."""
         states = self._state(len(gradients))
-        return [{**own, **state} for own, state in zip(gradients, states, strict=True)]
+        return [{**part, **state} for part, state in zip(gradients, states, strict=True)]
 
     def _state(self, copies: int) -> list[dict[str, Array]]:
-        held = {name: copies_of(v, copies) for name, v in self._variables.items()}
-        return [{name: arrays[n] for name, arrays in held.items()} for n in range(copies)]
+        copies_by_name = {name: copies_of(v, copies) for name, v in self._variables.items()}
+        return [{name: arrays[n] for name, arrays in copies_by_name.items()} for n in range(copies)]
 
     @staticmethod
     def digest(tensor: Array) -> str:
@@ -156,9 +156,9 @@ class ReplicaTrace(trace.TraceWriter[Array]):
         """Set every variable, on all devices."""
         arrays = load_file(path)
         for name, variable in self._variables.items():
-            found = arrays.get(name)  # what the other run does not have is what `check` will say
-            if found is not None and tuple(variable.shape) == found.shape:
-                variable.assign(found)
+            array = arrays.get(name)  # what the other run does not have is what `check` will say
+            if array is not None and tuple(variable.shape) == array.shape:
+                variable.assign(array)
 
 
 def _storable(array: Array) -> Array:
@@ -218,9 +218,9 @@ class TensorFlowRank(RankProgram[Trainer]):
         """`weights.safetensors`, of a copy of all weights."""
         if not self.world.is_leader:
             return
-        taken = ArraySnapshot()
-        taken.take(dict(trainer.weights()))
-        parts = taken.layout.header, taken.data
+        snapshot = ArraySnapshot()
+        snapshot.take(dict(trainer.weights()))
+        parts = snapshot.layout.header, snapshot.data
         keeping.whole(
             "weights.safetensors",
             lambda paths: write_where_room_is(

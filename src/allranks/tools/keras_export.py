@@ -19,7 +19,7 @@ from allranks.job.engines import check_installed
 from allranks.job.job import Job
 from allranks.job.job_file import HIDDEN
 from allranks.job.resume import find_base
-from allranks.launcher.describe import answered
+from allranks.launcher.describe import answer_of_process
 from allranks.launcher.plan import backend_of_keras
 from allranks.launcher.processes.fork_server_client import ForkServer
 
@@ -77,7 +77,7 @@ def _exported(
 ) -> int:
     paths = {"folder": folder, "target": target, "beside": unfinished}
     paths_of_job = {name: str(path.absolute()) for name, path in paths.items()}
-    answer = answered(
+    answer = answer_of_process(
         server,
         ENGINES[job.engine].export,
         lambda scratch: {
@@ -91,7 +91,7 @@ def _exported(
             "CUDA_VISIBLE_DEVICES": "-1",  # the GPUs may be at work, and one takes all their memory
             "TF_CPP_MIN_LOG_LEVEL": "2",
         },
-        what=f"the process that exports to {target}",
+        process_name=f"the process that exports to {target}",
         if_interrupted=f"nothing was written to {target}",
     )
     return int(answer["tensors"])

@@ -58,13 +58,13 @@ class BenchTable:
     def _ended(self, combination: Combination, turn: int, measured: Measured | str) -> None:
         if isinstance(measured, str):
             self.problems[combination] = measured
-            said = measured
+            text = measured
         else:
             self.speeds[combination].append(measured.steps.speed)
             self.last[combination] = measured
-            said = f"{measured.steps.speed:,.0f} samples/s"
+            text = f"{measured.steps.speed:,.0f} samples/s"
         if self._live is None:
-            say(f"turn {turn + 1}  {combination.strategy} on {combination.ranks}: {said}")
+            say(f"turn {turn + 1}  {combination.strategy} on {combination.ranks}: {text}")
         self._next = 0.0
         self._tick()
 

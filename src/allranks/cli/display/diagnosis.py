@@ -32,9 +32,9 @@ def show(diagnosis: Diagnosis) -> None:
 
 
 def _draw(console: Console, diagnosis: Diagnosis, terminal: bool) -> None:
-    asked, seen = diagnosis.asked_nodes, len(diagnosis.nodes)
-    only = "; what was found here is of this machine only" if seen < asked else ""
-    ranks = f"{_count(diagnosis.ranks, 'rank')} on {_count(asked, 'node')}"
+    requested, reached = diagnosis.asked_nodes, len(diagnosis.nodes)
+    only = "; what was found here is of this machine only" if reached < requested else ""
+    ranks = f"{_count(diagnosis.ranks, 'rank')} on {_count(requested, 'node')}"
     console.print(_text(f"{ranks}, {diagnosis.place}{only}"))
     console.print(_nodes(diagnosis.nodes, terminal))
     if diagnosis.matrix is not None:
@@ -72,18 +72,18 @@ def _nodes(nodes: Sequence[NodeReport], terminal: bool) -> Table:
     for head in ("", "", "nodes") if len(nodes) > 1 else ("", ""):
         table.add_column(head)
     for name, value_of in ROWS.items():
-        who: dict[str, list[str]] = {}
+        names_by_value: dict[str, list[str]] = {}
         for node in nodes:
-            who.setdefault(value_of(node), []).append(node.name)
-        for position, (value, names) in enumerate(who.items()):
-            has = "all" if len(who) == 1 else ", ".join(names)
+            names_by_value.setdefault(value_of(node), []).append(node.name)
+        for position, (value, names) in enumerate(names_by_value.items()):
+            has = "all" if len(names_by_value) == 1 else ", ".join(names)
             cells = ("" if position else name, value, has)
             table.add_row(*map(_text, cells[: len(table.columns)]))
     return table
 
 
 def _seen(value_of: Callable[[Examination], str]) -> Callable[[NodeReport], str]:
-    """The value of an examination; unknown where the node could not be looked at."""
+    """The value of an exam; unknown where the node could not be looked at."""
     return lambda node: UNKNOWN if node.examination is None else value_of(node.examination)
 
 
@@ -92,37 +92,37 @@ def _size(count: int | None) -> str:
 
 
 def _packages(node: NodeReport) -> str:
-    rest = {name: v for name, v in node.facts.packages.items() if name != "torch"}
-    return ", ".join(f"{name} {version}" for name, version in rest.items()) or "none"
+    others = {name: v for name, v in node.facts.packages.items() if name != "torch"}
+    return ", ".join(f"{name} {version}" for name, version in others.items()) or "none"
 
 
-def _cores(seen: Examination) -> str:
-    quota = "" if seen.cpu_quota is None else f", the time of {seen.cpu_quota:g}"
-    return f"{seen.cores_allowed} of {seen.cores or UNKNOWN}{quota}"
+def _cores(exam: Examination) -> str:
+    quota = "" if exam.cpu_quota is None else f", the time of {exam.cpu_quota:g}"
+    return f"{exam.cores_allowed} of {exam.cores or UNKNOWN}{quota}"
 
 
 def _memory(node: NodeReport) -> str:
-    seen = node.examination
-    if seen is None:
+    exam = node.examination
+    if exam is None:
         return _size(node.facts.memory_bytes)
-    limit = seen.memory_limit_bytes
+    limit = exam.memory_limit_bytes
     more = "" if limit is None else f", limit {_size(limit)}"
-    return f"{_size(node.facts.memory_bytes)}, {_size(seen.memory_available_bytes)} free{more}"
+    return f"{_size(node.facts.memory_bytes)}, {_size(exam.memory_available_bytes)} free{more}"
 
 
-def _shared_memory(seen: Examination) -> str:
-    return f"{_size(seen.shared_memory_bytes)}, {_size(seen.shared_memory_free_bytes)} free"
+def _shared_memory(exam: Examination) -> str:
+    return f"{_size(exam.shared_memory_bytes)}, {_size(exam.shared_memory_free_bytes)} free"
 
 
-def _folder(seen: Examination) -> str:
-    folder = seen.folder
+def _folder(exam: Examination) -> str:
+    folder = exam.folder
     kind = folder.kind or f"{UNKNOWN} kind"
     return f"{folder.path}: {kind}, {_size(folder.free_bytes)} free"
 
 
-def _tried(seen: Examination) -> str:
+def _tried(exam: Examination) -> str:
     """What failed there, or that all worked."""
-    tried = {name.replace("_", " "): outcome for name, outcome in seen.folder.tried.items()}
+    tried = {name.replace("_", " "): outcome for name, outcome in exam.folder.tried.items()}
     failed = [f"{name}: {outcome}" for name, outcome in tried.items() if outcome != WORKS]
     return ", ".join(failed) or f"{', '.join(tried)}: all work"
 
@@ -156,7 +156,7 @@ ROWS: dict[str, Callable[[NodeReport], str]] = {
     "memory": _memory,
     "devices": lambda node: ", ".join(node.facts.gpus) or "no GPU",
     "shared memory": _seen(_shared_memory),
-    "open files": _seen(lambda seen: str(seen.open_files)),
+    "open files": _seen(lambda exam: str(exam.open_files)),
     "folder of runs": _seen(_folder),
     "tried there": _seen(_tried),
     "clock ahead": _clock,

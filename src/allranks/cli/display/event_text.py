@@ -22,9 +22,9 @@ def in_words(event: dict[str, Any]) -> list[str]:
     """What a person should hear of an event while the job runs; most events are for the record."""
     name = event["event"]
     if name == "resumed":
-        told = f"resumes after step {event['step']}, from {event['path']}"
+        resumed = f"resumes after step {event['step']}, from {event['path']}"
         changes = {**event["changes"], **event["differs"]}
-        return [told, *(f"note: {n} was {was}, is {now}" for n, (was, now) in changes.items())]
+        return [resumed, *(f"note: {n} was {was}, is {now}" for n, (was, now) in changes.items())]
     if name == "program_changed":
         return [f"note: {n} was {was}, is {now}" for n, (was, now) in event["differs"].items()]
     if name in ("data_notes", "model_notes", "rate_notes", "callback_notes"):
@@ -54,7 +54,7 @@ def in_words(event: dict[str, Any]) -> list[str]:
     if name == "worker_lost":
         return [f"note: {event['who']} is lost: {event['cause']}; the others go on"]
     if name == "moved":
-        moved = ", ".join(f"{who} from {was} to {now}" for who, was, now in event["processes"])
+        moved = ", ".join(f"{role} from {was} to {now}" for role, was, now in event["processes"])
         return [f"note: moved to a node that is left: {moved}"]
     if name == "learner_lost" and event["freed"]:
         return [f"note: {_handed_out_again(event)}"]
@@ -77,9 +77,9 @@ def anomalies_in(event: dict[str, Any]) -> list[tuple[int | None, str]]:
     if name == "checkpoint_failed":
         return [(event["rank"], f"no checkpoint of step {event['step']}: {event['error']}")]
     if name == "bad_step":
-        who = event.get("culprits", ())
-        told = [(rank, f"step {event['step']}: {text}") for rank, text in who]
-        return [*told] or [(event["rank"] or None, event["bad"])]
+        culprits = event.get("culprits", ())
+        problems = [(rank, f"step {event['step']}: {text}") for rank, text in culprits]
+        return [*problems] or [(event["rank"] or None, event["bad"])]
     if name == "witness":
         return [(None, f"follows the ranks: {text}") for text in event["found"]]
     if name == "worker_lost":
@@ -93,12 +93,12 @@ def anomalies_in(event: dict[str, Any]) -> list[tuple[int | None, str]]:
 
 def _handed_out_again(event: dict[str, Any]) -> str:
     """`learner 2 is gone at version 7: its 64 samples of steps 12 to 15 are handed out again`."""
-    told = ", ".join(
-        f"{one['samples']} samples of steps {one['first']} to {one['last']}"
-        for one in event["freed"]
+    parts = ", ".join(
+        f"{part['samples']} samples of steps {part['first']} to {part['last']}"
+        for part in event["freed"]
     )
-    who = f"learner {event['learner']} is gone at version {event['version']}"
-    return f"{who}: what it had is handed out again: {told}"
+    learner = f"learner {event['learner']} is gone at version {event['version']}"
+    return f"{learner}: what it had is handed out again: {parts}"
 
 
 def evaluation_in_words(step: int, metrics: Mapping[str, Any], best: bool) -> str:
@@ -113,8 +113,8 @@ def not_in_the_run_folder(file: str, where: Mapping[str, str] | None, lost: str 
         return f"{file} has LOST {lost} while the job ran; what came since is there"
     if where is None:
         return f"{file} is LOST ({lost}): the disk is full, and nowhere else was room"
-    found = f"{where['path']} on {where['host']} has {where['holds']}"
-    return f"{file} is NOT in the run folder, whose disk is full: {found}"
+    copy = f"{where['path']} on {where['host']} has {where['holds']}"
+    return f"{file} is NOT in the run folder, whose disk is full: {copy}"
 
 
 def _not_kept_there(event: dict[str, Any]) -> str:
@@ -127,14 +127,14 @@ def _whose(event: dict[str, Any]) -> str:
 
 
 def _slow(event: dict[str, Any]) -> str:
-    own, usual = 1e3 * event["seconds_per_step"], 1e3 * event["usual_seconds_per_step"]
-    return f"slow in `{event['phase']}`: {own:.1f} ms per step, the others {usual:.1f} ms"
+    its, usual = 1e3 * event["seconds_per_step"], 1e3 * event["usual_seconds_per_step"]
+    return f"slow in `{event['phase']}`: {its:.1f} ms per step, the others {usual:.1f} ms"
 
 
 def _fault(event: dict[str, Any]) -> str:
     """The first line of the report that a restart carries; of a hang, also who is missing."""
-    first, *rest = event["report"].splitlines()
-    return f"{first}: {next(iter(rest), '')}" if _is_hang(event) else str(first)
+    first, *others = event["report"].splitlines()
+    return f"{first}: {next(iter(others), '')}" if _is_hang(event) else str(first)
 
 
 def _is_hang(event: dict[str, Any]) -> bool:

@@ -41,7 +41,7 @@ class Anomaly:
     """What is wrong with a rank (`None`: with no one of them); `times` counts how often it came."""
 
     rank: int | None
-    what: str
+    problem: str
     times: int = 1
 
 
@@ -107,12 +107,12 @@ class Follower:
 
     def look(self) -> list[str]:
         """Read what is new; returns what a person should be told of it, as lines."""
-        told = [f"rank 0: {line}" for line in self._log.lines()]
+        lines = [f"rank 0: {line}" for line in self._log.lines()]
         events = [
             {"rank": rank, **event} for rank, tail in self._events.items() for event in tail.rows()
         ]
         for event in sorted(events, key=lambda event: float(event["monotonic"])):
-            told += in_words(event)
+            lines += in_words(event)
             self._note(event)
         self._count(self._metrics.rows())
         now, row = time.monotonic(), self.state.row
@@ -124,7 +124,7 @@ class Follower:
             quiet_s=0.0 if row is None else max(0.0, now - float(row["monotonic"])),
             anomalies=tuple(sorted(self._anomalies.values(), key=_by_rank)),
         )
-        return told
+        return lines
 
     def _note(self, event: dict[str, Any]) -> None:
         """Take from an event what the state holds of it."""
@@ -137,15 +137,15 @@ class Follower:
         elif name == "checkpoint":
             known = {"saved_step": event["step"]}
         elif name == "attempt":  # who was slow may not be slow again
-            kept = self._anomalies.items()
-            self._anomalies = {key: value for key, value in kept if key[1] != "straggler"}
+            items = self._anomalies.items()
+            self._anomalies = {key: value for key, value in items if key[1] != "straggler"}
         self.state = dataclasses.replace(self.state, **known)
-        for rank, what in anomalies_in(event):
+        for rank, problem in anomalies_in(event):
             if rank is None and not self.state.agree:
                 rank = event["rank"]
             before = self._anomalies.get((rank, name))
             times = 1 if before is None else before.times + 1
-            self._anomalies[rank, name] = Anomaly(rank, what, times)
+            self._anomalies[rank, name] = Anomaly(rank, problem, times)
 
     def _count(self, rows: list[dict[str, Any]]) -> None:
         """Take in the new rows of the metrics; an attempt that goes back to a step counts anew."""

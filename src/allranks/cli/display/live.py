@@ -57,7 +57,7 @@ class Terminal:
     def __init__(self, fd: int, encoding: str = "utf-8") -> None:
         flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
         self._fd, self.encoding = os.open(os.ttyname(fd), flags), encoding
-        self._told: deque[str] = deque(maxlen=MOST_WAITING)
+        self._pending: deque[str] = deque(maxlen=MOST_WAITING)
         self._picture: Sequence[PictureLine] = ()
         self._rest = b""
 
@@ -67,15 +67,15 @@ class Terminal:
         size = os.get_terminal_size(self._fd)
         return size if size.columns and size.lines else USUAL
 
-    def paint(self, told: Sequence[str], picture: Sequence[PictureLine]) -> None:
-        """Let `told` scroll by, and draw `picture` in the place of the last one."""
-        self._told.extend(told)
+    def paint(self, output: Sequence[str], picture: Sequence[PictureLine]) -> None:
+        """Let `output` scroll by, and draw `picture` in the place of the last one."""
+        self._pending.extend(output)
         if not self._is_ours():
             picture = self._picture = ()
-        if not self._write() or (picture == self._picture and not self._told):
+        if not self._write() or (picture == self._picture and not self._pending):
             return
-        lines = [*self._told, *(line.text for line in picture)]
-        self._told.clear()
+        lines = [*self._pending, *(line.text for line in picture)]
+        self._pending.clear()
         erase, self._picture = self._erase(), picture
         text = erase + "".join(f"{line}\r\n" for line in lines)
         self._rest = text.encode(self.encoding, errors="replace")
@@ -190,8 +190,8 @@ def _anomalies(anomalies: tuple[Anomaly, ...]) -> Iterator[Text]:
     """A line for each; all of them were told in full when they came."""
     for anomaly in anomalies[:MOST_ANOMALIES]:
         often = f" ({anomaly.times} times)" if anomaly.times > 1 else ""
-        who = "the job" if anomaly.rank is None else f"rank {anomaly.rank}"
-        yield _line(who, _clean(anomaly.what, often), WARNING)
+        subject = "the job" if anomaly.rank is None else f"rank {anomaly.rank}"
+        yield _line(subject, _clean(anomaly.problem, often), WARNING)
     if len(anomalies) > MOST_ANOMALIES:
         yield _line("", Text(f"and {len(anomalies) - MOST_ANOMALIES} more, told above"))
 
@@ -240,12 +240,12 @@ class Display:
     def __init__(self, terminal: Terminal) -> None:
         self._terminal = terminal
         self._follower: Follower | None = None
-        self._told: list[str] = []
+        self._pending: list[str] = []
         self._next = self._ticked = 0.0
 
     def started(self, plan: LaunchPlan) -> None:
         self._follower = Follower(plan, RATE_OVER_S)
-        self._told = opening_words(plan)
+        self._pending = opening_words(plan)
 
     def tick(self) -> None:
         now, before = time.monotonic(), self._ticked
@@ -265,10 +265,10 @@ class Display:
     def _show(self) -> None:
         if self._follower is None:
             return
-        told = [*self._told, *self._follower.look()]
-        self._told = []
+        lines = [*self._pending, *self._follower.look()]
+        self._pending = []
         picture = drawn(Picture(self._follower.state), self._terminal)
-        self._terminal.paint([printable(line[:MOST_OF_A_LINE]) for line in told], picture)
+        self._terminal.paint([printable(line[:MOST_OF_A_LINE]) for line in lines], picture)
 
 
 def drawn(picture: Picture, terminal: Terminal) -> list[PictureLine]:

@@ -46,28 +46,28 @@ class NotebookDisplay(Paced):
 
     def __init__(self) -> None:
         super().__init__()
-        self._told: deque[str] = deque(maxlen=MOST_TOLD)
+        self._lines: deque[str] = deque(maxlen=MOST_TOLD)
         self._id = f"allranks-{os.getpid()}-{next(_displays)}"
         self._is_shown = False
 
     def started(self, plan: LaunchPlan) -> None:
         self._follower = Follower(plan, RATE_OVER_S)
-        self._told.extend(opening_words(plan))
+        self._lines.extend(opening_words(plan))
 
     def _show(self, follower: Follower) -> None:
-        self._told.extend(follower.look())
+        self._lines.extend(follower.look())
         show = "update_display" if self._is_shown else "display"
-        page = as_output(self._told, Picture(follower.state))
+        page = as_output(self._lines, Picture(follower.state))
         load(f"IPython.display:{show}")(page, raw=True, display_id=self._id)
         self._is_shown = True
 
 
-def as_output(told: Iterable[str], picture: Picture) -> dict[str, str]:
+def as_output(lines: Iterable[str], picture: Picture) -> dict[str, str]:
     """The lines and the picture below them as the output of a notebook: plain, and in colours."""
     console = Console(
         file=io.StringIO(), record=True, width=WIDEST, force_terminal=True, force_jupyter=False
     )
-    for line in told:
+    for line in lines:
         console.print(Text(printable(line[:MOST_OF_A_LINE])), soft_wrap=True)
     console.print(picture)
     html = console.export_html(code_format=PAGE, inline_styles=True, clear=False)

@@ -29,15 +29,15 @@ class Holder:
 def as_data(placements: Sequence[RankPlacement], mesh: Mesh) -> list[dict[str, Any]]:
     """What each rank holds, and where it lies on the axes of the mesh."""
     return [
-        {**held.to_data(), "place": dict(zip(_axes(mesh), mesh.place(held.rank), strict=True))}
-        for held in placements
+        {**p.to_data(), "place": dict(zip(_axes(mesh), mesh.place(p.rank), strict=True))}
+        for p in placements
     ]
 
 
 def table(placements: Sequence[RankPlacement], mesh: Mesh) -> str:
     """Every tensor, then the totals of each rank; where it lies, if ranks hold other parts."""
-    held = [row for placement in placements for row in placement.rows]
-    many = [word for word in MANY if len({getattr(row, word) for row in held}) > 1]
+    all_rows = [row for placement in placements for row in placement.rows]
+    many = [word for word in MANY if len({getattr(row, word) for row in all_rows}) > 1]
     rows = [["held by", "device", "dtype", "shape", "bytes", "name"]]
     shown = [
         (p.rank, replace(row, gradient_bytes=0, optimizer_bytes=0))  # those are in the totals
@@ -63,8 +63,8 @@ def _where(placements: Sequence[RankPlacement], mesh: Mesh) -> list[str]:
     if [name for name, _ in mesh.axes] == [REPLICATE]:
         return []
     rows = [["rank", *_axes(mesh), "together"]]
-    for held in placements:
-        rows.append([str(held.rank), *map(str, mesh.place(held.rank)), _size(held.all_bytes)])
+    for p in placements:
+        rows.append([str(p.rank), *map(str, mesh.place(p.rank)), _size(p.all_bytes)])
     return ["", *_aligned(rows, set(range(len(rows[0]))))]
 
 
@@ -80,24 +80,24 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 def _totals(placements: Sequence[RankPlacement], many: list[str]) -> list[str]:
     """The totals as lines; what is gathered in a step only where something is."""
-    held = [(p.rank, total) for p in placements for total in p.totals]
-    gathers = any(total.gathered_bytes != 0 for _, total in held)
+    totals = [(p.rank, total) for p in placements for total in p.totals]
+    gathers = any(total.gathered_bytes != 0 for _, total in totals)
     head = ["held by", "device", "tensors", "gradients", "optimizer", "together"]
     lines = [[*head, "gathered in a step"] if gathers else head]
-    for total, holders in _folded(held):
+    for total, holders in _folded(totals):
         sizes = [total.bytes, total.gradient_bytes, total.optimizer_bytes, total.all_bytes]
         sizes += [total.gathered_bytes] if gathers else []
         lines.append([_who(holders, many), _devices(holders), *map(_size, sizes)])
     return _aligned(lines, set(range(2, len(lines[0]))))
 
 
-def _folded(held: Sequence[tuple[int, Any]]) -> list[tuple[Any, list[Holder]]]:
+def _folded(items: Sequence[tuple[int, Any]]) -> list[tuple[Any, list[Holder]]]:
     """What is alike but for who holds it, once, with all its holders; in order."""
-    found: dict[Placed | PlacementTotals, list[Holder]] = {}
-    for rank, thing in held:
+    holders: dict[Placed | PlacementTotals, list[Holder]] = {}
+    for rank, thing in items:
         alike = replace(thing, replica=0, part=0, device=thing.device.partition(":")[0])
-        found.setdefault(alike, []).append(Holder(rank, thing.replica, thing.part, thing.device))
-    return list(found.items())
+        holders.setdefault(alike, []).append(Holder(rank, thing.replica, thing.part, thing.device))
+    return list(holders.items())
 
 
 def _who(holders: list[Holder], many: list[str]) -> str:

@@ -134,24 +134,24 @@ def _say_at_once(line: str) -> None:
 
 def follows_ranks(summary: dict[str, Any]) -> list[str]:
     """What makes a result follow the number of ranks, a sentence each; nothing if it does not."""
-    told: list[str] = list(summary.get("witness", {}).get("found", ()))
-    buffers = [n for n in summary["user_buffers"] if not any(repr(n) in text for text in told)]
+    causes: list[str] = list(summary.get("witness", {}).get("found", ()))
+    buffers = [n for n in summary["user_buffers"] if not any(repr(n) in text for text in causes)]
     if buffers:
-        what = "buffers that the model writes itself, and what is computed from them"
-        told.append(f"{what}: {', '.join(buffers)}")
+        kinds = "buffers that the model writes itself, and what is computed from them"
+        causes.append(f"{kinds}: {', '.join(buffers)}")
     if summary["user_randomness"] and not summary.get("bitwise"):
         names = ", ".join(summary["user_randomness"])
-        told.append(f"layers that draw for a micro-batch: {names} (--bitwise covers them)")
-    return told
+        causes.append(f"layers that draw for a micro-batch: {names} (--bitwise covers them)")
+    return causes
 
 
 def not_kept_here(summary: dict[str, Any]) -> list[str]:
     """What is not in the run folder because its disk was full, a sentence each."""
     elsewhere, lost = summary.get("kept_elsewhere", {}), summary.get("not_kept", {})
-    told = [not_in_the_run_folder(name, where) for name, where in elsewhere.items()]
-    told += [not_in_the_run_folder(name, None, part) for name, part in lost.items()]
+    texts = [not_in_the_run_folder(name, where) for name, where in elsewhere.items()]
+    texts += [not_in_the_run_folder(name, None, part) for name, part in lost.items()]
     logs = summary.get("incomplete_logs", ())
-    return [*told, *(f"{name} lacks its end, as the disk is full" for name in logs)]
+    return [*texts, *(f"{name} lacks its end, as the disk is full" for name in logs)]
 
 
 def lost_in(summary: dict[str, Any]) -> str:
@@ -159,8 +159,8 @@ def lost_in(summary: dict[str, Any]) -> str:
     lost = summary["not_kept"]
     names, removed = ", ".join(lost), set(lost.values()) == {REMOVED}
     why = "" if removed else "its disk is full, and "
-    what = "was removed while it ran" if removed else "could not be kept"
-    return f"the training came to its end, but {why}{names} {what}"
+    fate = "was removed while it ran" if removed else "could not be kept"
+    return f"the training came to its end, but {why}{names} {fate}"
 
 
 def in_sentences(summary: dict[str, Any]) -> str:
@@ -179,8 +179,8 @@ def in_sentences(summary: dict[str, Any]) -> str:
         )
     if summary["sent_bytes"] and summary["sent_bytes"]["gradients"]:
         steps = summary["steps"] - (summary["resumed_from_step"] or 0)
-        sent = summary["sent_bytes"]["gradients"] / max(steps, 1)
-        lines.append(f"{format_bytes(sent)} sent by rank 0 in each step")
+        per_step = summary["sent_bytes"]["gradients"] / max(steps, 1)
+        lines.append(f"{format_bytes(per_step)} sent by rank 0 in each step")
     lines += [f"note       {note}" for note in summary.get("model_notes", ())]
     lines += [f"NOT equal on other numbers of ranks: {text}" for text in follows_ranks(summary)]
     if (proof := summary.get("proof")) is not None:

@@ -73,10 +73,10 @@ def launch(task: Any, *, settings: Mapping[str, Any] | None = None, **job: Any) 
     """
     _check_that_this_is_no_rank(task)
     settings, job = _with_epochs(settings or {}, job)
-    given = _flags_of(task, job)
-    beside = Path(given["run_dir"]).parent if given.get("run_dir") else Path(RUNS)
-    program, fields = prepare_program(task, beside)
-    resolved = _with_fields(resolve(program, given), {**fields, **settings})
+    flags = _flags_of(task, job)
+    folder = Path(flags["run_dir"]).parent if flags.get("run_dir") else Path(RUNS)
+    program, fields = prepare_program(task, folder)
+    resolved = _with_fields(resolve(program, flags), {**fields, **settings})
     progress = _progress()
     with Signals() as signals:
         try:
@@ -112,16 +112,16 @@ def check(
     """
     _check_that_this_is_no_rank(task)
     flags = _flags_of(task, job, "check")
-    given, bounded = "ranks" in flags or "nodes" in flags, "steps" not in flags
+    ranks_given, bounded = "ranks" in flags or "nodes" in flags, "steps" not in flags
     program, fields = prepare_program(task, Path(RUNS))
     strategy = flags.get("strategy") or usual_strategy(flags.get("engine") or "", program)
     defaults = {"steps": DEEP_STEPS if deep else STEPS, "strategy": strategy}
-    if not given:
+    if not ranks_given:
         defaults["ranks"] = default_ranks(strategy)
     resolved = resolve(program, {**flags, **defaults, **flags})
     resolved = _with_fields(resolved, {**fields, **(settings or {})})
-    kept = None if keep_runs is None else os.fspath(keep_runs)
-    return checked_in_scratch(resolved, kept, explicit=given, bounded=bounded)
+    folder = None if keep_runs is None else os.fspath(keep_runs)
+    return checked_in_scratch(resolved, folder, explicit=ranks_given, bounded=bounded)
 
 
 def _check_that_this_is_no_rank(task: Any) -> None:
@@ -161,11 +161,11 @@ def _flags_of(task: Any, job: dict[str, Any], call: str = "launch") -> dict[str,
     known = [name for name in hints if name not in (*NOT_SETTABLE, "program")]
     flags = {}
     for name, value in job.items():
-        asked = f"{call}(…, {name}={value!r})"
+        words = f"{call}(…, {name}={value!r})"
         if name not in known:
             is_field = name in getattr(task, "__dataclass_fields__", ())
             raise RequestError(
-                asked=asked,
+                asked=words,
                 found=f"no option {name!r}",
                 why=f"the keywords of {call} are the options of a job; the fields of a task are "
                 "set in its instance, or by settings",
@@ -177,16 +177,16 @@ def _flags_of(task: Any, job: dict[str, Any], call: str = "launch") -> dict[str,
         value = os.fspath(value) if isinstance(value, os.PathLike) else value
         if hints[name] is str and type(value) in (int, float):  # eval_every=2, as --eval-every 2
             value = str(value)
-        flags[name] = read_value(name, value, hints[name], asked)
+        flags[name] = read_value(name, value, hints[name], words)
     return flags
 
 
 def _with_fields(resolved: Resolved, fields: dict[str, Any]) -> Resolved:
     """The job with these fields of its task, and the sources named as they are here."""
     job = dataclasses.replace(resolved.job, task={**resolved.job.task, **fields})
-    given = {f"task.{name}": SOURCE for name in fields}
+    named = {f"task.{name}": SOURCE for name in fields}
     sources = {n: SOURCE if s == "command line" else s for n, s in resolved.sources.items()}
-    return dataclasses.replace(resolved, job=job, sources={**sources, **given})
+    return dataclasses.replace(resolved, job=job, sources={**sources, **named})
 
 
 def _progress() -> ProgressDisplay:

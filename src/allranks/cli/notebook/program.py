@@ -22,7 +22,7 @@ from allranks.errors import RequestError
 FOLDER = "programs"
 
 
-def prepare_program(task: Any, beside: Path) -> tuple[str, dict[str, Any]]:
+def prepare_program(task: Any, folder: Path) -> tuple[str, dict[str, Any]]:
     """The PROGRAM that `task` is (a name, a class or an instance), and the fields that were set.
 
     A class of a notebook is written into `beside`/programs. Raises `RequestError`.
@@ -39,7 +39,7 @@ def prepare_program(task: Any, beside: Path) -> tuple[str, dict[str, Any]]:
             do='give one of these: launch(MyTask), launch(MyTask(lr=1e-3)), launch("digits")',
         )
     fields = {} if task is task_class else fields_of(task)
-    return place_of(task_class, beside), fields
+    return place_of(task_class, folder), fields
 
 
 def fields_of(task: Any) -> dict[str, Any]:
@@ -77,14 +77,14 @@ def _has_defaults(task: Any) -> bool:
     )
 
 
-def _same(one: Any, other: Any) -> bool:
-    return type(one) is type(other) and (one == other or (one != one and other != other))
+def _same(value: Any, other: Any) -> bool:
+    return type(value) is type(other) and (value == other or (value != value and other != other))
 
 
 def _check_that_it_can_be_made_again(task: Any, again: Any) -> None:
     name = type(task).__name__
-    kept = {n for n in vars(task) if isinstance(getattr(type(task), n, None), cached_property)}
-    added = {n for n in vars(task).keys() - vars(again).keys() - kept if not n.startswith("_")}
+    cached = {n for n in vars(task) if isinstance(getattr(type(task), n, None), cached_property)}
+    added = {n for n in vars(task).keys() - vars(again).keys() - cached if not n.startswith("_")}
     differ = {
         field.name
         for field in dataclasses.fields(task)
@@ -102,7 +102,7 @@ def _check_that_it_can_be_made_again(task: Any, again: Any) -> None:
         )
 
 
-def place_of(task_class: type, beside: Path) -> str:
+def place_of(task_class: type, folder: Path) -> str:
     """Where ranks import a class from: a built-in name, file.py:Class or module:Class."""
     name, module = task_class.__qualname__, sys.modules.get(task_class.__module__)
     if getattr(module, name, None) is not task_class or module is None:
@@ -118,18 +118,18 @@ def place_of(task_class: type, beside: Path) -> str:
     if builtin is not None:
         return builtin
     if module.__name__ == "__main__":
-        return _place_in_main(task_class, module, beside)
+        return _place_in_main(task_class, module, folder)
     file = getattr(module, "__file__", None)
     if file is None or "." in module.__name__ or hasattr(module, "__path__"):
         return where
     return f"{_short(Path(file))}:{name}"
 
 
-def _place_in_main(task_class: type, main: ModuleType, beside: Path) -> str:
+def _place_in_main(task_class: type, main: ModuleType, folder: Path) -> str:
     """Where a class of `__main__` is: a notebook's gets a file, a script has one."""
     name, ipython = task_class.__name__, shell()
     if ipython is not None and ipython.user_ns is vars(main):
-        return f"{_short(write_class(task_class, vars(main), beside / FOLDER))}:{name}"
+        return f"{_short(write_class(task_class, vars(main), folder / FOLDER))}:{name}"
     spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
     if spec is not None:  # python -m package.module
         return f"{spec.name}:{name}"

@@ -1,8 +1,8 @@
-"""Who answers peers: one thread admits them, one for each peer receives and answers, to its end.
+"""A server of peers: one thread admits them, and one thread for each peer answers its messages.
 
-A connection is a peer once it has proved that it knows the secret; before that it has no thread.
+A connection gets a thread once it has proved that it knows the secret.
 
-What all of them touch is touched while `changed` is held; who waits for another one waits there.
+The condition `changed` protects shared state; threads wait on it for each other.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from allranks.launcher.messages.connection import Connection
 from allranks.launcher.nodes.channel import Admission, Disconnected, Message, wait_for
 
 ANSWER_S = 120.0
-"""For so long a peer may move nothing of a message that it has begun."""
+"""How long a peer may stall in the midst of a message."""
 
 
 class Answering(ABC):
-    """Peers that know the `secret`, each answered in a thread of its own.
+    """Serves peers that know the `secret`, each in its own thread.
 
-    A body that comes has at most `most_bytes`.
+    A received body has at most `most_bytes`.
     """
 
     def __init__(self, listener: socket.socket, secret: str, most_bytes: int) -> None:
@@ -38,33 +38,33 @@ class Answering(ABC):
 
     @abstractmethod
     def admit(self, connection: Connection, hello: Message) -> int:
-        """Who a peer is that has said hello; answers it, or raises `Disconnected`."""
+        """Answer a peer's hello, and return the peer's number; or raise `Disconnected`."""
 
     @abstractmethod
-    def answer(self, who: int, connection: Connection, message: Message, body: memoryview) -> None:
-        """Answer a message; one without sense raises `ValueError`, `KeyError`, `TypeError`."""
+    def answer(self, peer: int, connection: Connection, message: Message, body: memoryview) -> None:
+        """Answer a message; raises `ValueError`, `KeyError` or `TypeError` for an invalid one."""
 
     @abstractmethod
-    def lost(self, who: int, connection: Connection, error: Exception) -> None:
-        """A peer is gone; `who` is -1 for one that was never admitted."""
+    def lost(self, peer: int, connection: Connection, error: Exception) -> None:
+        """A peer is gone; `peer` is -1 for one that was never admitted."""
 
-    def place(self, who: int, message: Message, size: int) -> memoryview:
-        """Where the body of a message goes that comes from a peer, of so many bytes."""
+    def place(self, peer: int, message: Message, size: int) -> memoryview:
+        """The memory that receives the body of a peer's message, of `size` bytes."""
         return memoryview(bytearray(size))
 
     def start(self) -> None:
-        """From now on peers are answered."""
+        """Start to serve peers."""
         self.begin(self._admit_peers)
 
     def begin(self, work: Callable[..., None], *args: Any) -> None:
-        """Do `work` in a thread of its own, which `close` waits for."""
+        """Run `work` in a thread; `close` waits for it."""
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         thread = threading.Thread(target=work, args=args, daemon=True)
         self._threads.append(thread)
         thread.start()
 
     def close(self) -> None:
-        """Leave all peers, and wait for the threads."""
+        """Disconnect all peers, and wait for the threads."""
         with self.changed:
             self.is_closed = True
             self.changed.notify_all()
@@ -78,11 +78,11 @@ class Answering(ABC):
         self._listener.close()
 
     def sent_bytes(self) -> dict[str, int]:
-        """The bytes of all bodies that were sent so far (`sent`), and of all the rest."""
+        """The bytes of all bodies that were sent so far (`sent`), and of all headers."""
         with self.changed:
             there = self._there
             return {
-                "sent": self._gone["sent"] + sum(peer.sent for peer in there),
+                "sent": self._gone["sent"] + sum(peer.sent_bytes for peer in there),
                 "control": self._gone["control"] + sum(peer.control for peer in there),
             }
 
@@ -94,15 +94,15 @@ class Answering(ABC):
             for peer in self._admission.proved():
                 try:
                     self.begin(self._serve, peer)
-                except RuntimeError:  # no room for a thread just now: the peer comes again
+                except RuntimeError:  # no thread can start now: the peer tries again
                     peer.close()
 
     def _serve(self, peer: socket.socket) -> None:
-        """One peer, from its first word to its end."""
-        who = -1
+        """Serve one peer until it leaves."""
+        number = -1
 
         def place(message: Message, size: int) -> memoryview:
-            return self.place(who, message, size)
+            return self.place(number, message, size)
 
         with Connection(peer, self._most, ANSWER_S) as connection:
             try:
@@ -111,21 +111,21 @@ class Answering(ABC):
                     if self.is_closed:
                         return
                 hello, _ = connection.receive()
-                who = self.admit(connection, hello)
+                number = self.admit(connection, hello)
                 connection.waits_for_ever()
                 while not self.is_closed:
-                    self.answer(who, connection, *connection.receive(place))
-            except (ValueError, KeyError, TypeError) as error:  # it speaks another language
+                    self.answer(number, connection, *connection.receive(place))
+            except (ValueError, KeyError, TypeError) as error:  # an invalid message
                 with suppress(Disconnected):
                     connection.send({"refused": f"{type(error).__name__}: {error}"})
-                self.lost(who, connection, error)
+                self.lost(number, connection, error)
             except Disconnected as error:
-                self.lost(who, connection, error)
+                self.lost(number, connection, error)
             finally:
                 self._count(connection)
 
     def _count(self, connection: Connection) -> None:
         with self.changed:
             self._there.discard(connection)
-            self._gone["sent"] += connection.sent
+            self._gone["sent"] += connection.sent_bytes
             self._gone["control"] += connection.control

@@ -6,9 +6,9 @@ Both ends have proved before that they know the secret of the job, as a head and
 (`nodes.channel`). Sizes are bounded by what the receiver expects. The frames are
 neither encrypted nor signed: they are as safe as the network.
 
-A peer that is gone is noticed by the kernel: at once where its process ended, and where its link is
-cut after `SILENT_S`, by probes of TCP. All that goes wrong is `Disconnected` or `Refused`. No other
-thread may use a connection at the same time. Used by `torch/elastic`; it knows no framework.
+The kernel detects a lost peer: at once if its process ended, and by TCP's probes after `SILENT_S`
+if its link is cut. Every failure is `Disconnected` or `Refused`. Only one thread may use a
+connection at a time. Used by `torch/elastic`; it knows no framework.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MARK = b"AR\x01\x02"
 LARGEST_HEADER = 1 << 20
 SILENT_S = 30.0
 AHEAD = 1 << 12
-"""So much is received at once of what is small: a header comes with its sizes, and a small body."""
+"""Bytes received at once: a header comes with its sizes, and with a small body."""
 _START = struct.Struct("!4sIQ")
 _PROBES = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 5))
 
@@ -43,16 +43,16 @@ def _new_memory(_: Message, size: int) -> memoryview:
 class Connection:
     """Frames to and from one peer, of which a body has at most `most_bytes`.
 
-    A call that gets nothing moved for `timeout_s` raises `Disconnected`. `sent` and `received` are
-    the bytes of all bodies so far, `control` those of all the rest that was sent.
+    A call that moves no byte for `timeout_s` raises `Disconnected`. `sent_bytes` and `received` are
+    the bytes of all bodies so far, `control` the bytes of all headers that were sent.
     """
 
     def __init__(self, peer: socket.socket, most_bytes: int, timeout_s: float) -> None:
         self._socket, self._most, self.timeout_s = peer, most_bytes, timeout_s
         self._ahead, self._came = memoryview(bytearray(AHEAD)), memoryview(b"")
-        self.version = -1
-        """For who serves: the newest version that this peer was sent."""
-        self.sent = self.received = self.control = 0
+        self.newest_version = -1
+        """For a server: the newest version that it sent to this peer."""
+        self.sent_bytes = self.received = self.control = 0
         peer.settimeout(timeout_s)
         if peer.family in (socket.AF_INET, socket.AF_INET6):
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -73,13 +73,13 @@ class Connection:
         return str(self._socket.getpeername()[0])
 
     def send(self, header: Message, *body: Buffer) -> None:
-        """Send one frame; `body` is sent from where it lies, piece by piece."""
+        """Send one frame; the pieces of `body` are not copied."""
         text = json.dumps(header).encode()
         pieces = [memoryview(piece).cast("B") for piece in body]
         size = sum(map(len, pieces))
         start = _START.pack(MARK, len(text), size)
         self._send_all([memoryview(start + text), *pieces])
-        self.sent += size
+        self.sent_bytes += size
         self.control += len(start) + len(text)
 
     def receive(self, place: Place = _new_memory) -> tuple[Message, memoryview]:
@@ -90,7 +90,7 @@ class Connection:
         return header, body
 
     def receive_header(self) -> tuple[Message, int]:
-        """The header of the next frame, and the bytes of its body, which is to be received next."""
+        """The header of the next frame, and the size of its body; `receive_body` comes next."""
         mark, header_bytes, body_bytes = _START.unpack(self._exactly(_START.size))
         if mark != MARK or header_bytes > LARGEST_HEADER:
             raise Disconnected("it sent what is no message of ours")
@@ -112,22 +112,22 @@ class Connection:
     def ask(
         self, header: Message, *body: Buffer, place: Place = _new_memory
     ) -> tuple[Message, memoryview]:
-        """Send a frame, and receive its answer; raises `Refused` for one that says so."""
+        """Send a frame and receive its answer; raises `Refused` if the answer is a refusal."""
         self.send(header, *body)
-        answer, found = self.receive(place)
+        answer, answer_body = self.receive(place)
         if "refused" in answer:
             raise Refused(str(answer["refused"]))
-        return answer, found
+        return answer, answer_body
 
     def _send_all(self, pieces: Sequence[memoryview]) -> None:
-        left = [piece for piece in pieces if len(piece)]
+        remaining = [piece for piece in pieces if len(piece)]
         try:
-            while left:
-                gone = self._socket.sendmsg(left)
-                while left and gone >= len(left[0]):
-                    gone -= len(left.pop(0))
-                if left and gone:
-                    left[0] = left[0][gone:]
+            while remaining:
+                gone = self._socket.sendmsg(remaining)
+                while remaining and gone >= len(remaining[0]):
+                    gone -= len(remaining.pop(0))
+                if remaining and gone:
+                    remaining[0] = remaining[0][gone:]
         except OSError as error:
             raise self._broken(error) from error
 
@@ -149,7 +149,7 @@ class Connection:
             at += more
 
     def _received(self, memory: memoryview) -> int:
-        """How many bytes have come to this memory, at least one."""
+        """Receive into this memory; returns the number of bytes, at least one."""
         try:
             more = self._socket.recv_into(memory)
         except OSError as error:
@@ -165,11 +165,11 @@ class Connection:
 
     @property
     def has_more(self) -> bool:
-        """Whether something of this peer has come that nobody has received, or its end."""
+        """Whether bytes of this peer, or the end of its stream, wait to be received."""
         return bool(self._came) or bool(select.select([self._socket], [], [], 0)[0])
 
     def waits_for_ever(self) -> None:
-        """A peer that works in silence is no peer that is gone: TCP's probes tell them apart."""
+        """Wait without a time-out: a busy peer may be silent; TCP's probes detect a lost one."""
         self.timeout_s = 0.0
         self._socket.settimeout(None)
 
@@ -177,8 +177,8 @@ class Connection:
         self._socket.close()
 
     def shut(self) -> None:
-        """From any thread: who waits for this peer hears that it is gone."""
-        with suppress(OSError):  # it is gone already
+        """Shut the connection down, from any thread; a thread that waits for the peer fails."""
+        with suppress(OSError):  # closed already
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def __enter__(self) -> Self:

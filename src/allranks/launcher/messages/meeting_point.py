@@ -1,8 +1,8 @@
-"""Where processes of a job that are in no group find the one that serves them, again and again.
+"""How processes outside any process group find rank 0, which serves them.
 
-On one machine it listens at a port of the loopback that it writes into the file of the attempt; on
-several nodes at the address that the launcher gave to rank 0. Who comes back after a restart finds
-it the same way, so nobody has to be told anew.
+On one machine rank 0 listens at a loopback port and writes it into the file of the attempt; on
+several nodes it listens at the address that the launcher gave it. A restarted process finds it the
+same way.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ LOCALHOST = "127.0.0.1"
 
 
 def listen(world: World) -> socket.socket:
-    """A socket at the place where the others look; rank 0 calls this, again after a restart."""
+    """The socket at which the others find this process; rank 0 calls it, also after a restart."""
     if not world.rendezvous:
-        found = socket.create_server((LOCALHOST, 0), backlog=256)
-        _write(Path(world.store), found.getsockname()[1])
-        return found
+        local = socket.create_server((LOCALHOST, 0), backlog=256)
+        _write(Path(world.store), local.getsockname()[1])
+        return local
     if world.listener >= 0:
-        given = socket.socket(fileno=os.dup(world.listener))
-        given.listen(256)
-        return given
+        inherited = socket.socket(fileno=os.dup(world.listener))
+        inherited.listen(256)
+        return inherited
     host, _, port = world.rendezvous.rpartition(":")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host.strip("[]"), int(port)), family=family, backlog=256)
@@ -46,8 +46,8 @@ def connect(
     patience_s: float,
     alive: Callable[[], None] = lambda: None,
 ) -> Connection:
-    """Rank 0, once it answers; `alive` is called between attempts. Raises `PeerLost` if it does
-    not within `patience_s`, or if it does not know the secret of the job."""
+    """A connection to rank 0; `alive` is called between attempts. Raises `PeerLost` if rank 0 does
+    not answer within `patience_s`, or does not know the secret of the job."""
     deadline, problem = time.monotonic() + patience_s, "it has not said where it listens"
     while True:
         try:
@@ -67,9 +67,9 @@ def connect(
 def connect_to(
     where: tuple[str, int], secret: str, most_bytes: int, timeout_s: float
 ) -> Connection:
-    """Who listens there, once both have proved that they know the secret.
+    """A connection to this address, after both ends have proved that they know the secret.
 
-    Raises `OSError` where nobody does, `Refused` or `Disconnected`.
+    Raises `OSError` if nothing listens there, `Refused` or `Disconnected`.
     """
     channel = Channel(socket.create_connection(where, CONNECT_S))
     try:
@@ -91,7 +91,7 @@ def _address(world: World) -> tuple[str, int] | None:
 
 
 def _write(path: Path, port: int) -> None:
-    """The port, whole or not yet: who reads it never sees a half."""
+    """Write the port atomically: a reader never sees half of it."""
     new = path.with_name(f"{path.name}.new")
     fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(fd, "w") as file:

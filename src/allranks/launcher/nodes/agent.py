@@ -1,11 +1,11 @@
-"""The agent of a node: owns the node's processes, and does what the head of the job says.
+"""The agent of a node owns the node's processes and executes the commands of the job's head.
 
-    python -P -m allranks.launcher.nodes.agent        (what it must know stands on its stdin)
+    python -P -m allranks.launcher.nodes.agent        (reads its ticket from stdin)
 
-One runs on every node. It connects to the head, shows that it knows the key of the job, tells what
-there is on its node, and starts a fork server. It decides nothing: exits, beats and signals go to
-the head. When the head is gone, or silent for too long, it ends every process of the node, and
-itself: so does the fork server when the agent dies.
+One runs on every node. It connects to the head, proves that it knows the key of the job, reports
+the facts of its node, and starts a fork server. It decides nothing: it forwards exits, beats and
+signals to the head. If the head is gone, or silent for too long, the agent ends every process of
+the node and itself. The fork server does the same if the agent dies.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ RETRY_S = 0.2
 CONNECT_S = 5.0
 PROBE_S = 3.0
 SUSPENDED_S = 2.0
-PATIENCE = 0.7  # of the head's: this node has ended its ranks when it is given up
+PATIENCE = 0.7  # of the head's time-out: a node ends its ranks before the head gives it up
 
 
 @dataclass
 class _AgentRequests:
-    """What this node's scheduler or user wants of the job, by a signal to the agent."""
+    """Signals that this node's scheduler or user sent to the agent, not yet forwarded."""
 
     signals: list[str] = field(default_factory=list)
 
@@ -71,7 +71,7 @@ class Agent:
     def __init__(self, ticket: Ticket) -> None:
         self.ticket = ticket
         self.node = World.from_environment().rank if ticket.node is None else ticket.node
-        self.asked = _AgentRequests()
+        self.requests = _AgentRequests()
         self._ranks: NodeRanks | None = None
         self._listener: socket.socket | None = None
         self._reserved: list[Reservation] = []
@@ -94,12 +94,12 @@ class Agent:
 
     @property
     def name(self) -> str:
-        """How its user knows it."""
+        """The name of this node in messages."""
         number = "a node" if self.node == ANY else f"node {self.node}"
         return f"{number} ({socket.gethostname()})"
 
     def run(self) -> int:
-        """Come to the job and serve it to its end; returns the exit code of the job."""
+        """Join the job and serve it to its end; returns the exit code of the job."""
         with ExitStack() as stack:
             self.channel = self._connected()
             stack.callback(self.channel.close)
@@ -113,11 +113,12 @@ class Agent:
         ticket = self.ticket
         deadline = time.monotonic() + ticket.join_timeout_s
         while True:
-            if self.asked.signals:
-                raise Interrupted(f"{self.name} got {self.asked.signals[0]} before the job began")
+            if self.requests.signals:
+                first = self.requests.signals[0]
+                raise Interrupted(f"{self.name} got {first} before the job began")
             for address in ticket.addresses:
                 try:
-                    return self._let_in(address, deadline - time.monotonic())
+                    return self._authenticated(address, deadline - time.monotonic())
                 except Refused as error:
                     raise PlaceError(
                         f"{self.name} is refused at {address}:{ticket.port}: {error}"
@@ -133,8 +134,8 @@ class Agent:
                 )
             time.sleep(RETRY_S)
 
-    def _let_in(self, address: str, seconds: float) -> Channel:
-        """The head at this address, which has let this node in; raises `Refused` or `OSError`."""
+    def _authenticated(self, address: str, seconds: float) -> Channel:
+        """A channel to the head, after mutual proof; raises `Refused` or `OSError`."""
         where = (address, self.ticket.port)
         channel = Channel(socket.create_connection(where, min(max(0.1, seconds), CONNECT_S)))
         try:
@@ -145,11 +146,11 @@ class Agent:
         return channel
 
     def _introduction(self, doorbell: Doorbell) -> Message:
-        own = candidates(self.channel.own_address, self.ticket.interface)
+        interfaces = candidates(self.channel.own_address, self.ticket.interface)
         return {
             "joins": self.node,
             "facts": facts(self.ticket.program).to_data(),
-            "interfaces": [[one.name, one.address] for one in own],
+            "interfaces": [[interface.name, interface.address] for interface in interfaces],
             "doorbell": [doorbell.port, doorbell.token],
             "words": list(self.ticket.words),
             "clock": time.monotonic(),
@@ -161,27 +162,27 @@ class Agent:
             server = None if self._ranks is None else self._ranks.server
             ready = [self.channel, self._doorbell, server]
             behind = [self.channel] if self.channel.is_behind else []
-            wait_for([one for one in ready if one is not None], TICK_S, behind)
+            wait_for([end for end in ready if end is not None], TICK_S, behind)
             if self._doorbell is not None:
                 self._doorbell.answer()
             for message in self.channel.receive():
                 if message["do"] == "leave":
                     return self._leave(message)
                 self._obey(message)
-            self._answer_if_ringing_is_over()
+            self._answer_probe()
             self._report()
             now = time.monotonic()
-            if now - looked_at > SUSPENDED_S:  # what this process slept through is no silence
+            if now - looked_at > SUSPENDED_S:  # suspended: the head was not silent
                 self.channel.heard_at = now
             looked_at = now
-            if self.channel.heard_nothing_for() > PATIENCE * self.ticket.node_timeout_s:
+            if self.channel.silent_s() > PATIENCE * self.ticket.node_timeout_s:
                 raise PlaceError(
                     f"{self.name} heard nothing of the head of the job for "
                     f"{PATIENCE * self.ticket.node_timeout_s:g} s: its processes are ended"
                 )
 
     def _obey(self, message: Message) -> None:
-        """Do what the head says; if this node cannot, the head hears why and the node ends."""
+        """Execute a command of the head. If it fails, send `broken`: the head drops the node."""
         try:
             self._answers[message["do"]](message)
         except Disconnected:
@@ -195,35 +196,35 @@ class Agent:
         return int(message["code"])
 
     def _report(self) -> None:
-        """Tell the head what is new: exits, beats, signals."""
+        """Send new exits, beats and signals to the head."""
         self.channel.flush()
-        for name in self.asked.signals:
+        for name in self.requests.signals:
             self.channel.send({"asked": name})
-        self.asked.signals.clear()
+        self.requests.signals.clear()
         if self._ranks is not None:
             self._ranks.report()
 
     def _probe(self, message: Message) -> None:
-        """Ring at all other nodes; the answer follows when all have answered, or too late."""
+        """Connect to all other nodes; the answer follows when all replied, or after `PROBE_S`."""
         self._ringing = Ringing(message["nodes"], PROBE_S)
 
-    def _answer_if_ringing_is_over(self) -> None:
+    def _answer_probe(self) -> None:
         if self._ringing is not None and self._ringing.is_over():
-            self.channel.send({"answer": self._ringing.found})
+            self.channel.send({"answer": self._ringing.reached})
             self._ringing = None
 
     def _see(self, message: Message) -> None:
-        """Whether this node sees what the head wrote, and stands in the same folder."""
+        """Check that this node sees the file that the head wrote, and change to its folder."""
         try:
             os.chdir(message["cwd"])
-            seen = Path(message["path"]).read_text() == message["content"]
-            problem = "" if seen else f"{message['path']} holds something else here"
+            is_equal = Path(message["path"]).read_text() == message["content"]
+            problem = "" if is_equal else f"{message['path']} holds something else here"
         except OSError as error:
             problem = str(error)
         self.channel.send({"answer": problem})
 
     def _start(self, message: Message) -> None:
-        """All nodes have found each other: who rings now is none of them."""
+        """Start the fork server. All nodes have probed each other, so the doorbell closes."""
         self._close_doorbell()
         check_hash_seed(message["hash_seed"])
         modules = tuple(message["modules"])
@@ -236,8 +237,8 @@ class Agent:
         self.channel.send({"answer": self._listener.getsockname()[1]})
 
     def _reserve(self, message: Message) -> None:
-        for one in self._reserved:
-            one.close()
+        for reservation in self._reserved:
+            reservation.close()
         self._reserved = [Reservation(message["count"], message["address"])]
         self.channel.send({"answer": list(self._reserved[0].ports)})
 
@@ -281,8 +282,8 @@ class Agent:
         """End every process of this node."""
         if self._ranks is not None:
             self._ranks.close()
-        for one in self._reserved:
-            one.close()
+        for reservation in self._reserved:
+            reservation.close()
         if self._ringing is not None:
             self._ringing.close()
         self._close_doorbell()
@@ -294,8 +295,8 @@ def serve(ticket: Ticket) -> int:
     agent = Agent(ticket)
     stops = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # nohup: it outlives its terminal
-    held = [number for number in stops if not (number == signal.SIGHUP and ignored)]
-    before = {number: signal.signal(number, agent.asked.note) for number in held}
+    handled = [number for number in stops if not (number == signal.SIGHUP and ignored)]
+    before = {number: signal.signal(number, agent.requests.note) for number in handled}
     try:
         return agent.run()
     except Refused as error:
@@ -308,7 +309,7 @@ def serve(ticket: Ticket) -> int:
 
 
 def main() -> NoReturn:
-    """The agent that a head starts. It leaves with the exit code of the job."""
+    """Run the agent that a head started; exits with the exit code of the job."""
     code = EXIT_PLACE_FAILED
     try:
         ticket = Ticket.from_line(sys.stdin.readline())

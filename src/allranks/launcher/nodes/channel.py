@@ -1,8 +1,8 @@
 """Messages between a job's head and its nodes' agents: JSON, one TCP connection each.
 
-Who connects proves that it knows the key of the job before it is told anything, and so does the
-head to it: both answer the other's number with a keyed digest, and the key itself is never sent.
-What follows is neither encrypted nor signed: it is as safe as the network between the nodes.
+A node proves that it knows the key of the job before it gets any message, and so does the head:
+each answers the other's nonce with a keyed digest. The key itself is never sent. The messages that
+follow are neither encrypted nor signed: they are as safe as the network between the nodes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Message = dict[str, Any]
 
 
 class Disconnected(ConnectionError):
-    """The other end is gone, or does not speak like one of ours."""
+    """The other end is gone, or does not follow this protocol."""
 
 
 class Refused(Disconnected):
@@ -45,17 +45,17 @@ class HasFileno(Protocol):
 def wait_for(
     ready: Sequence[HasFileno], seconds: float, writable: Sequence[HasFileno] = ()
 ) -> None:
-    """Until one of them can be read (or written), however many there are."""
+    """Wait until one of them can be read (or written); there is no limit on their number."""
     poller = select.poll()
-    for one in ready:
-        poller.register(one.fileno(), select.POLLIN)
-    for one in writable:
-        poller.register(one.fileno(), select.POLLIN | select.POLLOUT)
+    for waitable in ready:
+        poller.register(waitable.fileno(), select.POLLIN)
+    for waitable in writable:
+        poller.register(waitable.fileno(), select.POLLIN | select.POLLOUT)
     poller.poll(1000 * seconds)
 
 
 class Channel:
-    """One end of a connection. Sending never waits; what the network does not take is kept."""
+    """One end of a connection. Sending never blocks; unsent bytes are buffered."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -76,21 +76,21 @@ class Channel:
 
     @property
     def is_behind(self) -> bool:
-        """Whether there is something to send that the network has not taken yet."""
+        """Whether unsent bytes are buffered."""
         return bool(self._out)
 
     def trust(self) -> None:
-        """From now on messages may be large."""
+        """Allow large messages from now on."""
         self._limit = LARGEST
 
     def send(self, message: Message) -> None:
-        """Send what goes of a message, `flush` sends the rest; raises `Disconnected`."""
+        """Send a message without blocking, `flush` sends the remainder; raises `Disconnected`."""
         data = json.dumps(message).encode()
         self._out += _HEADER.pack(len(data)) + data
         self.flush()
 
     def flush(self) -> None:
-        """Send what was left."""
+        """Send buffered bytes without blocking."""
         try:
             while self._out:
                 del self._out[: self._socket.send(self._out)]
@@ -100,7 +100,7 @@ class Channel:
             raise Disconnected(str(error)) from error
 
     def receive(self) -> list[Message]:
-        """The messages that have come, without waiting; raises `Disconnected` at their end."""
+        """The messages received so far, without waiting; raises `Disconnected` after the last."""
         over: str = ""
         try:
             while len(self._in) <= self._limit + _HEADER.size:
@@ -114,13 +114,13 @@ class Channel:
             pass
         except OSError as error:
             over = f"its connection broke: {error}"
-        found = self._whole_messages()
-        if over and not found:
+        messages = self._whole_messages()
+        if over and not messages:
             raise Disconnected(over)
-        return found
+        return messages
 
     def _whole_messages(self) -> list[Message]:
-        found = []
+        messages = []
         while len(self._in) >= _HEADER.size:
             (length,) = _HEADER.unpack_from(self._in)
             if length > self._limit:
@@ -135,11 +135,11 @@ class Channel:
             if not isinstance(message, dict):
                 raise Disconnected("it sent what is no message of ours")
             del self._in[:end]
-            found.append(message)
-        return found
+            messages.append(message)
+        return messages
 
-    def heard_nothing_for(self) -> float:
-        """Seconds since anything came."""
+    def silent_s(self) -> float:
+        """Seconds since the last byte came."""
         return time.monotonic() - self.heard_at
 
     def wait_for_one(self, seconds: float) -> Message:
@@ -147,15 +147,15 @@ class Channel:
         deadline = time.monotonic() + seconds
         while (remaining_s := deadline - time.monotonic()) > 0:
             self.flush()
-            if found := self.receive():
-                if len(found) > 1:
+            if messages := self.receive():
+                if len(messages) > 1:
                     raise Disconnected("it spoke out of turn")
-                return found[0]
+                return messages[0]
             wait_for([] if self.is_behind else [self], remaining_s, [self] * self.is_behind)
         raise Disconnected(f"it said nothing for {seconds:g} s")
 
     def released(self) -> socket.socket:
-        """The connection, for who goes on in frames of another kind; it is not of this any more."""
+        """Release the connection to another protocol; this channel is not used afterwards."""
         return self._socket
 
     def close(self) -> None:
@@ -164,9 +164,9 @@ class Channel:
         self._socket.close()
 
 
-def proof_of(key: bytes, who: str, mine: str, theirs: str) -> bytes:
-    """HMAC of two nonces, which may be any text of a stranger's, under the key."""
-    text = f"allranks {who} {mine} {theirs}".encode(errors="replace")
+def proof_of(key: bytes, role: str, mine: str, theirs: str) -> bytes:
+    """HMAC of two nonces under the key; a stranger's nonce may be any text."""
+    text = f"allranks {role} {mine} {theirs}".encode(errors="replace")
     return hmac.new(key, text, hashlib.sha256).hexdigest().encode()
 
 
@@ -175,7 +175,7 @@ def _bytes(text: str) -> bytes:
 
 
 def challenge(channel: Channel) -> str:
-    """The head's part, first: send the nonce that a node has to answer."""
+    """The head's part, first: send the nonce that a node has to sign."""
     nonce = secrets.token_hex(16)
     channel.send({"nonce": nonce})
     return nonce
@@ -183,8 +183,8 @@ def challenge(channel: Channel) -> str:
 
 def verify_proof(channel: Channel, key: bytes, nonce: str, answer: Message) -> None:
     """Verify that the node knows the key, and prove the same to it; raises `Refused`."""
-    given, theirs = str(answer.get("proof", "")), str(answer.get("nonce", ""))
-    if not hmac.compare_digest(_bytes(given), proof_of(key, "node", nonce, theirs)):
+    proof, theirs = str(answer.get("proof", "")), str(answer.get("nonce", ""))
+    if not hmac.compare_digest(_bytes(proof), proof_of(key, "node", nonce, theirs)):
         channel.send({"refused": "it is not of this job: the id is another"})
         raise Refused("it does not know the id of this job")
     channel.trust()
@@ -206,11 +206,11 @@ def authenticate(channel: Channel, key: bytes) -> None:
 
 
 # --- admission -----------------------------------------------------------------------------------
-# Admission of strangers' connections: each proves that it knows the key, or is dropped.
+# Admission of new connections: each proves that it knows the key, or is dropped.
 #
-# Strangers cost no thread, and at most `MOST_PENDING` file descriptors or a quarter of those that
-# the process may have: the others wait in the backlog of the listener. Each has `PENDING_S` for the
-# whole proof. No error of a connection, and no lack of descriptors, ends the listening.
+# Pending connections need no thread, and at most `MOST_PENDING` file descriptors or a quarter of
+# the process's limit: the others wait in the backlog of the listener. Each has `PENDING_S` for its
+# proof. Neither an error of a connection nor a lack of descriptors ends the listening.
 
 
 PENDING_S = 10.0
@@ -221,7 +221,7 @@ PAUSE_S = 0.1
 
 @dataclass
 class _Pending:
-    """A connection that has not said yet whose it is."""
+    """A connection that is not authenticated yet."""
 
     channel: Channel
     nonce: str
@@ -230,7 +230,7 @@ class _Pending:
 
 
 class Admission:
-    """The connections at `listener`. `on_refused` is called for each that gives a wrong proof."""
+    """Admits connections at `listener`; calls `on_refused` for each that gives a wrong proof."""
 
     def __init__(
         self,
@@ -249,24 +249,24 @@ class Admission:
 
     @property
     def ready(self) -> list[HasFileno]:
-        """What can be waited for: there is something to admit then."""
+        """The sockets to wait for before calling `admit`."""
         listener = [self._listener] if self._has_room else []
         return [*listener, *(pending.channel for pending in self._pending)]
 
     def admit(self) -> Iterator[tuple[Channel, Message]]:
-        """The channels that are trusted now, each with its first message. Never waits."""
+        """The channels that are trusted now, each with its first message. Never blocks."""
         self._accept()
         for pending in list(self._pending):
-            message = self._hear(pending)
+            message = self._first_message(pending)
             if message is not None:
                 self._pending.remove(pending)
                 yield pending.channel, message
 
     def proved(self) -> Iterator[socket.socket]:
-        """The connections that are trusted now, for who goes on in frames of another kind."""
+        """The connections that are trusted now, released to another protocol."""
         self._accept()
         for pending in list(self._pending):
-            self._hear(pending)
+            self._first_message(pending)
             if pending.trusted:
                 self._pending.remove(pending)
                 yield pending.channel.released()
@@ -289,8 +289,8 @@ class Admission:
             except Disconnected:
                 channel.close()
 
-    def _hear(self, pending: _Pending) -> Message | None:
-        """What it says after its proof; one without a proof in time is dropped."""
+    def _first_message(self, pending: _Pending) -> Message | None:
+        """The first message after the proof, if it has come; drop it without a proof in time."""
         try:
             for message in pending.channel.receive():
                 if pending.trusted:

@@ -1,8 +1,8 @@
-"""The nodes of a job, from the first call to the last: found, checked, joined, and let go.
+"""The nodes of a job, from start to end: started, joined, checked, and released.
 
-`gathered` is the one way to several nodes, whatever the place: it starts an agent on each (or waits
-for those that a user starts), and hands out a `Cluster`. When the work in it is over, every node
-hears how, and ends all that it owns.
+`gathered` is the only entry to several nodes, in every place: it starts an agent on each (or waits
+for agents that a user starts), and yields a `Cluster`. At its end every node gets the job's exit
+code and ends all processes that it owns.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from allranks.launcher.world import Visible
 
 @dataclass
 class Cluster:
-    """Several nodes that have come together. Implements `Resources`.
+    """Several nodes that have joined. Implements `Resources`.
 
-    A node without ranks has what lies apart. With `per_rank` each agent has one rank, and several
-    agents may be on one host. The nodes are taken away at `ends_at`, on the monotonic clock.
+    A node without ranks runs servers. With `per_rank` each agent has one rank, and a host may have
+    several agents. The allocation ends at `ends_at`, on the monotonic clock.
     """
 
     nodes: Nodes
@@ -53,7 +53,7 @@ class Cluster:
     break_node: Callable[[faults.Fault], None] | None = None
     per_rank: bool = False
     ends_at: float = NEVER
-    _idle: frozenset[int] = frozenset()  # processes that are at no step of their own
+    _idle: frozenset[int] = frozenset()  # processes that count no steps
     _done: set[faults.Fault] = field(default_factory=set)
     _to_do: list[faults.Fault] = field(default_factory=list)
     _to_mend: list[tuple[float, faults.Fault]] = field(default_factory=list)
@@ -69,12 +69,12 @@ class Cluster:
         return plan_of(job, shape, Visible.from_environment(), self._take_seats(job))
 
     def replan(self, plan: LaunchPlan) -> LaunchPlan:
-        """On the nodes that are left, fewer ranks if need be; raises `PlaceError` if none is."""
+        """Plan for the remaining nodes, with fewer ranks if needed; `PlaceError` if none remain."""
         while True:
             self.nodes.check_all()
             if not any(self.counts[node.number] for node in self.nodes.living):
-                what = "node with ranks" if self.nodes.living else "node"
-                raise PlaceError(f"no {what} is left to go on with\n{self.lost()}".rstrip())
+                missing = "node with ranks" if self.nodes.living else "node"
+                raise PlaceError(f"no {missing} is left to go on with\n{self.lost()}".rstrip())
             try:
                 return self._planned(plan)
             except PlaceError:
@@ -82,8 +82,8 @@ class Cluster:
                     raise
 
     def _planned(self, plan: LaunchPlan) -> LaunchPlan:
-        """The plan for the nodes that are there, and a socket at which their ranks meet."""
-        self.nodes.newly_lost()  # what was lost before is not to blame for what comes
+        """The plan for the living nodes, with a socket for the rendezvous of their ranks."""
+        self.nodes.newly_lost()  # a node lost before is not the cause of a later fault
         self._idle = (
             frozenset(range(1, plan.process_set.size))
             if not plan.process_set.are_all_trainers
@@ -102,7 +102,7 @@ class Cluster:
 
     @property
     def evidence_s(self) -> float:
-        """Exits come from other nodes when their agents, and the network, have had the time."""
+        """How long to wait for further exits: agents and the network delay their reports."""
         trips = [node.round_trip_s for node in self.nodes.living if node.measured_at]
         return EVIDENCE_S + 0.3 + 2 * max(trips, default=0.0)
 
@@ -112,43 +112,43 @@ class Cluster:
 
     @contextmanager
     def hosts(self) -> Iterator[tuple[Host, ...]]:
-        """The table of the nodes that are there, each with ports that are its own meanwhile."""
+        """The table of the living nodes, each with ports that stay reserved meanwhile."""
         self.nodes.check_all()
         seats = self._take_seats()
-        found = []
+        hosts = []
         for number in range(max(seat.node for seat in seats) + 1 if seats else 0):
-            own = [rank for rank, seat in enumerate(seats) if seat.node == number]
-            node, seat = self.nodes.seats[own[0]], seats[own[0]]
-            ports = self.nodes.reserve(node, len(own) + 1)
-            found.append(Host(node.name, node.address, seat.interface, len(own), ports))
-        if not found:
+            ranks = [rank for rank, seat in enumerate(seats) if seat.node == number]
+            node, seat = self.nodes.seats[ranks[0]], seats[ranks[0]]
+            ports = self.nodes.reserve(node, len(ranks) + 1)
+            hosts.append(Host(node.name, node.address, seat.interface, len(ranks), ports))
+        if not hosts:
             raise PlaceError("no node is left to go on with")
-        yield tuple(found)
+        yield tuple(hosts)
 
     def _take_seats(self, job: Job | None = None) -> list[Seat]:
-        """A seat for every process on the nodes that are there; without a job, for the ranks."""
+        """A seat for every process on the living nodes; without a job, for the ranks only."""
         living = self.nodes.living
         counts = [self.counts[node.number] for node in living]
         nodes = [node for count, node in zip(counts, living, strict=True) for _ in range(count)]
         seats = seats_of(counts, [self._seat(node, living) for node in living])
         if job is not None:
-            apart = [node for count, node in zip(counts, living, strict=True) if not count]
-            nodes = for_all_processes(job, nodes, apart)
-            seats = for_all_processes(job, seats, [self._seat(node, living) for node in apart])
+            rankless = [node for count, node in zip(counts, living, strict=True) if not count]
+            nodes = for_all_processes(job, nodes, rankless)
+            seats = for_all_processes(job, seats, [self._seat(node, living) for node in rankless])
         self.nodes.seats = tuple(nodes)
         return seats
 
     def _seat(self, node: Node, living: list[Node]) -> Seat:
-        """Nodes count by their hosts: with an agent for every rank, several are on one."""
+        """Nodes are numbered by host: with an agent per rank, several agents share one."""
         assert node.chosen is not None, "preflight comes first"
-        hosts = list(dict.fromkeys(one.name for one in living)) if self.per_rank else []
+        hosts = list(dict.fromkeys(other.name for other in living)) if self.per_rank else []
         position = hosts.index(node.name) if self.per_rank else living.index(node)
-        shared = [(one.facts.machine, one.facts.processors) for one in self.nodes.nodes]
+        shared = [(other.facts.machine, other.facts.processors) for other in self.nodes.nodes]
         machine = shared.index((node.facts.machine, node.facts.processors))
         return Seat(position, node.name, node.chosen.name, machine)
 
     def inject_due_faults(self, beats: Sequence[Beat]) -> None:
-        """Break the nodes whose fault is due, once all ranks have come to its step."""
+        """Break the nodes whose fault is due, once all ranks have reached its step."""
         step = min((beat.step for beat in beats if beat.rank not in self._idle), default=-1)
         for fault in self._to_do:
             if fault not in self._done and step >= fault.step >= 0:
@@ -163,7 +163,7 @@ class Cluster:
                 self.break_node(dataclasses.replace(fault, action=MEND))
 
     def plant(self, text: str) -> None:
-        """Take those of the faults of a job that happen to nodes."""
+        """Schedule those injected faults of a job that concern nodes."""
         self._to_do += [fault for fault in faults.parse(text) if fault.action in faults.NODE_FAULTS]
 
 
@@ -171,10 +171,10 @@ class Cluster:
 def gathered(
     request: NodeRequest, interrupted: Callable[[], None] = lambda: None
 ) -> Iterator[Cluster]:
-    """The nodes that are asked for, all there and checked; they are let go at the end.
+    """The requested nodes, joined and checked; they are released at the end.
 
-    `interrupted` is called while nodes come together: it raises if somebody wants an end of it.
-    Raises `PlaceError` that names who is missing, or in what the nodes differ.
+    `interrupted` is called while nodes join: it raises if the job is to stop. Raises `PlaceError`,
+    which names the missing nodes, or the values in which the nodes differ.
     """
     place = find_place(request.place, request.rendezvous)
     assert isinstance(place, AgentPlace), "this machine alone has no nodes"
@@ -187,7 +187,7 @@ def gathered(
         interrupted()
         nodes.start_servers(request.modules)
         per_rank = request.rendezvous.per_rank
-        counts = shares(request.ranks, request.nodes, started.slots, request.apart)
+        counts = shares(request.ranks, request.nodes, started.slots, request.server_nodes)
         counts = (1,) * request.ranks if per_rank else counts
         by_node = dict(enumerate(counts))
         yield Cluster(nodes, by_node, started.break_node, per_rank, started.ends_at)
@@ -197,7 +197,7 @@ def gathered(
 def _joined(
     request: NodeRequest, started: Started, interrupted: Callable[[], None]
 ) -> Iterator[Nodes]:
-    """All nodes, once they have joined. At the end they hear how it ended, and leave."""
+    """All nodes, once they have joined. At the end they get the exit code, and leave."""
     names, rendezvous = started.names, request.rendezvous
     expected = Expected(names, started.key, request.words, rendezvous.join_timeout_s)
 
@@ -205,8 +205,8 @@ def _joined(
         started.check()
         interrupted()
 
-    found = JoinServer(expected, started.listener, check).wait_for_all()
-    nodes = Nodes(found, rendezvous.node_timeout_s, started.watch, started.said)
+    members = JoinServer(expected, started.listener, check).wait_for_all()
+    nodes = Nodes(members, rendezvous.node_timeout_s, started.watch, started.last_words)
     code, text = EXIT_PROGRAM_FAILED, ""
     try:
         yield nodes
@@ -220,18 +220,18 @@ def _joined(
 
 @contextmanager
 def _removed_if_empty(folder: Path | None) -> Iterator[None]:
-    """What of this path is made meanwhile is removed at the end, if nothing is in it."""
-    made = [] if folder is None else [p for p in (folder, *folder.parents) if not p.exists()]
+    """Remove those parts of this path that are created meanwhile, if they are empty at the end."""
+    absent = [] if folder is None else [p for p in (folder, *folder.parents) if not p.exists()]
     try:
         yield
     finally:
-        for path in made:
-            with suppress(OSError):  # something is in it, or it was not made
+        for path in absent:
+            with suppress(OSError):  # not empty, or never created
                 path.rmdir()
 
 
 def is_head(rendezvous: Rendezvous) -> bool:
-    """Whether this is node 0 of nodes that are started by hand: it was told so, or may listen."""
+    """Whether this is node 0 of nodes started by hand: by `--node-rank`, or as it can listen."""
     if not rendezvous.by_hand or rendezvous.node_rank is not None:
         return not rendezvous.node_rank
     try:
@@ -244,7 +244,7 @@ def is_head(rendezvous: Rendezvous) -> bool:
 def take_part(rendezvous: Rendezvous, words: tuple[str, ...], program: str = "") -> int:
     """Be a node other than 0 of a job that is started by hand; returns the job's exit code.
 
-    Everything else is told by node 0, which was started with the same words.
+    Node 0, which was started with the same command line, sends all commands.
     """
     host, port = rendezvous.address
     ticket = Ticket(

@@ -1,6 +1,6 @@
-"""What there is on this node, as far as it can be told without a framework. Plain data.
+"""Facts of this node that need no framework: versions, devices, limits, interfaces. Plain data.
 
-The head of a job compares it between the nodes; `allranks doctor` prints it.
+The head of a job compares them between the nodes; `allranks doctor` prints them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from allranks.errors import RequestError, nearest
 from allranks.job.program import file_sha256
 
 # --- interfaces ----------------------------------------------------------------------------------
-# The network interfaces of this machine, and whether an address of another one answers.
+# The network interfaces of this machine, and a probe of other nodes' addresses.
 
 
 GREETING = b"allranks "
@@ -36,7 +36,7 @@ MOST_AT_ONCE = 256
 
 @dataclass(frozen=True)
 class Interface:
-    """A network interface that is up: its IPv4 address, and the speed that its driver tells."""
+    """A network interface that is up: its IPv4 address, and the speed that its driver reports."""
 
     name: str
     address: str
@@ -44,39 +44,39 @@ class Interface:
 
 
 def interfaces() -> tuple[Interface, ...]:
-    """Those of this machine that are up and have an IPv4 address, without the loopback."""
-    addresses, found = psutil.net_if_addrs(), []
+    """The interfaces of this machine that are up and have an IPv4 address, without loopback."""
+    addresses, up = psutil.net_if_addrs(), []
     for name, state in psutil.net_if_stats().items():
         flags = state.flags.split(",")
-        own = [one.address for one in addresses.get(name, ()) if one.family == socket.AF_INET]
-        if own and "up" in flags and "loopback" not in flags:
-            found.append(Interface(name, own[0], state.speed or None))
-    return tuple(found)
+        ipv4 = [a.address for a in addresses.get(name, ()) if a.family == socket.AF_INET]
+        if ipv4 and "up" in flags and "loopback" not in flags:
+            up.append(Interface(name, ipv4[0], state.speed or None))
+    return tuple(up)
 
 
 def candidates(first: str, wanted: str = "") -> tuple[Interface, ...]:
-    """The interfaces by which other nodes may reach this one, the address `first` before others.
+    """The interfaces at which other nodes may reach this one, that with address `first` in front.
 
-    With `wanted` it is the one of that name; raises `RequestError` if there is none.
+    With `wanted`, only the interface of that name; raises `RequestError` if there is none.
     """
     there = interfaces()
     if wanted:
-        named = tuple(one for one in there if one.name == wanted)
+        named = tuple(interface for interface in there if interface.name == wanted)
         if not named:
             raise RequestError(
                 asked=f"--interface {wanted}",
                 found=f"no interface of that name on {socket.gethostname()} that is up",
                 why="the ranks of all nodes meet over this interface",
-                do=nearest(wanted, [one.name for one in there]),
+                do=nearest(wanted, [interface.name for interface in there]),
             )
         return named
     if first.startswith("127."):  # nodes on one machine
         return (Interface("lo", first),)
-    return tuple(sorted(there, key=lambda one: one.address != first))
+    return tuple(sorted(there, key=lambda interface: interface.address != first))
 
 
 class Doorbell:
-    """A port of this node at which others ring, to see by which of its addresses they reach it."""
+    """A port of this node to which others connect, to find an address at which they reach it."""
 
     def __init__(self, token: str) -> None:
         self.token = token
@@ -88,9 +88,9 @@ class Doorbell:
         return int(self._socket.getsockname()[1])
 
     def answer(self) -> None:
-        """Greet all who ring; never waits."""
+        """Greet every caller; never blocks."""
         with suppress(OSError):
-            for _ in range(MOST_AT_ONCE):  # whoever rings without end keeps nobody from working
+            for _ in range(MOST_AT_ONCE):  # bounded: a flood of callers must not block the agent
                 caller = self._socket.accept()[0]
                 with caller, suppress(OSError):
                     caller.send(GREETING + self.token.encode())
@@ -103,30 +103,31 @@ class Doorbell:
 
 
 class Ringing:
-    """Rings at all addresses of other nodes at once; `bells`: name -> (addresses, port, token)."""
+    """Connects to all addresses of other nodes; `bells`: name -> (addresses, port, token)."""
 
     def __init__(self, bells: Mapping[str, tuple[Sequence[str], int, str]], seconds: float) -> None:
         self._deadline = time.monotonic() + seconds
-        self.found: dict[str, list[str]] = {name: [] for name in bells}
+        self.reached: dict[str, list[str]] = {name: [] for name in bells}
         self._tried: dict[tuple[str, str], socket.socket] = {}
         self._expected = {name: GREETING + token.encode() for name, (_, _, token) in bells.items()}
         for name, (addresses, port, _) in bells.items():
             for address in addresses:
-                one = self._tried[name, address] = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-                one.setblocking(False)
-                one.connect_ex((address, port))
+                caller = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+                self._tried[name, address] = caller
+                caller.setblocking(False)
+                caller.connect_ex((address, port))
 
     def is_over(self) -> bool:
-        """Look who has answered; true when nobody is waited for any more. Never waits."""
-        for (name, address), one in list(self._tried.items()):
+        """Collect answers; true when all have answered or the time is over. Never blocks."""
+        for (name, address), caller in list(self._tried.items()):
             try:
-                answer = one.recv(256)
+                answer = caller.recv(256)
             except OSError as error:
                 if error.errno in (errno.EAGAIN, errno.ENOTCONN):
                     continue
                 answer = b""
             if answer == self._expected[name]:
-                self.found[name].append(address)
+                self.reached[name].append(address)
             self._tried.pop((name, address)).close()
         if self._tried and time.monotonic() < self._deadline:
             return False
@@ -134,8 +135,8 @@ class Ringing:
         return True
 
     def close(self) -> None:
-        for one in self._tried.values():
-            one.close()
+        for caller in self._tried.values():
+            caller.close()
         self._tried.clear()
 
 
@@ -147,8 +148,8 @@ MUST_BE_EQUAL = ("allranks", "source", "python", "program", "torch", "tensorflow
 class NodeFacts:
     """One node: its host, its versions, its devices and its limits. Unknown is `None`.
 
-    `machine` is the same for simulated nodes, which share one; `processors` are the numbers of
-    those that this process may use.
+    Simulated nodes on one machine have the same `machine`. `processors` are the numbers of those
+    that this process may use.
     """
 
     host: str
@@ -179,14 +180,14 @@ class NodeFacts:
         return cls(**data)
 
     def compared(self) -> dict[str, str | None]:
-        """What must be the same on every node of a job, by name."""
+        """The values that must be equal on every node of a job, by name."""
         values: dict[str, str | None] = {**self.packages, "allranks": self.allranks}
         values |= {"source": self.source, "python": self.python, "program": self.program}
         return {name: values.get(name) for name in MUST_BE_EQUAL}
 
 
 def facts(program: str = "") -> NodeFacts:
-    """The facts of this node; `program` is a file whose content is to be the same everywhere."""
+    """The facts of this node; `program` is a file whose content must be equal on every node."""
     return NodeFacts(
         host=socket.gethostname(),
         machine=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
@@ -202,21 +203,21 @@ def facts(program: str = "") -> NodeFacts:
         shared_memory_bytes=_free(Path("/dev/shm")),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         gpus=gpus_of_driver(),
-        interfaces={one.name: one.address for one in interfaces()},
+        interfaces={interface.name: interface.address for interface in interfaces()},
         clock_s=time.time(),
         program=digest_of(program),
     )
 
 
 def differences(nodes: dict[str, NodeFacts]) -> list[str]:
-    """What is not the same on all nodes and has to be: a line for each, with who has what."""
-    compared = {node: found.compared() for node, found in nodes.items()}
+    """A line for each value that must be equal on all nodes and is not, with each node's value."""
+    compared = {node: its_facts.compared() for node, its_facts in nodes.items()}
     lines = []
     for name in MUST_BE_EQUAL:
-        values = {node: found[name] for node, found in compared.items()}
+        values = {node: its_facts[name] for node, its_facts in compared.items()}
         if len(set(values.values())) > 1:
-            told = ", ".join(f"{node} has {value or 'none'}" for node, value in values.items())
-            lines.append(f"{_WORDS.get(name, name)}: {told}")
+            versions = ", ".join(f"{node} has {value or 'none'}" for node, value in values.items())
+            lines.append(f"{_WORDS.get(name, name)}: {versions}")
     return lines
 
 
@@ -224,7 +225,7 @@ _WORDS = {"source": "the source of allranks (digest)", "program": "the program (
 
 
 def digest_of(program: str) -> str | None:
-    """The digest of the file that a program is in; `None` where it is no file."""
+    """The digest of a program's file; `None` if it is no file."""
     try:
         digest = file_sha256(program)
     except OSError as error:
@@ -253,8 +254,8 @@ def _named_in(file: Path, name: str) -> str | None:
         lines = file.read_text().splitlines()
     except OSError:
         return None
-    found = (line.partition(":")[2].strip() for line in lines if line.startswith(name))
-    return next(found, None)
+    values = (line.partition(":")[2].strip() for line in lines if line.startswith(name))
+    return next(values, None)
 
 
 def _free(folder: Path) -> int | None:
@@ -265,9 +266,9 @@ def _free(folder: Path) -> int | None:
 
 
 def gpus_of_driver(root: Path = Path("/")) -> list[str]:
-    """The names of NVIDIA's devices, as their driver tells them: no framework is asked.
+    """The names of the NVIDIA GPUs, read from the driver's files, without a framework.
 
-    They are unknown in a container that shows the devices and not what the driver tells.
+    They are "unknown" in a container that has the devices but not those files.
     """
     files = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
     if files:

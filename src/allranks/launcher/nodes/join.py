@@ -1,9 +1,9 @@
-"""The nodes of a job come together: who may come in, who is missing, and whether they fit.
+"""The nodes of a job join its head: admission, missing nodes, and the checks before the start.
 
-The head listens at one address. A node is let in when it knows the key, was started with the same
-words, and has a number that is free. Then, before anything is started: do all nodes have the same
-versions and the same program, do they see the run folder, and by which address do they reach each
-other? What is wrong is said by name, once, for all nodes.
+The head listens at one address. It admits a node that knows the key, was started with the same
+command line, and has a free number. Before anything starts, the head checks that all nodes have
+the same versions and program and see the run folder, and chooses the address at which each is
+reachable. An error names every node that differs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from allranks.launcher.nodes.facts import Interface, NodeFacts, differences
 from allranks.launcher.nodes.nodes import Node, Nodes
 
 # --- ticket --------------------------------------------------------------------------------------
-# What an agent must know to come to its job: one line on its standard input.
+# What an agent needs to join its job: one line on its standard input.
 
 
 ANY = -1
@@ -34,12 +34,11 @@ ANY = -1
 
 @dataclass(frozen=True)
 class Ticket:
-    """What a node must know to come to its job.
+    """What a node needs to join its job.
 
-    The head listens at one of `addresses`. `node` is the number of this one (`None`: that of the
-    task that a scheduler started it as; `ANY`: one that is free). `words` are
-    those of the command line that describe the job, the same on every node. An agent of which
-    `follows` is true dies with the process that started it.
+    The head listens at one of `addresses`. `node` is this node's number (`None`: the number of
+    its task in the scheduler; `ANY`: any free one). `words` are the command-line words that
+    describe the job, equal on every node. With `follows` the agent dies with its parent.
     """
 
     addresses: tuple[str, ...]
@@ -87,77 +86,74 @@ class JoinServer:
     expected: Expected
     listener: socket.socket
     check: Callable[[], None] = lambda: None
-    _there: dict[int, Node] = field(default_factory=dict)
-    _turned_away: list[str] = field(default_factory=list)
+    _joined: dict[int, Node] = field(default_factory=dict)
+    _refused: list[str] = field(default_factory=list)
     _alive_at: float = 0.0
 
     def __post_init__(self) -> None:
         self._admission = Admission(self.listener, self.expected.key, self._note_refused)
 
     def _note_refused(self) -> None:
-        self._turned_away.append("one that does not know the id of this job")
+        self._refused.append("one that does not know the id of this job")
 
     def wait_for_all(self) -> list[Node]:
-        """All nodes, in order. Raises `PlaceError` that names who has not come in time.
+        """All nodes, in order. Raises `PlaceError` with the nodes that did not join in time.
 
-        `check` is called all the while: it raises if what starts the nodes has failed.
+        `check` is called repeatedly; it raises if the mechanism that starts the nodes has failed.
         """
         deadline = time.monotonic() + self.expected.join_timeout_s
         try:
-            while len(self._there) < len(self.expected.names):
+            while len(self._joined) < len(self.expected.names):
                 wait_for(self._admission.ready, 0.1)
-                for channel, told in self._admission.admit():
-                    self._seat(channel, told)
-                self._look_after_those_that_wait()
+                for channel, introduction in self._admission.admit():
+                    self._seat(channel, introduction)
+                self._check_waiting_nodes()
                 self.check()
                 if time.monotonic() > deadline:
-                    raise self._somebody_is_missing()
+                    raise self._missing_nodes()
         except BaseException as error:
-            for node in self._there.values():
-                _send_away(node.channel, getattr(error, "exit_code", 1), str(error))
+            for node in self._joined.values():
+                _dismiss(node.channel, getattr(error, "exit_code", 1), str(error))
             raise
         finally:
             self._admission.close()
-        return [self._there[number] for number in sorted(self._there)]
+        return [self._joined[number] for number in sorted(self._joined)]
 
-    def _seat(self, channel: Channel, told: Message) -> None:
+    def _seat(self, channel: Channel, introduction: Message) -> None:
         try:
-            node = _node_of(channel, told)
+            node = _node_of(channel, introduction)
         except (KeyError, TypeError, ValueError, IndexError):
             why = "it runs another version of allranks"
-            self._turned_away.append(f"a node: {why}")
-            _send_away(channel, EXIT_BAD_REQUEST, f"this node is refused: {why}")
+            self._refused.append(f"a node: {why}")
+            _dismiss(channel, EXIT_BAD_REQUEST, f"this node is refused: {why}")
             return
         if node.number == ANY:
             node.number = next(
-                n for n in range(1, len(self.expected.names) + 1) if n not in self._there
+                n for n in range(1, len(self.expected.names) + 1) if n not in self._joined
             )
         if not 0 <= node.number < len(self.expected.names):
-            self._turn_away(node, f"there are {len(self.expected.names)} nodes, numbered from 0")
-        elif node.number in self._there:
-            before = self._there[node.number].name
-            self._turn_away(node, f"node {node.number} is here already, from {before}")
+            self._refuse(node, f"there are {len(self.expected.names)} nodes, numbered from 0")
+        elif node.number in self._joined:
+            before = self._joined[node.number].name
+            self._refuse(node, f"node {node.number} is here already, from {before}")
         elif node.words != self.expected.words:
             error = _other_words(node, self.expected.words)
-            _send_away(channel, EXIT_BAD_REQUEST, str(error))
+            _dismiss(channel, EXIT_BAD_REQUEST, str(error))
             raise error
         else:
-            self._there[node.number] = node
+            self._joined[node.number] = node
 
-    def _turn_away(self, node: Node, why: str) -> None:
+    def _refuse(self, node: Node, why: str) -> None:
         text = f"node {node.number} from {node.name} is refused: {why}"
-        self._turned_away.append(f"node {node.number} from {node.name}: {why}")
-        _send_away(node.channel, EXIT_BAD_REQUEST, text)
+        self._refused.append(f"node {node.number} from {node.name}: {why}")
+        _dismiss(node.channel, EXIT_BAD_REQUEST, text)
 
-    def _look_after_those_that_wait(self) -> None:
-        """A node may be gone again before the others are there; its place is free then.
-
-        Those that are there hear meanwhile that the head is.
-        """
+    def _check_waiting_nodes(self) -> None:
+        """Free the number of a node that left before the others joined; send others `alive`."""
         now = time.monotonic()
         due = now - self._alive_at > ALIVE_EVERY_S
         self._alive_at = now if due else self._alive_at
-        for number, node in list(self._there.items()):
+        for number, node in list(self._joined.items()):
             try:
                 node.channel.flush()
                 if due:
@@ -166,16 +162,16 @@ class JoinServer:
                     if message.get("asked", "SIGUSR2") != "SIGUSR2":
                         raise Interrupted(f"node {number} ({node.name}) got {message['asked']}")
             except Disconnected:
-                self._there.pop(number).channel.close()
+                self._joined.pop(number).channel.close()
 
-    def _somebody_is_missing(self) -> PlaceError:
-        missing = [n for i, n in enumerate(self.expected.names) if i not in self._there]
-        here = [f"{self.expected.names[n]} ({self._there[n].name})" for n in sorted(self._there)]
-        away = f"; turned away: {'; '.join(dict.fromkeys(self._turned_away))}"
+    def _missing_nodes(self) -> PlaceError:
+        missing = [n for i, n in enumerate(self.expected.names) if i not in self._joined]
+        here = [f"{self.expected.names[n]} ({self._joined[n].name})" for n in sorted(self._joined)]
+        away = f"; turned away: {'; '.join(dict.fromkeys(self._refused))}"
         return PlaceError(
             f"{_listed(missing)} of {len(self.expected.names)} nodes did not come within "
             f"{self.expected.join_timeout_s:g} s (--join-timeout); here: "
-            f"{', '.join(here) or 'none'}" + (away if self._turned_away else "")
+            f"{', '.join(here) or 'none'}" + (away if self._refused else "")
         )
 
 
@@ -184,19 +180,19 @@ def _listed(names: list[str]) -> str:
     return ", ".join(shown)
 
 
-def _node_of(channel: Channel, told: Message) -> Node:
+def _node_of(channel: Channel, introduction: Message) -> Node:
     return Node(
-        number=int(told["joins"]),
+        number=int(introduction["joins"]),
         channel=channel,
-        facts=NodeFacts.from_data(told["facts"]),
-        interfaces=tuple(Interface(*one) for one in told["interfaces"]),
-        doorbell=(int(told["doorbell"][0]), str(told["doorbell"][1])),
-        words=tuple(told["words"]),
-        clock_ahead_s=float(told["clock"]) - time.monotonic(),
+        facts=NodeFacts.from_data(introduction["facts"]),
+        interfaces=tuple(Interface(*fields) for fields in introduction["interfaces"]),
+        doorbell=(int(introduction["doorbell"][0]), str(introduction["doorbell"][1])),
+        words=tuple(introduction["words"]),
+        clock_ahead_s=float(introduction["clock"]) - time.monotonic(),
     )
 
 
-def _send_away(channel: Channel, code: int, text: str) -> None:
+def _dismiss(channel: Channel, code: int, text: str) -> None:
     with suppress(Disconnected):
         channel.send({"do": "leave", "code": code, "text": f"allranks: {text}"})
     channel.close()
@@ -212,10 +208,9 @@ def _other_words(node: Node, words: tuple[str, ...]) -> RequestError:
 
 
 def preflight(nodes: Nodes, shared: Path | None, cwd: str, program: str = "") -> None:
-    """What is wrong before anything is started; chooses the address of every node.
+    """Check all nodes before anything starts, and choose the address of each.
 
-    With `shared`, a folder of the job, every node has to see it; `program` is a file that has to be
-    the same on all. Raises `PlaceError`.
+    Every node must see the folder `shared`, and have the same file `program`. Raises `PlaceError`.
     """
     if shared is not None:
         _check_shared(nodes, shared, cwd)
@@ -233,7 +228,7 @@ def preflight(nodes: Nodes, shared: Path | None, cwd: str, program: str = "") ->
 
 
 def _check_shared(nodes: Nodes, folder: Path, cwd: str) -> None:
-    """Every node reads what is written here now."""
+    """Raise `PlaceError` unless every node can read a file that the head just wrote."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -267,57 +262,56 @@ def choose_addresses(nodes: Nodes) -> None:
     if len(living) == 1:
         living[0].chosen = living[0].interfaces[0] if living[0].interfaces else _LOOPBACK_INTERFACE
         return
-    asked: dict[str, Any] = {
+    doorbells: dict[str, Any] = {
         str(node.number): [[i.address for i in node.interfaces], *node.doorbell] for node in living
     }
-    seen = nodes.ask_all({node.number: _to_all_but(node, asked) for node in living})
+    reached = nodes.ask_all({node.number: _to_all_but(node, doorbells) for node in living})
     for node in living:
         others = [other for other in living if other is not node]
         by_all = [
-            one
-            for one in node.interfaces
-            if all(one.address in seen[other.number][str(node.number)] for other in others)
+            interface
+            for interface in node.interfaces
+            if all(interface.address in reached[other.number][str(node.number)] for other in others)
         ]
         if not by_all:
-            raise PlaceError(_unreachable(node, others, seen))
+            raise PlaceError(_unreachable(node, others, reached))
         node.chosen = by_all[0]
 
 
-def _to_all_but(node: Node, asked: dict[str, Any]) -> Message:
-    others = {name: where for name, where in asked.items() if name != str(node.number)}
+def _to_all_but(node: Node, doorbells: dict[str, Any]) -> Message:
+    others = {name: where for name, where in doorbells.items() if name != str(node.number)}
     return {"do": "probe", "nodes": others}
 
 
 _LOOPBACK_INTERFACE = Interface("lo", "127.0.0.1")
 
 
-def _unreachable(node: Node, others: list[Node], seen: dict[int, dict[str, list[str]]]) -> str:
-    tried = ", ".join(f"{one.address} ({one.name})" for one in node.interfaces) or "none"
+def _unreachable(node: Node, others: list[Node], reached: dict[int, dict[str, list[str]]]) -> str:
+    tried = ", ".join(f"{i.address} ({i.name})" for i in node.interfaces) or "none"
     lines = [
         f"node {node.number} ({node.name}) has no address that all others reach; tried {tried}"
     ]
     for other in others:
-        reached = ", ".join(seen[other.number][str(node.number)]) or "none"
-        lines.append(f"  from node {other.number} ({other.name}): {reached}")
+        answered = ", ".join(reached[other.number][str(node.number)]) or "none"
+        lines.append(f"  from node {other.number} ({other.name}): {answered}")
     return "\n".join([*lines, "name the network that joins them with --interface, or open it"])
 
 
 # --- rendezvous ----------------------------------------------------------------------------------
-# How the nodes of a job come together, as the command line says it. Frozen data.
+# How the nodes of a job find each other, as the command line says it. Frozen data.
 #
-# It is not part of the job: the same job on the same nodes is the same, however these were found.
+# It is not part of the job: a job does not depend on how its nodes were found.
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Nodes that a user starts one by one, or hosts that are reached by ssh; else the place knows.
+    """Nodes that a user starts one by one, or hosts reached by ssh; otherwise the place decides.
 
-    Nodes that are started one by one come to `endpoint` ("host:port", of node 0), and `key` is the
-    name of the job that all of them give. Without a `node_rank` the one that has the address of the
-    endpoint is node 0, and the others get their numbers as they come. `hosts` is a file of hosts.
-    `interface` is the network that joins the nodes. A node that does not come within
-    `join_timeout_s`, or is silent for `node_timeout_s`, is lost. With `per_rank` a scheduler starts
-    a task for every rank instead of one for every node.
+    Nodes started one by one connect to `endpoint` ("host:port" of node 0), and all give the name
+    of the job as `key`. Without `node_rank`, the node that owns the endpoint's address is node 0;
+    the others are numbered as they join. `hosts` is a file of hosts. `interface` is the network
+    between the nodes. A node that does not join within `join_timeout_s`, or is silent for
+    `node_timeout_s`, is lost. With `per_rank` a scheduler starts one task per rank, not per node.
     """
 
     node_rank: int | None = None

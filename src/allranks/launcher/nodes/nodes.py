@@ -1,9 +1,9 @@
-"""The head's end of all nodes of a job: one owner of processes, made of an agent on each node.
+"""The head's side of all nodes of a job: one owner of processes, with an agent on each node.
 
-For the supervisor it is what a fork server is on one machine. A node whose connection breaks, or
-that is silent for longer than the time-out, is lost: its ranks are reported as gone with it, and
-the next attempt can do with the nodes that are left. Clocks are never compared between hosts: what
-an agent tells of its monotonic clock is put on ours by the shortest round trip seen so far.
+To the supervisor it is what a fork server is on one machine. A node is lost if its connection
+breaks or it is silent for longer than the time-out: its ranks are reported as ended, and the next
+attempt uses the remaining nodes. Clocks are never compared between hosts: a time on an agent's
+monotonic clock is converted to ours by the shortest round trip so far.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from allranks.launcher.world import World
 
 ALIVE_EVERY_S = 1.0
 SILENT_S = 3.0
-ALL_SAY_IT_WITHIN_S = 5.0
+SAME_REQUEST_S = 5.0
 MESSAGES = ("SIGUSR1", "SIGUSR2")
 SUSPENDED_S = 2.0
 CLOCKS_LAST_S = 60.0
@@ -38,7 +38,7 @@ LEAVE_S = 5.0
 
 @dataclass
 class Node:
-    """One node of the job, as the head knows it. `lost` says why it is not there any more."""
+    """One node of the job, as the head knows it. `lost` says why it is lost; "" while it is not."""
 
     number: int
     channel: Channel
@@ -61,17 +61,17 @@ class Node:
 
     @property
     def address(self) -> str:
-        """Where the other nodes reach it."""
+        """The address at which the other nodes reach it."""
         assert self.chosen is not None, "preflight comes first"
         return self.chosen.address
 
 
 class Nodes:
-    """All nodes of a job, after they have come together. Implements `Processes`.
+    """All nodes of a job, after they have joined. Implements `Processes`.
 
-    `seats` are the nodes of ranks 0, 1, 2 …; who wants other processes started sets it first.
-    `on_idle` is called about ten times a second: it may raise if what holds the nodes has failed.
-    `last_words(number)` is what the agent of a node has printed, where that is known here.
+    `seats` are the nodes of ranks 0, 1, 2 …; set it before starting processes. `on_idle` is called
+    about ten times a second, and may raise if the place has lost its nodes. `last_words(number)`
+    is the output of a node's agent, if it is known here.
     """
 
     def __init__(
@@ -91,45 +91,45 @@ class Nodes:
         self._exits: list[Exit] = []
         self._heartbeats: HeartbeatTable | None = None
         self._wanted: tuple[float, ...] = ()
-        self._asked = ""
+        self._stop_reason = ""
         self._alive_at = self._looked_at = self._awake_since = time.monotonic()
         self._reported: set[int] = set()
         self._messages: list[int] = []
-        self._said_at: dict[str, float] = {}
+        self._forwarded_at: dict[str, float] = {}
 
     @property
     def living(self) -> list[Node]:
         return [node for node in self.nodes if not node.lost]
 
     def seat_of(self, rank: int) -> Node:
-        """The node of a rank; before ranks have seats, the first that is there."""
+        """The node of a rank; before ranks have seats, the first living node."""
         return self.seats[rank] if self.seats else self.living[0]
 
     def check_all(self) -> None:
-        """Have a word of every node: who is lost is known afterwards."""
+        """Ping every node; those that do not answer are lost afterwards."""
         for node in self.living:
             with suppress(PlaceError):
                 self.ask(node, {"do": "ping"}, seconds=2 * self.node_timeout_s)
 
     def newly_lost(self) -> list[Node]:
-        """The nodes that are lost, each told once."""
-        found = [n for n in self.nodes if n.lost and n.number not in self._reported]
-        self._reported |= {node.number for node in found}
-        return found
+        """The nodes that were lost since the last call."""
+        lost = [n for n in self.nodes if n.lost and n.number not in self._reported]
+        self._reported |= {node.number for node in lost}
+        return lost
 
     def start_servers(self, modules: tuple[str, ...]) -> None:
-        """A fork server on every node, with these modules imported, all of one hash seed."""
+        """Start a fork server on every node, with these modules imported and the same hash seed."""
         message = {"do": "start", "modules": modules, "hash_seed": self.hash_seed}
         for node in self.living:
             self._send(node, message)
 
     def listen(self, node: Node) -> str:
-        """host:port of a socket that this node listens on, for the ranks of one attempt to meet."""
+        """host:port of a socket on which this node listens, for the rendezvous of one attempt."""
         port = self.ask(node, {"do": "listen", "address": node.address})
         return f"{node.address}:{port}"
 
     def reserve(self, node: Node, count: int) -> tuple[int, ...]:
-        """Ports of this node that nobody else gets, until the next call."""
+        """Ports of this node, reserved until the next call."""
         return tuple(self.ask(node, {"do": "reserve", "count": count, "address": node.address}))
 
     def spawn(self, process: Process, heartbeats: HeartbeatTable | None = None) -> int:
@@ -159,34 +159,34 @@ class Nodes:
         return any(ticket in node.started for node in self.living)
 
     def stands(self, tickets: Mapping[int, int]) -> dict[int, ProcessState]:
-        found: dict[int, ProcessState] = {}
+        states: dict[int, ProcessState] = {}
         for node in self.living:
-            own = {rank: ticket for rank, ticket in tickets.items() if ticket in node.tickets}
-            if not own:
+            local = {rank: ticket for rank, ticket in tickets.items() if ticket in node.tickets}
+            if not local:
                 continue
             try:
-                answer = self.ask(node, {"do": "stands", "tickets": own})
+                answer = self.ask(node, {"do": "stands", "tickets": local})
             except PlaceError:
                 continue  # the node is lost meanwhile
-            found |= {int(rank): ProcessState(**stand) for rank, stand in answer.items()}
-        return found
+            states |= {int(rank): ProcessState(**stand) for rank, stand in answer.items()}
+        return states
 
     def wake(self) -> None:
-        """Nothing: every agent wakes its own fork server when it hears that the head is alive."""
+        """Does nothing: every agent wakes its own fork server when it gets an `alive` message."""
 
     def messages(self) -> list[int]:
-        heard, self._messages = self._messages, []
-        return heard
+        messages, self._messages = self._messages, []
+        return messages
 
     def is_silent(self) -> bool:
         return any(self._silence(node) > SILENT_S for node in self.living)
 
     def _silence(self, node: Node) -> float:
-        """Seconds without a word of it, in which somebody listened."""
+        """Seconds without a message of this node, while this process was not suspended."""
         return time.monotonic() - max(node.channel.heard_at, self._awake_since)
 
-    def asked(self) -> str:
-        return self._asked
+    def stop_reason(self) -> str:
+        return self._stop_reason
 
     def ask(self, node: Node, message: Message, seconds: float = ANSWER_S) -> Any:
         """A node's answer; raises `PlaceError` if it is lost before it comes."""
@@ -194,11 +194,11 @@ class Nodes:
         return self._answer_of(node, message["do"], seconds)
 
     def ask_all(self, messages: Mapping[int, Message]) -> dict[int, Any]:
-        """The answers of nodes (by their numbers) that are asked at the same time."""
-        asked = [node for node in self.living if node.number in messages]
-        for node in asked:
+        """Send these messages (by number of node) at once; returns the answers by number."""
+        receivers = [node for node in self.living if node.number in messages]
+        for node in receivers:
             self._send(node, messages[node.number])
-        return {node.number: self._answer_of(node, "all", ANSWER_S) for node in asked}
+        return {node.number: self._answer_of(node, "all", ANSWER_S) for node in receivers}
 
     def _answer_of(self, node: Node, question: str, seconds: float) -> Any:
         deadline = time.monotonic() + seconds
@@ -211,7 +211,7 @@ class Nodes:
         return node.answers.pop(0)
 
     def _pump(self, timeout_s: float) -> None:
-        """Take in what the nodes say, tell them that the head is alive, and see who is lost."""
+        """Receive messages of all nodes, send them `alive`, and find the lost nodes."""
         living = self.living
         if not living:
             time.sleep(timeout_s)
@@ -221,14 +221,14 @@ class Nodes:
             try:
                 node.channel.flush()
                 for message in node.channel.receive():
-                    self._take(node, message)
+                    self._handle(node, message)
             except Disconnected as error:
                 self._lose(node, str(error))
         now = time.monotonic()
-        if now - self._looked_at > timeout_s + SUSPENDED_S:  # nobody listened: this was suspended
+        if now - self._looked_at > timeout_s + SUSPENDED_S:  # this process was suspended
             self._awake_since = now
         self._looked_at = now
-        self._pass_on_what_is_wanted()
+        self._forward_requests()
         if now - self._alive_at > ALIVE_EVERY_S:
             self._alive_at = now
             for node in self.living:
@@ -239,11 +239,11 @@ class Nodes:
                 self._lose(node, f"no word of it for {silent:.0f} s (--node-timeout)")
         self.on_idle()
 
-    def _take(self, node: Node, message: Message) -> None:
+    def _handle(self, node: Node, message: Message) -> None:
         if "answer" in message:
             node.answers.append(message["answer"])
         elif "exited" in message:
-            self._take_exit(node, message["exited"])
+            self._record_exit(node, message["exited"])
         elif "beats" in message:
             node.started = set(message["started"])
             for rank, row in message["beats"]:
@@ -256,30 +256,30 @@ class Nodes:
                 node.round_trip_s, node.measured_at = trip, now
                 node.clock_ahead_s = message["clock"] - (message["alive"] + trip / 2)
         elif "asked" in message:
-            self._note_asked(message["asked"])
+            self._note_request(message["asked"])
         elif "broken" in message:
             self._lose(node, message["broken"])
 
-    def _take_exit(self, node: Node, told: dict[str, Any]) -> None:
-        if node.tickets.pop(told["ticket"], None) is not None:
-            when = told["monotonic"] - node.clock_ahead_s
+    def _record_exit(self, node: Node, exit_: dict[str, Any]) -> None:
+        if node.tickets.pop(exit_["ticket"], None) is not None:
+            when = exit_["monotonic"] - node.clock_ahead_s
             ahead = node.clock_ahead_s
-            self._exits.append(Exit(**{**told, "monotonic": when, "clock_ahead_s": ahead}))
+            self._exits.append(Exit(**{**exit_, "monotonic": when, "clock_ahead_s": ahead}))
 
-    def _note_asked(self, name: str) -> None:
-        """A scheduler tells all nodes at once to stop, or to save; scripts get what it said."""
+    def _note_request(self, name: str) -> None:
+        """Handle a request to stop or to save, which a scheduler sends to all nodes at once."""
         if self._heartbeats is None and name in MESSAGES:
             now = time.monotonic()
-            if now - self._said_at.get(name, 0.0) > ALL_SAY_IT_WITHIN_S:
-                self._said_at[name] = now
+            if now - self._forwarded_at.get(name, 0.0) > SAME_REQUEST_S:
+                self._forwarded_at[name] = now
                 self._messages.append(signal.Signals[name])
         elif name == signal.SIGUSR2.name:
             if self._heartbeats is not None and not self._heartbeats.is_closed:
                 self._heartbeats.ask_to_save()
         else:
-            self._asked = self._asked or name
+            self._stop_reason = self._stop_reason or name
 
-    def _pass_on_what_is_wanted(self) -> None:
+    def _forward_requests(self) -> None:
         if self._heartbeats is None or self._heartbeats.is_closed:
             return
         wanted = self._heartbeats.wanted
@@ -296,13 +296,13 @@ class Nodes:
                 self._lose(node, str(error))
 
     def _lose(self, node: Node, why: str) -> None:
-        said = self.last_words(node.number).strip()
-        node.lost = node.lost or (f"{why}\nits agent said: {said}" if said else why)
+        output = self.last_words(node.number).strip()
+        node.lost = node.lost or (f"{why}\nits agent said: {output}" if output else why)
         node.channel.close()
         self._report_lost(node)
 
     def _report_lost(self, node: Node) -> None:
-        """Its processes are gone with it, as far as this job is concerned."""
+        """Report all processes of a lost node as killed."""
         now = time.monotonic()
         for ticket in node.tickets:
             self._exits.append(Exit(ticket, -signal.SIGKILL, now, host=node.name, lost=node.lost))
@@ -310,7 +310,7 @@ class Nodes:
         node.started.clear()
 
     def leave(self, code: int, text: str = "") -> None:
-        """Tell every node that the job is over, and how; they end all that they own."""
+        """Send every node the exit code of the job; agents then end all their processes."""
         for node in self.living:
             self._send(node, {"do": "leave", "code": code, "text": text})
         deadline = time.monotonic() + LEAVE_S
@@ -326,41 +326,41 @@ class Nodes:
 
 
 # --- node ranks ----------------------------------------------------------------------------------
-# The ranks of one node, as its agent owns them: started in a fork server, reported to the head.
+# The ranks of one node: its agent starts them in a fork server, and reports them to the head.
 
 
 BEATS_S = 0.2
 
 
 class NodeRanks:
-    """The processes of a node. The head names each by a ticket of its own; it hears of every end.
+    """The processes of a node. The head gives each a ticket, and gets a message for every exit.
 
-    `server` is `None` once it has failed: the head has heard so.
+    `server` is `None` once it has failed and the head has been told.
     """
 
     def __init__(self, channel: Channel, server: ForkServer) -> None:
         self.channel = channel
         self.server: ForkServer | None = server
-        self._heartbeats: dict[int, HeartbeatTable] = {}  # attempt -> the memory of its ranks
-        self._own: dict[int, int] = {}  # ticket of the head -> ticket of the fork server here
-        self._worlds: dict[int, World] = {}  # ticket -> who beats
+        self._heartbeats: dict[int, HeartbeatTable] = {}  # by attempt
+        self._tickets: dict[int, int] = {}  # ticket of the head -> ticket of the fork server here
+        self._worlds: dict[int, World] = {}  # ticket -> World of its rank
         self._beats: dict[int, list[float]] = {}
         self._beats_at = 0.0
         self._kills = Kills.now()
 
     def spawn(self, message: Message, listener: int) -> None:
-        """Start a process; it gets the socket `listener` if there is one (-1: none)."""
+        """Start a process, with the socket `listener` (-1: none)."""
         assert self.server is not None
-        given, ticket = message["process"], message["ticket"]
-        process = Process(**{**given, "log": Path(given["log"])})
+        fields, ticket = message["process"], message["ticket"]
+        process = Process(**{**fields, "log": Path(fields["log"])})
         heartbeats = self._heartbeats_of(process, ticket) if message["beats"] else None
-        self._own[ticket] = self.server.spawn(process, heartbeats, listener)
+        self._tickets[ticket] = self.server.spawn(process, heartbeats, listener)
 
     def _heartbeats_of(self, process: Process, ticket: int) -> HeartbeatTable:
-        """The memory in which the ranks of this attempt beat; that of the last one is given up.
+        """The heartbeat table of this attempt; the table of the attempt before is closed.
 
-        Another job on this node begins with the same number of an attempt, once no rank of the one
-        before is left: what that one wrote is not for it.
+        Another job on this node may start with the same number of attempt after all ranks of the
+        one before have ended: it gets a new table.
         """
         is_first = not self._worlds
         world = self._worlds[ticket] = World.from_environment(process.environment)
@@ -371,17 +371,17 @@ class NodeRanks:
         return self._heartbeats[world.attempt]
 
     def signal(self, ticket: int, number: int) -> None:
-        if self.server is not None and ticket in self._own:
-            self.server.signal(self._own[ticket], number)
+        if self.server is not None and ticket in self._tickets:
+            self.server.signal(self._tickets[ticket], number)
 
     def stands(self, tickets: Mapping[str, int]) -> dict[int, dict[str, Any]]:
         """Where each of these ranks stands, by its number."""
         assert self.server is not None
-        own = {int(rank): self._own[t] for rank, t in tickets.items() if t in self._own}
-        return {rank: asdict(stand) for rank, stand in self.server.stands(own).items()}
+        local = {int(rank): self._tickets[t] for rank, t in tickets.items() if t in self._tickets}
+        return {rank: asdict(stand) for rank, stand in self.server.stands(local).items()}
 
     def put_wanted(self, wanted: Sequence[float]) -> None:
-        """Pass on to the ranks what is wanted of them."""
+        """Forward requests to stop or to save to the ranks."""
         for heartbeats in self._heartbeats.values():
             heartbeats.put_wanted(wanted)
 
@@ -390,7 +390,7 @@ class NodeRanks:
             self.server.wake()
 
     def report(self) -> None:
-        """Tell the head of new beats and exits."""
+        """Send new beats and exits to the head."""
         if self.server is None:
             return
         self._report_beats(self.server)
@@ -401,9 +401,9 @@ class NodeRanks:
             self.server = None
             return
         for exit_ in ended:
-            self._report_beats(self.server, at_once=True)  # how far it came, before it is gone
-            ticket = next(heads for heads, own in self._own.items() if own == exit_.ticket)
-            del self._own[ticket]
+            self._report_beats(self.server, at_once=True)  # its last step, before its exit
+            ticket = next(heads for heads, local in self._tickets.items() if local == exit_.ticket)
+            del self._tickets[ticket]
             self._worlds.pop(ticket, None)
             memory = Kills.now().since(self._kills)
             self.channel.send({"exited": {**asdict(exit_), "ticket": ticket, "memory": memory}})
@@ -418,7 +418,7 @@ class NodeRanks:
             if row != self._beats.get(world.rank):
                 self._beats[world.rank] = row
                 news.append([world.rank, row])
-        started = [heads for heads, own in self._own.items() if server.started(own)]
+        started = [heads for heads, local in self._tickets.items() if server.started(local)]
         self.channel.send({"beats": news, "started": started, "clock": now})
 
     def _forget_heartbeats(self) -> None:

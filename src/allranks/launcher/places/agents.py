@@ -1,6 +1,6 @@
-"""Agents on their way to nodes: the commands that bring them, and the socket that they come to.
+"""Starts agents on nodes by commands, and opens the socket that they join.
 
-What an agent must know goes to its standard input, so that no list of processes shows it.
+An agent reads its ticket from standard input, so that no list of processes shows the key.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ AGENT = ("-P", "-m", "allranks.launcher.nodes.agent")
 def ticket_for(
     request: NodeRequest, key: str, addresses: tuple[str, ...], port: int, node: int
 ) -> Ticket:
-    """What the agent of this node must know to come to the head at one of these addresses."""
+    """The ticket with which the agent of this node joins the head at one of these addresses."""
     rendezvous = request.rendezvous
     return Ticket(
         addresses=addresses,
@@ -47,18 +47,18 @@ def listen_to_all(
 ) -> tuple[socket.socket, tuple[str, ...]]:
     """A socket for agents of other machines, and the addresses at which they may find it.
 
-    It listens at one address with --interface, and where there is only one; else at all, since it
-    is not known yet which of them the nodes reach. Nobody is told anything without the key.
+    It listens at one address with --interface, or if there is only one; else at all, since it is
+    not known yet which of them the nodes reach. Only nodes with the key get an answer.
     """
-    own = candidates("", rendezvous.interface)
-    addresses = tuple(one.address for one in own) or ("127.0.0.1",)
+    interfaces = candidates("", rendezvous.interface)
+    addresses = tuple(interface.address for interface in interfaces) or ("127.0.0.1",)
     at = addresses[0] if len(addresses) == 1 else ""
     listener = stack.enter_context(socket.create_server((at, 0), backlog=1024))
     return listener, addresses
 
 
 class Agents:
-    """Commands that bring an agent to its node; what they say is kept for the case of failure."""
+    """Commands that start an agent on its node; their output is kept for error messages."""
 
     def __init__(self) -> None:
         self._all: list[tuple[str, subprocess.Popen[bytes], IO[bytes]]] = []
@@ -66,7 +66,7 @@ class Agents:
     def start(
         self, name: str, command: list[str], ticket: Ticket, without: Sequence[str] = ()
     ) -> None:
-        """Start it, in this environment but for the variables `without`."""
+        """Start a command in this environment, except for the variables `without`."""
         output = tempfile.TemporaryFile()
         mark = f"{leftovers.owner()}/agents"
         inherited = {name: v for name, v in os.environ.items() if name not in without}
@@ -80,22 +80,22 @@ class Agents:
         )
         assert process.stdin is not None
         self._all.append((name, process, output))
-        with suppress(BrokenPipeError), process.stdin as pipe:  # `check` says how it ended
+        with suppress(BrokenPipeError), process.stdin as pipe:  # `check` reports its end
             pipe.write(ticket.to_line().encode())
 
     def check(self) -> None:
-        """Raise `PlaceError` if one has ended before its agent came."""
+        """Raise `PlaceError` if a command has ended before its agent joined."""
         for name, process, output in self._all:
             if process.poll() is not None:
                 output.seek(0)
-                said = output.read().decode(errors="replace").strip()
+                printed = output.read().decode(errors="replace").strip()
                 raise PlaceError(
                     f"{name} could not be started: its command "
-                    f"ended with code {process.returncode}\n{said}".rstrip()
+                    f"ended with code {process.returncode}\n{printed}".rstrip()
                 )
 
-    def said(self, number: int) -> str:
-        """What the command that brought this agent has printed, the end of it."""
+    def last_words(self, number: int) -> str:
+        """The end of the output of the command that started this agent."""
         if number >= len(self._all):
             return ""
         output = self._all[number][2]
@@ -106,9 +106,9 @@ class Agents:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """They end by themselves when the head lets them go; one that does not is killed."""
+        """Wait for the agents, which end when the head releases them; kill those that do not."""
         for _name, process, output in self._all:
-            if error[0] is not None:  # who has not come yet goes on looking for the head
+            if error[0] is not None:  # an agent that has not joined would go on trying
                 process.terminate()
             try:
                 process.wait(END_TIMEOUT_S)

@@ -1,7 +1,7 @@
-"""What a place is: where the ranks of a job run, and how they come there. One file per place.
+"""Places: where the ranks of a job run, and how they get there. One file per place.
 
-`catalog.PLACES` names the class of each: a new place is a file and a line there. What a caller has
-to know of a place stands on its class, so nobody compares names.
+`catalog.PLACES` names the class of each: a new place is a file and a line there. A class states
+all that callers need to know of its place, so no caller compares names.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ NAMED = "hosts"
 
 @dataclass(frozen=True)
 class NodeRequest:
-    """Which nodes, and what for. `program` and `words` are compared between them.
+    """The nodes of a job. All must have the same `program` and `words`.
 
-    `shared` is a folder that all must see, `modules` is what their fork servers import. `ranks` are
-    shared out over the nodes, in order, but for the last ones, those `apart`. `broken` are the
-    faults that are to happen to nodes.
+    `shared` is a folder that all must see; their fork servers import `modules`. `ranks` are
+    distributed over the nodes in order, except for the last `server_nodes`. `broken` are injected
+    faults of nodes.
     """
 
     place: str
@@ -47,17 +47,17 @@ class NodeRequest:
     modules: tuple[str, ...] = ()
     device: str = "cpu"
     broken: tuple[faults.Fault, ...] = ()
-    apart: int = 0
+    server_nodes: int = 0
 
 
 @dataclass(frozen=True)
 class Started:
-    """Agents on their way: what they are called, what they must know, where they come to.
+    """Agents that are starting: their names, the key of the job, and the head's socket.
 
-    `check` raises `PlaceError` if one of them will not come, `watch` if what holds the nodes has
-    failed. `slots` are the ranks that fit on each node, where that is known. At `ends_at`
-    (monotonic) a scheduler takes the nodes away. `said(number)` is what the agent of a node has
-    printed. `break_node` makes a fault happen, where nodes can be broken on purpose.
+    `check` raises `PlaceError` if an agent cannot join, `watch` if the place has lost its nodes.
+    `slots` are the ranks that fit on each node, if known. At `ends_at` (monotonic) the allocation
+    ends. `last_words(number)` is the output of a node's agent. `break_node` injects a fault, if
+    the place can break nodes.
     """
 
     names: tuple[str, ...]
@@ -67,17 +67,17 @@ class Started:
     watch: Callable[[], None] = lambda: None
     slots: tuple[int, ...] = ()
     ends_at: float = float("inf")
-    said: Callable[[int], str] = lambda number: ""
+    last_words: Callable[[int], str] = lambda number: ""
     break_node: Callable[[faults.Fault], None] | None = None
 
 
 class Place(ABC):
-    """Where ranks run. It has no state: all that differs from job to job is in the request.
+    """Where ranks run. It has no state: all that depends on the job is in the request.
 
-    `is_default`: the place of a job that names none; it gives way to nodes that the user names.
-    `has_links`: its links can be chosen as options, and its nodes broken on purpose. `lends_nodes`:
-    a run that is resumed finds other nodes there. `starts_ranks`: a scheduler can start a task for
-    every rank (`--per-rank`).
+    `is_default`: the place of a job that names none; nodes that the user names replace it.
+    `has_links`: its links are options, and its nodes can be broken on purpose. `lends_nodes`: a
+    resumed run may get other nodes. `starts_ranks`: a scheduler can start a task for every rank
+    (`--per-rank`).
     """
 
     name: ClassVar[str]
@@ -88,38 +88,38 @@ class Place(ABC):
 
     @abstractmethod
     def check(self, request: NodeRequest) -> None:
-        """Raise `RequestError` for what cannot be here. It looks at nothing but the request."""
+        """Raise `RequestError` if this place cannot serve the request. Pure."""
 
     @abstractmethod
     def seats(self, request: NodeRequest) -> list[Seat]:
-        """Where every rank would run, as far as it can be told before the nodes are there.
+        """The seat of every rank, as far as it is known before the nodes join.
 
-        Behind them stand the nodes apart. None where all are beside each other on this machine.
+        The nodes without ranks come last. Empty if all ranks are on this machine.
         """
 
 
 class AgentPlace(Place):
-    """A place with nodes, on each of which an agent owns the ranks.
+    """A place with nodes; an agent on each owns the node's ranks.
 
-    `advice` is what doctor says where the nodes do not come together.
+    Doctor prints `advice` if the nodes do not join.
     """
 
     advice: ClassVar[str]
 
     @abstractmethod
     def start(self, request: NodeRequest) -> AbstractContextManager[Started]:
-        """The agents of all nodes that are asked for; what was started ends with the context.
+        """Start the agents of all requested nodes; they end with the context.
 
-        It opens the socket at which the head listens. Raises `RequestError` or `PlaceError`.
+        Opens the socket at which the head listens. Raises `RequestError` or `PlaceError`.
         """
 
     def absent(self) -> str:
-        """Why there is no such place around this process; "" where that is not known before."""
+        """Why this process is not at such a place; "" if it is, or if that is not known."""
         return ""
 
 
 def find_place(text: str, rendezvous: Rendezvous | None = None) -> Place:
-    """The place that a text names; raises `RequestError` for one that is not known."""
+    """The place that a text names; raises `RequestError` for an unknown one."""
     name = place_spec(text).name
     path = BY_HAND if rendezvous is not None and rendezvous.by_hand else PLACES[name]
     place: Place = load(path)()
@@ -127,20 +127,21 @@ def find_place(text: str, rendezvous: Rendezvous | None = None) -> Place:
 
 
 def check_job(job: Job) -> None:
-    """Raise `RequestError` for a job that cannot be where it is to run. Purely."""
+    """Raise `RequestError` if the job cannot run at its place. Pure."""
     broken = tuple(f for f in faults.parse(job.inject) if f.action in faults.NODE_FAULTS)
-    where = job.place, job.nodes, job.ranks
-    check_request(NodeRequest(*where, device=job.device, broken=broken, apart=job.nodes_apart))
+    more = {"device": job.device, "broken": broken, "server_nodes": job.nodes_apart}
+    check_request(NodeRequest(job.place, job.nodes, job.ranks, **more))
 
 
 def check_request(request: NodeRequest) -> None:
-    """Raise `RequestError` for what cannot be at any place, or not at this one. Purely."""
+    """Raise `RequestError` for what no place, or not this one, can do. Pure."""
     place = find_place(request.place, request.rendezvous)
     place.check(request)
-    check_apart(request)
-    with_ranks = request.nodes - request.apart
+    check_server_nodes(request)
+    with_ranks = request.nodes - request.server_nodes
     if request.ranks < with_ranks:
-        but = f" but {request.apart}, which servers have for themselves" if request.apart else ""
+        servers = request.server_nodes
+        but = f" but {servers}, which servers have for themselves" if servers else ""
         raise RequestError(
             asked=f"--ranks {request.ranks} --nodes {request.nodes}",
             found=f"{request.ranks} ranks, over all nodes{but}",
@@ -157,20 +158,20 @@ def check_request(request: NodeRequest) -> None:
             )
 
 
-def check_apart(request: NodeRequest) -> None:
-    """Raise `RequestError` where what lies on nodes of its own would leave none for ranks. Purely.
+def check_server_nodes(request: NodeRequest) -> None:
+    """Raise `RequestError` if servers with nodes of their own would leave none for ranks. Pure.
 
-    Nor has a node without a rank an agent where a scheduler starts one for every rank.
+    With `--per-rank` a node without ranks has no agent, so it cannot have a server either.
     """
-    if request.apart >= request.nodes:
+    if request.server_nodes >= request.nodes:
         raise RequestError(
             asked=f"servers_on=own --nodes {request.nodes}",
-            found=f"{request.apart} servers, each of which has a node for itself",
+            found=f"{request.server_nodes} servers, each of which has a node for itself",
             why="the scheduler and the workers are on other nodes, one at least",
-            do=f"--nodes {request.apart + 1} or more, at a place that has nodes (--place "
+            do=f"--nodes {request.server_nodes + 1} or more, at a place that has nodes (--place "
             "simulated, on this machine), or servers_on=first",
         )
-    if request.apart and request.rendezvous.per_rank:
+    if request.server_nodes and request.rendezvous.per_rank:
         raise RequestError(
             asked="servers_on=own --per-rank",
             found="a task of Slurm for every rank, and none on a node without a rank",
@@ -186,7 +187,7 @@ def check_started_once(environment: Mapping[str, str]) -> None:
     """
     try:
         launched = launched_by(environment)
-    except RequestError:  # variables that do not agree: no job of one machine reads them
+    except RequestError:  # variables that disagree: a job of one machine does not read them
         return
     if launched is None or launched.size == 1:
         return
@@ -200,28 +201,28 @@ def check_started_once(environment: Mapping[str, str]) -> None:
     )
 
 
-def chosen_place(asked: str, rendezvous: Rendezvous, nodes: int) -> str:
-    """The place that is asked for, or that of the nodes which the user names.
+def chosen_place(text: str, rendezvous: Rendezvous, nodes: int) -> str:
+    """The place `text`, or that of the nodes which the user names.
 
-    Raises `RequestError` if the rendezvous does not fit itself, or the place.
+    Raises `RequestError` if parts of the rendezvous contradict each other, or the place.
     """
     check_parts(rendezvous, nodes)
-    place = find_place(asked)
+    place = find_place(text)
     if rendezvous.names_nodes and not place.is_default:
         raise RequestError(
-            asked=f"--place {asked} with --rendezvous or --hosts",
+            asked=f"--place {text} with --rendezvous or --hosts",
             found="a place that knows its nodes",
             why="simulated nodes are made here, and those of Slurm are given by Slurm",
             do="leave --place out, or leave the others out",
         )
-    chosen = NAMED if rendezvous.names_nodes else asked
+    chosen = NAMED if rendezvous.names_nodes else text
     if rendezvous.names_nodes:
         find_place(chosen, rendezvous).check(NodeRequest(chosen, nodes, nodes, rendezvous))
     if not rendezvous.names_nodes:
         check_started_once(os.environ)
     if rendezvous.per_rank and not place.starts_ranks:
         raise RequestError(
-            asked=f"--per-rank --place {asked}",
+            asked=f"--per-rank --place {text}",
             found="no Slurm that would start the ranks",
             why="with it Slurm starts a task for every rank, in place of one for every node",
             do="--place slurm, or leave --per-rank out",
@@ -230,7 +231,7 @@ def chosen_place(asked: str, rendezvous: Rendezvous, nodes: int) -> str:
 
 
 def seats_on(request: NodeRequest, names: Sequence[str], slots: Sequence[int] = ()) -> list[Seat]:
-    """A seat for every rank on nodes of these names, each of which is a machine of its own."""
+    """A seat for every rank on nodes of these names, each a separate machine."""
     interface = request.rendezvous.interface or "?"
     nodes = [Seat(number, name, interface, number) for number, name in enumerate(names)]
     return shared_out(request, nodes, slots)
@@ -239,17 +240,17 @@ def seats_on(request: NodeRequest, names: Sequence[str], slots: Sequence[int] = 
 def shared_out(
     request: NodeRequest, nodes: Sequence[Seat], slots: Sequence[int] = ()
 ) -> list[Seat]:
-    """A seat for every rank on these nodes, and behind them each node that has no rank."""
-    counts = shares(request.ranks, request.nodes, slots, request.apart)
-    apart = [node for node, count in zip(nodes, counts, strict=True) if not count]
-    return [*seats_of(counts, nodes), *apart]
+    """A seat for every rank on these nodes, and then one for each node without ranks."""
+    counts = shares(request.ranks, request.nodes, slots, request.server_nodes)
+    rankless = [node for node, count in zip(nodes, counts, strict=True) if not count]
+    return [*seats_of(counts, nodes), *rankless]
 
 
 def foreseen_hosts(seats: Sequence[Seat]) -> tuple[Host, ...]:
-    """The table of nodes that are not there yet: names for addresses, numbers that are no ports."""
-    found: dict[str, Host] = {}
+    """The table of nodes that have not joined: with names as addresses, and made-up ports."""
+    hosts: dict[str, Host] = {}
     for seat in seats:
-        before = found[seat.host].processes if seat.host in found else 0
+        before = hosts[seat.host].processes if seat.host in hosts else 0
         ports = tuple(range(1, before + 3))
-        found[seat.host] = Host(seat.host, seat.host, seat.interface, before + 1, ports)
-    return tuple(found.values())
+        hosts[seat.host] = Host(seat.host, seat.host, seat.interface, before + 1, ports)
+    return tuple(hosts.values())

@@ -53,7 +53,7 @@ class ManualNodes(AgentPlace):
 
     @contextmanager
     def start(self, request: NodeRequest) -> Iterator[Started]:
-        """An agent beside the head, which is node 0."""
+        """Start one agent next to the head, on node 0."""
         key = request.rendezvous.key
         if request.rendezvous.interface:
             candidates("", request.rendezvous.interface)  # of node 0, before it is started
@@ -63,11 +63,11 @@ class ManualNodes(AgentPlace):
             ticket = ticket_for(request, key, (address,), listener.getsockname()[1], 0)
             agents.start("node 0", [sys.executable, *AGENT], ticket)
             names = tuple(f"node {number}" for number in range(request.nodes))
-            yield Started(names, key, listener, agents.check, said=agents.said)
+            yield Started(names, key, listener, agents.check, last_words=agents.last_words)
 
 
 def _listen(stack: ExitStack, request: NodeRequest) -> tuple[str, socket.socket]:
-    """The address of node 0, and a socket there that the others reach; raises `RequestError`."""
+    """The address of node 0, and a socket there for all nodes; raises `RequestError`."""
     host, port = request.rendezvous.address
     try:
         address = socket.gethostbyname(host)
@@ -75,10 +75,10 @@ def _listen(stack: ExitStack, request: NodeRequest) -> tuple[str, socket.socket]
             raise OSError(f"{host} is {address} here, which no other machine reaches")
         return address, stack.enter_context(socket.create_server((address, port), backlog=1024))
     except (OSError, UnicodeError) as error:
-        own = ", ".join(one.address for one in interfaces())
+        addresses = ", ".join(i.address for i in interfaces())
         raise RequestError(
             asked=f"--rendezvous {request.rendezvous.endpoint} --node-rank 0",
-            found=f"{error} on {socket.gethostname()}, which has {own or '127.0.0.1'}",
+            found=f"{error} on {socket.gethostname()}, which has {addresses or '127.0.0.1'}",
             why="node 0 listens there, and all others come to it",
             do="name an address of node 0 that all nodes reach, and a port that is free",
         ) from None

@@ -1,7 +1,7 @@
-"""Nodes that are simulated on this machine: made, joined, broken on purpose, and taken down.
+"""Nodes that are simulated on this machine: created, joined, broken on purpose, and removed.
 
-The namespaces are made by a process of their own (`switch`), so that this one stays where it is; it
-only holds a socket that listens inside.
+A separate process (`switch`) creates the network namespaces, so that this process stays in its
+own; it only has a socket that listens inside.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MESSAGE_LIMIT = 1 << 17
 
 
 class Simulated(AgentPlace):
-    """Network namespaces as nodes, joined by links that carry what was asked for."""
+    """Network namespaces as nodes, with links of the requested rate and delay."""
 
     name = "simulated"
     has_links = True
@@ -57,30 +57,30 @@ class Simulated(AgentPlace):
     @contextmanager
     def start(self, request: NodeRequest) -> Iterator[Started]:
         network, key = parse_network(request.place, request.nodes), secrets.token_hex(32)
-        with SimulatedNodes(network) as made:
-            host, port = made.address
+        with SimulatedNodes(network) as nodes:
+            host, port = nodes.address
             for number in range(request.nodes):
-                made.start(number, ticket_for(request, key, (host,), port, number))
+                nodes.start(number, ticket_for(request, key, (host,), port, number))
             yield Started(
                 names=tuple(network.name(number) for number in range(request.nodes)),
                 key=key,
-                listener=made.listener,
-                check=made.check,
-                watch=made.check,
-                said=made.said,
-                break_node=made.break_node,
+                listener=nodes.listener,
+                check=nodes.check,
+                watch=nodes.check,
+                last_words=nodes.last_words,
+                break_node=nodes.break_node,
             )
 
 
 def _link_after(fault: Fault) -> NodeLink:
-    """The link of a node once the fault has happened; raises `RequestError`."""
+    """The link of a node after the fault; raises `RequestError`."""
     return NodeLink(parse_rate(fault.link, f"--inject {fault.action}@link={fault.link}"))
 
 
 class SimulatedNodes:
     """The nodes of a network, each with an agent once it is started. Closing it ends them all.
 
-    Raises `PlaceError` where this machine cannot have such nodes; it says what is missing.
+    Raises `PlaceError` if this machine cannot simulate nodes, with what is missing.
     """
 
     def __init__(self, network: Network) -> None:
@@ -118,12 +118,12 @@ class SimulatedNodes:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where the nodes find the head of the job."""
+        """The address of the head, for the nodes."""
         host, port = self.listener.getsockname()
         return str(host), int(port)
 
     def start(self, number: int, ticket: Ticket) -> int:
-        """Make a node, and start the agent with this ticket on it; returns the agent's process."""
+        """Create a node, and start an agent with this ticket on it; returns the agent's pid."""
         entry, exit_ = os.pipe()
         output = os.memfd_create(f"allranks-node-{number}")
         self._outputs.append(output)
@@ -134,23 +134,23 @@ class SimulatedNodes:
         return int(answer["pid"])
 
     def cut(self, number: int) -> None:
-        """Nothing passes between this node and the others any more."""
+        """Cut the link between this node and the others."""
         self._ask({"do": "cut", "number": number})
 
     def mend(self, number: int) -> None:
-        """The node is joined to the others again."""
+        """Restore the link between this node and the others."""
         self._ask({"do": "mend", "number": number})
 
     def slow(self, number: int, link: NodeLink) -> None:
-        """The link of this node carries that much from now on."""
+        """Change the rate and delay of this node's link."""
         self._ask({"do": "shape", "number": number, "link": [link.rate_bits, link.delay_s]})
 
     def kill(self, number: int) -> None:
-        """The node is gone at once, with all its processes."""
+        """Kill the node with all its processes."""
         self._ask({"do": "kill", "number": number})
 
     def break_node(self, fault: Fault) -> None:
-        """Make a fault of `faults.NODE_FAULTS` happen to its node."""
+        """Inject a fault of `faults.NODE_FAULTS` into its node."""
         if fault.action == "kill-node":
             self.kill(fault.node)
         elif fault.action == "cut":
@@ -167,8 +167,8 @@ class SimulatedNodes:
                 f"the switch of the simulated nodes ended with code {self._process.returncode}"
             )
 
-    def said(self, number: int) -> str:
-        """What the agent of a node printed: its last words, if it ended by itself."""
+    def last_words(self, number: int) -> str:
+        """The output of a node's agent: its error, if it ended by itself."""
         return os.pread(self._outputs[number], 1 << 16, 0).decode(errors="replace")
 
     def _ask(self, message: dict[str, Any], fds: list[int] | None = None) -> dict[str, Any]:
@@ -185,7 +185,7 @@ class SimulatedNodes:
         return answer
 
     def close(self) -> None:
-        """End all nodes, wait until they are gone, and sweep up after those that were killed."""
+        """End all nodes, wait for them, and remove what killed nodes left."""
         self._control.close()
         try:
             self._process.wait(CLOSE_TIMEOUT_S)

@@ -29,7 +29,7 @@ VARIABLES_NOT_FOR_SRUN = (
 
 
 class SlurmJob(AgentPlace):
-    """The nodes that Slurm has given to the job."""
+    """The nodes of the job's Slurm allocation."""
 
     name = "slurm"
     lends_nodes = True
@@ -37,7 +37,7 @@ class SlurmJob(AgentPlace):
     advice = "allranks submit -- …, or start it in a batch script or under salloc"
 
     def check(self, request: NodeRequest) -> None:
-        """Nothing is refused before the job of Slurm is there."""
+        """Refuses nothing: the allocation is read later."""
 
     def seats(self, request: NodeRequest) -> list[Seat]:
         job = _allocation(request)
@@ -50,7 +50,7 @@ class SlurmJob(AgentPlace):
 
     @contextmanager
     def start(self, request: NodeRequest) -> Iterator[Started]:
-        """One step of srun, with a task for every node (or for every rank), each an agent."""
+        """Start one step of srun, with a task per node (or per rank), each of which is an agent."""
         job, key, per_rank = (
             _allocation(request),
             secrets.token_hex(32),
@@ -75,7 +75,7 @@ class SlurmJob(AgentPlace):
 
 
 def _allocation(request: NodeRequest) -> Allocation:
-    """What Slurm has given; raises `RequestError` if it is nothing, or less than is asked for."""
+    """The allocation; raises `RequestError` if there is none, or if it is too small."""
     job = Allocation.from_environment(os.environ)
     if job is None:
         raise RequestError(
@@ -105,7 +105,7 @@ def _end_of(job: Allocation) -> float:
 
 
 def _srun(job: Allocation, request: NodeRequest, tasks: int) -> list[str]:
-    """A step that holds all that the job was given, and that outlives one of its nodes."""
+    """A step with the whole allocation, which survives the loss of one of its nodes."""
     words = ["srun", f"--nodes={request.nodes}", f"--ntasks={tasks}", "--kill-on-bad-exit=0"]
     words += ["--no-kill", "--export=ALL", "--unbuffered", "--distribution=block"]
     if not request.rendezvous.per_rank:
@@ -113,5 +113,5 @@ def _srun(job: Allocation, request: NodeRequest, tasks: int) -> list[str]:
     if job.cpus_per_task is not None and len(set(job.tasks_per_node)) == 1:
         tasks_of_an_agent = 1 if request.rendezvous.per_rank else max(job.tasks_per_node)
         words.append(f"--cpus-per-task={job.cpus_per_task * tasks_of_an_agent}")
-    inside = shlex.split(os.environ.get(CONTAINER, ""))  # a container that this head is in too
+    inside = shlex.split(os.environ.get(CONTAINER, ""))  # the container of this head
     return [*words, *inside, sys.executable, *AGENT]

@@ -124,14 +124,14 @@ def _count(text: str, where: str) -> int:
 
 
 def _merged(host: str, lines: list[_HostLine], name: str) -> HostSlots:
-    """One host: its line, or as many slots as lines that do nothing but name it."""
-    own = [row for row in lines if row.host == host]
-    if len(own) == 1:
-        return HostSlots(host, own[0].slots)
-    if any(row.slots is not None for row in own):
-        where = f"lines {' and '.join(str(row.number) for row in own)} of {name}"
+    """One host: its line, or one slot for each line that only names it."""
+    of_host = [row for row in lines if row.host == host]
+    if len(of_host) == 1:
+        return HostSlots(host, of_host[0].slots)
+    if any(row.slots is not None for row in of_host):
+        where = f"lines {' and '.join(str(row.number) for row in of_host)} of {name}"
         raise _wrong(where, f"{host!r} on each of them", "whether their slots add up is unclear")
-    return HostSlots(host, len(own))
+    return HostSlots(host, len(of_host))
 
 
 def _wrong(where: str, found: str, why: str) -> RequestError:
@@ -154,7 +154,7 @@ class SshHosts(AgentPlace):
     )
 
     def check(self, request: NodeRequest) -> None:
-        """Nothing is refused before the file is read."""
+        """Refuses nothing: the file of hosts is read later."""
 
     def seats(self, request: NodeRequest) -> list[Seat]:
         if not request.rendezvous.hosts:
@@ -177,12 +177,12 @@ class SshHosts(AgentPlace):
                 ssh = ["ssh", "-o", "BatchMode=yes", "-T", host.host]
                 agents.start(host.host, [*ssh, f"{there} && exec {command}"], ticket)
             names = tuple(host.host for host in hosts)
-            said = agents.said
-            yield Started(names, key, listener, agents.check, slots=_slots(hosts), said=said)
+            slots, printed = _slots(hosts), agents.last_words
+            yield Started(names, key, listener, agents.check, slots=slots, last_words=printed)
 
 
 def _hosts(request: NodeRequest) -> tuple[HostSlots, ...]:
-    """The hosts of the file, as many as are asked for."""
+    """The first hosts of the file, one for each requested node."""
     file = request.rendezvous.hosts
     hosts = read_hostfile(file)
     if len(hosts) < request.nodes:

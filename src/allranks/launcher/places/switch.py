@@ -115,15 +115,15 @@ class Switch:
             self.control.send(json.dumps(answer or {}).encode())
 
     def do_start(self, fds: list[int], number: int) -> dict[str, Any]:
-        """A node, and on it an agent with these files as its standard input and error."""
+        """Create a node, with an agent on it; `fds` are its standard input and error."""
         port, (entry, go) = f"port{number}", os.pipe()
-        ready, told = os.pipe()
+        ready, progress = os.pipe()
         pid = os.fork()
         if pid == 0:
             for fd in (go, ready):
                 os.close(fd)
-            _be_a_node(self.network, number, fds, entry, told)
-        for fd in (*fds, entry, told):
+            _be_a_node(self.network, number, fds, entry, progress)
+        for fd in (*fds, entry, progress):
             os.close(fd)
         try:
             if os.read(ready, 1) != b"n":
@@ -132,7 +132,7 @@ class Switch:
             _ip("link", "set", port, "master", "switch", "up")
             shape(port, self.network.link)
             os.write(go, b"g")
-            own = os.readlink(f"/proc/{pid}/ns/net")
+            network = os.readlink(f"/proc/{pid}/ns/net")
             if os.read(ready, 1) != b"r":
                 raise Impossible(f"node {number} could not be joined: its message stands above")
         except Impossible:
@@ -142,24 +142,24 @@ class Switch:
         finally:
             os.close(go)
             os.close(ready)
-        self.nodes.append(SimulatedNode(pid, port, own))
+        self.nodes.append(SimulatedNode(pid, port, network))
         return {"pid": pid}
 
     def do_cut(self, fds: list[int], number: int) -> None:
-        """Nothing passes any more, as if somebody had pulled the cable out."""
+        """Cut the link, as if its cable were unplugged."""
         _ip("link", "set", self.nodes[number].port, "down")
 
     def do_mend(self, fds: list[int], number: int) -> None:
         _ip("link", "set", self.nodes[number].port, "up")
 
     def do_shape(self, fds: list[int], number: int, link: list[float]) -> None:
-        """Another rate and delay from now on, in both directions."""
-        asked = NodeLink(*link)
-        shape(self.nodes[number].port, asked)
-        _in_node(self.nodes[number].pid, NODE_ETH, asked)
+        """Change rate and delay, in both directions."""
+        requested = NodeLink(*link)
+        shape(self.nodes[number].port, requested)
+        _in_node(self.nodes[number].pid, NODE_ETH, requested)
 
     def do_kill(self, fds: list[int], number: int) -> None:
-        """The node is gone at once: not even its connections are closed."""
+        """Kill the node at once: its connections are not even closed."""
         node = self.nodes[number]
         if node.alive:
             node.alive = False
@@ -172,7 +172,7 @@ class Switch:
 
 
 def shape(device: str, link: NodeLink, run: Any = None) -> None:
-    """Let a device send no faster than the link, and each packet as late as it says."""
+    """Limit a device to the link's rate, and delay each packet by the link's delay."""
     run = run or _tc
     with contextlib.suppress(Impossible):  # there may be nothing yet
         run("qdisc", "del", "dev", device, "root")
@@ -188,8 +188,8 @@ def shape(device: str, link: NodeLink, run: Any = None) -> None:
         run("qdisc", "add", "dev", device, *where, *netem)
 
 
-def _be_a_node(network: Network, number: int, fds: list[int], entry: int, told: int) -> NoReturn:
-    """In the child: a network and a name of its own, then the agent."""
+def _be_a_node(network: Network, number: int, fds: list[int], entry: int, ready: int) -> NoReturn:
+    """In the child: enter a new network and hostname, then become the agent."""
     try:
         die_with_parent()
         unshare(CLONE_NEWNET | CLONE_NEWUTS | CLONE_NEWNS)
@@ -198,14 +198,14 @@ def _be_a_node(network: Network, number: int, fds: list[int], entry: int, told: 
             hosts.write(network.hosts_file())
             hosts.flush()
             show_instead(Path(hosts.name), Path("/etc/hosts"))
-        os.write(told, b"n")
+        os.write(ready, b"n")
         if os.read(entry, 1) != b"g":
             os._exit(1)
         _ip("link", "set", "lo", "up")
         _ip("address", "add", f"{network.address(number)}/{network.bits}", "dev", NODE_ETH)
         _ip("link", "set", NODE_ETH, "up")
         shape(NODE_ETH, network.link)
-        os.write(told, b"r")
+        os.write(ready, b"r")
         os.dup2(fds[0], 0)
         os.dup2(fds[1], 1)
         os.dup2(fds[1], 2)
@@ -227,12 +227,12 @@ def _in_node(pid: int, device: str, link: NodeLink) -> None:
 
 def _processes_in(network: str) -> list[int]:
     """All processes of a network namespace."""
-    found = []
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if os.readlink(folder / "ns/net") == network:
-                found.append(int(folder.name))
-    return found
+                pids.append(int(folder.name))
+    return pids
 
 
 def _ip(*words: str) -> None:

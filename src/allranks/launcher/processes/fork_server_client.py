@@ -164,7 +164,7 @@ class ForkServer:
     def messages(self) -> list[int]:
         return []
 
-    def asked(self) -> str:
+    def stop_reason(self) -> str:
         """Never: whoever asks for something on this machine asks the supervisor itself."""
         return ""
 

@@ -103,15 +103,15 @@ def processes_left() -> list[tuple[int, str]]:
 
 def folders_left(within: Path | None = None) -> list[Path]:
     """The temporary folders of owners that are dead, here and in `within`."""
-    found = []
+    left_folders = []
     folders = [Path(tempfile.gettempdir()), *([] if within is None else [within])]
     for path in [path for folder in folders for path in folder.glob(f"{SCRATCH}*")]:
         with contextlib.suppress(OSError):  # another start sweeps too, and was quicker
             there = path.lstat()
             ours = stat.S_ISDIR(there.st_mode) and there.st_uid == os.geteuid()
             if ours and is_dead(owner_of(path)):
-                found.append(path)
-    return found
+                left_folders.append(path)
+    return left_folders
 
 
 def owner_of(folder: Path) -> str:
@@ -185,7 +185,7 @@ def remove_shared_memory(pid: int) -> None:
 
 def _marked() -> list[tuple[int, str]]:
     """(process, mark) of all living processes of this user that carry one, but this one."""
-    found = []
+    processes = []
     for folder in Path("/proc").glob("[0-9]*"):
         pid = int(folder.name)
         try:
@@ -195,8 +195,8 @@ def _marked() -> list[tuple[int, str]]:
             continue
         mark = _environment_of(pid).get(VARIABLE)
         if mark is not None and state_of(pid) not in ("", "Z"):
-            found.append((pid, mark))
-    return found
+            processes.append((pid, mark))
+    return processes
 
 
 def _temporary_folders_of(pid: int) -> list[str]:

@@ -46,9 +46,9 @@ def children_of_this_process() -> list[int]:
     From the parent that each process names: the kernel's own list of children may lack some while
     others exit.
     """
-    own = str(os.getpid())
+    this_pid = str(os.getpid())
     pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
-    return [pid for pid in pids if _stat(pid)[1:2] == [own]]
+    return [pid for pid in pids if _stat(pid)[1:2] == [this_pid]]
 
 
 def state_of(pid: int) -> str:
@@ -88,10 +88,10 @@ CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWUSER, CLONE_NEWNET = 0x20000, 0x4000000, 0x1
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
 
 
-def _checked(outcome: int, what: str) -> None:
+def _checked(outcome: int, call: str) -> None:
     if outcome != 0:
         number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), what)
+        raise OSError(number, os.strerror(number), call)
 
 
 def unshare(kinds: int) -> None:

@@ -34,12 +34,12 @@ class Reservation:
 
     def __init__(self, count: int, address: str = "127.0.0.1", first: int = 0) -> None:
         _must_be_here(address)
-        with ExitStack() as held:
-            ports = [_hold(held, first)] if first else []
+        with ExitStack() as stack:
+            ports = [_hold(stack, first)] if first else []
             while len(ports) < count:
-                ports.append(_hold_any(held))
+                ports.append(_hold_any(stack))
             self.ports = tuple(ports)
-            self._held = held.pop_all()
+            self._held = stack.pop_all()
 
     def close(self) -> None:
         """Give the ports back; servers that listen at them are not disturbed."""
@@ -55,8 +55,8 @@ class Reservation:
 def _must_be_here(address: str) -> None:
     try:
         family, kind, _, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as one:
-            one.bind(where)
+        with socket.socket(family, kind) as probe:
+            probe.bind(where)
     except (OSError, UnicodeError) as error:
         raise RequestError(
             asked=f"the processes of this job to meet at {address}",
@@ -66,16 +66,16 @@ def _must_be_here(address: str) -> None:
         ) from None
 
 
-def _hold_any(held: ExitStack) -> int:
+def _hold_any(stack: ExitStack) -> int:
     """A port that the kernel chose, held."""
     for _ in range(MOST_TRIES):
         try:
-            one = held.enter_context(_bound(0))
+            first = stack.enter_context(_bound(0))
         except OSError as error:
             raise PlaceError(f"this machine has no port left for a job: {error}") from error
-        port = int(one.getsockname()[1])
+        port = int(first.getsockname()[1])
         try:
-            held.enter_context(_named(port))
+            stack.enter_context(_named(port))
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
@@ -84,11 +84,11 @@ def _hold_any(held: ExitStack) -> int:
     raise PlaceError(f"{MOST_TRIES} ports in a row were held by other jobs")
 
 
-def _hold(held: ExitStack, port: int) -> int:
+def _hold(stack: ExitStack, port: int) -> int:
     """This very port, held; raises `RequestError` if somebody has it."""
     try:
-        held.enter_context(_named(port))
-        held.enter_context(_bound(port))
+        stack.enter_context(_named(port))
+        stack.enter_context(_bound(port))
     except (OSError, OverflowError) as error:
         raise RequestError(
             asked=f"port {port}",
@@ -102,25 +102,25 @@ def _hold(held: ExitStack, port: int) -> int:
 def _bound(port: int) -> socket.socket:
     """A socket bound to a port of all addresses that does not listen."""
     if socket.has_dualstack_ipv6():
-        one = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
-        one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        server = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
+        server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
     else:
-        one = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        one.bind(("", port))
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("", port))
     except BaseException:
-        one.close()
+        server.close()
         raise
-    return one
+    return server
 
 
 def _named(port: int) -> socket.socket:
     """The name of a port, as a socket of which there is one: in no folder, gone with its owner."""
-    one = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    name_lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
-        one.bind(NAME.format(port))
+        name_lock.bind(NAME.format(port))
     except BaseException:
-        one.close()
+        name_lock.close()
         raise
-    return one
+    return name_lock

@@ -105,7 +105,7 @@ class Processes(Protocol):
         """Signals that other nodes got and that ask for no end, for scripts that know them."""
         ...
 
-    def asked(self) -> str:
+    def stop_reason(self) -> str:
         """Why somebody wants the job to stop who said so on another node; "" if nobody does."""
         ...
 
@@ -202,18 +202,18 @@ def hash_seed(environment: Mapping[str, str] | None = None) -> str:
 
     `PYTHONHASHSEED=random` asks for another one with each call; the job still has one.
     """
-    given = (os.environ if environment is None else environment).get(VARIABLE, "")
-    if given == RANDOM:
+    seed = (os.environ if environment is None else environment).get(VARIABLE, "")
+    if seed == RANDOM:
         return str(random.SystemRandom().randrange(1, SEEDS))
-    return given or USUAL
+    return seed or USUAL
 
 
 def check_hash_seed(wanted: str) -> None:
     """Raise `RequestError` if the environment of this node says another one than the job has."""
-    given = os.environ.get(VARIABLE, "")
-    if given not in ("", RANDOM, wanted):
+    seed = os.environ.get(VARIABLE, "")
+    if seed not in ("", RANDOM, wanted):
         raise RequestError(
-            asked=f"{VARIABLE}={given} on this node",
+            asked=f"{VARIABLE}={seed} on this node",
             found=f"{VARIABLE}={wanted} where the job was started",
             why="sets of texts would have another order on this node than on the others",
             do=f"set {VARIABLE} to the same number on all nodes, or on none",

@@ -58,7 +58,7 @@ class CommandRequest:
     environment: tuple[tuple[str, str], ...] = ()
 
     def to_data(self) -> dict[str, Any]:
-        """As plain values for `job.toml`, without secrets; `program` is what a list would show."""
+        """As plain values for `job.toml`, without secrets; `program` is short, for lists."""
         values = dataclasses.asdict(self)
         values |= {
             "command": shlex.join(redacted_words(self.command)),
@@ -73,7 +73,7 @@ class CommandRequest:
 
 @dataclass(frozen=True)
 class RankCommand:
-    """One process: its words, the variables that say who it is, and those it may say otherwise."""
+    """One process: its command, the variables that identify it, and defaults it may override."""
 
     rank: int
     host: str
@@ -92,7 +92,7 @@ class CommandPlan:
 
     @property
     def deciding(self) -> frozenset[int]:
-        """The ranks whose good end is the end of the job; the others serve them.
+        """The ranks whose end is the end of the job; the others serve them.
 
         A chief with parameter servers drives its workers, which never end by themselves.
         """
@@ -100,15 +100,15 @@ class CommandPlan:
         if self.topology.count("chief") and self.topology.count("ps"):
             serving = (*serving, "worker")
         members = self.topology.members
-        found = frozenset(member.rank for member in members if member.role not in serving)
-        return found or frozenset(member.rank for member in members)
+        ranks = frozenset(member.rank for member in members if member.role not in serving)
+        return ranks or frozenset(member.rank for member in members)
 
     @property
     def leaving(self) -> frozenset[int]:
-        """The ranks that do not decide, and end by themselves when the job is done."""
+        """The ranks that do not decide, but end by themselves when the job is done."""
         members = self.topology.members
-        found = frozenset(member.rank for member in members if member.role in LEAVING)
-        return found - self.deciding
+        ranks = frozenset(member.rank for member in members if member.role in LEAVING)
+        return ranks - self.deciding
 
     def to_data(self) -> dict[str, Any]:
         """As plain data, for `--dry-run --json`; without secrets."""
@@ -136,7 +136,7 @@ class CommandPlan:
         return "\n".join(printable(line) for line in lines).rstrip()
 
     def _shown_environment(self, rank: RankCommand) -> dict[str, str]:
-        """The variables without secrets; the name of the job is one, where somebody chose it."""
+        """The variables without secrets; a job name that the user chose is a secret."""
         shown = redacted({**rank.defaults, **rank.environment})
         chosen = RUN_IDS if self.request.run_id else ()
         return shown | {name: HIDDEN for name in chosen if name in shown}
@@ -145,13 +145,13 @@ class CommandPlan:
 def plan_command(
     request: CommandRequest,
     hosts: tuple[Host, ...],
-    given: Mapping[str, str],
+    inherited: Mapping[str, str],
     run_id: str = "",
     restart_count: int = 0,
 ) -> CommandPlan:
-    """What runs where; raises `RequestError` for roles and hosts that do not fit.
+    """The processes of all hosts; raises `RequestError` for roles and hosts that do not fit.
 
-    `given` are the variables that the processes inherit: those that are only defaults give way.
+    `inherited` are the variables that the processes inherit: they override defaults.
     """
     topology = Topology(hosts, request.roles, request.role_name)
     ranks = []
@@ -166,7 +166,7 @@ def plan_command(
         )
         environment |= dict(request.environment)
         command = with_local_rank(request.command, request.local_rank_argument, member.local_rank)
-        defaults = defaults_for(topology, member.rank, given)
+        defaults = defaults_for(topology, member.rank, inherited)
         ranks.append(RankCommand(member.rank, member.host.name, command, environment, defaults))
     return CommandPlan(request, topology, tuple(ranks))
 
@@ -179,10 +179,10 @@ def command_words(
     is_module: bool = False,
     is_program: bool = False,
 ) -> tuple[str, ...]:
-    """The command that `words` stand for: as given, or a script of Python as torchrun starts it.
+    """The command for `words`: unchanged, or a script of Python as torchrun starts it.
 
-    `train.py --lr 1` is run by `python`, and so is a file that cannot be run by itself; everything
-    else is started as it is, which `is_program` says of a `.py` too.
+    `train.py --lr 1` is run by `python`, and so is a file that is not executable; everything else
+    is started unchanged. With `is_program` a `.py` is started unchanged too.
     """
     command = tuple(words)
     if not command:
@@ -200,7 +200,7 @@ def command_words(
 
 
 def script_position(command: tuple[str, ...]) -> int:
-    """Where the script or module stands among the words: behind Python and its own options."""
+    """The index of the script or module among the words, after Python and its own options."""
     name = command[0].rpartition("/")[2]
     if not name.startswith("python"):
         return 0
@@ -213,7 +213,7 @@ def script_position(command: tuple[str, ...]) -> int:
 
 
 def with_local_rank(command: tuple[str, ...], argument: str, local_rank: int) -> tuple[str, ...]:
-    """The words with `--local_rank=0` after the script, as `torch.distributed.launch` had it."""
+    """The words with `--local_rank=N` after the script, as `torch.distributed.launch` adds it."""
     if not argument:
         return command
     behind = script_position(command) + 1
@@ -226,7 +226,7 @@ def redacted_words(words: Iterable[str]) -> list[str]:
     flag = ""
     for word in words:
         name, equals, value = word.partition("=")
-        of = "" if word.startswith("-") else flag  # what begins with a dash is no value of a flag
+        of = "" if word.startswith("-") else flag  # a word with a dash is no value of a flag
         if equals and redacted({name: value})[name] != value:
             shown.append(f"{name}={HIDDEN}")
         elif redacted({of: word})[of] != word:

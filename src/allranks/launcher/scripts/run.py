@@ -1,8 +1,8 @@
-"""`allranks run` from request to result: reserve ports, start the command, try again, conclude.
+"""`allranks run` from request to result: reserve ports, start the command, restart, conclude.
 
-Each attempt gets ports of its own, so that nothing of the last one answers there. What ran, and how
-it ended, stays in the run folder. Which hosts there are comes from outside: `this_host` is the
-table of one machine; several nodes hand in their own, with a `Processes` that owns theirs.
+Each attempt gets new ports, so that no process of the attempt before answers there. The run folder
+records what ran and how it ended. The caller passes the hosts: `this_host` is the table of one
+machine; several nodes bring their own, with a `Processes` that owns their processes.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ from allranks.launcher.start import new_run_dir, recorded_environment
 from allranks.launcher.supervisor import NEVER
 
 # --- report --------------------------------------------------------------------------------------
-# Who of the processes of `allranks run` failed first, and why, in words for a person.
+# Which process of `allranks run` failed first, and why, as text for users.
 #
-# The evidence is the order of their ends, their exit codes, and the last words in their logs. One
-# that lost a peer is a victim, and is named only if nobody else can be.
+# The evidence is the order of exits, the exit codes, and the ends of the logs. A process that lost
+# a peer is a victim; it is blamed only if no other process failed.
 
 
 FEW_LINES = 20
@@ -81,43 +81,43 @@ _PYTHON = re.compile(r"(^|/)python[\d.]*$")
 
 @dataclass(frozen=True)
 class CommandFault:
-    """The process that ended the job. `left` are those that ended by themselves with code 0.
+    """The process that ended the job. `ended_before` are those that left before with code 0.
 
-    One that loses such a peer may see it before the peer's process is gone.
+    A victim may notice the loss of such a peer before the peer's process has ended.
     """
 
     rank: int
     exit: Exit
     words: LastWords
     memory: str
-    left: tuple[int, ...] = ()
+    ended_before: tuple[int, ...] = ()
 
     @property
     def is_passing(self) -> bool:
-        """Whether another attempt may go better; a command that cannot be started will not."""
+        """Whether another attempt may succeed: false if the command cannot be started."""
         return self.exit.code not in (NOT_FOUND, NOT_RUNNABLE)
 
 
 def find_fault(
     ended: ScriptsEnded, logs: Mapping[int, tuple[Path, int]], memory: str
 ) -> CommandFault | None:
-    """The fault that ended the job; `None` if all that decide ended well.
+    """The fault that ended the job; `None` if all deciding ranks ended well.
 
-    `logs` are (file, where this attempt begins in it). `memory` says what the kernel's counters
-    tell of processes that it killed.
+    `logs` are (file, offset of this attempt). `memory` is the kernel's evidence that it killed
+    processes because memory ran out.
     """
     if ended.done:
         return None
-    bad = {rank: one for rank, one in ended.exits.items() if one.code != 0}
+    bad = {rank: exit_ for rank, exit_ in ended.exits.items() if exit_.code != 0}
     if not bad:
         return None
     words = {rank: last_words(*logs[rank]) for rank in bad}
 
     def order(rank: int) -> tuple[bool, bool, float]:
-        """Who was stopped comes last, unless it failed of itself meanwhile; then the victims."""
-        said, code = words[rank], bad[rank].code
-        is_victim = said.is_victim and (code > 0 or code == -signal.SIGABRT)
-        had_failed = code > 0 and not is_victim and bool(said.error)
+        """Causes first, then victims, then ranks that were stopped without a failure before."""
+        last, code = words[rank], bad[rank].code
+        is_victim = last.is_victim and (code > 0 or code == -signal.SIGABRT)
+        had_failed = code > 0 and not is_victim and bool(last.error)
         return rank in ended.stopped and not had_failed, is_victim, bad[rank].monotonic
 
     first = min(bad, key=order)
@@ -125,8 +125,8 @@ def find_fault(
     killed = counted if bad[first].code == -signal.SIGKILL else ""
     before = tuple(
         rank
-        for rank, one in ended.exits.items()
-        if one.code == 0 and (words[first].is_victim or one.monotonic < bad[first].monotonic)
+        for rank, exit_ in ended.exits.items()
+        if exit_.code == 0 and (words[first].is_victim or exit_.monotonic < bad[first].monotonic)
     )
     return CommandFault(first, bad[first], words[first], killed, before)
 
@@ -137,32 +137,33 @@ def first_fault_report(
     logs: Mapping[int, tuple[Path, int]],
     command: Sequence[str] = (),
 ) -> str:
-    """The first-fault report; `command` is what the processes were started with."""
+    """The first-fault report; `command` started the processes."""
     lines = [f"rank {fault.rank} on {fault.exit.host} failed first: {_cause(fault)}"]
     if fault.exit.lost:
-        on_it = [r for r, one in ended.exits.items() if one.lost and one.host == fault.exit.host]
+        host = fault.exit.host
+        on_it = [rank for rank, e in ended.exits.items() if e.lost and e.host == host]
         lines = [f"node {fault.exit.host} is lost, with rank {_listed(on_it)}: {fault.exit.lost}"]
-    if fault.words.is_victim and fault.left:
-        lines[0] += f"; it lost rank {_listed(fault.left)}, which had left with exit code 0"
+    if fault.words.is_victim and fault.ended_before:
+        lines[0] += f"; it lost rank {_listed(fault.ended_before)}, which had left with exit code 0"
         lines.append(
-            f"rank {_listed(fault.left)} ended its program while rank {fault.rank} went on: does "
-            "it stop early by a number of its own, or have fewer batches?"
+            f"rank {_listed(fault.ended_before)} ended its program while rank {fault.rank} went "
+            "on: does it stop early by a number of its own, or have fewer batches?"
         )
     if fault.words.text:
         lines += ["", fault.words.text, ""]
     if other := _another_python(fault.words.text or fault.words.error, command):
         lines.append(other)
-    others = {rank: one for rank, one in ended.exits.items() if rank != fault.rank}
-    victims = [rank for rank, one in others.items() if one.code != 0]
+    others = {rank: exit_ for rank, exit_ in ended.exits.items() if rank != fault.rank}
+    victims = [rank for rank, exit_ in others.items() if exit_.code != 0]
     if victims:
         lines.append(f"stopped because of it: rank {_listed(victims)}")
     lines.append(f"its output: {logs[fault.rank][0]}")
     return "\n".join(lines)
 
 
-def _another_python(said: str, command: Sequence[str]) -> str:
-    """Where a script lacks a module that is installed here: which Python it is, and what to do."""
-    missing = _NO_MODULE.search(said)
+def _another_python(output: str, command: Sequence[str]) -> str:
+    """A hint if a script lacks a module that is installed here: its Python, and what to do."""
+    missing = _NO_MODULE.search(output)
     program = shutil.which(command[0]) if command else None
     if missing is None or program is None:
         return ""
@@ -181,21 +182,21 @@ def _another_python(said: str, command: Sequence[str]) -> str:
 def silence_report(
     ended: ScriptsEnded, logs: Mapping[int, tuple[Path, int]], silence_s: float, path: Path
 ) -> str:
-    """Where every process stood when none had printed for so long; all stacks go into a file."""
+    """The stack of every process after `silence_s` without output; all stacks go into a file."""
     first = f"no output of any process for {silence_s:g} s (--hang-timeout)"
     shown, whole = [first, ""], []
     for rank in sorted(ended.stopped):
-        who = f"rank {rank} on {ended.exits[rank].host}:"
+        title = f"rank {rank} on {ended.exits[rank].host}:"
         stacks = stacks_in(*logs[rank]) or "it wrote no stack: it is no Python, or was stopped"
-        whole += [who, stacks, ""]
-        shown += [who, *stacks.splitlines()[:FEW_LINES], ""]
+        whole += [title, stacks, ""]
+        shown += [title, *stacks.splitlines()[:FEW_LINES], ""]
     with suppress(OSError):  # a full disk must not hide the report
         path.write_text("\n".join(whole))
     return "\n".join([*shown, f"all stacks: {path}"])
 
 
 def _cause(fault: CommandFault) -> str:
-    """How it ended, and the error that it named."""
+    """How a process ended, and its error message."""
     how = _end_of(fault.exit)
     if fault.memory:
         how = fault.memory
@@ -215,13 +216,13 @@ def _end_of(ended: Exit) -> str:
         return f"exit code {NOT_RUNNABLE} (the program cannot be run)"
     if ended.code >= 0:
         return f"exit code {ended.code}"
-    held = f"it held {format_bytes(ended.peak_bytes)} at most"
-    return f"killed by {name_of_signal(-ended.code)} ({held})"
+    peak = f"it held {format_bytes(ended.peak_bytes)} at most"
+    return f"killed by {name_of_signal(-ended.code)} ({peak})"
 
 
 def name_of_signal(number: int) -> str:
     """`SIGKILL`, or `signal 35`."""
-    known = {one.value: one.name for one in signal.Signals}
+    known = {s.value: s.name for s in signal.Signals}
     return known.get(number, f"signal {number}")
 
 
@@ -242,7 +243,7 @@ Hosts = Callable[[], AbstractContextManager[tuple[Host, ...]]]
 
 @dataclass(frozen=True)
 class CommandResult:
-    """A command that ended well on all ranks that decide."""
+    """A command that ended well on all deciding ranks."""
 
     run_dir: Path
     summary: dict[str, Any]
@@ -250,15 +251,15 @@ class CommandResult:
 
 @dataclass(frozen=True)
 class CommandWatcher:
-    """What a caller wants to see: each attempt's plan and run folder, every tick, and news."""
+    """Callbacks: each attempt's plan and run folder, every tick, and lines to report."""
 
     started: Callable[[CommandPlan, Path], None] = lambda plan, run_dir: None
     tick: Callable[[], None] = lambda: None
-    told: Callable[[str], None] = lambda line: None
+    report: Callable[[str], None] = lambda line: None
 
 
 def this_host(request: CommandRequest) -> Hosts:
-    """The table of this machine alone: over the loopback interface, unless an address is asked."""
+    """The table of this machine alone: on the loopback interface, unless an address is given."""
 
     @contextmanager
     def reserved() -> Iterator[tuple[Host, ...]]:
@@ -282,7 +283,7 @@ def run_command(
     watcher: CommandWatcher | None = None,
     signals: ForwardedSignals | None = None,
 ) -> CommandResult:
-    """Run a command to its end on the hosts, and return what it came to.
+    """Run a command to its end on the hosts, and return its result.
 
     `server` owns the processes of all hosts; without it a fork server of this machine does.
     Raises `RequestError` and leaves no run folder if the request is wrong; `ProgramError` with the
@@ -293,8 +294,8 @@ def run_command(
     with ExitStack() as stack:
         signals = signals or stack.enter_context(ForwardedSignals())
         run_dir = Path(run_dir_of(request))
-        with hosts() as found:  # raises for what cannot be, before there is a folder
-            plan = plan_command(request, found, os.environ, run_dir.name)
+        with hosts() as table:  # raises before a folder is created
+            plan = plan_command(request, table, os.environ, run_dir.name)
             check_start(request)
         folder = RunFolder(run_dir, resumes=_is_of(request, run_dir))
         stack.callback(folder.close)
@@ -310,7 +311,7 @@ def run_command(
 
 
 def run_dir_of(request: CommandRequest) -> str:
-    """The whole path of the run folder; a new name where none is asked for."""
+    """The absolute path of the run folder; a new one if none was given."""
     return os.path.abspath(request.run_dir or new_run_dir(name_of(request.command)))
 
 
@@ -331,7 +332,7 @@ class _ScriptAttempts:
         self._looked_at = time.monotonic()
 
     def run(self) -> dict[str, Any]:
-        """Try until it ends well; returns the summary, or raises how it ended."""
+        """Run attempts until one ends well; returns the summary, or raises the error."""
         first = self.folder.attempts
         for attempt in range(first, first + self.request.max_restarts + 1):
             restarts = attempt - first
@@ -340,7 +341,7 @@ class _ScriptAttempts:
             except AllranksError as error:
                 self.folder.events.event("failed", report=str(error), attempt=attempt)
                 raise
-            exits = {rank: one.code for rank, one in sorted(ended.exits.items())}
+            exits = {rank: exit_.code for rank, exit_ in sorted(ended.exits.items())}
             fault = find_fault(ended, logs, memory)
             if fault is None and ended.done and ended.reason:
                 raise self._stopped_well(ended.reason, exits, attempt)
@@ -360,14 +361,14 @@ class _ScriptAttempts:
                 is_lost = fault is not None and fault.exit.lost
                 raise PlaceError(report) if is_lost else ProgramError(report)
             self.folder.events.event("restart", **values, first_rank=fault and fault.rank)
-            told = f"starting again, {restarts + 1} of {self.request.max_restarts} times"
-            self.watcher.told(f"{report.splitlines()[0]}\n{told}")
+            news = f"starting again, {restarts + 1} of {self.request.max_restarts} times"
+            self.watcher.report(f"{report.splitlines()[0]}\n{news}")
         raise AssertionError("the last attempt returns or raises")
 
     def _try(
         self, attempt: int, restarts: int
     ) -> tuple[CommandPlan, ScriptsEnded, dict[int, tuple[Path, int]], str]:
-        """One attempt, with ports of its own: its plan, its end, and where its logs begin."""
+        """One attempt, with new ports: its plan, its end, its logs, and evidence of memory."""
         request, path = self.request, self.folder.path
         self._connections = Connections()
         with self.hosts() as hosts:
@@ -394,16 +395,16 @@ class _ScriptAttempts:
                 _process(request, plan, rank.rank, logs[rank.rank][0], path) for rank in plan.ranks
             ]
             ended = supervise_script(self.server, processes, policy, self.signals, self._tick)
-            self._tell_collectives()
+            self._record_collectives()
             return plan, ended, logs, Kills.now().since(kills)
 
-    def _tell_collectives(self) -> None:
-        """What became of `--shared-memory` in this attempt."""
+    def _record_collectives(self) -> None:
+        """Record whether `--shared-memory` took effect in this attempt."""
         outcome = outcome_in(self.folder.path) if self.request.shared_memory else {}
         if outcome:
             self.folder.events.event("collectives", **outcome)
         if outcome.get("why"):
-            self.watcher.told(f"collectives: {outcome['did']}, because {outcome['why']}")
+            self.watcher.report(f"collectives: {outcome['did']}, because {outcome['why']}")
 
     def _tick(self) -> None:
         if time.monotonic() - self._looked_at > LOOK_EVERY_S:
@@ -411,16 +412,16 @@ class _ScriptAttempts:
             self.folder.look()
         if isinstance(self.server, ForkServer) and not self.request.roles:
             self._connections.look(self.server.pids(), self.request.processes)
-        with suppress(OSError, ValueError):  # who only looks on ends no job
+        with suppress(OSError, ValueError):  # a display must not end the job
             self.watcher.tick()
 
     def _done(
         self, plan: CommandPlan, exits: dict[int, int], attempt: int, restarts: int
     ) -> dict[str, Any]:
-        told = self._connections.told(plan.topology.world_size)
-        self.folder.events.event("done", exits=exits, attempt=attempt, note=told or None)
-        if told:
-            self.watcher.told(told)
+        note = self._connections.note(plan.topology.world_size)
+        self.folder.events.event("done", exits=exits, attempt=attempt, note=note or None)
+        if note:
+            self.watcher.report(note)
         return {
             "run_dir": str(self.folder.path),
             "world_size": plan.topology.world_size,
@@ -433,7 +434,7 @@ class _ScriptAttempts:
     def _stopped_well(
         self, reason: str, exits: dict[int, int], attempt: int
     ) -> Stopped | Interrupted:
-        """The error for a stop after which all that decide left with 0, their state saved."""
+        """The error for a stop after which all deciding ranks left with 0, their state saved."""
         self.folder.events.event("stopped", reason=reason, exits=exits, attempt=attempt)
         text = (
             f"stopped ({reason}), and left with exit code 0; the same command goes on in\n"
@@ -444,51 +445,51 @@ class _ScriptAttempts:
     def _raise_if_stopped(
         self, ended: ScriptsEnded, exits: dict[int, int], attempt: int, number: int
     ) -> None:
-        """Raise `Interrupted` if the job was asked to stop, or died of a signal passed on to it."""
+        """Raise `Interrupted` if the job was asked to stop, or died of a forwarded signal."""
         reason = ended.reason
         if not reason and number in ended.passed_on:
             reason = name_of_signal(number)
         if not reason:
             return
         self.folder.events.event("interrupted", reason=reason, exits=exits, attempt=attempt)
-        codes = ", ".join(f"rank {rank}: {_told(code)}" for rank, code in exits.items())
+        codes = ", ".join(f"rank {rank}: {_exit_text(code)}" for rank, code in exits.items())
         raise Interrupted(f"interrupted ({reason}); {codes}\nrun folder {self.folder.path}")
 
 
-def _told(code: int) -> str:
+def _exit_text(code: int) -> str:
     return name_of_signal(-code) if code < 0 else str(code)
 
 
 def _process(
     request: CommandRequest, plan: CommandPlan, rank: int, log: Path, run_dir: Path
 ) -> Process:
-    """What the fork server is asked for: the command, and how its environment is to be."""
-    one = plan.ranks[rank]
+    """The process that the fork server starts: the command and its environment."""
+    planned = plan.ranks[rank]
     argument: dict[str, Any] = {
-        "command": list(one.command),
-        "defaults": one.defaults,
+        "command": list(planned.command),
+        "defaults": planned.defaults,
         "step": step_variables(plan.topology, rank),
-        "own": [name for name in one.environment if name.startswith(("PMI_", "PMIX_"))],
+        "own": [name for name in planned.environment if name.startswith(("PMI_", "PMIX_"))],
         "restored": {name: os.environ.get(name) for name in SERVER_VARIABLES},
         "without_core": request.hang_timeout_s > 0,
         "hooks": request.shared_memory and not request.warm,
     }
     if not request.warm:
-        environment = dict(one.environment)
+        environment = dict(planned.environment)
         if request.shared_memory:
             environment[OUTCOME_IN] = str(run_dir / OUTCOME)
         return Process(rank, COMMAND, argument, environment, log)
-    argument |= argument_of(request, one, run_dir)
-    return Process(rank, WARM_SCRIPT, argument, one.environment, log)
+    argument |= argument_of(request, planned, run_dir)
+    return Process(rank, WARM_SCRIPT, argument, planned.environment, log)
 
 
 def name_of(command: tuple[str, ...]) -> str:
-    """What a run folder is called after: the script, or the program."""
+    """The name for a run folder: that of the script, or of the program."""
     return redacted_words(command[script_position(command) :])[0].rpartition("/")[2]
 
 
 def write_job(folder: RunFolder, plan: CommandPlan, hash_seed: str) -> None:
-    """`job.toml` of a command, and the event that it was started."""
+    """Write `job.toml` of a command, and the event `started`."""
     values = {
         "schema": SCHEMA,
         **plan.request.to_data(),
@@ -506,7 +507,7 @@ def write_job(folder: RunFolder, plan: CommandPlan, hash_seed: str) -> None:
 
 
 def _is_of(request: CommandRequest, run_dir: Path) -> bool:
-    """Whether a run folder is that of the same command, which is started once more in it."""
+    """Whether a run folder belongs to the same command and is not done: it runs in it again."""
     try:
         job = tomllib.loads((run_dir / "job.toml").read_text())
     except (OSError, ValueError):

@@ -1,8 +1,8 @@
-"""The supervisor of scripts: starts, watches and stops processes that know nothing of allranks.
+"""The supervisor of scripts: starts, watches and stops processes that do not use allranks.
 
-Scripts have no heartbeat: a signal to the job is forwarded as it is, and they get time to leave; a
-sign of life is a line of output. The first failure stops all. Parameter servers do not decide the
-end of a job: it is done when the ranks that they serve are.
+Scripts have no heartbeat: signals to the job are forwarded unchanged, and scripts get time to
+leave; output is their sign of life. The first failure stops all. Parameter servers do not decide
+the end of a job: it is done when the ranks that they serve are.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ LOOK_EVERY_S = 0.5
 
 
 class ForwardedSignals(Signals):
-    """Signals to the job that its scripts are to get, each once.
+    """Signals to the job that are forwarded to its scripts, each once.
 
-    SIGUSR1 and SIGUSR2 are messages, and end no script. A second SIGINT insists: all are killed.
+    SIGUSR1 and SIGUSR2 are messages, and end no script. A second SIGINT kills all.
     """
 
     def __init__(self) -> None:
-        self._heard: deque[int] = deque()
+        self._received: deque[int] = deque()
 
     def _note(self, number: int, frame: object) -> None:
-        self._heard.append(number)
+        self._received.append(number)
         self.insists |= number == signal.SIGINT and self.reason != ""
         if number in ASK_TO_STOP:
             self.reason = self.reason or signal.Signals(number).name
 
-    def take(self) -> list[int]:
+    def received(self) -> list[int]:
         """Signals received since the last call."""
-        taken = []
-        while self._heard:
-            taken.append(self._heard.popleft())
-        return taken
+        signals = []
+        while self._received:
+            signals.append(self._received.popleft())
+        return signals
 
 
 @dataclass(frozen=True)
 class StopPolicy:
     """When scripts are stopped: the ranks that decide, and how long each wait lasts.
 
-    The job is done when all ranks of `deciding` have ended well; those of `leaving` then get the
-    grace to end by themselves. `stop_at` is on the monotonic clock; `silence_s` 0 waits for ever.
-    After a fault `evidence_s` pass before the others are stopped; after one that `is_victim(rank)`
-    says another process caused, so long that the other one can come to its end.
+    The job is done when all ranks of `deciding` have ended well; those of `leaving` then have
+    `grace_s` to end by themselves. `stop_at` is on the monotonic clock; `silence_s` 0 waits for
+    ever. After a fault the supervisor waits `evidence_s` before it stops the others; after the
+    exit of a victim (`is_victim(rank)`) it waits longer, until the cause can have ended too.
     """
 
     deciding: frozenset[int]
@@ -73,8 +73,8 @@ class StopPolicy:
 class ScriptsEnded:
     """How the scripts ended. `stopped` are the ranks that the supervisor ended.
 
-    `reason` says who asked for the end ("SIGTERM", "time limit"; "" for nobody), `passed_on` which
-    signals were forwarded, `silent` whether all had stopped printing.
+    `reason` says why the job was asked to stop ("SIGTERM", "time limit"; "" if it was not),
+    `passed_on` which signals were forwarded, `silent` whether all had stopped printing.
     """
 
     exits: dict[int, Exit]
@@ -99,10 +99,10 @@ def supervise_script(
         while watch.alive:
             watch.take_exits()
             on_tick()
-            watch.pass_on(forwarded)
-            watch.look_at_the_clock()
-            watch.look_for_silence()
-            watch.end_what_is_due()
+            watch.forward(forwarded)
+            watch.check_time_limit()
+            watch.check_silence()
+            watch.stop_if_due()
     return watch.ended()
 
 
@@ -124,14 +124,14 @@ class _ScriptWatch:
     def __post_init__(self) -> None:
         self._logs: list[Path] = []
         self._sizes: list[int] = []
-        self._heard_at = self._looked_at = time.monotonic()
+        self._output_at = self._looked_at = time.monotonic()
 
     def start(self, process: Process) -> None:
         self.alive[self.server.spawn(process)] = process.rank
         self._logs.append(process.log)
 
     def take_exits(self) -> None:
-        """Wait a moment for processes that end. A fault stops the others soon, unless all leave."""
+        """Wait briefly for exits. After a fault the others are stopped soon."""
         exits = self.server.exits(TICK_S)
         if not exits:
             self.server.wake()
@@ -152,66 +152,66 @@ class _ScriptWatch:
             leave = self.policy.leaving & set(self.alive.values())
             self.term_at = self.done_at + (self.policy.grace_s if leave else LINGER_S)
 
-    def pass_on(self, forwarded: ForwardedSignals) -> None:
-        """Give the processes the signals that came; those that ask to stop start the grace."""
-        for number in forwarded.take():
-            self._tell(number)
+    def forward(self, forwarded: ForwardedSignals) -> None:
+        """Forward received signals; those that ask to stop start the grace period."""
+        for number in forwarded.received():
+            self._signal(number)
             self.passed_on.add(number)
             if number in ASK_TO_STOP:
                 self._ask(signal.Signals(number).name)
         for number in self.server.messages():
-            self._tell(number)
+            self._signal(number)
             self.passed_on.add(number)
-        elsewhere = self.server.asked()
+        elsewhere = self.server.stop_reason()
         if elsewhere and not self.reason:
-            self._tell(signal.SIGTERM)
+            self._signal(signal.SIGTERM)
             self._ask(elsewhere)
         if forwarded.insists:
             self.kill_at = 0.0
 
-    def look_at_the_clock(self) -> None:
+    def check_time_limit(self) -> None:
         if time.monotonic() >= self.policy.stop_at and not self.reason:
-            self._tell(signal.SIGTERM)
+            self._signal(signal.SIGTERM)
             self._ask("time limit")
 
     def _ask(self, reason: str) -> None:
-        """From now on the processes have their grace, and are not disturbed in it."""
+        """Start the grace period, in which processes get no further SIGTERM."""
         if not self.reason:
             self.reason = reason
             self.stopped = frozenset(self.alive.values())
             self.term_at, self.kill_at = NEVER, time.monotonic() + self.policy.grace_s
 
-    def look_for_silence(self) -> None:
-        """If nobody has printed anything for too long, let all write their stacks and die of it.
+    def check_silence(self) -> None:
+        """After `silence_s` without output, end all by SIGABRT, so that Python writes its stacks.
 
-        While nobody looked, because all was suspended, they had no time to print.
+        Time in which this machine was suspended does not count.
         """
         now = time.monotonic()
         if not self.policy.silence_s or self.stopped or now < self._looked_at + LOOK_EVERY_S:
             return
         sizes = [_size(log) for log in self._logs]
         if sizes != self._sizes or now - self._looked_at > LOOK_EVERY_S + SUSPENDED_S:
-            self._sizes, self._heard_at = sizes, now
+            self._sizes, self._output_at = sizes, now
         self._looked_at = now
-        if now - self._heard_at > self.policy.silence_s:
+        if now - self._output_at > self.policy.silence_s:
             self.silent = True
             self.stopped = frozenset(self.alive.values())
-            self._tell(signal.SIGABRT)
+            self._signal(signal.SIGABRT)
             self.term_at, self.kill_at = NEVER, now + STACKS_S
 
-    def end_what_is_due(self) -> None:
+    def stop_if_due(self) -> None:
         now = time.monotonic()
         if now >= self.term_at:
             self.stopped = self.stopped or frozenset(self.alive.values())
-            self._tell(signal.SIGTERM)
+            self._signal(signal.SIGTERM)
             self.term_at, self.kill_at = NEVER, min(self.kill_at, now + GRACE_S)
         if now >= self.kill_at:
             self.stopped = self.stopped or frozenset(self.alive.values())
-            self._tell(signal.SIGKILL)
+            self._signal(signal.SIGKILL)
             self.kill_at = now + GRACE_S
 
-    def _tell(self, number: int) -> None:
-        """Send a signal to all; one that is halted hears it too, if it is to end."""
+    def _signal(self, number: int) -> None:
+        """Send a signal to all; continue halted processes first, unless it is only a message."""
         for ticket in self.alive:
             self.server.signal(ticket, number)
             if number not in MESSAGES:
@@ -237,5 +237,5 @@ class _ScriptWatch:
 def _size(log: Path) -> int:
     try:
         return os.stat(log).st_size
-    except OSError:  # a shared folder that is not there for a moment
+    except OSError:  # a shared folder may be unavailable for a moment
         return -1

@@ -114,7 +114,7 @@ def _check_hosts(hosts: tuple[Host, ...]) -> None:
             do="give each host a process, or leave it away",
         )
     endpoints = [(host.address, port) for host in hosts for port in host.ports]
-    twice = next((one for one in endpoints if endpoints.count(one) > 1), None)
+    twice = next((endpoint for endpoint in endpoints if endpoints.count(endpoint) > 1), None)
     if twice is not None:
         raise RequestError(
             asked=asked,
@@ -165,16 +165,16 @@ def _check_roles(roles: tuple[tuple[str, int], ...], processes: int) -> None:
 
 
 def _check_kinds(asked: str, names: set[str]) -> None:
-    """Roles of one program: those of TensorFlow, or scheduler, server and worker."""
-    own = {"scheduler", "server"} & names
-    if own and names & {"chief", "ps", "evaluator"}:
+    """Raise `RequestError` unless all roles are TensorFlow's, or all are DMLC's."""
+    dmlc = {"scheduler", "server"} & names
+    if dmlc and names & {"chief", "ps", "evaluator"}:
         raise RequestError(
             asked=asked,
             found="roles of TensorFlow and of DMLC programs",
             why="a program reads either TF_CONFIG or DMLC_ROLE",
             do=f"roles out of {', '.join(TENSORFLOW_ROLES)}, or of {', '.join(DMLC_ROLES)}",
         )
-    if own and names != set(DMLC_ROLES):
+    if dmlc and names != set(DMLC_ROLES):
         raise RequestError(
             asked=asked,
             found=f"no {', no '.join(sorted(set(DMLC_ROLES) - names))}",
@@ -184,7 +184,7 @@ def _check_kinds(asked: str, names: set[str]) -> None:
 
 
 def roles_as_text(roles: tuple[tuple[str, int], ...]) -> str:
-    """As they are written on the command line."""
+    """The roles as on the command line: `chief=1,worker=2`."""
     return ",".join(f"{role}={count}" for role, count in roles)
 
 

@@ -1,9 +1,9 @@
-"""torchrun's own flags, so that `allranks run` can stand where `torchrun` stood. Pure.
+"""torchrun's own flags, so that `allranks run` can replace `torchrun`. Pure.
 
-`FLAGS` has a row for each: it is honoured as a field of `TorchrunFlags`; or accepted with a note,
-where there is nothing left for it to do; or refused, with what to use instead. None is ignored.
-Both spellings are understood (`--nproc-per-node`, `--nproc_per_node`), and so are the variables
-PET_…, by which an operator of a cluster sets the same flags.
+`FLAGS` has a row for each: it sets a field of `TorchrunFlags`; or it is accepted with a note, if
+it has nothing to do here; or it is refused, with an alternative. None is ignored. Both spellings
+are accepted (`--nproc-per-node`, `--nproc_per_node`), and the variables PET_…, by which an
+operator of a cluster sets the same flags.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from allranks.errors import RequestError
 
 @dataclass(frozen=True)
 class Kind:
-    """Values of a flag: what they are, their pattern; `read` raises `ValueError` for the rest."""
+    """The values of a flag: a description, a pattern, and `read`, which may raise `ValueError`."""
 
     takes: str = ""
     pattern: str = ".*"
@@ -83,8 +83,8 @@ def _not_run(text: str) -> str:
 class Flag:
     """One of torchrun's flags: its spellings, its help, its values, and what it does here.
 
-    `field` is the field of `TorchrunFlags` that it sets, `note` what the user is told of it.
-    `refuse` says why other values are refused, and what to do, where they are more than misspelt.
+    `field` is the field of `TorchrunFlags` that it sets, `note` a note for the user. `refuse` says
+    why other values of torchrun's are refused, and what to do instead.
     """
 
     words: str
@@ -100,29 +100,29 @@ class Flag:
 
     @property
     def name(self) -> str:
-        """As a Python name: `nproc_per_node`."""
+        """The Python name: `nproc_per_node`."""
         return self.word.removeprefix("--").replace("-", "_")
 
     @property
     def spellings(self) -> tuple[str, ...]:
-        """All words that it can be written with."""
+        """All accepted spellings."""
         return tuple(dict.fromkeys((*self.words.split(), f"--{self.name}")))
 
     def read(self, text: str) -> Any:
-        """What this value asks for; raises `RequestError`."""
+        """The parsed value; raises `RequestError`."""
         try:
             if re.fullmatch(self.kind.pattern, text, re.DOTALL):
                 return self.kind.read(text)
         except ValueError:
             pass
-        found = "a flag of torchrun" if self.refuse else repr(text)
+        value = "a flag of torchrun" if self.refuse else repr(text)
         usual = f"{self.word} takes {self.kind.takes}", f"write {self.word} that way"
         why, do = self.refuse or usual
-        asked = f"{self.word} {text}" if not self.kind.is_switch else self.word
-        raise RequestError(asked=asked, found=found, why=why, do=do)
+        words = f"{self.word} {text}" if not self.kind.is_switch else self.word
+        raise RequestError(asked=words, found=value, why=why, do=do)
 
-    def told(self, text: str) -> str:
-        """What the user is told of it; "" where it does all that it says."""
+    def note_for(self, text: str) -> str:
+        """The note for the user; "" if the flag does the same as in torchrun."""
         note = self.note if isinstance(self.note, str) else self.note(text)
         return note and f"{self.word}: {note}"
 
@@ -202,7 +202,7 @@ FLAGS = (
 
 @dataclass(frozen=True)
 class TorchrunFlags:
-    """What torchrun's flags ask for. `None` and "" stand for what was not said.
+    """The values of torchrun's flags. `None` and "" stand for flags that were not given.
 
     `shown` are the local ranks whose output is shown: "", "all", "none", or "0,2".
     """
@@ -227,15 +227,15 @@ class TorchrunFlags:
     notes: tuple[str, ...] = ()
 
 
-def understand(given: Mapping[str, object], environment: Mapping[str, str]) -> TorchrunFlags:
-    """What the flags ask for, by their names as in `Flag.name`; `None` and False are not given.
+def understand(options: Mapping[str, object], environment: Mapping[str, str]) -> TorchrunFlags:
+    """Parse flags, by their `Flag.name`; `None` and False stand for flags that are not given.
 
-    Flags go before PET_… in `environment`. Raises `RequestError` for what is refused, and for
-    values that torchrun would not take either.
+    Flags override PET_… in `environment`. Raises `RequestError` for refused flags, and for values
+    that torchrun would not accept either.
     """
-    texts = {name: str(value) for name, value in given.items() if value not in (None, False)}
+    texts = {name: str(value) for name, value in options.items() if value not in (None, False)}
     texts = {**_from_environment(environment), **texts}
-    if "standalone" in texts:  # one node, whatever else is said
+    if "standalone" in texts:  # one node, in spite of other flags
         texts = {**texts, "nnodes": "1", "rdzv_endpoint": ""}
     flags = [flag for flag in FLAGS if flag.name in texts]
     values: dict[str, Any] = {flag.name: flag.read(texts[flag.name]) for flag in flags}
@@ -252,32 +252,32 @@ def understand(given: Mapping[str, object], environment: Mapping[str, str]) -> T
         least_nodes=least,
         most_nodes=most,
         shown=_shown(*(values.get(n, "") for n in ("tee", "redirects", "local_ranks_filter"))),
-        notes=tuple(filter(None, (flag.told(texts[flag.name]) for flag in flags))),
+        notes=tuple(filter(None, (flag.note_for(texts[flag.name]) for flag in flags))),
     )
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """What PET_… say, by the names of their flags."""
-    said = {flag: environment.get(f"PET_{flag.name.upper()}", "") for flag in FLAGS}
+    """The values of PET_…, by the names of their flags."""
+    texts = {flag: environment.get(f"PET_{flag.name.upper()}", "") for flag in FLAGS}
     return {
-        f.name: text for f, text in said.items() if text and (text != "0" or not f.kind.is_switch)
+        f.name: text for f, text in texts.items() if text and (text != "0" or not f.kind.is_switch)
     }
 
 
 def _shown(tee: str, hidden: str, only: str) -> str:
-    """Which local ranks are shown: those of --tee; else those of the filter that are not hidden."""
+    """The local ranks that are shown: those of --tee; else those of the filter, unless hidden."""
     if tee:
         return only or "all" if tee == "all" or only else tee
     if hidden == "all":
         return "none"
     if not hidden:
         return only
-    left = {int(n) for n in (only or "0").split(",")} - {int(n) for n in hidden.split(",")}
-    return ",".join(map(str, sorted(left))) or "none"
+    shown = {int(n) for n in (only or "0").split(",")} - {int(n) for n in hidden.split(",")}
+    return ",".join(map(str, sorted(shown))) or "none"
 
 
 def processes_from(text: str, cpus: int, gpus: int) -> int:
-    """How many processes `--nproc-per-node` asks for on a machine with these devices."""
+    """The number of processes that `--nproc-per-node` means on a machine with these devices."""
     if text == "gpu" and not gpus:
         raise RequestError(
             asked="--nproc-per-node gpu",

@@ -1,4 +1,4 @@
-"""The variables by which each framework learns who a process is, from one topology. Pure.
+"""The variables from which each framework reads rank and peers, from one topology. Pure.
 
     torch       RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, TORCHELASTIC_…: torch, Lightning,
                 Accelerate, DeepSpeed, and whatever torchrun starts
@@ -9,11 +9,10 @@
     dmlc        DMLC_ROLE and its kin: programs with a scheduler, servers and workers
     pmi, pmix   PMI_RANK, PMI_SIZE; PMIX_RANK, PMIX_NAMESPACE
 
-All but the last two do no harm to the others, and are set unless others are chosen. An MPI library
-that finds PMI_RANK or PMIX_RANK believes that a process manager stands behind them, and calls it;
-there is none, so such a program fails in MPI_Init. They are for scripts that only read them.
-OMPI_COMM_WORLD_… are only told by Open MPI, never read by it: a program that really calls MPI_Init
-is not served here: start it with mpirun.
+All but the last two do not disturb each other, and are set by default. An MPI library that finds
+PMI_RANK or PMIX_RANK calls the process manager behind them; there is none, so such a program fails
+in MPI_Init. They are for scripts that only read them. Open MPI sets OMPI_COMM_WORLD_… and never
+reads it: start a program that calls MPI_Init with mpirun.
 """
 
 from __future__ import annotations
@@ -58,26 +57,26 @@ def variables_for(
     max_restarts: int = 0,
     families: Iterable[str] = DEFAULT_FAMILIES,
 ) -> dict[str, str]:
-    """Who the process `rank` is, in the words of the chosen `families`.
+    """The variables that identify process `rank`, for the chosen `families`.
 
-    These replace what the environment holds: two answers to "who am I" must not differ.
+    They replace those in the environment, so that no two of them disagree.
     """
     me = topology.members[rank]
-    made: dict[str, str] = {}
+    values: dict[str, str] = {}
     for family in families:
         if family == "torch":
-            made |= _torch(topology, me, run_id, restart_count, max_restarts)
+            values |= _torch(topology, me, run_id, restart_count, max_restarts)
         else:
-            made |= _FAMILIES[family](topology, me)
+            values |= _FAMILIES[family](topology, me)
     if "pmix" in families:
-        made["PMIX_NAMESPACE"] = run_id
-    return made
+        values["PMIX_NAMESPACE"] = run_id
+    return values
 
 
 def step_variables(topology: Topology, rank: int) -> dict[str, str]:
-    """What Slurm says to a task, for a process that an agent started inside of such a task.
+    """Slurm's variables of a task, for a process that an agent started inside such a task.
 
-    The agent is one task of its step; scripts that ask Slurm who they are must not hear of that.
+    The agent is one task of its step; scripts must not take its variables for their own.
     """
     me = topology.members[rank]
     counts = ",".join(str(host.processes) for host in topology.hosts)
@@ -85,15 +84,15 @@ def step_variables(topology: Topology, rank: int) -> dict[str, str]:
         ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS"), str(topology.world_size)
     )
     tasks = dict.fromkeys(("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"), counts)
-    own = {"SLURM_PROCID": rank, "SLURM_LOCALID": me.local_rank, "SLURM_NODEID": me.node}
-    return {**{name: str(value) for name, value in own.items()}, **size, **tasks}
+    ids = {"SLURM_PROCID": rank, "SLURM_LOCALID": me.local_rank, "SLURM_NODEID": me.node}
+    return {**{name: str(value) for name, value in ids.items()}, **size, **tasks}
 
 
-def defaults_for(topology: Topology, rank: int, given: Mapping[str, str]) -> dict[str, str]:
-    """What a process gets unless its environment says something else: `given` wins.
+def defaults_for(topology: Topology, rank: int, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Defaults that a process gets unless it has `inherited` them.
 
-    One thread per process when there are several on a host, as torchrun has it; the interface of
-    the job; output that is not held back, and stacks when the process dies of a signal.
+    One thread per process if there are several on a host, as with torchrun; the interface of the
+    job; unbuffered output, and stacks if the process dies of a signal.
     """
     host = topology.members[rank].host
     wanted = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
@@ -103,13 +102,13 @@ def defaults_for(topology: Topology, rank: int, given: Mapping[str, str]) -> dic
     if host.interface:
         names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
         wanted |= dict.fromkeys(names, host.interface)
-    return {name: value for name, value in wanted.items() if name not in given}
+    return {name: value for name, value in wanted.items() if name not in inherited}
 
 
 def _torch(
     topology: Topology, me: ScriptProcess, run_id: str, restart_count: int, max_restarts: int
 ) -> dict[str, str]:
-    """What torchrun sets. Rank 0 serves the store, which is why it is not the agent's."""
+    """The variables of torchrun. Rank 0 serves the store, not the agent."""
     first = topology.hosts[0]
     values = {
         "RANK": me.rank,
@@ -141,10 +140,10 @@ def _deepspeed(topology: Topology, me: ScriptProcess) -> dict[str, str]:
 
 
 def _tensorflow(topology: Topology, me: ScriptProcess) -> dict[str, str]:
-    """TF_CONFIG, the same text for all but for `task`. Nothing for a process that is alone.
+    """TF_CONFIG, equal for all but for `task`. Nothing for a single process.
 
-    A cluster of one worker makes `MirroredStrategy` look for devices of other machines, and there
-    is nothing that it would tell. The evaluator stands outside the cluster.
+    A cluster of one worker would make `MirroredStrategy` look for devices of other machines. The
+    evaluator is outside the cluster.
     """
     roles = dict(topology.roles) or {"worker": topology.world_size}
     if topology.world_size == 1 or not set(roles) <= set(TENSORFLOW_ROLES):
@@ -159,11 +158,11 @@ def _tensorflow(topology: Topology, me: ScriptProcess) -> dict[str, str]:
 
 
 def _jax(topology: Topology, me: ScriptProcess) -> dict[str, str]:
-    """The address of the coordinator, and who this is.
+    """The address of the coordinator, and the number of this process.
 
-    `initialize()` reads the address and the devices itself, but the numbers only from a launcher
-    that it knows: with a URI of Open MPI it takes them from OMPI_COMM_WORLD_…, and does not look
-    into that URI. Rank 0 listens at this address alone, not at all of its machine.
+    `initialize()` reads the address and the devices itself, but rank and size only from a launcher
+    that it knows: if a URI of Open MPI is set, it reads OMPI_COMM_WORLD_…, and ignores the URI's
+    value. Rank 0 listens at this address only.
     """
     first = topology.hosts[0]
     coordinator = f"{bracketed(first.address)}:{first.ports[0]}"
@@ -192,7 +191,7 @@ def _mpi(topology: Topology, me: ScriptProcess) -> dict[str, str]:
 
 
 def _dmlc(topology: Topology, me: ScriptProcess) -> dict[str, str]:
-    """The scheduler's address for all. Nothing without a scheduler: there would be nobody there."""
+    """The scheduler's address for all. Nothing without a scheduler."""
     if not {role for role, _ in topology.roles} >= set(DMLC_ROLES):
         return {}
     scheduler = next(member for member in topology.members if member.role == "scheduler")

@@ -1,8 +1,8 @@
-"""What `--warm` and `--shared-memory` ask of a command: a fork of a server, a hook in its Python.
+"""`--warm` and `--shared-memory`: start a script in a fork of a server, or with a hook.
 
 With `--warm` the fork server has imported the framework, so a script starts in milliseconds. With
-`--shared-memory` something is put between the script and the framework, with the script unchanged:
-in a fork before its first line, else once the script itself has imported the framework.
+`--shared-memory` a hook patches the framework, with the script unchanged: in a fork before its
+first line, else after the script has imported the framework.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ WITHOUT_HOOKS = "IES"  # options of Python with which it reads no PYTHONPATH, or
 
 
 def modules_for(request: CommandRequest) -> tuple[str, ...]:
-    """What the fork server imports before it starts the first rank."""
+    """The modules that the fork server imports before it starts the first rank."""
     hooks = (IN_SCRIPTS,) if request.shared_memory and request.warm else ()
     return WARM.get(request.warm, ()) + hooks
 
 
 def check_start(request: CommandRequest) -> None:
-    """Raise `RequestError` for a command that cannot be started as it was asked for.
+    """Raise `RequestError` for a command that cannot be started as requested.
 
-    In the fork of a warm server it must be a script of this very Python, because the server is one.
+    With `--warm` it must be a script for this Python, because the fork server runs it.
     """
     if not request.warm:
         _check_hooks(request)
@@ -68,26 +68,26 @@ def _check_hooks(request: CommandRequest) -> None:
         )
 
 
-def argument_of(request: CommandRequest, one: RankCommand, run_dir: Path) -> dict[str, Any]:
-    """What `warm_script` is told: the script, its words, and what is called before it."""
-    position = script_position(one.command)
+def argument_of(request: CommandRequest, planned: RankCommand, run_dir: Path) -> dict[str, Any]:
+    """The argument of `warm_script`: the script, its words, and the hooks to call before it."""
+    position = script_position(planned.command)
     before = {IN_PLACE_OF_GLOO: str(run_dir / OUTCOME)} if request.shared_memory else {}
-    if WATCHED_IN in one.environment:
-        before[WATCHER] = one.environment[WATCHED_IN]
+    if WATCHED_IN in planned.environment:
+        before[WATCHER] = planned.environment[WATCHED_IN]
     return {
-        "script": one.command[position],
-        "words": list(one.command[position + 1 :]),
-        "is_module": "-m" in one.command[1:position],
+        "script": planned.command[position],
+        "words": list(planned.command[position + 1 :]),
+        "is_module": "-m" in planned.command[1:position],
         "before": before,
     }
 
 
 def outcome_in(run_dir: Path) -> dict[str, str]:
-    """What became of `--shared-memory`, as rank 0 said it: asked, did, why. Told once."""
+    """The outcome of `--shared-memory` by rank 0: asked, did, why. Read and removed."""
     path = run_dir / OUTCOME
     try:
         outcome: dict[str, str] = json.loads(path.read_text())
-    except (OSError, ValueError):  # no process group was made, or it died at it
+    except (OSError, ValueError):  # no process group was made, or making it failed
         return {}
     path.unlink()
     return outcome

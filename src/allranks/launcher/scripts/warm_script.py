@@ -1,8 +1,8 @@
 """In the fork, with `--warm`: run a Python script as if this process had been started for it.
 
 The fork server has imported the framework already. The script finds `__main__`, `sys.argv`,
-`sys.path[0]` and `__file__` as under `python script.py`; its threads are waited for at the end, and
-what it registered with `atexit` is called.
+`sys.path[0]` and `__file__` as under `python script.py`. At its end its threads are joined, and
+its `atexit` functions are called.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from allranks.launcher.scripts.exec_command import NOT_FOUND, prepare
 
 
 def main(argument: dict[str, Any]) -> int:
-    """Run `argument["script"]`, or it as a module, with `argument["words"]`; its exit code."""
+    """Run `argument["script"]`, a file or a module, with `argument["words"]`; its exit code."""
     prepare(argument)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # as Python does when it starts
     _set_threads()
-    for target, told in argument["before"].items():
+    for target, value in argument["before"].items():
         module, _, name = target.partition(":")
-        getattr(importlib.import_module(module), name)(told)
+        getattr(importlib.import_module(module), name)(value)
     script, is_module = argument["script"], argument["is_module"]
     if not is_module and not os.path.exists(script):
         print(f"{sys.executable}: can't open file {script!r}", file=sys.stderr)
@@ -74,7 +74,7 @@ def _run_file(script: str) -> None:
 
 
 def _without_our_frames(error: BaseException) -> tuple[BaseException, types.TracebackType | None]:
-    """The exception as it would be in a process of its own: its traceback begins in the script."""
+    """The exception with a traceback that begins in the script, as under `python script.py`."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in _LAUNCHER_FILES:
         trace = trace.tb_next
@@ -85,7 +85,7 @@ _LAUNCHER_FILES = (__file__, "<frozen runpy>", runpy.__file__)
 
 
 def _set_threads() -> None:
-    """Torch has read OMP_NUM_THREADS when the fork server imported it; it is told once more."""
+    """Apply OMP_NUM_THREADS again: torch read it when the fork server imported torch."""
     torch, threads = sys.modules.get("torch"), os.environ.get("OMP_NUM_THREADS", "")
     if torch is not None and threads.isdigit() and int(threads):
         torch.set_num_threads(int(threads))

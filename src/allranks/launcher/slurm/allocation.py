@@ -133,14 +133,14 @@ def _expand_item(item: str, text: str) -> list[str]:
 
 def _expand_ranges(ranges: str, text: str) -> list[str]:
     """`01-03,07` -> 01, 02, 03, 07: leading zeros are part of the names."""
-    found: list[str] = []
+    hosts: list[str] = []
     for part in ranges.split(","):
         match = RANGE.fullmatch(part)
         first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
         if not 0 <= int(last) - int(first) < MOST_NODES:
             raise _unreadable("a list of nodes", text, "with ranges as [01-03,07]")
-        found += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
-    return found
+        hosts += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
+    return hosts
 
 
 def expand_counts(text: str) -> tuple[int, ...]:
@@ -246,9 +246,9 @@ def _check_task(allocation: Allocation) -> None:
 
 
 def _cpus_per_task(environment: Environment) -> int | None:
-    given = _number(environment, "SLURM_CPUS_PER_TASK")
-    if given is not None:
-        return given
+    cpus = _number(environment, "SLURM_CPUS_PER_TASK")
+    if cpus is not None:
+        return cpus
     tres = CPUS_OF_A_TASK.search(environment.get("SLURM_TRES_PER_TASK", ""))
     return int(tres[1]) if tres else None
 
@@ -258,11 +258,11 @@ def _gpus_per_node(environment: Environment) -> int | None:
     counted = _number(environment, "SLURM_GPUS_ON_NODE")
     if counted is not None:
         return counted
-    asked = environment.get("SLURM_GPUS_PER_NODE")
-    if asked:
-        parts = [GPU_COUNT.fullmatch(part) for part in asked.split(",")]
+    text = environment.get("SLURM_GPUS_PER_NODE")
+    if text:
+        parts = [GPU_COUNT.fullmatch(part) for part in text.split(",")]
         if None in parts:
-            raise _unreadable("SLURM_GPUS_PER_NODE", asked, "as 4, a100:4 or gpu:a100:2,gpu:v100:1")
+            raise _unreadable("SLURM_GPUS_PER_NODE", text, "as 4, a100:4 or gpu:a100:2,gpu:v100:1")
         return sum(int(part[1]) for part in parts if part)
     listed = environment.get("SLURM_STEP_GPUS") or environment.get("SLURM_JOB_GPUS")
     if listed and re.fullmatch(r"[0-9]+(,[0-9]+)*", listed):
@@ -281,9 +281,9 @@ def _number(environment: Environment, *names: str) -> int | None:
     return None
 
 
-def _unreadable(what: str, text: str, shape: str) -> RequestError:
+def _unreadable(name: str, text: str, shape: str) -> RequestError:
     return RequestError(
-        asked=f"{what}, from Slurm's variables",
+        asked=f"{name}, from Slurm's variables",
         found=repr(text),
         why=f"it is not {shape}" if shape.startswith("a ") else f"it is written {shape}",
         do="start the process with srun or sbatch, and change none of the SLURM_ variables",

@@ -62,7 +62,7 @@ def parse_site_facts(config: str, partitions: str, nodes: str, *, as_of: str) ->
     rows = [parse_fields(line) for line in nodes.splitlines() if line.startswith("NodeName=")]
     offers = {row["NodeName"]: _node(row) for row in rows}
     consumable = "MEMORY" in settings.get("SelectTypeParameters", "").upper()
-    found = [
+    counts = [
         _partition(parse_fields(line), offers, consumable)
         for line in partitions.splitlines()
         if line.startswith("PartitionName=")
@@ -77,7 +77,7 @@ def parse_site_facts(config: str, partitions: str, nodes: str, *, as_of: str) ->
     return Site(
         name=name,
         title=f"cluster {name}",
-        partitions={partition.name: partition for partition in found},
+        partitions={partition.name: partition for partition in counts},
         default_partition=usual[0] if usual else "",
         memory_flag="mem",
         sources={SCONTROL: NumberSource("scontrol show", as_of, f"Slurm {version}".strip())},
@@ -238,9 +238,9 @@ def call(*words: str, timeout_s: float = COMMAND_TIMEOUT_S) -> str:
     except OSError as error:
         raise PlaceError(f"`{words[0]}` cannot be started: {error}") from None
     if done.returncode != 0:
-        said = (done.stderr or done.stdout).decode(errors="replace").strip()
-        told = said or f"exit code {done.returncode}"
-        raise PlaceError(f"Slurm refused `{' '.join(words[:3])}`: {told}")
+        output = (done.stderr or done.stdout).decode(errors="replace").strip()
+        problem = output or f"exit code {done.returncode}"
+        raise PlaceError(f"Slurm refused `{' '.join(words[:3])}`: {problem}")
     return done.stdout.decode(errors="replace")
 
 
@@ -314,13 +314,13 @@ def follow(
     that is put back into the queue is followed on.
     """
     tail = _tail(output)
-    last, told = None, ""
+    last, reported = None, ""
     while True:
         state = state_of(job_id)
         last = state or last
         words = _in_words(job_id, state)
-        if words != told:
-            told = words
+        if words != reported:
+            reported = words
             tell(words)
         _drain(tail, write)
         if state is None or state.over:

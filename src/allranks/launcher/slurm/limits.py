@@ -15,14 +15,14 @@ LONGEST_SIGNAL_S = 65_535  # what sbatch takes
 SHORTEST_S = 60  # Slurm counts minutes, and none of them is for ever
 
 
-def check_request(site: Site, asked: SlurmOptions, request: SlurmRequest) -> None:
+def check_request(site: Site, options: SlurmOptions, request: SlurmRequest) -> None:
     """Raise `RequestError` for the first thing that this site cannot give."""
     partition = site.partition(request.partition)
     _check_account(site, request)
     _check_nodes(site, partition, request)
-    _check_gpus(site, partition, asked, request)
+    _check_gpus(site, partition, options, request)
     _check_cpus(site, partition, request)
-    _check_memory(site, partition, asked, request)
+    _check_memory(site, partition, options, request)
     _check_time(site, partition, request)
 
 
@@ -82,7 +82,7 @@ def _roomier(site: Site, partition: Partition, nodes: int) -> str:
 
 
 def _check_gpus(
-    site: Site, partition: Partition, asked: SlurmOptions, request: SlurmRequest
+    site: Site, partition: Partition, options: SlurmOptions, request: SlurmRequest
 ) -> None:
     gpus, there = request.gpus_per_node, partition.gpus
     if gpus and there is not None and gpus > there:
@@ -102,15 +102,15 @@ def _check_gpus(
             f"{_count(most, 'GPU')} for a job",
             f"--gpus-per-node {most // request.nodes}" if most >= request.nodes else "fewer nodes",
         )
-    needed = request.ranks_per_node * asked.devices_per_rank
-    if gpus and (gpus % needed if asked.any_devices else gpus != needed):
-        each = "" if asked.devices_per_rank == 1 else f", {asked.devices_per_rank} GPUs each"
+    needed = request.ranks_per_node * options.devices_per_rank
+    if gpus and (gpus % needed if options.any_devices else gpus != needed):
+        each = "" if options.devices_per_rank == 1 else f", {options.devices_per_rank} GPUs each"
         raise RequestError(
             asked=f"--ranks-per-node {request.ranks_per_node} --gpus-per-node {gpus}",
             found=f"{request.ranks_per_node} tasks on a node{each}, and {gpus} GPUs there "
             f"(a node of {partition.name} of {site.title} has {there})",
             why="every rank works on GPUs of its own: others would be idle, or shared",
-            do=f"--ranks-per-node {max(1, gpus // asked.devices_per_rank)}, "
+            do=f"--ranks-per-node {max(1, gpus // options.devices_per_rank)}, "
             f"or --gpus-per-node {needed}",
         )
 
@@ -141,11 +141,11 @@ def _check_cpus(site: Site, partition: Partition, request: SlurmRequest) -> None
 
 
 def _check_memory(
-    site: Site, partition: Partition, asked: SlurmOptions, request: SlurmRequest
+    site: Site, partition: Partition, options: SlurmOptions, request: SlurmRequest
 ) -> None:
     flag, family = request.memory_flag, site.memory_flag_of(partition)
     option = f"--{flag} {request.memory_mb}"
-    if asked.memory() and flag != family:
+    if options.memory() and flag != family:
         use = "memory comes with the CPUs and GPUs" if family == "none" else f"--{family}"
         raise RequestError(
             asked=option,
@@ -175,29 +175,27 @@ def _check_memory(
 
 
 def _check_time(site: Site, partition: Partition, request: SlurmRequest) -> None:
-    asked, limit = request.time_s, partition.time_limit_s
-    if asked is not None and asked < SHORTEST_S:
+    time_s, limit = request.time_s, partition.time_limit_s
+    if time_s is not None and time_s < SHORTEST_S:
         raise RequestError(
-            asked=f"--time {asked} s",
+            asked=f"--time {time_s} s",
             found="Slurm, which counts minutes",
             why="less than one would be none, and none is no limit at all",
             do="--time 1, or longer: a plain number is minutes, as for sbatch",
         )
-    if asked is not None and limit is not None and asked > limit:
-        longer = [
-            p.name for p in site.partitions.values() if p.time_limit_s and p.time_limit_s >= asked
-        ]
+    if time_s is not None and limit is not None and time_s > limit:
+        partitions = site.partitions.values()
+        longer = [p.name for p in partitions if p.time_limit_s and p.time_limit_s >= time_s]
         instead = f"--time {slurm_time(limit)}"
         if longer:
             instead += f", or --partition {longer[0]}"
-        raise _too_much(
-            site, partition, f"--time {slurm_time(asked)}", f"at most {slurm_time(limit)}", instead
-        )
-    if request.signal_s > LONGEST_SIGNAL_S or (asked and request.signal_s >= asked):
-        most = min(LONGEST_SIGNAL_S, (asked or LONGEST_SIGNAL_S) // 2)
+        words, most_time = f"--time {slurm_time(time_s)}", f"at most {slurm_time(limit)}"
+        raise _too_much(site, partition, words, most_time, instead)
+    if request.signal_s > LONGEST_SIGNAL_S or (time_s and request.signal_s >= time_s):
+        most = min(LONGEST_SIGNAL_S, (time_s or LONGEST_SIGNAL_S) // 2)
         raise RequestError(
             asked=f"--signal {request.signal_s}",
-            found=f"a job of {slurm_time(asked)}" if asked else f"{LONGEST_SIGNAL_S} at most",
+            found=f"a job of {slurm_time(time_s)}" if time_s else f"{LONGEST_SIGNAL_S} at most",
             why="the job is told so many seconds before its time is over",
             do=f"--signal {most}",
         )
@@ -205,13 +203,13 @@ def _check_time(site: Site, partition: Partition, request: SlurmRequest) -> None
 
 def slurm_time(seconds: int) -> str:
     """As sbatch takes it: `1-12:00:00`, `00:15:00`."""
-    days, rest = divmod(seconds, 86_400)
-    clock = f"{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}"
+    days, in_day = divmod(seconds, 86_400)
+    clock = f"{in_day // 3600:02}:{in_day // 60 % 60:02}:{in_day % 60:02}"
     return f"{days}-{clock}" if days else clock
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _too_much(site: Site, partition: Partition, asked: str, there: str, do: str) -> RequestError:

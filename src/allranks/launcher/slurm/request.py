@@ -53,8 +53,8 @@ class SlurmOptions:
 
     def memory(self) -> dict[str, int]:
         """The flags of memory that were given, with their values."""
-        given = {"mem": self.mem, "mem-per-cpu": self.mem_per_cpu, "mem-per-gpu": self.mem_per_gpu}
-        return {flag: value for flag, value in given.items() if value is not None}
+        flags = {"mem": self.mem, "mem-per-cpu": self.mem_per_cpu, "mem-per-gpu": self.mem_per_gpu}
+        return {flag: value for flag, value in flags.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -118,46 +118,46 @@ def parse_memory_mb(text: str) -> int | None:
 
 
 def make_request(
-    site: Site, asked: SlurmOptions, *, command: tuple[str, ...], folder: str, run_dir: str
+    site: Site, options: SlurmOptions, *, command: tuple[str, ...], folder: str, run_dir: str
 ) -> SlurmRequest:
     """The request that follows; raises `RequestError` where its parts cannot be counted at all.
 
     `folder` is where the job starts, `run_dir` the run folder that its command names; the job's
     output is written beside that.
     """
-    partition = site.partition(asked.partition)
-    gpus = _gpus(asked, partition)
-    ranks = asked.ranks_per_node
+    partition = site.partition(options.partition)
+    gpus = _gpus(options, partition)
+    ranks = options.ranks_per_node
     if ranks is None:
-        ranks = max(1, gpus // asked.devices_per_rank)
-    cpus = asked.cpus_per_task
+        ranks = max(1, gpus // options.devices_per_rank)
+    cpus = options.cpus_per_task
     if cpus is None:
         cpus = cpus_share(partition, gpus, ranks)
-    flag, memory = _memory(site, partition, asked, gpus, ranks * cpus)
+    flag, memory = _memory(site, partition, options, gpus, ranks * cpus)
     return SlurmRequest(
-        name=asked.name,
+        name=options.name,
         site=site.title,
         partition=partition.name,
-        nodes=asked.nodes,
+        nodes=options.nodes,
         ranks_per_node=ranks,
         cpus_per_task=cpus,
         gpus_per_node=gpus,
         gpu_line=partition.gpu_request.format(count=gpus) if gpus else "",
         memory_flag=flag,
         memory_mb=memory,
-        account=asked.account,
-        time_s=asked.time_s,
-        signal_s=_signal_s(asked),
-        requeue=asked.requeue,
-        survives_nodes=asked.survives_nodes,
-        options=(*partition.options, *asked.options),
+        account=options.account,
+        time_s=options.time_s,
+        signal_s=_signal_s(options),
+        requeue=options.requeue,
+        survives_nodes=options.survives_nodes,
+        options=(*partition.options, *options.options),
         folder=folder,
         output=f"{run_dir}.slurm-%j.out",
-        setup=(*site.setup, *asked.setup),
-        modules=asked.modules,
+        setup=(*site.setup, *options.setup),
+        modules=options.modules,
         environment=site.environment,
-        venv=asked.venv,
-        container=_container(site, asked),
+        venv=options.venv,
+        container=_container(site, options),
         command=command,
         run_dir=run_dir,
     )
@@ -189,35 +189,35 @@ def memory_share_mb(partition: Partition, gpus: int, cpus: int) -> int | None:
     return whole * min(cpus, partition.cpus) // partition.cpus
 
 
-def _gpus(asked: SlurmOptions, partition: Partition) -> int:
+def _gpus(options: SlurmOptions, partition: Partition) -> int:
     """GPUs of each node: as asked, one for each rank where there are some, all of them, or none."""
-    if asked.gpus_per_node is not None:
-        return asked.gpus_per_node
+    if options.gpus_per_node is not None:
+        return options.gpus_per_node
     if not partition.gpus:
         return 0
-    if asked.ranks_per_node is not None:
-        return asked.ranks_per_node * asked.devices_per_rank
+    if options.ranks_per_node is not None:
+        return options.ranks_per_node * options.devices_per_rank
     return min(partition.gpus, partition.max_gpus or partition.gpus)
 
 
 def _memory(
-    site: Site, partition: Partition, asked: SlurmOptions, gpus: int, cpus: int
+    site: Site, partition: Partition, options: SlurmOptions, gpus: int, cpus: int
 ) -> tuple[str, int]:
     """Which flag of memory, and how many MB: as asked, or the share in the site's own way."""
-    given = asked.memory()
-    if len(given) > 1:
-        flags = " ".join(f"--{flag} {value}" for flag, value in given.items())
+    named = options.memory()
+    if len(named) > 1:
+        flags = " ".join(f"--{flag} {value}" for flag, value in named.items())
         keep = site.memory_flag_of(partition)
-        keep = keep if keep in given else next(iter(given))
+        keep = keep if keep in named else next(iter(named))
         raise RequestError(
             asked=flags,
-            found=f"{len(given)} ways to ask for one memory; {site.title} uses "
+            found=f"{len(named)} ways to ask for one memory; {site.title} uses "
             f"{_flag_in_words(site.memory_flag_of(partition))}",
             why="Slurm takes one of --mem, --mem-per-cpu and --mem-per-gpu, and refuses the others",
-            do=f"keep one of them: --{keep} {given[keep]}",
+            do=f"keep one of them: --{keep} {named[keep]}",
         )
-    if given:
-        return next(iter(given.items()))
+    if named:
+        return next(iter(named.items()))
     flag, share = site.memory_flag_of(partition), memory_share_mb(partition, gpus, cpus)
     parts = {"mem": 1, "mem-per-cpu": cpus, "mem-per-gpu": gpus}
     if share is None or not parts.get(flag):
@@ -229,16 +229,16 @@ def _flag_in_words(flag: str) -> str:
     return "none of them" if flag == "none" else f"--{flag}"
 
 
-def _signal_s(asked: SlurmOptions) -> int:
-    if asked.signal_s is not None:
-        return asked.signal_s
-    return SIGNAL_S if asked.time_s is None else min(SIGNAL_S, asked.time_s // SIGNAL_SHARE)
+def _signal_s(options: SlurmOptions) -> int:
+    if options.signal_s is not None:
+        return options.signal_s
+    return SIGNAL_S if options.time_s is None else min(SIGNAL_S, options.time_s // SIGNAL_SHARE)
 
 
-def _container(site: Site, asked: SlurmOptions) -> tuple[str, ...]:
-    if not asked.container:
+def _container(site: Site, options: SlurmOptions) -> tuple[str, ...]:
+    if not options.container:
         return ()
-    return tuple(word.replace("{image}", asked.container) for word in site.container)
+    return tuple(word.replace("{image}", options.container) for word in site.container)
 
 
 # --- sbatch options ------------------------------------------------------------------------------
@@ -373,10 +373,10 @@ def full_name(name: str, options: Mapping[str, str] = DECIDED) -> str:
     A name that no option begins with is left as it is: plugins of a site bring options of their
     own, and sbatch refuses what it does not know.
     """
-    given = name.removeprefix("--")
+    bare = name.removeprefix("--")
     known = options.keys() | OTHERS
-    means = sorted(option for option in known if option.startswith(given))
-    if given in known or not means:
+    means = sorted(option for option in known if option.startswith(bare))
+    if bare in known or not means:
         return name
     if len(means) > 1:
         raise RequestError(

@@ -108,14 +108,14 @@ def _ending_directives(request: SlurmRequest) -> list[str]:
 
 
 def _option(option: str) -> str:
-    given, equals, value = option.partition("=")
-    name = full_name(given) if OPTION.fullmatch(option) else given
+    written, equals, value = option.partition("=")
+    name = full_name(written) if OPTION.fullmatch(option) else written
     decided = DECIDED.get(name.removeprefix("--"))
     if decided or name == "--array":
         found = f"{name}, which the script decides itself" if decided else name
         raise RequestError(
             asked=f"--sbatch={option}",
-            found=found if name == given else f"{found} ({given} is short for it)",
+            found=found if name == written else f"{found} ({written} is short for it)",
             why="what is checked and what is sent must be the same, and one job has one run folder",
             do=f"the option of `allranks submit` for it: {decided}" if decided else "leave it out",
         )
@@ -219,10 +219,10 @@ def _check_texts(request: SlurmRequest) -> None:
         "a word of the command": request.command,
         "the name of the site": (request.site,),
     }
-    for what, values in texts.items():
+    for field, values in texts.items():
         for value in values:
             if not value.isprintable():
-                raise _refused(f"{what} {value!r}", "a character that is not printed", "one line")
+                raise _refused(f"{field} {value!r}", "a character that is not printed", "one line")
     for line in request.setup:
         if SCHEDULER_DIRECTIVE.match(line.lstrip()):
             raise _refused(f"--setup {line!r}", "an option of sbatch", "shell")

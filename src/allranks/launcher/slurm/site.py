@@ -226,8 +226,9 @@ def parse_site(text: str, file: str) -> Site:
     site: Site = build(Site, {**data, "file": file}, file)
     default = site.default_partition
     if not site.partitions or (default and default not in site.partitions):
-        found = f"default_partition = {default!r}" if site.partitions else "no [partitions.NAME]"
-        raise unreadable(file, found, "a site has partitions, and its usual one is one of them")
+        has_some, why = site.partitions, "a site has partitions, and its usual one is one of them"
+        row = f"default_partition = {default!r}" if has_some else "no [partitions.NAME]"
+        raise unreadable(file, row, why)
     if site.memory_flag not in MEMORY_FLAGS:
         raise unreadable(file, f"memory_flag = {site.memory_flag!r}", f"it is {_flags()}")
     if not default and len(site.partitions) == 1:

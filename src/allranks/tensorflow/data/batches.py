@@ -94,10 +94,10 @@ def collated(samples: Sequence[Any]) -> Any:
 
 @dataclass
 class Batches:
-    """The batches of a job for the replicas `own` of `replicas`.
+    """The batches of a job for the `local_replicas` of all `replicas`.
 
-    `place` makes of an array what the step takes; `threads` read samples by number. With `cut_for`
-    one replica cuts its batches as so many would.
+    `place` converts an array into an input of the step; `threads` read samples by number. With
+    `cut_for` one replica cuts its batches as that many would.
     """
 
     source: Arrays | Samples | WholeDataset
@@ -105,7 +105,7 @@ class Batches:
     shards: int
     last_batch: str
     seed: int
-    own: range
+    local_replicas: range
     replicas: int
     micro_batch: int | None = None
     cut_for: int = 0
@@ -116,7 +116,7 @@ class Batches:
     def __post_init__(self) -> None:
         self._open: list[Generator[ReplicaBatch]] = []
         self._cuts: dict[tuple[int, ...], InputSplit] = {}
-        runs = [owned_shards(self.shards, self.replicas, replica) for replica in self.own]
+        runs = [owned_shards(self.shards, self.replicas, n) for n in self.local_replicas]
         self._mine = range(runs[0].start, runs[-1].stop)
         if self.steps_per_epoch == 0:
             raise RequestError(
@@ -128,7 +128,7 @@ class Batches:
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Optimizer steps of an epoch; `None` while nobody can know."""
+        """Optimizer steps of an epoch; `None` while that is unknown."""
         if isinstance(self.source, WholeDataset):
             return self.source.steps_per_epoch
         return self._order(self.source).steps_per_epoch
@@ -146,7 +146,7 @@ class Batches:
         return batches
 
     def close(self) -> None:
-        """End what is being read, with the threads that read it."""
+        """Close all open iterators, with the threads that read for them."""
         for batches in self._open:
             batches.close()
         self._open.clear()
@@ -178,23 +178,23 @@ class Batches:
             step, index = step + 1, index + 1
 
     def _span(self, sizes: tuple[int, ...]) -> tuple[int, int]:
-        """Where the samples of this process begin and end in a batch: its shards lie together."""
+        """The range of this process's samples in a batch: its shards are contiguous."""
         start = sum(sizes[: self._mine.start])
         return start, start + sum(sizes[self._mine.start : self._mine.stop])
 
     def cut(self, sizes: tuple[int, ...]) -> InputSplit:
-        """Who has which pieces of a batch whose shards are of these sizes."""
+        """How a batch with shards of these sizes is divided among the replicas."""
         if sizes not in self._cuts:
             everywhere = [self._micros(sizes, replica) for replica in range(self.replicas)]
             most = max(map(len, everywhere))
             padded = [micros + ((),) * (most - len(micros)) for micros in everywhere]
             spare = not all(any(micros) for micros in everywhere)
-            pieces = tuple(padded[replica] for replica in self.own)
+            pieces = tuple(padded[replica] for replica in self.local_replicas)
             self._cuts[sizes] = InputSplit(pieces, spare)
         return self._cuts[sizes]
 
     def _micros(self, sizes: tuple[int, ...], replica: int) -> tuple[Micro, ...]:
-        """What goes through a replica at once; one cuts as the `cut_for` replicas would."""
+        """The micro-batches of a replica; with `cut_for`, those of that many replicas."""
         spans = [owned_shards(self.shards, self.replicas, replica)]
         if self.cut_for:
             spans = [owned_shards(self.shards, self.cut_for, n) for n in range(self.cut_for)]
@@ -218,7 +218,7 @@ class Batches:
     def _sampled(
         self, source: Samples, plans: Iterator[ReplicaBatch]
     ) -> Generator[list[list[Any]]]:
-        """Each sample, read and transformed by a thread; a batch's plan is its last key."""
+        """Read and transform each sample in a thread; a batch's plan is its last key."""
 
         def read(key: Any) -> Any:
             return key if isinstance(key, ReplicaBatch) else source.samples[key[1]]
@@ -269,14 +269,14 @@ class Batches:
             epoch, step = epoch + 1, 0
 
 
-def split(own: Any, cut: InputSplit, place: Callable[[Any], Any]) -> list[list[Any]]:
-    """The rows of a process, cut for each replica and micro-batch, and brought to their place."""
+def split(rows: Any, cut: InputSplit, place: Callable[[Any], Any]) -> list[list[Any]]:
+    """Cut the rows of a process for each replica and micro-batch, and `place` each part."""
     at, parts = 0, list[list[Any]]()
     for micros in cut.pieces:
         parts.append([])
         for micro in micros:
             size = sum(piece.samples for piece in micro)
-            parts[-1].append(mapped(place, _rows_of(own, at, at + size)))
+            parts[-1].append(mapped(place, _rows_of(rows, at, at + size)))
             at += size
     return parts
 
@@ -286,7 +286,7 @@ def _rows_of(batch: Any, start: int, stop: int) -> Any:
 
 
 def augmenting(augment: Callable[[Any, Any], Any], seed: int) -> Callable[[int, int, Any], Any]:
-    """What a task's `augment` makes of a sample, its randomness keyed by (seed, epoch, sample)."""
+    """Apply a task's `augment` to a sample, with randomness keyed by (seed, epoch, sample)."""
 
     def change(epoch: int, number: int, sample: Any) -> Any:
         key = random_key(seed, epoch, number)

@@ -50,19 +50,19 @@ def _refused(value: Any, found: str, why: str) -> RequestError:
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     """The same structure with `function` of every array in it."""
-    found = _structure_of(value)
-    if found is None:
+    structure = _structure_of(value)
+    if structure is None:
         return function(value)
-    return found.build([mapped(function, item) for item in found.items])
+    return structure.build([mapped(function, item) for item in structure.items])
 
 
 def arrays_in(value: Any) -> Iterator[Any]:
     """Every array of a batch, in order."""
-    found = _structure_of(value)
-    if found is None:
+    structure = _structure_of(value)
+    if structure is None:
         yield value
     else:
-        for item in found.items:
+        for item in structure.items:
             yield from arrays_in(item)
 
 
@@ -71,5 +71,5 @@ def joined(function: Callable[[list[Any]], Any], values: list[Any]) -> Any:
     first = _structure_of(values[0])
     if first is None:
         return function(values)
-    items = [found.items for value in values if (found := _structure_of(value)) is not None]
+    items = [structure.items for value in values if (structure := _structure_of(value)) is not None]
     return first.build([joined(function, list(column)) for column in zip(*items, strict=True)])

@@ -30,15 +30,15 @@ def open_data(task: Task, name: str, model: Any, seed: int) -> Source | None:
     if data is None and name == "eval_data":
         return None
     if name == "eval_data" and "" not in sets_of(data):
-        found = f"several sets: {', '.join(data)}"
+        problem = f"several sets: {', '.join(data)}"
         raise _unusable(
-            name, found, "this engine evaluates on one", "--engine torch, or return one"
+            name, problem, "this engine evaluates on one", "--engine torch, or return one"
         )
     augments = name == "train_data" and task.overrides("augment")
     if isinstance(data, tf.data.Dataset):
         if augments:
-            found = "a tf.data.Dataset, and augment() of the task"
-            raise _unusable(name, found, "it changes its samples itself", "use its map()")
+            problem = "a tf.data.Dataset, and augment() of the task"
+            raise _unusable(name, problem, "it changes its samples itself", "use its map()")
         last = task.last_batch if name == "train_data" else "keep"
         return WholeDataset(
             method, task.batch_size, seed, last, task.inputs, _input_ndim(model), name
@@ -74,8 +74,9 @@ def _by_number(data: Any, name: str) -> Arrays | Samples:
         arrays = mapped(np.asarray, data)
         lengths = {len(array) if array.ndim else 0 for array in arrays_in(arrays)}
         if len(lengths) != 1:
-            found = f"lengths {sorted(lengths)}"
-            raise _unusable(name, found, "axis 0 is the samples of each", "cut them to one length")
+            problem = f"lengths {sorted(lengths)}"
+            why = "axis 0 is the samples of each"
+            raise _unusable(name, problem, why, "cut them to one length")
         return Arrays(arrays)
     if isinstance(data, list) and data and all(_is_long(item) for item in data):
         raise _unusable(

@@ -77,12 +77,12 @@ class Evaluator:
         """Evaluate the first samples, on the first replica of each rank: every name, no message."""
         read = next(self._chunks(source))
         pairs = np.array(self._pairs([(read, True)]))[0]
-        found = {
+        means = {
             name: float(total / count)
             for name, (total, count) in zip(self._names, pairs, strict=True)
             if count
         }
-        return {**dict.fromkeys(self._names, math.nan), **self.task.finalize(found)}
+        return {**dict.fromkeys(self._names, math.nan), **self.task.finalize(means)}
 
     def _chunks(self, source: Source) -> Iterator[Chunk]:
         """What reads each chunk; of a `tf.data.Dataset` every rank reads all."""
@@ -98,7 +98,7 @@ class Evaluator:
         group: list[tuple[Chunk, bool]] = []
         for number, chunk in enumerate(self._chunks(source)):
             replica = number % self.strategy.replicas
-            group.append((chunk, replica in self.strategy.own))
+            group.append((chunk, replica in self.strategy.local_replicas))
             if replica == self.strategy.replicas - 1:
                 yield group
                 group = []
@@ -107,19 +107,19 @@ class Evaluator:
 
     def _pairs(self, group: list[tuple[Chunk, bool]]) -> list[list[list[float]]]:
         """For each chunk (sum, count) of every metric; zeros for those of other processes."""
-        own = [read() for read, is_own in group if is_own]
-        found = iter(self._computed(own))
+        chunks = [read() for read, is_own in group if is_own]
+        tables = iter(self._computed(chunks))
         if (
             not self._names
         ):  # nothing of the group was its own: the names must be known all the same
             self._computed([group[0][0]()])
         nothing = [[0.0, 0.0]] * len(self._names)
-        return [next(found) if is_own else nothing for _, is_own in group]
+        return [next(tables) if is_own else nothing for _, is_own in group]
 
     def _computed(self, chunks: list[Any]) -> list[list[list[float]]]:
         if not chunks:
             return []
-        spare = len(self.strategy.own) - len(chunks)
+        spare = len(self.strategy.local_replicas) - len(chunks)
         empty = mapped(lambda array: array[:0], chunks[0])
         parts = [mapped(tf.convert_to_tensor, part) for part in (*chunks, *[empty] * spare)]
         with translated():
@@ -196,7 +196,7 @@ class KerasTaskData:
                 self.task.shards,
                 self.task.last_batch,
                 self.job.seed,
-                self.strategy.own,
+                self.strategy.local_replicas,
                 self.strategy.replicas,
                 micro_batch=self.job.micro_batch,
                 cut_for=self.job.cut_for,

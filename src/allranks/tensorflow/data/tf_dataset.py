@@ -49,28 +49,28 @@ class WholeDataset:
     def open(self, epoch: int, skip: int = 0) -> Iterator[tuple[Any, int]]:
         """The batches of one epoch as arrays, with their samples, from number `skip` on."""
         self.steps_per_epoch = self._known
-        number, held, short = 0, None, 0
+        number, pending, short = 0, None, 0
         for batch in self._batched(self._opened(epoch)).prefetch(tf.data.AUTOTUNE):
             if short:
-                found = f"a batch of {short} samples in the midst of an epoch"
+                problem = f"a batch of {short} samples in the midst of an epoch"
                 why = f"every batch but the last is a global batch: batch_size = {self._size}"
                 raise self._refused(
-                    found, why, f"--set batch_size={short}, or .batch({self._size})"
+                    problem, why, f"--set batch_size={short}, or .batch({self._size})"
                 )
             arrays = mapped(np.asarray, batch)
             rows = self._rows(arrays)
             short = rows if rows < self._size else 0
             if short and self._last == "drop":
                 continue
-            if held is not None:
-                yield held
-            held = (arrays, rows) if number >= skip else None
+            if pending is not None:
+                yield pending
+            pending = (arrays, rows) if number >= skip else None
             number += 1
         if number == 0:
             raise self._refused("no batch in it", "there is nothing to learn from", "give it some")
         self.steps_per_epoch = number  # before the last is handed out: whoever takes it may ask
-        if held is not None:
-            yield held
+        if pending is not None:
+            yield pending
 
     def fingerprint(self) -> str:
         """What all ranks must have in common: the first batch of the first epoch."""
@@ -83,36 +83,36 @@ class WholeDataset:
 
     def _opened(self, epoch: int) -> Any:
         tf.random.set_seed(random_key(self._seed, epoch) % 2**31)
-        made = self._make()
+        dataset = self._make()
         options = tf.data.Options()
         options.deterministic = True
-        return made.with_options(options)
+        return dataset.with_options(options)
 
-    def _batched(self, made: Any) -> Any:
-        spec = next(arrays_in(made.map(self._input_of).element_spec))
+    def _batched(self, dataset: Any) -> Any:
+        spec = next(arrays_in(dataset.map(self._input_of).element_spec))
         is_batched = spec.shape.rank == self._ndim
         if not is_batched and self._ndim is not None and spec.shape.rank != self._ndim - 1:
-            found = f"inputs of {spec.shape.rank} axes, where the model takes {self._ndim}"
+            problem = f"inputs of {spec.shape.rank} axes, where the model takes {self._ndim}"
             why = "neither samples nor batches of them fit the model"
-            raise self._refused(found, why, "let its elements be samples, or .batch() them")
+            raise self._refused(problem, why, "let its elements be samples, or .batch() them")
         if self._ndim is None:
-            is_batched = self._seems_batched(made)
-        return made if is_batched else made.batch(self._size)
+            is_batched = self._seems_batched(dataset)
+        return dataset if is_batched else dataset.batch(self._size)
 
     def _input_of(self, *element: Any) -> Any:
         return self._first_input(element if len(element) > 1 else element[0])
 
-    def _seems_batched(self, made: Any) -> bool:
+    def _seems_batched(self, dataset: Any) -> bool:
         """Whether all tensors of an element begin with one length, as those of a batch do."""
-        shapes = [spec.shape for spec in arrays_in(made.element_spec)]
+        shapes = [spec.shape for spec in arrays_in(dataset.element_spec)]
         return all(s.rank for s in shapes) and {s[0] for s in shapes} <= {None, self._size}
 
     def _rows(self, arrays: Any) -> int:
         rows = {len(array) for array in arrays_in(arrays)}
         if len(rows) != 1:
-            found = f"arrays of {sorted(rows)} rows in one batch"
+            problem = f"arrays of {sorted(rows)} rows in one batch"
             raise self._refused(
-                found, "axis 0 of each is the samples", "batch samples that are alike"
+                problem, "axis 0 of each is the samples", "batch samples that are alike"
             )
         (samples,) = rows
         if samples > self._size:
@@ -125,5 +125,5 @@ class WholeDataset:
         return samples
 
     def _refused(self, found: str, why: str, do: str) -> RequestError:
-        asked = f"{self._name}() of the task: a tf.data.Dataset"
-        return RequestError(asked=asked, found=found, why=why, do=do)
+        subject = f"{self._name}() of the task: a tf.data.Dataset"
+        return RequestError(asked=subject, found=found, why=why, do=do)

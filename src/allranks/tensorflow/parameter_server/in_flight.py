@@ -1,9 +1,9 @@
-"""Batches that are handed out ahead of the one whose result is waited for; how many is bounded.
+"""Batches scheduled ahead of the one whose result is awaited; their number is bounded.
 
-    upcoming --> hand out --> under way (at most `most`) --> the oldest is yielded, and waited for
+    upcoming --> schedule --> in flight (at most `most`) --> the oldest is yielded, and awaited
 
-Results are taken in the order of the job, whatever order the work is done in. Where something is to
-be done between two batches with nothing under way, the second one is held back until then.
+Results come in the order of the job, whatever the order of the work. If something must happen
+between two batches with nothing in flight, the second one is held back until then.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Result = TypeVar("Result")
 
 @dataclass
 class Ahead(Generic[T, Result]):
-    """What is under way, oldest first.
+    """The items in flight, oldest first.
 
-    `schedule(item)` begins the work on one. `holds_back(last, item)` says whether `item` has to
-    wait until nothing is under way, where `last` was handed out last; it is asked again and again.
+    `schedule(item)` starts the work on one. `holds_back(last, item)` says whether `item` must wait
+    until nothing is in flight, if `last` was scheduled last; it is called repeatedly.
     """
 
     most: int
@@ -31,27 +31,27 @@ class Ahead(Generic[T, Result]):
     _under_way: deque[tuple[T, Result]] = field(default_factory=deque)
 
     def __len__(self) -> int:
-        """How many are under way."""
+        """The number of items in flight."""
         return len(self._under_way)
 
-    def take(self) -> tuple[T, Result]:
-        """The oldest, which is not under way for us any more: its result is waited for now."""
+    def pop_oldest(self) -> tuple[T, Result]:
+        """Remove and return the oldest item in flight, with its result."""
         return self._under_way.popleft()
 
     def through(self, upcoming: Iterator[T], is_over: Callable[[], bool]) -> Iterator[T]:
-        """Each item in order, once it and the next ones are handed out; `take` it before the next.
+        """Each item in order, once it and those ahead are scheduled; call `pop_oldest` for each.
 
-        When `is_over`, nothing more is handed out.
+        When `is_over`, nothing more is scheduled.
         """
-        held: list[T] = []
+        waiting: list[T] = []
         while True:
             while len(self._under_way) < self.most and not is_over():
-                held = held or [item for item in (next(upcoming, None),) if item is not None]
-                if not held or (
-                    self._under_way and self.holds_back(self._under_way[-1][0], held[0])
+                waiting = waiting or [item for item in (next(upcoming, None),) if item is not None]
+                if not waiting or (
+                    self._under_way and self.holds_back(self._under_way[-1][0], waiting[0])
                 ):
                     break
-                item = held.pop()
+                item = waiting.pop()
                 self._under_way.append((item, self.schedule(item)))
             if not self._under_way:
                 return

@@ -63,8 +63,8 @@ def serve(job: Job, world: World, events: JsonLines) -> NoReturn:
         take_devices(job, 1, world.role_index, job.ranks)
     else:
         tf.config.set_visible_devices([], "GPU")
-    held = meet(world)
-    cluster = cluster_of(job.strategy_spec.process_set, held.addresses)
+    ports = meet(world)
+    cluster = cluster_of(job.strategy_spec.process_set, ports.addresses)
     name = TENSORFLOW_JOB_NAMES[world.role]
     _ = tf.distribute.Server(
         tf.train.ClusterSpec(cluster),
@@ -73,7 +73,7 @@ def serve(job: Job, world: World, events: JsonLines) -> NoReturn:
         protocol="grpc",
         config=_threads(job, world),
     )
-    held.close()
+    ports.close()
     events.event("ready", host=socket.gethostname(), role=world.role, index=world.role_index)
     _beat(heartbeat, Faults.of(job.inject, world.rank, world.restarts))
 
@@ -119,8 +119,8 @@ def evaluate_checkpoints(task: Task, job: Job, world: World, events: JsonLines) 
     data = KerasTaskData(task, job, alone, built.model)
     events.event("ready", host=socket.gethostname(), role=world.role, index=world.role_index)
     evaluated = 0
-    found = checkpoints_to_evaluate(Path(job.run_dir), world, heartbeat, _weights, events)
-    for (step, digest), weights in found:
+    checkpoints = checkpoints_to_evaluate(Path(job.run_dir), world, heartbeat, _weights, events)
+    for (step, digest), weights in checkpoints:
         set_weights(built.model, weights)
         metrics = data.evaluate(partial(heartbeat.enter, "evaluate"))
         events.event("evaluated", step=step, digest=digest, metrics=metrics, best=False)

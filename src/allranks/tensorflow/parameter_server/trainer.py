@@ -61,7 +61,7 @@ TIMES = 16  # a step is tried again; where no server is left the supervisor ends
 
 @dataclass(eq=False)
 class RemoteStep:
-    """A step that a worker has, or will have soon, and how often it was handed out."""
+    """A step that is scheduled on a worker, and how often it was scheduled."""
 
     graph: Any
     arguments: tuple[Any, ...]
@@ -73,42 +73,42 @@ class RemoteSteps(Graphs):
     """The graphs of steps that the workers of `coordinator` run."""
 
     coordinator: Any
-    _held: Any = None
+    _datasets: Any = None
     _fetching: ThreadPoolExecutor
 
     @property
     def holds(self) -> bool:
-        """Whether the workers hold the data."""
-        return self._held is not None
+        """Whether the workers have the data."""
+        return self._datasets is not None
 
     def serve(self, coordinator: Any, trained: list[Any]) -> None:
-        """Once, before the first step: who runs them, and the variables that are trained."""
+        """Set the coordinator that runs steps, and the trained variables; once, before step 0."""
         self.coordinator, self.variables = coordinator, trained
         self._fetching = ThreadPoolExecutor(1, "allranks-results")
 
     def hold(self, arrays: Any) -> None:
-        """Give every worker a copy of these arrays; from now on data are the numbers of samples."""
+        """Give every worker a copy of these arrays; from now on data are indices of samples."""
         tensors = mapped(tf.convert_to_tensor, arrays)
         self._specs = mapped(tf.TensorSpec.from_tensor, tensors)
 
         def data() -> Any:
             return tf.data.Dataset.from_tensors(tensors).repeat()
 
-        self._held = iter(self.coordinator.create_per_worker_dataset(data))
+        self._datasets = iter(self.coordinator.create_per_worker_dataset(data))
 
     def schedule(self, data: Any, cut: InputSplit, says: StepInputs) -> RemoteStep:
-        """A worker will run this step; rows are fetched in the order of the calls."""
+        """Schedule a step on a worker; rows are fetched in the order of the calls."""
         arguments = data, pack([says])
         known = cut, 1
         if known not in self._made:
             self._made[known] = self._graph(cut, arguments)
-        held = () if self._held is None else (self._held,)
-        handed = RemoteStep(self._made[known], (*held, *arguments))
+        held_data = () if self._datasets is None else (self._datasets,)
+        handed = RemoteStep(self._made[known], (*held_data, *arguments))
         self._schedule(handed)
         return handed
 
     def row(self, handed: RemoteStep, timeout_s: float) -> StepSums | None:
-        """What a step said; `None` if it is not done within `timeout_s`."""
+        """The result of a step; `None` if it is not done within `timeout_s`."""
         try:
             rows, insides = handed.row.result(timeout_s)
         except TimeoutError:
@@ -119,7 +119,7 @@ class RemoteSteps(Graphs):
         except tf.errors.OpError as error:
             raise self._cause(error) from error
         else:
-            self.tell(insides)
+            self.probe_insides(insides)
             return self._read(rows[0])
         self._schedule(handed)
         return None
@@ -133,7 +133,7 @@ class RemoteSteps(Graphs):
         handed.times += 1
 
     def wait_all(self) -> None:
-        """Return when no step is under way."""
+        """Return when no step is in flight."""
         try:
             self.coordinator.join()
         except tf.errors.OpError as error:
@@ -144,7 +144,7 @@ class RemoteSteps(Graphs):
         self._fetching.shutdown(wait=False, cancel_futures=True)
 
     def _cause(self, error: Exception) -> Exception:
-        """Of steps that were cancelled because another one failed, the error of that one."""
+        """The cause of an error: of a cancelled step, the error of the step that failed."""
         if isinstance(error, tf.errors.CancelledError):
             try:
                 self.coordinator.join()
@@ -153,24 +153,24 @@ class RemoteSteps(Graphs):
         return peer_lost(error)
 
     def _graph(self, cut: InputSplit, arguments: Any) -> Any:
-        """The graph of a step. It is made outside of the scope of the strategy: see there."""
+        """The graph of a step, traced outside the scope of the strategy (see its module)."""
         specs = tf.nest.map_structure(tf.TensorSpec.from_tensor, arguments)
-        if self._held is None:
+        if self._datasets is None:
             return tf.function(partial(self._one, cut)).get_concrete_function(*specs)
 
-        def by_number(arrays: Any, numbers: Any, *rest: Any) -> Any:
-            return self._one(cut, tf.nest.map_structure(partial(_rows, arrays), numbers), *rest)
+        def by_number(arrays: Any, numbers: Any, *inputs: Any) -> Any:
+            return self._one(cut, tf.nest.map_structure(partial(_rows, arrays), numbers), *inputs)
 
         inner = tf.function(by_number).get_concrete_function(self._specs, *specs)
 
-        def outer(held: Any, *rest: Any) -> Any:
-            return inner(next(held), *rest)
+        def outer(datasets: Any, *inputs: Any) -> Any:
+            return inner(next(datasets), *inputs)
 
         return tf.function(outer)
 
 
 def _rows(arrays: Any, numbers: Any) -> Any:
-    """The samples of these numbers, as far as the graph can tell so many."""
+    """The samples with these indices."""
     return mapped(lambda array: tf.gather(array, numbers), arrays)
 
 
@@ -193,7 +193,7 @@ class ChiefTrainer(Trainer):
         if any(len(pieces_of(v.value)) > 1 for v in self.built.model.trainable_variables):
             _check_optimizer(self.built.optimizer)
 
-    def _made_graphs(self) -> RemoteSteps:
+    def _make_graphs(self) -> RemoteSteps:
         graphs = RemoteSteps(
             self.task,
             self.built.model,
@@ -205,7 +205,7 @@ class ChiefTrainer(Trainer):
         graphs.serve(self.strategy.coordinator, self.strategy.trained(self.built.model))
         return graphs
 
-    def _made_state(self) -> KerasVariables:
+    def _make_state(self) -> KerasVariables:
         return ServedState(self.built)
 
     # --- the loop -------------------------------------------------------------------------
@@ -213,37 +213,37 @@ class ChiefTrainer(Trainer):
     def batches(
         self, epochs: int | None = None, steps: int | None = None
     ) -> Iterator[ReplicaBatch]:
-        """The global batches that come next; workers have them already. Give each one to `step`."""
-        self._let_workers_hold_the_data()
+        """The next global batches; workers have them already. Give each one to `step`."""
+        self._send_data_to_workers()
         upcoming = super().batches(epochs, steps)
         return self._ahead.through(upcoming, lambda: self.evaluation_plan.is_over)
 
     def steps(self, batches: list[ReplicaBatch]) -> list[StepResult]:
-        """The results of steps that were handed out, in their order; waits for them."""
+        """Wait for the results of scheduled steps, in their order."""
         return [self._step(batch) for batch in batches]
 
     def _step(self, batch: ReplicaBatch) -> StepResult:
-        oldest, handed = self._ahead.take()
+        oldest, handed = self._ahead.pop_oldest()
         assert oldest is batch, "batches are given to `step` in their order"
-        found = self._waited(handed)
-        if not self._ahead:  # what was asked for is done where nothing is under way
-            found = dataclasses.replace(found, stop=self._asked.stop, save=self._asked.save)
+        sums = self._waited(handed)
+        if not self._ahead:  # requests are served when nothing is in flight
+            sums = dataclasses.replace(sums, stop=self._asked.stop, save=self._asked.save)
             self._asked = NOTHING
-        result = self._taken(batch, found)
+        result = self._judge(batch, sums)
         self.faults.reach("stepped", batch.index)
         return result
 
     def _waited(self, handed: RemoteStep) -> StepSums:
-        """The result of a step; one that is silent for too long is a hang of the chief's."""
+        """Wait for the result of a step; one that takes too long counts as a hang of the chief."""
         self.heartbeat.enter("exchange")
         self.heartbeat.collective()
-        begun, told = time.monotonic(), False
-        while (found := self.graphs.row(handed, POLL_S)) is None:
+        begun, reported = time.monotonic(), False
+        while (sums := self.graphs.row(handed, POLL_S)) is None:
             waited_s, limit_s = time.monotonic() - begun, self.job.hang_timeout
-            if limit_s and waited_s > limit_s and not told:
-                told = bool(self.heartbeat.enter("compute"))
+            if limit_s and waited_s > limit_s and not reported:
+                reported = bool(self.heartbeat.enter("compute"))
         self.heartbeat.enter("data")
-        return found
+        return sums
 
     def _scheduled(self, batch: ReplicaBatch) -> RemoteStep:
         self.heartbeat.at_step(batch.index)
@@ -257,16 +257,16 @@ class ChiefTrainer(Trainer):
         return self.graphs.schedule(parts, batch.cut, says)
 
     def _holds_back(self, last: ReplicaBatch, batch: ReplicaBatch) -> bool:
-        """Whether something may be done between these two, for which nothing may be under way."""
-        heartbeat, asked = self.heartbeat, self._asked
+        """Whether an evaluation, save or stop may be due between these two batches."""
+        heartbeat, requests = self.heartbeat, self._asked
         self._asked = RankRequests(
-            asked.stop or heartbeat.wants_stop, asked.save or heartbeat.wants_save()
+            requests.stop or heartbeat.wants_stop, requests.save or heartbeat.wants_save()
         )
         new_epoch = self.job.eval_every == "epoch" and batch.epoch != last.epoch
         return new_epoch or self._asked != NOTHING or self._is_due_after(last)
 
-    def _let_workers_hold_the_data(self) -> None:
-        """Arrays go to every worker once; from then on a batch is made of numbers of samples."""
+    def _send_data_to_workers(self) -> None:
+        """Send arrays to every worker once; from then on a batch is made of indices of samples."""
         batches = self.task_data.batches
         source = batches.source
         if isinstance(source, Arrays) and not self.graphs.holds:
@@ -276,14 +276,14 @@ class ChiefTrainer(Trainer):
     # --- between the steps ----------------------------------------------------------------
 
     def evaluate(self) -> dict[str, float]:
-        """The exact metrics over the evaluation data; no step changes the weights meanwhile."""
+        """The exact metrics over the evaluation data; waits for all steps first."""
         self.graphs.wait_all()
         return super().evaluate()
 
     def save(self, *, wait: bool = True, evaluate: bool = True) -> bool:
-        """Save a checkpoint, once nothing is under way.
+        """Save a checkpoint, once nothing is in flight.
 
-        In a loop of one's own, batches that were under way are made again by who goes on from it.
+        In a custom loop, a resumed run repeats the batches that were in flight.
         """
         self.graphs.wait_all()
         return super().save(wait=wait, evaluate=evaluate)
@@ -302,31 +302,31 @@ class ServedState(KerasVariables):
 
     def arrays(self) -> dict[str, Any]:
         state = super().arrays()
-        found = state["optimizer"]
+        arrays = state["optimizer"]
         whole = {
-            name: found[parts[0]] if len(parts) == 1 else np.concatenate([found[p] for p in parts])
+            name: np.concatenate([arrays[p] for p in parts]) if parts[1:] else arrays[parts[0]]
             for name, parts in self._parts.items()
         }
         return {**state, "optimizer": whole}
 
     def load(self, state: dict[str, Any]) -> None:
-        found: dict[str, Any] = {}
+        arrays: dict[str, Any] = {}
         for name, array in state["optimizer"].items():
             parts = self._parts.get(name, [name])
             sizes = [self._kept[part].shape[0] for part in parts] if len(parts) > 1 else []
             cut = np.split(array, np.cumsum(sizes)[:-1]) if sizes else [array]
-            found |= dict(zip(parts, cut, strict=True))
-        super().load({**state, "optimizer": found})
+            arrays |= dict(zip(parts, cut, strict=True))
+        super().load({**state, "optimizer": arrays})
 
 
 def _by_whole(names: dict[str, Any]) -> dict[str, list[str]]:
-    """The names of variables without those of their parts, each with its parts in order."""
-    found: dict[str, list[tuple[int, str]]] = {}
+    """The names of whole variables, each with the names of its parts in order."""
+    parts_of: dict[str, list[tuple[int, str]]] = {}
     for name in names:
         part = PART.search(name)
         number = int(part[1]) if part else 0
-        found.setdefault(PART.sub("", name), []).append((number, name))
-    return {whole: [name for _, name in sorted(parts)] for whole, parts in found.items()}
+        parts_of.setdefault(PART.sub("", name), []).append((number, name))
+    return {whole: [name for _, name in sorted(parts)] for whole, parts in parts_of.items()}
 
 
 def _check_optimizer(optimizer: Any) -> None:

@@ -19,9 +19,9 @@ FINE = HEAD + 1  # in the row for the host
 
 @dataclass(frozen=True)
 class InputSplit:
-    """How a global batch is cut, as far as this process sees it.
+    """How this process's part of a global batch is cut.
 
-    `pieces` are those of shards, for each local replica and each of its micro-batches; `spare` says
+    `pieces` are parts of shards, for each local replica and each of its micro-batches; `spare` says
     that some replica, here or elsewhere, has no sample of this batch.
     """
 
@@ -31,7 +31,7 @@ class InputSplit:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What the host says to a step: numbers that change from step to step without a new graph.
+    """Inputs of a step from the host: numbers that change from step to step without a new graph.
 
     `key` belongs to (seed, step); `limit` is the longest gradient that is not a spike; `poison` is
     1, or NaN where a fault is made on purpose.
@@ -54,9 +54,9 @@ class StepInputs:
 
 
 def pack(says: list[StepInputs]) -> Any:
-    """One tensor of what is said to each step, (steps, 8): the key, and the bits of the numbers."""
-    numbers = np.array([said.numbers() for said in says], np.float64).view(np.int64)
-    return tf.constant(np.column_stack([[said.key for said in says], numbers]), tf.int64)
+    """The inputs of several steps as one tensor, (steps, 8): the key, and the bits of numbers."""
+    numbers = np.array([inputs.numbers() for inputs in says], np.float64).view(np.int64)
+    return tf.constant(np.column_stack([[inputs.key for inputs in says], numbers]), tf.int64)
 
 
 NOMINAL, RATE, ASKED_STOP, ASKED_SAVE, SCALE, LIMIT, POISON = range(7)
@@ -64,7 +64,7 @@ NOMINAL, RATE, ASKED_STOP, ASKED_SAVE, SCALE, LIMIT, POISON = range(7)
 
 @dataclass(frozen=True)
 class StepSums:
-    """What a step says to the host. `bad` are the replicas whose own part is not finite."""
+    """Results of a step for the host. `bad` are the replicas whose own part is not finite."""
 
     loss: float
     weight: float
@@ -78,9 +78,9 @@ class StepSums:
 
 
 # --- insides -------------------------------------------------------------------------------------
-# What is within a step, beside its result: the gradients on their way, for who traces a training.
+# Intermediate values of a step, for a trace: gradients before and after clipping.
 #
-# They leave the graph only where somebody looks.
+# They leave the graph only if a probe is set.
 
 
 MAGNITUDE = "magnitude"
@@ -90,22 +90,22 @@ of the losses."""
 
 
 class GraphProbe(Protocol):
-    """Looks into steps. `replica` counts those of this process."""
+    """Receives intermediate values of steps. `replica` counts those of this process."""
 
     def begin(self, batch: Any) -> None:
         """A step begins."""
 
-    def inside(self, replica: int, found: dict[str, Any]) -> None:
-        """What was within it, on one of the local replicas."""
+    def inside(self, replica: int, values: dict[str, Any]) -> None:
+        """The intermediate values of a step, on one of the local replicas."""
 
 
 def by_replica(local: Any, inside: dict[str, Any]) -> Insides:
-    """Of what replicas have returned, for each of them by itself; `local` lists their values."""
+    """The values of replicas, as one dict for each; `local` lists the values of a name."""
     values = {name: local(value) for name, value in inside.items()}
     count = min(map(len, values.values()), default=0)
-    return [{name: found[n] for name, found in values.items()} for n in range(count)]
+    return [{name: local_values[n] for name, local_values in values.items()} for n in range(count)]
 
 
 def named(stage: str, gradients: list[Any]) -> dict[str, Any]:
-    """The gradients that there are, by stage and the place of their variable."""
+    """The gradients that are not `None`, by stage and index of their variable."""
     return {f"{stage}/{n}": g for n, g in enumerate(gradients) if g is not None}

@@ -45,12 +45,12 @@ class GraphPass:
 
     def rows(self, layer: str, tensor: Any) -> list[int]:
         """How many rows of `tensor` belong to each piece."""
-        found = tensor.shape[0]
-        per_sample, rest = divmod(found or 0, self.samples)
-        if rest or not per_sample:
+        rows = tensor.shape[0]
+        per_sample, remainder = divmod(rows or 0, self.samples)
+        if remainder or not per_sample:
             raise RequestError(
                 asked=f"{layer} on a tensor of shape {tuple(tensor.shape)}",
-                found=f"{found} rows for {self.samples} samples",
+                found=f"{rows} rows for {self.samples} samples",
                 why="rows are given to shards, so axis 0 must run over the samples",
                 do="put the samples first before this layer",
             )
@@ -58,11 +58,11 @@ class GraphPass:
 
 
 @contextmanager
-def passing(what: GraphPass) -> Iterator[GraphPass]:
+def passing(graph_pass: GraphPass) -> Iterator[GraphPass]:
     """Within, `what` goes through the model, in this thread."""
-    _here.passing = what
+    _here.passing = graph_pass
     try:
-        yield what
+        yield graph_pass
     finally:
         _here.passing = None
 
@@ -98,10 +98,10 @@ class ShardBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[
             mean, variance = tf.nn.moments(
                 part, [a for a in range(part.ndim) if a != self._axis(part)]
             )
-            found = samples * tf.concat([tf.ones(1, mean.dtype), mean, variance], 0)
-            found = tf.stop_gradient(found)
+            moments = samples * tf.concat([tf.ones(1, mean.dtype), mean, variance], 0)
+            moments = tf.stop_gradient(moments)
             before = now.moments.get(self.shard_index)
-            now.moments[self.shard_index] = found if before is None else before + found
+            now.moments[self.shard_index] = moments if before is None else before + moments
         shape = [1] * part.ndim
         shape[self._axis(part)] = -1
         gamma = self._read(self.gamma) if self.scale else None
@@ -127,9 +127,9 @@ class ShardBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[
         """One update of the moving statistics, in the graph: nothing if no shard had moments."""
         weight = moments[0]
         mean, variance = tf.split(moments[1:] / tf.maximum(weight, 1), 2)
-        for variable, found in ((self.moving_mean, mean), (self.moving_variance, variance)):
+        for variable, statistic in ((self.moving_mean, mean), (self.moving_variance, variance)):
             was = self._read(variable)
-            new = was * self.momentum + tf.cast(found, was.dtype) * (1 - self.momentum)
+            new = was * self.momentum + tf.cast(statistic, was.dtype) * (1 - self.momentum)
             variable.assign(tf.where(weight > 0, new, was))
 
 
@@ -154,20 +154,20 @@ class KerasShardDropout(keras.layers.Dropout):  # type: ignore[misc]
             shape = [piece.shard_size * per_sample, *noise]
             whole = tf.random.stateless_uniform(shape, seed)
             draws.append(whole[piece.start * per_sample : piece.stop * per_sample])
-        kept = tf.concat(draws, 0) >= self.rate
-        return inputs * tf.cast(kept, inputs.dtype) / (1 - self.rate)
+        mask = tf.concat(draws, 0) >= self.rate
+        return inputs * tf.cast(mask, inputs.dtype) / (1 - self.rate)
 
     def _noise_shape(self, inputs: Any) -> list[int]:
         """The shape of the mask of one row: axes that share a draw have length 1."""
         shape = [int(size) for size in inputs.shape[1:]]
-        given = getattr(self, "noise_shape", None)
-        if given is not None and given[0] is not None:
+        noise_shape = getattr(self, "noise_shape", None)
+        if noise_shape is not None and noise_shape[0] is not None:
             why = "one mask for all samples of a batch would be one for each micro-batch"
-            raise _unlike(self, f"noise_shape={tuple(given)}", why)
-        if given is not None:
+            raise _unlike(self, f"noise_shape={tuple(noise_shape)}", why)
+        if noise_shape is not None:
             return [
                 size if wanted is None else int(wanted)
-                for size, wanted in zip(shape, given[1:], strict=True)
+                for size, wanted in zip(shape, noise_shape[1:], strict=True)
             ]
         channels_first = getattr(self, "data_format", "channels_last") == "channels_first"
         first = 1 if channels_first else 0

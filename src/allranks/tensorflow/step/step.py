@@ -79,11 +79,11 @@ def times(gradients: list[Any], factor: Any) -> list[Any]:
     return [None if g is None else g * tf.cast(factor, g.dtype) for g in gradients]
 
 
-def added(one: Any, other: Any) -> Any:
+def added(first: Any, other: Any) -> Any:
     """Their sum, where `None` is nothing."""
-    if one is None or other is None:
-        return other if one is None else one
-    return one + other
+    if first is None or other is None:
+        return other if first is None else first
+    return first + other
 
 
 def length(gradients: list[Any]) -> Any:
@@ -187,19 +187,19 @@ class Graphs:
 
         For several steps every array of it has them along a first axis more. All ranks call this.
         """
-        told = pack(says)
+        packed = pack(says)
         arrays = tf.nest.flatten(data, expand_composites=True)
         known = cut, len(says), *((tuple(array.shape), array.dtype) for array in arrays)
         with translated():
             if known not in self._made:  # a concrete one does not look at its arguments anew
                 make = self._several if len(says) > 1 else self._one
                 graph = tf.function(partial(make, cut), autograph=False)
-                self._made[known] = graph.get_concrete_function(data, told)
-            rows, insides = self._made[known](data, told)
-        self.tell(insides)
+                self._made[known] = graph.get_concrete_function(data, packed)
+            rows, insides = self._made[known](data, packed)
+        self.probe_insides(insides)
         return [self._read(row) for row in rows.numpy()]
 
-    def tell(self, insides: Insides) -> None:
+    def probe_insides(self, insides: Insides) -> None:
         """Tell the probe what was within a step, on every local replica."""
         if self.probe is not None:
             for replica, inside in enumerate(insides):
@@ -215,20 +215,20 @@ class Graphs:
 
     # --- the graph: what is called from here on makes it, and runs once for each --------------
 
-    def _one(self, cut: InputSplit, data: Any, told: Any) -> tuple[Any, Insides]:
-        row, insides = self._step(cut, data, told[0])
+    def _one(self, cut: InputSplit, data: Any, inputs: Any) -> tuple[Any, Insides]:
+        row, insides = self._step(cut, data, inputs[0])
         return row[tf.newaxis], insides
 
-    def _several(self, cut: InputSplit, data: Any, told: Any) -> tuple[Any, Insides]:
-        steps = int(told.shape[0])
+    def _several(self, cut: InputSplit, data: Any, inputs: Any) -> tuple[Any, Insides]:
+        steps = int(inputs.shape[0])
         width = HEAD + 3 + self.replicas
         rows = tf.TensorArray(tf.float64, steps, element_shape=(width,))
 
         def body(number: Any, goes_on: Any, rows: Any) -> tuple[Any, Any, Any]:
-            def own(part: Any) -> Any:
+            def at_number(part: Any) -> Any:
                 return mapped(lambda array: array[number], part)
 
-            row, _ = self._step(cut, data, told[number], own, goes_on)
+            row, _ = self._step(cut, data, inputs[number], at_number, goes_on)
             goes_on &= row[FINE] > 0  # nothing is updated after the step that ends the job
             return number + 1, goes_on, rows.write(number, row)
 
@@ -245,16 +245,16 @@ class Graphs:
         self,
         cut: InputSplit,
         data: Any,
-        told: Any,
-        own: Callable[[Any], Any] = lambda part: part,
+        inputs: Any,
+        at_number: Callable[[Any], Any] = lambda part: part,
         goes_on: Any = True,
     ) -> tuple[Any, Insides]:
         """The result of a step, (HEAD + 3 + replicas,), float64, and what the probe is told."""
         used: list[Any] = []
-        key, numbers = told[0], tf.bitcast(told[1:], tf.float64)
+        key, numbers = inputs[0], tf.bitcast(inputs[1:], tf.float64)
 
         def replica(part: Any) -> tuple[list[Any], Any, Any, dict[str, Any]]:
-            gradients, tally, magnitude = self.gradients_of(cut, own(part), key, numbers)
+            gradients, tally, magnitude = self.gradients_of(cut, at_number(part), key, numbers)
             gradients, tally = self._reduced(gradients, tally)
             gradients, row, moments, inside = self._finished(gradients, tally, numbers)
             used[:] = [v for v, g in zip(self.variables, gradients, strict=True) if g is not None]
@@ -292,15 +292,15 @@ class Graphs:
         `micros` is one structure for each micro-batch. No communication.
         """
         replica = _replica_number()
-        own = cut.pieces[replica - self.first]
+        local_pieces = cut.pieces[replica - self.first]
         gradients: list[Any] = [None] * len(self.variables)
         tally, magnitude = tf.zeros(self.tally_size, self.kind), tf.zeros((), self.kind)
         poison = tf.cast(numbers[POISON], self.kind)
-        for pieces, batch in zip(own, micros, strict=True):
+        for pieces, batch in zip(local_pieces, micros, strict=True):
             if not pieces:
                 continue
-            found, part, size = self._micro(pieces, batch, key, numbers, poison)
-            gradients = [added(g, f) for g, f in zip(gradients, found, strict=True)]
+            of_micro, part, size = self._micro(pieces, batch, key, numbers, poison)
+            gradients = [added(g, f) for g, f in zip(gradients, of_micro, strict=True)]
             tally, magnitude = tally + part, magnitude + size
             poison = tf.ones((), self.kind)
         if not cut.spare:
@@ -313,8 +313,8 @@ class Graphs:
             bad = self._is_bad(gradients, tally)
             marks = tf.one_hot(replica, self.replicas, dtype=self.kind) * bad
         zeros = self.tally_size - HEAD - self.replicas
-        asked = tf.cast(numbers[ASKED_STOP : ASKED_SAVE + 1], self.kind)
-        more = tf.concat([tf.zeros(3, self.kind), asked, marks, tf.zeros(zeros, self.kind)], 0)
+        requests = tf.cast(numbers[ASKED_STOP : ASKED_SAVE + 1], self.kind)
+        more = tf.concat([tf.zeros(3, self.kind), requests, marks, tf.zeros(zeros, self.kind)], 0)
         return gradients, tally + more, magnitude
 
     def _micro(
@@ -332,9 +332,9 @@ class Graphs:
                 total = tf.reduce_sum(losses) * poison
                 factor = numbers[SCALE] / numbers[NOMINAL]
                 scaled = total * tf.cast(factor, self.kind)
-            found = tape.gradient(scaled, [v.value for v in self.variables])
+            gradients = tape.gradient(scaled, [v.value for v in self.variables])
         check_layer_losses(self.model)
-        found = [None if g is None else tf.convert_to_tensor(g) for g in found]
+        gradients = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
         moments = [
             tf.cast(now.moments[norm.shard_index], self.kind)
             if norm.shard_index in now.moments
@@ -342,9 +342,9 @@ class Graphs:
             for norm in self.norms
         ]
         counts = [total, tf.cast(weights, self.kind), tf.cast(samples, self.kind)]
-        rest = tf.zeros(HEAD - len(counts) + self.replicas, self.kind)
-        tally = tf.concat([tf.stack(counts), rest, *moments], 0)
-        return found, tally, tf.reduce_sum(tf.abs(losses))
+        zeros = tf.zeros(HEAD - len(counts) + self.replicas, self.kind)
+        tally = tf.concat([tf.stack(counts), zeros, *moments], 0)
+        return gradients, tally, tf.reduce_sum(tf.abs(losses))
 
     def _is_bad(self, gradients: list[Any], tally: Any) -> Any:
         fine = tf.math.is_finite(tally[LOSS]) & tf.math.is_finite(length(gradients))
@@ -355,8 +355,8 @@ class Graphs:
         there = [g for g in gradients if g is not None]
         context = tf.distribute.get_replica_context()
         *sums, tally = context.all_reduce(SUM, [*there, tally], self.options)
-        found = iter(sums)
-        return [None if g is None else next(found) for g in gradients], tally
+        summed = iter(sums)
+        return [None if g is None else next(summed) for g in gradients], tally
 
     def _finished(
         self, gradients: list[Any], tally: Any, numbers: Any
@@ -381,10 +381,10 @@ class Graphs:
         fine = tf.math.is_finite(loss) & tf.math.is_finite(norm)
         fine &= norm <= tf.cast(numbers[LIMIT], norm.dtype)
         rate = numbers[RATE] if self.has_schedule else self._rate()
-        said = [tf.cast(x, tf.float64) for x in (norm, fine, rate)]
+        judged = [tf.cast(x, tf.float64) for x in (norm, fine, rate)]
         row = [
             tf.cast(tf.concat([[loss], tally[1:HEAD]], 0), tf.float64),
-            tf.stack(said),
+            tf.stack(judged),
             tf.cast(tally[HEAD : HEAD + self.replicas], tf.float64),
         ]
         return gradients, tf.concat(row, 0), tally[HEAD + self.replicas :], inside
@@ -398,13 +398,13 @@ class Graphs:
             value = self.task.regularizer(self.model)
         if value is None:
             return loss, gradients
-        found = tape.gradient(value, [v.value for v in self.variables])
-        gradients = [added(g, f) for g, f in zip(gradients, found, strict=True)]
+        of_regularizer = tape.gradient(value, [v.value for v in self.variables])
+        gradients = [added(g, f) for g, f in zip(gradients, of_regularizer, strict=True)]
         return loss + tf.cast(value, loss.dtype), gradients
 
     def _update(self, gradients: list[Any], used: list[Any], moments: Any) -> Any:
         """Across replicas: each copy of each variable takes the gradient of its own device."""
-        self.distribution.run(lambda own: self.optimizer.apply(own, used), args=(gradients,))
+        self.distribution.run(lambda local: self.optimizer.apply(local, used), args=(gradients,))
         start = 0
         for norm in self.norms:
             norm.update_moving(moments[start : start + norm.moment_size])
@@ -439,19 +439,19 @@ class StepResultBuilder:
         """By what the loss of the next step is multiplied."""
         return 1.0 if self.loss_scale is None else self.loss_scale.value
 
-    def result(self, batch: ReplicaBatch, found: StepSums) -> StepResult:
+    def result(self, batch: ReplicaBatch, sums: StepSums) -> StepResult:
         """The result of a step. Raises `BadStep` where the job ends with it."""
-        if found.weight <= 0:
-            raise weightless(batch, found.weight)
-        scale, updated, text = self.loss_scale, found.fine, ""
-        overflow = scale is not None and scale.explains(found.loss, found.norm)
+        if sums.weight <= 0:
+            raise weightless(batch, sums.weight)
+        scale, updated, text = self.loss_scale, sums.fine, ""
+        overflow = scale is not None and scale.explains(sums.loss, sums.norm)
         used = None if scale is None else scale.value
         if not overflow:
-            self._bad = found.bad
-            bad = self.guard.judge(found.loss, found.norm)
+            self._bad = sums.bad
+            bad = self.guard.judge(sums.loss, sums.norm)
             if bad is not None:
                 text = self.guard.decide(batch, bad).text
-            updated = found.fine or self.updates_bad
+            updated = sums.fine or self.updates_bad
         if scale is not None and overflow:
             scale.overflowed()
         elif scale is not None and updated:
@@ -459,13 +459,13 @@ class StepResultBuilder:
         return StepResult(
             batch.index,
             batch.epoch,
-            found.loss,
-            found.samples,
-            found.weight,
-            found.rate,
+            sums.loss,
+            sums.samples,
+            sums.weight,
+            sums.rate,
             updated,
-            found.norm,
-            RankRequests(found.stop, found.save),
+            sums.norm,
+            RankRequests(sums.stop, sums.save),
             text,
             used,
             overflow,

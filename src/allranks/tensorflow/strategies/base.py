@@ -1,7 +1,7 @@
-"""What every strategy of the TensorFlow engine is: devices, a scope, and who has which replicas.
+"""The base of all strategies of the TensorFlow engine: devices, a scope, and the local replicas.
 
-The arithmetic of a step is the same for all and stands in `step`; a strategy only says where its
-variables lie, who computes, and by which of TensorFlow's strategies the replicas are joined.
+The arithmetic of a step is the same for all, in `step`. A strategy only chooses where variables
+are placed, which processes compute, and which strategy of TensorFlow joins the replicas.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from allranks.training.keras_task import Task
 
 @dataclass(frozen=True)
 class TensorFlowContext:
-    """What a strategy is given: the task, the job, who this process is, the options of its card."""
+    """The arguments of a strategy: the task, the job, this process, the options of its card."""
 
     task: Task
     job: Job
@@ -31,17 +31,17 @@ class TensorFlowContext:
 
 
 class TensorFlowStrategy(ABC):
-    """How the replicas of a model are joined. Making one takes devices, and joins the ranks.
+    """How the replicas of a model are joined. Its constructor takes devices, and joins the ranks.
 
-    `distribution` is TensorFlow's strategy; `replicas` how many there are in all, `own` which of
-    them are in this process; `comm` the ranks.
+    `distribution` is TensorFlow's strategy; `replicas` is the number of all replicas,
+    `local_replicas` those of this process; `comm` joins the ranks.
     """
 
     name: ClassVar[str]
 
     distribution: Any
     replicas: int = 1
-    own: range = range(1)
+    local_replicas: range = range(1)
     comm: ReplicaComm
     collective_options: Any = None
 
@@ -53,7 +53,7 @@ class TensorFlowStrategy(ABC):
 
     @abstractmethod
     def join(self) -> None:
-        """Take the devices of this process, and meet the other ranks. Every rank calls this."""
+        """Take the devices of this process, and join the other ranks. Every rank calls this."""
 
     @classmethod
     def card_of(cls) -> Card:
@@ -61,12 +61,12 @@ class TensorFlowStrategy(ABC):
         return CARDS[cls.name]
 
     def promised_bytes(self, message_bytes: int) -> int:
-        """What the card says the busiest rank sends in a step."""
+        """The bytes that the busiest rank sends in a step, by the card."""
         work = Workload((message_bytes,), self.comm.size, self.task.shards)
         return self.card_of().bytes_sent(work, self.context.options)
 
     def scope(self) -> Any:
-        """Within, variables are made where they belong."""
+        """A context in which variables are created where this strategy places them."""
         return self.distribution.scope()
 
     def trained(self, model: Any) -> list[Any]:
@@ -77,13 +77,13 @@ class TensorFlowStrategy(ABC):
         """Raise `RequestError` for a model or optimizer that this strategy cannot train."""
 
     def feed(self, parts: list[Any]) -> Any:
-        """The parts of the own replicas, in order, as TensorFlow hands them to its replicas."""
+        """The parts of the local replicas, in order, as a distributed value of TensorFlow."""
         if len(parts) == 1 and self.replicas == 1:
             return parts[0]
-        first = self.own.start
+        first = self.local_replicas.start
         return self.distribution.experimental_distribute_values_from_function(
             lambda context: parts[context.replica_id_in_sync_group - first]
         )
 
     def leave(self) -> None:
-        """Give back what was taken."""
+        """Release what `join` took."""

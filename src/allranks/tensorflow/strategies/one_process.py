@@ -1,9 +1,8 @@
 """Strategies of one process: `single`, `mirrored`, `central-storage`, and `tpu`.
 
 `mirrored` keeps a copy of every variable on each device and adds gradients between them;
-`central-storage` keeps one of each in the memory of the host. Where there are no GPUs the devices
-are logical ones of the CPU, which share its cores: nothing gets quicker,
-and everything is the same.
+`central-storage` keeps one of each in host memory. Without GPUs the devices are logical CPUs, which
+share the cores: results are the same, and no faster.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ HOST = "/cpu:0"
 
 
 class OneDevice(TensorFlowStrategy):
-    """One device does all the work. What every other strategy is compared with."""
+    """One device. The reference for every other strategy."""
 
     name = "single"
 
     def join(self) -> None:
         (device,) = devices_for(self.job, 1)
         is_cpu = self.job.device == "cpu"
-        one = tf.distribute.get_strategy() if is_cpu else tf.distribute.OneDeviceStrategy(device)
-        self.distribution = one
+        one_device = tf.distribute.OneDeviceStrategy
+        self.distribution = tf.distribute.get_strategy() if is_cpu else one_device(device)
 
 
 class Mirrored(TensorFlowStrategy):
@@ -49,12 +48,12 @@ class Mirrored(TensorFlowStrategy):
 
     def _devices(self) -> list[str]:
         self.replicas = int(self.context.options["replicas"])
-        self.own = range(self.replicas)
+        self.local_replicas = range(self.replicas)
         return devices_for(self.job, self.replicas)
 
 
 class CentralStorage(Mirrored):
-    """Every variable once, in the memory of the host."""
+    """One copy of every variable, in host memory."""
 
     name = "central-storage"
 
@@ -63,18 +62,19 @@ class CentralStorage(Mirrored):
         self.distribution = tf.distribute.experimental.CentralStorageStrategy(devices, HOST)
 
     def check(self, built: BuiltKerasModel) -> None:
-        """Raise `RequestError` for what writes a variable from within a replica: it cannot here."""
-        found = [f"{name}, which draws random numbers" for name in built.swapped["user_randomness"]]
+        """Raise `RequestError` for models and optimizers that write a variable within a replica."""
+        drawing = built.swapped["user_randomness"]
+        writers = [f"{name}, which draws random numbers" for name in drawing]
         variables = built.model.trainable_variables
-        found += [f"a constraint on {v.path}" for v in variables if v.constraint is not None]
+        writers += [f"a constraint on {v.path}" for v in variables if v.constraint is not None]
         layers = built.model._flatten_layers()
-        found += [x.name for x in layers if isinstance(x, keras.layers.SpectralNormalization)]
+        writers += [x.name for x in layers if isinstance(x, keras.layers.SpectralNormalization)]
         if isinstance(built.optimizer, keras.optimizers.Nadam):
-            found.append("the optimizer Nadam")
-        if found:
+            writers.append("the optimizer Nadam")
+        if writers:
             raise RequestError(
                 asked=f"--strategy {self.job.strategy}",
-                found=found[0],
+                found=writers[0],
                 why="it writes a variable in its own pass, and tf.distribute lets no replica of "
                 "this strategy write one",
                 do=f"--strategy mirrored:replicas={self.replicas}",
@@ -87,10 +87,10 @@ class TPU(TensorFlowStrategy):
     name = "tpu"
 
     def join(self) -> None:
-        found = "a TPU, which this version was never tried on" if has_tpu() else "no TPU"
+        devices = "a TPU, which this version was never tried on" if has_tpu() else "no TPU"
         raise RequestError(
             asked="--strategy tpu",
-            found=found,
+            found=devices,
             why="tf.distribute.TPUStrategy runs on the cores of a TPU and on nothing else; what "
             "nobody has run is not offered",
             do="--strategy mirrored on this machine, or multi-worker-mirrored on several",
@@ -100,9 +100,9 @@ class TPU(TensorFlowStrategy):
 # --- multi worker --------------------------------------------------------------------------------
 # `multi-worker-mirrored`: a replica on every rank, joined by the collectives of TensorFlow.
 #
-# Every rank runs a server of its own, which the others reach at the address in TF_CONFIG; sums go
-# round a ring over gRPC, or through NCCL between GPUs. Keras' own `fit` does not run under this
-# strategy with Keras 3; the loop of this engine does.
+# Every rank runs a server, which the others reach at the address in TF_CONFIG. Sums use a ring over
+# gRPC, or NCCL between GPUs. Keras 3's `fit` does not run under this strategy; this engine's loop
+# does.
 
 
 VARIABLE = "TF_CONFIG"
@@ -116,7 +116,7 @@ class MultiWorkerMirrored(TensorFlowStrategy):
 
     def join(self) -> None:
         world = self.world
-        self.replicas, self.own = world.size, range(world.rank, world.rank + 1)
+        self.replicas, self.local_replicas = world.size, range(world.rank, world.rank + 1)
         how = tf.distribute.experimental.CommunicationImplementation
         wanted = self.context.options["collective"]
         if wanted == "auto":
@@ -125,11 +125,11 @@ class MultiWorkerMirrored(TensorFlowStrategy):
             implementation=how.NCCL if wanted == NCCL else how.RING
         )
         take_devices(self.job, 1, world.local_rank, world.local_size)
-        self._held = meet(world)
+        self._ports = meet(world)
         before = os.environ.get(VARIABLE)
         os.environ[VARIABLE] = json.dumps(
             {
-                "cluster": {"worker": self._held.addresses},
+                "cluster": {"worker": self._ports.addresses},
                 "task": {"type": "worker", "index": world.rank},
             }
         )
@@ -140,13 +140,13 @@ class MultiWorkerMirrored(TensorFlowStrategy):
                 )
         except RuntimeError as error:
             raise begun(self.job, str(error)) from error
-        finally:  # the strategy has read it; what this process starts is no worker
+        finally:  # the strategy has read it; child processes are no workers
             os.environ.pop(VARIABLE)
             if before is not None:
                 os.environ[VARIABLE] = before
-            self._held.close()
+            self._ports.close()
         self.comm = ReplicaComm(world.rank, world.size, self.distribution)
 
     def leave(self) -> None:
-        """Wait for the others: what they read of the last sums, they read from this process."""
-        self._held.part()
+        """Wait for the others, which may still read the last sums from this process."""
+        self._ports.part()

@@ -44,13 +44,13 @@ class ParameterServerChief(TensorFlowStrategy):
             )
         tf.config.set_visible_devices([], "GPU")  # the chief computes no step
         os.environ.update(FAIL_FAST)
-        held = meet(world)
+        ports = meet(world)
         process_set = self.job.strategy_spec.process_set
         accelerators = {"GPU": 1} if self.job.device == "cuda" else {}
         self.distribution = tf.distribute.get_strategy()
         self.served = tf.distribute.ParameterServerStrategy(
             tf.distribute.cluster_resolver.SimpleClusterResolver(
-                tf.train.ClusterSpec(cluster_of(process_set, held.addresses)),
+                tf.train.ClusterSpec(cluster_of(process_set, ports.addresses)),
                 task_type="chief",
                 task_id=0,
                 rpc_layer="grpc",
@@ -58,7 +58,7 @@ class ParameterServerChief(TensorFlowStrategy):
             ),
             variable_partitioner=partitioner(self.context.options),
         )
-        held.close()
+        ports.close()
         self.coordinator = tf.distribute.coordinator.ClusterCoordinator(self.served)
         self._parts: dict[int, list[Any]] = {}
 
@@ -83,13 +83,13 @@ def partitioner(options: Mapping[str, Any]) -> Any:
     """TensorFlow's partitioner for the options of the card; `None` cuts nothing."""
     servers, part_bytes = options["servers"], int(options["part_kb"] * KIB)
     there = tf.distribute.experimental.partitioners
-    made: dict[str, Callable[[], Any]] = {
+    partitioners: dict[str, Callable[[], Any]] = {
         "none": lambda: None,
         "fixed": lambda: there.FixedShardsPartitioner(servers),
         "min-size": lambda: there.MinSizePartitioner(part_bytes, max_shards=servers),
         "max-size": lambda: there.MaxSizePartitioner(part_bytes),
     }
-    return made[options["partition"]]()
+    return partitioners[options["partition"]]()
 
 
 def parts_of(variable: Any) -> list[Any]:

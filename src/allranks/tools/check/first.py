@@ -44,7 +44,7 @@ from allranks.job.place import LOCAL
 from allranks.job.program import State, changed_reads, environment_of
 from allranks.job.run_folder import rank_events_path, read_events, read_rows
 from allranks.job.units import format_bytes
-from allranks.launcher.describe import EqualityProof, asked_of_task
+from allranks.launcher.describe import EqualityProof, ask_task
 from allranks.launcher.plan import LaunchPlan, LocalMachine, Resources
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.signals import Signals
@@ -97,7 +97,7 @@ def first_check(
     steps = STEPS if job.first_check == "auto" else int(job.first_check)
     if why := _not_comparable(job):
         return EqualityProof(False, why)
-    weighed = asked_of_task(resources, _alone(job), "weigh", "weighed", signals)
+    weighed = ask_task(resources, _alone(job), "weigh", "weighed", signals)
     path = _remembered(plan, weighed["program"])
     auto = job.first_check == "auto"
     if (before := _remembered_proof(path, steps, auto)) is not None:

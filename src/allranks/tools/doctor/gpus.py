@@ -25,7 +25,7 @@ from allranks.checkpoint.files import as_json, write_whole
 from allranks.errors import AllranksError, Interrupted, ProgramError, RequestError, Stopped
 from allranks.job.config import Resolved, resolve
 from allranks.job.engines import check_installed
-from allranks.launcher.describe import answered
+from allranks.launcher.describe import answer_of_process
 from allranks.launcher.nodes.facts import facts
 from allranks.launcher.nodes.join import Rendezvous
 from allranks.launcher.places.base import AgentPlace, find_place
@@ -176,13 +176,13 @@ class Machine:
 
 def ask(server: ForkServer, name: str, device: str) -> dict[str, Any]:
     """The result of a probe of `PROGRAM`."""
-    answer = answered(
+    answer = answer_of_process(
         server,
         f"{PROGRAM}:probe",
         lambda folder: {"run_dir": folder, "probe": name, "device": device, "limit_s": PROBE_S},
         "found",
         {},
-        what=f"the probe {name!r}",
+        process_name=f"the probe {name!r}",
         if_interrupted="nothing was measured",
     )
     return dict(answer["found"])

@@ -250,7 +250,7 @@ class LearnerService(Answering):
             is_resumed = learner in self.resumed
         if before is not None:
             before.shut()
-        connection.version = -1
+        connection.newest_version = -1
         self._report("learner_joined", learner=learner, version=self.merging.version)
         inner = self.inner.get(learner) if hello.get("fresh") else None
         work = None if known else self._work_for(learner)
@@ -321,14 +321,14 @@ class LearnerService(Answering):
         with self.changed:
             version, numbers = self._newest()
             merging = self.merging
-            newer = [n for n, at in enumerate(merging.changed_at) if at > connection.version]
+            newer = [n for n, at in enumerate(merging.changed_at) if at > connection.newest_version]
             next_fragment = merging.fragment
             update = self.merging.updates.get(learner)
             waits = [] if update is None else [w.chunk for w in update.work]
             keep = self._wanted.get(learner, -1)
             if self._keeps and work == OVER and learner in self.merging.clocks:
                 keep = self.merging.clocks[learner].chunk  # a last checkpoint may need it
-        is_new, connection.version = version != connection.version, version
+        is_new, connection.newest_version = version != connection.newest_version, version
         header = {"version": version, "waits": waits, "work": work}
         header |= {"inner": follows, "keep": keep, "fragments": newer, "fragment": next_fragment}
         parts = [merging.parts[n] for n in newer]

@@ -1,4 +1,4 @@
-"""What stands on PYTHONPATH in a script that is changed, so that Python imports it first."""
+"""A folder for PYTHONPATH with a `sitecustomize`, which Python imports before a script."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import os
 from collections.abc import Mapping
 
 
-def path_with_hooks(given: Mapping[str, str]) -> str:
-    """PYTHONPATH with which a Python finds the hooks of this folder, before all that was there.
+def path_with_hooks(environment: Mapping[str, str]) -> str:
+    """PYTHONPATH with the hooks of this folder before all others.
 
-    Each node calls this for itself: allranks may lie elsewhere there.
+    Each node calls this itself: allranks may be installed elsewhere there.
     """
-    folders = [os.path.dirname(__file__), given.get("PYTHONPATH", "")]
+    folders = [os.path.dirname(__file__), environment.get("PYTHONPATH", "")]
     return os.pathsep.join(folder for folder in folders if folder)

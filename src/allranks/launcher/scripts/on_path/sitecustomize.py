@@ -1,8 +1,8 @@
-"""What Python imports as it starts in a script that is changed: waits for torch, then changes it.
+"""Python imports this at its start in a script with hooks: it waits for torch, and patches it.
 
-Only `allranks check -- …` and `allranks run --shared-memory` put this folder on PYTHONPATH. A
-`sitecustomize` that was there before is run as well. Where there is no torch, or none of allranks,
-the script runs as if unchanged.
+Only `allranks check -- …` and `allranks run --shared-memory` put this folder on PYTHONPATH. It also
+runs the `sitecustomize` that it hides. Without torch, or without allranks, the script runs
+unpatched.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ HOOKS = {
     OUTCOME: ("allranks.torch.shared_memory.in_scripts", "in_place_of_gloo"),
     "ALLRANKS_WATCHED": ("allranks.tools.script_check.record.install", "watch_here"),
 }
-"""A variable -> what is called with its value, once torch has been imported."""
+"""Variable -> the function that gets its value, once torch has been imported."""
 
 
 class AfterTorch:
-    """Finds torch as the others do, and calls the hooks once it has been imported."""
+    """A finder that calls the hooks once torch has been imported."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """That of torch, with a loader that tells us of its end; None for all other modules."""
+        """The spec of torch, with a loader that calls the hooks; None for all other modules."""
         if name != "torch":
             return None
         sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
             loader: Any = spec.loader
-            own = loader.exec_module
+            load = loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
-                own(module)
+                load(module)
                 _change()
 
             loader.exec_module = exec_module
@@ -61,10 +61,10 @@ def _change() -> None:
 
 
 def _say_not_done(path: str, why: str) -> None:
-    """In place of what `in_place_of_gloo` would write."""
-    told = {"asked": "shared_memory", "did": "gloo", "why": f"{sys.executable}: {why}"}
+    """Write the outcome that `in_place_of_gloo` would have written."""
+    outcome = {"asked": "shared_memory", "did": "gloo", "why": f"{sys.executable}: {why}"}
     with open(path, "w") as file:
-        json.dump(told, file)
+        json.dump(outcome, file)
 
 
 def _run_the_other() -> None:
