@@ -349,7 +349,7 @@ def test_the_terminal_shows_what_its_commands_print(run: Run) -> None:
 
 @pytest.mark.parametrize("strategy", CARDS)
 def test_every_strategy_is_named(strategy: str) -> None:
-    assert f"| `{strategy}` |" in DOCUMENTS["docs/tour.md"]
+    assert f"| `{strategy}` |" in DOCUMENTS["docs/strategies.md"]
 
 
 def test_every_fault_on_purpose_is_named() -> None:

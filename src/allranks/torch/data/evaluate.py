@@ -133,7 +133,7 @@ def _leaving_no_trace(task: Task, strategy: Strategy) -> Iterator[None]:
 def _copies_of_weights(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
     copies: list[tuple[Tensor, Tensor]] = []
     for weight in model.parameters():
-        if weight.requires_grad:
+        if weight.requires_grad and not weight.is_meta:  # another rank has it
             with suppress(RequestError):  # a strategy may forbid to read it, or to write it
                 copies.append((weight, weight.detach().clone()))
     return copies
