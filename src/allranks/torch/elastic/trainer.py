@@ -130,7 +130,7 @@ class SynchronizerTrainer(Trainer):
         self.service.resumed = set(kept)
         merging.owing = {k for k in kept if k < self.job.ranks and owes(kept[k]["state"])}
         self.service.start()
-        self._taken.undone_by(self.service.close)
+        self._resources.on_close(self.service.close)
         return self.service
 
     def _samples_of(self, ledger: Ledger, chunk: Chunk) -> int:
