@@ -161,28 +161,28 @@ def build_model(
     scope: Scope,
     strategy: Strategy,
     world: World,
-    undone_by: Callable[[Callable[[], None]], None],
+    on_close: Callable[[Callable[[], None]], None],
 ) -> BuiltModel:
     """The model of `task` as this rank keeps it, with equal weights on all; every rank calls this.
 
     Compares names and shapes, and then broadcasts parameters and buffers from the leader, or where
-    ranks build in turn compares their digests (32 bytes to each other rank). `undone_by` is given
+    ranks build in turn compares their digests (32 bytes to each other rank). `on_close` is given
     what puts the model back. Raises `RequestError`.
     """
     comm = strategy.learner.comm
     strategy.make_groups()
     if not strategy.builds_in_turn:
         built, _ = _built(task, job, scope, strategy)
-        undone_by(partial(restore_layers, built.model))
-        undone_by(built.undo)
+        on_close(partial(restore_layers, built.model))
+        on_close(built.undo)
         check_same_model(named_shapes(built.model), comm)
         with torch.no_grad():
             comm.broadcast(*built.model.parameters(), *built.model.buffers())
         return dataclasses.replace(built, model=strategy.parallelize(built.model))
     with build_turn(world, comm.heartbeat):
         built, unfilled = _built(task, job, scope, strategy)
-        undone_by(partial(restore_layers, built.model))
-        undone_by(built.undo)
+        on_close(partial(restore_layers, built.model))
+        on_close(built.undo)
         shapes, digests = named_shapes(built.model), _digests(built.model, comm)
         built = dataclasses.replace(built, model=strategy.parallelize(built.model))
     check_same_model(shapes, comm)

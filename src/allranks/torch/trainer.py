@@ -1,7 +1,7 @@
 """The trainer: one training of a task, on the ranks of this job, step by step.
 
-`allranks train` is the short loop `fit` over it; a loop of one's own uses the same object, from a
-script or a notebook, and nothing that the command does is out of its reach:
+`allranks train` is the short loop `fit` over it; a custom loop in a script or a notebook uses the
+same object, and can do all that the command does:
 
     with Trainer(task) as trainer:
         for batch in trainer.batches():
@@ -146,23 +146,23 @@ def nothing_left(limits: Sequence[str], done: Progress) -> RequestError:
     )
 
 
-# --- taken ---------------------------------------------------------------------------------------
-# What a training has taken of its process: groups, threads, swapped layers, switches.
+# --- resources -----------------------------------------------------------------------------------
+# The resources of a training in its process: groups, threads, swapped layers, switches.
 
 
 class ResourceStack:
-    """Gives back at the end, the last taken first; all of it, whatever one of them raises."""
+    """Releases resources in reverse order, all of them, even if one of them raises."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
         self._has_failed = False
 
-    def undone_by(self, undo: Callable[[], None]) -> None:
-        """Something was changed that `undo` puts back."""
+    def on_close(self, undo: Callable[[], None]) -> None:
+        """Call `undo` at the end."""
         self._stack.callback(undo)
 
-    def left_by(self, leave: Callable[..., None]) -> None:
-        """Something is shared with other ranks: `leave(failed=…)` says whether to wait for them."""
+    def on_leave(self, leave: Callable[..., None]) -> None:
+        """Call `leave(failed=…)` at the end, for a resource that is shared with other ranks."""
 
         def at_the_end(
             kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
@@ -171,8 +171,8 @@ class ResourceStack:
 
         self._stack.push(at_the_end)
 
-    def give_back(self, *, failed: bool) -> None:
-        """Undo and leave; a second call has nothing left to do."""
+    def close_all(self, *, failed: bool) -> None:
+        """Release all resources; a second call does nothing."""
         self._has_failed = failed
         self._stack.close()
 
@@ -180,10 +180,10 @@ class ResourceStack:
 class Trainer(OnSteps):
     """Trains `task` as `job` says, on the ranks that the environment describes (or `world`).
 
-    Every rank makes one and calls the same methods in the same order. Making it joins the ranks,
-    builds the model and broadcasts it once. Raises `RequestError` for what cannot be trained.
-    `report(event, **values)` hears of checkpoints, from another thread too, and of the witness;
-    `fit` calls `callbacks` before those of the task.
+    Every rank makes one and calls the same methods in the same order. The constructor joins the
+    ranks, builds the model and broadcasts it once. Raises `RequestError` if the job cannot be
+    trained. `report(event, **values)` is called for checkpoints, also from another thread, and for
+    findings of the witness. `fit` calls `callbacks` before those of the task.
     """
 
     def __init__(
@@ -211,13 +211,13 @@ class Trainer(OnSteps):
         self.heartbeat = Heartbeat(here.heartbeat, here.local_rank, here.local_size)
         self.faults = Faults.of(self.job.inject, self.world.rank, self.world.restarts)
         self.meter = FlopsMeter(self.job, peak_of(self.job, self.device))
-        self._taken = ResourceStack()
+        self._resources = ResourceStack()
         try:
             self._set_up(report)
         except BaseException as error:
             if hasattr(self, "comm"):  # it has joined the others
                 self.comm.add_reason_of_loss(error)
-            self._taken.give_back(failed=True)
+            self._resources.close_all(failed=True)
             raise
 
     @classmethod
@@ -231,25 +231,25 @@ class Trainer(OnSteps):
         job: Job | None = None,
         **fields: Any,
     ) -> Self:
-        """A trainer from a model that is there already; `fields` are those of `Task`.
+        """Create a trainer from an existing model; `fields` are those of `Task`.
 
-        `loss(output, batch)` gives one value per sample; `make_optimizer(model)` the optimizer.
+        `loss(output, batch)` returns one value per sample; `make_optimizer(model)` the optimizer.
         """
         return cls(task_of_parts(model, make_optimizer, loss, train_data, fields), job)
 
     # --- the loop -------------------------------------------------------------------------
 
     def batches(self, epochs: int | None = None, steps: int | None = None) -> Iterator[Batch]:
-        """This rank's part of the global batches that come next, up to the end of the training.
+        """This rank's part of the next global batches, up to the end of the training.
 
         `epochs` and `steps` count from the start of the job; the defaults are the task's epochs
-        and the job's steps. Give each batch to `step` before asking for the next.
+        and the job's steps. Pass each batch to `step` before you request the next.
         """
         limit = self.job.steps if steps is None else steps
         last_epoch = self.task.epochs if epochs is None else epochs
         if limit is not None and epochs is None:
             last_epoch = 2**31  # steps were asked for: epochs do not end them
-        asked, gave = [f"{n}={v}" for n, v in (("epochs", epochs), ("steps", steps)) if v], False
+        limits, gave = [f"{n}={v}" for n, v in (("epochs", epochs), ("steps", steps)) if v], False
         self._between.begin()
         upcoming = self.task_data.batches.after(self.progress, last_epoch, limit)
         if self.strategy.agreement.lockstep:
@@ -260,8 +260,8 @@ class Trainer(OnSteps):
             batch = next(upcoming, None)
             self.witness.after_reading(self.task_data.batches)
             if batch is None:
-                if asked and self._has_given and not gave:
-                    raise nothing_left(asked, self.progress)
+                if limits and self._has_given and not gave:
+                    raise nothing_left(limits, self.progress)
                 break
             gave, self._has_given, self._came_to_an_end = True, True, False
             yield batch
@@ -367,7 +367,7 @@ class Trainer(OnSteps):
         _ = self.task_data.batches
         self._steps.begin_anew()
         self.strategy.load_state(copied(state["strategy"]))
-        self._between.load_rest(self, state)
+        self._between.load_other_state(self, state)
         if state["random"]["ranks"] == self.comm.size:
             set_random_streams(state["random"], self.device)
             self.strategy.load_own_state(state.get("own", {}))
@@ -416,7 +416,7 @@ class Trainer(OnSteps):
 
         A rank that has `failed` waits for no other: they stand in a collective for it.
         """
-        self._taken.give_back(failed=failed)
+        self._resources.close_all(failed=failed)
 
     def __enter__(self) -> Self:
         return self
@@ -440,8 +440,8 @@ class Trainer(OnSteps):
 
     def _set_up(self, report: Callable[..., None]) -> None:
         """Join the ranks, and set up the training; resources are released in reverse order."""
-        resources, task, job = self._taken, self.task, self.job
-        resources.undone_by(set_kernels(job))
+        resources, task, job = self._resources, self.task, self.job
+        resources.on_close(set_kernels(job))
         self.comm = join(
             self.world,
             self.device,
@@ -449,17 +449,17 @@ class Trainer(OnSteps):
             job.backend,
             share_device=job.share_device,
         )
-        resources.left_by(self.comm.leave)
+        resources.on_leave(self.comm.leave)
         self._scope = Scope(job.seed, self.device)
         self.strategy = build_strategy(task, job, self.comm, self._scope)
-        resources.left_by(self.strategy.leave)
+        resources.on_leave(self.strategy.leave)
         self.built = self._place_model()
         step, plan = self.strategy.step, self.evaluation_plan
         self._steps = InFlightSteps(self.strategy, job, lambda: plan.rate_factor)
         check_limits(task, job, self.strategy)
         whole = whole_norm(task, self.strategy.data, self._scope, self.built.swapped)
         if whole is not None:
-            resources.left_by(whole.leave)
+            resources.on_leave(whole.leave)
         self.model_notes = notes_on(self.strategy.model, task)
         self.model_notes += notes_on_backend(self.comm.of_torch, job.backend) + notes_on_torch()
         self.model_notes += notes_on_update(step.optimizer, self.device)
@@ -469,13 +469,13 @@ class Trainer(OnSteps):
         self.faults.leave_out = self.comm.skip_next_collective
         self.faults.poison = step.poison_next
         self.task_data = TaskData(task, job, self.strategy)
-        resources.undone_by(self.task_data.close)
+        resources.on_close(self.task_data.close)
         self.witness = Witness(self.strategy.learner, job, report, self.world)
         self._saving: Saving | None = None
         if job.run_dir:
             attempt, reach = self.world.attempt, self.faults.reach
             self._saving = Saving(task, job, self.strategy, attempt, reach, report)
-            resources.left_by(self._saving.checkpointer.close)
+            resources.on_leave(self._saving.checkpointer.close)
         ending, scale = StopAgreement(self.comm, self.strategy.agreement.lockstep), step.loss_scale
         kept_by = partial(contents_of, model=self.strategy.model)
         ranks = self.comm if self.strategy.agreement.is_one_training else Alone(self.comm.rank)
@@ -485,10 +485,10 @@ class Trainer(OnSteps):
     def _place_model(self) -> BuiltModel:
         """Build the model, and set the strategy up."""
         built = build_model(
-            self.task, self.job, self._scope, self.strategy, self.world, self._taken.undone_by
+            self.task, self.job, self._scope, self.strategy, self.world, self._resources.on_close
         )
         self.strategy.setup(built.model, self.task.optimizer)
-        self._taken.undone_by(self.strategy.close)
+        self._resources.on_close(self.strategy.close)
         if self.job.compile:
-            self._taken.undone_by(compile_passes(self.task, self.job, self.strategy))
+            self._resources.on_close(compile_passes(self.task, self.job, self.strategy))
         return built

@@ -123,7 +123,7 @@ class Branches(Staged):
 
     def _make_passes(self, batch: Batch) -> Tally:
         """Run every micro-batch through the whole model."""
-        for parameter in self.own:
+        for parameter in self.local_params:
             parameter.grad = None
         tally = self._tally = self.step.layout.tally()
         self.step.accumulate(batch, lambda leaf: tally)

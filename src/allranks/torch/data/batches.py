@@ -248,7 +248,7 @@ class GlobalBatches:
             step, index = step + 1, index + 1
 
     def _filled(self, plan: Batch, data: Iterator[Any]) -> Batch:
-        """The batch with the data of what is read for it, in order."""
+        """The batch with its data, which is read in order."""
         leaves = []
         for leaf in plan.leaves:
             micros = [MicroBatch(m.pieces, m.samples, next(data)) for m in leaf.micros]
@@ -316,8 +316,8 @@ class GlobalBatches:
             epoch, step, index = epoch + 1, 0, index - 1
 
     def _spare(self, source: StreamSource, plan: Batch) -> MicroBatch:
-        """What a rank goes through the model with that has read no sample yet: the first samples
-        of its stream, or of that of another rank."""
+        """The micro-batch of a rank that has read no sample yet: the first samples of its stream,
+        or of another rank's."""
         quota = even_sizes(self.batch_size, self.shards)
         for k in (*self.cutting.owned, *range(self.shards)):
             seed_generators(random_key(self.seed, plan.epoch, k, 0))
@@ -330,7 +330,7 @@ class GlobalBatches:
         raise endless(plan.epoch, "a stream", YIELDS)
 
     def _key_collate(self, plan: Batch, micro: MicroBatch) -> None:
-        """What collate draws belongs to the first piece of its micro-batch."""
+        """Key the draws of collate to the first piece of its micro-batch."""
         first = micro.pieces[0]
         step = plan.step_in_epoch
         seed_generators(random_key(self.seed, plan.epoch, first.shard, step, first.start, COLLATE))
@@ -344,9 +344,9 @@ class GlobalBatches:
     def _collating_draws(
         self, source: StreamSource, plan: Batch, micro: MicroBatch, read: dict[int, list[Any]]
     ) -> bool:
-        """Whether collate is seen to draw from now on: shards are collated alone then.
+        """Whether collate turns out to draw random numbers: from then on shards collate alone.
 
-        Only reading a stream gives samples, so it is tried in the first step that has any.
+        Samples of a stream must be read first, so this is tried in the first step that has any.
         """
         if self._tried_collate or self.collates_alone:
             return False
@@ -363,7 +363,7 @@ class GlobalBatches:
 
 
 def _ids(plan: Batch) -> Iterator[Ids]:
-    """The sample numbers of what is read for a batch, in order."""
+    """The sample numbers of the micro-batches to read for a batch, in order."""
     start = 0
     for micro in plan.micros:
         yield plan.ids[start : start + micro.samples]

@@ -129,7 +129,7 @@ class SynchronizerTrainer(Trainer):
         self.service.resumed = set(inner)
         merging.owing = {k for k in inner if k < self.job.ranks and owes(inner[k]["state"])}
         self.service.start()
-        self._taken.undone_by(self.service.close)
+        self._resources.on_close(self.service.close)
         return self.service
 
     def _samples_of(self, ledger: Ledger, chunk: Chunk) -> int:

@@ -157,10 +157,10 @@ class SchedulerTrainer(Trainer):
             handing, options["servers"], strategy.digest, listener, world.secret, kind, self._report
         )
         service.start()
-        self._taken.undone_by(service.close)
+        self._resources.on_close(service.close)
         self.heartbeat.enter("exchange")
         links = self._linked(service, options["patience_s"])
-        self._taken.undone_by(links.close)
+        self._resources.on_close(links.close)
         if strategy.step.probe is not None:
             self._check_traced()
         if strategy.step.probe is not None or self.evaluation_plan.is_over:

@@ -293,7 +293,7 @@ class DP(Strategy):
             replica.enter(step, share)  # the first one last: the process draws as in `single`
         outputs = self._in_threads(working, parts)
         for replica in working[1:]:
-            scope.take_moments(replica.scope)
+            scope.merge_moments(replica.scope)
             replica.entered()
         output = gathered(outputs, shares, self.first.device, CUT)
         if samples_in(pieces) > self._gathered_samples:

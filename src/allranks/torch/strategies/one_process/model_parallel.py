@@ -439,7 +439,7 @@ class ModelParallel(Single):
         finally:
             self._follow_whole()
         for piece in pieces:
-            self.context.scope.take_moments(piece.scope)
+            self.context.scope.merge_moments(piece.scope)
         return threaded_backward(pieces, outputs, self._follow_whole)
 
     def _run(self, piece: InFlight, part: Any, is_grad: bool) -> Any:
