@@ -12,7 +12,7 @@ import pytest
 
 from allranks.cli.main import main
 from allranks.job.run_folder import read_rows
-from allranks.tools.bench.measuring import Found
+from allranks.tools.bench.measuring import RunSet
 from allranks.tools.bench.plan import BenchPlan, Combination
 from allranks.tools.bench.reading import Measured
 from allranks.tools.bench.results import rows_of, to_data
@@ -65,15 +65,15 @@ def run_of(turn: int, speed: float, ranks: int) -> Measured:
     return Measured(turn, steps, 32 / speed, shares, 2048.0, 2048.0, "abc", 2**28 * ranks)
 
 
-def found_of(strategy: str, ranks: int, speeds: tuple[float, ...]) -> Found:
+def found_of(strategy: str, ranks: int, speeds: tuple[float, ...]) -> RunSet:
     one = Combination(strategy, ranks, is_peer=strategy == "hand")
     runs = [run_of(turn, speed, ranks) for turn, speed in enumerate(speeds)]
     losses = (2.0, 1.5) if strategy != "hand" else (2.0, 1.6)
-    return Found(one, runs, "" if runs else "refused: <none>", losses)
+    return RunSet(one, runs, "" if runs else "refused: <none>", losses)
 
 
 def write_bench(
-    path: Path, plan: BenchPlan | None = None, found: list[Found] | None = None
+    path: Path, plan: BenchPlan | None = None, found: list[RunSet] | None = None
 ) -> Path:
     plan = plan or BenchPlan("digits", (), 30, 10, 2)
     found = found or [found_of(*key, speeds) for key, speeds in SPEEDS.items()]

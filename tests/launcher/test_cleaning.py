@@ -15,7 +15,7 @@ import pytest
 from allranks.launcher.processes import leftovers
 from allranks.launcher.processes.leftovers import SCRATCH, owner
 from allranks.tools.doctor import cleaning
-from allranks.tools.doctor.cleaning import Leftover, clean, left
+from allranks.tools.doctor.cleaning import Leftover, clean, find_leftovers
 
 Start = Callable[..., subprocess.Popen[bytes]]
 VARIABLE = "ALLRANKS_OWNER_OF_TEST"
@@ -81,7 +81,7 @@ def test_all_that_is_left_is_removed_and_named_by_its_run(start: Start, tmp_path
     scratch = tmp_path / f"{SCRATCH}{dead}-abc"
     (scratch / "logs").mkdir(parents=True)
     cleaned = clean()
-    assert of([dead], cleaned.still_there) == of([dead], left()) == []
+    assert of([dead], cleaned.still_there) == of([dead], find_leftovers()) == []
     removed = of([dead], cleaned.removed)
     told = {one.pid or one.name: one.run for one in removed}
     run = str(tmp_path / "runs/first")
