@@ -153,7 +153,7 @@ def network_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def rendezvous_from(flags: dict[str, Any]) -> tuple[Rendezvous, dict[str, Any]]:
-    """How the nodes come together, and what is said of the job by that; takes it out of `flags`.
+    """The rendezvous of the nodes, and the fields of the job that follow; pops both from `flags`.
 
     `flags` are those of the command line, `None` where one was not given.
     """
@@ -196,7 +196,7 @@ def words_of(flags: dict[str, Any], *more: str) -> tuple[str, ...]:
     """The words that describe a job, the same on every node whatever their order was."""
     names = {name for name, value in flags.items() if value not in (None, (), "", False)}
     names -= {"node_rank", "interface", "key", "join_timeout", "as_object", "local_addr", "rdzv_id"}
-    names -= {"show"}  # whose output a node shows is its own matter
+    names -= {"show"}  # each node chooses whose output it shows
     values = {name: flags[name] for name in sorted(names)}
     if "settings" in values:
         pairs = dict(text.partition("=")[::2] for text in values["settings"])

@@ -147,7 +147,7 @@ def run(words: tuple[str, ...], dry_run: bool, as_object: bool, **flags: Any) ->
 
 
 def _run(request: CommandRequest, wanted: NodeRequest, watcher: CommandWatcher) -> CommandResult:
-    """On this machine, or on nodes that come together for it."""
+    """Run on this machine, or on nodes that join for it."""
     if not isinstance(find_place(wanted.place, wanted.rendezvous), AgentPlace):
         return run_command(request, watcher=watcher)
     request = dataclasses.replace(request, run_dir=run_dir_of(request))
@@ -188,7 +188,7 @@ def request_from(
 
 
 def _wanted(flags: dict[str, Any], torchrun: TorchrunFlags, same: tuple[str, ...]) -> NodeRequest:
-    """How many processes on which nodes, from all words that may say it; they must agree."""
+    """The number of processes and nodes, from all options that may set it; they must agree."""
     nodes = flags["nodes"] or torchrun.least_nodes or 1
     _must_agree({"--nodes": flags["nodes"], "--nnodes": torchrun.least_nodes})
     endpoint = torchrun.endpoint
@@ -209,7 +209,7 @@ def _wanted(flags: dict[str, Any], torchrun: TorchrunFlags, same: tuple[str, ...
 
 
 def _ranks(flags: dict[str, Any], torchrun: TorchrunFlags, nodes: int) -> int:
-    """Processes over all nodes; one on each where nobody says more."""
+    """The number of processes over all nodes; one per node by default."""
     counts: dict[str, int | None] = {"--ranks": flags["ranks"]}
     if flags["ranks_per_node"] is not None:
         counts["--ranks-per-node"] = flags["ranks_per_node"] * nodes
@@ -224,7 +224,7 @@ def _ranks(flags: dict[str, Any], torchrun: TorchrunFlags, nodes: int) -> int:
 
 
 def _must_agree(counts: dict[str, int | None]) -> int | None:
-    """What they say, if it is one number; raises `RequestError`."""
+    """The one number that all given options mean, or `None`; raises `RequestError`."""
     named = {name: count for name, count in counts.items() if count is not None}
     if len(set(named.values())) > 1:
         raise RequestError(
@@ -319,7 +319,7 @@ def _in_log_dir(log_dir: str, command: tuple[str, ...]) -> str:
 
 
 def command_watcher(output: RankOutput) -> CommandWatcher:
-    """Shows what the ranks say, where the run folder is, and news of the launcher."""
+    """Shows the output of the ranks, the run folder, and reports of the launcher."""
 
     def started(plan: CommandPlan, run_dir: Path) -> None:
         output.started(plan, run_dir)

@@ -85,7 +85,7 @@ def show(run: str, placement: bool, whole_job: bool, as_object: bool) -> None:
 
 
 def _memory_in_words(memory: dict[str, dict[str, int | None]]) -> str:
-    """What the process that held most has held, and on its device."""
+    """The largest memory of a process, and of a device, with its rank."""
     texts = []
     for kind, name in (("host_bytes", "a process"), ("device_bytes", "a device")):
         known = [(use[kind] or 0, rank) for rank, use in memory.items() if use[kind] is not None]
@@ -96,7 +96,7 @@ def _memory_in_words(memory: dict[str, dict[str, int | None]]) -> str:
 
 
 def _went_wrong(path: Path) -> list[str]:
-    """What happened on the way that a person should know, the first of it in words."""
+    """Notes about problems during the run, the first `MOST_NOTES` in full."""
     problems = [problem for event in read_events(path) for _, problem in anomalies_in(event)]
     lines = [f"note: {line}" for line in problems[:MOST_NOTES]]
     if len(problems) > MOST_NOTES:
@@ -105,7 +105,7 @@ def _went_wrong(path: Path) -> list[str]:
 
 
 def _asked(job: dict[str, Any], run: str, with_hint: bool) -> list[str]:
-    """Every value that somebody gave, with where it came from; not those that are defaults."""
+    """Every value that is not a default, with its source."""
     sources = job.get("source", {})
     task = {f"task.{name}": value for name, value in job.get("task", {}).items()}
     rows = []

@@ -168,7 +168,7 @@ def plan_submission(words: tuple[str, ...], site: Site, flags: dict[str, Any]) -
 
 
 def _asked(submitted: Submitted, site: Site, flags: dict[str, Any]) -> SlurmOptions:
-    """What the user said, with what follows from where this is typed."""
+    """The user's options, with defaults from this environment."""
     account = flags["account"]
     for variable in ACCOUNT_VARIABLES:  # as sbatch would read it; the script says it
         account = account or os.environ.get(variable, "")
@@ -263,7 +263,7 @@ def _send(submission: Submission) -> int:
         path.unlink()
         if before is not None:
             _write(path, before)
-        with suppress(OSError):  # somebody else may have used them meanwhile
+        with suppress(OSError):  # another process may use them by now
             for parent in created:
                 parent.rmdir()
         raise

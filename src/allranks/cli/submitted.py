@@ -43,9 +43,9 @@ OTHER_OPTIONS = ("settings", "job_file", "epochs", "inject")  # `resolved_from` 
 
 @dataclass(frozen=True)
 class Submitted:
-    """A command line, and what it says of itself; `None` or "" where it does not.
+    """A command line, taken apart; `None` or "" for what it does not set.
 
-    `values` are the values of its options that were given, or stand in its job file.
+    `options` are the names of given options; `values` has their values, and those of its job file.
     """
 
     verb: str
@@ -71,7 +71,7 @@ class Submitted:
 
     @property
     def device(self) -> str:
-        """Where a task does its arithmetic; "" for a command, which nobody can know."""
+        """The device of a task; "" for a command, whose device is unknown."""
         return str(self.values.get("device") or "cpu") if self.verb == "train" else ""
 
 
@@ -105,7 +105,7 @@ def read_words(words: tuple[str, ...]) -> Submitted:
 
 
 def _layers(parameters: dict[str, Any]) -> dict[str, Any]:
-    """What the resumed run says, and over it the job file."""
+    """The values of the resumed run, overridden by those of the job file."""
     values: dict[str, Any] = {}
     before = Path(parameters.get("run_dir") or ".") / "job.toml"
     if parameters.get("run_dir") and before.is_file():
@@ -166,7 +166,7 @@ def _check_program(program: str) -> None:
 def nodes_and_ranks(
     submitted: Submitted, nodes: int | None, per_node: int | None
 ) -> tuple[int, int | None]:
-    """Nodes, and ranks on each of them (`None`: nobody said), from all words that may say it."""
+    """Nodes, and ranks per node (`None`: not given), from all options that may set them."""
     named = submitted.values.get("nodes") if "nodes" in submitted.options or nodes is None else None
     if nodes is not None and named is not None and int(named) != nodes:
         raise _disagree(f"--nodes {nodes}", f"--nodes {named}", submitted.verb, "--nodes")
@@ -195,7 +195,7 @@ def nodes_and_ranks(
 def complete(
     submitted: Submitted, *, nodes: int, ranks: int, run_dir: str, per_rank: bool
 ) -> tuple[str, ...]:
-    """The words that the batch script runs: those of the user, and what it decides."""
+    """The words that the batch script runs: the user's, and those that `submit` adds."""
     if "place" in submitted.options and place_spec(submitted.values["place"]).name != PLACE:
         found = f"--place {submitted.values['place']}"
         raise _disagree("a job of Slurm", found, submitted.verb, "--place")
@@ -234,7 +234,7 @@ def check_job(submitted: Submitted, *, nodes: int, ranks: int, run_dir: str) -> 
 
 
 def check_run_dir(run_dir: str) -> None:
-    """Raise if the job would find something there that is not its own, hours from now."""
+    """Raise now if the job, hours from now, could not use this run folder."""
     path = Path(run_dir)
     if is_in_use(path):
         problem = "a run folder in use by a running job"

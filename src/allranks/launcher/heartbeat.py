@@ -48,7 +48,7 @@ class Beat:
 
 
 class Heartbeat:
-    """A rank's end. Without a supervisor (`fd` < 0) it is kept in memory that nobody reads."""
+    """A rank's side. Without a supervisor (`fd` < 0) it writes to private memory."""
 
     def __init__(self, fd: int = -1, rank: int = 0, ranks: int = 1) -> None:
         memory = mmap.mmap(fd, _size(ranks) if fd >= 0 else _size(1))
@@ -161,7 +161,7 @@ class HeartbeatTable:
             self._memory[_WANTED + rank * _ROW + _STEP] = -1
 
     def read(self) -> list[Beat]:
-        """What every rank last said."""
+        """The last beat of every rank."""
         beats = []
         for rank in range(self.ranks):
             row = self.row(rank)
@@ -181,7 +181,7 @@ class HeartbeatTable:
         return beats
 
     def row(self, rank: int) -> list[float]:
-        """What rank `rank` last said, as numbers for another memory of this kind."""
+        """The last beat of rank `rank`, as numbers for another table."""
         start = _WANTED + rank * _ROW
         row: list[float] = self._memory[start : start + _ROW].tolist()  # type: ignore[assignment]
         return row

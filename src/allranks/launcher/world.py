@@ -72,7 +72,7 @@ LAUNCHERS = (
 
 @dataclass(frozen=True)
 class Launched:
-    """What a launcher said of this process; `None` is what it did not say.
+    """What a launcher sets for this process; `None` for what it does not set.
 
     `node` counts the nodes of the job from 0.
     """
@@ -110,9 +110,9 @@ def launched_by(environment: Environment) -> Launched | None:
 
 
 def standard_variables(environment: Environment) -> dict[str, str]:
-    """What a launcher said, under the names of the field; nothing where `RANK` is set.
+    """The launcher's values under torch's names of variables; empty if `RANK` is set.
 
-    `GROUP_RANK`, the number of the node, is -1 where the launcher does not say it.
+    `GROUP_RANK`, the number of the node, is -1 if the launcher does not set it.
     """
     launched = None if "RANK" in environment else launched_by(environment)
     if launched is None:
@@ -135,7 +135,7 @@ def standard_variables(environment: Environment) -> dict[str, str]:
 
 
 def tasks_not_started(environment: Environment) -> int:
-    """So many tasks a job of Slurm asked for, where nobody started them: this process is alone.
+    """The tasks that a Slurm job requested but did not start: this process is alone.
 
     1 for a process that has a rank, and outside of Slurm.
     """

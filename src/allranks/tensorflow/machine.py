@@ -22,11 +22,10 @@ from allranks.job.job import Job
 from allranks.training.keras_task import Task
 
 # --- quiet ---------------------------------------------------------------------------------------
-# What TensorFlow's C++ says to standard error while it begins: kept back, and told if it fails.
+# Hide what TensorFlow's C++ writes to standard error at its start; show it if the start fails.
 #
-# Its notes on instructions and on drivers that are not there cannot be turned off, and would stand
-# above every run. They are written past Python, so the file descriptor itself is turned aside. This
-# file imports no TensorFlow: `preload` needs it for that import.
+# Its notes on instructions and missing drivers cannot be disabled, and would precede every run.
+# They bypass Python, so the file descriptor itself is redirected.
 
 
 STDERR = 2
@@ -34,7 +33,7 @@ STDERR = 2
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Within, nothing is written to standard error; what was, is written after all if it raises."""
+    """Hold back standard error; write what was held back if the block raises."""
     sys.stderr.flush()
     saved = os.dup(STDERR)
     with tempfile.TemporaryFile() as aside:
@@ -62,7 +61,7 @@ POLICIES = {
 
 
 def set_threads(threads: int) -> None:
-    """So many threads in one operation, and enough beside each other for a collective to go on."""
+    """Set the threads of one operation, and enough parallel operations for a collective."""
     config = tf.config.threading
     try:
         config.set_intra_op_parallelism_threads(threads)
@@ -116,7 +115,7 @@ def _take_logical_cpus(replicas: int) -> None:
 
 
 def set_arithmetic(job: Job) -> Callable[[], None]:
-    """How numbers are kept and multiplied; returns what puts it back as it was."""
+    """Set the job's precision in Keras and TensorFlow; returns a function that restores it."""
     floats, policy = keras.config.floatx(), keras.config.dtype_policy()
     keras.config.set_floatx("float64" if job.precision == "fp64" else "float32")
     keras.config.set_dtype_policy(POLICIES[job.precision])
@@ -167,7 +166,7 @@ def begun(job: Job, found: str) -> RequestError:
 
 
 def described(value: Any) -> str:
-    """A short name for what a person handed in."""
+    """A short description of a user's value, by its type."""
     return f"a {type(value).__module__}.{type(value).__qualname__}"
 
 

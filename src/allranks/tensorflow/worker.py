@@ -207,7 +207,7 @@ class TensorFlowRank(RankProgram[Trainer]):
         return trainer
 
     def callbacks(self) -> list[Callback]:
-        """Who hears of the steps: the placement, which needs no update, and the record."""
+        """The callbacks of every job: its placement, and its record."""
         return [RecordReplicaPlacement(), self.record]
 
     def placement(self, trainer: Trainer) -> Iterable[Placed]:

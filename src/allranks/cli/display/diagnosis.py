@@ -67,7 +67,7 @@ def _table(terminal: bool, heads: bool = True) -> Table:
 
 
 def _nodes(nodes: Sequence[NodeReport], terminal: bool) -> Table:
-    """A row for each thing; where the nodes differ in it, one for each value and who has it."""
+    """A row for each property; if nodes differ in it, one for each value, with its nodes."""
     table = _table(terminal, heads=len(nodes) > 1)
     for head in ("", "", "nodes") if len(nodes) > 1 else ("", ""):
         table.add_column(head)

@@ -19,7 +19,7 @@ LEFT_OUT = {
 
 
 def in_words(event: dict[str, Any]) -> list[str]:
-    """What a person should hear of an event while the job runs; most events are for the record."""
+    """The lines to print for an event while the job runs; empty for most events."""
     name = event["event"]
     if name == "resumed":
         resumed = f"resumes after step {event['step']}, from {event['path']}"
@@ -108,7 +108,7 @@ def evaluation_in_words(step: int, metrics: Mapping[str, Any], best: bool) -> st
 
 
 def not_in_the_run_folder(file: str, where: Mapping[str, str] | None, lost: str = "") -> str:
-    """What is said of a file for which the disk was full, or which somebody has removed."""
+    """A sentence about a file that was not kept: the disk was full, or the file was removed."""
     if lost == REMOVED:
         return f"{file} has LOST {lost} while the job ran; what came since is there"
     if where is None:
@@ -122,7 +122,7 @@ def _not_kept_there(event: dict[str, Any]) -> str:
 
 
 def _whose(event: dict[str, Any]) -> str:
-    """The leader speaks for all who agree, another rank for itself."""
+    """A prefix with the rank, except for the leader, which writes for all ranks."""
     return f"rank {event['rank']}: " if event["rank"] else ""
 
 
@@ -132,7 +132,7 @@ def _slow(event: dict[str, Any]) -> str:
 
 
 def _fault(event: dict[str, Any]) -> str:
-    """The first line of the report that a restart carries; of a hang, also who is missing."""
+    """The first line of a restart's report; for a hang, also the missing rank."""
     first, *others = event["report"].splitlines()
     return f"{first}: {next(iter(others), '')}" if _is_hang(event) else str(first)
 

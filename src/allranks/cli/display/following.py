@@ -38,7 +38,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Anomaly:
-    """What is wrong with a rank (`None`: with no one of them); `times` counts how often it came."""
+    """A problem of a rank (`None`: of the whole job); `times` counts its occurrences."""
 
     rank: int | None
     problem: str
@@ -106,7 +106,7 @@ class Follower:
         self._started = time.monotonic()
 
     def look(self) -> list[str]:
-        """Read what is new; returns what a person should be told of it, as lines."""
+        """Read new output and events; returns the lines to print."""
         lines = [f"rank 0: {line}" for line in self._log.lines()]
         events = [
             {"rank": rank, **event} for rank, tail in self._events.items() for event in tail.rows()
@@ -127,7 +127,7 @@ class Follower:
         return lines
 
     def _note(self, event: dict[str, Any]) -> None:
-        """Take from an event what the state holds of it."""
+        """Update the state by an event."""
         name, known = event["event"], dict[str, Any]()
         if name == "training" and event["rank"] == 0:
             known = {"total_steps": event.get("total_steps", self.state.total_steps)}
@@ -136,7 +136,7 @@ class Follower:
             known = {"evaluation": Evaluation(event["step"], metrics, bool(event.get("best")))}
         elif name == "checkpoint":
             known = {"saved_step": event["step"]}
-        elif name == "attempt":  # who was slow may not be slow again
+        elif name == "attempt":  # a slow rank may not be slow again
             items = self._anomalies.items()
             self._anomalies = {key: value for key, value in items if key[1] != "straggler"}
         self.state = dataclasses.replace(self.state, **known)
@@ -148,7 +148,7 @@ class Follower:
             self._anomalies[rank, name] = Anomaly(rank, problem, times)
 
     def _count(self, rows: list[dict[str, Any]]) -> None:
-        """Take in the new rows of the metrics; an attempt that goes back to a step counts anew."""
+        """Add new rows of the metrics; an attempt that goes back to an earlier step starts anew."""
         for row in rows:
             if self.state.step is not None and int(row["step"]) < self.state.step:
                 self._points.clear()

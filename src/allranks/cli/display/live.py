@@ -120,7 +120,7 @@ class Terminal:
 EVERY_S = 0.5
 RATE_OVER_S = 5.0
 SUSPENDED_S = 3.0  # between two ticks: the shell may have written meanwhile
-QUIET_S = 10.0  # without a step, before it is told
+QUIET_S = 10.0  # without a step, before it is shown
 WIDEST = 100
 NARROW = 50  # below, a line that goes on does not begin under the first
 LABEL = 11
@@ -187,7 +187,7 @@ def _measures(state: FollowedJob) -> Iterator[str]:
 
 
 def _anomalies(anomalies: tuple[Anomaly, ...]) -> Iterator[Text]:
-    """A line for each; all of them were told in full when they came."""
+    """A line for each; all of them were printed in full when they came."""
     for anomaly in anomalies[:MOST_ANOMALIES]:
         often = f" ({anomaly.times} times)" if anomaly.times > 1 else ""
         subject = "the job" if anomaly.rank is None else f"rank {anomaly.rank}"

@@ -40,7 +40,7 @@ def has_outputs() -> bool:
 
 
 class NotebookDisplay(Paced):
-    """Shows a job as one output of the cell that launched it: what was told, and the picture."""
+    """Shows a job as one output of the cell that launched it: printed lines, and the picture."""
 
     every_s = 0.5
 

@@ -18,7 +18,7 @@ MANY = ("replica", "part")
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds something: a replica or a part on a rank, and the device it is on."""
+    """The holder of a tensor: a replica or a part on a rank, and its device."""
 
     rank: int
     replica: int
@@ -92,7 +92,7 @@ def _totals(placements: Sequence[RankPlacement], many: list[str]) -> list[str]:
 
 
 def _folded(items: Sequence[tuple[int, Any]]) -> list[tuple[Any, list[Holder]]]:
-    """What is alike but for who holds it, once, with all its holders; in order."""
+    """Equal rows of several ranks as one, with all its holders; in order."""
     holders: dict[Placed | PlacementTotals, list[Holder]] = {}
     for rank, thing in items:
         alike = replace(thing, replica=0, part=0, device=thing.device.partition(":")[0])

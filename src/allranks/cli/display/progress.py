@@ -40,7 +40,7 @@ DUMB_TERMINALS = ("", "dumb", "unknown")
 
 
 class ProgressDisplay(Protocol):
-    """What shows a running job. None of its methods waits for who reads."""
+    """Shows a running job. None of its methods blocks on its reader."""
 
     def started(self, plan: LaunchPlan) -> None:
         """The run folder is there and the ranks are about to start."""
@@ -62,7 +62,7 @@ def progress_here() -> ProgressDisplay:
 
 
 def opening_words(plan: LaunchPlan) -> list[str]:
-    """What is told before the first step."""
+    """The lines to print before the first step."""
     job = plan.job
     ranks = f"{job.ranks} rank{'s' if job.ranks > 1 else ''}"
     first = f"{job.program} on {ranks}, {job.strategy}: {job.run_dir}"
@@ -124,7 +124,7 @@ def step_in_words(state: FollowedJob, row: dict[str, Any]) -> str:
 
 
 def _say_at_once(line: str) -> None:
-    """Say a line; drop it where nobody reads, or the supervisor would stand."""
+    """Print a line; drop it if stderr is not writable, which would block the supervisor."""
     with suppress(OSError, ValueError):
         _, writable, _ = select.select([], [sys.stderr], [], 0)
         if not writable:

@@ -129,15 +129,8 @@ def find_place(text: str, rendezvous: Rendezvous | None = None) -> Place:
 def check_job(job: Job) -> None:
     """Raise `RequestError` if the job cannot run at its place. Pure."""
     broken = tuple(f for f in faults.parse(job.inject) if f.action in faults.NODE_FAULTS)
-    request = NodeRequest(
-        job.place,
-        job.nodes,
-        job.ranks,
-        device=job.device,
-        broken=broken,
-        server_nodes=job.nodes_apart,
-    )
-    check_request(request)
+    servers, where = job.nodes_apart, (job.place, job.nodes, job.ranks)
+    check_request(NodeRequest(*where, device=job.device, broken=broken, server_nodes=servers))
 
 
 def check_request(request: NodeRequest) -> None:

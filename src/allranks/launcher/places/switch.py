@@ -75,7 +75,7 @@ class Switch:
         listener.close()
 
     def _leave_the_machines_network(self) -> None:
-        """As who may do it; in a user namespace where this process may not."""
+        """Get the needed privileges, in a user namespace if this process has none."""
         try:
             unshare(CLONE_NEWNET)
         except PermissionError:

@@ -200,7 +200,7 @@ def _default_signals() -> None:
 
 
 def _leave_signals_to_the_supervisor() -> None:
-    """A rank that has a heartbeat hears by it what is asked of the job.
+    """A rank with a heartbeat gets requests to stop or to save through it.
 
     Schedulers and systemd send such signals to all processes of a job at once; a rank that died of
     one could not commit its checkpoint. Its own children get the default actions back.

@@ -143,11 +143,11 @@ class ForkServer:
         return ticket
 
     def pids(self) -> list[int]:
-        """The processes that it has told of, and that live."""
+        """The living processes whose start the server has reported."""
         return list(self._pids.values())
 
     def started(self, ticket: int) -> bool:
-        """Whether the server has told of its start, and not of its end."""
+        """Whether the server has reported the start of a process, and not its end."""
         return ticket in self._pids
 
     def stands(self, tickets: Mapping[int, int]) -> dict[int, ProcessState]:
@@ -165,7 +165,7 @@ class ForkServer:
         return []
 
     def stop_reason(self) -> str:
-        """Never: whoever asks for something on this machine asks the supervisor itself."""
+        """Always "": on this machine signals reach the supervisor directly."""
         return ""
 
     def fileno(self) -> int:
@@ -195,7 +195,7 @@ class ForkServer:
         self._send({"do": "signal", "ticket": ticket, "signal": int(number)}, [])
 
     def wake(self) -> None:
-        """Continue a server that was suspended: it alone hears of exits and passes signals on."""
+        """Continue a suspended server: only it sees exits and forwards signals."""
         self._process.send_signal(signal.SIGCONT)
 
     def _readable(self, timeout_s: float) -> bool:

@@ -79,13 +79,13 @@ def _hold_any(stack: ExitStack) -> int:
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
-            continue  # another job was told to take this one, and binds it in a moment
+            continue  # reserved by name for another job, which binds it in a moment
         return port
     raise PlaceError(f"{MOST_TRIES} ports in a row were held by other jobs")
 
 
 def _hold(stack: ExitStack, port: int) -> int:
-    """This very port, held; raises `RequestError` if somebody has it."""
+    """Reserve this port; raises `RequestError` if it is in use."""
     try:
         stack.enter_context(_named(port))
         stack.enter_context(_bound(port))

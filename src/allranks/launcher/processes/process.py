@@ -94,7 +94,7 @@ class Processes(Protocol):
         ...
 
     def wake(self) -> None:
-        """Let those that own processes go on if somebody has stopped them."""
+        """Continue the servers that own processes, if they were suspended."""
         ...
 
     def is_silent(self) -> bool:
@@ -106,14 +106,14 @@ class Processes(Protocol):
         ...
 
     def stop_reason(self) -> str:
-        """Why somebody wants the job to stop who said so on another node; "" if nobody does."""
+        """Why the job is to stop, by a signal on another node; "" if it is not."""
         ...
 
 
 # --- foreign -------------------------------------------------------------------------------------
-# What Python, torch, Gloo, NCCL, gRPC and TensorFlow say of a failure, and the kind of it.
+# Messages of Python, torch, Gloo, NCCL, gRPC and TensorFlow, and the kind of failure they mean.
 #
-# Their sentences are matched here and nowhere else: everybody else asks for the kind.
+# Messages are matched only here: other modules use the kind.
 
 
 _SAID = {
@@ -121,7 +121,7 @@ _SAID = {
         r"MemoryError|OutOfMemoryError|[cC]an't allocate memory|[cC]annot allocate memory"
         r"|CUDA out of memory|RESOURCE_EXHAUSTED: Out of memory|std::bad_alloc"
     ),
-    # torch, of a process that reads data: who killed it is not said
+    # torch's message for a data loader process; it does not name the killer
     FaultKind.CHILD_KILLED: re.compile(r"by signal: Killed"),
     FaultKind.COLLECTIVE_MISMATCH: re.compile(r"collective mismatch|doesn't match expected size"),
     FaultKind.TWO_TYPES: re.compile(
@@ -152,12 +152,12 @@ _TRANSPORTS = ("gloo/transport", "shared memory: peer lost")
 
 
 def is_said(kind: FaultKind, text: str) -> bool:
-    """Whether words that are not ours tell of a failure of this kind."""
+    """Whether another library's message means a failure of this kind."""
     return _SAID[kind].search(text) is not None
 
 
 def is_of_transport(text: str) -> bool:
-    """Whether a collective lost a peer, whoever called it: a program's own sockets say it too."""
+    """Whether a collective lost a peer; a program's own sockets may have similar messages."""
     is_collective = any(transport in text for transport in _TRANSPORTS)
     return is_collective and is_said(FaultKind.PEER_LOST, text)
 
@@ -171,14 +171,14 @@ def words_of(error: BaseException) -> str:
 
 
 def classify(error: BaseException) -> FaultKind:
-    """The kind of a failure: an error of ours has one, of another its words tell."""
+    """The kind of a failure: that of an error of ours, or by the message of another."""
     if isinstance(error, AllranksError) and error.fault_kind != FaultKind.PROGRAM:
         return error.fault_kind
     return kind_said_in(f"{type(error).__name__}: {words_of(error)}")
 
 
 def kind_said_in(text: str) -> FaultKind:
-    """What ended a process, by its own words; a peer that it lost is told by its collective."""
+    """The kind of fault in a message; a lost peer is recognised by its collective instead."""
     kinds = (FaultKind.OUT_OF_MEMORY, FaultKind.CHILD_KILLED)
     return next((kind for kind in kinds if is_said(kind, text)), FaultKind.PROGRAM)
 

@@ -54,7 +54,7 @@ def check_start(request: CommandRequest) -> None:
 
 
 def _check_hooks(request: CommandRequest) -> None:
-    """A Python that reads no `sitecustomize` would stay on Gloo, and nobody would hear of it."""
+    """Refuse options with which Python reads no `sitecustomize`: it would silently use Gloo."""
     options = request.command[1 : script_position(request.command)]
     letters = {word: word[1:] for word in options if word[:1] == "-" and word[:2] != "--"}
     odd = [word for word, of in letters.items() if set(of) & set(WITHOUT_HOOKS)]

@@ -39,7 +39,7 @@ KEY = re.compile(r"(?:^|\s)([A-Z][\w:/]*)=")
 SETTING = re.compile(r"^(\w+)\s*=\s*(.*?)\s*$", re.MULTILINE)
 GPUS = re.compile(r"(?:^|,)gpu(?::([^,:()]+))?:([0-9]+)")
 NOTHING = ("", "(null)", "N/A", "NONE", "None", "UNLIMITED", "INFINITE")
-LEAST_MEMORY_MB = 2  # 1 is what Slurm says where nobody has told it
+LEAST_MEMORY_MB = 2  # Slurm reports 1 if it is not configured
 SCONTROL = "scontrol"
 
 

@@ -27,7 +27,7 @@ MB_OF_A_UNIT = {"": 1.0, "K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}  
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """What a user said of the job; `None`, or nothing, where nothing was said. Memory is in MB."""
+    """The user's options for the job; `None` or empty if not given. Memory is in MB."""
 
     partition: str = ""
     account: str = ""

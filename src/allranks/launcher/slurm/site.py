@@ -90,7 +90,7 @@ BLANKS = ("name", "source", "sources")  # keys of a partition that hold no numbe
 
 @dataclass(frozen=True)
 class NumberSource:
-    """Where numbers come from: the page, and the day on which it, or a copy of it, said so."""
+    """The source of numbers: a page, and the date of it or of its copy."""
 
     url: str
     as_of: str

@@ -22,8 +22,8 @@ from allranks.training.order import random_key
 class WholeDataset:
     """Batches of `batch_size` samples of the `tf.data.Dataset` that `make()` returns.
 
-    `input_ndim` is how many axes the first input of the model has, with that of the samples; by it
-    a data set of samples is told from one of batches.
+    `input_ndim` is the number of axes of the model's first input, with that of the samples. It
+    distinguishes a data set of samples from one of batches.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class WholeDataset:
             number += 1
         if number == 0:
             raise self._refused("no batch in it", "there is nothing to learn from", "give it some")
-        self.steps_per_epoch = number  # before the last is handed out: whoever takes it may ask
+        self.steps_per_epoch = number  # before the last batch, whose consumer may read it
         if pending is not None:
             yield pending
 

@@ -112,7 +112,7 @@ def _beat(heartbeat: Heartbeat, faults: Faults) -> NoReturn:
 def evaluate_checkpoints(task: Task, job: Job, world: World, events: JsonLines) -> None:
     """Evaluate the checkpoints of `job` until its chief is done."""
     heartbeat = Heartbeat(world.heartbeat, world.local_rank, world.local_size)
-    meet(world).close()  # nobody calls it, but the others wait until all are there
+    meet(world).close()  # it serves nothing, but the others wait for all
     set_arithmetic(job)
     alone = OneDevice(TensorFlowContext(task, job, world, {}))
     built = build(task, job, alone)

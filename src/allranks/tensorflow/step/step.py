@@ -178,7 +178,7 @@ class Graphs:
 
     @property
     def message_bytes(self) -> int:
-        """What is summed over the replicas in a step."""
+        """The bytes that are summed over the replicas in a step."""
         sizes = [int(math.prod(v.shape) * tf.as_dtype(v.dtype).size) for v in self.variables]
         return sum(sizes) + self.tally_size * int(self.kind.size)
 
@@ -200,7 +200,7 @@ class Graphs:
         return [self._read(row) for row in rows.numpy()]
 
     def probe_insides(self, insides: Insides) -> None:
-        """Tell the probe what was within a step, on every local replica."""
+        """Pass the intermediate values of a step to the probe, for every local replica."""
         if self.probe is not None:
             for replica, inside in enumerate(insides):
                 self.probe.inside(replica, inside)
@@ -249,7 +249,7 @@ class Graphs:
         at_number: Callable[[Any], Any] = lambda part: part,
         goes_on: Any = True,
     ) -> tuple[Any, Insides]:
-        """The result of a step, (HEAD + 3 + replicas,), float64, and what the probe is told."""
+        """The result of a step, (HEAD + 3 + replicas,), float64, and values for the probe."""
         used: list[Any] = []
         key, numbers = inputs[0], tf.bitcast(inputs[1:], tf.float64)
 
@@ -309,7 +309,7 @@ class Graphs:
             three = zip(gradients, self.variables, self._reached, strict=True)
             gradients = [or_zeros(g, v) if is_reached else g for g, v, is_reached in three]
         marks = tf.zeros(self.replicas, self.kind)
-        if self.replicas > 1:  # who it was is asked where there are several
+        if self.replicas > 1:  # with several replicas, mark which one is bad
             bad = self._is_bad(gradients, tally)
             marks = tf.one_hot(replica, self.replicas, dtype=self.kind) * bad
         zeros = self.tally_size - HEAD - self.replicas
@@ -351,7 +351,7 @@ class Graphs:
         return tf.cast(~fine, self.kind)
 
     def _reduced(self, gradients: list[Any], tally: Any) -> tuple[list[Any], Any]:
-        """Sums over all replicas; what no replica uses stays out."""
+        """Sums over all replicas; gradients that are `None` are skipped."""
         there = [g for g in gradients if g is not None]
         context = tf.distribute.get_replica_context()
         *sums, tally = context.all_reduce(SUM, [*there, tally], self.options)
@@ -425,7 +425,7 @@ def _replica_number() -> int:
 
 
 class StepResultBuilder:
-    """Of the steps of one job. `whose` is what a part of a batch belongs to: rank, replica."""
+    """Makes the results of one job's steps. `whose` names the owner of a part: rank, replica."""
 
     def __init__(self, job: Job, whose: str) -> None:
         self.whose = whose
@@ -436,7 +436,7 @@ class StepResultBuilder:
 
     @property
     def scale(self) -> float:
-        """By what the loss of the next step is multiplied."""
+        """The factor of the next step's loss."""
         return 1.0 if self.loss_scale is None else self.loss_scale.value
 
     def result(self, batch: ReplicaBatch, sums: StepSums) -> StepResult:
@@ -472,7 +472,7 @@ class StepResultBuilder:
         )
 
     def _who(self, batch: Any, spiked: bool) -> tuple[BadStepFinding, ...]:
-        """Which replicas brought a bad step in, as they said themselves with the sum."""
+        """The replicas whose part made a step bad, from their marks in the sum."""
         if spiked or not self._bad:
             return ()
         names = ", ".join(f"{self.whose} {number}" for number in self._bad)
