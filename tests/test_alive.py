@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from allranks.alive import instances_of
 
 
+@pytest.mark.slow
 def test_all_of_a_type_and_of_its_subtypes_are_found() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     plain = torch.zeros(2)
@@ -19,6 +21,7 @@ def test_all_of_a_type_and_of_its_subtypes_are_found() -> None:
     assert all(isinstance(one, nn.Module) for one in instances_of(nn.Module))
 
 
+@pytest.mark.slow
 def test_a_tuple_that_another_thread_is_building_is_left_alone() -> None:
     """Python raises SystemError in `tuple()` there, where a list of all objects holds it."""
     built, raised, is_over = 0, [], threading.Event()

@@ -23,7 +23,7 @@ from test_every_strategy import (
 __all__ = ["check", "references"]
 
 
-@pytest.mark.slow(but=3)
+@pytest.mark.slow(but=1)
 @pytest.mark.cases(
     ("task", "ranks", "flags"),
     [
@@ -54,6 +54,7 @@ def test_equal_to_one_process(
     assert found["card_bytes_per_step"] == pytest.approx(sent, abs=1)
 
 
+@pytest.mark.slow
 def test_branches_of_two_ranks_are_on_their_way_at_once(train: Train, tmp_path: Path) -> None:
     """In forward and in backward: each goes on only when the other one is there."""
     common: dict[str, Any] = {"precision": "fp64", "steps": 4}
@@ -95,11 +96,13 @@ def test_a_training_goes_through_strategies(train: Train) -> None:
         assert difference(ours, theirs) < 1e-10, name
 
 
+@pytest.mark.slow
 def test_check_calls_it_equal(check: Check) -> None:
     verdict = check("branch_tasks:Towers", strategy="branches", ranks=2)
     assert verdict.equal, str(verdict)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("task", "found"),
     [
@@ -133,6 +136,7 @@ def test_a_rank_holds_its_branches_and_the_trunk(on_ranks: Callable[..., Any]) -
     on_ranks(2, "branch_tasks:bytes_and_memory", {"task": "Pairs", "job": job})
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_and_the_job_goes_on(
     train: Train, references: dict[str, Any]
 ) -> None:

@@ -251,7 +251,7 @@ def test_the_faults_can_be_planted_and_most_were_met_in_public() -> None:
         assert text.count(planted.fault.line) == 1, name
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANTED)
 def test_the_cause_of_a_planted_fault(name: str, host: Host, tmp_path: Path) -> None:
     planted = PLANTED[name]

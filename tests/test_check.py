@@ -57,7 +57,7 @@ def possible(task: str, how: str, strategy: str, ranks: int) -> bool:
     return not strategy.startswith("dp:") or ranks == 1
 
 
-@pytest.mark.slow(but=4)
+@pytest.mark.slow
 @pytest.mark.thinned(
     1,
     ("task", CORRECT),
@@ -78,7 +78,7 @@ def test_no_false_alarm(task: str, how: str, strategy: str, ranks: int, check: C
         assert any("in_proj_bias (8 of 24 elements)" in note for note in verdict.not_checked)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "ranks", "more"),
     [("gpipe", 2, {}), ("1f1b", 3, {"micro_batch": 3}), ("interleaved:chunks=2", 2, {})],
@@ -103,6 +103,7 @@ def test_the_built_in_tasks_are_equal_in_16_bits(precision: str, check: Check) -
     assert not any("rounding" in note for note in verdict.not_checked)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("task", "bitwise", "stage", "hint"),
     [
@@ -124,12 +125,14 @@ def test_what_differs_is_found_and_explained(
     assert verdict.deciding.one_process == bitwise  # its shards alone are another training
 
 
+@pytest.mark.slow
 def test_bits_are_those_of_the_same_micro_batches(check: Check) -> None:
     """A shard in several passes adds up otherwise than in one, in one process too."""
     verdict = check("contract_tasks:Plain", bitwise=True, micro_batch=1, ranks=2)
     assert verdict.equal, str(verdict)
 
 
+@pytest.mark.slow
 def test_numbers_that_functions_draw_do_not_hide_equal_bits(check: Check) -> None:
     verdict = check("check_tasks:Drawn", bitwise=True)
     assert verdict.equal and verdict.deciding.tolerance.exact
@@ -244,6 +247,7 @@ def test_ranks_that_share_unevenly_are_looked_at_too() -> None:
     assert ranks_to_check(1, 8, explicit=True) == ((1,), 1)
 
 
+@pytest.mark.slow
 def test_steps_are_as_many_as_the_space_for_their_tensors_allows(
     check: Check, tmp_path: Path
 ) -> None:
@@ -258,6 +262,7 @@ def test_steps_are_as_many_as_the_space_for_their_tensors_allows(
         assert sum(len(np.fromfile(file, np.uint8)) for file in files) < 5 * (per_step + 1500)
 
 
+@pytest.mark.slow
 def test_tensors_are_removed_once_they_are_compared(check: Check, tmp_path: Path) -> None:
     assert check("check_tasks:Points").equal
     assert [*tmp_path.glob("*/trace/rank-000.jsonl")]

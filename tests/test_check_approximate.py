@@ -34,7 +34,7 @@ def check(server: ForkServer, tmp_path: Path) -> Check:
     return run
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "exact_at"),
     [
@@ -77,6 +77,7 @@ def test_learners_that_hold_parts_are_checked_whole(server: ForkServer, tmp_path
     assert verdict.equal is True, str(verdict)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("strategy", ["independent", "ddp:late=1"])
 def test_a_card_without_an_exact_setting_decides_nothing(strategy: str, check: Check) -> None:
     verdict = check(strategy)

@@ -33,6 +33,7 @@ def test_what_is_written_is_read_again(choice: Choice) -> None:
     assert parse_choice(str(choice)) == choice
 
 
+@pytest.mark.slow
 @given(choice=CHOICES.filter(lambda choice: bool(choice.options)))
 def test_brackets_mean_the_same_as_a_colon(choice: Choice) -> None:
     options = ",".join(f"{key}={value}" for key, value in choice.options.items())

@@ -114,6 +114,7 @@ def test_an_open_door_would_be_seen(
         assert [s.stays_here for s in sockets_of({os.getpid()})] == [stays_here]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["shared_memory", "gloo"])
 def test_a_local_job_can_not_be_reached_and_reaches_nobody(
     server: ForkServer, tmp_path: Path, backend: str
@@ -184,6 +185,7 @@ def what_is_open_in(source: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_no_module_reads_pickles_or_runs_text() -> None:
     found = {
         path.relative_to(SOURCE).as_posix(): what_is_open_in(path.read_text()) for path in MODULES
@@ -369,6 +371,7 @@ def hostile_run(host: Host, tmp_path: Path) -> tuple[Path, bytes]:
     return run, shown
 
 
+@pytest.mark.slow
 def test_nothing_of_a_run_steers_the_terminal(host: Host, hostile_run: tuple[Path, bytes]) -> None:
     run, shown = hostile_run
     assert_harmless(shown)
@@ -606,6 +609,7 @@ EXAMPLES = settings.default.max_examples  # 100, and 400 under --exhaustive
 UNHURRIED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 
+@pytest.mark.slow
 @settings(max_examples=5 * EXAMPLES, derandomize=True, suppress_health_check=UNHURRIED)
 @given(text=HOSTILE_TEXT, other=HOSTILE_TEXT)
 def test_hostile_words(text: str, other: str, sandbox: Path) -> None:
@@ -615,6 +619,7 @@ def test_hostile_words(text: str, other: str, sandbox: Path) -> None:
     assert left_in(sandbox) == []
 
 
+@pytest.mark.slow
 @settings(max_examples=2 * EXAMPLES, derandomize=True, suppress_health_check=UNHURRIED)
 @given(text=HOSTILE_TEXT, other=HOSTILE_TEXT)
 def test_hostile_run_folders(text: str, other: str, sandbox: Path) -> None:
@@ -679,6 +684,7 @@ def _names(text: str) -> None:
     assert made.startswith("runs/") and "/" not in made[5:] and ".." not in made
 
 
+@pytest.mark.slow
 @settings(max_examples=2 * EXAMPLES, derandomize=True)
 @given(st.dictionaries(SHORT, SHORT | st.integers() | st.floats() | st.booleans()))
 def test_hostile_tables_are_toml(table: dict[str, Any]) -> None:

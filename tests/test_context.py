@@ -34,7 +34,7 @@ def reference(task: str, train: Train, alone: Results) -> tuple[Any, Any]:
     return summary, weights
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("length", [12, 11])
 @pytest.mark.parametrize(
     ("by", "ranks"), [("ulysses", 2), ("ring", 3), ("ring", 4), ("zig-zag", 2), ("zig-zag", 4)]
@@ -56,7 +56,7 @@ def test_a_folded_sequence_gives_each_rank_as_much_to_compute(
         on_ranks(4, "context_workers:scores_are_counted", {"by": by})
 
 
-@pytest.mark.slow(but=3)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("task", "by", "ranks"),
     [
@@ -99,6 +99,7 @@ def test_micro_batches_and_recomputed_blocks(by: str, train: Train, alone: Resul
     assert result.summary["card_bytes_per_step"] == pytest.approx(sent, abs=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", WAYS)
 def test_bytes_by_hand(by: str, train: Train) -> None:
     """4 steps of 24 sentences of 12 tokens, width 16, in 2 blocks on 2 ranks."""
@@ -119,7 +120,7 @@ def test_bytes_by_hand(by: str, train: Train) -> None:
     assert result.summary["card_bytes_per_step"] == sent
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("by", WAYS)
 def test_checkpoints_cross_over(by: str, train: Train, alone: Results) -> None:
     """ddp on 2 ranks, context on 2, context on 4 in two groups, one process: 10 steps of one."""
@@ -166,7 +167,7 @@ def test_a_bad_step_is_skipped_and_a_killed_rank_replaced(train: Train) -> None:
     assert difference(*weights) < 1e-10
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_check_calls_it_equal(precision: str, check: Check) -> None:
     """The proof lets rounding pass, of half types too."""
@@ -175,7 +176,7 @@ def test_check_calls_it_equal(precision: str, check: Check) -> None:
     assert verdict.equal, str(verdict)
 
 
-@pytest.mark.slow(but=4)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -202,7 +203,7 @@ def test_what_is_another_model_on_a_part_is_refused(fault: str, message: str, tr
         )
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("program", "settings", "strategy", "ranks", "message"),
     [

@@ -299,6 +299,7 @@ def test_rates_are_those_of_deepspeed() -> None:
         assert found == pytest.approx(wanted, rel=1e-12, abs=1e-15), schedule
 
 
+@pytest.mark.slow
 def test_a_training_is_that_of_the_same_job_said_with_flags(
     train: Train, server: ForkServer, tmp_path: Path
 ) -> None:

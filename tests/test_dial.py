@@ -201,6 +201,7 @@ def test_a_check_wants_a_name() -> None:
         checked_in_scratch(resolved, None, explicit=True, bounded=True)
 
 
+@pytest.mark.slow
 def test_a_plan_on_nodes_has_the_decision_and_its_strategy(tmp_path: Path) -> None:
     flags = {"strategy": "auto", "ranks": 4, "nodes": 4, "place": "simulated:link=1mbit"}
     resolved = resolve("digits", {**flags, "run_dir": str(tmp_path / "run")})
@@ -216,6 +217,7 @@ def test_a_plan_on_nodes_has_the_decision_and_its_strategy(tmp_path: Path) -> No
     assert json.loads(json.dumps(plan.to_data()))["decision"]["did"] == decision.did
 
 
+@pytest.mark.slow
 def test_a_run_records_the_choice_and_keeps_it(server: ForkServer, train: Any) -> None:
     flags = {"strategy": "auto", "ranks": 2, "steps": 4, "checkpoint_every": 2}
     run = train("digits", **flags).run_dir

@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 from conftest import Train
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.cases("ranks", [1, 3, 8], exhaustive=[2, 4])
 def test_every_number_of_ranks_learns_to_read(ranks: int, train: Train) -> None:
     summary = train("digits", ranks=ranks).summary
@@ -17,6 +17,7 @@ def test_every_number_of_ranks_learns_to_read(ranks: int, train: Train) -> None:
     assert summary["world_size"] == ranks
 
 
+@pytest.mark.slow
 def test_in_float64_all_numbers_of_ranks_agree_after_50_steps(
     train: Train, exhaustive: bool
 ) -> None:

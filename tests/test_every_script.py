@@ -23,6 +23,7 @@ def test_the_table_holds_every_script() -> None:
     assert {script.path for script in SCRIPTS} == set(SCRIPTS_FOLDER.glob("*.py"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", params(SCRIPTS))
 def test_a_script_runs_unchanged(script: Script, tmp_path: Path) -> None:
     ranks = ("--ranks", str(script.processes))

@@ -279,6 +279,7 @@ def test_exact(
         assert sent <= found["card_bytes_per_step"] + (padding if "tree" in strategy else 1)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.cases("ranks", [1, 3, 8], exhaustive=[2, 4])
 def test_independent_equals_separate_trainings(
     ranks: int, on_ranks: Callable[..., Any], tmp_path: Path
@@ -292,7 +293,7 @@ def test_independent_equals_separate_trainings(
         assert difference(found, plain_training(ranks, rank)) < 1e-10
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.thinned(1, ("strategy", LATE), ("ranks", [2, 3, 8]), ("task", TASKS))
 def test_late_gradients_are_those_of_one_process(
     strategy: str, ranks: int, task: str, train: Train, references: dict[str, Any]
@@ -313,6 +314,7 @@ def test_late_gradients_are_those_of_one_process(
         assert (1 - 1 / STEPS) * card - 1 <= sent <= card + 1  # the last is on its way still
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("task", "ranks", "after"),
     [("Plain", 1, 0), ("Plain", 2, 0), ("Penalised", 2, 0), ("Penalised", 2, 2)],
@@ -375,7 +377,7 @@ def plain_training(ranks: int, rank: int) -> Weights:
     return {name: tensor.numpy() for name, tensor in model.state_dict().items()}
 
 
-@pytest.mark.slow(but=4)
+@pytest.mark.slow(but=1)
 @pytest.mark.thinned(
     1,
     # by=cost measures again, and may cut elsewhere: checkpoints know no cut, this state does;

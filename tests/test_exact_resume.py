@@ -85,7 +85,7 @@ def difference(one: Result, other: Result) -> float:
 # --- equal bits on any number of ranks ----------------------------------------------------------
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow
 @pytest.mark.thinned(1, ("first,second", PAIRS), ("k", [MIDDLE, END]))
 def test_images(first: int, second: int, k: int, train: Train, whole: Whole) -> None:
     """BatchNorm, dropout, clipping, an uneven last batch, AdamW."""
@@ -98,7 +98,7 @@ def test_images(first: int, second: int, k: int, train: Train, whole: Whole) -> 
     assert resumed_event(found.run_dir)["ranks_were"] == first
 
 
-@pytest.mark.slow(but=3)
+@pytest.mark.slow
 @pytest.mark.cases(
     ("task", "settings", "first", "second", "k", "flags"),
     [
@@ -136,7 +136,7 @@ def test_every_kind_of_task(
     assert_same(found, wanted, resumed_from=k)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.thinned(
     1, ("task", ["contract_tasks:Images", "contract_tasks:Uneven"]), ("left", [1, 7])
 )
@@ -154,6 +154,7 @@ def test_the_epochs_end_where_they_would_have(
     assert rows(again) == rows(wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.cases(("first", "second"), [(4, 3)], exhaustive=[(1, 2)])
 def test_a_rank_is_killed_and_the_job_goes_on(
     first: int, second: int, train: Train, whole: Whole, tmp_path: Path
@@ -180,6 +181,7 @@ def test_many_stops(train: Train, whole: Whole) -> None:
     assert_same(found, wanted, resumed_from=5)
 
 
+@pytest.mark.slow
 def test_other_loader_workers_and_other_checkpoints_change_no_bit(
     train: Train, whole: Whole
 ) -> None:
@@ -196,7 +198,7 @@ def test_other_loader_workers_and_other_checkpoints_change_no_bit(
 # --- across skipped steps -------------------------------------------------------------------------
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [1, 4])  # before the stop and after it
 def test_a_skipped_step_moves_the_data_and_not_the_schedule(bad: int, train: Train) -> None:
     flags: dict[str, Any] = {"on_bad_step": "skip", "inject": f"nan@step={bad},attempt=-1"}
@@ -212,6 +214,7 @@ def test_a_skipped_step_moves_the_data_and_not_the_schedule(bad: int, train: Tra
     assert rates[bad] == rates[bad + 1]
 
 
+@pytest.mark.slow
 def test_what_is_usual_for_a_gradient_is_not_forgotten(train: Train) -> None:
     """25 steps say how long a gradient is; a spike right after the stop is one all the same."""
     flags: dict[str, Any] = {"on_bad_step": "warn", "spike": 1.0001, "bitwise": True}
@@ -225,7 +228,7 @@ def test_what_is_usual_for_a_gradient_is_not_forgotten(train: Train) -> None:
 # --- without bitwise ------------------------------------------------------------------------------
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow
 @pytest.mark.thinned(
     1,
     (
@@ -253,7 +256,7 @@ def test_other_ranks_and_other_strategies_in_fp64(
     assert found.summary["steps"] == 2 * MIDDLE
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.cases(
     ("task", "ranks", "flags"),
     [
@@ -285,6 +288,7 @@ def test_on_as_many_ranks_the_very_same_bits(
     assert resumed_event(found.run_dir)["random_streams_restored"] is True
 
 
+@pytest.mark.slow
 def test_evaluating_touches_no_random_stream(train: Train, whole: Whole) -> None:
     """With an evaluation at each save, or with none: the same training, in one go or in two."""
     task = "resume_tasks:RestlessJudged"
@@ -296,6 +300,7 @@ def test_evaluating_touches_no_random_stream(train: Train, whole: Whole) -> None
     assert found.summary["weights_sha256"] == wanted.summary["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_random_streams_are_not_pretended_on_other_ranks(train: Train) -> None:
     half = train("resume_tasks:Restless", ranks=2, steps=2, checkpoint_every=100)
     found = train("", run_dir=str(half.run_dir), ranks=3, steps=3)
@@ -313,7 +318,7 @@ def test_independent_trainings_are_refused_on_other_ranks(train: Train) -> None:
 # --- a loop of one's own --------------------------------------------------------------------------
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.thinned(
     1,
     ("worker", ["saved_and_resumed", "state_and_load_state"]),
@@ -372,7 +377,7 @@ def test_an_optimizer_with_two_modes_is_evaluated_in_one_and_trained_in_the_othe
             torch.testing.assert_close(weight, parameter.detach(), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "ranks"),
     [("ddp", 2), ("fsdp", 2), ("zero1", 3), ("zero2", 2), ("tensor", 2), ("gpipe", 2), ("hsdp", 2)],
@@ -395,6 +400,7 @@ def test_strategies_evaluate_and_write_what_an_optimizer_with_two_modes_says(
         assert np.array_equal(exported[name], found[name])
 
 
+@pytest.mark.slow
 def test_an_optimizer_with_two_modes_resumes_in_the_one_it_trains_in(
     train: Train, whole: Whole, tmp_path: Path
 ) -> None:
@@ -407,7 +413,7 @@ def test_an_optimizer_with_two_modes_resumes_in_the_one_it_trains_in(
     assert_same(again, wanted, MIDDLE)
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("settings", "flags", "why"),
     [
@@ -439,6 +445,7 @@ def resumed(train: Train, folder: Path, *settings: str, ranks: tuple[int, int]) 
     return [said, list(read_events(run.run_dir))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("per_rank", "ranks"), [("false", (1, 2)), ("true", (2, 2))])
 def test_the_state_of_a_callback_goes_on(
     train: Train, whole: Whole, tmp_path: Path, per_rank: str, ranks: tuple[int, int]

@@ -51,6 +51,7 @@ def test_a_loop_of_ones_own_and_the_same_as_a_task(folder: Path, host: Host) -> 
     assert one.keys() == two.keys() and all(torch.equal(one[n], two[n]) for n in one)
 
 
+@pytest.mark.slow
 def test_fine_tuning(folder: Path, host: Host) -> None:
     """The body stays as it was given; the new head learns."""
     first = host.launch(folder, "train", "fine_tuning.py:Pretraining", "--run-dir", "first")
@@ -118,6 +119,7 @@ def test_mixup_is_the_same_on_any_ranks_and_learns(folder: Path, train: Train) -
     assert plain.summary["weights_sha256"] != one.summary["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_the_area_under_the_curve_is_that_of_the_scores(folder: Path, train: Train) -> None:
     one, two = (
         train(str(folder / "auc.py"), "lr=3e-4", ranks=ranks, bitwise=True) for ranks in (1, 2)
@@ -172,6 +174,7 @@ for name in NAMES.split():
 """
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("module", "names"),
     [("wandb", "init log finish"), ("mlflow", "start_run log_params log_metrics end_run")],

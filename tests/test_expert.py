@@ -141,7 +141,7 @@ def test_a_mixture_that_cannot_be(wrong: dict[str, Any]) -> None:
 # --- the strategy ---------------------------------------------------------------------------------
 
 
-@pytest.mark.slow(but=4)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "strategy", "ranks", "settings", "job"),
     [
@@ -178,6 +178,7 @@ def test_equal_to_one_process(
         assert found["card_bytes_per_step"] == pytest.approx(sent, abs=1)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(("batch", "samples"), [(24, 12), (2, 0)])
 def test_what_is_sent_is_rows_there_and_back_and_both_gradients(
     batch: int, samples: int, train: Train
@@ -195,7 +196,7 @@ def test_what_is_sent_is_rows_there_and_back_and_both_gradients(
     assert result.summary["sent_bytes"]["gradients"] == 4 * (2 * rows + (rest + tally) * 8)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["Averaged", "Alike"])
 def test_checkpoints_cross_over(task: str, train: Train, alone: dict[str, Any]) -> None:
     """ddp on 2 ranks, expert on 2, on 4 in two copies, fsdp, one process: 10 steps of one."""
@@ -217,6 +218,7 @@ def test_checkpoints_cross_over(task: str, train: Train, alone: dict[str, Any]) 
     assert difference(load_file(result.run_dir / "weights.safetensors"), weights) < 1e-10
 
 
+@pytest.mark.slow
 def test_a_checkpoint_keeps_the_bits_of_weights_and_optimizer(train: Train) -> None:
     """What one process saved is what comes out again of two that hold parts, without a step."""
     program, common = "expert_tasks:Averaged", {"checkpoint_every": 3}
@@ -232,6 +234,7 @@ def test_a_checkpoint_keeps_the_bits_of_weights_and_optimizer(train: Train) -> N
     assert both[0].summary["weights_sha256"] == both[1].summary["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_what_is_whole_is_compared_and_what_is_cut_where_it_has_copies(train: Train) -> None:
     """A bit of the first weight, which is no expert, flips on one rank; else nothing differs."""
     job: dict[str, Any] = {"steps": 4, "verify_every": 1, "max_restarts": 0}
@@ -241,7 +244,7 @@ def test_what_is_whole_is_compared_and_what_is_cut_where_it_has_copies(train: Tr
         train("expert_tasks:Averaged", strategy="expert", ranks=3, **job)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "precision"), [("expert", "fp32"), ("expert:replicas=2", "bf16")]
 )
@@ -251,7 +254,7 @@ def test_check_calls_it_equal(strategy: str, precision: str, check: Check) -> No
     assert verdict.equal, str(verdict)
 
 
-@pytest.mark.slow(but=4)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("task", "ranks", "job", "message"),
     [

@@ -103,6 +103,7 @@ def test_a_job_that_a_fault_ended_says_how_to_go_on(
     assert again in capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_is_started_again_and_the_result_is_the_same(
     train: Train, tmp_path: Path, undisturbed: str, rank: int
@@ -123,6 +124,7 @@ def test_a_killed_rank_is_started_again_and_the_result_is_the_same(
     assert steps == list(range(STEPS)), "every step is there once"
 
 
+@pytest.mark.slow
 def test_without_a_checkpoint_it_starts_from_the_beginning(
     train: Train, tmp_path: Path, undisturbed: str
 ) -> None:
@@ -134,6 +136,7 @@ def test_without_a_checkpoint_it_starts_from_the_beginning(
     assert steps == list(range(STEPS)), "every step is there once"
 
 
+@pytest.mark.slow
 def test_restarts_come_to_an_end(train: Train, tmp_path: Path) -> None:
     text = failed(train, tmp_path, inject="kill@rank=1,step=5,attempt=-1", max_restarts=2)
     assert "killed by SIGKILL" in text
@@ -154,6 +157,7 @@ def test_a_rank_that_raises_is_named_with_step_and_cause(train: Train, tmp_path:
     assert end["monotonic"] - said["monotonic"] < WITHIN_S
 
 
+@pytest.mark.slow
 def test_a_fault_that_repeats_with_no_step_between_ends_the_job(
     train: Train, tmp_path: Path
 ) -> None:
@@ -390,6 +394,7 @@ def test_a_slow_rank_is_no_hang(train: Train, tmp_path: Path) -> None:
 # --- memory -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("program", "kind"),
     [("IsRefusedMemory", "MemoryError"), ("IsRefusedMemoryByTorch", "RuntimeError")],
@@ -436,6 +441,7 @@ def _removed(group: Path) -> bool:
     return not group.exists()
 
 
+@pytest.mark.slow
 def test_the_kernels_kill_for_want_of_memory_is_told_as_that(
     host: Host, tmp_path: Path, memory_group: str
 ) -> None:
@@ -624,7 +630,7 @@ def resumes(host: Host, folder: Path, *words: str) -> Launch:
     return again
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1], ids=lambda n: n.name
 )
@@ -652,6 +658,7 @@ def test_a_signal_commits_and_the_job_can_be_gone_on_with(
     assert again.summary()["resumed_from_step"] == step_of(newest)
 
 
+@pytest.mark.slow
 def test_a_signal_to_every_process_of_the_job_commits_too(
     launch: Callable[..., Launch], host: Host, tmp_path: Path, good: str
 ) -> None:
@@ -666,6 +673,7 @@ def test_a_signal_to_every_process_of_the_job_commits_too(
     assert resumes(host, tmp_path).summary()["weights_sha256"] == good
 
 
+@pytest.mark.slow
 def test_ctrl_c_commits_too_and_is_130(
     launch: Callable[..., Launch], host: Host, tmp_path: Path, good: str
 ) -> None:
@@ -721,6 +729,7 @@ def test_a_checkpoint_on_demand_and_training_goes_on(
     assert 0 < step_of(committed(tmp_path / "run" / "checkpoints")[0]) < 200
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("point", ["describe", "start"])
 def test_asked_to_stop_before_anything_is_trained(host: Host, tmp_path: Path, point: str) -> None:
     words = ("train", "bad_tasks:Good", "--ranks", "2", "--run-dir", "run", *FOR_EVER)
@@ -773,6 +782,7 @@ def test_a_terminal_that_is_closed_is_a_signal_and_no_failure(
 # --- run folders ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_jobs_at_once_do_not_disturb_each_other(host: Host, tmp_path: Path, good: str) -> None:
     words = ("train", "bad_tasks:Good", "--ranks", "2", "--steps", "200", "--json")
     one, other = (host.launch(tmp_path, *words, "--run-dir", name) for name in ("one", "other"))
@@ -810,6 +820,7 @@ for number in range(10**9):
 """
 
 
+@pytest.mark.slow
 def test_the_job_file_is_whole_whenever_its_writer_is_killed(
     tmp_path: Path, exhaustive: bool
 ) -> None:

@@ -18,6 +18,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(REDUCERS, NAME, "fake_reducer:Coarse")
 
 
+@pytest.mark.slow
 def test_what_was_not_sent_is_in_the_checkpoint(train: Train) -> None:
     """5 steps, a checkpoint and 7 more are 12 steps, to the bit."""
     program, strategy = "sharded_tasks:Images", f"ddp:reduce={NAME}"
@@ -29,6 +30,7 @@ def test_what_was_not_sent_is_in_the_checkpoint(train: Train) -> None:
     assert exact.summary["weights_sha256"] != whole.summary["weights_sha256"], "nothing was rounded"
 
 
+@pytest.mark.slow
 def test_what_was_not_sent_stays_when_other_parameters_are_unfrozen(train: Train) -> None:
     """A model beside it is trained from the fifth step on: the first goes on as without it."""
     flags = {"strategy": f"ddp:reduce={NAME}", "ranks": 2, "steps": 9}

@@ -33,7 +33,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(STRATEGIES[TORCH], NAME, "fake_sharded:FakeSharded")
 
 
-@pytest.mark.slow(but=4)
+@pytest.mark.slow(but=1)
 @pytest.mark.thinned(1, ("data", ["each", "same"]), ("ranks", [1, 2, 4, 8]), ("task", TASKS))
 def test_exact(data: str, ranks: int, task: str, train: Train, references: dict[str, Any]) -> None:
     wanted, weights = reference_for(task, train, references)
@@ -75,7 +75,7 @@ def test_ranks_with_fewer_micro_batches_pass_for_the_others(
     assert result.summary["eval"] == pytest.approx(wanted["eval"], rel=1e-10)
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "done", "strategy"),
     [("Words", 4, NAME), ("Pairs", 4, NAME), ("Pairs", 4, "ddp"), ("Uneven", 10, NAME)],
@@ -93,7 +93,7 @@ def test_a_rank_without_a_sample_after_resuming_goes_through_the_model_too(
     assert result.summary["eval"] == pytest.approx(wanted.summary["eval"], rel=1e-10)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("data", "ranks"), [("each", 4), ("same", 2)])
 def test_weights_that_are_unfrozen_between_steps_are_trained(
     data: str, ranks: int, train: Train
@@ -105,7 +105,7 @@ def test_weights_that_are_unfrozen_between_steps_are_trained(
     assert difference(ours, theirs) < 1e-10
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("within", ["loss", "model"])
 def test_a_pass_for_the_others_brings_in_exactly_nothing(within: str, train: Train) -> None:
     """Its sample was infinite in the step that had it, which was skipped; 4 others go on."""
@@ -118,14 +118,14 @@ def test_a_pass_for_the_others_brings_in_exactly_nothing(within: str, train: Tra
     assert difference(ours, theirs) < 1e-10
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_state_can_be_taken_up_again(ranks: int, on_ranks: Callable[..., Any]) -> None:
     argument = {"task": "Images", "job": {"strategy": NAME}, "steps": 3}
     on_ranks(ranks, "sharded_tasks:go_on_from_a_state", argument)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second"),
     [
@@ -173,19 +173,21 @@ def test_an_average_crosses_over(train: Train) -> None:
         assert difference(ours, theirs) < 1e-10, name
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.cases("data", ["each", "same"])
 def test_check_calls_it_equal(data: str, check: Check) -> None:
     verdict = check("sharded_tasks:Words", strategy=f"{NAME}:data={data}", ranks=2)
     assert verdict.equal, str(verdict)
 
 
+@pytest.mark.slow
 def test_check_finds_a_gradient_that_is_not_summed(check: Check) -> None:
     verdict = check("sharded_tasks:Words", strategy=f"{NAME}:data=each,forgets=true", ranks=2)
     assert not verdict.equal
     assert "gradient" in str(verdict)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_and_the_job_goes_on(
     train: Train, references: dict[str, Any]
 ) -> None:
@@ -193,6 +195,7 @@ def test_a_killed_rank_is_named_and_the_job_goes_on(
     check_that_it_goes_on_after_a_kill(train, "sharded_tasks:Images", NAME, weights)
 
 
+@pytest.mark.slow
 def test_replicas_of_a_half_are_compared(train: Train) -> None:
     """Ranks 0 and 2 hold the same half: a bit that turns over in one is found."""
     with pytest.raises(AllranksError, match="ranks that must hold the same weights do not"):
@@ -216,6 +219,7 @@ def test_a_rank_without_a_partner_is_refused(train: Train) -> None:
         train("sharded_tasks:Images", strategy=NAME, ranks=3)
 
 
+@pytest.mark.slow
 def test_more_ranks_than_shards_where_pairs_read_the_same(train: Train) -> None:
     """What counts is how many parts the global batch is cut into: 4 pairs on 4 shards."""
     result = train(

@@ -86,6 +86,7 @@ def start(server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     return run
 
 
+@pytest.mark.slow
 def test_samples_that_see_each_other_end_the_job_before_it_trains(
     start: Start, tmp_path: Path
 ) -> None:
@@ -96,6 +97,7 @@ def test_samples_that_see_each_other_end_the_job_before_it_trains(
     assert not (tmp_path / "cache").exists(), "what differs is not remembered as equal"
 
 
+@pytest.mark.slow
 def test_what_the_witness_names_is_looked_at_for_more_steps(start: Start) -> None:
     counts = "vars(self).update(n=getattr(self, 'n', 0) + 1)"
     later = {"DROP(x)": f"{counts} or x - (self.n > 4) * x.mean(0)"}
@@ -103,6 +105,7 @@ def test_what_the_witness_names_is_looked_at_for_more_steps(start: Start) -> Non
         start(later, strategy="zero1", steps=20)
 
 
+@pytest.mark.slow
 def test_a_copy_of_weights_that_one_rank_has_changed_ends_the_job(start: Start) -> None:
     """Rows that another rank updates: after the first step all have them from there."""
     write = "model[0].weight.data[:8].mul_(1 - int(os.environ.get('RANK', 0)))"
@@ -209,6 +212,7 @@ def test_a_job_that_leaves_the_check_out_says_that_it_is_not_proved(start: Start
     assert proof == {"proved": False, "why": "--first-check off left it out"}
 
 
+@pytest.mark.slow
 def test_a_check_out_of_time_or_memory_lets_the_job_train(
     start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -229,6 +233,7 @@ def test_a_check_out_of_time_or_memory_lets_the_job_train(
     assert len(told) == 2
 
 
+@pytest.mark.slow
 def test_a_check_out_of_time_counts_while_what_it_has_read_is_as_it_was(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,11 +264,13 @@ def test_numbers_that_follow_the_micro_batch_are_no_difference(start: Start) -> 
     assert proof["proved"] and "bit by bit" in proof["why"]
 
 
+@pytest.mark.slow
 def test_equal_bits_are_compared_as_bits(start: Start) -> None:
     proof = start({}, strategy="zero1", bitwise=True).summary["proof"]
     assert proof["proved"] and proof["why"].endswith("bit by bit")
 
 
+@pytest.mark.slow
 def test_what_only_16_bits_compute_is_compared_too(start: Start, tmp_path: Path) -> None:
     """In float64 the branch is not taken: the job's own passes are made once more in bf16."""
     low = "torch.is_autocast_enabled('cpu') * int(os.environ.get('RANK', 0))"
@@ -286,6 +293,7 @@ def test_16_bits_raise_no_false_alarm(
     assert proof["proved"], proof["why"]
 
 
+@pytest.mark.slow
 def test_a_strategy_that_promises_nothing_of_the_kind_is_not_proved(start: Start) -> None:
     proof = start({}, strategy="independent").summary["proof"]
     assert not proof["proved"] and "does not promise" in proof["why"]

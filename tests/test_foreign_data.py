@@ -103,6 +103,7 @@ def test_ranks_share_a_loader_out_and_going_on_is_as_if_nothing_had_happened(kin
         assert all(torch.equal(a, b) for a, b in zip(rest, whole[index:], strict=True))
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("kind", list(LOADERS)[:3])
 def test_loader_workers_read_what_a_loader_holds(kind: str) -> None:
     alone, helped = steps_of(LOADERS[kind]()), steps_of(LOADERS[kind](), workers=2)
@@ -227,6 +228,7 @@ OF_EPOCH: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.slow(but=5)
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("kind", OF_EPOCH)
 def test_a_data_set_is_at_the_epoch_that_is_read(kind: str, workers: int) -> None:
@@ -372,6 +374,7 @@ def test_only_whole_data_sets_are_evaluated(loader: Callable[[], Any]) -> None:
         open_data(loader(), foreign_tasks.Named(), 0, 0, "eval_data")
 
 
+@pytest.mark.slow
 def test_each_loader_says_what_is_not_as_it_was(train: Train) -> None:
     """On two ranks as on one, bit by bit; and the one who handed it in hears what was replaced."""
     flags = {"bitwise": True, "precision": "fp64", "steps": 7}
@@ -404,6 +407,7 @@ def test_a_sampler_with_a_state_is_told_that_it_is_not_saved(train: Train) -> No
     assert told == [False, True]
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("loads", [False, True])
 def test_a_stream_that_shards_itself_is_told_to_leave_it(train: Train, loads: bool) -> None:
     with pytest.raises(RequestError, match="leave the sharding by rank out") as raised:
@@ -412,6 +416,7 @@ def test_a_stream_that_shards_itself_is_told_to_leave_it(train: Train, loads: bo
     assert "a OfItsRank" in str(raised.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_hugging_face_data_set_is_read_as_any_other(train: Train, library: str) -> None:
     """Equal bits with the rows of a tensor, on one rank and on two, with workers and without."""
@@ -425,6 +430,7 @@ def test_a_hugging_face_data_set_is_read_as_any_other(train: Train, library: str
     assert alone.summary["eval"] == pair.summary["eval"] == plain.summary["eval"]
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("sampled", ["false", "true"])
 def test_a_loader_that_drops_its_last_batch_is_taken_at_its_word(
     train: Train, sampled: str

@@ -20,7 +20,7 @@ DEEP = "fsdp_tasks:Deep"
 FP64: dict[str, Any] = {"precision": "fp64"}
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.cases("task", ["Words", "Images", "Uneven"], exhaustive=["Experts", "Pairs"])
 def test_the_bits_of_one_process(task: str, train: Train) -> None:
     def digest(strategy: str, ranks: int) -> str:
@@ -47,7 +47,7 @@ def test_the_bits_of_one_process_in_16_bits_and_several_passes(
     assert len({run.summary["weights_sha256"] for run in runs}) == 1
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "strategy", "setting", "flags"),
     [
@@ -105,7 +105,7 @@ CASES: dict[str, tuple[str, int, tuple[str, ...], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_blocks_numbers_tied_weights_and_optimizers_of_whole_tensors(
     case: str, train: Train
@@ -126,7 +126,7 @@ def test_blocks_numbers_tied_weights_and_optimizers_of_whole_tensors(
         assert promised == pytest.approx(sent, abs=1)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.cases(
     ("first", "second"),
     [
@@ -169,7 +169,7 @@ def test_a_killed_rank_is_named_and_the_job_goes_on(train: Train) -> None:
     assert difference(ours, theirs) < 1e-10
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp", "hsdp:shard=2", "fsdp:tensor=2"])
 def test_check_calls_it_equal(strategy: str, check: Check) -> None:
     verdict = check(DEEP, strategy=strategy, ranks=2)
@@ -201,6 +201,7 @@ def test_replicas_of_a_part_are_compared(train: Train) -> None:
         )
 
 
+@pytest.mark.slow
 def test_ranks_that_call_blocks_in_other_orders_are_told(train: Train) -> None:
     """Blocks of one shape: their weights would be mixed, and no collective would notice."""
     with pytest.raises(AllranksError, match="in different orders"):
@@ -216,7 +217,7 @@ def test_ranks_that_call_fewer_blocks_are_told_which(ranks: int, train: Train) -
         train(DEEP, "skips=true", strategy="fsdp", ranks=ranks, steps=8)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("units", ["found", "none"])
 @pytest.mark.parametrize("hides", ["plain", "slots"])
 def test_blocks_may_return_objects_with_tensors_in_them(
@@ -243,6 +244,7 @@ def test_a_process_that_cut_tensors_before_forgets_their_mesh(
     on_ranks(2, "fsdp_tasks:cuts_twice", str(tmp_path / "meet"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "ranks"), [("fsdp", 3), ("fsdp:tensor=2", 4)])
 def test_each_rank_holds_its_part_and_no_more(
     strategy: str, ranks: int, on_ranks: Callable[..., Any]
@@ -270,7 +272,7 @@ def test_equal_bits_over_a_tensor_axis_are_refused(train: Train) -> None:
         train(DEEP, strategy="fsdp:tensor=2", ranks=4, bitwise=True)
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("what", "found"),
     [
@@ -295,7 +297,7 @@ USED = r"'blocks\.0\.a\.weight' is used outside of the forward of its block 'blo
 WRITTEN = r"forward or loss writes the weight 'teacher\.weight'"
 
 
-@pytest.mark.slow(but=4)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("what", "found"),
     [
@@ -339,7 +341,7 @@ def test_so_it_is_on_other_axes(what: str, found: str, strategy: str, train: Tra
         train("fsdp_tasks:Looks", f"what={what}", strategy=strategy, ranks=4, steps=6)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "strategy"),
     [

@@ -80,6 +80,7 @@ def test_most_of_what_is_drawn_can_be_and_every_promise_is_drawn(draw: ModuleTyp
     assert {"bitwise", "micro_batch", "activation_checkpointing", "backend"} <= flags
 
 
+@pytest.mark.slow
 def test_what_one_process_gives_is_equal_and_what_cannot_be_is_refused(
     draw: ModuleType, hold: ModuleType, server: ForkServer
 ) -> None:

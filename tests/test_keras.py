@@ -51,6 +51,7 @@ def test_a_keras_model_is_trained_as_the_same_of_torch(train: Train) -> None:
             assert difference <= BAR * torch.linalg.vector_norm(value), (name, float(difference))
 
 
+@pytest.mark.slow
 def test_keras_layers_stand_beside_those_that_belong_to_a_shard(train: Train) -> None:
     """Equal bits on any number of ranks, with torch's BatchNorm and dropout between them."""
     runs = [train("keras_tasks:Mixed", ranks=n, bitwise=True) for n in (1, 2)]
@@ -73,6 +74,7 @@ def test_in_float64_keras_layers_compute_in_float64(train: Train) -> None:
             assert torch.linalg.vector_norm(found[name] - value) <= 1e-12 * value.norm(), name
 
 
+@pytest.mark.slow
 def test_batch_normalization_of_keras_trains_in_float64(train: Train) -> None:
     runs = [
         train("keras_tasks:Normed", ranks=n, threads=1, steps=9, precision="fp64") for n in (1, 2)

@@ -514,6 +514,7 @@ def printed_by_kernel(folder: Path, hash_seed: str, *steps: str) -> list[str]:
     return done.stdout.split()
 
 
+@pytest.mark.slow
 def test_equal_cells_are_an_equal_program(tmp_path: Path) -> None:
     """In another process, and when they are run again."""
     names = [*printed_by_kernel(tmp_path, "1"), *printed_by_kernel(tmp_path, "2")]
@@ -540,6 +541,7 @@ TRAINED = (
 )
 
 
+@pytest.mark.slow
 def test_a_class_of_a_notebook_trains_restarts_and_resumes(
     warm: Path, monkeypatch: pytest.MonkeyPatch, train: Train, same_paths: None
 ) -> None:

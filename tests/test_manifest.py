@@ -74,6 +74,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
 
 
+@pytest.mark.slow
 def test_no_byte_of_a_manifest_can_change(tmp_path: Path) -> None:
     folder = commit(tmp_path, 12)
     text = (folder / NAME).read_bytes()

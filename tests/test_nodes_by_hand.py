@@ -64,6 +64,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
+@pytest.mark.slow
 def test_two_nodes_are_one_job_with_the_bits_of_one_rank(
     node: Nodes, server: ForkServer, tmp_path: Path
 ) -> None:
@@ -188,7 +189,7 @@ def test_a_signal_to_any_node_stops_the_job_after_a_checkpoint(
     assert stopped["reason"] == "SIGTERM"
 
 
-@pytest.mark.slow(but=5)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("words", "found"),
     [

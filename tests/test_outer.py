@@ -45,7 +45,7 @@ def weights(train: Train, task: str, strategy: str, **flags: Any) -> Any:
     return result, load_file(result.run_dir / "weights.safetensors")
 
 
-@pytest.mark.slow(but=3)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("strategy", [*EXACT, BLOCKS, SPARSE])
 def test_one_step_of_plain_sgd_between_meetings_is_exact(
@@ -69,6 +69,7 @@ def test_rows_are_summed_over_all_before_learners_train_apart(kind: str, train: 
     assert difference(found, wanted) < 1e-12
 
 
+@pytest.mark.slow
 def test_parts_are_summed_over_all_before_learners_of_fsdp_train_apart(train: Train) -> None:
     _, wanted = weights(train, "Plain", "single")
     _, found = weights(train, "Plain", f"diloco:learners=2,inner=fsdp,after={STEPS}", ranks=4)
@@ -110,7 +111,7 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.slow(but=3)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(("strategy", "ranks", "how"), CASES, ids=[case[0] for case in CASES])
 def test_meetings_are_those_of_a_plain_loop(
     strategy: str, ranks: int, how: dict[str, Any], train: Train
@@ -128,6 +129,7 @@ def test_the_card_counts_the_messages_of_each_fragment(train: Train) -> None:
     assert sent == pytest.approx(result.summary["card_bytes_per_step"], abs=1)
 
 
+@pytest.mark.slow
 def test_learners_by_muon_are_those_of_a_plain_loop_and_learn(train: Train) -> None:
     """Also where they meet in each step, which is not exact: it is a mean of orthogonal updates."""
     task = contract_tasks.Orthogonal()
@@ -167,7 +169,7 @@ GO_ON = [
 ]
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "ranks", "task"), GO_ON)
 def test_a_state_between_two_meetings_can_be_taken_up_again(
     strategy: str, ranks: int, task: str, on_ranks: Callable[..., Any]
@@ -176,6 +178,7 @@ def test_a_state_between_two_meetings_can_be_taken_up_again(
     on_ranks(ranks, "contract_workers:go_on_from_a_state", argument)
 
 
+@pytest.mark.slow
 def test_streams_of_unequal_lengths_end_together(train: Train) -> None:
     """Shard k has 10 + 3k samples: learners run dry at different steps, and wait for each other."""
     result, found = weights(train, "Uneven", "local-sgd:every=3", ranks=3, steps=None)

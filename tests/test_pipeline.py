@@ -28,7 +28,7 @@ from test_every_strategy import (
 __all__ = ["check", "references"]
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow
 @pytest.mark.cases(
     ("strategy", "ranks"),
     [("1f1b", 3), ("zero-bubble", 3), ("interleaved:chunks=2", 2), ("gpipe", 2)],
@@ -41,7 +41,7 @@ def test_bitwise_gives_the_bits_of_one_process(strategy: str, ranks: int, train:
     assert found.summary["weights_sha256"] == wanted.summary["weights_sha256"]
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 def test_a_training_goes_through_strategies_with_the_bits_of_one(train: Train) -> None:
     """`1f1b`, `ddp`, `zero-bubble` on 3 ranks, `single`: the bits of `single` all along."""
     common: dict[str, Any] = {"bitwise": True, "checkpoint_every": 4}
@@ -65,6 +65,7 @@ def test_a_training_goes_through_strategies_with_the_bits_of_one(train: Train) -
     assert difference(ours, theirs) == 0
 
 
+@pytest.mark.slow
 def test_ranks_that_share_one_weight_and_not_another_do_not_wait_for_each_other(
     check: Check,
 ) -> None:
@@ -73,12 +74,14 @@ def test_ranks_that_share_one_weight_and_not_another_do_not_wait_for_each_other(
     assert verdict.equal, str(verdict)
 
 
+@pytest.mark.slow
 @pytest.mark.cases("strategy", ["1f1b"], exhaustive=["gpipe"])
 def test_check_calls_it_equal(strategy: str, check: Check) -> None:
     verdict = check("pipeline_tasks:Words", strategy=strategy, ranks=2)
     assert verdict.equal, str(verdict)
 
 
+@pytest.mark.slow
 def test_check_goes_without_a_number_of_ranks_that_nobody_asked_for(
     server: ForkServer, tmp_path: Path
 ) -> None:
@@ -90,6 +93,7 @@ def test_check_goes_without_a_number_of_ranks_that_nobody_asked_for(
     assert "3 ranks: refused, an nn.Sequential of 2 layers with weights" in str(verdict)
 
 
+@pytest.mark.slow
 def test_micro_batches_of_another_size(train: Train, references: dict[str, Any]) -> None:
     """5 samples at once of batches of 24 and 5: the last micro-batch has fewer."""
     _, weights = reference_for("Words", train, references)
@@ -104,6 +108,7 @@ def test_micro_batches_of_another_size(train: Train, references: dict[str, Any])
     assert difference(load_file(result.run_dir / "weights.safetensors"), weights) < 1e-10
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("program", "ranks", "flags", "found"),
     [
@@ -167,6 +172,7 @@ def test_weights_of_other_stages_keep_what_is_written_on_them() -> None:
     assert vars(model[1].bias) == {"no_decay": True}
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_and_the_job_goes_on(
     train: Train, references: dict[str, Any]
 ) -> None:
@@ -223,6 +229,7 @@ def test_the_gradient_is_that_of_torch_pipelining(on_ranks: Callable[..., Any]) 
     on_ranks(2, "pipelining_workers:as_torch_pipelining", {"task": "Plain", "job": job})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "ranks"), [("gpipe", 2), ("1f1b", 4), ("zero-bubble", 4)])
 def test_messages_need_no_tags(strategy: str, ranks: int, on_ranks: Callable[..., Any]) -> None:
     """Micro-batches of two sizes, one after the other: what is not known yet is not passed over."""

@@ -129,6 +129,7 @@ def check_mesh(found: list[RankPlacement]) -> None:
     assert as_data(found, mesh)[6]["place"] == {"pipeline": 1, "data": 1, "tensor": 0}
 
 
+@pytest.mark.slow
 def test_a_dry_run_sets_the_ranks_up_and_trains_nothing(server: ForkServer, tmp_path: Path) -> None:
     def placed(program: str = PROGRAM, **flags: Any) -> list[RankPlacement]:
         resolved = resolve(program, {"run_dir": str(tmp_path / "run"), "threads": 1, **flags})
@@ -280,6 +281,7 @@ def door(
     return call
 
 
+@pytest.mark.slow
 def test_the_words_of_the_command_line(door: Door, train: Train, tmp_path: Path) -> None:
     asked = ("train", PROGRAM, "--ranks", "2", "--dry-run", "--placement")
     code, out, err = door(*asked)

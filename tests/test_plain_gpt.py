@@ -54,6 +54,7 @@ def plain_loop(task: Any) -> tuple[dict[str, Tensor], list[float]]:
     return model.state_dict(), losses
 
 
+@pytest.mark.slow
 def test_the_gpt_of_the_docs_is_its_plain_loop(program: Path, train: Train) -> None:
     task = find_program(str(program), Task)()
     weights, losses = plain_loop(task)

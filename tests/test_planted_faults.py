@@ -496,7 +496,7 @@ def test_each_line_that_is_broken_is_there_once() -> None:
         assert (SOURCE / fault.file).read_text().count(fault.line) == 1, name
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(name: str, host: Host, tmp_path: Path) -> None:
     fault = FAULTS[name]

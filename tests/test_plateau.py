@@ -59,6 +59,7 @@ def rates_of(run: Path) -> list[float]:
     return [row["learning_rate"] for row in read_rows(run / "metrics.jsonl")]
 
 
+@pytest.mark.slow
 def test_a_plateau_is_the_same_on_any_ranks_and_through_a_resume(
     train: Train, tmp_path: Path
 ) -> None:
@@ -98,6 +99,7 @@ def test_a_rate_that_is_set_beside_a_schedule_is_refused() -> None:
         assert "plateau()" in raised.value.do
 
 
+@pytest.mark.slow
 def test_a_rate_that_is_set_on_the_way_is_told_once_and_a_state_is_not(tmp_path: Path) -> None:
     told: list[Any] = []
 

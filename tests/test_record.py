@@ -211,6 +211,7 @@ def test_a_run_folder_that_somebody_removes_ends_the_job(tmp_path: Path) -> None
     folder.close()
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     "name", ["", "metrics.jsonl", "events-0.jsonl", "events.jsonl", "job.toml"]
 )

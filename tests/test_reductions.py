@@ -77,6 +77,7 @@ def test_the_card_says_what_the_busiest_rank_sends(name: str, ranks: int) -> Non
             assert halves <= 1 or sum(far[:group]) <= 2 * (ranks - 1) / ranks * size * group
 
 
+@pytest.mark.slow
 @pytest.mark.cases("ranks", [3, 4], exhaustive=[2, 5, 8])
 def test_ranks_end_with_the_sum_and_send_what_the_card_says(
     ranks: int, on_ranks: Callable[..., Any]
@@ -116,11 +117,13 @@ def test_groups_that_cannot_be_are_refused(reduce: str, per_node: int, found: st
     assert refused.value.found == found
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("way", ["ring(pieces=2)", "halving-doubling", "binary-tree", "star"])
 def test_a_peer_that_goes_away_is_a_lost_peer(way: str, on_ranks: Callable[..., Any]) -> None:
     on_ranks(3, "reduction_workers:a_peer_is_lost", {"way": way})
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_the_fault_and_the_training_goes_on(train: Train) -> None:
     """The others are victims; after a restart the weights are those of a training without it."""
     flags: dict[str, Any] = {"strategy": "ddp:reduce=ring", "ranks": 3, "steps": 8}

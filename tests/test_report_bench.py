@@ -280,6 +280,7 @@ def test_the_page_of_a_bench_in_a_browser(tmp_path: Path, width: int, dark: bool
     assert found["plots"] == 6 and found["unnamed"] == 0
 
 
+@pytest.mark.slow
 def test_a_check_leaves_its_record_where_it_keeps_its_runs(
     door: Door, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -105,6 +105,7 @@ def job_of(run: Path | str) -> dict[str, Any]:
 # --- from where -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_in_place_with_nothing_but_the_folder(train: Train, half: Result, wanted: str) -> None:
     found = train("", run_dir="half", steps=9)
     assert found.run_dir == half.run_dir
@@ -132,6 +133,7 @@ def test_a_branch_from_a_run(train: Train, folder: Path, half: Result, wanted: s
     assert Path(resumed["path"]) == half.run_dir / "checkpoints" / "step-00000003"
 
 
+@pytest.mark.slow
 def test_a_branch_that_was_killed_goes_on_by_itself(
     train: Train, half: Result, wanted: str
 ) -> None:
@@ -193,6 +195,7 @@ def test_a_finished_run_asked_again_reports_the_same(train: Train, half: Result)
     assert contents(half.run_dir / "checkpoints") == kept
 
 
+@pytest.mark.slow
 def test_fewer_steps_than_were_made_are_refused(train: Train, folder: Path, half: Result) -> None:
     """In place, from a branch, in steps and in epochs; nothing of the run is changed."""
     before = contents(half.run_dir)
@@ -244,6 +247,7 @@ def test_another_rate_takes_effect_and_is_recorded(program: str, train: Train) -
     assert job_of("run")["task"]["lr"] == 0.5
 
 
+@pytest.mark.slow
 def test_another_rate_keeps_the_moments(train: Train) -> None:
     """A rate of nothing stops the training where it is: neither moments nor weights begin anew."""
     train(TASK, run_dir="run", steps=3, checkpoint_every=1)
@@ -255,6 +259,7 @@ def test_another_rate_keeps_the_moments(train: Train) -> None:
     assert with_moments.summary["weights_sha256"] != fresh.summary["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_more_epochs_do_not_reset_what_an_optimizer_keeps_in_its_groups(train: Train) -> None:
     """Optimizers that need no schedule count their steps there; only what was changed changes."""
     flags: dict[str, Any] = {"bitwise": True, "checkpoint_every": 100}
@@ -321,6 +326,7 @@ class Mine(Rates):
 """
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("edits", ["mine.py", "helping.py"])
 def test_a_checkpoint_tells_of_the_program_that_was_loaded(
     train: Train, folder: Path, edits: str
@@ -352,6 +358,7 @@ def test_a_restart_with_an_edited_program_is_told(train: Train, folder: Path) ->
     )
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("program", ["mine.py", "mine:Mine"])
 def test_ranks_that_load_other_files_end_the_job(
     train: Train, folder: Path, program: str, monkeypatch: pytest.MonkeyPatch
@@ -386,6 +393,7 @@ def test_a_job_that_was_done_when_it_was_seen_is_told_at_its_end(tmp_path: Path)
 # --- what is refused ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(but=6)
 @pytest.mark.thinned(
     1,
     ("where", ["in place", "a branch"]),
@@ -477,6 +485,7 @@ def reseal(folder: Path, **changes: Any) -> None:
 MACHINE = {"torch": "1.13.0", "cpu_capability": "AVX2000", "threads": 7}
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", MACHINE)
 def test_another_machine_is_refused_under_bitwise(
     name: str, train: Train, folder: Path, half: Result
@@ -530,6 +539,7 @@ def test_a_path_with_nothing_but_damaged_checkpoints_is_refused(
 # --- a damaged checkpoint -------------------------------------------------------------------------
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("what", ["a tensor", "the manifest"])
 def test_the_one_before_a_damaged_one_is_loaded(
     what: str, train: Train, half: Result, wanted: str

@@ -29,6 +29,7 @@ def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*RUN, *words], capture_output=True, text=True, cwd=cwd, check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.cases(
     "script",
     params(one for one in SCRIPTS if one.processes > 1 and one.name not in ALIKE),
@@ -44,6 +45,7 @@ def test_a_script_runs_unchanged_on_two_nodes(script: Script, tmp_path: Path) ->
     assert (summary["world_size"], summary["nodes"]) == (script.processes, 2)
 
 
+@pytest.mark.slow
 def test_the_first_to_fail_is_named_with_its_host(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text(
         "import os, time\n"

@@ -18,7 +18,7 @@ __all__ = ["check", "references"]
 FP64: dict[str, Any] = {"precision": "fp64", "steps": STEPS}
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "strategy", "ranks", "how"),
     [
@@ -41,7 +41,7 @@ def test_equal_to_one_process(
     check_equal(task, strategy, ranks, how, train, references)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "strategy", "ranks", "how"),
     [
@@ -62,7 +62,7 @@ def test_sharded_and_cut_is_equal_to_one_process(
     check_equal(task, strategy, ranks, how, train, references)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "strategy", "ranks", "how"),
     [
@@ -112,6 +112,7 @@ def check_equal(
         assert found["card_bytes_per_step"] == pytest.approx(sent, abs=of_rows)
 
 
+@pytest.mark.slow
 def test_bytes_by_hand(train: Train) -> None:
     """4 steps of 24 sentences of 12 tokens, width 16, in 2 blocks of 2 regions on 2 ranks."""
     how: dict[str, Any] = {"ranks": 2, "precision": "fp64", "steps": 4}
@@ -157,6 +158,7 @@ def test_checkpoints_cross_over(task: str, train: Train, references: dict[str, A
     assert difference(load_file(result.run_dir / "weights.safetensors"), weights) < 1e-10
 
 
+@pytest.mark.slow
 def test_a_checkpoint_keeps_the_bits(train: Train) -> None:
     """Saved in parts of sequences, whole in one process, in parts of weights, without a step."""
     how: dict[str, Any] = {"steps": 3, "checkpoint_every": 3}
@@ -180,7 +182,7 @@ def test_check_calls_it_equal(strategy: str, ranks: int, check: Check) -> None:
     assert verdict.equal, str(verdict)
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "message"),
     [

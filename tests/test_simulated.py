@@ -68,6 +68,7 @@ def alone(tmp_path: Path, **flags: Any) -> Result:
     return run_job(resolve("digits", flags), rendezvous=SOON)
 
 
+@pytest.mark.slow
 def test_the_bits_are_those_of_one_rank(
     train_on: Callable[..., Result], on_one_rank: str, tmp_path: Path
 ) -> None:
@@ -118,6 +119,7 @@ def test_a_rank_of_another_node_that_hangs_is_named_with_its_stack(
     assert "in _hang" in text and re.search(r"rank 0 waits in `exchange` of step 5", text)
 
 
+@pytest.mark.slow
 def test_a_rank_of_another_node_that_is_killed_is_started_again(
     train_on: Callable[..., Result], on_one_rank: str
 ) -> None:

@@ -50,7 +50,7 @@ CASES = [
 ]
 
 
-@pytest.mark.slow(but=6)
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "ranks", "task"), CASES)
 def test_a_rank_stores_what_its_card_says(
     strategy: str, ranks: int, task: str, on_ranks: Callable[..., Any]
@@ -59,6 +59,7 @@ def test_a_rank_stores_what_its_card_says(
     on_ranks(ranks, "stored_tasks:stores_what_the_card_says", {"task": task, "job": job})
 
 
+@pytest.mark.slow
 def test_whole_weights_that_somebody_keeps_are_too_much(on_ranks: Callable[..., Any]) -> None:
     job = {"strategy": "fsdp", "ranks": 2, "steps": 2}
     argument = {"task": "Rows", "job": job, "keeps": True}

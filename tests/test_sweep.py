@@ -334,6 +334,7 @@ def swept(
     return run
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("state", ["done", "started"])
 @pytest.mark.parametrize(
     ("words", "field"),

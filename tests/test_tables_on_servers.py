@@ -30,7 +30,7 @@ def weights_of(train: Train, strategy: str, *settings: str, ranks: int = 2, **fl
     return load_file(done.run_dir / "weights.safetensors"), done
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("servers", [1, 3])
 @pytest.mark.parametrize("kind", ["SGD", "Adagrad", "RowwiseAdagrad", "SparseAdam"])
 def test_in_step_it_is_one_process(train: Train, kind: str, servers: int) -> None:
@@ -41,7 +41,7 @@ def test_in_step_it_is_one_process(train: Train, kind: str, servers: int) -> Non
     assert ours.summary["train_loss"] == pytest.approx(single.summary["train_loss"], rel=1e-10)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Adagrad", "RowwiseAdagrad", "SparseAdam"])
 def test_one_worker_out_of_step_is_one_process(train: Train, kind: str) -> None:
     wanted, _ = weights_of(train, "single", f"kind={kind}")
@@ -49,7 +49,7 @@ def test_one_worker_out_of_step_is_one_process(train: Train, kind: str) -> None:
     assert difference(found, wanted) < 1e-10
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["RowwiseAdagrad", "SparseAdam", "Adagrad"])
 def test_a_checkpoint_goes_on_anywhere(train: Train, kind: str) -> None:
     """Rows and their state: from three servers to one process, to one server, and to two ranks."""
@@ -63,7 +63,7 @@ def test_a_checkpoint_goes_on_anywhere(train: Train, kind: str) -> None:
     assert difference(found, wanted) < 1e-10
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [4, 1])
 def test_the_bits_are_the_same_whoever_dies(train: Train, rank: int) -> None:
     """Rows of a part that a lost worker has brought to one of the servers alone count once."""
@@ -94,6 +94,7 @@ def test_only_rows_that_are_looked_up_travel(train: Train) -> None:
     assert sent[0] < sent[1] / 1.5
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("setting", "strategy", "found"),
     [
@@ -121,6 +122,7 @@ def test_a_regularizer_that_reads_a_table_is_refused(train: Train) -> None:
         train(TASK, "regularized=yes", strategy="ps", ranks=1)
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
 @pytest.mark.parametrize("role", ["worker", "server"])
 def test_nobody_but_the_scheduler_ever_holds_a_table(role: str, precision: str) -> None:

@@ -65,7 +65,7 @@ TASKS = ["Stack", "Planned", "Gated", "Letters", "Encoder", "Heads"]
 NO_BLOCKS = ["ByIndex", "OwnForward", "Hooked", "OneDropout", "Marked"]
 
 
-@pytest.mark.slow(but=3)
+@pytest.mark.slow
 @pytest.mark.thinned(1, ("task", TASKS), ("ranks", [2, 3, 4]))
 def test_equal_to_one_process(
     task: str, ranks: int, train: Train, references: dict[str, Any]
@@ -105,7 +105,7 @@ CUT_EVERYWHERE = [
 ]
 
 
-@pytest.mark.slow(but=4)
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "ranks"), CUT_EVERYWHERE)
 @pytest.mark.parametrize("task", ["Looks", "Derives", "Padded"])
 def test_user_code_meets_whole_weights_whichever_way_it_takes(
@@ -128,6 +128,7 @@ def test_loss_of_an_evaluation_is_refused_weights_that_fsdp_has_let_go_of(train:
         train("tensor_tasks:Looks", strategy="fsdp:tensor=2", ranks=4, precision="fp64", steps=1)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("how", "message"),
     [
@@ -200,7 +201,7 @@ def test_micro_batches_that_cut_a_shard_draw_what_one_process_draws(
     assert result.summary["card_bytes_per_step"] == pytest.approx(sent, abs=1)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "tied"), [(2, True), (3, False)])
 def test_logits_that_stay_cut_give_the_loss_of_whole_ones(
     ranks: int, tied: bool, train: Train
@@ -235,7 +236,7 @@ def test_a_block_sends_its_output_and_the_gradient_of_its_input(train: Train) ->
     assert result.summary["sent_bytes"]["gradients"] == 4 * (outputs + inputs + tally)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["Heads", "Letters", "Planned"])
 def test_checkpoints_cross_over(task: str, train: Train, references: dict[str, Any]) -> None:
     """ddp on 2 ranks, tensor on 2, tensor on 4 in two copies, one process: 10 steps of one."""
@@ -256,6 +257,7 @@ def test_checkpoints_cross_over(task: str, train: Train, references: dict[str, A
     assert difference(load_file(result.run_dir / "weights.safetensors"), weights) < 1e-10
 
 
+@pytest.mark.slow
 def test_a_checkpoint_keeps_the_bits_of_weights_and_optimizer(train: Train) -> None:
     """What one process saved is what comes out again of two that hold parts, without a step."""
     program, common = "tensor_tasks:Letters", {"precision": "fp64", "checkpoint_every": 3}
@@ -271,6 +273,7 @@ def test_a_checkpoint_keeps_the_bits_of_weights_and_optimizer(train: Train) -> N
     assert both[0].summary["weights_sha256"] == both[1].summary["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_heads_that_are_cut_twice_cross_over(train: Train) -> None:
     """Query, key and value of one weight lie in runs on a rank, and are saved as one process has
     them, with their moments: no strategy that takes the state up changes the step after it."""
@@ -287,6 +290,7 @@ def test_heads_that_are_cut_twice_cross_over(train: Train) -> None:
     assert both[0].summary["weights_sha256"] == both[1].summary["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_a_block_that_draws_by_function_is_told(train: Train, references: dict[str, Any]) -> None:
     """What is drawn for whole activations is that of one process; parts have no such numbers."""
     _, weights = reference_for("ByFunction", train, references, "tensor_tasks")
@@ -298,7 +302,7 @@ def test_a_block_that_draws_by_function_is_told(train: Train, references: dict[s
     assert ["forward draws from torch's own generator" in text for text in told] == [False, True]
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["tensor", "tensor:data=2"])
 def test_check_calls_it_equal(strategy: str, check: Check) -> None:
     ranks = 4 if "data" in strategy else 2
@@ -306,7 +310,7 @@ def test_check_calls_it_equal(strategy: str, check: Check) -> None:
     assert verdict.equal, str(verdict)
 
 
-@pytest.mark.slow(but=3)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("task", "ranks", "message"),
     [
@@ -335,7 +339,7 @@ def test_ranks_that_make_no_copies_are_refused(train: Train) -> None:
         train("tensor_tasks:Stack", strategy="tensor:exact=yes", ranks=3, steps=1)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "settings"),
     [

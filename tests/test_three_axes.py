@@ -78,7 +78,7 @@ def test_factors_that_do_not_fit_are_refused_with_the_number_to_set(
     assert refused.value.do == do
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.thinned(1, ("task", ["Stack", "Planned", "Letters"]), ("strategy,ranks", MESHES))
 def test_equal_to_one_process(
     task: str, strategy: str, ranks: int, train: Train, alone: dict[str, Any]
@@ -92,7 +92,7 @@ def test_equal_to_one_process(
     assert found["eval"] == pytest.approx(wanted["eval"], rel=1e-10)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "strategy", "ranks"),
     [
@@ -140,6 +140,7 @@ def test_checkpoints_cross_over(task: str, train: Train, alone: dict[str, Any]) 
     assert difference(load_file(result.run_dir / "average.safetensors"), average) < 1e-10
 
 
+@pytest.mark.slow
 def test_a_checkpoint_keeps_the_bits_of_weights_and_optimizer(train: Train) -> None:
     """What one process saved is what comes out again of a mesh of cut stages, without a step."""
     program, common = "mesh_tasks:Letters", {"precision": "fp64", "checkpoint_every": 3}
@@ -154,7 +155,7 @@ def test_a_checkpoint_keeps_the_bits_of_weights_and_optimizer(train: Train) -> N
     assert both[0].summary["weights_sha256"] == both[1].summary["weights_sha256"]
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "ranks"), [("mesh:tensor=2,pipeline=2", 4), (ALL, 8)])
 def test_check_calls_it_equal(strategy: str, ranks: int, check: Check) -> None:
     verdict = check("mesh_tasks:Letters", strategy=strategy, ranks=ranks)
@@ -209,6 +210,7 @@ def test_replicas_of_cut_stages_are_compared(train: Train) -> None:
     train("mesh_tasks:Stack", strategy=ALL, ranks=8, steps=3, verify_every=1, witness="stop")
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("program", "strategy", "flags", "found"),
     [

@@ -91,7 +91,7 @@ def watch(
     return watched_in(folder / "run" / FACTS)
 
 
-@pytest.mark.slow(but=3)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found_and_nothing_else(fault: str, server: ForkServer, tmp_path: Path) -> None:
     watched = watch(server, tmp_path, fault)
@@ -188,6 +188,7 @@ def test_a_script_that_fails_is_reported_as_run_does(tmp_path: Path) -> None:
     assert "failed first" in done.stderr and "ValueError: of the script" in done.stderr
 
 
+@pytest.mark.slow
 def test_what_never_imports_torch_was_not_watched(tmp_path: Path) -> None:
     script = tmp_path / "plain.py"
     script.write_text("print('no torch')\n")

@@ -216,6 +216,7 @@ def test_two_ends_of_one_training(
 # --- found when the program is loaded ---------------------------------------------------------
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("program", "settings", "flags", "found"),
     [
@@ -267,6 +268,7 @@ def test_a_device_that_is_not_there_is_refused(refuse: Refuse) -> None:
 # --- found by the ranks, before the first update ------------------------------------------------
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize(
     ("program", "flags", "asked", "found"),
     [
@@ -362,6 +364,7 @@ def test_a_whole_process_that_refuses_the_loss(folder: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_whole_process_that_refuses_a_file_with_a_syntax_error(folder: Path) -> None:
     (folder / "syntax.py").write_text("def broken(:\n    pass\n")
     done = whole_process(folder, "syntax.py")

@@ -117,6 +117,7 @@ def test_export_writes_the_weights_with_the_names_of_the_model(
     assert {path.name for path in tmp_path.iterdir()} == {"run", "10.safetensors", "20.safetensors"}
 
 
+@pytest.mark.slow
 def test_export_puts_the_chunks_of_ranks_together(
     door: Door, on_ranks: Callable[..., Ended], tmp_path: Path
 ) -> None:

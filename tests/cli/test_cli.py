@@ -386,6 +386,7 @@ def test_a_whole_process_trains_and_is_shown(door: Door, tmp_path: Path) -> None
     assert code == 0 and "done" in out.splitlines()[0]
 
 
+@pytest.mark.slow
 def test_ctrl_c_of_a_training_ends_it_with_130(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "allranks.cli.main", "train", "synthetic", "--ranks", "2"]
     with subprocess.Popen(

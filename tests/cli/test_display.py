@@ -502,6 +502,7 @@ def test_a_job_on_a_terminal_of_80_columns(launch: Callable[..., Launch], tmux: 
     assert going.out.startswith("train loss ")
 
 
+@pytest.mark.slow
 def test_a_job_without_a_terminal(launch: Callable[..., Launch], tmp_path: Path) -> None:
     going = launch(30)
     assert going.wait() == 0, going.err

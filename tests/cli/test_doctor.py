@@ -89,6 +89,7 @@ def stops(data: dict[str, Any]) -> list[str]:
 # --- this machine -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_of_this_machine_all_is_told_in_one_object(door: Door, tmp_path: Path) -> None:
     code, out, err = door("--ranks", "3", "--json")
     data = as_object(out)
@@ -132,11 +133,13 @@ def test_one_rank_has_no_way_to_measure(door: Door) -> None:
     assert as_object(out)["matrix"] is None and "measuring" not in err
 
 
+@pytest.mark.slow
 def test_of_many_ranks_on_one_machine_one_way_is_measured(door: Door) -> None:
     _, out, err = door("--ranks", "9", "--json")
     assert len(as_object(out)["matrix"]["ends"]) == 2 and "measuring 1 pair " in err
 
 
+@pytest.mark.slow
 def test_the_command_imports_no_framework(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom allranks.cli.main import cli\n"

@@ -110,7 +110,7 @@ def test_secrets_among_the_words() -> None:
 TELLS = "print(*sys.argv[1:], os.environ['RANK'], os.environ['WORLD_SIZE'])"
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     "words",
     [
@@ -143,6 +143,7 @@ def test_the_output_of_rank_0_is_standard_output(run: Run) -> None:
     assert done.stderr.splitlines()[-1].startswith("run folder ")
 
 
+@pytest.mark.slow
 def test_a_python_without_the_module_is_named_beside_that_of_allranks(
     run: Run, tmp_path: Path
 ) -> None:
@@ -171,6 +172,7 @@ sys.stdout.write("no end")
     assert done.stdout.splitlines() == [r"red and \x07bell", "100%", "no end"]
 
 
+@pytest.mark.slow
 def test_a_slow_reader_gets_every_line(run: Run, tmp_path: Path) -> None:
     """Who reads late holds up no rank, and loses nothing."""
     (tmp_path / "train.py").write_text("for i in range(100000): print('line', i)\n")
@@ -216,6 +218,7 @@ def test_the_last_line_is_one_object(run: Run, tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_run_is_listed_and_shown(run: Run, tmp_path: Path) -> None:
     run("sys.exit(3)", "--run-dir", "runs/one", "train.py")
     told = [
@@ -239,6 +242,7 @@ def test_the_folder_of_the_logs(run: Run, tmp_path: Path) -> None:
     assert (made / "logs" / "rank-000.log").exists()
 
 
+@pytest.mark.slow
 def test_a_dry_run_prints_what_would_run(run: Run, tmp_path: Path) -> None:
     words = ("--dry-run", "--ranks", "2", "--local-rank-argument=--local_rank")
     done = run("", *words, "--master-port", "0", sys.executable, "train.py", "--token", "abc")
@@ -261,7 +265,7 @@ def test_exit_code_1_and_the_report(run: Run) -> None:
     assert report[0].endswith("failed first: exit code 1: ValueError: on purpose")
 
 
-@pytest.mark.slow(but=4)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("words", "found"),
     [
@@ -294,6 +298,7 @@ def test_an_unknown_flag_is_a_wrong_request(run: Run) -> None:
     assert done.returncode == 2 and "--nproc-per-node" in done.stderr
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_exit_code_130(run: Run, tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "train.py").write_text("import time\nprint('ready', flush=True)\ntime.sleep(600)")
@@ -309,6 +314,7 @@ def test_exit_code_130(run: Run, tmp_path: Path, number: signal.Signals) -> None
     assert f"allranks: interrupted ({number.name}); rank 0: " in told
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("ends", ["supervisor", "its group"])
 def test_no_process_outlives_a_supervisor_that_is_killed(
     run: Run, tmp_path: Path, ends: str

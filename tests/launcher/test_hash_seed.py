@@ -30,6 +30,7 @@ def order_in(server: ForkServer, folder: Path, name: str) -> str:
     return (folder / name).read_text()
 
 
+@pytest.mark.slow
 def test_two_servers_give_a_set_one_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_seed: None
 ) -> None:

@@ -110,6 +110,7 @@ def test_what_is_no_name_of_ours_is_not_dead(name: str) -> None:
     assert not is_dead(name)
 
 
+@pytest.mark.slow
 @given(st.text())
 def test_any_text_is_answered(text: str) -> None:
     assert not is_dead(text)

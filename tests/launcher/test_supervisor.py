@@ -371,6 +371,7 @@ def pids_of(folder: Path, *names: str) -> list[int]:
     return [read_pid(folder, name) for name in names]
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
 def test_an_interrupt_stops_every_rank(tmp_path: Path, number: signal.Signals) -> None:
     with supervisor(tmp_path, "waits", "waits") as process:

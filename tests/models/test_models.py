@@ -61,6 +61,7 @@ def tokens(samples: int, length: int, vocabulary: int = SMALL.vocabulary) -> Ten
 # --- as published -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize(
     ("make", "parameters", "blocks"),
     [
@@ -247,6 +248,7 @@ def test_a_gpt_with_dropout_does_not_know_what_goes_through_together(limit: int)
     assert not torch.allclose(model.eval()(tokens(12, 24)), whole)
 
 
+@pytest.mark.slow
 def test_dropped_paths_are_the_same_on_one_and_two_ranks(train: Train) -> None:
     """A whole EfficientNet in the engine, bit for bit; its uneven last batch is step 3."""
     task = f"{Path(__file__).parent / 'model_tasks.py'}:Paths"

@@ -21,6 +21,7 @@ def weights(train: Train, task: str, **flags: Any) -> dict[str, Tensor]:
     return load_file(result.run_dir / "weights.safetensors")
 
 
+@pytest.mark.slow
 def test_texts_and_numbers_of_all_ranks_are_put_together_in_order(train: Train) -> None:
     wanted = weights(train, "Named", ranks=1)
     for flags in ({"ranks": 1, "micro_batch": 4}, {"ranks": 2}, {"ranks": 3, "micro_batch": 3}):
@@ -29,6 +30,7 @@ def test_texts_and_numbers_of_all_ranks_are_put_together_in_order(train: Train) 
             torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("flags", [{"ranks": 2}, {"ranks": 1, "micro_batch": 4}])
 @pytest.mark.parametrize(
     ("task", "match"),

@@ -127,6 +127,7 @@ def test_shards_of_one_sample_are_not_its_own(counted: Counted) -> None:
     assert counted.calls == ["normalise", "derive"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(COMPILER is None, reason="no C compiler")  # compiled before, elsewhere
 def test_any_processor_gives_the_same_bits(tmp_path: Path) -> None:
     """Vectors of any width, and none: no sum is in another order, nothing is rounded once less."""

@@ -25,6 +25,7 @@ def plain() -> dict[str, torch.Tensor]:
     return plain_tasks.plain(kinds_tasks.Tables(), STEPS)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("flags", [{"ranks": 1}, {"ranks": 1, "micro_batch": 4}, {"ranks": 3}])
 def test_equal_to_a_plain_loop(
     flags: dict[str, Any], plain: dict[str, torch.Tensor], train: Train
@@ -40,6 +41,7 @@ def test_equal_to_a_plain_loop(
     assert sent == pytest.approx(STEPS * 2 * (ranks - 1) / ranks * 100, abs=1)
 
 
+@pytest.mark.slow
 def test_equal_bits(train: Train) -> None:
     jobs = ({"ranks": 1}, {"ranks": 2}, {"ranks": 3})
     found = [train("kinds_tasks:Tables", bitwise=True, steps=STEPS, **job).summary for job in jobs]
@@ -65,6 +67,7 @@ def test_a_table_that_is_read_whole_is_refused(train: Train) -> None:
         train("kinds_tasks:Tables", steps=1, strategy="dp:replicas=2")
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_rows_that_are_shortened_are_the_engines_own(ranks: int, train: Train) -> None:
     """The witness has no word for them, and what it computes again shortens none."""

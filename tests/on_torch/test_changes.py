@@ -28,7 +28,7 @@ from plain_workers import trained
 OnRanks = Callable[..., Any]
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("task", "stop", "setting"),
     [
@@ -108,6 +108,7 @@ def test_a_wrapper_that_renames_weights_in_the_state_dict_is_saved() -> None:
         trainer.load_state(trainer.state())
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("task", "ranks", "match", "updates"),
     [
@@ -141,6 +142,7 @@ def test_a_scheduler_of_torch_is_refused(tmp_path: Path) -> None:
         fit(trainer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
 def test_an_optimizer_that_multiplies_gradients_gets_equal_bits(
     precision: str, train: Train
@@ -154,6 +156,7 @@ def test_an_optimizer_that_multiplies_gradients_gets_equal_bits(
     assert len(digests) == 1
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("task", ["ComplexWeight", "Rotary"])
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])
 def test_complex_weights_are_written_exported_and_read_again(
@@ -178,7 +181,7 @@ def test_complex_weights_are_written_exported_and_read_again(
             torch.testing.assert_close(tensor, written[name], rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("strategy", ["ddp:reduce=bf16", "ddp:reduce=fp16", "ddp"])
 def test_complex_weights_train_in_16_bits(precision: str, strategy: str, train: Train) -> None:

@@ -50,6 +50,7 @@ def processes(ranks: int, name: str, argument: Any, folder: Path, store: str) ->
     return found
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("blocking", [True, False])
 @pytest.mark.parametrize(
     ("point", "rank"),

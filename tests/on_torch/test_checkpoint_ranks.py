@@ -37,6 +37,7 @@ def test_four_ranks_save_and_any_number_loads(on_ranks: OnRanks, tmp_path: Path)
         on_ranks(ranks, worker("load_step"), {"folder": str(folder), "step": 5, "ranks": 4})
 
 
+@pytest.mark.slow
 def test_sharded_tensors_load_on_another_number_of_ranks(on_ranks: OnRanks, tmp_path: Path) -> None:
     """That room is left: DTensors over 2 ranks go to 1 and to 4."""
     argument = {"folder": str(tmp_path / "checkpoints")}
@@ -55,6 +56,7 @@ def test_sharded_tensors_load_on_another_number_of_ranks(on_ranks: OnRanks, tmp_
     on_ranks(2, worker("load_sharded"), {"folder": str(tmp_path / "of four")})
 
 
+@pytest.mark.slow
 def test_a_job_takes_up_its_own_parts_of_weights_that_other_ranks_split(
     on_ranks: OnRanks, tmp_path: Path
 ) -> None:
@@ -67,6 +69,7 @@ def test_states_that_differ_between_ranks_are_refused(on_ranks: OnRanks, tmp_pat
     on_ranks(2, worker("disagree"), {"folder": str(tmp_path / "checkpoints")})
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_rank_that_cannot_write_keeps_all_from_committing(
     on_ranks: OnRanks, tmp_path: Path, rank: int

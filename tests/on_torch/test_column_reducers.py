@@ -107,7 +107,7 @@ def columns_sum(bits: int) -> Callable[[list[list[Tensor]], dict[Any, Tensor]], 
     return summed
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(("reduce", "bits"), [("one-bit", 1), ("n-bit(bits=4)", 4)])
 @pytest.mark.parametrize("ranks", [3, 2, 1])
 def test_a_training_is_its_simulation(reduce: str, bits: int, ranks: int, train: Train) -> None:
@@ -129,6 +129,7 @@ def test_residuals_of_both_stages_are_in_the_state(on_ranks: Callable[..., Any])
     on_ranks(2, "contract_workers:go_on_from_a_state", {"task": "Images", "job": job, "steps": 3})
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("feedback", [True, False])
 def test_one_bit_converges_only_with_feedback(feedback: bool) -> None:
     """Noise has the mean 0; where the signs of two numbers are one, each gets the other's."""

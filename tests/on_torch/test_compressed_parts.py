@@ -63,7 +63,7 @@ def sum_of_parts(summed: Sum, parts: int, group: int) -> Sum:
     return sums
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("reduce", SUMS)
 @pytest.mark.parametrize(
     ("name", "ranks", "parts", "group"),
@@ -88,7 +88,7 @@ def test_a_training_is_its_simulation(
         assert sent == pytest.approx(result.summary["card_bytes_per_step"], abs=1)
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "ranks"),
     [
@@ -113,6 +113,7 @@ def test_nothing_is_left_out_where_the_card_says_so(
         assert difference < 1e-10 * max(float(tensor.double().norm()), 1), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "strategy"), [(2, f"fsdp:reduce={TOP_K}"), (4, f"hsdp:shard=2,reduce={TOP_K}")]
 )

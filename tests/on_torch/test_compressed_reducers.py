@@ -51,7 +51,7 @@ SIMULATIONS: dict[str, Sum] = {
 }
 
 
-@pytest.mark.slow(but=3)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("reduce", SIMULATIONS)
 @pytest.mark.parametrize("ranks", [3, 2, 1])
 def test_a_training_is_its_simulation(reduce: str, ranks: int, train: Train) -> None:
@@ -74,7 +74,7 @@ def test_a_training_is_its_simulation(reduce: str, ranks: int, train: Train) -> 
 EXACT = ["top-k(k=32,chunk=32)", "power-sgd(rank=1000,min_rate=0)"]
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("reduce", EXACT)
 @pytest.mark.parametrize(("task", "ranks"), [("Images", 3), ("Words", 2)])
 def test_nothing_is_left_out_where_the_card_says_so(
@@ -95,6 +95,7 @@ def test_nothing_is_left_out_where_the_card_says_so(
         assert difference < 1e-10, name
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("reduce", SIMULATIONS)
 def test_residuals_are_in_the_state(reduce: str, on_ranks: Callable[..., Any]) -> None:
     strategy = f"ddp:reduce={reduce},bucket_mb=0.0005"

@@ -528,6 +528,7 @@ def test_a_process_that_was_started_alone_is_refused() -> None:
     assert "1 synchronizer, 1 learner" in refused.value.why
 
 
+@pytest.mark.slow
 def test_learners_are_on_nodes_as_the_ranks_of_other_strategies(
     nodes: Cluster, tmp_path: Path
 ) -> None:
@@ -551,6 +552,7 @@ def test_one_learner_that_asks_after_each_step_is_single(train: Train) -> None:
     assert sent in (20 * card, 21 * card), "the weights to begin with, and after each step"
 
 
+@pytest.mark.slow
 def test_a_learner_goes_on_with_the_optimizer_that_it_had(train: Train, tmp_path: Path) -> None:
     """AdamW, stopped after 8 steps and taken up again: the bits of a run that nobody stopped."""
     flags: dict[str, Any] = {"precision": "fp64", "checkpoint_every": 8}
@@ -568,6 +570,7 @@ def test_a_learner_goes_on_with_the_optimizer_that_it_had(train: Train, tmp_path
         assert (difference(found, whole) == 0) == is_exact
 
 
+@pytest.mark.slow
 def test_a_learner_goes_on_with_what_it_had_not_brought(train: Train, tmp_path: Path) -> None:
     """AdamW in three fragments, ended by a fault, and taken up again from its checkpoint."""
     flags: dict[str, Any] = {"precision": "fp64", "checkpoint_every": 4, "steps": 20}
@@ -595,6 +598,7 @@ def test_a_job_that_is_over_goes_on_without_a_rest(train: Train) -> None:
     assert difference(*found) < 1e-10
 
 
+@pytest.mark.slow
 def test_a_chunk_trained_meanwhile_is_that_of_a_plain_loop(train: Train) -> None:
     """What is on its way comes back one chunk later; without an outer momentum it is `single`."""
 

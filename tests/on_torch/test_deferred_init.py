@@ -49,6 +49,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- in turn ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("on_meta", [False, True])
 def test_ranks_hold_their_halves_of_what_one_process_starts_with(
     on_meta: bool, on_ranks: Callable[..., Any], tmp_path: Path
@@ -72,6 +73,7 @@ def test_ranks_hold_their_halves_of_what_one_process_starts_with(
     assert before <= after
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("how", ["raises", "dies"])
 def test_no_rank_waits_for_the_turn_of_one_that_has_failed(
@@ -226,6 +228,7 @@ def test_a_mask_that_nobody_sets_is_an_error_and_any_number_may_be_set() -> None
 # --- on meta ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_model_on_meta_ends_alike_under_every_strategy(train: Train) -> None:
     runs = [
         train("deferred_tasks:OnMeta", strategy=name, ranks=ranks, steps=3, bitwise=True)

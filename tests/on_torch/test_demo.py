@@ -59,7 +59,7 @@ def demo_sum(keep: int, chunk: int) -> Sum:
     return sums
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(("ranks", "keep", "chunk"), [(3, 3, 4), (2, 3, 4), (1, 3, 4), (2, 32, 8)])
 def test_a_training_is_its_simulation(ranks: int, keep: int, chunk: int, train: Train) -> None:
     """SGD with weight decay in float64, uneven last batches; with k of a whole block, signs alone.
@@ -79,7 +79,7 @@ def test_a_training_is_its_simulation(ranks: int, keep: int, chunk: int, train: 
     assert sent == pytest.approx(result.summary["card_bytes_per_step"], abs=1)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [4, 2])
 def test_a_training_in_parts_is_its_simulation(ranks: int, train: Train) -> None:
     """Groups of two sum two passes as they are; each rank has a momentum of its rows."""
@@ -135,6 +135,7 @@ def test_all_of_a_block_is_all_of_it(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(found, given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp:reduce=demo(k=3,chunk=4)", "hsdp:reduce=demo(k=3)"])
 def test_a_momentum_is_in_the_state(strategy: str, on_ranks: Callable[..., Any]) -> None:
     argument = {"module": "demo_tasks", "task": "Signed", "job": {"strategy": strategy}, "steps": 3}
@@ -149,6 +150,7 @@ def test_digits_are_learnt(strategy: str, train: Train) -> None:
     assert result.summary["eval"]["accuracy"] > 0.95
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("strategy", "task", "why"),
     [

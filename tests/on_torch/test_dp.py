@@ -119,6 +119,7 @@ class Few(contract_tasks.Images):
     shards: int = 8
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("task", "job"),
     [

@@ -33,6 +33,7 @@ def wanted() -> dict[str, float]:
     return {"loss": float(losses.sum() / counts.sum()), "accuracy": accuracy}
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("batch_size", "chunk", "chunks"), [(8, 1, 10), (24, 3, 4), (32, 4, 3), (160, 20, 1)]
 )

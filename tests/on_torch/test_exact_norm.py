@@ -18,6 +18,7 @@ def numbers(kind: torch.dtype, count: int = 200_003) -> Tensor:
     return (drawn * 2.0**sizes).to(kind)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.bfloat16])
 def test_the_norm_is_that_of_all_numbers_to_the_bit_however_they_are_cut(
     kind: torch.dtype,

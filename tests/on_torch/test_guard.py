@@ -39,7 +39,7 @@ SETTINGS: list[tuple[int, dict[str, Any]]] = [
 BATCH = Batch(7, 0, 7, 24, None, (), np.empty(0, np.int64))
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.thinned(1, ("ranks,job", SETTINGS), ("clip", [None, 0.3]))
 def test_every_policy_with_every_kind_of_bad_step(
     ranks: int, job: dict[str, Any], clip: float | None, on_ranks: OnRanks
@@ -50,7 +50,7 @@ def test_every_policy_with_every_kind_of_bad_step(
     on_ranks(ranks, "guard_tasks:every_policy", argument)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_every_policy_under_bitwise(ranks: int, on_ranks: OnRanks) -> None:
     """A model that writes buffers of its own is refused there."""
@@ -82,7 +82,7 @@ def by_hand(steps: int) -> dict[str, Tensor]:
     return dict(model.state_dict())
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "job"),
     [
@@ -117,6 +117,7 @@ def told(task: str, ranks: int, on_ranks: OnRanks, out: Path, **job: Any) -> lis
     return rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_gradient_that_goes_bad_inside_the_model_is_traced_to_its_sample(
     ranks: int, on_ranks: OnRanks, tmp_path: Path
@@ -130,6 +131,7 @@ def test_a_gradient_that_goes_bad_inside_the_model_is_traced_to_its_sample(
         assert "module '0'" in text
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_of_a_loss_over_the_batch_the_rank_and_its_outputs_are_named(
     ranks: int, on_ranks: OnRanks, tmp_path: Path
@@ -143,6 +145,7 @@ def test_of_a_loss_over_the_batch_the_rank_and_its_outputs_are_named(
     )
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_bad_step_of_a_stream_is_not_its_end(
     ranks: int, on_ranks: OnRanks, tmp_path: Path
@@ -172,7 +175,7 @@ def test_a_rank_that_trains_alone_judges_for_itself(on_ranks: OnRanks, tmp_path:
         assert all(f"rank {rank}: the loss of sample {BAD}" in row[1] for row in found)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "job"),
     [
@@ -306,7 +309,7 @@ def test_sparse_gradients_have_a_length() -> None:
         )
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["Images", "Words", "Experts", "PulledExperts"])
 def test_the_length_is_reported_alike_by_every_strategy(
     task: str, on_ranks: OnRanks, tmp_path: Path
@@ -329,6 +332,7 @@ def test_the_length_is_reported_alike_by_every_strategy(
         assert other == pytest.approx(first, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_the_length_is_the_same_to_the_bit_under_bitwise(train: Train) -> None:
     """A decision hangs on it: whether a step is a spike."""
     found = []
@@ -340,7 +344,7 @@ def test_the_length_is_the_same_to_the_bit_under_bitwise(train: Train) -> None:
     assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["Langevin", "NoisyRegularizer"])
 def test_random_numbers_of_the_update_are_those_of_all_ranks(task: str, train: Train) -> None:
     digests = set()

@@ -24,6 +24,7 @@ from half_workers import KINDS, plain_sum
 STEPS = 20
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_sums_have_the_bits_of_the_simulation(ranks: int, on_ranks: Callable[..., Any]) -> None:
     """Buckets smaller than the ranks and uneven ones, infinities, a tally beyond 16 bits."""
@@ -39,6 +40,7 @@ def test_a_bucket_fills_its_rows_one_after_another(values: int, part: int) -> No
     assert not rows.flatten()[values:].any()
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(("name", "ranks"), [("fp16", 2), ("bf16", 3)])
 def test_a_training_is_its_simulation(name: str, ranks: int, train: Train) -> None:
     """20 steps of AdamW in float64, uneven last batches; and the bytes that the card promises."""
@@ -82,6 +84,7 @@ def simulated(ranks: int, kind: torch.dtype) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 
+@pytest.mark.slow
 def test_moments_of_batchnorm_and_the_loss_are_not_rounded(train: Train) -> None:
     """After one step from equal weights they are those of `mean`; the weights are not."""
     flags: dict[str, Any] = {"ranks": 3, "precision": "fp64", "steps": 1}
@@ -119,6 +122,7 @@ def test_what_fp16_cannot_hold_is_a_bad_step(train: Train) -> None:
     assert result.summary["steps"] == 2
 
 
+@pytest.mark.slow
 def test_digits_are_learnt_in_bf16(train: Train) -> None:
     result = train("digits", "epochs=6", strategy="ddp:reduce=bf16", ranks=2)
     assert result.summary["eval"]["accuracy"] >= 0.96

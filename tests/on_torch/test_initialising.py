@@ -18,6 +18,7 @@ from allranks.torch import Trainer
 from conftest import Train
 
 
+@pytest.mark.slow
 def test_every_rank_is_given_the_whole_first_batch(train: Train) -> None:
     flags = {"precision": "fp64", "steps": 6}
     wanted = train("kinds_tasks:ActNormed", **flags)

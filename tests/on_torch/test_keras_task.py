@@ -73,6 +73,7 @@ def test_ddp_equals_single_in_fp64(train: Train) -> None:
     assert found.summary["eval"] == pytest.approx(wanted.summary["eval"], rel=1e-10)
 
 
+@pytest.mark.slow
 def test_it_equals_a_loop_of_plain_torch(on_ranks: Callable[..., Any]) -> None:
     on_ranks(1, "keras_twins:equals_a_plain_loop", {})
 

@@ -23,13 +23,13 @@ def digests(
     }
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("task", ["Masked", "MaskedStream", "NoisyForward", "NoisyUpdates"])
 def test_bits_are_equal_on_any_number_of_ranks(train: Train, task: str) -> None:
     assert len(digests(train, task, bitwise=True)) == 1
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["Masked", "MaskedStream", "NoisyUpdates"])
 def test_without_bits_the_same_is_drawn(train: Train, task: str) -> None:
     """In float64, and each shard goes through the model alone where collate draws."""
@@ -40,6 +40,7 @@ def test_without_bits_the_same_is_drawn(train: Train, task: str) -> None:
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_loader_processes_draw_the_same_in_collate(train: Train) -> None:
     assert (
         len(digests(train, "Masked", (2,)) | digests(train, "Masked", (2,), loader_workers=2)) == 1

@@ -20,6 +20,7 @@ def test_a_sum_is_under_way_while_the_next_step_computes(on_ranks: Callable[...,
     on_ranks(2, "late_workers:sums_under_way", None)
 
 
+@pytest.mark.slow
 def test_a_training_that_goes_on_begins_with_the_gradient_that_was_left(train: Train) -> None:
     """Bit by bit: 5 steps on 2 ranks and 4 on 3 are 9 on one; a regularizer, clipping, decay."""
     flags: dict[str, Any] = {"strategy": "ddp:late=1", "bitwise": True}

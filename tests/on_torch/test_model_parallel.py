@@ -72,6 +72,7 @@ def by_name(self: Any, model: nn.Module) -> dict[str, int]:
 SKIPS = with_model(Skips, device_map=by_name)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("task", "job"),
     [
@@ -102,6 +103,7 @@ def test_pieces_that_one_thread_launches_are_the_same() -> None:
             assert_equal((trainer.strategy.model.state_dict(), losses), wanted)
 
 
+@pytest.mark.slow
 def test_pieces_in_threads_give_the_same_bits_in_every_run() -> None:
     """They add up to one gradient, in their order."""
 

@@ -247,6 +247,7 @@ def test_settings_that_cannot_be_are_refused(make: Make, asked: str) -> None:
     assert refused.value.asked == asked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MAKERS)
 def test_equal_bits_on_any_ranks(name: str, train: Train) -> None:
     found = {

@@ -86,12 +86,13 @@ def test_what_the_loop_never_did_is_said() -> None:
         trainer.evaluate_if_due()
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_the_leader_alone_is_refused(on_ranks: Callable[..., Any]) -> None:
     on_ranks(2, "own_loop_workers:alone", None)
     on_ranks(2, "own_loop_workers:others_have_left", None)
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1"])
 @pytest.mark.parametrize("where", ["model", "loss"])
 def test_who_loses_a_peer_hears_why_it_left(
@@ -114,6 +115,7 @@ def test_an_evaluation_of_the_leader_alone_on_the_way_is_refused_on_all_ranks(
 # --- samples without numbers --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Plainly", "Bare"])
 def test_what_can_only_be_iterated_is_trained_with_alike_on_any_ranks(
     train: Train, kind: str

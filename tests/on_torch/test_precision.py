@@ -35,6 +35,7 @@ def test_digits_are_learnt(precision: str, train: Train) -> None:
     assert result.summary["eval"]["accuracy"] >= 0.94
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_equal_bits_on_any_ranks(precision: str, train: Train) -> None:
     """BatchNorm, dropout, clipping, an uneven last batch; under fp16 the scale grows on the way."""
@@ -50,6 +51,7 @@ def test_equal_bits_on_any_ranks(precision: str, train: Train) -> None:
     assert len(digests) == 1
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("ranks", "job"),
     [
@@ -119,7 +121,7 @@ def test_group_norm_of_images_that_need_no_gradient_does_not_end_the_process() -
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     "flags",
     [
@@ -155,6 +157,7 @@ def test_torch_can_still_be_asked_about_tf32(precision: str) -> None:
     assert before == (torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision())
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize(
     ("place", "value"),
     [

@@ -472,7 +472,7 @@ def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
     return [event for event in read_events(run_dir) if event["event"] == name]
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("rank", "rejoins"), [(4, 3), (4, 0), (2, 3), (0, 3)], ids=str
 )  # a worker that comes again, and one that does not; a server; the scheduler
@@ -496,7 +496,7 @@ def test_in_step_the_bits_are_the_same_whoever_dies(train: Train, rank: int, rej
     assert killed.summary["restarts"] == 0, "the others went on"
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(("rank", "step"), [(0, 9), (1, 9), (3, -1)])
 def test_out_of_step_each_batch_counts_once_whoever_dies(
     train: Train, rank: int, step: int
@@ -524,6 +524,7 @@ def read_rows_of(run_dir: Path) -> list[dict[str, Any]]:
     return [row for row in rows if "loss" in row]
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("how", ["", ",transport=sockets"])
 def test_one_worker_out_of_step_is_one_process(train: Train, how: str) -> None:
     """Clipped in every step."""
@@ -538,7 +539,7 @@ def test_one_worker_out_of_step_is_one_process(train: Train, how: str) -> None:
     assert sent in (12 * card, 13 * card), "the weights to begin with, and after each step"
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_an_evaluator_judges_newest_checkpoints_once_each_though_it_dies(
     train: Train, mode: str
@@ -563,6 +564,7 @@ def test_an_evaluator_judges_newest_checkpoints_once_each_though_it_dies(
     assert [event["rank"] for event in events(done.run_dir, "worker_lost")] == [5]
 
 
+@pytest.mark.slow
 def test_a_check_sees_what_lies_on_servers(server: ForkServer, tmp_path: Path) -> None:
     """Each step from the weights of the reference, which are put on the servers."""
     flags = {"ranks": 2, "strategy": "ps:servers=2,bound=8", "precision": "fp32", "steps": 4}
@@ -595,6 +597,7 @@ def test_what_cannot_be_is_refused(train: Train, strategy: str, field: str, foun
     assert found in str(refused.value)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("mode", ["async", "delta"])
 def test_a_layer_that_is_frozen_on_the_way_is_refused(train: Train, mode: str) -> None:
     """Where its gradient and its weights lie was laid out for all; it ended with an IndexError."""
@@ -602,6 +605,7 @@ def test_a_layer_that_is_frozen_on_the_way_is_refused(train: Train, mode: str) -
         train("decoupled_tasks:Freezes", strategy=f"ps:mode={mode}", ranks=1)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_weights_that_a_model_writes_are_refused(train: Train, mode: str) -> None:
     """The next pull would overwrite them."""
@@ -619,6 +623,7 @@ BOTH_WORKERS = "corrupt@rank=2,step=5 corrupt@rank=3,step=5"
 """One of them may come late, or get no part of a step: then the other one makes all of it."""
 
 
+@pytest.mark.slow
 def test_a_bit_that_flips_in_a_worker_is_gone_with_the_next_step(train: Train) -> None:
     found = [
         train(TASK, strategy="ps", ranks=2, inject=inject).summary["weights_sha256"]
@@ -627,7 +632,7 @@ def test_a_bit_that_flips_in_a_worker_is_gone_with_the_next_step(train: Train) -
     assert found[0] != found[1]
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ps", "ddp"])
 def test_more_ranks_than_samples_with_loader_processes(train: Train, strategy: str) -> None:
     """Whoever has no sample in any batch reads none ahead, and so does not look for it for ever."""

@@ -25,6 +25,7 @@ def test_equal_replicas_send_32_bytes_to_each_other_rank(on_ranks: OnRanks) -> N
     differ(3, {}, on_ranks, None)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("ranks", "odd", "words"),
     [
@@ -54,6 +55,7 @@ def test_one_rank_has_nothing_to_compare() -> None:
     assert torch.is_grad_enabled()
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.thinned(1, ("strategy", ["ddp", "ddp-plain", "ddp:reduce=tree"]), ("ranks", [2, 3]))
 def test_a_flipped_bit_is_found_within_the_steps_asked_for(
     ranks: int, strategy: str, train: Train
@@ -78,6 +80,7 @@ def test_without_a_comparison_nobody_would_know(train: Train) -> None:
     assert train("contract_tasks:Images", **job, witness="off").summary["steps"] == 8
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("step", [0, 6])
 def test_the_first_two_steps_and_the_end_are_compared_by_default(step: int, train: Train) -> None:
     """Flipped after the first step, and just before the end: no weights are written."""
@@ -88,12 +91,14 @@ def test_the_first_two_steps_and_the_end_are_compared_by_default(step: int, trai
     assert f" at step {2 if step == 0 else 8}: " in str(raised.value)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("task", ["Images", "Words", "Uneven", "Experts", "Pairs"])
 def test_ranks_that_agree_are_left_alone(task: str, train: Train) -> None:
     job = {"ranks": 3, "steps": 8, "verify_every": 1}
     assert train(f"contract_tasks:{task}", **job).summary["steps"] == 8
 
 
+@pytest.mark.slow
 def test_buffers_that_follow_the_samples_of_a_rank_are_no_difference(train: Train) -> None:
     job = {"ranks": 3, "steps": 4, "verify_every": 1}
     result = train("guard_tasks:BadImages", "kind=none", **job)
@@ -113,6 +118,7 @@ def left_out(step: int, rank: int, train: Train, **job: Any) -> str:
     return str(raised.value)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_one_collective_left_out_shows_in_the_tally(ranks: int, rank: int, train: Train) -> None:
@@ -121,7 +127,7 @@ def test_one_collective_left_out_shows_in_the_tally(ranks: int, rank: int, train
     assert "the ranks are not at the same step" in text
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.thinned(
     2, ("ranks", [2, 3]), ("strategy", ["ddp", "ddp-plain"]), ("step", [3, 7]), ("rank", [0, 1])
 )

@@ -17,6 +17,7 @@ from contract_tasks import made
 TASKS = Path(__file__).parent.parent / "data_tasks.py"
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("how", "found"),
     [
@@ -47,6 +48,7 @@ def test_large_tensors_are_told_apart_by_rows_that_are_evenly_apart() -> None:
     assert digest_of_rows(many[0]) != digest_of_rows(many[1])
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_padding_without_weights_is_refused(train: Train, ranks: int) -> None:
     """On one rank too, where no two batches have the same width."""
@@ -54,6 +56,7 @@ def test_padding_without_weights_is_refused(train: Train, ranks: int) -> None:
         train(f"{TASKS}:Padded", ranks=ranks, steps=5)
 
 
+@pytest.mark.slow
 def test_padding_with_weights_and_one_width_without_train(train: Train) -> None:
     padded = f"{TASKS}:Padded"
     results = [

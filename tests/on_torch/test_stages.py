@@ -191,6 +191,7 @@ def rows_of(batches: Iterator[Batch]) -> list[Tensor]:
     return [micro.data[0] for batch in batches for micro in batch.micros]
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize(("micro_batch", "prefetch"), [(None, 2), (7, 1), (3, 4)])
 def test_threads_change_nothing(micro_batch: int | None, prefetch: int) -> None:
     changes = {"micro_batch": micro_batch, "prefetch": prefetch, "rank": 1, "ranks": 3}
@@ -207,6 +208,7 @@ def test_threads_change_nothing(micro_batch: int | None, prefetch: int) -> None:
     assert not torch.equal(wanted[0].sort().values, wanted[second].sort().values), "not random"
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize(
     ("reader", "micro_batch", "prefetch"),
     [
@@ -295,6 +297,7 @@ def test_a_staged_data_set_that_draws_from_the_process_is_refused() -> None:
         trainer.rehearse()
 
 
+@pytest.mark.slow
 def test_training_is_the_same_with_threads_and_without(train: Train) -> None:
     """Equal bits on other ranks, with other threads, and across an evaluation by threads."""
     flags = {"bitwise": True, "precision": "fp64", "steps": 7}

@@ -63,6 +63,7 @@ def trained(
         return weights_sha256(trainer.weights()), trainer.witness.testimony
 
 
+@pytest.mark.slow(but=5)
 @pytest.mark.parametrize(("kind", "how"), WRITES)
 def test_the_witness_changes_no_batch_that_the_model_writes_on(kind: str, how: str) -> None:
     digest, said = trained(kind, how)
@@ -161,6 +162,7 @@ def test_lengths_of_a_packed_sequence_stay_what_they_are() -> None:
 COUPLED = [kind for kind in KINDS if kind not in ("tensor", "tuple")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", [Kinds, OverBatch])
 @pytest.mark.parametrize("job", [{"micro_batch": 2}, {"strategy": "dp:replicas=2"}])
 def test_every_kind_trains_as_a_tuple_does(task: type[Kinds], job: dict[str, Any]) -> None:
@@ -172,7 +174,7 @@ def test_every_kind_trains_as_a_tuple_does(task: type[Kinds], job: dict[str, Any
 
 
 @pytest.mark.parametrize("kind", COUPLED)
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 def test_every_kind_trains_as_a_tuple_does_on_two_ranks(kind: str, train: Train) -> None:
     digests = {
         train(

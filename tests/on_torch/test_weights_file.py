@@ -26,6 +26,7 @@ def test_every_rank_takes_part_where_whole_weights_are_put_together(train: Train
     assert gathered.summary["weights_sha256"] == plain.summary["weights_sha256"]
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_strict_load_finds_every_name_of_a_tied_model(ranks: int, train: Train) -> None:
     result = train(

@@ -179,6 +179,7 @@ def test_a_trainer_that_cannot_be_made_leaves_the_process_as_it_was() -> None:
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+@pytest.mark.slow
 def test_random_choices_of_a_task_are_the_same_on_every_rank(train: Train) -> None:
     """A split drawn in `train_data`, and numbers drawn inside a stream, from any generator."""
     for task in ("RandomSplit", "RandomStream"):
@@ -196,6 +197,7 @@ def test_a_group_that_is_not_the_world_is_refused(on_ranks: Callable[..., Any]) 
     on_ranks(2, "contract_workers:join_by_hand", None)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("strategy", ["fsdp", "tensor", "gpipe"])
 def test_a_copy_of_a_model_in_parts_is_refused(strategy: str, train: Train) -> None:
     with pytest.raises(RequestError, match="--set ema=") as refused:

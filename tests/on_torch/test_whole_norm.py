@@ -23,6 +23,7 @@ def plain() -> dict[str, torch.Tensor]:
     return plain_tasks.plain(kinds_tasks.Normalised(), STEPS)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("ranks", "strategy"), [(1, "single"), (2, "ddp"), (3, "ddp-plain"), (4, "ddp")]
 )
@@ -64,6 +65,7 @@ def test_a_batch_of_one_sample_goes_through_beside_ranks_that_have_none(train: T
         torch.testing.assert_close(ours[name], tensor, rtol=1e-10, atol=1e-12, msg=name)
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize(
     ("flags", "match"),
     [

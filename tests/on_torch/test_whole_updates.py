@@ -38,7 +38,7 @@ def weights_of(train: Train, name: str, strategy: str, ranks: int, **job: Any) -
     return {**load_file(result.run_dir / "weights.safetensors"), **found}, result
 
 
-@pytest.mark.slow(but=3)
+@pytest.mark.slow(but=1)
 @pytest.mark.thinned(1, ("strategy,ranks", SETTINGS), ("name", NAMES))
 def test_updates_are_those_of_one_process(
     name: str, strategy: str, ranks: int, train: Train, wanted: dict[str, Any]
@@ -51,6 +51,7 @@ def test_updates_are_those_of_one_process(
     assert result.summary["card_bytes_per_step"] == pytest.approx(sent, rel=0.05)
 
 
+@pytest.mark.slow
 def test_checkpoints_cross_over(train: Train, wanted: dict[str, Any]) -> None:
     """What is cut, what is whole, and what one rank has whole: 12 steps of one process."""
     if "by group" not in wanted:
@@ -63,6 +64,7 @@ def test_checkpoints_cross_over(train: Train, wanted: dict[str, Any]) -> None:
     assert difference(found, wanted["by group"]) < 1e-10
 
 
+@pytest.mark.slow
 def test_bits_are_those_of_one_process(train: Train) -> None:
     program, job = "whole_tasks:Whole", {"bitwise": True, "checkpoint_every": 3}
     whole = train(program, strategy="single", steps=9, **job)
@@ -72,17 +74,19 @@ def test_bits_are_those_of_one_process(train: Train) -> None:
     assert run.summary["weights_sha256"] == whole.summary["weights_sha256"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp", "tensor"])
 def test_what_is_kept_lies_whole_on_one_rank(strategy: str, on_ranks: Callable[..., Any]) -> None:
     on_ranks(2, "whole_tasks:state_lies_whole_on_one_rank", {"strategy": strategy})
 
 
+@pytest.mark.slow
 def test_check_calls_it_equal(check: Check) -> None:
     verdict = check("whole_tasks:Whole", strategy="zero2", ranks=3)
     assert verdict.equal, str(verdict)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp", "tensor"])
 def test_hyper_parameters_that_a_callback_sets_are_asked_about(
     strategy: str, train: Train, wanted: dict[str, Any]
@@ -109,7 +113,7 @@ def test_stages_refuse_what_looks_at_several_parameters(train: Train) -> None:
 PARTS = (("zero1", 3), ("fsdp", 2), ("tensor", 2), ("gpipe", 2), ("fsdp:tensor=2", 2))
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "ranks"), PARTS)
 def test_an_optimizer_is_made_as_for_whole_weights(strategy: str, ranks: int, train: Train) -> None:
     """Rates that follow from shapes are those of one process; what is drawn is so, or refused."""

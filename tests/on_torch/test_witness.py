@@ -70,7 +70,7 @@ def said(train: Train, task: str, **job: Any) -> tuple[str, Result | None]:
     return "; ".join(result.summary["witness"]["found"]), result
 
 
-@pytest.mark.slow(but=6)
+@pytest.mark.slow(but=1)
 @pytest.mark.thinned(1, ("task", [*NAMED]), ("ranks", [1, 2]))
 def test_what_follows_the_ranks_is_named(task: str, ranks: int, train: Train) -> None:
     text, result = said(train, task, ranks=ranks)
@@ -90,7 +90,7 @@ CUT = [
 GRADIENT = r"the gradient of '0.weight' for shards 0, 1, 2, 3, 4, 5, 6, 7 together"
 
 
-@pytest.mark.slow(but=3)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(("strategy", "ranks", "task"), CUT)
 def test_where_passes_communicate_all_ranks_look(
     strategy: str, ranks: int, task: str, train: Train
@@ -116,7 +116,7 @@ def test_a_shard_that_ends_the_look_of_all_ranks_says_what_to_do(train: Train) -
     assert "ended with ValueError" in result.summary["witness"]["unseen"][0]
 
 
-@pytest.mark.slow(but=3)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("task", MENDABLE)
 def test_it_is_named_or_it_is_equal(task: str, train: Train) -> None:
     text, one = said(train, task)
@@ -135,6 +135,7 @@ def test_a_weight_that_passes_write_is_the_first_cause_of_ranks_apart(train: Tra
     assert first.endswith(f"what does that: {WEIGHT.format('teacher.weight')}: {SAMPLES}.")
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("task", ["HandNorm", "Teacher", "Annealed", "OwnNoise", "OwnDraws"])
 def test_bitwise_refuses_before_the_first_update(task: str, train: Train) -> None:
     words = {**NAMED, "OwnDraws": "it draws from a generator of its own, or counts"}[task]
@@ -225,7 +226,7 @@ RIGHT = [
 ]
 
 
-@pytest.mark.slow(but=6)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(("task", "job"), RIGHT, ids=lambda value: str(value).replace("/", ""))
 def test_right_tasks_hear_no_word(task: str, job: dict[str, Any], train: Train) -> None:
     job = {"steps": 6, "precision": "fp64", **job}
@@ -239,7 +240,7 @@ def test_right_tasks_hear_no_word(task: str, job: dict[str, Any], train: Train) 
     )
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("task", "job"),
     [
@@ -338,7 +339,7 @@ def test_looks_take_a_five_hundredth_of_the_time() -> None:
         assert looked == [1, *wanted], look_s
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor"])
 def test_the_clock_of_rank_0_decides_for_all(strategy: str, train: Train) -> None:
     """Under others each rank would go its own way, and wait for the rest in vain."""

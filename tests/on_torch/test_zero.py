@@ -36,6 +36,7 @@ from test_every_strategy import STEPS, difference, reference_for, references
 __all__ = ["references"]
 
 
+@pytest.mark.slow
 def test_the_norm_is_that_of_one_process(train: Train) -> None:
     """With a parameter of no dimension, which all ranks hold; clipped, so weights show it too."""
     found = {
@@ -60,6 +61,7 @@ def test_the_norm_counts_a_number_once_where_nothing_is_clipped(train: Train) ->
     assert _norms(train, strategy="zero2", ranks=3) == pytest.approx(wanted, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_a_large_weight_is_sent_from_where_it_lies(train: Train) -> None:
     """A megabyte that two ranks cut evenly, and three do not; with passes that add up."""
     task = "zero_tasks:Scaled", f"width={2**15}"
@@ -70,6 +72,7 @@ def test_a_large_weight_is_sent_from_where_it_lies(train: Train) -> None:
         assert difference(load_file(run.run_dir / "weights.safetensors"), whole) < 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
 def test_a_tensor_more_costs_a_step_few_calls(strategy: str, train: Train, tmp_path: Path) -> None:
     """A model may have tens of thousands."""
@@ -83,6 +86,7 @@ def test_a_tensor_more_costs_a_step_few_calls(strategy: str, train: Train, tmp_p
     assert more["call"] <= 17 and more["c_call"] <= 24, more
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(("strategy", "ranks"), [("zero1", 2), ("zero2", 3)])
 def test_weights_whose_memory_is_another_are_updated_there(
     strategy: str, ranks: int, train: Train
@@ -93,6 +97,7 @@ def test_weights_whose_memory_is_another_are_updated_there(
     assert difference(load_file(run.run_dir / "weights.safetensors"), whole) < 1e-10
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("strategy", ["zero2", "zero2:reduce=tree"])
 def test_a_batch_without_any_pass_updates_nothing(
     strategy: str, on_ranks: Callable[..., Any]
@@ -100,6 +105,7 @@ def test_a_batch_without_any_pass_updates_nothing(
     on_ranks(2, "zero_tasks:steps_without_a_pass", {"strategy": strategy})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
 def test_ranks_with_fewer_passes_exchange_with_the_others(
     strategy: str, train: Train, references: dict[str, Any]
@@ -122,6 +128,7 @@ def test_each_rank_keeps_its_own_part(on_ranks: Callable[..., Any]) -> None:
     on_ranks(3, "zero_tasks:keeps_its_part", {"strategy": "zero2"})
 
 
+@pytest.mark.slow
 def test_bits_are_those_of_one_process_through_a_chain_of_strategies(train: Train) -> None:
     """Clipped, with an average: weights and average, after checkpoints of other ranks."""
     job: dict[str, Any] = {"bitwise": True, "checkpoint_every": 3}
@@ -143,6 +150,7 @@ WHOLE: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", WHOLE)
 def test_an_optimizer_that_looks_at_whole_tensors_is_found(name: str) -> None:
     optimizer = WHOLE[name]([nn.Parameter(torch.randn(4, 4))])
@@ -256,6 +264,7 @@ def test_a_rule_that_is_over_when_it_is_asked_late_is_taken_as_it_was() -> None:
     assert not groups_of_whole(Decaying([nn.Parameter(torch.randn(4, 4))]), "--strategy zero1")
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("kind", [Factored, Clipping, Late, MuchLater, LateByItsOwnCount])
 def test_what_only_large_weights_large_gradients_or_later_steps_show(kind: Any) -> None:
     assert groups_of_whole(kind([nn.Parameter(torch.randn(4, 4))]), "--strategy zero1") == {0}
@@ -309,6 +318,7 @@ CHANGES: dict[str, Callable[[nn.Linear], object]] = {
 }
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_steps_of_a_copy_would_change_of_the_model_is_refused(name: str) -> None:
     layer = nn.Linear(4, 4)
@@ -366,6 +376,7 @@ class BySize(torch.optim.SGD):
                 p -= group["lr"] * (p.grad.sign() if by_sign else p.grad)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("many", "bound", "whole"), [(True, 100, {0}), (False, 100, {0}), (True, 600_000, {1})]
 )
@@ -387,6 +398,7 @@ def test_clipping_of_all_parameters_together_is_refused() -> None:
         groups_of_whole(Together(weights), "--strategy zero1")
 
 
+@pytest.mark.slow
 def test_what_looks_at_columns_or_at_several_parameters_is_found() -> None:
     weights = [nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))]
     assert groups_of_whole(ByRow(weights[:1], lr=0.1), "--strategy tensor") == {0}
@@ -415,6 +427,7 @@ class Mixed(torch.optim.SGD):
                 p -= group["lr"] * p.grad / length
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("lr", [0.01, 0.0])
 def test_every_group_is_asked_whatever_its_rate(lr: float) -> None:
     first, second = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))

@@ -130,6 +130,7 @@ def test_it_foresees_a_seat_for_every_rank(path: str, request_for: Any) -> None:
         assert [seat.node for seat in apart] == [0, 0, 0, 0, 1], "four ranks, and who has none"
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("path", WITH_NODES)
 def test_it_starts_an_agent_on_every_node(path: str, request_for: Any) -> None:
     """The fixture `no_leaks` sees to it that none is left."""
@@ -186,6 +187,7 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PLACES, Beside.name, f"{__name__}:Beside")
 
 
+@pytest.mark.slow
 def test_a_new_place_is_a_class_and_a_row(beside: None, server: ForkServer, tmp_path: Path) -> None:
     """It is refused, planned and run as the others, and its result has the bits of one rank."""
     flags: dict[str, Any] = {"bitwise": True, "steps": 3}

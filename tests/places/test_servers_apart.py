@@ -35,6 +35,7 @@ def hosts_of(run_dir: Path, attempt: int = 0) -> list[str]:
     return [str(row["host"]) for row in sorted(rows, key=lambda row: int(row["rank"]))]
 
 
+@pytest.mark.slow
 def test_the_last_nodes_have_a_server_each_and_the_others_the_ranks() -> None:
     with plan_only(resolve(TASK, flags_of(2, 4, ranks=3)), Rendezvous()) as (plan, _):
         hosts = [rank.host for rank in plan.ranks]
@@ -63,6 +64,7 @@ def test_what_leaves_a_node_without_its_process_is_refused(
         raise AssertionError("it is planned")
 
 
+@pytest.mark.slow
 def test_a_node_without_ranks_serves_those_of_the_other(
     nodes: Cluster, train: Train, tmp_path: Path
 ) -> None:

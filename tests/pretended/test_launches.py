@@ -14,7 +14,7 @@ OF_THE_MODEL = {"", "torch/step/losses.py"}
 """Lines of forward, and of autograd, which has none; under `fsdp` units are gathered there."""
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "copies", "most"), [("ddp", 1, 1.05), ("single", 0, 1.1), ("zero1", 0, 1.1)]
 )
@@ -28,7 +28,7 @@ def test_launches_beside_a_loop_by_hand(
     assert found["found"] <= most * (found["by_hand"] + copies * found["parameters"]), found
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "optimizer"),
     [

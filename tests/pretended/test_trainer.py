@@ -33,13 +33,13 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow(but=4)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_one_process_trains_as_on_the_cpu(on_device: OnDevice, name: str) -> None:
     on_device(1, "as_on_the_cpu", SCENARIOS[name])
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kinds", "job"),
     [
@@ -54,7 +54,7 @@ def test_batches_of_every_kind_go_to_the_device(
     on_device(1, "every_kind", {"kinds": kinds, "job": job})
 
 
-@pytest.mark.slow(but=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     ["ddp", "ddp bitwise", "ddp:reduce=tree", "zero1", "zero1 bitwise", "zero2", "fsdp"],
@@ -76,7 +76,7 @@ SHARING: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("words", SHARING)
 def test_ranks_that_share_a_device_train_as_on_the_cpu(on_device: OnDevice, words: str) -> None:
     strategy, *bitwise = words.split()
@@ -88,7 +88,7 @@ def test_messages_of_ranks_that_share_a_device_go_over_the_host(on_device: OnDev
     on_device(2, "messages_over_the_host")
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     ["interleaved:chunks=2", "tensor"],
@@ -106,7 +106,7 @@ def test_ranks_that_cut_positions_train_as_on_the_cpu(on_device: OnDevice, strat
     on_device(2, "attention_as_on_the_cpu", argument)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "job",
     [
@@ -127,7 +127,7 @@ def test_an_update_of_parts_does_not_divide_gradients(on_device: OnDevice) -> No
     on_device(2, "as_on_the_cpu", argument)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 def test_an_update_divides_and_clips_gradients(on_device: OnDevice, strategy: str) -> None:
     """With a batch that is not full, whose mean is over other samples than the usual ones."""
@@ -140,7 +140,7 @@ def test_a_checkpoint_goes_on_on_either(on_device: OnDevice, tmp_path: Path) -> 
     on_device(1, "goes_on", {"run_dir": str(tmp_path / "run"), "fields": {"ema": 0.9}})
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "shares"),
     [("transport=sockets", False), ("rate=plain", True), ("rate=staleness-aware", True)],

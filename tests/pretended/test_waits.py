@@ -34,7 +34,7 @@ def waits(
     return steps
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [name for name in WAITS if name != "tensor"])
 def test_the_host_waits_once_where_an_optimizer_is_not_fused(
     on_device: OnDevice, tmp_path: Path, strategy: str
@@ -44,7 +44,7 @@ def test_the_host_waits_once_where_an_optimizer_is_not_fused(
         assert sum(step["waits"].values()) == WAITS[strategy] and step["stops"] == 1, step
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", WAITS)
 def test_a_fused_optimizer_waits_for_the_step_before_alone(
     on_device: OnDevice, tmp_path: Path, strategy: str

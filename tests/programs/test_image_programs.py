@@ -59,6 +59,7 @@ def photographs(folder: Path) -> None:
                 image.save(folder / part / name / f"{n}.jpg")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", ["mnist", "fashion"])
 def test_the_digits_and_the_garments(train: Train, tmp_path: Path, program: str) -> None:
     grey_images(tmp_path / program, 64)
@@ -84,6 +85,7 @@ SMALL = f"{Path(__file__).with_name('small_programs.py')}:Small"
 IMAGENET = "batch_size=4", "shards=2", "classes=2", "size=16"
 
 
+@pytest.mark.slow
 def test_imagenet(train: Train, tmp_path: Path) -> None:
     """ResNet-50 on one rank; on several ranks goes a smaller model, below."""
     photographs(tmp_path / "imagenet")
@@ -91,6 +93,7 @@ def test_imagenet(train: Train, tmp_path: Path) -> None:
     assert result.summary["eval"]["top5_accuracy"] == 1  # of two classes
 
 
+@pytest.mark.slow
 def test_imagenet_draws_the_same_views_on_every_number_of_ranks(
     train: Train, tmp_path: Path
 ) -> None:
@@ -136,6 +139,7 @@ def test_an_augmented_image_is_shifted_and_mirrored(tmp_path: Path) -> None:
     assert seen == possible
 
 
+@pytest.mark.slow
 def test_a_damaged_photograph_ends_the_job_or_is_counted(train: Train, tmp_path: Path) -> None:
     photographs(tmp_path / "imagenet")
     path = tmp_path / "imagenet" / "train" / "cat" / "2.jpg"

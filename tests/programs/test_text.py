@@ -74,6 +74,7 @@ def test_four_ranks_learn_more_than_how_frequent_each_byte_is(
     assert summary["eval"]["bits_per_byte"] == pytest.approx(summary["eval"]["loss"] / math.log(2))
 
 
+@pytest.mark.slow
 def test_two_ranks_end_with_the_bits_of_one(train: Train, tmp_path: Path, text: bytes) -> None:
     """With dropout, clipping and an uneven last batch:
     81 windows are 3 batches of 24 and one of 9."""

@@ -26,6 +26,7 @@ def test_two_ranks_read_what_was_given_and_end(kinds: tuple[str, ...], slots: in
     assert explore(*ranks_that_call(kinds, 2, slots)) > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", [MIXED, (BROADCAST,) * 3])
 def test_three_ranks_read_what_was_given_and_end(kinds: tuple[str, ...]) -> None:
     assert explore(*ranks_that_call(kinds, 3)) > 10_000
@@ -37,6 +38,7 @@ def test_any_three_calls_of_three_ranks_end(kinds: tuple[str, ...]) -> None:
     explore(*ranks_that_call(kinds, 3, slots=1))
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("kinds", [(ALL_REDUCE, ONE_ROUND, BROADCAST), (BROADCAST,) * 3])
 def test_ranks_that_sleep_are_woken(kinds: tuple[str, ...]) -> None:
     assert explore(*ranks_that_call(kinds, 2, sleeps=True)) > 10_000
@@ -48,6 +50,7 @@ def test_ranks_that_sleep_in_any_order_of_calls_are_woken(kinds: tuple[str, ...]
     explore(*ranks_that_call(kinds, 2, sleeps=True))
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("kind", [BARRIER, BROADCAST])
 def test_of_three_ranks_that_sleep_the_last_wakes_all(kind: str) -> None:
     assert explore(*ranks_that_call((kind,), 3, sleeps=True)) > 10_000

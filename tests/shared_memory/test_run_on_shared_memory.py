@@ -31,7 +31,7 @@ def losses(done: subprocess.CompletedProcess[str]) -> list[str]:
     return re.findall(r"loss (\S+) -> (\S+)", done.stdout)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["ddp.py", "fsdp2.py"])
 def test_a_script_that_asks_for_gloo_trains_alike_in_shared_memory(
     script: str, tmp_path: Path
@@ -46,6 +46,7 @@ def test_a_script_that_asks_for_gloo_trains_alike_in_shared_memory(
     assert "shared_memory = true" in (there / "job.toml").read_text()
 
 
+@pytest.mark.slow
 def test_without_a_name_it_is_that_of_a_cpu(tmp_path: Path) -> None:
     script = tmp_path / "unnamed.py"
     script.write_text(

@@ -21,11 +21,13 @@ from allranks.launcher.world import World
 from allranks.torch.shared_memory.operands import PostedCall
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_collective_gives_what_gloo_gives(on_ranks: Callable[..., Any], ranks: int) -> None:
     on_ranks(ranks, "shared_memory_workers:every_collective", None)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("what", ["every_form", "overlapping", "what_torch_asks"])
 def test_torch_calls_it_as_it_calls_gloo(on_ranks: Callable[..., Any], what: str) -> None:
     on_ranks(2, f"shared_memory_workers:{what}", None)
@@ -87,15 +89,18 @@ def test_the_launcher_hands_the_memory_to_the_ranks(server: ForkServer, tmp_path
     assert [exit_.code for exit_ in ended.exits.values()] == [0] * 3, logs
 
 
+@pytest.mark.slow
 def test_ranks_of_several_hosts_meet_in_two_levels(on_ranks: Callable[..., Any]) -> None:
     on_ranks(3, "shared_memory_workers:several_hosts", None)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("why", ["hosts", "not built", "refused"])
 def test_where_one_cannot_share_memory_all_use_gloo(on_ranks: Callable[..., Any], why: str) -> None:
     on_ranks(2, "shared_memory_workers:no_memory", why)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("how", ["kill", "stop", "exit", "leave"])
 def test_the_others_say_which_rank_is_lost(server: ForkServer, tmp_path: Path, how: str) -> None:
     """Nobody ends them: they hear of it by themselves."""

@@ -27,6 +27,7 @@ def stress(calls: int) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_thousands_of_random_calls_have_the_bits_of_the_reference(exhaustive: bool) -> None:
     """`--exhaustive`: a million, in about ten minutes."""

@@ -32,6 +32,7 @@ def disturbed(rounds: int, seed: int) -> None:
     assert max(slowest["killed"], slowest["stopped"]) < LOADED_S
 
 
+@pytest.mark.slow
 def test_survivors_say_which_rank_is_lost_and_nothing_is_left() -> None:
     disturbed(3, seed=2)
 

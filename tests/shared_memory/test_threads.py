@@ -37,6 +37,7 @@ def run(program: Path, *numbers: int) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "equal\n", "")
 
 
+@pytest.mark.slow
 def test_ranks_that_are_threads_get_equal_sums(tmp_path: Path) -> None:
     program = built(tmp_path, SANITIZERS["none"])
     for ranks in (2, 3, 5):

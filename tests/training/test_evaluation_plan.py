@@ -27,6 +27,7 @@ def evaluations(run_dir: Path) -> list[tuple[int, bool]]:
     return [(row["step"], row["best"]) for row in rows]
 
 
+@pytest.mark.slow
 def test_evaluations_on_the_way_and_the_best_is_kept(train: Train) -> None:
     """Metrics are those of the weights at that step; the best of them has a checkpoint."""
     flags = {"eval_every": "4", "best": "max:accuracy", "steps": 20, "ranks": 2}
@@ -49,6 +50,7 @@ def test_an_epoch_ends_with_its_evaluation(train: Train) -> None:
     assert [step for step, _ in evaluations(result.run_dir)] == [5, 10]
 
 
+@pytest.mark.slow
 def test_it_ends_early_and_stays_ended(train: Train, tmp_path: Path) -> None:
     flags: dict[str, Any] = {"eval_every": "2", "early_stop": "min:loss", "patience": 3}
     run_dir = str(tmp_path / "run")
@@ -61,6 +63,7 @@ def test_it_ends_early_and_stays_ended(train: Train, tmp_path: Path) -> None:
     assert longer.summary["steps"] == 12, "patience may change, and what was in vain is remembered"
 
 
+@pytest.mark.slow
 def test_it_ends_when_a_metric_is_reached_and_says_when(train: Train, tmp_path: Path) -> None:
     """With the seconds that a clock beside it confirms; not reached is no number."""
     flags: dict[str, Any] = {"eval_every": "4", "until": "accuracy=0.5", "steps": 60}
@@ -158,6 +161,7 @@ def test_the_average_is_that_of_the_weights() -> None:
         assert metrics == by_hand != trainer.task_data.evaluate()
 
 
+@pytest.mark.slow
 def test_the_average_goes_on_with_the_run(train: Train, tmp_path: Path) -> None:
     flags = {"bitwise": True, "checkpoint_every": 3}
     whole = train("trainer_tasks:Blocks", "ema=0.9", steps=7, ranks=2, **flags)
@@ -229,6 +233,7 @@ def outcome(job: Job, steps: int = 4) -> tuple[str | None, int]:
         return weights_sha256(trainer.weights()), Block.computed
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("micro_batch", [None, 6])
 def test_activations_computed_again_are_the_same(micro_batch: int | None) -> None:
     """Dropout draws the same masks, BatchNorm counts its moments once;

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from allranks.job.run_folder import read_events
 from allranks.training.record.phases import MemoryPeaks, held_at_most, held_in
 from conftest import Train
 
 
+@pytest.mark.slow
 def test_the_kernel_is_asked_for_the_peak_and_not_for_what_is_held_now(tmp_path: Path) -> None:
     status = tmp_path / "status"
     status.write_text("Name:\tpython\nVmHWM:\t    2048 kB\nVmRSS:\t    1024 kB\n")
@@ -27,6 +30,7 @@ def test_the_kernel_is_asked_for_the_peak_and_not_for_what_is_held_now(tmp_path:
     assert held_at_most().host_bytes == after
 
 
+@pytest.mark.slow
 def test_every_rank_says_what_it_held(train: Train) -> None:
     """Also servers and workers; who held 64 MiB more says so."""
     small = held_in(read_events(train("digits", ranks=2, steps=3).run_dir))

@@ -217,6 +217,7 @@ def test_a_full_disk_ends_no_training(tmp_path: Path) -> None:
     later.close()
 
 
+@pytest.mark.slow
 def test_a_job_writes_what_it_is_asked_for(train: Train) -> None:
     """A real one: two ranks, killed after a checkpoint, started again."""
     result = train(
