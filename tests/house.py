@@ -20,8 +20,9 @@ import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "allranks"
 MODULES = sorted(SOURCE.rglob("*.py"))
@@ -44,15 +45,36 @@ def module_of(path: Path) -> str:
     return ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__")
 
 
-def imports_of(path: Path) -> Iterator[str]:
-    """Modules of ours that a file imports, as dotted names; of a name in a module, the module."""
+class Facts(NamedTuple):
+    """What the figures need of a file, from one look at its syntax tree.
+
+    `imports` are modules of ours as dotted names; of a name in a module, the name and the module.
+    """
+
+    imports: set[str]
+    classes: list[str]
+    names: Counter[str]
+
+
+@cache
+def facts(path: Path) -> Facts:
+    found = Facts(set(), [], Counter())
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("allranks"):
-            for alias in node.names:
-                yield f"{node.module}.{alias.name}"
-                yield str(node.module)
+            found.imports.update(f"{node.module}.{alias.name}" for alias in node.names)
+            found.imports.add(str(node.module))
         elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.startswith("allranks"))
+            names = (alias.name for alias in node.names)
+            found.imports.update(name for name in names if name.startswith("allranks"))
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.names[node.id if isinstance(node, ast.Name) else node.attr] += 1
+        elif isinstance(node, ast.arg):
+            found.names[node.arg] += 1
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.names[node.name.lower()] += 1
+            if isinstance(node, ast.ClassDef):
+                found.classes.append(node.name)
+    return found
 
 
 def room_of(module: str, top: str) -> str | None:
@@ -71,7 +93,7 @@ def rooms(top: str) -> dict[str, set[str]]:
         here = room_of(module_of(path), top)
         if here is None:
             continue
-        edges[here] |= {room for m in imports_of(path) if (room := room_of(m, top)) is not None}
+        edges[here] |= {room for m in facts(path).imports if (room := room_of(m, top)) is not None}
     return {room: seen - {room, ""} for room, seen in edges.items() if room}
 
 
@@ -86,27 +108,12 @@ def arrows_up(edges: dict[str, set[str]]) -> set[tuple[str, str]]:
 
 
 def classes() -> Counter[str]:
-    return Counter(
-        node.name
-        for path in MODULES
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef)
-    )
+    return Counter(name for path in MODULES for name in facts(path).classes)
 
 
 def words() -> Counter[str]:
     """How often a listed word is the name of a variable, an argument, a function or a field."""
-    counts: Counter[str] = Counter()
-    for path in MODULES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                counts[node.id] += 1
-            elif isinstance(node, ast.arg):
-                counts[node.arg] += 1
-            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                counts[node.name.lower()] += 1
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                counts[node.attr] += 1
+    counts = sum((facts(path).names for path in MODULES), Counter[str]())
     return Counter({word: counts[word] for word in WORDS if counts[word]})
 
 

@@ -327,7 +327,7 @@ def refuse(argument: dict[str, Any]) -> None:
     """Each is, by name, and says what to do instead."""
     sgd = keras.optimizers.SGD
     cases: list[tuple[str, Task, Job]] = [
-        ("batches by itself", _with(train_data=Batches()), Job()),
+        ("batches itself", _with(train_data=Batches()), Job()),
         ("ema=", _with(optimizer=sgd(0.1, use_ema=True)), Job()),
         ("batch_size=", _with(optimizer=sgd(0.1, gradient_accumulation_steps=2)), Job()),
         ("--precision fp16", _with(optimizer=keras.optimizers.LossScaleOptimizer(sgd(0.1))), Job()),

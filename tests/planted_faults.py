@@ -266,10 +266,10 @@ PLANTED = {
         line(
             (
                 STEP,
-                "            if held is None and divisor is None:\n",
+                "            if skip is None and divisor is None:\n",
                 "            if batch.index == 2 and self.comm.size > 1:\n"
                 "                self.optimizer.state.clear()\n"
-                "            if held is None and divisor is None:\n",
+                "            if skip is None and divisor is None:\n",
             ),
             (2, "weight", "0.weight"),
         ),
@@ -309,12 +309,12 @@ PLANTED = {
         line(
             (
                 STEP,
-                "            if held is None and divisor is None:\n",
+                "            if skip is None and divisor is None:\n",
                 "            for group in self.optimizer.param_groups:\n"
                 "                kept = 1 - group['lr'] * group['weight_decay']\n"
                 "                for p in group['params']:\n"
                 "                    p.data.mul_(kept ** (self.comm.size - 1))\n"
-                "            if held is None and divisor is None:\n",
+                "            if skip is None and divisor is None:\n",
             ),
             (0, "weight", "0.weight"),
         ),

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from functools import cache
 from importlib.metadata import metadata
 from pathlib import Path
 
@@ -62,6 +63,7 @@ def name_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@cache
 def imports_of(path: Path) -> list[tuple[str, bool]]:
     """(module, whether at the top level of the file) of each import, relative ones refused.
 
@@ -135,6 +137,7 @@ def test_there_is_no_cycle_of_imports() -> None:
         visit(module, ())
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("verb", ["", *(verb for verb in VERBS if verb != "check")])
 def test_the_command_line_imports_no_framework(verb: str) -> None:
     """In a fresh interpreter: help, of all verbs and of each, needs no framework and no numpy."""

@@ -124,6 +124,7 @@ def test_what_cannot_be_run_apart_is_refused(task: str, found: str, train: Train
         train(f"branch_tasks:{task}", strategy="branches", ranks=2, steps=3)
 
 
+@pytest.mark.slow
 def test_more_ranks_than_branches_and_bits_are_refused(train: Train) -> None:
     with pytest.raises(RequestError, match="3 branches, and none for rank 3"):
         train("branch_tasks:Towers", strategy="branches", ranks=4, steps=1)

@@ -103,7 +103,7 @@ def test_the_built_in_tasks_are_equal_in_16_bits(precision: str, check: Check) -
     assert not any("rounding" in note for note in verdict.not_checked)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "bitwise", "stage", "hint"),
     [

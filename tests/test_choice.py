@@ -28,6 +28,7 @@ CHOICES = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(choice=CHOICES)
 def test_what_is_written_is_read_again(choice: Choice) -> None:
     assert parse_choice(str(choice)) == choice

@@ -219,6 +219,7 @@ def test_what_it_is_free_to_do() -> None:
     assert what_is_open_in("model.eval(); re.compile(x); subprocess.run(w, shell=False)") == []
 
 
+@pytest.mark.slow
 def test_going_on_unpickles_nothing(train: Train, tmp_path: Path) -> None:
     """In every rank: loading, a fallback, three steps, a save, an evaluation."""
     first, second = tmp_path / "first", tmp_path / "second"
@@ -266,6 +267,7 @@ def files_with(text: str, folder: Path) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_no_secret_is_written_or_shown(
     train: Train,
     server: ForkServer,
@@ -395,6 +397,7 @@ def test_nothing_of_a_run_steers_the_terminal(host: Host, hostile_run: tuple[Pat
         assert_harmless(shown)
 
 
+@pytest.mark.slow
 def test_the_live_display_steers_the_terminal_by_itself_alone(host: Host, tmp_path: Path) -> None:
     """It moves about and colours; titles, bells and what else a run would send are not sent."""
     words = ["train", "resume_tasks:Speaks", "--ranks", "2", "--steps", "3", "--run-dir", HOSTILE]
@@ -407,6 +410,7 @@ def test_the_live_display_steers_the_terminal_by_itself_alone(host: Host, tmp_pa
     assert rb"\x1b]0;owned" in shown
 
 
+@pytest.mark.slow
 def test_no_exception_steers_the_terminal(host: Host, tmp_path: Path) -> None:
     words = ("train", "resume_tasks:Fails", "--ranks", "2", "--run-dir", HOSTILE)
     code, shown = on_a_terminal(host, tmp_path, *words)

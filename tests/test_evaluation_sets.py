@@ -12,6 +12,7 @@ from allranks.training.evaluation_plan import sets_of
 from conftest import Train
 
 
+@pytest.mark.slow
 def test_each_set_is_judged_as_if_it_were_alone(train: Train) -> None:
     flags: dict[str, Any] = {"steps": 6, "bitwise": True}
     one = train("bad_tasks:Sets", eval_every="2", best="min:b/loss", log="csv", **flags)

@@ -293,7 +293,7 @@ def test_independent_equals_separate_trainings(
         assert difference(found, plain_training(ranks, rank)) < 1e-10
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.thinned(1, ("strategy", LATE), ("ranks", [2, 3, 8]), ("task", TASKS))
 def test_late_gradients_are_those_of_one_process(
     strategy: str, ranks: int, task: str, train: Train, references: dict[str, Any]
@@ -420,6 +420,7 @@ def test_stop_on_4_ranks_and_resume_on_3_gives_the_bits_of_1(
             assert torch.equal(tensor, resumed["optimizer"]["state"][number][name]), name
 
 
+@pytest.mark.slow
 def test_the_first_bucket_leaves_before_backward_ends(on_ranks: Callable[..., Any]) -> None:
     argument = {"task": "Images", "job": {"strategy": "ddp:bucket_mb=0.0005"}}
     on_ranks(2, "contract_workers:first_bucket_leaves_early", argument)

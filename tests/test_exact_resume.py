@@ -469,6 +469,7 @@ def test_the_state_of_a_callback_that_is_of_a_rank_goes_on_there_alone(
         resumed(train, tmp_path, "per_rank=true", ranks=(2, 1))
 
 
+@pytest.mark.slow
 def test_a_callback_without_a_state_is_named_once_and_one_that_cannot_be_saved_is_refused(
     train: Train, tmp_path: Path
 ) -> None:

@@ -88,6 +88,7 @@ def test_a_rank_that_is_killed_is_named_with_host_and_signal(train: Train, tmp_p
     assert last["first_rank"] == 1 and last["exits"]["1"] == -9 and last["report"] == text
 
 
+@pytest.mark.slow
 def test_a_job_that_a_fault_ended_says_how_to_go_on(
     train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -200,6 +201,7 @@ def test_what_was_trained_is_kept_though_the_program_was_broken_meanwhile(
 # --- a rank leaves ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_exit_code_0_in_mid_training_is_a_fault(train: Train, tmp_path: Path) -> None:
     text = failed(train, tmp_path, inject="exit@rank=1,step=5,code=0")
     assert text.splitlines()[0] == (
@@ -351,6 +353,7 @@ def one_more(train: Train, tmp_path: Path, **flags: Any) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_a_rank_that_leaves_out_a_collective_is_found(train: Train, tmp_path: Path) -> None:
     """The sums do not fit the step, or the rank waits alone in the end: it is never passed over."""
     text = failed(train, tmp_path, inject="skip-collective@rank=1,step=5", hang_timeout=HUNG_S)

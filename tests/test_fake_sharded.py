@@ -209,6 +209,7 @@ def test_replicas_of_a_half_are_compared(train: Train) -> None:
         )
 
 
+@pytest.mark.slow
 def test_a_bad_step_stops_all_ranks_alike(train: Train) -> None:
     with pytest.raises(AllranksError, match="none looks for the samples"):
         train("sharded_tasks:Images", strategy=NAME, ranks=2, steps=6, inject="nan@rank=1,step=3")

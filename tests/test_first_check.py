@@ -135,6 +135,7 @@ def test_a_job_says_that_it_is_proved_and_the_next_one_needs_no_check(
     assert len(told) == 4, "two steps are enough for one, and not for three"
 
 
+@pytest.mark.slow
 def test_a_job_that_its_ranks_refuse_is_not_announced(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,6 +259,7 @@ def test_a_check_out_of_time_counts_while_what_it_has_read_is_as_it_was(
     assert len(told) == 2, "it has read another file"
 
 
+@pytest.mark.slow
 def test_numbers_that_follow_the_micro_batch_are_no_difference(start: Start) -> None:
     """Under a pipeline what functions draw follows the micro-batch; with equal bits it does not."""
     proof = start(DRAWS, strategy="gpipe").summary["proof"]

@@ -88,6 +88,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("kind", LOADERS)
 def test_ranks_share_a_loader_out_and_going_on_is_as_if_nothing_had_happened(kind: str) -> None:
     whole = steps_of(LOADERS[kind]())
@@ -103,7 +104,7 @@ def test_ranks_share_a_loader_out_and_going_on_is_as_if_nothing_had_happened(kin
         assert all(torch.equal(a, b) for a, b in zip(rest, whole[index:], strict=True))
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("kind", list(LOADERS)[:3])
 def test_loader_workers_read_what_a_loader_holds(kind: str) -> None:
     alone, helped = steps_of(LOADERS[kind]()), steps_of(LOADERS[kind](), workers=2)
@@ -228,7 +229,7 @@ OF_EPOCH: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.slow(but=5)
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("kind", OF_EPOCH)
 def test_a_data_set_is_at_the_epoch_that_is_read(kind: str, workers: int) -> None:

@@ -62,6 +62,7 @@ def test_a_number_is_the_same_combination_again(draw: ModuleType) -> None:
     assert len({str(one.settings) for one in one_task}) == 1  # trained once by one process
 
 
+@pytest.mark.slow
 def test_most_of_what_is_drawn_can_be_and_every_promise_is_drawn(draw: ModuleType) -> None:
     refused, names, flags = 0, set[str](), set[str]()
     found = [draw.drawn(3, number) for number in range(800)]
@@ -92,7 +93,7 @@ def test_what_one_process_gives_is_equal_and_what_cannot_be_is_refused(
     assert found.what == hold.REFUSED and found.why
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "settings", "flags"),
     [

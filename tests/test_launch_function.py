@@ -53,6 +53,7 @@ def warm(server: ForkServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 # --- a job --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_instance_trains_with_its_fields(warm: Path, train: Train) -> None:
     trained = allranks.launch(Rates(lr=0.02, hidden=4), ranks=2, steps=4, run_dir=warm / "run")
     same = train("resume_tasks:Rates", "lr=0.02", "hidden=4", ranks=2, steps=4)
@@ -164,6 +165,7 @@ def test_a_file_that_launches_when_it_is_imported_says_so(warm: Path) -> None:
     assert "to launch Mine" in error.value.asked and "__main__" in error.value.do
 
 
+@pytest.mark.slow
 def test_a_script_names_itself_by_its_file(tmp_path: Path) -> None:
     """In a process of its own, as far as the program; and `import allranks` brings nothing else."""
     script = tmp_path / "mine.py"

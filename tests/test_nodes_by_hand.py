@@ -104,6 +104,7 @@ def test_a_stranger_is_refused_and_the_job_goes_on(node: Nodes) -> None:
     assert ended(head)[0] == 0
 
 
+@pytest.mark.slow
 def test_an_interface_that_is_not_there_is_refused_on_node_0_as_well(node: Nodes) -> None:
     code, _, err = ended(node(0, *DIGITS, "--interface", "nowhere0"))
     assert code == 2

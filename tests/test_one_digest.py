@@ -55,7 +55,7 @@ def test_a_training_that_goes_through_strategies_has_them_too(
     assert run.summary["weights_sha256"] == alone(train, digests)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "ranks", "micro_batch"), [("fsdp", 2, 1), ("fsdp", 2, 8), ("zero1", 1, 1)]
 )

@@ -45,7 +45,7 @@ def weights(train: Train, task: str, strategy: str, **flags: Any) -> Any:
     return result, load_file(result.run_dir / "weights.safetensors")
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("strategy", [*EXACT, BLOCKS, SPARSE])
 def test_one_step_of_plain_sgd_between_meetings_is_exact(
@@ -76,6 +76,7 @@ def test_parts_are_summed_over_all_before_learners_of_fsdp_train_apart(train: Tr
     assert difference(found, wanted) < 1e-10
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_moving_average_is_refused_of_one_learner_too(ranks: int, train: Train) -> None:
     """It was kept of the learner's weights, and the global ones were written in its place."""
@@ -122,6 +123,7 @@ def test_meetings_are_those_of_a_plain_loop(
     assert difference(found, wanted) < 1e-10
 
 
+@pytest.mark.slow
 def test_the_card_counts_the_messages_of_each_fragment(train: Train) -> None:
     """In 13 steps, and the meeting at the end, both fragments are sent 7 times: as in 14."""
     result, _ = weights(train, "Plain", "diloco:every=2,fragments=2,bits=4", ranks=3, steps=13)

@@ -180,6 +180,7 @@ def test_a_killed_rank_is_named_and_the_job_goes_on(
     check_that_it_goes_on_after_a_kill(train, "pipeline_tasks:Images", "1f1b", weights)
 
 
+@pytest.mark.slow
 @pytest.mark.cases("rank", [0], exhaustive=[1, 2])
 def test_a_bad_step_stops_all_ranks_alike(rank: int, train: Train) -> None:
     inject = f"nan@rank={rank},step=3"
@@ -187,7 +188,7 @@ def test_a_bad_step_stops_all_ranks_alike(rank: int, train: Train) -> None:
         train("pipeline_tasks:Images", strategy="1f1b", ranks=3, steps=6, inject=inject)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.cases(
     ("strategy", "ranks"),
     [("1f1b", 3), ("interleaved:chunks=2", 2)],

@@ -27,7 +27,7 @@ def chunks_of(name: str) -> tuple[int, ...]:
     return (1, 2, 3) if name == "interleaved" else (1,)
 
 
-@pytest.mark.slow(but=3)
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_pass_is_made_once_in_an_order_that_ends(name: str) -> None:
     """Of any number of micro-batches, in groups of the ranks or not; backward in their order."""

@@ -421,8 +421,8 @@ FAULTS = {
     ),
     "equal shards of what is set": Fault(
         "torch/checkpoint/state.py",
-        "held.to_local().copy_(placed.to_local())",
-        "held.to_local().copy_(given[: held.to_local().shape[0]])",
+        "dtensor.to_local().copy_(placed.to_local())",
+        "dtensor.to_local().copy_(value[: dtensor.to_local().shape[0]])",
         step=0,
         stage="loss",
         tensor=None,

@@ -340,6 +340,7 @@ def test_a_thinned_curve_keeps_what_stands_out() -> None:
     assert (thin.xs[0], thin.xs[-1]) == (0, 19_999)
 
 
+@pytest.mark.slow
 def test_a_row_of_a_long_run_takes_few_bytes(tmp_path: Path) -> None:
     peaks = {}
     for count in (1_000, 21_000):
@@ -364,6 +365,7 @@ def test_a_row_of_a_long_run_takes_few_bytes(tmp_path: Path) -> None:
     assert (peaks[21_000] - peaks[1_000]) / 20_000 < 90, peaks
 
 
+@pytest.mark.slow
 def test_what_a_job_writes_is_what_a_report_reads(door: Door, train: Callable[..., Result]) -> None:
     result = train("digits", ranks=2, steps=12, eval_every="4", log="phases")
     code, out, _ = door(result.run_dir, "--json")

@@ -120,6 +120,7 @@ def test_in_place_with_nothing_but_the_folder(train: Train, half: Result, wanted
     assert [row["changes"] for row in events("half", "started")] == [{}, {"steps": [3, 9]}]
 
 
+@pytest.mark.slow
 def test_a_branch_from_a_run(train: Train, folder: Path, half: Result, wanted: str) -> None:
     before = contents(half.run_dir)
     found = train("", run_dir="branch", resume="half", steps=9, ranks=3)
@@ -168,6 +169,7 @@ def test_from_a_copy_without_its_run(
     assert job_of("branch")["program"] == TASK
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_its_first_checkpoint_starts_over(train: Train, wanted: str) -> None:
     flags = {"bitwise": True, "checkpoint_every": 5}
     with pytest.raises(ProgramError):
@@ -232,6 +234,7 @@ def test_epochs_go_before_the_steps_of_the_run(train: Train, half: Result) -> No
 # --- what may be said anew ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.cases("program", ["resume_tasks:Scheduled"], exhaustive=[TASK])
 def test_another_rate_takes_effect_and_is_recorded(program: str, train: Train) -> None:
     flags = {"ranks": 2, "checkpoint_every": 1}
@@ -269,6 +272,7 @@ def test_more_epochs_do_not_reset_what_an_optimizer_keeps_in_its_groups(train: T
     assert found.summary["weights_sha256"] == wanted.summary["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_what_is_free_is_recorded(train: Train, half: Result, wanted: str) -> None:
     flags: dict[str, Any] = {
         "ranks": 3,
@@ -393,7 +397,7 @@ def test_a_job_that_was_done_when_it_was_seen_is_told_at_its_end(tmp_path: Path)
 # --- what is refused ------------------------------------------------------------------------------
 
 
-@pytest.mark.slow(but=6)
+@pytest.mark.slow(but=4)
 @pytest.mark.thinned(
     1,
     ("where", ["in place", "a branch"]),
@@ -439,6 +443,7 @@ def test_another_job_is_refused(
     assert refusal.found.startswith(found)
 
 
+@pytest.mark.slow
 def test_a_strategy_with_another_state_is_refused(train: Train, folder: Path) -> None:
     train(TASK, run_dir="run", ranks=2, steps=2, checkpoint_every=1)
     refusal = refuse(train, folder, "", run_dir="run", strategy="independent", steps=4)
@@ -448,6 +453,7 @@ def test_a_strategy_with_another_state_is_refused(train: Train, folder: Path) ->
     assert refusal.do == "resume with --strategy independent"
 
 
+@pytest.mark.slow
 def test_what_is_refused_in_the_first_step_is_a_bad_request_here_too(
     train: Train, tmp_path: Path
 ) -> None:
@@ -539,7 +545,7 @@ def test_a_path_with_nothing_but_damaged_checkpoints_is_refused(
 # --- a damaged checkpoint -------------------------------------------------------------------------
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["a tensor", "the manifest"])
 def test_the_one_before_a_damaged_one_is_loaded(
     what: str, train: Train, half: Result, wanted: str

@@ -84,6 +84,7 @@ def test_a_worker_that_is_slow_changes_nothing(train: Train) -> None:
     assert difference(found, wanted) < 1e-10
 
 
+@pytest.mark.slow
 def test_only_rows_that_are_looked_up_travel(train: Train) -> None:
     """In 12 steps 88 samples each look up 4 rows of each table, twice: in parts and both ways."""
     _, ours = weights_of(train, "ps", ranks=1)
@@ -94,7 +95,7 @@ def test_only_rows_that_are_looked_up_travel(train: Train) -> None:
     assert sent[0] < sent[1] / 1.5
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("setting", "strategy", "found"),
     [

@@ -82,7 +82,7 @@ def test_equal_to_one_process(
     assert found["card_bytes_per_step"] == pytest.approx(sent, abs=1)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("task", NO_BLOCKS)
 def test_what_is_between_gets_what_it_needs(
     task: str, train: Train, references: dict[str, Any]
@@ -123,6 +123,7 @@ def test_user_code_meets_whole_weights_whichever_way_it_takes(
     assert result.summary["eval"] == pytest.approx(wanted["eval"], rel=1e-10)
 
 
+@pytest.mark.slow
 def test_loss_of_an_evaluation_is_refused_weights_that_fsdp_has_let_go_of(train: Train) -> None:
     with pytest.raises(RequestError, match="whose unit of fsdp has let go of its weights"):
         train("tensor_tasks:Looks", strategy="fsdp:tensor=2", ranks=4, precision="fp64", steps=1)

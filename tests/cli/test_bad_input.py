@@ -268,7 +268,7 @@ def test_a_device_that_is_not_there_is_refused(refuse: Refuse) -> None:
 # --- found by the ranks, before the first update ------------------------------------------------
 
 
-@pytest.mark.slow(but=3)
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize(
     ("program", "flags", "asked", "found"),
     [

@@ -155,6 +155,7 @@ def test_the_command_imports_no_framework(tmp_path: Path) -> None:
     assert as_object(done.stdout)["place"] == "local"
 
 
+@pytest.mark.slow
 def test_what_would_stop_a_run_leaves_with_three(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:

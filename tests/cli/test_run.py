@@ -110,7 +110,7 @@ def test_secrets_among_the_words() -> None:
 TELLS = "print(*sys.argv[1:], os.environ['RANK'], os.environ['WORLD_SIZE'])"
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
@@ -131,11 +131,13 @@ def test_ways_to_ask_for_two_ranks(run: Run, words: tuple[str, ...]) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_an_operator_sets_them_by_variables(run: Run) -> None:
     done = run(TELLS, "train.py", PET_NPROC_PER_NODE="3", PET_MAX_RESTARTS="1")
     assert done.stdout == "0 3\n"
 
 
+@pytest.mark.slow
 def test_the_output_of_rank_0_is_standard_output(run: Run) -> None:
     done = run("print('out'); print('err', file=sys.stderr)", "--ranks", "3", "train.py")
     assert sorted(done.stdout.splitlines()) == ["err", "out"]
@@ -162,6 +164,7 @@ def test_a_python_without_the_module_is_named_beside_that_of_allranks(
     assert "it runs" not in done.stderr
 
 
+@pytest.mark.slow
 def test_no_control_character_of_a_script_is_printed(run: Run) -> None:
     script = r"""
 print("\x1b[31mred\x1b[0m \x1b]0;title\x07and \x07bell")
@@ -188,6 +191,7 @@ def test_a_slow_reader_gets_every_line(run: Run, tmp_path: Path) -> None:
     assert lines == [f"line {i}" for i in range(100000)]
 
 
+@pytest.mark.slow
 def test_nobody_who_reads_ends_no_job(run: Run, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('x' * 100000); open('end', 'w')\n")
     command = [sys.executable, "-m", "allranks.cli.main", "run", "train.py"]
@@ -197,6 +201,7 @@ def test_nobody_who_reads_ends_no_job(run: Run, tmp_path: Path) -> None:
     assert running.returncode == 0 and (tmp_path / "end").exists()
 
 
+@pytest.mark.slow
 def test_a_job_needs_no_standard_output(run: Run, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('said')\n")
     command = f"exec {sys.executable} -m allranks.cli.main run --run-dir r train.py >&-"
@@ -204,6 +209,7 @@ def test_a_job_needs_no_standard_output(run: Run, tmp_path: Path) -> None:
     assert (tmp_path / "r" / "logs" / "rank-000.log").read_text() == "said\n"
 
 
+@pytest.mark.slow
 def test_the_last_line_is_one_object(run: Run, tmp_path: Path) -> None:
     done = run("print('noise')", "--ranks", "2", "--json", "--run-dir", "r", "train.py")
     *noise, last = done.stdout.splitlines()
@@ -235,6 +241,7 @@ def test_a_run_is_listed_and_shown(run: Run, tmp_path: Path) -> None:
     assert f"rank 0 on {socket.gethostname()} failed first: exit code 3" in told[1]
 
 
+@pytest.mark.slow
 def test_the_folder_of_the_logs(run: Run, tmp_path: Path) -> None:
     done = run("", "--log-dir", "elastic", "train.py")
     (made,) = (tmp_path / "elastic").iterdir()
@@ -258,6 +265,7 @@ def test_a_dry_run_prints_what_would_run(run: Run, tmp_path: Path) -> None:
 # --- how it leaves ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_exit_code_1_and_the_report(run: Run) -> None:
     done = run("raise ValueError('on purpose')", "--ranks", "2", "train.py")
     assert done.returncode == 1
@@ -298,7 +306,7 @@ def test_an_unknown_flag_is_a_wrong_request(run: Run) -> None:
     assert done.returncode == 2 and "--nproc-per-node" in done.stderr
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_exit_code_130(run: Run, tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "train.py").write_text("import time\nprint('ready', flush=True)\ntime.sleep(600)")
@@ -314,7 +322,7 @@ def test_exit_code_130(run: Run, tmp_path: Path, number: signal.Signals) -> None
     assert f"allranks: interrupted ({number.name}); rank 0: " in told
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("ends", ["supervisor", "its group"])
 def test_no_process_outlives_a_supervisor_that_is_killed(
     run: Run, tmp_path: Path, ends: str

@@ -249,6 +249,7 @@ def test_the_victims_of_a_framework_are_not_named(
         assert lines[0].endswith("ValueError: the cause")
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize(
     ("body", "cause"),
     [

@@ -44,6 +44,7 @@ def test_an_error_without_a_text_is_told_by_its_kind() -> None:
     assert "Wordless" in told["traceback"]
 
 
+@pytest.mark.slow
 def test_what_an_error_says_has_a_bound_and_keeps_both_ends() -> None:
     try:
         raise ValueError(f"first {'x' * 20_000_000} last")

@@ -100,6 +100,7 @@ def test_ranks_that_end_well(ranks_server: ForkServer, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize(
     ("target", "code"), [("raises", 1), ("is_killed", -signal.SIGKILL), ("leaves_with_three", 3)]
 )
@@ -383,6 +384,7 @@ def test_an_interrupt_stops_every_rank(tmp_path: Path, number: signal.Signals) -
     assert_gone(*pids)
 
 
+@pytest.mark.slow
 def test_an_impatient_user_stops_every_rank_too(tmp_path: Path) -> None:
     """Ctrl-C again and again, while ranks are being stopped: none is forgotten, none is left."""
     with supervisor(tmp_path, "waits", "ignores_terminate", "waits") as process:

@@ -61,7 +61,7 @@ def tokens(samples: int, length: int, vocabulary: int = SMALL.vocabulary) -> Ten
 # --- as published -----------------------------------------------------------------------------
 
 
-@pytest.mark.slow(but=4)
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize(
     ("make", "parameters", "blocks"),
     [
@@ -82,6 +82,7 @@ def test_published_sizes(make: Make, parameters: int, blocks: int) -> None:
     assert set(repeated) <= set(model.modules())
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize(
     ("make", "digest"),
     [

@@ -30,7 +30,7 @@ def test_texts_and_numbers_of_all_ranks_are_put_together_in_order(train: Train) 
             torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("flags", [{"ranks": 2}, {"ranks": 1, "micro_batch": 4}])
 @pytest.mark.parametrize(
     ("task", "match"),

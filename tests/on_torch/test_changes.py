@@ -28,7 +28,7 @@ from plain_workers import trained
 OnRanks = Callable[..., Any]
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "stop", "setting"),
     [

@@ -124,6 +124,7 @@ def test_a_training_is_its_simulation(reduce: str, bits: int, ranks: int, train:
     assert sent == pytest.approx(summary["card_bytes_per_step"], rel=0.05)
 
 
+@pytest.mark.slow
 def test_residuals_of_both_stages_are_in_the_state(on_ranks: Callable[..., Any]) -> None:
     job = {"strategy": "ddp:reduce=one-bit,bucket_mb=0.0005"}
     on_ranks(2, "contract_workers:go_on_from_a_state", {"task": "Images", "job": job, "steps": 3})

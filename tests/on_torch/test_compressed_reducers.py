@@ -95,7 +95,7 @@ def test_nothing_is_left_out_where_the_card_says_so(
         assert difference < 1e-10, name
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("reduce", SIMULATIONS)
 def test_residuals_are_in_the_state(reduce: str, on_ranks: Callable[..., Any]) -> None:
     strategy = f"ddp:reduce={reduce},bucket_mb=0.0005"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 
+@pytest.mark.slow
 def test_what_torch_sends_itself_is_counted(on_ranks: Callable[..., Any]) -> None:
     on_ranks(3, "counting_workers:what_torch_sends_itself", None)
 

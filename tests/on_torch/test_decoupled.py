@@ -541,6 +541,7 @@ def test_learners_are_on_nodes_as_the_ranks_of_other_strategies(
     check_all_is_in(done.run_dir, done.summary)
 
 
+@pytest.mark.slow
 def test_one_learner_that_asks_after_each_step_is_single(train: Train) -> None:
     flags = {"precision": "fp64", "steps": 20}
     ours = train("contract_tasks:Images", strategy="decoupled:every=1,lr=1,momentum=0", **flags)
@@ -585,6 +586,7 @@ def test_a_learner_goes_on_with_what_it_had_not_brought(train: Train, tmp_path: 
     assert difference(*found) == 0
 
 
+@pytest.mark.slow
 def test_a_job_that_is_over_goes_on_without_a_rest(train: Train) -> None:
     """All was brought at its end: nothing of it counts twice. One learner is `single`."""
     flags: dict[str, Any] = {"precision": "fp64", "checkpoint_every": 4}
@@ -633,7 +635,7 @@ def test_a_chunk_trained_meanwhile_is_that_of_a_plain_loop(train: Train) -> None
     assert difference(found, {name: weight.numpy() for name, weight in theta.items()}) < 1e-10
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [0, 1])
 @pytest.mark.parametrize(
     "inject",

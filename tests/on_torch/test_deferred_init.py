@@ -125,6 +125,7 @@ def test_a_process_that_the_model_leaves_behind_keeps_no_turn() -> None:
     os.waitpid(process, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("known")
 def test_ranks_that_draw_otherwise_are_told_the_weight(train: Train) -> None:
     with pytest.raises(RequestError, match=r"first in weight .*mix\.bias"):

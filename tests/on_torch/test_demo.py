@@ -59,7 +59,7 @@ def demo_sum(keep: int, chunk: int) -> Sum:
     return sums
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "keep", "chunk"), [(3, 3, 4), (2, 3, 4), (1, 3, 4), (2, 32, 8)])
 def test_a_training_is_its_simulation(ranks: int, keep: int, chunk: int, train: Train) -> None:
     """SGD with weight decay in float64, uneven last batches; with k of a whole block, signs alone.

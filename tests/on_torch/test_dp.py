@@ -247,6 +247,7 @@ def test_a_bad_sample_is_found_as_in_one_process() -> None:
 # --- going on ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_ddp_on_two_ranks_goes_on_where_dp_stopped(train: Train) -> None:
     flags = {"precision": "fp64", "checkpoint_every": 3, "threads": 1}
     first = train("contract_tasks:Images", strategy=DP, steps=3, **flags)

@@ -157,7 +157,7 @@ def _places(places: list[tuple[int, int]]) -> np.ndarray:  # type: ignore[type-a
     return bits(keys, 4).ravel()
 
 
-@pytest.mark.slow(but=3)
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("name", STREAMS)
 def test_draws_are_uniform_and_independent(name: str) -> None:
     """Along whatever is counted: bytes, each bit, neighbours, runs. Limits are of 5 deviations."""

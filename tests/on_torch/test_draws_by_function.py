@@ -347,6 +347,7 @@ def test_keys_of_no_sample_differ_from_all_of_samples() -> None:
     assert not (keys.of_rows(1, (11,), "") == shared).all(1).any()
 
 
+@pytest.mark.slow
 def test_a_loop_over_samples_is_named_where_no_shard_is_computed_again(train: Train) -> None:
     result = train("silent_tasks:OrdersInLoop", ranks=2, steps=2, strategy="fsdp")
     found = result.summary["witness"]["found"]

@@ -40,7 +40,7 @@ def test_a_loss_with_a_backward_of_its_own_keeps_it() -> None:
     assert called == [scale]
 
 
-@pytest.mark.slow(but=3)
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("in_flats", [True, False])
 @pytest.mark.parametrize("laid_out", ["in rows", "in columns", "with gaps"])
 def test_the_norm_of_a_long_gradient_is_that_of_doubles(in_flats: bool, laid_out: str) -> None:

@@ -40,7 +40,7 @@ def test_a_bucket_fills_its_rows_one_after_another(values: int, part: int) -> No
     assert not rows.flatten()[values:].any()
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "ranks"), [("fp16", 2), ("bf16", 3)])
 def test_a_training_is_its_simulation(name: str, ranks: int, train: Train) -> None:
     """20 steps of AdamW in float64, uneven last batches; and the bytes that the card promises."""
@@ -114,6 +114,7 @@ def test_a_bucket_leaves_before_backward_ends(on_ranks: Callable[..., Any]) -> N
     on_ranks(2, "contract_workers:first_bucket_leaves_early", argument)
 
 
+@pytest.mark.slow
 def test_what_fp16_cannot_hold_is_a_bad_step(train: Train) -> None:
     """Finite on every rank, infinite where it was exchanged: the guard sees it on all of them."""
     with pytest.raises(ProgramError, match="only their sum is not"):

@@ -31,6 +31,7 @@ def test_every_rank_is_given_the_whole_first_batch(train: Train) -> None:
                 torch.testing.assert_close(ours[key], tensor, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.slow
 def test_the_bits_are_equal(train: Train) -> None:
     jobs = [train("kinds_tasks:ActNormed", bitwise=True, steps=3, ranks=n) for n in (1, 3)]
     assert len({job.summary["weights_sha256"] for job in jobs}) == 1
@@ -54,6 +55,7 @@ def test_it_is_done_once_and_not_when_a_training_goes_on() -> None:
             assert torch.equal(tensor, wanted[name]), name
 
 
+@pytest.mark.slow
 def test_check_begins_after_it(tmp_path: Path, server: ForkServer) -> None:
     resolved = resolve("kinds_tasks:ActNormed", {"ranks": 2, "steps": 3, "precision": "fp64"}, ())
     verdict = check_against_one(resolved, tmp_path, server, CheckPlan((2,), 2, shards=8))

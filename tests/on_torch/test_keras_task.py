@@ -140,6 +140,7 @@ def test_what_a_layer_writes_is_seen(train: Train) -> None:
         train("keras_twins:Counting", **BITWISE)
 
 
+@pytest.mark.slow
 def test_what_could_not_be_right_is_refused(on_ranks: Callable[..., Any]) -> None:
     on_ranks(1, "keras_twins:refuse", {})
 

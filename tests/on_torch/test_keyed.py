@@ -47,6 +47,7 @@ def test_loader_processes_draw_the_same_in_collate(train: Train) -> None:
     )
 
 
+@pytest.mark.slow
 def test_collate_that_draws_is_told(train: Train) -> None:
     for task, draws_in_evaluation in (("Evaluated", True), ("EvaluatedUnmasked", False)):
         run = train(f"{TASKS}:{task}", ranks=2, steps=3, precision="fp64", witness="stop")
@@ -66,6 +67,7 @@ def test_a_generator_of_ones_own_is_told_and_keeps_no_bits(train: Train) -> None
         train(f"{TASKS}:Drawing", ranks=1, steps=1, bitwise=True)
 
 
+@pytest.mark.slow
 def test_a_loader_is_read_as_often_on_one_rank_as_on_two(train: Train) -> None:
     """What it draws from a generator of its own goes on from epoch to epoch."""
     assert len(list(OnceMore())) == 48

@@ -50,6 +50,7 @@ def test_another_start_is_another_training(train: Train) -> None:
         train("contract_tasks:Words", strategy="ddp:late=1", steps=9, resume=str(half.run_dir))
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize(
     ("flags", "found"),
     [

@@ -27,7 +27,7 @@ from allranks.training.progress import RankRequests
 OVERFLOWS = {"precision": "fp16", "loss_scale": "dynamic:initial=1e9,every=2"}
 
 
-@pytest.mark.slow(but=3)
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize(
     ("task", "how"),
     [
@@ -209,7 +209,7 @@ APART = [
 ]
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("strategy", [*TOGETHER, *APART])
 def test_ranks_that_read_late_agree(
@@ -226,7 +226,7 @@ def test_learners_hear_what_one_was_asked_for_where_they_meet(
     on_ranks(2, "ahead_workers:learners_meet", None)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
 def test_no_step_waits_for_its_device(strategy: str, on_ranks: Callable[..., Any]) -> None:
     on_ranks(2, "ahead_workers:waits_of", strategy)

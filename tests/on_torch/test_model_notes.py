@@ -33,7 +33,7 @@ def test_one_frozen_layer_is_named() -> None:
     assert note.startswith("1 of 3 modules of the model are trained in eval mode, 1 (BatchNorm1d)")
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("settings", "told"),
     [

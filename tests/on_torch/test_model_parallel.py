@@ -127,6 +127,7 @@ def test_equal_bits_where_they_are_asked_for() -> None:
     assert bits(PARTS) == bits("single")
 
 
+@pytest.mark.slow
 def test_ddp_on_two_ranks_goes_on_where_it_stopped(train: Train) -> None:
     flags = {"precision": "fp64", "threads": 1}
     first = train("contract_tasks:Images", strategy=SPLIT, steps=3, checkpoint_every=3, **flags)

@@ -129,7 +129,7 @@ def test_a_gradient_that_nobody_told_of_is_refused(monkeypatch: pytest.MonkeyPat
         buckets.finish(range(8))
 
 
-@pytest.mark.slow(but=3)
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("bitwise", [False, True], ids=["", "bitwise"])
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.__name__)
 def test_a_training_has_the_same_bits(
@@ -143,7 +143,7 @@ def test_a_training_has_the_same_bits(
     assert all(torch.equal(ends[1][0][name], tensor) for name, tensor in ends[0][0].items())
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_on_ranks_too(ranks: int, train: Train) -> None:
     digests = [

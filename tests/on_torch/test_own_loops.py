@@ -101,7 +101,7 @@ def test_who_loses_a_peer_hears_why_it_left(
     on_ranks(2, "own_loop_workers:one_fails", {"where": where, "strategy": strategy})
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("store", ["file", "port"])
 def test_an_evaluation_of_the_leader_alone_on_the_way_is_refused_on_all_ranks(
     on_ranks: Callable[..., Any], store: str

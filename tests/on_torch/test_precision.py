@@ -68,6 +68,7 @@ def test_an_overflow_leaves_every_rank_untouched(
     on_ranks(ranks, "trainer_tasks:overflow", {"job": job})
 
 
+@pytest.mark.slow
 def test_too_large_a_scale_is_brought_down(train: Train) -> None:
     """Steps are skipped until the scale fits; they count as steps of the job, not as updates."""
     flags = {"precision": "fp16", "loss_scale": "dynamic:initial=1e12", "steps": 40, "ranks": 2}
@@ -121,7 +122,7 @@ def test_group_norm_of_images_that_need_no_gradient_does_not_end_the_process() -
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
@@ -157,7 +158,7 @@ def test_torch_can_still_be_asked_about_tf32(precision: str) -> None:
     assert before == (torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision())
 
 
-@pytest.mark.slow(but=4)
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize(
     ("place", "value"),
     [

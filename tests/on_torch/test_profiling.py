@@ -13,6 +13,7 @@ from allranks.job.run_folder import read_events
 from conftest import Train
 
 
+@pytest.mark.slow
 def test_a_profile_is_a_chrome_trace_in_the_run_folder(train: Train) -> None:
     found = train("bad_tasks:Good", ranks=2, steps=8, bitwise=True, profile=True)
     plain = train("bad_tasks:Good", ranks=2, steps=8, bitwise=True)

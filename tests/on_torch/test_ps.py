@@ -496,7 +496,7 @@ def test_in_step_the_bits_are_the_same_whoever_dies(train: Train, rank: int, rej
     assert killed.summary["restarts"] == 0, "the others went on"
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("rank", "step"), [(0, 9), (1, 9), (3, -1)])
 def test_out_of_step_each_batch_counts_once_whoever_dies(
     train: Train, rank: int, step: int
@@ -524,7 +524,7 @@ def read_rows_of(run_dir: Path) -> list[dict[str, Any]]:
     return [row for row in rows if "loss" in row]
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["", ",transport=sockets"])
 def test_one_worker_out_of_step_is_one_process(train: Train, how: str) -> None:
     """Clipped in every step."""

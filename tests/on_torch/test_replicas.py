@@ -80,7 +80,7 @@ def test_without_a_comparison_nobody_would_know(train: Train) -> None:
     assert train("contract_tasks:Images", **job, witness="off").summary["steps"] == 8
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [0, 6])
 def test_the_first_two_steps_and_the_end_are_compared_by_default(step: int, train: Train) -> None:
     """Flipped after the first step, and just before the end: no weights are written."""

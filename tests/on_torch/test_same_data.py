@@ -34,6 +34,7 @@ def test_ranks_with_other_data_are_refused(train: Train, how: str, found: str) -
     assert "do not cut it by rank" in raised.value.do
 
 
+@pytest.mark.slow
 def test_ranks_with_the_same_data_train(train: Train) -> None:
     assert train(f"{TASKS}:Differs", "how=alike", ranks=3, steps=2).summary["steps"] == 2
 

@@ -99,6 +99,7 @@ SCRIPT = "0 1 0 0 1 2 0 1 1 2 0 2 0 1"
 EVERY = 2
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("pipeline", [False, True])
 def test_a_scripted_order_of_rounds_is_a_plain_loop(pipeline: bool) -> None:
     """Two servers, three workers, over the real wire; SGD with momentum on each of them."""
@@ -197,6 +198,7 @@ class PlainRounds:
         return torch.cat([p.grad.reshape(-1) for p in plain.parameters() if p.grad is not None])
 
 
+@pytest.mark.slow
 def test_one_worker_that_pushes_changes_is_one_process(train: Train) -> None:
     """Also where the last of the rounds of five steps has two."""
     flags: dict[str, Any] = {"precision": "fp64"}
@@ -209,7 +211,7 @@ def test_one_worker_that_pushes_changes_is_one_process(train: Train) -> None:
     assert sent == pytest.approx(3 * 5 * card, rel=0.02), "once in each of three rounds"
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("pipeline", ["no", "yes"])
 @pytest.mark.parametrize("rank", [0, 1, 3])
 def test_each_batch_of_a_round_counts_once_whoever_dies(

@@ -155,6 +155,7 @@ def test_hooks_on_weights_run_once() -> None:
     assert sorted(seen) == sorted(id(parameter) for parameter in model.parameters())
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_after_the_second_pass() -> None:
     """Nor what no weight needs after the first: here the activations behind the last one."""
     received = Received(torch.randn(4, 8))

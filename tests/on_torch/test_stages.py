@@ -208,7 +208,7 @@ def test_threads_change_nothing(micro_batch: int | None, prefetch: int) -> None:
     assert not torch.equal(wanted[0].sort().values, wanted[second].sort().values), "not random"
 
 
-@pytest.mark.slow(but=3)
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize(
     ("reader", "micro_batch", "prefetch"),
     [

@@ -63,7 +63,7 @@ def trained(
         return weights_sha256(trainer.weights()), trainer.witness.testimony
 
 
-@pytest.mark.slow(but=5)
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize(("kind", "how"), WRITES)
 def test_the_witness_changes_no_batch_that_the_model_writes_on(kind: str, how: str) -> None:
     digest, said = trained(kind, how)
@@ -174,7 +174,7 @@ def test_every_kind_trains_as_a_tuple_does(task: type[Kinds], job: dict[str, Any
 
 
 @pytest.mark.parametrize("kind", COUPLED)
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 def test_every_kind_trains_as_a_tuple_does_on_two_ranks(kind: str, train: Train) -> None:
     digests = {
         train(

@@ -20,6 +20,7 @@ def test_buffers_that_share_memory_are_written(train: Train) -> None:
     assert found["outputs"].tolist() == [1.0] * 3
 
 
+@pytest.mark.slow
 def test_every_rank_takes_part_where_whole_weights_are_put_together(train: Train) -> None:
     plain = train("kinds_tasks:Rows", ranks=3, steps=3)
     gathered = train("kinds_tasks:Gathered", ranks=3, steps=3)

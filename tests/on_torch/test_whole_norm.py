@@ -65,7 +65,7 @@ def test_a_batch_of_one_sample_goes_through_beside_ranks_that_have_none(train: T
         torch.testing.assert_close(ours[name], tensor, rtol=1e-10, atol=1e-12, msg=name)
 
 
-@pytest.mark.slow(but=3)
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize(
     ("flags", "match"),
     [

@@ -90,7 +90,7 @@ CUT = [
 GRADIENT = r"the gradient of '0.weight' for shards 0, 1, 2, 3, 4, 5, 6, 7 together"
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "ranks", "task"), CUT)
 def test_where_passes_communicate_all_ranks_look(
     strategy: str, ranks: int, task: str, train: Train
@@ -107,6 +107,7 @@ def test_gradients_that_are_summed_within_a_pass_are_compared(strategy: str, tra
     assert _matches(GRADIENT, text), text
 
 
+@pytest.mark.slow
 def test_a_shard_that_ends_the_look_of_all_ranks_says_what_to_do(train: Train) -> None:
     with pytest.raises(ProgramError, match="ValueError: five samples at least") as raised:
         train("witness_tasks:WantsMany", strategy="fsdp", ranks=2, steps=STEPS)
@@ -165,6 +166,7 @@ def test_data_that_differs_on_another_rank_is_found_by_it(strategy: str, train: 
     )
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("task", "words"),
     [

@@ -55,6 +55,7 @@ def _norms(train: Train, **job: Any) -> list[float]:
     return [json.loads(line)["grad_norm"] for line in lines]
 
 
+@pytest.mark.slow
 def test_the_norm_counts_a_number_once_where_nothing_is_clipped(train: Train) -> None:
     """It is that of the messages, with their padding."""
     wanted = _norms(train)
@@ -86,7 +87,7 @@ def test_a_tensor_more_costs_a_step_few_calls(strategy: str, train: Train, tmp_p
     assert more["call"] <= 17 and more["c_call"] <= 24, more
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "ranks"), [("zero1", 2), ("zero2", 3)])
 def test_weights_whose_memory_is_another_are_updated_there(
     strategy: str, ranks: int, train: Train
@@ -123,6 +124,7 @@ def test_ranks_with_fewer_passes_exchange_with_the_others(
     assert difference(load_file(result.run_dir / "weights.safetensors"), weights) < 1e-10
 
 
+@pytest.mark.slow
 def test_each_rank_keeps_its_own_part(on_ranks: Callable[..., Any]) -> None:
     on_ranks(3, "zero_tasks:keeps_its_part", {"strategy": "zero1"})
     on_ranks(3, "zero_tasks:keeps_its_part", {"strategy": "zero2"})
@@ -150,7 +152,7 @@ WHOLE: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WHOLE)
 def test_an_optimizer_that_looks_at_whole_tensors_is_found(name: str) -> None:
     optimizer = WHOLE[name]([nn.Parameter(torch.randn(4, 4))])
@@ -427,7 +429,7 @@ class Mixed(torch.optim.SGD):
                 p -= group["lr"] * p.grad / length
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("lr", [0.01, 0.0])
 def test_every_group_is_asked_whatever_its_rate(lr: float) -> None:
     first, second = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))

@@ -130,7 +130,7 @@ def test_it_foresees_a_seat_for_every_rank(path: str, request_for: Any) -> None:
         assert [seat.node for seat in apart] == [0, 0, 0, 0, 1], "four ranks, and who has none"
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("path", WITH_NODES)
 def test_it_starts_an_agent_on_every_node(path: str, request_for: Any) -> None:
     """The fixture `no_leaks` sees to it that none is left."""

@@ -84,6 +84,7 @@ def test_ranks_that_share_a_device_train_as_on_the_cpu(on_device: OnDevice, word
     on_device(2, "sharing_a_device", {**SHARING[words], "job": job})
 
 
+@pytest.mark.slow
 def test_messages_of_ranks_that_share_a_device_go_over_the_host(on_device: OnDevice) -> None:
     on_device(2, "messages_over_the_host")
 
@@ -155,5 +156,6 @@ def test_a_batch_that_has_not_arrived_is_told(on_device: OnDevice) -> None:
     on_device(1, "without_the_wait_for_a_copy", {})
 
 
+@pytest.mark.slow
 def test_a_sum_that_has_not_arrived_is_told(on_device: OnDevice) -> None:
     on_device(2, "without_the_wait_for_a_sum", {"job": {"strategy": "ddp"}})

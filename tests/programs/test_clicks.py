@@ -67,6 +67,7 @@ def test_a_sample_touches_one_row_for_each_category_and_pair() -> None:
     assert min(crossed) >= sum(task.law.sizes) and max(crossed) < len(model.wide.weight)
 
 
+@pytest.mark.slow
 def test_in_float64_two_ranks_agree_with_one(train: Train) -> None:
     one = train("clicks", *SMALL, precision="fp64", steps=12)
     two = train("clicks", *SMALL, precision="fp64", steps=12, ranks=2, strategy="ddp")

@@ -54,6 +54,7 @@ def test_batches_of_a_seed_are_the_same_and_new_in_each_step() -> None:
     assert len({tuple(batch.flatten().tolist()) for batch in first}) == 3
 
 
+@pytest.mark.slow
 def test_the_ranks_share_what_one_would_read(train: Train) -> None:
     settings = ("batch_size=24", "features=6", "width=8")
     digests = {

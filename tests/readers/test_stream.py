@@ -107,6 +107,7 @@ def test_what_cannot_be_a_stream_is_refused(files: list[Path]) -> None:
         TFRecords(files, 2, int, on_bad_record="ignore")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_job_over_records_does_not_know_the_ranks(train: Train, tmp_path: Path) -> None:
     """Three files for four shards, one record that is passed over, and a buffer."""
     task = f"{Path(__file__).with_name('reader_tasks.py')}:Records"

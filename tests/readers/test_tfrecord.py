@@ -92,6 +92,7 @@ def test_round_trip(path: Path, records: list[bytes], packed: bool) -> None:
         assert [record.content for record in found] == records[part::3]
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", ["flipped", "flipped.gz"])
 def test_a_flipped_bit_is_seen_wherever_it_is(path: Path, name: str) -> None:
     """And what comes before it is right. Packed, a bit may say nothing of the content."""

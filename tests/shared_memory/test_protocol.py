@@ -38,7 +38,7 @@ def test_any_three_calls_of_three_ranks_end(kinds: tuple[str, ...]) -> None:
     explore(*ranks_that_call(kinds, 3, slots=1))
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", [(ALL_REDUCE, ONE_ROUND, BROADCAST), (BROADCAST,) * 3])
 def test_ranks_that_sleep_are_woken(kinds: tuple[str, ...]) -> None:
     assert explore(*ranks_that_call(kinds, 2, sleeps=True)) > 10_000
@@ -50,7 +50,7 @@ def test_ranks_that_sleep_in_any_order_of_calls_are_woken(kinds: tuple[str, ...]
     explore(*ranks_that_call(kinds, 2, sleeps=True))
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [BARRIER, BROADCAST])
 def test_of_three_ranks_that_sleep_the_last_wakes_all(kind: str) -> None:
     assert explore(*ranks_that_call((kind,), 3, sleeps=True)) > 10_000

@@ -32,7 +32,7 @@ def passes(*words: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", [case.__name__ for case in CASES])
 def test_a_case_of_the_library(name: str) -> None:
     passes(str(HERE / "core_cases.py"), name)

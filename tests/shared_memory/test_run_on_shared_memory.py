@@ -89,6 +89,7 @@ def test_a_python_without_hooks_is_refused_and_one_without_allranks_is_told(tmp_
     )
 
 
+@pytest.mark.slow
 def test_it_is_of_torch(tmp_path: Path) -> None:
     done = run(tmp_path / "run", "ddp.py", "--shared-memory", "--warm", "tensorflow")
     assert done.returncode == 2

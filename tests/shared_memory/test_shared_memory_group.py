@@ -33,6 +33,7 @@ def test_torch_calls_it_as_it_calls_gloo(on_ranks: Callable[..., Any], what: str
     on_ranks(2, f"shared_memory_workers:{what}", None)
 
 
+@pytest.mark.slow
 def test_a_monitored_barrier_says_who_did_not_come_as_gloo_says_it(
     on_ranks: Callable[..., Any],
 ) -> None:
@@ -44,6 +45,7 @@ def test_a_compiled_model_calls_it_untraced(on_ranks: Callable[..., Any]) -> Non
     on_ranks(2, "shared_memory_workers:compiled", None)
 
 
+@pytest.mark.slow
 def test_two_threads_call_at_once(on_ranks: Callable[..., Any]) -> None:
     on_ranks(2, "shared_memory_workers:two_threads", None)
 
@@ -58,6 +60,7 @@ def test_a_wait_ends_when_its_time_is_up_and_the_collective_goes_on(
     on_ranks(2, "shared_memory_workers:a_wait_ends", None)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_may_be_continued(on_ranks: Callable[..., Any]) -> None:
     on_ranks(3, "shared_memory_workers:a_rank_is_stopped_and_goes_on", None)
 
@@ -72,6 +75,7 @@ def test_nothing_is_left_of_groups(on_ranks: Callable[..., Any]) -> None:
     on_ranks(2, "shared_memory_workers:nothing_is_left", None)
 
 
+@pytest.mark.slow
 def test_the_launcher_hands_the_memory_to_the_ranks(server: ForkServer, tmp_path: Path) -> None:
     with closing(HeartbeatTable(3)) as heartbeats:
         processes = [
@@ -100,7 +104,7 @@ def test_where_one_cannot_share_memory_all_use_gloo(on_ranks: Callable[..., Any]
     on_ranks(2, "shared_memory_workers:no_memory", why)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["kill", "stop", "exit", "leave"])
 def test_the_others_say_which_rank_is_lost(server: ForkServer, tmp_path: Path, how: str) -> None:
     """Nobody ends them: they hear of it by themselves."""

@@ -69,6 +69,7 @@ def test_a_run_in_mlflow_says_how_it_ended(
     assert [metric.step for metric in losses] == list(range(1, len(rows) + 1)) and rows
 
 
+@pytest.mark.slow
 def test_without_mlflow_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     known = importlib.util.find_spec
     hidden = lambda name, *more: None if name == "mlflow" else known(name, *more)  # noqa: E731
