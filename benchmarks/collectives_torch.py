@@ -119,7 +119,7 @@ class InPlace(ByItself):
         where: list[str] = [""] * self.ranks
         dist.all_gather_object(where, own.where)
         self.segments = [
-            own if rank == self.rank else Segment.opened(place, nbytes)
+            own if rank == self.rank else Segment.open(place, nbytes)
             for rank, place in enumerate(where)
         ]
         dist.barrier()

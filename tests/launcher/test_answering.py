@@ -36,10 +36,10 @@ class Echo(Answering):
         connection.send(hello)
         return 0
 
-    def answer(self, who: int, connection: Connection, message: Message, body: memoryview) -> None:
+    def answer(self, peer: int, connection: Connection, message: Message, body: memoryview) -> None:
         connection.send(message, body)
 
-    def lost(self, who: int, connection: Connection, error: Exception) -> None:
+    def lost(self, peer: int, connection: Connection, error: Exception) -> None:
         pass
 
 

@@ -228,7 +228,7 @@ def test_the_leader_writes_for_all_and_any_number_of_ranks_loads(tmp_path: Path)
 
     def load(comm: Seat) -> Any:
         loaded = checkpointer(tmp_path, comm).load([tmp_path])
-        assert loaded is not None and loaded.step == 2 and loaded.own is None
+        assert loaded is not None and loaded.step == 2 and loaded.rank_state is None
         return loaded.common
 
     for ranks in (1, 2, 3):

@@ -164,10 +164,10 @@ def gauges_of(device: torch.device) -> dict[str, float | None]:
 
 
 class RecordGauges(Callback):
-    """Looks at the gauges after a step, if some seconds have passed; `tell` writes the event."""
+    """Looks at the gauges after a step, if some seconds have passed; `report` writes the event."""
 
-    def __init__(self, tell: Callable[..., None], every_s: float = EVERY_S) -> None:
-        self._report, self._every_s, self._last = tell, every_s, 0.0
+    def __init__(self, report: Callable[..., None], every_s: float = EVERY_S) -> None:
+        self._report, self._every_s, self._last = report, every_s, 0.0
         self._shows_any = True
 
     def on_step(self, trainer: Any, batch: Any, result: StepResult) -> None:

@@ -103,10 +103,10 @@ def check_same(name: str, identities: list[str]) -> None:
     )
 
 
-def _difference(first: dict[str, Any], expected: dict[str, Any], rank: int) -> str:
-    if expected["kind"] != first["kind"]:
-        return f"{first['kind']} on rank 0, {expected['kind']} on rank {rank}"
-    if expected[SAMPLES] != first[SAMPLES]:
-        return f"{first[SAMPLES]} samples on rank 0, {expected[SAMPLES]} on rank {rank}"
-    many = "" if expected[SAMPLES] is None else f" ({expected[SAMPLES]} on each)"
+def _difference(first: dict[str, Any], other: dict[str, Any], rank: int) -> str:
+    if other["kind"] != first["kind"]:
+        return f"{first['kind']} on rank 0, {other['kind']} on rank {rank}"
+    if other[SAMPLES] != first[SAMPLES]:
+        return f"{first[SAMPLES]} samples on rank 0, {other[SAMPLES]} on rank {rank}"
+    many = "" if other[SAMPLES] is None else f" ({other[SAMPLES]} on each)"
     return f"other samples on rank {rank} than on rank 0{many}"

@@ -250,7 +250,7 @@ class ShardKerasBatchNorm(NormOfShard):
             raise RequestError(
                 asked=f"to train the Keras {BATCH_NORM} {layer.name!r}",
                 found="a mask on its inputs",
-                why="its moments would depend on the tokens which the mask leaves out",
+                why="its moments would leave out the masked tokens, and the engine counts samples",
                 do="put it where there is no mask, or normalise with LayerNormalization",
             )
         mean, variance = self.running_statistics()

@@ -261,7 +261,7 @@ class Swapped:
 
 OF_SWAPPED = frozenset(
     {
-        *("left", "scope", "index", "shared_dims", "slot", "adds_no_loss", "part_of"),
+        *("moments", "scope", "index", "shared_dims", "slot", "adds_no_loss", "part_of"),
         *("exchange", "region", "regions", "between", "dims", "sizes", "lengths"),
     }
 )

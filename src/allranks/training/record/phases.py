@@ -112,9 +112,9 @@ def held_at_most(device_bytes: int | None = None, status: Path = STATUS) -> Memo
 
 def held_in(events: Iterable[dict[str, Any]]) -> dict[int, MemoryPeaks]:
     """The peaks of each rank by its last word in `events`; those that said nothing are left out."""
-    row: dict[int, MemoryPeaks] = {}
+    peaks: dict[int, MemoryPeaks] = {}
     for event in events:
-        text = event.get("memory")
-        if event["event"] in ENDS and event["rank"] is not None and text:
-            row[event["rank"]] = MemoryPeaks(text["host_bytes"], text["device_bytes"])
-    return row
+        memory = event.get("memory")
+        if event["event"] in ENDS and event["rank"] is not None and memory:
+            peaks[event["rank"]] = MemoryPeaks(memory["host_bytes"], memory["device_bytes"])
+    return peaks

@@ -80,9 +80,9 @@ class ScatteredExchange(SequenceExchange):
         """This rank's positions of a full tensor; backward gathers."""
         return self.own_part(whole, dim)
 
-    def whole_rows(self, part: Tensor, span: Span, *, is_last: bool) -> Tensor:
+    def whole_rows(self, local: Tensor, span: Span, *, is_last: bool) -> Tensor:
         """Gather the positions of all ranks."""
-        return self.whole(part, POSITIONS, span.whole)
+        return self.whole(local, POSITIONS, span.whole)
 
     def is_summed(self, weight: nn.Parameter) -> bool:
         return id(weight) not in self.cut()
