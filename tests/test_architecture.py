@@ -11,6 +11,7 @@ from collections import Counter
 from functools import cache
 from importlib.metadata import metadata
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 
@@ -63,6 +64,10 @@ def name_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+def _is_for_types(node: ast.stmt) -> TypeGuard[ast.If]:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
 @cache
 def imports_of(path: Path) -> list[tuple[str, bool]]:
     """(module, whether at the top level of the file) of each import, relative ones refused.
@@ -70,7 +75,7 @@ def imports_of(path: Path) -> list[tuple[str, bool]]:
     The block `if TYPE_CHECKING:` of a room that loads its names when they are asked for counts.
     """
     tree = ast.parse(path.read_text())
-    for_types = [node for node in tree.body if isinstance(node, ast.If)]
+    for_types = [node for node in tree.body if _is_for_types(node)]
     top = {id(node) for node in (*tree.body, *(n for block in for_types for n in block.body))}
     found = []
     for node in ast.walk(tree):
@@ -266,6 +271,6 @@ def _names_of(node: ast.stmt) -> set[str]:
         return {node.name}
     if isinstance(node, ast.Import | ast.ImportFrom):
         return {alias.asname or alias.name.partition(".")[0] for alias in node.names}
-    if isinstance(node, ast.If):
+    if _is_for_types(node):
         return set[str]().union(*map(_names_of, node.body))
     return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}

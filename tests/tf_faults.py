@@ -81,8 +81,8 @@ FAULTS = {
     ),
     "each replica updates by a gradient of its own": Fault(
         STEP + "_update",
-        "self.optimizer.apply(own, used)",
-        "self.optimizer.apply([g * (1.0 + _replica_number()) for g in own], used)",
+        "self.optimizer.apply(local, used)",
+        "self.optimizer.apply([g * (1.0 + _replica_number()) for g in local], used)",
         "weight",
         FIRST,
         "each rank updates by itself",
