@@ -168,7 +168,7 @@ def run(
             return allranks(shlex.split(ours))
         tools = {
             "check": ["ruff check .", "mypy"],
-            "test": ["ruff check .", "mypy", "pytest .*--tier quick"],
+            "test": ["pytest .*--tier quick"],
         }
         assert all(re.search(f"bin/{tool}$", done.out, re.M) for tool in tools[words[1]]), done.out
         return done
