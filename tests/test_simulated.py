@@ -33,6 +33,7 @@ from allranks.launcher.processes.process import Process
 from allranks.launcher.start import Result, run_job
 from allranks.launcher.supervisor import supervise
 from allranks.tools.check.against_single import CheckPlan, check_against_one
+from launch_host import until
 
 STEPS = 60
 NODE_FAULTS: dict[str, Any] = {"ranks": 4, "nodes": 2, "place": "simulated:link=1gbit"}
@@ -76,6 +77,17 @@ def test_the_bits_are_those_of_one_rank(
     assert summary["weights_sha256"] == on_one_rank
     assert (summary["world_size"], summary["nodes"]) == (4, 2)
     assert summary["sent_bytes"]["gradients"] > 0
+
+
+def test_nodes_are_answered_while_the_head_does_something_else(nodes: Cluster) -> None:
+    """A first check trains on the head alone, for longer than agents bear its silence."""
+    channels = [node.channel for node in nodes.nodes.living]
+    before = [channel.heard_at for channel in channels]
+    with nodes.nodes.attended():
+        until(
+            lambda: all(c.heard_at > at for c, at in zip(channels, before, strict=True)),
+            "an answer of every node",
+        )
 
 
 def test_nodes_are_hosts_with_a_network_and_names_of_their_own(

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import itertools
 import signal
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,26 @@ class Nodes:
         if node.lost:
             raise PlaceError(f"node {node.number} ({node.name}) is lost: {node.lost}")
         return node.answers.pop(0)
+
+    @contextmanager
+    def attended(self) -> Iterator[None]:
+        """Within, a thread answers the nodes, so that this one may work without calling them.
+
+        Agents end their processes if the head is silent for longer than the time-out.
+        """
+        done = threading.Event()
+
+        def attend() -> None:
+            while not done.is_set():
+                self._pump(0.1)
+
+        thread = threading.Thread(target=attend, name="attended nodes")
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
 
     def _pump(self, timeout_s: float) -> None:
         """Receive messages of all nodes, send them `alive`, and find the lost nodes."""

@@ -45,6 +45,7 @@ from allranks.job.program import State, changed_reads, environment_of
 from allranks.job.run_folder import rank_events_path, read_events, read_rows
 from allranks.job.units import format_bytes
 from allranks.launcher.describe import EqualityProof, ask_task
+from allranks.launcher.nodes.nodes import Nodes
 from allranks.launcher.plan import LaunchPlan, LocalMachine, Resources
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.signals import Signals
@@ -333,7 +334,8 @@ def _server(resources: Resources, job: Job) -> Iterator[ForkServer]:
         with nullcontext(resources.server) as server:
             yield server
         return
-    with ForkServer(preload_for(job.program, job.engine)) as server:
+    assert isinstance(resources.server, Nodes)
+    with resources.server.attended(), ForkServer(preload_for(job.program, job.engine)) as server:
         yield server
 
 
