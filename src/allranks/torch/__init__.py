@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+import torch  # noqa: F401  first: a device's package that torch loads may import what is below
+
 from allranks.torch.task import Task
 
 if TYPE_CHECKING:
