@@ -39,7 +39,7 @@ HAS_TENSORFLOW = {"tensorflow", "programs"}
 MODULES = house.MODULES
 MOST = {
     "files": 507,
-    "lines": 97_046,
+    "lines": 97_053,
     "rooms in torch/": 21,
     "imports in a circle of rooms, torch/": 77,
     "imports in a circle of rooms, launcher/": 2,

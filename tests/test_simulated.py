@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -88,6 +89,20 @@ def test_nodes_are_answered_while_the_head_does_something_else(nodes: Cluster) -
             lambda: all(c.heard_at > at for c, at in zip(channels, before, strict=True)),
             "an answer of every node",
         )
+
+
+def test_an_error_of_the_nodes_ends_what_the_head_does_meanwhile(
+    nodes: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = threading.Event()
+
+    def watch() -> None:
+        asked.set()
+        raise PlaceError("the allocation is over")
+
+    monkeypatch.setattr(nodes.nodes, "on_idle", watch)
+    with pytest.raises(PlaceError, match="the allocation is over"), nodes.nodes.attended():
+        assert asked.wait(60)
 
 
 def test_nodes_are_hosts_with_a_network_and_names_of_their_own(

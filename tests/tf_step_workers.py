@@ -108,3 +108,34 @@ def scaled(argument: dict[str, Any]) -> None:
             assert result.updated and not result.overflow
             lengths.append(result.grad_norm)
     np.testing.assert_allclose(lengths, lengths[0], rtol=2e-3)
+
+
+class Counts(keras.layers.Layer):  # type: ignore[misc]
+    """Counts its passes, those of evaluations too."""
+
+    def build(self, shape: Any) -> None:
+        self.passes = self.add_weight(name="passes", initializer="zeros", trainable=False)
+
+    def call(self, inputs: Any) -> Any:
+        self.passes.assign_add(1.0)
+        return inputs
+
+
+@dataclass(kw_only=True)
+class CountedRows(Rows):
+    def model(self) -> Any:
+        return keras.Sequential([super().model(), Counts()])
+
+
+def rehearses(_: dict[str, Any]) -> None:
+    """What an evaluation writes before the first step is undone; that of a real one stays."""
+    with Trainer(CountedRows(), Job(threads=1)) as trainer:
+
+        def weights() -> dict[str, Any]:
+            return {name: np.array(value) for name, value in trainer.weights()}
+
+        before = weights()
+        trainer.rehearse()
+        assert all(np.array_equal(value, before[name]) for name, value in weights().items())
+        trainer.evaluate()
+        assert any(not np.array_equal(value, before[n]) for n, value in weights().items())

@@ -30,3 +30,9 @@ def test_gradients_lose_the_loss_scale_again(tf_server: ForkServer, tmp_path: Pa
     log = tmp_path / "log"
     process = Process(0, "tf_step_workers:scaled", {}, {}, log)
     assert supervise(tf_server, [process]).exits[0].code == 0, log.read_text()
+
+
+def test_a_rehearsal_leaves_no_trace(tf_server: ForkServer, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    process = Process(0, "tf_step_workers:rehearses", {}, {}, log)
+    assert supervise(tf_server, [process]).exits[0].code == 0, log.read_text()

@@ -97,9 +97,9 @@ class Contents:
 
 @dataclass(frozen=True)
 class Stored:
-    """What is there between two steps: weights, gradients or buckets, what the optimizer keeps.
+    """The bytes of a rank between two steps: weights, gradients or buckets, optimizer state.
 
-    C, R and k of the `formula` are `cut`, `rest` and `kept`; N are the ranks.
+    C, R and k of the `formula` are `cut`, `uncut` and `optimizer`; N are the ranks.
     """
 
     formula: str

@@ -246,7 +246,7 @@ def set_weights(model: Any, arrays: Mapping[str, Array]) -> None:
 def set_values(variables: Mapping[str, Any], arrays: Mapping[str, Array], subject: str) -> None:
     """Give every variable its array. Raises `RequestError`, before any is set, if they do not fit.
 
-    `what` says in the error what they are.
+    `subject` names the variables in the error.
     """
     pairs = _paired(variables, arrays, subject)
     for name, variable, array in pairs:

@@ -25,7 +25,7 @@ FOLDER = "programs"
 def prepare_program(task: Any, folder: Path) -> tuple[str, dict[str, Any]]:
     """The PROGRAM that `task` is (a name, a class or an instance), and the fields that were set.
 
-    A class of a notebook is written into `beside`/programs. Raises `RequestError`.
+    A class of a notebook is written into `folder`/programs. Raises `RequestError`.
     """
     if isinstance(task, str | os.PathLike):
         return os.fspath(task), {}

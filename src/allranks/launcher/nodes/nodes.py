@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -213,9 +214,10 @@ class Nodes:
 
     @contextmanager
     def attended(self) -> Iterator[None]:
-        """Within, a thread answers the nodes, so that this one may work without calling them.
+        """Let a thread answer the nodes, while this one works on something else.
 
-        Agents end their processes if the head is silent for longer than the time-out.
+        Agents end their processes if the head is silent for longer than the time-out. An error of
+        the thread, such as a place that has lost its nodes, is raised at the end.
         """
         done = threading.Event()
 
@@ -223,13 +225,13 @@ class Nodes:
             while not done.is_set():
                 self._pump(0.1)
 
-        thread = threading.Thread(target=attend, name="attended nodes")
-        thread.start()
-        try:
-            yield
-        finally:
-            done.set()
-            thread.join()
+        with ThreadPoolExecutor(1, "nodes") as pool:
+            attending = pool.submit(attend)
+            try:
+                yield
+            finally:
+                done.set()
+            attending.result()
 
     def _pump(self, timeout_s: float) -> None:
         """Receive messages of all nodes, send them `alive`, and find the lost nodes."""

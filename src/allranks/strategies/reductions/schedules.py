@@ -141,7 +141,7 @@ def _ring_reduce_scatter(members: Sequence[int], at: int, part: Part) -> tuple[P
 
 
 def _ring_all_gather(members: Sequence[int], at: int, part: Part, own_chunk: Part) -> list[Turn]:
-    """Every chunk comes to `members[at]`, which holds the sum of its `own`."""
+    """Every chunk comes to `members[at]`, which holds the sum of `own_chunk`."""
     chunks, count = cut(part, len(members)), len(members)
     assert own_chunk == chunks[(at + 1) % count]
     after, before = members[(at + 1) % count], members[at - 1]

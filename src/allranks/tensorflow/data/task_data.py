@@ -15,6 +15,7 @@ import tensorflow as tf
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.strategies.shards import largest_shard
+from allranks.tensorflow.build import names_of, set_weights, values_of
 from allranks.tensorflow.comm import translated
 from allranks.tensorflow.data.batches import Arrays, Batches, Samples
 from allranks.tensorflow.data.nested import arrays_in, mapped
@@ -74,9 +75,13 @@ class Evaluator:
         return finalized
 
     def rehearse(self, source: Source) -> dict[str, float]:
-        """Evaluate the first samples, on the first replica of each rank: every name, no message."""
-        read = next(self._chunks(source))
+        """Evaluate the first samples, on the first replica of each rank; sends nothing.
+
+        The weights are afterwards as they were, whatever a layer writes.
+        """
+        read, before = next(self._chunks(source)), values_of(names_of(self.model))
         pairs = np.array(self._pairs([(read, True)]))[0]
+        set_weights(self.model, before)
         means = {
             name: float(total / count)
             for name, (total, count) in zip(self._names, pairs, strict=True)

@@ -59,7 +59,7 @@ class GraphPass:
 
 @contextmanager
 def passing(graph_pass: GraphPass) -> Iterator[GraphPass]:
-    """Within, `what` goes through the model, in this thread."""
+    """Within, `graph_pass` goes through the model, in this thread."""
     _here.passing = graph_pass
     try:
         yield graph_pass

@@ -43,8 +43,8 @@ from allranks.torch.step.tally import Tally
 from allranks.training.progress import StepResult
 
 CHECKED_PASSES = 8
-"""Steps of a worker in which weights are compared with copies; later ones go by torch's count of
-writes, which `weight.data` does not add to. A write may change nothing in the first of them."""
+"""Steps of a worker in which weights are compared with copies, as a write may change nothing at
+first. Later steps compare `weight._version`, which misses writes through `weight.data`."""
 
 
 class LaidOut:
