@@ -49,7 +49,7 @@ from allranks.tools.check.compare import (
     close,
     coarse,
     compare,
-    sizes_between,
+    noise_between,
 )
 from allranks.tools.check.sizes import number_difference
 from allranks.tools.check.verdict import Look, Verdict
@@ -289,7 +289,7 @@ class Check:
                 "measure, as what it keeps follows the number of its forward passes"
             )
         else:
-            noise = sizes_between(reference.trace, cut.trace, CLOSE)
+            noise = noise_between(reference.trace, cut.trace, CLOSE)
             closer = self._look(job, cut, candidate, close(job.precision, noise))
             closer = dataclasses.replace(closer, ranks=look.ranks)
         self.clear(cut)

@@ -160,17 +160,23 @@ def compare(reference: RecordedTrace, candidate: RecordedTrace, tolerance: Toler
     return comparison(None)
 
 
-def sizes_between(
+def noise_between(
     reference: RecordedTrace, candidate: RecordedTrace, tolerance: Tolerance
 ) -> dict[str, float]:
-    """The largest size of each tensor's difference, by stage/name, over all steps of both."""
-    walk, sizes = _Walk(reference, candidate, tolerance), dict[str, float]()
+    """How far rounding moves each tensor, by stage/name: the largest of all steps of both traces.
+
+    In a tensor of few numbers rounding cancels by chance, so that more is taken for it: four times
+    what is found for a single number, less the more numbers there are.
+    """
+    walk, noise = _Walk(reference, candidate, tolerance), dict[str, float]()
     for step in set(reference.steps) & set(candidate.ranks[0]):
+        tensors = reference.tensors(step)
         for difference in walk.differences(step):
-            if difference.tensor is not None and difference.size is not None:
-                size = difference.size if math.isfinite(difference.size) else 0.0
-                sizes[difference.name] = max(size, sizes.get(difference.name, 0.0))
-    return sizes
+            name, size = difference.name, difference.size
+            if name in tensors and size is not None and math.isfinite(size):
+                by_chance = 1 + 3 / math.sqrt(max(1, tensors[name].size))
+                noise[name] = max(by_chance * size, noise.get(name, 0.0))
+    return noise
 
 
 def _ended(step: int, text: str, hint: str) -> Difference:
