@@ -34,9 +34,9 @@ sys.path[:0] = ROOMS
 from draw import drawn  # noqa: E402
 from hold import PROGRAM, is_sound  # noqa: E402
 
-from allranks.catalog import preload_for  # noqa: E402
 from allranks.errors import AllranksError, NotEqual, RequestError  # noqa: E402
 from allranks.job.config import resolve  # noqa: E402
+from allranks.job.engines import preload_for  # noqa: E402
 from allranks.launcher.describe import WHOLE_MODEL, first_check  # noqa: E402
 from allranks.launcher.processes.fork_server_client import ForkServer  # noqa: E402
 from allranks.launcher.start import Result, run_job  # noqa: E402

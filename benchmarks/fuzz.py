@@ -38,7 +38,7 @@ from hold import (  # noqa: E402
 )
 from team import Teams  # noqa: E402
 
-from allranks.catalog import preload_for  # noqa: E402
+from allranks.job.engines import preload_for  # noqa: E402
 from allranks.launcher.processes.fork_server_client import ForkServer  # noqa: E402
 
 

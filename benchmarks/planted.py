@@ -29,9 +29,9 @@ sys.path[:0] = ROOMS
 from draw import Combination, drawn  # noqa: E402
 from hold import PROGRAM, is_sound  # noqa: E402
 
-from allranks.catalog import preload_for  # noqa: E402
 from allranks.errors import AllranksError, Interrupted, RequestError, Stopped  # noqa: E402
 from allranks.job.config import resolve  # noqa: E402
+from allranks.job.engines import preload_for  # noqa: E402
 from allranks.launcher.processes.fork_server_client import ForkServer  # noqa: E402
 from allranks.tools.check.against_single import CheckPlan  # noqa: E402
 from allranks.tools.check.scratch import checked_in  # noqa: E402

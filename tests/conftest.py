@@ -34,8 +34,8 @@ import pytest_randomly
 import torch
 
 import allranks.torch.preload  # noqa: F401  it changes variables, once
-from allranks.catalog import preload_for
 from allranks.job.config import resolve
+from allranks.job.engines import preload_for
 from allranks.job.job import Job
 from allranks.launcher.nodes.cluster import Cluster, gathered
 from allranks.launcher.nodes.join import Rendezvous
@@ -174,6 +174,13 @@ def train(server: ForkServer, tmp_path: Path) -> Train:
 def tf_server() -> Iterator[ForkServer]:
     """A fork server that has imported TensorFlow and Keras once, for all tests."""
     with ForkServer(preload_for("digits-keras", "tensorflow")) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def keras_server() -> Iterator[ForkServer]:
+    """A fork server that has imported Keras on torch once, for all tests."""
+    with ForkServer((*preload_for("digits-keras", "torch"), *MODULES)) as running:
         yield running
 
 

@@ -33,8 +33,8 @@ from typing import Any, NoReturn
 import allranks.launcher.processes.fork_server_client
 import allranks.launcher.start
 import allranks.tools.sweep
-from allranks.catalog import preload_for
 from allranks.cli import main as door
+from allranks.job.engines import preload_for
 from allranks.job.program import remember_modules
 from allranks.job.run_folder import read_rows
 from allranks.launcher.processes import fork_server, leftovers

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from allranks.catalog import PROGRAMS, preload_for
+from allranks.catalog import PROGRAMS
 from allranks.errors import RequestError
+from allranks.job.engines import preload_for
 from allranks.job.program import find_program
 
 HEADER = "from test_catalog import Base\n\n"
@@ -93,6 +94,14 @@ def test_a_built_in_program_is_there_and_may_be_loaded_before_the_fork() -> None
 def test_a_file_of_a_user_is_never_loaded_before_the_fork() -> None:
     assert preload_for("mine.py") == preload_for("mine:Task")
     assert all(module.startswith("allranks.") for module in preload_for("mine.py"))
+
+
+def test_keras_is_loaded_once_for_all_ranks_of_a_file_that_needs_it(folder: Path) -> None:
+    keras = folder / "with_keras.py"
+    keras.write_text("from allranks.tensorflow import Task\nclass Mine(Task): pass\n")
+    assert "allranks.torch.keras.preload" in preload_for(str(keras), "torch")
+    assert "allranks.torch.keras.preload" in preload_for(f"{keras}:Mine", "torch")
+    assert "allranks.torch.keras.preload" not in preload_for("mine.py", "torch")
 
 
 # --- what is refused ------------------------------------------------------------------------

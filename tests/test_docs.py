@@ -33,7 +33,7 @@ from typing import Any
 
 import pytest
 
-from allranks.catalog import ENGINES
+from allranks.catalog import ENGINES, TENSORFLOW, TORCH
 from allranks.cli.main import main
 from allranks.job import faults, resume
 from allranks.launcher.processes.fork_server_client import ForkServer
@@ -55,7 +55,7 @@ ELSEWHERE = "github.com", "arxiv.org"
 TERMINAL = ROOT / "docs" / "terminal.svg"
 CONSTRAINTS = ROOT / "constraints.txt"
 WITH_TENSORFLOW = "docs/tensorflow.md"
-TENSORFLOW = r"\.\[tensorflow|--engine tensorflow"
+SHOWS_TENSORFLOW = r"\.\[tensorflow|--engine tensorflow"
 LESS = "epochs: int = 20", "epochs: int = 4"  # of the task that most sections train
 FIRST = "README.md"  # what a newcomer types is in the first tier of the tests
 
@@ -101,7 +101,7 @@ def sections(with_tensorflow: bool) -> Iterator[Any]:
     """(document, section) for every section that shows a command, with TensorFlow or without."""
     for document, text in DOCUMENTS.items():
         for section in SECTION.split(text):
-            needs = document == WITH_TENSORFLOW or re.search(TENSORFLOW, section) is not None
+            needs = document == WITH_TENSORFLOW or re.search(SHOWS_TENSORFLOW, section) is not None
             if needs == with_tensorflow and any(
                 block.language == "sh" for block in blocks_of(section)
             ):
@@ -144,7 +144,8 @@ def run(
     monkeypatch.chdir(folder)
 
     def warm(modules: tuple[str, ...]) -> contextlib.AbstractContextManager[ForkServer]:
-        wanted = "torch" if ENGINES["torch"].preload in modules else "tensorflow"
+        wanted = "torch" if ENGINES[TORCH].preload in modules else "tensorflow"
+        wanted = "keras" if ENGINES[TORCH].guests[TENSORFLOW].preload in modules else wanted
         return contextlib.nullcontext(servers.get(wanted, servers["torch"]))
 
     for module in ("launcher.start", "tools.keras_export", "tools.check.scratch"):
@@ -266,8 +267,9 @@ def test_what_a_section_with_tensorflow_shows_is_true(
     run: Run,
     servers: dict[str, ForkServer],
     tf_server: ForkServer,
+    keras_server: ForkServer,
 ) -> None:
-    servers["tensorflow"] = tf_server
+    servers.update(tensorflow=tf_server, keras=keras_server)
     write_files(document)
     run_blocks(section, run)
 

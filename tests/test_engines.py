@@ -9,10 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from allranks.catalog import ENGINES, STRATEGIES, Engine, Extra, preload_for
+from allranks.catalog import ENGINES, STRATEGIES, Engine, Extra
 from allranks.errors import RequestError
 from allranks.job.config import resolve
-from allranks.job.engines import check_installed, check_program, choose_engine, is_only_a_task
+from allranks.job.engines import (
+    check_installed,
+    check_program,
+    choose_engine,
+    is_only_a_task,
+    preload_for,
+)
 from allranks.job.job import Job
 from allranks.job.limits import check_engine
 from allranks.strategies.torch_cards import CARDS

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from allranks.catalog import preload_for
 from allranks.errors import ProgramError, RequestError
 from allranks.job.config import resolve
+from allranks.job.engines import preload_for
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.strategies.resolve import strategy_spec
 from conftest import ROOT

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,16 +13,15 @@ from torch import Tensor
 from allranks.errors import RequestError
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.start import Result
-from conftest import MODULES, Train
+from conftest import Train
 
 BAR = 1e-6  # in fp32: what Keras multiplies is fp32 even where all weights are fp64
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    """A fork server that has imported Keras once, in the place of the one that all tests share."""
-    with ForkServer((*MODULES, "keras_tasks")) as running:
-        yield running
+@pytest.fixture
+def server(keras_server: ForkServer) -> ForkServer:
+    """The fork server that has imported Keras, in the place of the one without."""
+    return keras_server
 
 
 def weights(result: Result) -> dict[str, Tensor]:

@@ -309,7 +309,7 @@ sys.path.insert(0, "benchmarks/fuzzing")
 from draw import Combination, Leg
 from hold import PROGRAM, held
 
-from allranks.catalog import preload_for
+from allranks.job.engines import preload_for
 from allranks.launcher.processes.fork_server_client import ForkServer
 
 one = Combination(

@@ -213,11 +213,3 @@ def load(path: str) -> Any:
     module, _, name = path.partition(":")
     imported = importlib.import_module(module)
     return getattr(imported, name) if name else imported
-
-
-def preload_for(program: str, engine: str = TORCH) -> tuple[str, ...]:
-    """Modules of ours that the fork server imports before it forks; never a user's file."""
-    row = ENGINES[engine]
-    guests = (extra for name, extra in row.guests.items() if program in ENGINES[name].programs)
-    modules = (row.preload, row.worker, *(extra.preload for extra in guests))
-    return (*modules, PROGRAMS[program].partition(":")[0]) if program in PROGRAMS else modules

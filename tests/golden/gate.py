@@ -38,10 +38,11 @@ TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS)]
 os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), *filter(None, [os.getenv("PYTHONPATH")])])
 
-from allranks.catalog import VERBS, preload_for  # noqa: E402
+from allranks.catalog import VERBS  # noqa: E402
 from allranks.cli.main import cli  # noqa: E402
 from allranks.errors import AllranksError  # noqa: E402
 from allranks.job.config import resolve  # noqa: E402
+from allranks.job.engines import preload_for  # noqa: E402
 from allranks.job.run_folder import read_events  # noqa: E402
 from allranks.launcher.processes.fork_server_client import ForkServer  # noqa: E402
 from allranks.launcher.start import run_job  # noqa: E402

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from allranks.catalog import preload_for
 from allranks.job.config import resolve
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.process import Process
@@ -35,13 +34,6 @@ def test_digits_are_learnt_here_and_on_two_nodes(train_tf: Train, tmp_path: Path
     assert rows(there) == rows(here)
     hosts = {event["host"] for event in events(there, "ready")}
     assert len(hosts) == 2
-
-
-@pytest.fixture(scope="module")
-def keras_server() -> Any:
-    """A fork server with torch, and Keras on top of it."""
-    with ForkServer(preload_for("digits-keras", "torch")) as running:
-        yield running
 
 
 def test_both_engines_train_one_task_alike(

@@ -3,7 +3,7 @@ with every promise of a torch one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +13,21 @@ import torch
 from safetensors.numpy import load_file
 from sklearn.datasets import load_digits
 
-from allranks.catalog import ENGINES, TENSORFLOW, TORCH
 from allranks.errors import ProgramError, RequestError
 from allranks.job.run_folder import read_rows
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.start import Result
 from allranks.programs.digits_data import TRAINING, digits
 from allranks.programs.readers.images import write_idx
-from conftest import MODULES, Train
+from conftest import Train
 
 BITWISE = {"engine": "torch", "bitwise": True, "steps": 8}
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    """A fork server that has imported Keras once, as one does for a Keras program."""
-    keras = ENGINES[TORCH].guests[TENSORFLOW].preload
-    with ForkServer((*MODULES, keras, "keras_twins")) as running:
-        yield running
+@pytest.fixture
+def server(keras_server: ForkServer) -> ForkServer:
+    """The fork server that has imported Keras, in the place of the one without."""
+    return keras_server
 
 
 def difference(one: Result, other: Result) -> float:

@@ -16,7 +16,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from allranks.catalog import ENGINES, PROGRAMS, STRATEGIES, Engine
+from allranks.catalog import ENGINES, PROGRAMS, STRATEGIES, TORCH, Engine
 from allranks.errors import RequestError, nearest
 from allranks.strategies.resolve import card_of, engines_of
 
@@ -104,6 +104,17 @@ def check_installed(engine: str, program: str = "") -> None:
             why="it is an extra: who trains with torch alone installs nothing of it",
             do=f"pip install 'allranks[{needs.name}]'{others}",
         )
+
+
+def preload_for(program: str, engine: str = TORCH) -> tuple[str, ...]:
+    """Modules of ours that the fork server imports before it forks; never a user's file.
+
+    For a Keras task that trains with torch, Keras is among them: it is imported once for all ranks.
+    """
+    row = ENGINES[engine]
+    guest = row.guests.get(engine_of_program(program))
+    modules = (row.preload, row.worker, *((guest.preload,) if guest else ()))
+    return (*modules, PROGRAMS[program].partition(":")[0]) if program in PROGRAMS else modules
 
 
 def _not_there(engine: str, strategy: str) -> RequestError:

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from allranks.catalog import ENGINES, preload_for
+from allranks.catalog import ENGINES
 from allranks.checkpoint.folder import committed
 from allranks.errors import Interrupted, RequestError
 from allranks.job.config import Resolved
-from allranks.job.engines import check_installed
+from allranks.job.engines import check_installed, preload_for
 from allranks.job.job import Job
 from allranks.job.job_file import redacted
 from allranks.job.limits import checked

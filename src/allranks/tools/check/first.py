@@ -35,10 +35,11 @@ from typing import Any
 
 import psutil
 
-from allranks.catalog import ENGINES, preload_for
+from allranks.catalog import ENGINES
 from allranks.checkpoint.files import as_json, write_whole
 from allranks.errors import Interrupted, NotEqual, ProgramError, RequestError, Stopped
 from allranks.job.config import Resolved
+from allranks.job.engines import preload_for
 from allranks.job.job import Job
 from allranks.job.place import LOCAL
 from allranks.job.program import State, changed_reads, environment_of

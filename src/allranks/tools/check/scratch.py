@@ -10,10 +10,10 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from allranks.catalog import ENGINES, preload_for
+from allranks.catalog import ENGINES
 from allranks.errors import Interrupted, ProgramError, RequestError, Stopped
 from allranks.job.config import Resolved
-from allranks.job.engines import trained_also_by
+from allranks.job.engines import preload_for, trained_also_by
 from allranks.job.job import Job
 from allranks.job.place import LOCAL
 from allranks.launcher.describe import describe

@@ -20,11 +20,11 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from allranks.catalog import TORCH, preload_for
+from allranks.catalog import TORCH
 from allranks.checkpoint.files import as_json, write_whole
 from allranks.errors import AllranksError, Interrupted, ProgramError, RequestError, Stopped
 from allranks.job.config import Resolved, resolve
-from allranks.job.engines import check_installed
+from allranks.job.engines import check_installed, preload_for
 from allranks.launcher.describe import answer_of_process
 from allranks.launcher.nodes.facts import facts
 from allranks.launcher.nodes.join import Rendezvous
