@@ -35,6 +35,11 @@ class Fault:
     """Which look finds it: float64 on 2 ranks, or on 3 ranks."""
     program: str = "digits"
 
+    @property
+    def steps(self) -> int:
+        """The step that shows it is the last."""
+        return max(2, self.step + 1)
+
 
 RANKS = "(torch.distributed.is_initialized() and torch.distributed.get_world_size() or 1)"
 FAULTS = {
@@ -482,8 +487,8 @@ def check_in_a_copy(
     if fault is not None:
         text = (copy / fault.file).read_text()
         (copy / fault.file).write_text(text.replace(fault.line, fault.becomes))
-    program = fault.program if fault else "digits"
-    words = ("check", program, "--ranks", "2", "--steps", "7", "--json")
+    program, steps = (fault.program, fault.steps) if fault else ("digits", 7)
+    words = ("check", program, "--ranks", "2", "--steps", str(steps), "--json")
     options = fault.options if fault else ()
     launch = host.launch(folder, *words, *options, source=str(copy.parent))
     code = launch.wait()
@@ -534,7 +539,7 @@ def test_the_precision_of_the_job_is_looked_at_as_closely_as_float32(
     name: str, precision: str, host: Host, tmp_path: Path
 ) -> None:
     planted = IN_32_BITS_ONLY[name]
-    fault = dataclasses.replace(planted, options=("--precision", precision, "--steps", "2"))
+    fault = dataclasses.replace(planted, options=("--precision", precision))
     code, found, sentences = check_in_a_copy(host, tmp_path, fault)
     assert code == 5, sentences
     first = found["first_difference"]
@@ -547,7 +552,7 @@ def test_the_precision_of_the_job_is_looked_at_as_closely_as_float32(
 @pytest.mark.slow
 def test_bits_are_looked_at_where_they_are_asked_for(host: Host, tmp_path: Path) -> None:
     planted = FAULTS["one stream for all ranks"]
-    options = ("--ranks", "3", "--bitwise", "--steps", "2")
+    options = ("--ranks", "3", "--bitwise")
     good = dataclasses.replace(planted, becomes=planted.line, options=options)
     code, found, sentences = check_in_a_copy(host, tmp_path / "good", good)
     assert code == 0, sentences
