@@ -19,14 +19,16 @@ FP64: dict[str, Any] = {"precision": "fp64", "steps": STEPS}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
+@pytest.mark.cases(
     ("task", "strategy", "ranks", "how"),
     [
-        ("Gated", "tensor:sequence=yes", 2, {}),
         ("Gated", "tensor:sequence=yes", 4, {}),
-        ("Odd", "tensor:data=2,sequence=yes", 4, {"micro_batch": 2}),
         ("Odd", "tensor:sequence=yes", 4, {"activation_checkpointing": True}),
         ("Gated", "tensor:sequence=yes", 2, {"activation_checkpointing": True, "micro_batch": 5}),
+    ],
+    exhaustive=[
+        ("Gated", "tensor:sequence=yes", 2, {}),
+        ("Odd", "tensor:data=2,sequence=yes", 4, {"micro_batch": 2}),
     ],
 )
 def test_equal_to_one_process(
@@ -42,12 +44,14 @@ def test_equal_to_one_process(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
+@pytest.mark.cases(
     ("task", "strategy", "ranks", "how"),
     [
         ("Scaled", "fsdp:tensor=2,sequence=yes", 4, {"micro_batch": 1}),
-        ("Gated", "fsdp:tensor=2,sequence=yes,reshard=no", 4, {}),
         ("Odd", "fsdp:tensor=4,sequence=yes", 4, {"activation_checkpointing": True}),
+    ],
+    exhaustive=[
+        ("Gated", "fsdp:tensor=2,sequence=yes,reshard=no", 4, {}),
     ],
 )
 def test_sharded_and_cut_is_equal_to_one_process(
@@ -63,18 +67,20 @@ def test_sharded_and_cut_is_equal_to_one_process(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
+@pytest.mark.cases(
     ("task", "strategy", "ranks", "how"),
     [
-        ("Scaled", "mesh:tensor=2,pipeline=2,sequence=yes", 4, {}),
         ("Gated", "mesh:data=2,tensor=2,sequence=yes", 4, {"micro_batch": 2}),
-        ("Scaled", "mesh:data=2,tensor=2,pipeline=2,sequence=yes,schedule=gpipe", 8, {}),
         (
             "Scaled",
             "mesh:tensor=2,pipeline=2,sequence=yes,schedule=interleaved(chunks=2)",
             4,
             {"activation_checkpointing": True},
         ),
+    ],
+    exhaustive=[
+        ("Scaled", "mesh:tensor=2,pipeline=2,sequence=yes", 4, {}),
+        ("Scaled", "mesh:data=2,tensor=2,pipeline=2,sequence=yes,schedule=gpipe", 8, {}),
     ],
 )
 def test_stages_that_are_cut_are_equal_to_one_process(
@@ -134,7 +140,7 @@ def test_blocks_keep_their_share_of_activations(on_ranks: Callable[..., Any]) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["Gated", "Odd"])
+@pytest.mark.cases("task", ["Gated"], exhaustive=["Odd"])
 def test_checkpoints_cross_over(task: str, train: Train, references: dict[str, Any]) -> None:
     """In parts of sequences on 2 ranks, one process, a product on 4, in parts on 4: 10 steps."""
     _, weights = reference_for(task, train, references, "sequence_tasks")
@@ -174,8 +180,12 @@ def test_a_checkpoint_keeps_the_bits(train: Train) -> None:
 @pytest.mark.slow
 @pytest.mark.cases(
     ("strategy", "ranks"),
-    [("tensor:sequence=yes", 2), ("fsdp:tensor=2,sequence=yes", 4)],
-    exhaustive=[("tensor:data=2,sequence=yes", 4), ("mesh:data=2,tensor=2,sequence=yes", 4)],
+    [("tensor:sequence=yes", 2)],
+    exhaustive=[
+        ("fsdp:tensor=2,sequence=yes", 4),
+        ("tensor:data=2,sequence=yes", 4),
+        ("mesh:data=2,tensor=2,sequence=yes", 4),
+    ],
 )
 def test_check_calls_it_equal(strategy: str, ranks: int, check: Check) -> None:
     verdict = check("sequence_tasks:Gated", strategy=strategy, ranks=ranks)

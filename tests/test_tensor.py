@@ -106,8 +106,9 @@ CUT_EVERYWHERE = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "ranks"), CUT_EVERYWHERE)
-@pytest.mark.parametrize("task", ["Looks", "Derives", "Padded"])
+@pytest.mark.thinned(
+    1, ("strategy,ranks", CUT_EVERYWHERE), ("task", ["Looks", "Derives", "Padded"])
+)
 def test_user_code_meets_whole_weights_whichever_way_it_takes(
     task: str, strategy: str, ranks: int, train: Train, references: dict[str, Any]
 ) -> None:

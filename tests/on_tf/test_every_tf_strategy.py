@@ -22,7 +22,7 @@ from tf_runs import difference, events, rows, weights
 pytestmark = pytest.mark.slow
 
 TOLERANCE = 1e-10
-STEPS = 50
+STEPS = 15  # three epochs
 JOINED: list[dict[str, Any]] = [
     {"strategy": "mirrored:replicas=2"},
     {"strategy": "mirrored:replicas=3"},
