@@ -251,8 +251,13 @@ def test_the_faults_can_be_planted_and_most_were_met_in_public() -> None:
         assert text.count(planted.fault.line) == 1, name
 
 
+ONE_FOR_EACH_CAUSE = list({fault.cause: name for name, fault in PLANTED.items()}.values())
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.cases(
+    "name", ONE_FOR_EACH_CAUSE, exhaustive=sorted(PLANTED.keys() - ONE_FOR_EACH_CAUSE)
+)
 def test_the_cause_of_a_planted_fault(name: str, host: Host, tmp_path: Path) -> None:
     planted = PLANTED[name]
     code, found, sentences = check_in_a_copy(host, tmp_path, planted.fault)
