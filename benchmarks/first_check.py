@@ -4,8 +4,8 @@
     python benchmarks/first_check.py --sound 200
     python benchmarks/first_check.py --cost
 
-`--silent` trains the tasks of tests/silent_tasks.py that follow the ranks, each under strategies
-that cut the model. Counted is what came of each: stopped before the first update (exit code 5, or
+`--silent` trains the tasks of tests/tasks/silent_tasks.py that follow the ranks, each under
+strategies that cut the model. Counted is what came of each: stopped before the first update (exit code 5, or
 refused), named by the witness and not proved, or proved; of those that were proved the weights
 after some steps are compared with one process, and one that differs was missed. `--sound` draws
 correct combinations as fuzz.py does, and counts those that are stopped. `--cost` times the start
@@ -28,7 +28,7 @@ from harness import RECORDS, difference_us, finish_record, order_of, say, start_
 from safetensors.numpy import load_file
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = [str(ROOT / "tests"), str(Path(__file__).resolve().parent / "fuzzing")]
+ROOMS = [str(ROOT / "tests" / "tasks"), str(Path(__file__).resolve().parent / "fuzzing")]
 sys.path[:0] = ROOMS
 
 from draw import drawn  # noqa: E402

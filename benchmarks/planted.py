@@ -23,7 +23,7 @@ from typing import Any
 from harness import RECORDS, finish_record, say, start_record
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = [str(ROOT / "tests"), str(Path(__file__).resolve().parent / "fuzzing")]
+ROOMS = [str(ROOT / "tests" / "tasks"), str(Path(__file__).resolve().parent / "fuzzing")]
 sys.path[:0] = ROOMS
 
 from draw import Combination, drawn  # noqa: E402

@@ -49,8 +49,10 @@ from allranks.launcher.supervisor import Ended, supervise
 from launch_host import Host
 from tiers import MARKERS, TIERS, parametrize, slow_ones
 
-ROOT = Path(__file__).parent.parent
-os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # so that ranks can import test workers
+TESTS = Path(__file__).parent
+ROOT, TASKS = TESTS.parent, TESTS / "tasks"
+# so that ranks can import tasks and workers
+os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (TESTS, TASKS, TESTS / "workers")))
 _AROUND = os.environ.setdefault("ALLRANKS_TESTS_IN", tempfile.gettempdir())  # of all workers
 tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="allranks-tests-", dir=_AROUND)
 if "ALLRANKS_TESTS_CACHE" not in os.environ:  # first checks that have passed, of all workers

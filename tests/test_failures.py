@@ -34,6 +34,7 @@ from allranks.launcher.processes import leftovers
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.linux import started_at, state_of
 from allranks.launcher.start import Result, run_job
+from conftest import TASKS
 from launch_host import NOTHING_LEFT_S, Host, Launch, until
 
 STEPS = 12
@@ -329,7 +330,7 @@ def test_one_collective_more_is_told_with_its_rank_and_line(
     )
     assert any("1" in (who, than) for who, _, than, _ in told)
     found = re.findall(r"([^\s\"]*failure_tasks.py)\"?,? line \d+,? in (\w+)", text)
-    assert (str(Path(__file__).with_name("failure_tasks.py")), "loss") in found
+    assert (str(TASKS / "failure_tasks.py"), "loss") in found
 
 
 @pytest.mark.slow(but=1)
@@ -342,7 +343,7 @@ def test_gloo_s_words_of_one_collective_more_stand_in_the_report(
     assert "killed by SIGABRT: " in text and "Received data size doesn't match" in text
     assert "no traceback" not in text and "Extension" not in text
     found = re.findall(r"rank (\d) called it: (\S+) line \d+ in (\w+)", text)
-    assert found == [("1", str(Path(__file__).with_name("failure_tasks.py")), "loss")]
+    assert found == [("1", str(TASKS / "failure_tasks.py"), "loss")]
     assert text.startswith("rank 1 called a collective that the others did not at step ")
 
 

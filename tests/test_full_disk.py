@@ -16,11 +16,10 @@ from allranks.checkpoint import folder as room
 from allranks.errors import PlaceError, RequestError
 from allranks.job import run_folder
 from allranks.launcher.start import Result
-from conftest import Train
+from conftest import TASKS, Train
 
 OnRanks = Callable[..., Any]
 STEPS = 60
-TESTS = Path(__file__).parent
 WORDS = {
     "full_disk_tasks.py": ["--ranks", "2"],
     "tf_tasks.py": ["--engine", "tensorflow", "--threads", "1"],
@@ -38,7 +37,7 @@ def on_a_small_disk(on_ranks: OnRanks, tmp_path: Path) -> Callable[..., dict[str
             "options": options,
             "disk": str(tmp_path / "disk"),
             "told": str(tmp_path / "told.json"),
-            "program": f"{TESTS / file}:Filling",
+            "program": f"{TASKS / file}:Filling",
             "words": [*WORDS[file], "--steps", str(STEPS), "--log", "csv"],
             "variables": {"TMPDIR": str(elsewhere), "TEMP": str(elsewhere)},
         }

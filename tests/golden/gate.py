@@ -35,8 +35,9 @@ import torch
 from click.testing import CliRunner
 
 TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS)]
-os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), *filter(None, [os.getenv("PYTHONPATH")])])
+ROOMS = [str(TESTS), str(TESTS / "tasks")]
+sys.path[:0] = ROOMS
+os.environ["PYTHONPATH"] = os.pathsep.join([*ROOMS, *filter(None, [os.getenv("PYTHONPATH")])])
 
 from allranks.catalog import VERBS  # noqa: E402
 from allranks.cli.main import cli  # noqa: E402

@@ -14,7 +14,7 @@ from allranks.launcher.processes.process import VARIABLE, Process, check_hash_se
 from allranks.launcher.start import run_job
 from allranks.launcher.supervisor import supervise
 
-NAMED = f"{Path(__file__).parent.parent / 'set_tasks.py'}:Named"
+NAMED = f"{Path(__file__).parents[1] / 'tasks' / 'set_tasks.py'}:Named"
 
 
 def texts_in_a_set(path: str) -> int:

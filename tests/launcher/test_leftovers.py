@@ -192,7 +192,7 @@ def test_what_multiprocessing_keeps_for_a_rank_goes_with_it(
     monkeypatch.setenv("TMPDIR", str(short))  # the server's, and so that of what it starts
     log = tmp_path / "log"
     with ForkServer(()) as server:
-        environment = {"PYTHONPATH": str(Path(__file__).parent.parent)}
+        environment = {"PYTHONPATH": os.environ["PYTHONPATH"]}
         target = "launch_workers:keeps_sockets"
         server.spawn(Process(0, target, {"number": int(number)}, environment, log))
         deadline = time.monotonic() + 60

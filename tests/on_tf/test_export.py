@@ -16,10 +16,11 @@ from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.process import Process
 from allranks.launcher.supervisor import supervise
 from allranks.tools.keras_export import export_model
+from conftest import TASKS
 
 pytestmark = pytest.mark.slow
 
-PROGRAM = str(Path(__file__).parent.parent / "tf_export_tasks.py")
+PROGRAM = str(TASKS / "tf_export_tasks.py")
 Fork = Callable[[str, Any], None]
 
 

@@ -20,12 +20,12 @@ from allranks.launcher.processes.process import Process
 from allranks.launcher.signals import Signals
 from allranks.launcher.start import JobWatcher, Result, run_job
 from allranks.launcher.supervisor import supervise
-from conftest import Train
+from conftest import TASKS, Train
 from tf_runs import difference
 
 pytestmark = pytest.mark.slow
 
-TASKS = str(Path(__file__).parent.parent / "tf_tasks.py")
+TASK_FILE = str(TASKS / "tf_tasks.py")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -55,8 +55,8 @@ def test_one_worker_is_single(train_tf: Train, task: str, strategy: str) -> None
     """Of arrays that the worker holds, and of samples that the chief sends."""
     flags: dict[str, Any] = {"precision": "fp64", "steps": 50}
     settings = ("optimizer_name=Adam", "lr=0.01") if task == "Convolutions" else ()
-    alone = train_tf(f"{TASKS}:{task}", *settings, strategy="single", **flags)
-    served = train_tf(f"{TASKS}:{task}", *settings, strategy=strategy, **flags)
+    alone = train_tf(f"{TASK_FILE}:{task}", *settings, strategy="single", **flags)
+    served = train_tf(f"{TASK_FILE}:{task}", *settings, strategy=strategy, **flags)
     assert difference(served, alone) < 1e-10
     rows = [list(read_rows(one.run_dir / "metrics.jsonl")) for one in (served, alone)]
     for ours, theirs in zip(*rows, strict=True):
@@ -101,7 +101,7 @@ def test_a_row_that_a_dead_worker_kept_is_made_again(tf_server: ForkServer, tmp_
 def test_a_server_that_dies_ends_the_attempt_and_the_next_goes_on(train_tf: Train) -> None:
     """With variables that are cut over two servers, of which the checkpoint knows nothing."""
     done = train_tf(
-        f"{TASKS}:Dense",
+        f"{TASK_FILE}:Dense",
         "optimizer_name=Adam",
         "lr=0.01",
         strategy="parameter-server:servers=2,partition=min-size,part_kb=0.5",
@@ -138,7 +138,7 @@ def test_a_server_that_dies_ends_the_attempt_and_the_next_goes_on(train_tf: Trai
 def test_a_job_without_a_worker_is_over(train_tf: Train, tmp_path: Path) -> None:
     with pytest.raises(ProgramError) as failed:
         train_tf(
-            f"{TASKS}:Dense",
+            f"{TASK_FILE}:Dense",
             strategy="parameter-server",
             ranks=2,
             steps=100_000,
@@ -164,13 +164,13 @@ def test_one_that_is_asked_to_stop_leaves_nothing_under_way(
         if any(int(row["step"]) > 20 for row in read_rows(run_dir / "metrics.jsonl")):
             signals.reason = "SIGTERM"
 
-    resolved = resolve(f"{TASKS}:Dense", {**flags, "steps": 10**6})
+    resolved = resolve(f"{TASK_FILE}:Dense", {**flags, "steps": 10**6})
     with pytest.raises(Stopped, match="which is committed"):
         run_job(resolved, tf_server, JobWatcher(tick=tick), signals)
     (stopped,) = [event for event in named(run_dir, "stopped") if event["rank"] == 0]
     at = int(stopped["step"])
     assert at > 20 and stopped["checkpoint"]
-    done = train_tf(f"{TASKS}:Dense", **flags, steps=at + 20)
+    done = train_tf(f"{TASK_FILE}:Dense", **flags, steps=at + 20)
     assert done.summary["resumed_from_step"] == at
     assert steps_of(done) == list(range(at + 20))
 
@@ -180,7 +180,7 @@ def test_one_that_is_asked_to_stop_leaves_nothing_under_way(
 
 def test_a_step_that_goes_bad_is_skipped_where_it_is(train_tf: Train) -> None:
     done = train_tf(
-        f"{TASKS}:Dense",
+        f"{TASK_FILE}:Dense",
         strategy="parameter-server",
         ranks=2,
         steps=12,
@@ -195,7 +195,7 @@ def test_a_step_that_goes_bad_is_skipped_where_it_is(train_tf: Train) -> None:
 
 def test_what_is_wrong_with_a_task_is_told_as_everywhere(train_tf: Train) -> None:
     with pytest.raises(RequestError, match="it takes no mean"):
-        train_tf(f"{TASKS}:Mean", strategy="parameter-server", ranks=2)
+        train_tf(f"{TASK_FILE}:Mean", strategy="parameter-server", ranks=2)
 
 
 # --- what is refused ------------------------------------------------------------------------

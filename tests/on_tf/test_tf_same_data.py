@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from allranks.errors import RequestError
-from conftest import Train
+from conftest import TASKS, Train
 
 pytestmark = pytest.mark.slow
 
-TASK = f"{Path(__file__).parent.parent / 'tf_tasks.py'}:Differs"
+TASK = f"{TASKS / 'tf_tasks.py'}:Differs"
 
 
 @pytest.mark.parametrize(

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
+from data_tasks import OnceMore
 
 from allranks.errors import RequestError
 from allranks.job.run_folder import read_events
-from conftest import Train
-from data_tasks import OnceMore
+from conftest import TASKS, Train
 
-TASKS = Path(__file__).parent.parent / "data_tasks.py"
+TASK_FILE = TASKS / "data_tasks.py"
 
 
 def digests(
     train: Train, task: str, ranks: tuple[int, ...] = (1, 2, 3), **flags: object
 ) -> set[str]:
     return {
-        str(train(f"{TASKS}:{task}", ranks=n, steps=7, **flags).summary["weights_sha256"])
+        str(train(f"{TASK_FILE}:{task}", ranks=n, steps=7, **flags).summary["weights_sha256"])
         for n in ranks
     }
 
@@ -35,7 +33,7 @@ def test_without_bits_the_same_is_drawn(train: Train, task: str) -> None:
     """In float64, and each shard goes through the model alone where collate draws."""
     losses = []
     for ranks in (1, 2, 4):
-        result = train(f"{TASKS}:{task}", ranks=ranks, steps=7, precision="fp64")
+        result = train(f"{TASK_FILE}:{task}", ranks=ranks, steps=7, precision="fp64")
         losses.append(result.summary["train_loss"])
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-12)
 
@@ -50,7 +48,7 @@ def test_loader_processes_draw_the_same_in_collate(train: Train) -> None:
 @pytest.mark.slow
 def test_collate_that_draws_is_told(train: Train) -> None:
     for task, draws_in_evaluation in (("Evaluated", True), ("EvaluatedUnmasked", False)):
-        run = train(f"{TASKS}:{task}", ranks=2, steps=3, precision="fp64", witness="stop")
+        run = train(f"{TASK_FILE}:{task}", ranks=2, steps=3, precision="fp64", witness="stop")
         events = read_events(run.run_dir)
         (notes,) = [event["notes"] for event in events if event["event"] == "data_notes"]
         assert any("collate draws" in note for note in notes)
@@ -60,11 +58,11 @@ def test_collate_that_draws_is_told(train: Train) -> None:
 
 
 def test_a_generator_of_ones_own_is_told_and_keeps_no_bits(train: Train) -> None:
-    events = read_events(train(f"{TASKS}:Drawing", ranks=2, steps=1).run_dir)
+    events = read_events(train(f"{TASK_FILE}:Drawing", ranks=2, steps=1).run_dir)
     (notes,) = [event["notes"] for event in events if event["event"] == "data_notes"]
     assert any("NOT equal on another number of ranks" in note for note in notes)
     with pytest.raises(RequestError, match="generator of its own"):
-        train(f"{TASKS}:Drawing", ranks=1, steps=1, bitwise=True)
+        train(f"{TASK_FILE}:Drawing", ranks=1, steps=1, bitwise=True)
 
 
 @pytest.mark.slow

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
+from contract_tasks import made
 from torch.nn import functional as F
 
 from allranks.errors import ProgramError, RequestError
 from allranks.torch.witness.probing import digest_of, digest_of_rows
 from allranks.training.same_data import DIGEST_BYTES
-from conftest import Train
-from contract_tasks import made
+from conftest import TASKS, Train
 
-TASKS = Path(__file__).parent.parent / "data_tasks.py"
+TASK_FILE = TASKS / "data_tasks.py"
 
 
 @pytest.mark.slow(but=1)
@@ -30,13 +28,13 @@ TASKS = Path(__file__).parent.parent / "data_tasks.py"
 )
 def test_ranks_with_other_data_are_refused(train: Train, how: str, found: str) -> None:
     with pytest.raises(RequestError, match=found) as raised:
-        train(f"{TASKS}:Differs", f"how={how}", ranks=2, steps=2)
+        train(f"{TASK_FILE}:Differs", f"how={how}", ranks=2, steps=2)
     assert "do not cut it by rank" in raised.value.do
 
 
 @pytest.mark.slow
 def test_ranks_with_the_same_data_train(train: Train) -> None:
-    assert train(f"{TASKS}:Differs", "how=alike", ranks=3, steps=2).summary["steps"] == 2
+    assert train(f"{TASK_FILE}:Differs", "how=alike", ranks=3, steps=2).summary["steps"] == 2
 
 
 def test_large_tensors_are_told_apart_by_rows_that_are_evenly_apart() -> None:
@@ -54,12 +52,12 @@ def test_large_tensors_are_told_apart_by_rows_that_are_evenly_apart() -> None:
 def test_padding_without_weights_is_refused(train: Train, ranks: int) -> None:
     """On one rank too, where no two batches have the same width."""
     with pytest.raises((RequestError, ProgramError), match=r"and no weight\(batch\)"):
-        train(f"{TASKS}:Padded", ranks=ranks, steps=5)
+        train(f"{TASK_FILE}:Padded", ranks=ranks, steps=5)
 
 
 @pytest.mark.slow
 def test_padding_with_weights_and_one_width_without_train(train: Train) -> None:
-    padded = f"{TASKS}:Padded"
+    padded = f"{TASK_FILE}:Padded"
     results = [
         train(padded, "weighted=true", ranks=n, steps=5, precision="fp64") for n in (1, 2, 4)
     ]
@@ -70,9 +68,9 @@ def test_padding_with_weights_and_one_width_without_train(train: Train) -> None:
 
 def test_what_cross_entropy_ignores_is_not_divided_by_in_silence(train: Train) -> None:
     with pytest.raises(RequestError, match="targets of -100"):
-        train(f"{TASKS}:Padded", "width=12", "ignored=-100", ranks=1, steps=2)
+        train(f"{TASK_FILE}:Padded", "width=12", "ignored=-100", ranks=1, steps=2)
     settings = ("width=12", "ignored=-100", "weighted=true")
-    assert train(f"{TASKS}:Padded", *settings, ranks=2, steps=2).summary["steps"] == 2
+    assert train(f"{TASK_FILE}:Padded", *settings, ranks=2, steps=2).summary["steps"] == 2
 
 
 @pytest.mark.parametrize("ignore", [False, True])

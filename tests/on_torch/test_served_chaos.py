@@ -52,7 +52,7 @@ def disturbed(folder: Path, mode: str, who: str) -> tuple[dict[str, Any], int]:
     for rank in ROLES["worker"]:
         command += ["--inject", f"slow@rank={rank},seconds={step_s},attempt=-1"]
     chance, killed = random.Random(DEATHS), 0
-    here = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    here = dict(os.environ)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=here) as launch:
         while launch.poll() is None and killed < DEATHS:
             if not (folder / "metrics.jsonl").exists():
@@ -145,7 +145,7 @@ def test_a_signal_loses_no_row_of_a_step_that_is_in_the_weights(tmp_path: Path, 
     ]
     for rank in (2, 3, 4):
         command += ["--inject", f"slow@rank={rank},seconds={STEP_S}"]
-    here = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    here = dict(os.environ)
     with subprocess.Popen(command, stderr=subprocess.DEVNULL, env=here) as launch:
         while not (tmp_path / "metrics.jsonl").exists():
             assert launch.poll() is None
@@ -169,7 +169,7 @@ def test_a_worker_joins_again_after_strangers_have_come_and_gone(tmp_path: Path)
     ]
     for rank in (2, 3):
         command += ["--inject", f"slow@rank={rank},seconds={STEP_S},attempt=-1"]
-    here = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    here = dict(os.environ)
     with subprocess.Popen(command, stderr=subprocess.DEVNULL, env=here) as launch:
         ports: dict[Path, list[int]] = {}
         while len(ports) < 2 or joined(tmp_path) < 2:

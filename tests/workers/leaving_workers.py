@@ -1,0 +1,55 @@
+"""What runs in the ranks of the tests of leaving: trainers one after the other, and failures."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import trainer_tasks
+
+from allranks.job.job import Job
+from allranks.launcher.world import World
+from allranks.torch.trainer import Trainer
+
+
+def one_after_the_other(argument: dict[str, Any]) -> int:
+    """Rank 0 leaves a second after rank 1, which joins again at once."""
+    os.environ.pop("ALLRANKS_STORE")
+    os.environ.update(argument)
+    for _ in range(3):
+        with Trainer(trainer_tasks.Worse(), Job(strategy="ddp")) as trainer:
+            trainer.step(next(iter(trainer.batches())))
+            if World.from_environment().is_leader:
+                time.sleep(1.0)
+    return 0
+
+
+def all_leave_before_any_joins_again(folder: str) -> int:
+    """Between two trainings no rank has a process group, and all of them know it."""
+    world = World.from_environment()
+    for number in range(2):
+        with Trainer(trainer_tasks.Worse(), Job(strategy="ddp")) as trainer:
+            trainer.step(next(iter(trainer.batches())))
+        del trainer
+        gc.collect()
+        Path(folder, f"{number}-{world.rank}").touch()
+        while len(list(Path(folder).glob(f"{number}-*"))) < world.size:
+            time.sleep(0.01)
+        assert Path(world.store).exists(), "who joins now writes where the others will not look"
+    return 0
+
+
+def fail_during_a_save(argument: dict[str, Any]) -> int:
+    """This rank fails while its checkpoint waits for the other rank, as if it had gone."""
+    never = threading.Event()
+    with suppress(ZeroDivisionError), Trainer(trainer_tasks.Worse(), Job(**argument)) as trainer:
+        assert trainer._saving is not None
+        trainer._saving.checkpointer.writers.thread.start(lambda: never.wait() and None)
+        raise ZeroDivisionError
+    never.set()
+    return 0
