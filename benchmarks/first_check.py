@@ -5,12 +5,11 @@
     python benchmarks/first_check.py --cost
 
 `--silent` trains the tasks of tests/tasks/silent_tasks.py that follow the ranks, each under
-strategies that cut the model. Counted is what came of each: stopped before the first update (exit code 5, or
-refused), named by the witness and not proved, or proved; of those that were proved the weights
-after some steps are compared with one process, and one that differs was missed. `--sound` draws
-correct combinations as fuzz.py does, and counts those that are stopped. `--cost` times the start
-of `allranks train` with a check, with one that has passed before, and with none.
-"""
+strategies that cut the model. Counted is what came of each: stopped before the first update (exit
+code 5, or refused), named by the witness and not proved, or proved; of those that were proved the
+weights after some steps are compared with one process, and one that differs was missed. `--sound`
+draws correct combinations as fuzz.py does, and counts those that are stopped. `--cost` times the
+start of `allranks train` with a check, with one that has passed before, and with none."""
 
 from __future__ import annotations
 

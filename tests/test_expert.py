@@ -142,17 +142,20 @@ def test_a_mixture_that_cannot_be(wrong: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
+@pytest.mark.cases(
     ("task", "strategy", "ranks", "settings", "job"),
     [
-        ("Alike", "expert", 3, [], {}),
         ("Alike", "expert", 4, ["only_experts=true"], {}),
-        ("Averaged", "expert", 4, [], {"micro_batch": 3}),
         ("Averaged", "expert:replicas=2", 4, ["over=sample"], {"micro_batch": 2}),
         ("Averaged", "expert", 3, ["over=sample"], {"micro_batch": 1, **RECOMPUTE}),
+        ("OverBatch", "expert", 3, ["clip_norm=0.05"], {}),
+        ("Streamed", "expert", 3, [], {}),
+    ],
+    exhaustive=[
+        ("Alike", "expert", 3, [], {}),
+        ("Averaged", "expert", 4, [], {"micro_batch": 3}),
         ("OverBatch", "expert", 8, ["clip_norm=0.05"], {}),
         ("OverBatch", "expert", 3, ["over=sample"], {"micro_batch": 2}),
-        ("Streamed", "expert", 3, [], {}),
         ("Streamed", "expert:replicas=2", 8, [], {}),
     ],
 )

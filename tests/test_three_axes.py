@@ -110,7 +110,7 @@ def test_the_busiest_rank_sends_what_the_card_says_and_each_holds_its_part(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["Stack", "Letters"])
+@pytest.mark.cases("task", ["Letters"], exhaustive=["Stack"])
 def test_checkpoints_cross_over(task: str, train: Train, alone: dict[str, Any]) -> None:
     """Whole, cut and staged, cut, staged, and on one process: 10 steps of one, and its average."""
     _, (weights, average) = reference(task, train, alone, "ema=0.9")
@@ -156,7 +156,7 @@ def test_a_checkpoint_keeps_the_bits_of_weights_and_optimizer(train: Train) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "ranks"), [("mesh:tensor=2,pipeline=2", 4), (ALL, 8)])
+@pytest.mark.cases(("strategy", "ranks"), [("mesh:tensor=2,pipeline=2", 4)], exhaustive=[(ALL, 8)])
 def test_check_calls_it_equal(strategy: str, ranks: int, check: Check) -> None:
     verdict = check("mesh_tasks:Letters", strategy=strategy, ranks=ranks)
     assert verdict.equal, str(verdict)

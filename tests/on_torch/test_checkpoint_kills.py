@@ -51,10 +51,13 @@ def processes(ranks: int, name: str, argument: Any, folder: Path, store: str) ->
 
 
 @pytest.mark.slow(but=1)
-@pytest.mark.parametrize("blocking", [True, False])
-@pytest.mark.parametrize(
-    ("point", "rank"),
-    [*((point, rank) for point in POINTS for rank in (0, 1)), *((p, 0) for p in LEADER_POINTS)],
+@pytest.mark.thinned(
+    1,
+    ("blocking", [True, False]),
+    (
+        "point,rank",
+        [*((point, rank) for point in POINTS for rank in (0, 1)), *((p, 0) for p in LEADER_POINTS)],
+    ),
 )
 def test_a_kill_at_any_point(
     savers: ForkServer, tmp_path: Path, point: str, rank: int, blocking: bool
