@@ -9,7 +9,8 @@ strategies that cut the model. Counted is what came of each: stopped before the 
 code 5, or refused), named by the witness and not proved, or proved; of those that were proved the
 weights after some steps are compared with one process, and one that differs was missed. `--sound`
 draws correct combinations as fuzz.py does, and counts those that are stopped. `--cost` times the
-start of `allranks train` with a check, with one that has passed before, and with none."""
+start of `allranks train` with a check, with one that has passed before, and with none.
+"""
 
 from __future__ import annotations
 
