@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from data_tasks import OnceMore
 
 from allranks.errors import RequestError
 from allranks.job.run_folder import read_events
 from conftest import TASKS, Train
+from data_tasks import OnceMore
 
 TASK_FILE = TASKS / "data_tasks.py"
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from contract_tasks import made
 from torch.nn import functional as F
 
 from allranks.errors import ProgramError, RequestError
 from allranks.torch.witness.probing import digest_of, digest_of_rows
 from allranks.training.same_data import DIGEST_BYTES
 from conftest import TASKS, Train
+from contract_tasks import made
 
 TASK_FILE = TASKS / "data_tasks.py"
 

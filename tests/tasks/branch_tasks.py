@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import contract_workers
 import torch
-from contract_tasks import Images, Plain
 from torch import Tensor, nn
+
+import contract_workers
+from contract_tasks import Images, Plain
 
 WIDTH = 6
 

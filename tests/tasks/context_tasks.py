@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import tensor_tasks
 import torch
-from contract_tasks import SAMPLES, Sentences
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
 
+import tensor_tasks
 from allranks.programs.models.gpt import Block, GPTShape, gpt
 from allranks.torch import MixtureOfExperts
 from allranks.training.callback import Callback
+from contract_tasks import SAMPLES, Sentences
 
 __all__ = ["Sentences"]
 

@@ -8,17 +8,17 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-import contract_tasks
 import numpy as np
 import torch
-from contract_tasks import SAMPLES, made
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler
 
+import contract_tasks
 from allranks.torch import Task
 from allranks.training.callback import Callback
+from contract_tasks import SAMPLES, made
 
 
 class Rows:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from contract_tasks import Words
 from torch import nn
 
 from allranks.programs.clicks import ClickThrough
+from contract_tasks import Words
 
 
 @dataclass(kw_only=True)

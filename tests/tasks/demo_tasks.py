@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import contract_tasks
 from torch import nn
 from torch.optim import SGD, Optimizer
 
+import contract_tasks
 from allranks.programs.digits import Digits
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from contract_tasks import SAMPLES, Mixture, UnevenStream, made
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from allranks.torch import MixtureOfExperts, Task
 from allranks.torch.optimizers.layerwise import LAMB
+from contract_tasks import SAMPLES, Mixture, UnevenStream, made
 
 WIDTH, HIDDEN, EXPERTS = 6, 8, 12
 

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bad_tasks import Good
 from torch import Tensor
+
+from bad_tasks import Good
 
 FOREVER_S = 600
 GUILTY = "1"  # the rank that does it

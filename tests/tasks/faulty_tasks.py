@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import contract_tasks
 from torch import Tensor
 from torch.nn import functional as F
+
+import contract_tasks
 
 
 class OwnTokens(contract_tasks.Words):

@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import contract_tasks
 import torch
-from contract_tasks import SAMPLES, made
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
+
+import contract_tasks
+from contract_tasks import SAMPLES, made
 
 
 class Lengths(Sampler[list[int]]):

@@ -8,21 +8,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import contract_tasks
 import pytest
 import torch
-from contract_tasks import SAMPLES
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 
+import contract_tasks
 from allranks.errors import BadStep
 from allranks.job.job import Job
 from allranks.launcher.world import World
 from allranks.strategies.shards import even_sizes, owned_shards
 from allranks.torch import Trainer
 from allranks.training.order import Order
+from contract_tasks import SAMPLES
 
 BAD = 40  # the sample that goes bad
 KINDS = {"nan": float("nan"), "inf": float("inf"), "gradient": 0.0, "none": 1.0}

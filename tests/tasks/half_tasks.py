@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from contract_tasks import Plain
 from torch import Tensor
+
+from contract_tasks import Plain
 
 
 class Steep(Plain):

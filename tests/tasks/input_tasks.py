@@ -7,11 +7,12 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-import contract_tasks
 import numpy as np
 import torch
-from contract_tasks import SAMPLES
 from torch import Tensor
+
+import contract_tasks
+from contract_tasks import SAMPLES
 
 FORK = multiprocessing.get_context("fork")
 

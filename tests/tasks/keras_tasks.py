@@ -18,7 +18,6 @@ os.environ["KERAS_HOME"] = str(Path(tempfile.gettempdir()) / "keras")
 import keras
 import pytest
 import torch
-from contract_tasks import made
 from keras import layers
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -27,6 +26,7 @@ from torch.optim import SGD, Optimizer
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.torch import Task, Trainer
+from contract_tasks import made
 
 SHAPES = {
     "conv/kernel": (3, 3, 2, 5),

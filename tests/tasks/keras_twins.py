@@ -17,7 +17,6 @@ import keras
 import numpy as np
 import pytest
 import torch
-from contract_tasks import made
 from keras import layers
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -33,6 +32,7 @@ from allranks.tensorflow import Task
 from allranks.torch import Trainer
 from allranks.torch.model.weights import weights_sha256
 from allranks.training.order import Order
+from contract_tasks import made
 
 STEPS = 50
 MOMENTUM = 0.9

@@ -6,12 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import contract_workers
-import tensor_tasks
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import contract_workers
+import tensor_tasks
 from allranks.torch import Trainer
 
 __all__ = ["Letters", "Planned", "Stack"]

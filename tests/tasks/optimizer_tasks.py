@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from contract_tasks import Images
 from torch import nn
 from torch.optim import Optimizer
 
 from allranks.torch.optimizers.layerwise import LAMB, LARS
 from allranks.training.schedules import linear_scaling, polynomial, product
+from contract_tasks import Images
 
 
 @dataclass(kw_only=True)

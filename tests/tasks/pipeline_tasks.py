@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import contract_tasks
-import contract_workers
 import torch
-from contract_tasks import SAMPLES, Images, Pairs, Pictures, Sentences, Uneven
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import contract_tasks
+import contract_workers
 from allranks.job.job import Job
 from allranks.launcher.world import World
 from allranks.torch import Trainer
+from contract_tasks import SAMPLES, Images, Pairs, Pictures, Sentences, Uneven
 
 __all__ = ["Experts", "Images", "Pairs", "Pictures", "Sentences", "Uneven", "Words"]
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import contract_tasks
 from torch import Tensor, nn
+
+import contract_tasks
 
 
 @dataclass(kw_only=True)

@@ -16,20 +16,20 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import contract_tasks
 import numpy as np
 import torch
-from contract_tasks import Images, Plain
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+import contract_tasks
 from allranks.job.job import Job
 from allranks.launcher.world import World
 from allranks.torch import Trainer
 from allranks.torch.model.weights import weights_sha256
 from allranks.training.callback import Callback
 from allranks.training.schedules import Plateau
+from contract_tasks import Images, Plain
 
 
 class ModedSGD(Optimizer):

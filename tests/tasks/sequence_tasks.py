@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from context_tasks import Odd, turned
-from contract_tasks import Sentences
-from pipeline_tasks import grouped
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
+
+from context_tasks import Odd, turned
+from contract_tasks import Sentences
+from pipeline_tasks import grouped
 
 __all__ = ["Odd", "Sentences"]
 PROVED = 4  # more passes than the proof makes

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from contract_tasks import made
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 
 from allranks.torch import Task
+from contract_tasks import made
 
 NAMES = [f"class {number}" for number in range(12)]
 

@@ -7,8 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import contract_workers
 import torch
+from torch import Tensor, nn
+
+import contract_workers
+import fake_reducer
+import fake_sharded
+from allranks.training.callback import Callback
 from contract_tasks import (
     Experts,
     Images,
@@ -22,11 +27,6 @@ from contract_tasks import (
     Words,
 )
 from deferred_tasks import OnMeta
-from torch import Tensor, nn
-
-import fake_reducer
-import fake_sharded
-from allranks.training.callback import Callback
 
 __all__ = [
     "Experts",

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from contract_workers import _trainer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -20,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from allranks.programs.models.gpt import GPTShape, gpt
 from allranks.strategies.card import Contents
 from allranks.torch import MixtureOfExperts, Task
+from contract_workers import _trainer
 
 WIDTH, SAMPLES = 256, 32
 ADAMW = 2  # bytes that it keeps for each byte of a weight

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from contract_tasks import SAMPLES, Words, made
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 
 from allranks.programs.models.gpt import GPTShape, gpt
 from allranks.torch import Task, cross_entropy
+from contract_tasks import SAMPLES, Words, made
 
 IN, HIDDEN, OUT = 6, 24, 6
 

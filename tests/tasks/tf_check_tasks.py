@@ -12,12 +12,12 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from tf_tasks import Convolutions, Dense
 
 from allranks.tensorflow import Task
 from allranks.tensorflow.build import value_of
 from allranks.training.callback import Callback
 from tf_faults import FAULTS, Fault
+from tf_tasks import Convolutions, Dense
 
 layers = keras.layers
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
+
 from tf_tasks import Dense, digits
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import keras
-from tf_tasks import Convolutions, Dense
 
 from allranks.job.job import Job
 from allranks.tensorflow.trainer import Trainer
+from tf_tasks import Convolutions, Dense
 
 
 def loop(argument: dict[str, Any]) -> None:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import contract_tasks
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
+import contract_tasks
 from allranks.job.job import Job
 from allranks.torch import Trainer
 from allranks.training.callback import Callback

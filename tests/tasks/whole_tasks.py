@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tensor_tasks import Stack
 from torch import nn
 from torch.optim import Adafactor, Muon, Optimizer
 
@@ -18,6 +17,7 @@ from allranks.torch import Trainer
 from allranks.torch.optimizers.layerwise import LAMB, LARS
 from allranks.torch.optimizers.rowwise_adagrad import RowwiseAdagrad
 from allranks.training.callback import Callback
+from tensor_tasks import Stack
 
 
 class ByGroup(Optimizer):

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from contract_tasks import made
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
@@ -21,6 +20,7 @@ from allranks.torch import Task, Trainer
 from allranks.torch.data.batch import Batch
 from allranks.training.callback import Callback
 from allranks.training.progress import StepResult
+from contract_tasks import made
 
 
 class _Scaled(nn.Module):

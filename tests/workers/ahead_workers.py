@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import contract_tasks
 import torch
-from guard_tasks import Counting
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.overrides import TorchFunctionMode
 
+import contract_tasks
 from allranks.job.job import Job
 from allranks.launcher.world import World
 from allranks.torch import Trainer
 from allranks.torch.step import in_flight as steps
 from allranks.training.progress import Progress, StepResult
+from guard_tasks import Counting
 
 WAITS = {
     *("item", "tolist", "cpu", "numpy", "nonzero", "equal", "allclose", "is_nonzero", "unique"),

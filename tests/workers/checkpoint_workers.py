@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from kinds_tasks import Rows
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -28,6 +27,7 @@ from allranks.strategies.mesh import Agreement
 from allranks.torch.checkpoint.saving import Saving, TorchCheckpointer
 from allranks.torch.comm.comm import CPU, Comm
 from allranks.torch.comm.join import join
+from kinds_tasks import Rows
 from small_disk import small_disk
 
 POINTS = ("save:snapshot", "save:write", "save:half", "save:fsync", "save:written")

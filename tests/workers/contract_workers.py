@@ -8,11 +8,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import contract_tasks
 import pytest
 import torch
 from safetensors.torch import save_file
 
+import contract_tasks
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.launcher.world import World

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from contract_tasks import Words
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -19,6 +18,7 @@ import fake_sharded
 from allranks.job.job import Job
 from allranks.programs.models.gpt import GPT, GPTShape
 from allranks.torch import Trainer
+from contract_tasks import Words
 
 SHAPE = GPTShape(vocabulary=8000, context=64, width=256, layers=14, heads=4)
 SLOW_S = 0.3  # of a constructor, in which another rank would begin if it could

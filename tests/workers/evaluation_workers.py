@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import contract_tasks
 import torch
 from torch import Tensor
 
+import contract_tasks
 from allranks.job.job import Job
 from allranks.torch import Trainer
 

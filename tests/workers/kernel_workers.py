@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import trainer_tasks
 
+import trainer_tasks
 from allranks.job.job import Job
 from allranks.torch.trainer import Trainer
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contract_tasks
 import torch
 
+import contract_tasks
 from allranks.job.job import Job
 from allranks.launcher.world import World
 from allranks.torch import Trainer

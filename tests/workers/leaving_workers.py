@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import trainer_tasks
-
 from allranks.job.job import Job
 from allranks.launcher.world import World
 from allranks.torch.trainer import Trainer

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import contract_tasks
 import pytest
 from torch import Tensor, nn
 
+import contract_tasks
 from allranks.errors import PeerLost, RequestError
 from allranks.job.job import Job
 from allranks.torch import Trainer

@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import contract_workers
 import pytest
 import torch
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
+import contract_workers
 from allranks.torch.comm.comm import Comm
 from allranks.torch.model.weights import weights_sha256
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import plain_tasks
 import pytest
 import torch
 
+import plain_tasks
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.launcher.world import World
