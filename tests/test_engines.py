@@ -15,7 +15,7 @@ from allranks.job.config import resolve
 from allranks.job.engines import check_installed, check_program, choose_engine, is_only_a_task
 from allranks.job.job import Job
 from allranks.job.limits import check_engine
-from allranks.strategies.torch_cards import CARDS
+from allranks.strategies.cards import CARDS
 from allranks.tools.check.scratch import check_that_it_traces
 
 KERAS = "from allranks.tensorflow import Task\n"

@@ -22,7 +22,7 @@ from allranks.job.job import Job
 from allranks.job.place import Placed
 from allranks.job.run_folder import JsonLines
 from allranks.launcher.world import World
-from allranks.strategies.cards.decoupled import SYNCHRONIZER
+from allranks.strategies.cards.learners import SYNCHRONIZER
 from allranks.strategies.cards.parameter_server import SCHEDULER, SERVER
 from allranks.strategies.roles import EVALUATOR, LEARNER, WORKER
 from allranks.torch.accelerator import peak_bytes, synchronize

@@ -16,7 +16,7 @@ from typing import Any
 
 from allranks.errors import RequestError
 from allranks.job.deepspeed.optimizers import optimizer_text, schedule_text
-from allranks.strategies.torch_cards import CARDS
+from allranks.strategies.cards import CARDS
 
 # --- batch ---------------------------------------------------------------------------------------
 # The three numbers that say how a global batch is cut: two of them give the third.

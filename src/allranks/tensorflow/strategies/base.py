@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from allranks.job.job import Job
 from allranks.launcher.world import World
 from allranks.strategies.card import Card, Workload
-from allranks.strategies.torch_cards import CARDS
+from allranks.strategies.cards import CARDS
 from allranks.tensorflow.built import BuiltKerasModel
 from allranks.tensorflow.comm import ReplicaComm
 from allranks.training.keras_task import Task
