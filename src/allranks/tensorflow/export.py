@@ -23,10 +23,10 @@ from allranks.checkpoint.tensors import TensorFiles
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.job.run_folder import JsonLines, rank_events_path
+from allranks.launcher.processes.process import exit_code_of, failure_of
 from allranks.tensorflow.build import set_weights
 from allranks.tensorflow.machine import set_arithmetic
 from allranks.training.keras_task import Task
-from allranks.training.record.failure import exit_code_of, failure_of
 from allranks.training.task_fields import task_of
 
 

@@ -36,7 +36,7 @@ from allranks.training.callback import Callback
 from allranks.training.keras_task import Task
 from allranks.training.rank_program import RankProgram, Role
 from allranks.training.record import trace
-from allranks.training.record.keeping import Keeping, write_where_room_is
+from allranks.training.record.logs import Keeping, write_where_room_is
 from allranks.training.task_fields import task_of
 
 # --- placement -----------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ from allranks.training.callback import Callback
 from allranks.training.keras_task import Task as KerasTask
 from allranks.training.progress import StepResult
 from allranks.training.rank_program import RankProgram, Role
-from allranks.training.record.keeping import Keeping
+from allranks.training.record.logs import Keeping
 from allranks.training.task_fields import task_of
 
 # --- measuring -----------------------------------------------------------------------------------
