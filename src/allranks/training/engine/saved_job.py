@@ -41,7 +41,8 @@ class SavedJob:
     @property
     def sources(self) -> list[Path]:
         """Where its checkpoint may lie, its own folder first."""
-        return sources_for(self.job)
+        own_folder, resumed = Path(self.job.run_dir) / CHECKPOINTS, self.job.resume
+        return [own_folder, *(checkpoint_folders(Path(resumed)) if resumed else [])]
 
     @property
     def rules(self) -> dict[str, Any]:
@@ -51,15 +52,26 @@ class SavedJob:
 
     def about(self, other_state: dict[str, Any], metrics: dict[str, float]) -> About:
         """The fields of a manifest besides the state; `other_state` has the progress."""
-        return about_of(self.task, self.job, other_state["progress"], self.facts(self.job), metrics)
+        of_job = {**self.job.to_data(), "task": redacted(plain_fields(self.task))}
+        return About(of_job, other_state["progress"], self.facts(self.job), metrics)
 
     def check(self, loaded: Loaded) -> ResumeChanges:
         """What has changed since; raises `RequestError` for the checkpoint of another job."""
-        return changes_since(loaded, self.task, self.job, self.facts(self.job), self.deciding)
+        saved, was = loaded.manifest, loaded.manifest.job
+        base = Base(loaded.path, False, was, was.get("task", {}))
+        of_job = {**changed(base, self.job), **changed_fields(base, plain_fields(self.task))}
+        facts = self.facts(self.job)
+        return ResumeChanges(of_job, differing(saved.facts, facts, self.deciding, self.job.bitwise))
 
     def check_not_asked_for(self) -> None:
         """No checkpoint holds: raise `RequestError` if the job says to start from one."""
-        check_not_asked_for(self.job)
+        if self.job.resume:
+            raise RequestError(
+                asked=f"--resume {self.job.resume}",
+                found="no checkpoint in it whose digests hold",
+                why="starting anew instead would pass over what was asked",
+                do="see `allranks checkpoints verify` for what is wrong with each",
+            )
 
     def resumed(self, loaded: Loaded, *, random_streams_restored: bool) -> None:
         """Tell that the training goes on; the leader calls this."""
@@ -212,38 +224,6 @@ class ResumeChanges:
     facts: dict[str, list[Any]]
 
 
-def sources_for(job: Job) -> list[Path]:
-    """Where the checkpoint of a job may lie: its own run folder first, then what it resumes."""
-    own_folder = Path(job.run_dir) / CHECKPOINTS
-    return [own_folder, *(checkpoint_folders(Path(job.resume)) if job.resume else [])]
-
-
-def about_of(
-    task: TaskFields,
-    job: Job,
-    progress: dict[str, Any],
-    facts: dict[str, Any],
-    metrics: dict[str, float],
-) -> About:
-    """What a checkpoint says of the job that makes it."""
-    of_job = {**job.to_data(), "task": redacted(plain_fields(task))}
-    return About(of_job, progress, facts, metrics)
-
-
-def changes_since(
-    loaded: Loaded, task: TaskFields, job: Job, facts: dict[str, Any], deciding: Iterable[str]
-) -> ResumeChanges:
-    """What has changed since a checkpoint was made; raises `RequestError` for another job.
-
-    `deciding` are the facts that decide which bits come out.
-    """
-    was = loaded.manifest.job
-    base = Base(loaded.path, False, was, was.get("task", {}))
-    fields = changed_fields(base, plain_fields(task))
-    of_job = {**changed(base, job), **fields}
-    return ResumeChanges(of_job, differing(loaded.manifest.facts, facts, deciding, job.bitwise))
-
-
 def differing(
     was: dict[str, Any], now: dict[str, Any], deciding: Iterable[str], bitwise: bool
 ) -> dict[str, list[Any]]:
@@ -277,14 +257,3 @@ def check_ends_later(job: Job, done: int, total: int | None) -> None:
         do=f"--steps {done} or more, or start at an earlier checkpoint in another folder: "
         "--resume RUN/checkpoints/step-…",
     )
-
-
-def check_not_asked_for(job: Job) -> None:
-    """No checkpoint is whole: raise `RequestError` if the job says to start from one."""
-    if job.resume:
-        raise RequestError(
-            asked=f"--resume {job.resume}",
-            found="no checkpoint in it whose digests hold",
-            why="starting anew instead would pass over what was asked",
-            do="see `allranks checkpoints verify` for what is wrong with each",
-        )
