@@ -179,12 +179,12 @@ REDUCERS = {
 }
 
 PLACES = {
-    "local": "allranks.launcher.places.local:ThisMachine",
+    "local": "allranks.launcher.places.base:ThisMachine",
     "hosts": "allranks.launcher.places.ssh:SshHosts",
     "simulated": "allranks.launcher.places.simulated:Simulated",
     "slurm": "allranks.launcher.places.slurm:SlurmJob",
 }
-BY_HAND = "allranks.launcher.places.manual:ManualNodes"
+BY_HAND = "allranks.launcher.places.ssh:ManualNodes"
 """Nodes that a user starts one by one: --rendezvous asks for them, and no name of --place."""
 
 PLACE_CHECK = "allranks.launcher.places.base:check_job"
