@@ -9,7 +9,7 @@ import pytest
 
 from allranks.checkpoint.folder import committed
 from allranks.checkpoint.format import read_manifest
-from allranks.checkpoint.tensors import TensorFiles
+from allranks.checkpoint.tensor_file import TensorFiles
 from conftest import Train
 
 CHAIN = [

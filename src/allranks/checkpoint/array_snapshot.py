@@ -19,8 +19,7 @@ from allranks.checkpoint.checkpointer import Planned
 from allranks.checkpoint.commit import Ranks
 from allranks.checkpoint.format import Manifest, SavedTensor, TensorBox, refused
 from allranks.checkpoint.newest import Loaded, is_below, values_of
-from allranks.checkpoint.tensor_file import FileTensor, lay_out
-from allranks.checkpoint.tensors import TensorFiles
+from allranks.checkpoint.tensor_file import FileTensor, TensorFiles, lay_out
 from allranks.errors import RequestError
 
 Array = NDArray[Any]

@@ -31,7 +31,7 @@ from allranks.tensorflow.build import (
     unique_names,
     values_of,
 )
-from allranks.tensorflow.built import BuiltKerasModel
+from allranks.tensorflow.strategies.base import BuiltKerasModel
 from allranks.training.engine.saved_job import SavedJob
 from allranks.training.keras_task import Task
 
