@@ -198,11 +198,11 @@ PROGRAMS = {
     "cifar10": "allranks.programs.cifar10:Cifar10",
     "clicks": "allranks.programs.clicks:ClickThrough",
     "digits": "allranks.programs.digits:Digits",
-    "digits-keras": "allranks.programs.digits_keras:DigitsKeras",
+    "digits-keras": "allranks.programs.keras_programs:DigitsKeras",
     "fashion": "allranks.programs.mnist:Fashion",
     "imagenet": "allranks.programs.imagenet:ImageNet",
     "mnist": "allranks.programs.mnist:Mnist",
-    "mnist-keras": "allranks.programs.mnist_keras:MnistKeras",
+    "mnist-keras": "allranks.programs.keras_programs:MnistKeras",
     "synthetic": "allranks.programs.synthetic:Synthetic",
     "text": "allranks.programs.text:Text",
 }

@@ -19,7 +19,7 @@ from allranks.job.run_folder import read_rows
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.start import Result
 from allranks.programs.digits_data import TRAINING, digits
-from allranks.programs.readers.images import write_idx
+from allranks.programs.readers.arrays import write_idx
 from conftest import MODULES, Train
 
 BITWISE = {"engine": "torch", "bitwise": True, "steps": 8}
