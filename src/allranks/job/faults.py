@@ -16,7 +16,6 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NoReturn
 
 from allranks.errors import RequestError, nearest
@@ -164,13 +163,3 @@ NODE_FAULTS = {
 MEND = "mend"
 """What undoes a `cut`: nobody asks for it by name."""
 REPEATED_KINDS = ("slow", "disk-full")
-
-
-def flip_bit(path: Path, byte: int) -> None:
-    """Flip the lowest bit of one byte of a file; a negative `byte` counts from its end."""
-    with open(path, "r+b") as file:
-        file.seek(byte, os.SEEK_END if byte < 0 else os.SEEK_SET)
-        where = file.tell()
-        value = file.read(1)[0]
-        file.seek(where)
-        file.write(bytes([value ^ 1]))

@@ -5,7 +5,6 @@ Network inputs are floats of mean 0 and deviation 1, per colour.
 
 from __future__ import annotations
 
-import gzip
 import math
 import struct
 from collections.abc import Sequence
@@ -95,17 +94,6 @@ def read_labelled(
     if not known.all():
         pixels, numbers = pixels[known], numbers[known]
     return pixels, numbers.astype(np.int64)
-
-
-def write_idx(path: str | Path, array: NDArray[Any]) -> None:
-    """Write an array as IDX; a name that ends in .gz is packed. Of whole numbers u1, i1, i2, i4."""
-    types = {np.dtype(kind).newbyteorder("="): number for number, kind in TYPES.items()}
-    number = types[array.dtype.newbyteorder("=")]
-    head = struct.pack(f">HBB{array.ndim}I", 0, number, array.ndim, *array.shape)
-    content = head + array.astype(TYPES[number]).tobytes()
-    Path(path).write_bytes(
-        gzip.compress(content, mtime=0) if str(path).endswith(".gz") else content
-    )
 
 
 def _magic(path: str | Path, head: bytes) -> tuple[np.dtype[Any], int]:
