@@ -53,9 +53,13 @@ from allranks.launcher.scripts.run import (
     run_dir_of,
     this_host,
 )
-from allranks.launcher.scripts.topology import DEFAULT_ROLE, parse_roles
+from allranks.launcher.scripts.topology import (
+    DEFAULT_FAMILIES,
+    DEFAULT_ROLE,
+    parse_families,
+    parse_roles,
+)
 from allranks.launcher.scripts.torchrun import FLAGS, TorchrunFlags, processes_from, understand
-from allranks.launcher.scripts.variables import DEFAULT_FAMILIES, parse_families
 from allranks.launcher.start import new_run_dir
 from allranks.launcher.world import Visible
 

@@ -15,10 +15,10 @@ from typing import Any
 import keras
 
 from allranks.checkpoint.array_snapshot import read_arrays
+from allranks.checkpoint.checkpointer import values_of
 from allranks.checkpoint.export import MODEL, check_free, refused
 from allranks.checkpoint.files import fsync_folder
 from allranks.checkpoint.format import read_manifest, unflatten
-from allranks.checkpoint.newest import values_of
 from allranks.checkpoint.tensor_file import TensorFiles
 from allranks.errors import RequestError
 from allranks.job.job import Job

@@ -18,8 +18,15 @@ from typing import Any
 
 from allranks.errors import RequestError, printable
 from allranks.job.job_file import HIDDEN, redacted
-from allranks.launcher.scripts.topology import DEFAULT_ROLE, Host, Topology, roles_as_text
-from allranks.launcher.scripts.variables import DEFAULT_FAMILIES, defaults_for, variables_for
+from allranks.launcher.scripts.topology import (
+    DEFAULT_FAMILIES,
+    DEFAULT_ROLE,
+    Host,
+    Topology,
+    defaults_for,
+    roles_as_text,
+    variables_for,
+)
 
 OPTIONS_WITH_VALUE = ("-X", "-W", "--check-hash-based-pycs")
 WARM = {"torch": ("torch", "torch.distributed"), "tensorflow": ("tensorflow",)}

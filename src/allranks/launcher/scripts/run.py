@@ -60,8 +60,7 @@ from allranks.launcher.scripts.supervise import (
     StopPolicy,
     supervise_script,
 )
-from allranks.launcher.scripts.topology import Host
-from allranks.launcher.scripts.variables import step_variables
+from allranks.launcher.scripts.topology import Host, step_variables
 from allranks.launcher.start import new_run_dir, recorded_environment
 from allranks.launcher.supervisor import NEVER
 

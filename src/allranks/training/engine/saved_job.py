@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from allranks.checkpoint.checkpointer import Loaded
 from allranks.checkpoint.commit import Ranks
 from allranks.checkpoint.format import About, Reach
-from allranks.checkpoint.newest import Loaded
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.job.job_file import redacted
