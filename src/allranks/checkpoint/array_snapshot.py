@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from allranks.checkpoint import format as tree
 from allranks.checkpoint.checkpointer import Loaded, Planned, is_below, values_of
 from allranks.checkpoint.commit import Ranks
-from allranks.checkpoint.format import Manifest, SavedTensor, TensorBox, refused
-from allranks.checkpoint.tensor_file import FileTensor, TensorFiles, lay_out
+from allranks.checkpoint.format import Manifest, SavedTensor, TensorBox, TensorFiles, refused
+from allranks.checkpoint.tensor_file import FileTensor, lay_out
 from allranks.errors import RequestError
 
 Array = NDArray[Any]
