@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from allranks.errors import RequestError
 from allranks.launcher.slurm.allocation import Allocation, first_port, step_of
@@ -322,12 +322,10 @@ class World:
             rank, size = variables.get("RANK", "0"), variables.get("WORLD_SIZE", "1")
             texts = {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, **variables}
             values = {name: texts[v] for name, v in VARIABLES.items() if v in texts}
-            numbers = {name: int(text) for name, text in values.items() if name not in TEXTS}
-            world = cls(
-                secret=variables.get(SECRET, ""),
-                **numbers,
-                **{name: text for name, text in values.items() if name in TEXTS},
-            )
+            fields: dict[str, Any] = {
+                name: text if name in TEXTS else int(text) for name, text in values.items()
+            }
+            world = cls(**fields, secret=variables.get(SECRET, ""))
         except ValueError as error:
             raise RequestError(
                 asked="the rank of this process from RANK, WORLD_SIZE and LOCAL_RANK",
