@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 from allranks.job.job import Job
 from allranks.programs.models.gpt import GPTShape, gpt
-from allranks.programs.models.resnet import resnet20
+from allranks.programs.models.vision import resnet20
 from allranks.torch import Task, Trainer
 
 BAR = 1.05

@@ -31,7 +31,7 @@ from allranks.job.job import Job
 from allranks.programs.gpus import SMALL as SMALL_GPT
 from allranks.programs.gpus import GpuWorkload, adamw, measure, task_of, tokens
 from allranks.programs.models.gpt import gpt2_124m
-from allranks.programs.models.resnet import resnet20, resnet50
+from allranks.programs.models.vision import resnet20, resnet50
 from allranks.torch import Trainer
 from allranks.torch.model.flops import TERA, peak_flops
 

@@ -29,7 +29,7 @@ import torch
 from harness import RECORDS, Comparison, finish_record, order_of, ratio, say, start_record
 from torch import Tensor
 
-from allranks.programs.models.resnet import resnet50
+from allranks.programs.models.vision import resnet50
 from allranks.torch.compression import codecs as kernels
 from allranks.torch.compression.codecs import ColumnQuantizer, FourBit, TopK, TwoBit
 from allranks.torch.parallel.data.half import packed_buckets

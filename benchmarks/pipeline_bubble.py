@@ -23,8 +23,6 @@ from typing import Any
 from harness import RECORDS, Comparison, finish_record, median_interval, order_of, say, start_record
 from ranks import start_ranks, wait_for
 
-from allranks.strategies.pipeline_schedules import bubble_fraction
-
 RANKS, MICROS, LAYERS, STEPS = 4, 8, 8, 2
 FORWARD_S = 0.16  # of one layer; backward takes twice as long
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved:chunks=2": 2, "zero-bubble": 1}
@@ -65,7 +63,8 @@ def main() -> None:
         say(f"round {turn + 1} of {rounds}")
     comparisons = []
     for strategy, chunks in SCHEDULES.items():
-        formula = bubble_fraction(strategy.partition(":")[0], RANKS, MICROS, chunks)
+        parts = 3 if strategy == "zero-bubble" else chunks
+        formula = (RANKS - 1) / (parts * MICROS + RANKS - 1)
         ratios = [bubble / formula for bubble in found[strategy]]
         middle = statistics.median(found[strategy])
         say(f"{strategy}: formula {formula:.3f}, measured {middle:.3f}")

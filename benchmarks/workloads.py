@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 
 from allranks.programs.models.gpt import GPTShape, gpt
-from allranks.programs.models.resnet import resnet20
+from allranks.programs.models.vision import resnet20
 from allranks.torch import Task
 from allranks.training.order import Order
 

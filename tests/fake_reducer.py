@@ -12,8 +12,8 @@ from typing import Any
 
 from allranks.catalog import REDUCERS
 from allranks.strategies.card import Card
+from allranks.strategies.cards import CARDS
 from allranks.strategies.reduction_tree import Span
-from allranks.strategies.torch_cards import CARDS
 from allranks.torch.comm.subgroups import Pending
 from allranks.torch.parallel.data.reducer import Bucket, Reducer
 

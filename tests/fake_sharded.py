@@ -25,9 +25,9 @@ from torch.utils.hooks import RemovableHandle
 from allranks.catalog import STRATEGIES, TORCH
 from allranks.errors import RequestError
 from allranks.strategies.card import Card, Exact, Option, Workload
+from allranks.strategies.cards import CARDS
 from allranks.strategies.mesh import REPLICATE, SHARD, Agreement, Mesh
 from allranks.strategies.reduction_tree import Span
-from allranks.strategies.torch_cards import CARDS
 from allranks.torch.data.batch import Batch
 from allranks.torch.step.gradients import Gradients, gradients_of
 from allranks.torch.step.losses import forward

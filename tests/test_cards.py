@@ -11,10 +11,10 @@ from allranks.catalog import ENGINES, REDUCERS, STRATEGIES
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.strategies.card import Exact, Option, Picked, Reference, Workload
+from allranks.strategies.cards import CARDS
 from allranks.strategies.choice import Choice, parse_choice
 from allranks.strategies.reduction_tree import PAIRS_LIMIT_BYTES
 from allranks.strategies.resolve import TO_COME, card_for, resolved_strategy
-from allranks.strategies.torch_cards import CARDS
 
 RANKS = (1, 2, 3, 4, 8)
 GRADIENTS, TALLY = 3200, 160  # bytes; 3360 together, 1760 with 800 gradients of 16 bit

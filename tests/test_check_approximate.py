@@ -13,8 +13,8 @@ from allranks.errors import RequestError
 from allranks.job.config import resolve
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.strategies.card import Approximate
+from allranks.strategies.cards import CARDS
 from allranks.strategies.resolve import at_setting, strategy_spec
-from allranks.strategies.torch_cards import CARDS
 from allranks.tools.check.against_single import DEEP_STEPS, STEPS, CheckPlan
 from allranks.tools.check.approximate import check_approximate, is_approximate
 from allranks.tools.check.verdict import Verdict

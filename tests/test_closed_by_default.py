@@ -40,6 +40,7 @@ from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.start import JobWatcher, new_run_dir, plan_job, run_job
 from allranks.strategies.choice import parse_choice
 from conftest import Train, _descendants
+from flipping import flip_bit
 from launch_host import Host
 from resume_tasks import HOSTILE
 
@@ -161,7 +162,7 @@ FORBIDDEN_ENDS = {
 
 
 OF_THE_USER = {  # the script that was to be run, and the class that a notebook launches
-    "launcher/scripts/warm_script.py": ["exec", "compile"],
+    "launcher/scripts/exec_command.py": ["exec", "compile"],
     "cli/notebook/by_value.py": ["pickle", "cloudpickle"],
 }
 
@@ -225,7 +226,7 @@ def test_going_on_unpickles_nothing(train: Train, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     half = train("resume_tasks:Hooked", f"seen={first}", ranks=2, steps=3, checkpoint_every=1)
     newest = half.run_dir / "checkpoints" / "step-00000003"
-    faults.flip_bit(next(newest.glob("rank-000-*")), -1)
+    flip_bit(next(newest.glob("rank-000-*")), -1)
     found = train("", f"seen={second}", run_dir=str(half.run_dir), ranks=2, steps=6)
     assert found.summary["resumed_from_step"] == 2
     for path in (first, second):

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from allranks.checkpoint.folder import committed
-from allranks.checkpoint.format import read_manifest
-from allranks.checkpoint.tensors import TensorFiles
+from allranks.checkpoint.format import TensorFiles, read_manifest
 from conftest import Train
 
 CHAIN = [

@@ -26,7 +26,7 @@ from allranks.strategies.auto import (
     choose,
     parse_dial,
 )
-from allranks.strategies.torch_cards import CARDS
+from allranks.strategies.cards import CARDS
 from allranks.tools.check.scratch import checked_in_scratch
 
 MILLION = 1_000_000

@@ -38,7 +38,7 @@ from allranks.cli.main import main
 from allranks.job import faults, resume
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.signals import Signals
-from allranks.strategies.torch_cards import CARDS
+from allranks.strategies.cards import CARDS
 from conftest import ROOT
 
 DOCUMENTS = {

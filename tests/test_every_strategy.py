@@ -21,11 +21,11 @@ from safetensors.numpy import load_file
 import contract_tasks
 from allranks.errors import RequestError
 from allranks.strategies.card import Exact
+from allranks.strategies.cards import CARDS
 from allranks.strategies.choice import parse_choice
 from allranks.strategies.mesh import CONTEXT, PIPELINE, TENSOR
 from allranks.strategies.resolve import card_for, has_mesh, strategy_spec
 from allranks.strategies.shards import even_sizes, owned_shards
-from allranks.strategies.torch_cards import CARDS
 from allranks.training.order import Order
 from conftest import Train
 

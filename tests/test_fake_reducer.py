@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from allranks.catalog import REDUCERS
-from allranks.strategies.torch_cards import CARDS
+from allranks.strategies.cards import CARDS
 from conftest import Train
 from fake_reducer import NAME, card
 

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from allranks.catalog import STRATEGIES, TORCH
 from allranks.errors import AllranksError, RequestError
-from allranks.strategies.torch_cards import CARDS
+from allranks.strategies.cards import CARDS
 from conftest import Train
 from fake_sharded import CARD, NAME
 from test_check import Check, check

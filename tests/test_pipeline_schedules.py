@@ -4,17 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from allranks.strategies.pipeline_schedules import (
-    SCHEDULES,
-    SECONDS,
-    SPLIT_SECONDS,
-    Action,
-    Schedule,
-    bubble_fraction,
-    duration,
-    most_stashed,
-)
+from allranks.strategies.pipeline_schedules import SCHEDULES, Action, Schedule
 from allranks.strategies.shards import balanced_ends
+from pipeline_timing import SECONDS, SPLIT_SECONDS, bubble_fraction, duration, most_stashed
 
 NAMES = list(SCHEDULES)
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from allranks.errors import RequestError
 from allranks.job.config import resolve
 from allranks.strategies.card import Workload
-from allranks.strategies.reductions.schedules import SCHEDULES, chunks_of
+from allranks.strategies.cards import CARDS
+from allranks.strategies.reduction_schedules import SCHEDULES, chunks_of
 from allranks.strategies.resolve import resolved_strategy
-from allranks.strategies.torch_cards import CARDS
 from conftest import Train
 
 PLAIN = [name for name in SCHEDULES if name != "hierarchical"]

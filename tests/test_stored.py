@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from allranks.strategies.cards import CARDS
 from allranks.strategies.choice import parse_choice
-from allranks.strategies.torch_cards import CARDS
 
 DOCS = Path(__file__).parent.parent / "docs" / "strategies.md"
 CASES = [

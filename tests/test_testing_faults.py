@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from allranks.errors import RequestError
-from allranks.job.faults import ACTIONS, POINTS, Fault, Faults, Injected, flip_bit, parse
+from allranks.job.faults import ACTIONS, POINTS, Fault, Faults, Injected, parse
+from flipping import flip_bit
 
 SOURCE = Path(__file__).parent.parent / "src" / "allranks"
 

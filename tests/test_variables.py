@@ -9,12 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from allranks.errors import RequestError
-from allranks.launcher.scripts.topology import Host, Topology, parse_roles
-from allranks.launcher.scripts.variables import (
+from allranks.launcher.scripts.topology import (
     DEFAULT_FAMILIES,
     FAMILIES,
+    Host,
+    Topology,
     defaults_for,
     parse_families,
+    parse_roles,
     step_variables,
     variables_for,
 )

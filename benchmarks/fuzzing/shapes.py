@@ -13,7 +13,7 @@ from typing import Any
 from drawn_task import TEXTS
 
 from allranks.strategies.card import Option
-from allranks.strategies.torch_cards import CARDS
+from allranks.strategies.cards import CARDS
 
 LAYERED = ("gpipe", "1f1b", "interleaved", "zero-bubble", "mesh", "model-parallel")
 SEQUENTIAL = ("layers", "images", "residual", "words", "contrast")

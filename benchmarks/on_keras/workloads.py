@@ -13,7 +13,7 @@ import keras
 import numpy as np
 from numpy.typing import NDArray
 
-from allranks.programs.digits_keras import DigitsKeras
+from allranks.programs.keras_programs import DigitsKeras
 from allranks.training.keras_task import Task
 from allranks.training.order import Order
 

@@ -179,12 +179,12 @@ REDUCERS = {
 }
 
 PLACES = {
-    "local": "allranks.launcher.places.local:ThisMachine",
+    "local": "allranks.launcher.places.base:ThisMachine",
     "hosts": "allranks.launcher.places.ssh:SshHosts",
     "simulated": "allranks.launcher.places.simulated:Simulated",
     "slurm": "allranks.launcher.places.slurm:SlurmJob",
 }
-BY_HAND = "allranks.launcher.places.manual:ManualNodes"
+BY_HAND = "allranks.launcher.places.ssh:ManualNodes"
 """Nodes that a user starts one by one: --rendezvous asks for them, and no name of --place."""
 
 PLACE_CHECK = "allranks.launcher.places.base:check_job"
@@ -198,11 +198,11 @@ PROGRAMS = {
     "cifar10": "allranks.programs.cifar10:Cifar10",
     "clicks": "allranks.programs.clicks:ClickThrough",
     "digits": "allranks.programs.digits:Digits",
-    "digits-keras": "allranks.programs.digits_keras:DigitsKeras",
+    "digits-keras": "allranks.programs.keras_programs:DigitsKeras",
     "fashion": "allranks.programs.mnist:Fashion",
     "imagenet": "allranks.programs.imagenet:ImageNet",
     "mnist": "allranks.programs.mnist:Mnist",
-    "mnist-keras": "allranks.programs.mnist_keras:MnistKeras",
+    "mnist-keras": "allranks.programs.keras_programs:MnistKeras",
     "synthetic": "allranks.programs.synthetic:Synthetic",
     "text": "allranks.programs.text:Text",
 }

@@ -27,7 +27,7 @@ from allranks.job.run_folder import JsonLines, RunFolder, rank_events_path, read
 from allranks.launcher.scripts.plan import CommandRequest, plan_command
 from allranks.launcher.scripts.run import write_job
 from allranks.launcher.scripts.topology import Host
-from allranks.strategies.torch_cards import CARDS
+from allranks.strategies.cards import CARDS
 
 HOSTS = (Host("here", "127.0.0.1", "lo", 2, (2000, 2001, 2002)),)
 SUMMARY: dict[str, Any] = {

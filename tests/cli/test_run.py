@@ -19,13 +19,13 @@ from allranks.cli.options import words_of
 from allranks.cli.run import _command
 from allranks.errors import RequestError
 from allranks.job.engines import is_only_a_task
-from allranks.launcher.scripts.connections import LEAST_LOOKS, Connections
 from allranks.launcher.scripts.plan import (
     command_words,
     redacted_words,
     script_position,
     with_local_rank,
 )
+from allranks.launcher.scripts.supervise import LEAST_LOOKS, Connections
 from allranks.launcher.scripts.torchrun import understand
 
 PATIENCE_S = 120

@@ -553,7 +553,7 @@ def test_a_warm_module_and_its_traceback(run: Run, tmp_path: Path) -> None:
     (tmp_path / "package.py").write_text("def fails(): raise ValueError('in it')\nfails()\n")
     lines = ends_badly(run, "", 1, warm="torch", command=(sys.executable, "-m", "package"))
     assert lines[0].endswith("ValueError: in it")
-    assert not any("runpy" in line or "warm_script" in line for line in lines)
+    assert not any("runpy" in line or "exec_command" in line for line in lines)
 
 
 def test_no_process_outlives_a_watcher_that_breaks(run: Run, tmp_path: Path) -> None:

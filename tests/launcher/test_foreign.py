@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from allranks.errors import BadStep, FaultKind, PeerLost, PlaceError, ProgramError, RequestError
-from allranks.launcher.processes.process import classify, is_said
-from allranks.training.record.failure import failure_of
+from allranks.launcher.processes.process import classify, failure_of, is_said
 
 LOST = "shared memory: peer lost: rank 2 has left the group"
 OTHERS = "shared memory: collective mismatch: rank 2 makes another collective than this rank"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 
-from allranks.programs.models.efficientnet import EfficientNet
+from allranks.programs.models.vision import EfficientNet
 from allranks.torch.task import Task
 
 

@@ -24,7 +24,7 @@ from allranks.programs.models import (
     resnet152,
     vgg16,
 )
-from allranks.programs.models.efficientnet import EfficientNet, MBConv, StochasticDepth
+from allranks.programs.models.vision import EfficientNet, MBConv, StochasticDepth
 from allranks.strategies.shards import micro_batches
 from allranks.torch.build import swap_layers
 from allranks.torch.model.layers import Scope

@@ -22,10 +22,10 @@ from allranks.checkpoint.export import export_weights
 from allranks.checkpoint.folder import committed, uncommitted, verify_files
 from allranks.checkpoint.format import NAME, About, read_manifest, step_folder
 from allranks.errors import PeerLost, RequestError
-from allranks.job.faults import flip_bit
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.process import Process
 from allranks.launcher.supervisor import supervise
+from flipping import flip_bit
 from tf_checkpoint_workers import (
     POINTS,
     STANDS,

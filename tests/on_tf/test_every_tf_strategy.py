@@ -15,7 +15,7 @@ from allranks.catalog import STRATEGIES, TENSORFLOW
 from allranks.errors import RequestError
 from allranks.launcher.start import Result
 from allranks.strategies.card import Exact
-from allranks.strategies.torch_cards import CARDS
+from allranks.strategies.cards import CARDS
 from conftest import Train
 from tf_runs import difference, events, rows, weights
 

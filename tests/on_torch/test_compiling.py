@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.programs.models.gpt import GPTShape, gpt
-from allranks.programs.models.resnet import Bottleneck, resnet20
+from allranks.programs.models.vision import Bottleneck, resnet20
 from allranks.torch import Task, Trainer
 from allranks.torch.build import swap_layers
 from allranks.torch.model.compiling import _check, compiled

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from allranks.errors import RequestError
 from allranks.strategies.card import Workload
+from allranks.strategies.cards import CARDS
 from allranks.strategies.resolve import strategy_spec
-from allranks.strategies.torch_cards import CARDS
 from compressed_simulation import STEPS, THRESHOLD, Sum, simulated, top_k_sum, two_bit_sum
 from conftest import Train
 

@@ -21,7 +21,7 @@ from allranks.errors import AllranksError, ProgramError, RequestError
 from allranks.job.job import Job
 from allranks.launcher.world import World
 from allranks.programs.models.gpt import GPT
-from allranks.strategies.torch_cards import CARDS
+from allranks.strategies.cards import CARDS
 from allranks.torch import Trainer
 from allranks.torch.build import _copy
 from allranks.torch.deferred_init.in_turn import build_turn, free_memory_bytes, within_memory

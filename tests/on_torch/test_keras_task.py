@@ -18,8 +18,8 @@ from allranks.job.run_folder import read_rows
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.start import Result
 from allranks.programs.digits_data import TRAINING, digits
-from allranks.programs.readers.images import write_idx
 from conftest import Train
+from record_writers import write_idx
 
 BITWISE = {"engine": "torch", "bitwise": True, "steps": 8}
 

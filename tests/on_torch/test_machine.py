@@ -32,7 +32,7 @@ from allranks.torch.machine import (
     flip_one_bit,
     notes_on_torch,
 )
-from allranks.training.resume_checks import differing
+from allranks.training.engine.saved_job import differing
 
 
 def test_a_torch_that_was_not_tried_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import batch_kinds
 import contract_tasks
 import tensor_tasks
 from allranks.programs.models.gpt import GPTShape, gpt
-from allranks.programs.models.resnet import resnet20, resnet50
+from allranks.programs.models.vision import resnet20, resnet50
 from allranks.torch import Task
 from pretended.streams import NAME
 

@@ -17,10 +17,10 @@ from allranks.programs.cifar10 import Cifar10
 from allranks.programs.imagenet import ImageNet
 from allranks.programs.mnist import Fashion, Mnist
 from allranks.programs.mnist_data import MNIST
-from allranks.programs.readers.cifar import RECORD_BYTES
-from allranks.programs.readers.images import write_idx
+from allranks.programs.readers.arrays import RECORD_BYTES
 from allranks.programs.readers.stream import Remote
 from conftest import Train
+from record_writers import write_idx
 
 
 def made(*shape: int, seed: int = 0) -> np.ndarray:

@@ -11,12 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 
-from allranks.programs.readers.tfrecord import (
-    TFRecords,
-    make_example,
-    parse_example,
-    write_tfrecords,
-)
+from allranks.programs.readers.tfrecord import TFRecords, parse_example
 from allranks.torch.task import Task
 
 FILES, PER_FILE, FEATURES = 3, 20, 5
@@ -49,12 +44,3 @@ def decoded(record: bytes) -> tuple[np.ndarray, np.float32]:
     example = parse_example(record)
     inputs = np.asarray(example["inputs"])
     return inputs, np.float32(inputs.sum())
-
-
-def write(folder: Path) -> None:
-    """The files of the task; the last record of each has no inputs."""
-    random = np.random.default_rng(0)
-    for n in range(FILES):
-        rows = random.normal(size=(PER_FILE, FEATURES)).astype(np.float32)
-        records = [make_example({"inputs": row}) for row in rows]
-        write_tfrecords(folder / f"{n}.tfrecord", [*records, make_example({})])

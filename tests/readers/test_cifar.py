@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from allranks.errors import RequestError
-from allranks.programs.readers.cifar import DEVIATION, MEAN, RECORD_BYTES, CifarImages
+from allranks.programs.readers.arrays import DEVIATION, MEAN, RECORD_BYTES, CifarImages
 from allranks.programs.readers.stream import BadRecord
 
 LABELS = [[3, 0, 9], [1, 2]]  # of the two files

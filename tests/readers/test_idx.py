@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as made
 
-from allranks.programs.readers.images import read_idx, read_labelled, write_idx
+from allranks.programs.readers.arrays import read_idx, read_labelled
 from allranks.programs.readers.stream import BadRecord
+from record_writers import write_idx
 
 GOLDEN = bytes.fromhex("00000802 00000002 00000003 010203040506")  # by hand, from the format's page
 KINDS = ["u1", "i1", "i2", "i4", "f4", "f8"]

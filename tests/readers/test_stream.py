@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
+import numpy as np
 import pytest
 import reader_tasks
 from hypothesis import given, settings
@@ -12,10 +13,20 @@ from hypothesis import strategies as st
 
 from allranks.errors import RequestError
 from allranks.programs.readers.stream import BadRecord
-from allranks.programs.readers.tfrecord import TFRecords, write_tfrecords
+from allranks.programs.readers.tfrecord import TFRecords
 from conftest import Train
+from record_writers import make_example, write_tfrecords
 
 PER_FILE = 7
+
+
+def write_files(folder: Path) -> None:
+    """The files of the task; the last record of each has no inputs."""
+    random = np.random.default_rng(0)
+    for n in range(reader_tasks.FILES):
+        rows = random.normal(size=(reader_tasks.PER_FILE, reader_tasks.FEATURES)).astype(np.float32)
+        records = [make_example({"inputs": row}) for row in rows]
+        write_tfrecords(folder / f"{n}.tfrecord", [*records, make_example({})])
 
 
 def number(record: bytes) -> int:
@@ -111,7 +122,7 @@ def test_what_cannot_be_a_stream_is_refused(files: list[Path]) -> None:
 def test_a_job_over_records_does_not_know_the_ranks(train: Train, tmp_path: Path) -> None:
     """Three files for four shards, one record that is passed over, and a buffer."""
     task = f"{Path(__file__).with_name('reader_tasks.py')}:Records"
-    reader_tasks.write(tmp_path)
+    write_files(tmp_path)
     settings_ = (f"folder={tmp_path}",)
     found = {
         train(task, *settings_, ranks=ranks, bitwise=True).summary["weights_sha256"]

@@ -16,10 +16,9 @@ from allranks.programs.readers.stream import BadRecord
 from allranks.programs.readers.tfrecord import (
     TFRecords,
     crc32c,
-    make_example,
     parse_example,
-    write_tfrecords,
 )
+from record_writers import make_example, write_tfrecords
 
 RECORDS = [b"", b"allranks", bytes(range(200)), b"last"]
 WRITTEN = bytes.fromhex(  # the first three of them, as TensorBoard's writer frames them

@@ -24,9 +24,8 @@ from torch.nn import functional as F
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.programs.digits import Digits
-from allranks.programs.digits_keras import DigitsKeras
+from allranks.programs.keras_programs import DigitsKeras, MnistKeras
 from allranks.programs.mnist import Mnist
-from allranks.programs.mnist_keras import MnistKeras
 from allranks.strategies.shards import even_sizes
 from allranks.tensorflow import Task
 from allranks.torch import Trainer

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from allranks.programs.digits_keras import DigitsKeras
+from allranks.programs.keras_programs import DigitsKeras
 from allranks.tensorflow import Task
 from small_disk import Filler
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from allranks.checkpoint.checkpointer import Loaded, Search
 from allranks.checkpoint.format import (
     Manifest,
     SavedFile,
@@ -20,7 +21,6 @@ from allranks.checkpoint.format import (
     step_folder,
     write_manifest,
 )
-from allranks.checkpoint.newest import Loaded, Search
 
 RANKS = 4
 FILES = [rank_file(rank, RANKS, 0) for rank in range(RANKS)]

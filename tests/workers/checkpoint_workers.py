@@ -18,8 +18,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from allranks.checkpoint.checkpointer import Loaded
 from allranks.checkpoint.format import About
-from allranks.checkpoint.newest import Loaded
 from allranks.errors import PeerLost, RequestError
 from allranks.job.job import Job
 from allranks.launcher.world import World

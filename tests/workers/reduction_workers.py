@@ -13,7 +13,7 @@ from allranks.catalog import REDUCERS, load
 from allranks.errors import PeerLost
 from allranks.launcher.world import World
 from allranks.strategies.card import Workload
-from allranks.strategies.torch_cards import CARDS
+from allranks.strategies.cards import CARDS
 from allranks.torch.comm.comm import CPU, Comm
 from allranks.torch.comm.join import join
 from allranks.torch.parallel.data.buckets import Buckets

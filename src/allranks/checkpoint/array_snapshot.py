@@ -15,12 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from allranks.checkpoint import format as tree
-from allranks.checkpoint.checkpointer import Planned
+from allranks.checkpoint.checkpointer import Loaded, Planned, is_below, values_of
 from allranks.checkpoint.commit import Ranks
-from allranks.checkpoint.format import Manifest, SavedTensor, TensorBox, refused
-from allranks.checkpoint.newest import Loaded, is_below, values_of
+from allranks.checkpoint.format import Manifest, SavedTensor, TensorBox, TensorFiles, refused
 from allranks.checkpoint.tensor_file import FileTensor, lay_out
-from allranks.checkpoint.tensors import TensorFiles
 from allranks.errors import RequestError
 
 Array = NDArray[Any]

@@ -39,7 +39,9 @@ from allranks.launcher.scripts.plan import (
     WARM,
     CommandPlan,
     CommandRequest,
+    check_start,
     command_words,
+    modules_for,
     plan_command,
     redacted_words,
 )
@@ -51,10 +53,13 @@ from allranks.launcher.scripts.run import (
     run_dir_of,
     this_host,
 )
-from allranks.launcher.scripts.topology import DEFAULT_ROLE, parse_roles
+from allranks.launcher.scripts.topology import (
+    DEFAULT_FAMILIES,
+    DEFAULT_ROLE,
+    parse_families,
+    parse_roles,
+)
 from allranks.launcher.scripts.torchrun import FLAGS, TorchrunFlags, processes_from, understand
-from allranks.launcher.scripts.variables import DEFAULT_FAMILIES, parse_families
-from allranks.launcher.scripts.warm import check_start, modules_for
 from allranks.launcher.start import new_run_dir
 from allranks.launcher.world import Visible
 

@@ -11,8 +11,8 @@ import click
 
 from allranks.checkpoint.files import as_json
 from allranks.strategies.card import Approximate, Card, Option
+from allranks.strategies.cards import CARDS
 from allranks.strategies.resolve import card_of
-from allranks.strategies.torch_cards import CARDS
 
 
 @click.command()

@@ -16,7 +16,6 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NoReturn
 
 from allranks.errors import RequestError, nearest
@@ -130,63 +129,31 @@ class Faults:
                 ACTIONS[fault.action](fault, self)
 
 
-def _fail(fault: Fault, faults: Faults) -> NoReturn:
+def _fail(fault: Fault) -> NoReturn:
     raise Injected(f"{fault.action} on rank {fault.rank} at {fault.at}, as asked")
 
 
-def _hang(fault: Fault, faults: Faults) -> None:
+def _hang() -> NoReturn:
     while True:
         pass
 
 
-def _stop(fault: Fault, faults: Faults) -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def _kill(fault: Fault, faults: Faults) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _slow(fault: Fault, faults: Faults) -> None:
-    time.sleep(fault.seconds)
-
-
-def _exit(fault: Fault, faults: Faults) -> NoReturn:
-    os._exit(fault.code)
-
-
-def _abort(fault: Fault, faults: Faults) -> NoReturn:
-    os.abort()
-
-
-def _disk_full(fault: Fault, faults: Faults) -> NoReturn:
+def _fill_disk() -> NoReturn:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _corrupt(fault: Fault, faults: Faults) -> None:
-    faults.corrupt()
-
-
-def _leave_out(fault: Fault, faults: Faults) -> None:
-    faults.leave_out()
-
-
-def _poison(fault: Fault, faults: Faults) -> None:
-    faults.poison()
-
-
 ACTIONS: dict[str, Callable[[Fault, Faults], None]] = {
-    "fail": _fail,
-    "hang": _hang,
-    "stop": _stop,
-    "kill": _kill,
-    "slow": _slow,
-    "exit": _exit,
-    "abort": _abort,
-    "disk-full": _disk_full,
-    "corrupt": _corrupt,
-    "skip-collective": _leave_out,
-    "nan": _poison,
+    "fail": lambda fault, faults: _fail(fault),
+    "hang": lambda fault, faults: _hang(),
+    "stop": lambda fault, faults: os.kill(os.getpid(), signal.SIGSTOP),
+    "kill": lambda fault, faults: os.kill(os.getpid(), signal.SIGKILL),
+    "slow": lambda fault, faults: time.sleep(fault.seconds),
+    "exit": lambda fault, faults: os._exit(fault.code),
+    "abort": lambda fault, faults: os.abort(),
+    "disk-full": lambda fault, faults: _fill_disk(),
+    "corrupt": lambda fault, faults: faults.corrupt(),
+    "skip-collective": lambda fault, faults: faults.leave_out(),
+    "nan": lambda fault, faults: faults.poison(),
 }
 NODE_FAULTS = {
     "kill-node": "a simulated node is gone, with all its processes",
@@ -196,13 +163,3 @@ NODE_FAULTS = {
 MEND = "mend"
 """What undoes a `cut`: nobody asks for it by name."""
 REPEATED_KINDS = ("slow", "disk-full")
-
-
-def flip_bit(path: Path, byte: int) -> None:
-    """Flip the lowest bit of one byte of a file; a negative `byte` counts from its end."""
-    with open(path, "r+b") as file:
-        file.seek(byte, os.SEEK_END if byte < 0 else os.SEEK_SET)
-        where = file.tell()
-        value = file.read(1)[0]
-        file.seek(where)
-        file.write(bytes([value ^ 1]))

@@ -25,7 +25,7 @@ from allranks.errors import RequestError
 from allranks.job.job import Job, Looking, Safety, Where, names_in
 from allranks.job.job_file import FOR_CHECK, job_values, read_given, read_job_file, redacted
 from allranks.strategies.card import APART
-from allranks.strategies.reductions.option import is_late
+from allranks.strategies.cards.data_parallel import is_late
 from allranks.strategies.resolve import card_of, strategy_spec
 
 CHECKPOINTS = FOLDER

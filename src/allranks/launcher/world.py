@@ -235,6 +235,31 @@ def _number(environment: Environment, names: tuple[str, ...], launcher: str) -> 
     return None
 
 
+SECRET = "ALLRANKS_SECRET"
+VARIABLES = {
+    "rank": "RANK",
+    "size": "WORLD_SIZE",
+    "local_rank": "LOCAL_RANK",
+    "local_size": "LOCAL_WORLD_SIZE",
+    "node": "GROUP_RANK",
+    "store": "ALLRANKS_STORE",
+    "attempt": "ALLRANKS_ATTEMPT",
+    "restarts": "ALLRANKS_RESTARTS",
+    "heartbeat": "ALLRANKS_HEARTBEAT",
+    "segment": "ALLRANKS_SEGMENT",
+    "rendezvous": "ALLRANKS_RENDEZVOUS",
+    "listener": "ALLRANKS_LISTENER",
+    "on_machine": "ALLRANKS_ON_MACHINE",
+    "role": "ALLRANKS_ROLE",
+    "role_index": "ALLRANKS_ROLE_INDEX",
+    "local_index": "ALLRANKS_LOCAL_INDEX",
+    "local_ranks": "ALLRANKS_LOCAL_RANKS",
+}
+"""Field of `World` -> the variable that has it."""
+TEXTS = ("store", "rendezvous", "role")
+OF_ROLES = ("role", "role_index", "local_index", "local_ranks")
+
+
 @dataclass(frozen=True)
 class World:
     """One process among `size`: `rank` over all nodes, `local_rank` on this one.
@@ -283,29 +308,9 @@ class World:
 
     def variables(self) -> dict[str, str]:
         """The environment that makes a process this member of the world."""
-        of_role = {
-            "ALLRANKS_ROLE": self.role,
-            "ALLRANKS_ROLE_INDEX": str(self.role_index),
-            "ALLRANKS_LOCAL_INDEX": str(self.local_index),
-            "ALLRANKS_LOCAL_RANKS": str(self.local_ranks),
-        }
-        return {
-            "RANK": str(self.rank),
-            "WORLD_SIZE": str(self.size),
-            "LOCAL_RANK": str(self.local_rank),
-            "LOCAL_WORLD_SIZE": str(self.local_size),
-            "GROUP_RANK": str(self.node),
-            "ALLRANKS_STORE": self.store,
-            "ALLRANKS_ATTEMPT": str(self.attempt),
-            "ALLRANKS_RESTARTS": str(self.restarts),
-            "ALLRANKS_HEARTBEAT": str(self.heartbeat),
-            "ALLRANKS_SEGMENT": str(self.segment),
-            "ALLRANKS_RENDEZVOUS": self.rendezvous,
-            "ALLRANKS_LISTENER": str(self.listener),
-            "ALLRANKS_ON_MACHINE": str(self.on_machine),
-            **(of_role if self.role != TRAINER else {}),
-            **({"ALLRANKS_SECRET": self.secret} if self.secret else {}),
-        }
+        names = [name for name in VARIABLES if self.role != TRAINER or name not in OF_ROLES]
+        values = {VARIABLES[name]: str(getattr(self, name)) for name in names}
+        return values | ({SECRET: self.secret} if self.secret else {})
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> World:
@@ -314,23 +319,13 @@ class World:
         # those of srun or mpirun, if there is no RANK
         variables = {**standard_variables(variables), **variables}
         try:
-            size, rank = int(variables.get("WORLD_SIZE", "1")), int(variables.get("RANK", "0"))
-            world = cls(
-                rank=rank,
-                size=size,
-                local_rank=int(variables.get("LOCAL_RANK", rank)),
-                local_size=int(variables.get("LOCAL_WORLD_SIZE", size)),
-                node=int(variables.get("GROUP_RANK", "0")),
-                store=variables.get("ALLRANKS_STORE", ""),
-                attempt=int(variables.get("ALLRANKS_ATTEMPT", "0")),
-                restarts=int(variables.get("ALLRANKS_RESTARTS", "0")),
-                heartbeat=int(variables.get("ALLRANKS_HEARTBEAT", "-1")),
-                segment=int(variables.get("ALLRANKS_SEGMENT", "-1")),
-                rendezvous=variables.get("ALLRANKS_RENDEZVOUS", ""),
-                listener=int(variables.get("ALLRANKS_LISTENER", "-1")),
-                on_machine=int(variables.get("ALLRANKS_ON_MACHINE", "0")),
-                **_role_in(variables),
-            )
+            rank, size = variables.get("RANK", "0"), variables.get("WORLD_SIZE", "1")
+            texts = {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, **variables}
+            values = {name: texts[v] for name, v in VARIABLES.items() if v in texts}
+            fields: dict[str, Any] = {
+                name: text if name in TEXTS else int(text) for name, text in values.items()
+            }
+            world = cls(**fields, secret=variables.get(SECRET, ""))
         except ValueError as error:
             raise RequestError(
                 asked="the rank of this process from RANK, WORLD_SIZE and LOCAL_RANK",
@@ -353,16 +348,6 @@ class World:
                 do="set both, or unset both to run alone",
             )
         return world
-
-
-def _role_in(variables: Mapping[str, str]) -> dict[str, Any]:
-    return {
-        "role": variables.get("ALLRANKS_ROLE", TRAINER),
-        "role_index": int(variables.get("ALLRANKS_ROLE_INDEX", "0")),
-        "local_index": int(variables.get("ALLRANKS_LOCAL_INDEX", "-1")),
-        "local_ranks": int(variables.get("ALLRANKS_LOCAL_RANKS", "0")),
-        "secret": variables.get("ALLRANKS_SECRET", ""),
-    }
 
 
 def export_master_address() -> None:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 
 from allranks.programs.models import resnet20
-from allranks.programs.readers.cifar import ARCHIVE, CLASSES, TEST, CifarImages
+from allranks.programs.readers.arrays import ARCHIVE, CLASSES, TEST, CifarImages
 from allranks.programs.readers.stream import OnBadRecord, Remote, fetch, require
 from allranks.torch.task import Task
 from allranks.training.order import Order

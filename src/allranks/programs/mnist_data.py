@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from allranks.programs.readers.images import read_labelled
+from allranks.programs.readers.arrays import read_labelled
 from allranks.programs.readers.stream import OnBadRecord, Remote, fetch, require
 
 CLASSES = 10

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from allranks.errors import RequestError, nearest
 from allranks.strategies.card import Exact, Workload
 from allranks.strategies.choice import TRUTH, parse_choice
-from allranks.strategies.reductions.compressed import four_bit_bytes
+from allranks.strategies.compressed import four_bit_bytes
 from allranks.strategies.resolve import StrategySpec, strategy_spec
 
 # --- link ----------------------------------------------------------------------------------------

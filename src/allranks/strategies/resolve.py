@@ -10,12 +10,12 @@ from typing import Any
 from allranks.catalog import ENGINES
 from allranks.errors import RequestError, nearest
 from allranks.strategies.card import Card, Guarantee, Picked
-from allranks.strategies.cards.outer import of_nodes
+from allranks.strategies.cards import CARDS
+from allranks.strategies.cards.data_parallel import groups_of_nodes
+from allranks.strategies.cards.learners import of_nodes
 from allranks.strategies.choice import Choice, parse_choice
 from allranks.strategies.mesh import DATA, Mesh
-from allranks.strategies.reductions.option import groups_of_nodes
 from allranks.strategies.roles import ProcessSet
-from allranks.strategies.torch_cards import CARDS
 
 TO_COME = {
     "deepspeed": "DeepSpeed as a strategy",

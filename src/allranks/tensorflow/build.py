@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 
 from allranks.errors import RequestError
 from allranks.job.job import Job
-from allranks.tensorflow.built import BuiltKerasModel
 from allranks.tensorflow.machine import described
 from allranks.tensorflow.step.layers import swap_layers
-from allranks.tensorflow.strategies.base import TensorFlowStrategy
+from allranks.tensorflow.strategies.base import BuiltKerasModel, TensorFlowStrategy
 from allranks.training.keras_task import Task
 
 SUMS = "_all_reduce_sum_gradients"

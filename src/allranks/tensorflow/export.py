@@ -15,18 +15,17 @@ from typing import Any
 import keras
 
 from allranks.checkpoint.array_snapshot import read_arrays
+from allranks.checkpoint.checkpointer import values_of
 from allranks.checkpoint.export import MODEL, check_free, refused
 from allranks.checkpoint.files import fsync_folder
-from allranks.checkpoint.format import read_manifest, unflatten
-from allranks.checkpoint.newest import values_of
-from allranks.checkpoint.tensors import TensorFiles
+from allranks.checkpoint.format import TensorFiles, read_manifest, unflatten
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.job.run_folder import JsonLines, rank_events_path
+from allranks.launcher.processes.process import exit_code_of, failure_of
 from allranks.tensorflow.build import set_weights
 from allranks.tensorflow.machine import set_arithmetic
 from allranks.training.keras_task import Task
-from allranks.training.record.failure import exit_code_of, failure_of
 from allranks.training.task_fields import task_of
 
 

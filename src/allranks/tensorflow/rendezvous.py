@@ -1,8 +1,7 @@
 """Rendezvous of the processes of a job, and a barrier at their end.
 
-Every process binds a port and receives the addresses of all: on one machine through a file in the
-run folder, on several nodes through the socket that the launcher gave to the leader. The port stays
-reserved until TensorFlow's own server listens at it (`ReservedPorts.close`).
+Every process binds a port, sends its address to the leader, and receives those of all. The port
+stays reserved until TensorFlow's own server listens at it (`ReservedPorts.close`).
 
 Others may still read the last sum from a process that has its own part. So no process leaves
 before all have theirs (`ReservedPorts.part`); TensorFlow's collectives do not ensure that.
@@ -11,17 +10,15 @@ before all have theirs (`ReservedPorts.part`); TensorFlow's collectives do not e
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import socket
 import time
 from collections.abc import Collection
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 from allranks.errors import PeerLost, RequestError
+from allranks.launcher.messages.connection import LOCALHOST, address_of_rank_0, listen
 from allranks.launcher.nodes.channel import (
     Admission,
     Channel,
@@ -31,18 +28,21 @@ from allranks.launcher.nodes.channel import (
     wait_for,
 )
 from allranks.launcher.processes.ports import Reservation
+from allranks.launcher.scripts.topology import bracketed
 from allranks.launcher.world import World, master_endpoint
 
 TIMEOUT_S = 600.0  # the launcher notices a lost process earlier
 LOOK_S = 0.02
 BACKLOG = 128
-LOCALHOST = "127.0.0.1"
 PARTING = "parting"
 WENT_AWAY = "another process went away while the ranks met"
 
 
 class ProcessExchange(Protocol):
     """A way for all processes to exchange a value under a word, once."""
+
+    host: str
+    """The address at which the others reach this process."""
 
     def all(self, word: str, value: Any) -> list[Any]:
         """The values of all processes under `word`, by rank; returns when all have called this."""
@@ -83,12 +83,10 @@ def meet(world: World) -> ReservedPorts:
         return ReservedPorts(addresses, exchange, stack.pop_all())
 
 
-def _exchange_of(world: World) -> _Alone | _ByFile | _AsLeader | _ByLeader:
+def _exchange_of(world: World) -> ProcessExchange:
     if world.size == 1:
         return _Alone()
-    if world.store:
-        return _ByFile(world)
-    if not world.rendezvous:  # another launcher started this process
+    if not (world.store or world.rendezvous):  # another launcher started this process
         world = dataclasses.replace(world, rendezvous=master_endpoint(), listener=-1)
         if not world.rendezvous:
             raise RequestError(
@@ -112,35 +110,6 @@ class _Alone:
         """Nothing to close."""
 
 
-@dataclass
-class _ByFile:
-    """Each process adds a line; the file belongs to one attempt."""
-
-    world: World
-    host: str = LOCALHOST
-
-    def all(self, word: str, value: Any) -> list[Any]:
-        world, path = self.world, Path(self.world.store)
-        line = json.dumps([word, world.rank, value]) + "\n"
-        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        try:
-            os.write(fd, line.encode())
-        finally:
-            os.close(fd)
-        deadline = time.monotonic() + TIMEOUT_S
-        while True:
-            lines = [x for x in path.read_text().splitlines(keepends=True) if x.endswith("\n")]
-            messages = [json.loads(text) for text in lines]
-            values = {rank: about_value for about, rank, about_value in messages if about == word}
-            if len(values) == world.size:
-                return [values[rank] for rank in range(world.size)]
-            _give_up_after(deadline, world, values)
-            time.sleep(LOOK_S)
-
-    def close(self) -> None:
-        """Nothing to close: the file belongs to the attempt."""
-
-
 class _AsLeader:
     """The leader listens, collects the values of all ranks, and sends them to all.
 
@@ -150,7 +119,7 @@ class _AsLeader:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.host = _bracketed(world.rendezvous.rpartition(":")[0].strip("[]"))
+        self.host = bracketed(world.rendezvous.rpartition(":")[0].strip("[]") or LOCALHOST)
         self._ranks: dict[int, Channel] = {}
         deadline = time.monotonic() + TIMEOUT_S
         with ExitStack() as stack:
@@ -190,13 +159,9 @@ class _AsLeader:
 
 
 def _listener_of(world: World) -> socket.socket:
-    """The socket that the launcher gave to the leader, or a new one at its address."""
-    if world.listener >= 0:
-        return socket.socket(fileno=os.dup(world.listener))
-    address, _, port = world.rendezvous.rpartition(":")
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    """The socket at which the other ranks find the leader."""
     try:
-        return socket.create_server((address.strip("[]"), int(port)), family=family)
+        return listen(world)
     except OSError as error:
         raise RequestError(
             asked=f"to meet the other ranks at {world.rendezvous}",
@@ -210,17 +175,15 @@ class _ByLeader:
     """All other ranks send to the leader, and receive from it."""
 
     def __init__(self, world: World) -> None:
-        address, _, port = world.rendezvous.rpartition(":")
         deadline = time.monotonic() + TIMEOUT_S
         while True:
-            try:
-                where = address.strip("[]"), int(port)
-                self._channel = Channel(socket.create_connection(where, timeout=TIMEOUT_S))
-                break
-            except ConnectionError:
-                _give_up_after(deadline, world, {world.rank})
-                time.sleep(LOOK_S)
-        self.host = _bracketed(self._channel.own_address)
+            with suppress(ConnectionError):
+                if (where := address_of_rank_0(world)) is not None:
+                    self._channel = Channel(socket.create_connection(where, timeout=TIMEOUT_S))
+                    break
+            _give_up_after(deadline, world, {world.rank})
+            time.sleep(LOOK_S)
+        self.host = bracketed(self._channel.own_address)
         try:
             authenticate(self._channel, world.secret.encode())
             self._channel.send({"rank": world.rank})
@@ -249,10 +212,6 @@ def _receive(channel: Channel, word: str) -> Any:
         return channel.wait_for_one(TIMEOUT_S)[word]
     except (Disconnected, KeyError) as error:
         raise PeerLost(f"{WENT_AWAY}: {error}") from error
-
-
-def _bracketed(address: str) -> str:
-    return f"[{address}]" if ":" in address else address
 
 
 def _give_up_after(deadline: float, world: World, here: Collection[int]) -> None:

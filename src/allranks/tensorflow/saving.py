@@ -17,9 +17,8 @@ import keras
 import tensorflow as tf
 
 from allranks.checkpoint.array_snapshot import ArrayCopies, flatten
-from allranks.checkpoint.checkpointer import Checkpointer
+from allranks.checkpoint.checkpointer import Checkpointer, Loaded
 from allranks.checkpoint.commit import LeaderAlone, Ranks
-from allranks.checkpoint.newest import Loaded
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.job.program import program_facts
@@ -31,7 +30,7 @@ from allranks.tensorflow.build import (
     unique_names,
     values_of,
 )
-from allranks.tensorflow.built import BuiltKerasModel
+from allranks.tensorflow.strategies.base import BuiltKerasModel
 from allranks.training.engine.saved_job import SavedJob
 from allranks.training.keras_task import Task
 

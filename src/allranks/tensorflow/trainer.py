@@ -28,7 +28,6 @@ from allranks.launcher.world import World
 from allranks.strategies.resolve import resolved_strategy
 from allranks.strategies.roles import TRAINER
 from allranks.tensorflow.build import build, let_sum_again, names_of, value_of, values_of
-from allranks.tensorflow.built import BuiltKerasModel
 from allranks.tensorflow.data.batches import ReplicaBatch
 from allranks.tensorflow.data.task_data import KerasTaskData
 from allranks.tensorflow.machine import (
@@ -41,7 +40,11 @@ from allranks.tensorflow.saving import KerasVariables, TensorFlowSaving, digest_
 from allranks.tensorflow.step.inputs import StepInputs, StepSums
 from allranks.tensorflow.step.layers import restore_layers, shard_norms
 from allranks.tensorflow.step.step import Graphs, StepResultBuilder
-from allranks.tensorflow.strategies.base import TensorFlowContext, TensorFlowStrategy
+from allranks.tensorflow.strategies.base import (
+    BuiltKerasModel,
+    TensorFlowContext,
+    TensorFlowStrategy,
+)
 from allranks.training.callback import Callback, around_evaluation
 from allranks.training.engine.between_steps import BetweenSteps, StopAgreement, total_steps
 from allranks.training.engine.saved_job import CallbackStates

@@ -36,7 +36,7 @@ from allranks.training.callback import Callback
 from allranks.training.keras_task import Task
 from allranks.training.rank_program import RankProgram, Role
 from allranks.training.record import trace
-from allranks.training.record.keeping import Keeping, write_where_room_is
+from allranks.training.record.logs import Keeping, write_where_room_is
 from allranks.training.task_fields import task_of
 
 # --- placement -----------------------------------------------------------------------------------
@@ -60,18 +60,12 @@ def _copies(
     copies = trainer.strategy.distribution.experimental_local_results(variable.value)
     dtype = tf.as_dtype(variable.dtype)
     for replica, copy in enumerate(copies):
-        for part in parts_of(copy):  # several where it is cut over servers
+        for part in pieces_of(copy):  # several where it is cut over servers
             shape = tuple(int(n) for n in part.shape)
             size = math.prod(shape) * int(dtype.size)
             gradient = size if with_gradient else 0
             device = short_name(part.device)
             yield Placed(kind, name, device, dtype.name, shape, size, gradient, 0, replica)
-
-
-def parts_of(value: Any) -> list[Any]:
-    """The variables of TensorFlow that one is made of: several where it is cut over servers."""
-    parts = getattr(value, "variables", None)
-    return list(parts) if isinstance(parts, (list, tuple)) else [value]
 
 
 def short_name(device: str) -> str:

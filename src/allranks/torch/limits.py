@@ -8,9 +8,9 @@ from torch.optim import SGD
 
 from allranks.errors import RequestError
 from allranks.job.job import Job
+from allranks.strategies import compressed
+from allranks.strategies.cards.data_parallel import is_late
 from allranks.strategies.mesh import DATA, LEARNER
-from allranks.strategies.reductions import compressed
-from allranks.strategies.reductions.option import is_late
 from allranks.strategies.shards import even_sizes, largest_shard
 from allranks.torch.data.collate import rows_of_ranks
 from allranks.torch.local_sgd.exchange import for_learners

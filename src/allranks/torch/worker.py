@@ -22,7 +22,7 @@ from allranks.job.job import Job
 from allranks.job.place import Placed
 from allranks.job.run_folder import JsonLines
 from allranks.launcher.world import World
-from allranks.strategies.cards.decoupled import SYNCHRONIZER
+from allranks.strategies.cards.learners import SYNCHRONIZER
 from allranks.strategies.cards.parameter_server import SCHEDULER, SERVER
 from allranks.strategies.roles import EVALUATOR, LEARNER, WORKER
 from allranks.torch.accelerator import peak_bytes, synchronize
@@ -45,7 +45,7 @@ from allranks.training.callback import Callback
 from allranks.training.keras_task import Task as KerasTask
 from allranks.training.progress import StepResult
 from allranks.training.rank_program import RankProgram, Role
-from allranks.training.record.keeping import Keeping
+from allranks.training.record.logs import Keeping
 from allranks.training.task_fields import task_of
 
 # --- measuring -----------------------------------------------------------------------------------

@@ -22,16 +22,23 @@ from allranks.job.limits import logs_of
 from allranks.job.place import Placed, write_placement
 from allranks.job.program import Reads, program_facts
 from allranks.job.run_folder import JsonLines, rank_events_path
+from allranks.launcher.processes.process import exit_code_of, failure_of
 from allranks.launcher.world import World
 from allranks.training.callback import Callback
-from allranks.training.engine.trainer import EngineTrainer, Loop
+from allranks.training.engine.between_steps import EngineTrainer, Loop
+from allranks.training.engine.saved_job import check_ends_later
 from allranks.training.progress import StepResult
-from allranks.training.record.failure import exit_code_of, failure_of
-from allranks.training.record.keeping import Keeping
-from allranks.training.record.logs import End, Logs, check_logs, open_logs, open_metrics, row_of
+from allranks.training.record.logs import (
+    End,
+    Keeping,
+    Logs,
+    check_logs,
+    open_logs,
+    open_metrics,
+    row_of,
+)
 from allranks.training.record.phases import NAME as PHASES
 from allranks.training.record.phases import PhaseRecord, held_at_most
-from allranks.training.resume_checks import check_ends_later
 from allranks.training.task_fields import TaskFields, task_shape
 
 # --- fit -----------------------------------------------------------------------------------------

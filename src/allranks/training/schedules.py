@@ -127,14 +127,11 @@ def warmup_lr(
             do='for example warmup_lr(0.0, 1e-3, 1000, "log")',
         )
     _check_counts("warmup_lr", steps=steps)
-    span = max(steps, 2)  # as DeepSpeed: ln(1) would divide by 0
-    least = lowest / highest
+    least, rise = lowest / highest, {"steps": steps, "kind": kind}
 
     def factor(step: int) -> float:
-        if step >= span:
-            return 1.0
-        part = math.log(step + 1) / math.log(span) if kind == "log" else step / span
-        return least + (1.0 - least) * part
+        part = _risen(rise, step)
+        return 1.0 if part is None else least + (1.0 - least) * part
 
     return factor
 

@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from allranks.checkpoint.checkpointer import read_as
 from allranks.checkpoint.folder import committed, step_of, verify_files
 from allranks.checkpoint.format import NAME, BadCheckpoint, Manifest, digest, read_manifest
-from allranks.checkpoint.newest import read_as
 from allranks.errors import RequestError
 from allranks.job.resume import CHECKPOINTS
 from allranks.job.run_folder import JsonLines, rank_events_path, read_rows

@@ -1,4 +1,4 @@
-"""Places: where the ranks of a job run, and how they get there. One file per place.
+"""Places: where the ranks of a job run, and how they get there. One file for each place with nodes.
 
 `catalog.PLACES` names the class of each: a new place is a file and a line there. A class states
 all that callers need to know of its place, so no caller compares names.
@@ -96,6 +96,26 @@ class Place(ABC):
 
         The nodes without ranks come last. Empty if all ranks are on this machine.
         """
+
+
+class ThisMachine(Place):
+    """This machine: all ranks are in one fork server, without an agent."""
+
+    name = "local"
+    is_default = True
+
+    def check(self, request: NodeRequest) -> None:
+        if request.nodes > 1:
+            raise RequestError(
+                asked=f"--nodes {request.nodes}",
+                found=f"--place {self.name}, which is one node",
+                why="several nodes must come from somewhere",
+                do="--place simulated for nodes on this machine, --place slurm inside of a Slurm "
+                "job, --hosts FILE, or --rendezvous on every node",
+            )
+
+    def seats(self, request: NodeRequest) -> list[Seat]:
+        return []
 
 
 class AgentPlace(Place):

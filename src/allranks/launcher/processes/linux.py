@@ -126,6 +126,8 @@ def show_instead(file: Path, place: Path) -> None:
 GROUPS = Path("/proc/self/cgroup")
 MOUNT = Path("/sys/fs/cgroup")
 MACHINE = Path("/proc/vmstat")
+COUNTERS = {"memory": "memory.oom_control", "": "memory.events"}
+"""Of control groups of version 1 and 2, in the folder of a group."""
 
 
 @dataclass(frozen=True)
@@ -172,24 +174,8 @@ def _rose(before: int | None, now: int | None) -> bool:
 
 
 def _in_our_group() -> int | None:
-    """Version 1 of control groups counts in memory.oom_control, version 2 in memory.events."""
-    try:
-        lines = GROUPS.read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        _, kinds, path = line.split(":", 2)
-        if "memory" in kinds.split(","):
-            return _counter_in(MOUNT / "memory", path, "memory.oom_control")
-        if not kinds and (MOUNT / "cgroup.controllers").exists():
-            return _counter_in(MOUNT, path, "memory.events")
-    return None
-
-
-def _counter_in(mount: Path, group: str, name: str) -> int | None:
-    """The counter of a group; inside a container the mount may begin at that very group."""
-    inside = mount / group.lstrip("/") / name
-    return _counter(inside if inside.exists() else mount / name)
+    files = (folder / COUNTERS[kind] for kind, folder in control_groups(COUNTERS))
+    return next((_counter(file) for file in files if file.exists()), None)
 
 
 def _counter(path: Path) -> int | None:

@@ -8,6 +8,7 @@ machine; several nodes bring their own, with a `Processes` that owns their proce
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import shutil
@@ -39,31 +40,27 @@ from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.linux import Kills
 from allranks.launcher.processes.ports import Reservation
 from allranks.launcher.processes.process import Exit, Process, Processes
-from allranks.launcher.scripts.connections import Connections
 from allranks.launcher.scripts.exec_command import NOT_FOUND, NOT_RUNNABLE, interpreter_of
 from allranks.launcher.scripts.plan import (
+    OUTCOME,
+    OUTCOME_IN,
     CommandPlan,
     CommandRequest,
+    argument_of,
+    check_start,
+    modules_for,
     plan_command,
     redacted_words,
     script_position,
 )
 from allranks.launcher.scripts.supervise import (
+    Connections,
     ForwardedSignals,
     ScriptsEnded,
     StopPolicy,
     supervise_script,
 )
-from allranks.launcher.scripts.topology import Host
-from allranks.launcher.scripts.variables import step_variables
-from allranks.launcher.scripts.warm import (
-    OUTCOME,
-    OUTCOME_IN,
-    argument_of,
-    check_start,
-    modules_for,
-    outcome_in,
-)
+from allranks.launcher.scripts.topology import Host, step_variables
 from allranks.launcher.start import new_run_dir, recorded_environment
 from allranks.launcher.supervisor import NEVER
 
@@ -234,7 +231,7 @@ LOCALHOST = "127.0.0.1"
 LOOK_EVERY_S = 1.0
 COMMAND, WARM_SCRIPT = (
     "allranks.launcher.scripts.exec_command:main",
-    "allranks.launcher.scripts.warm_script:main",
+    "allranks.launcher.scripts.exec_command:run_script",
 )
 SERVER_VARIABLES = ("OPENBLAS_NUM_THREADS",)
 
@@ -454,6 +451,17 @@ class _ScriptAttempts:
         self.folder.events.event("interrupted", reason=reason, exits=exits, attempt=attempt)
         codes = ", ".join(f"rank {rank}: {_exit_text(code)}" for rank, code in exits.items())
         raise Interrupted(f"interrupted ({reason}); {codes}\nrun folder {self.folder.path}")
+
+
+def outcome_in(run_dir: Path) -> dict[str, str]:
+    """The outcome of `--shared-memory` by rank 0: asked, did, why. Read and removed."""
+    path = run_dir / OUTCOME
+    try:
+        outcome: dict[str, str] = json.loads(path.read_text())
+    except (OSError, ValueError):  # no process group was made, or making it failed
+        return {}
+    path.unlink()
+    return outcome
 
 
 def _exit_text(code: int) -> str:

@@ -1,4 +1,4 @@
-"""Who runs where: the hosts of a job in order, and from them the place of each process. Pure.
+"""Who runs where: hosts in order, the place of each process, and the variables that say so. Pure.
 
 The variables of every framework are made from one `Topology`, so that no two of them can disagree.
 Ranks count through the hosts in order; roles are shared out in the order in which they are named.
@@ -6,6 +6,8 @@ Ranks count through the hosts in order; roles are shared out in the order in whi
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -202,3 +204,217 @@ def parse_roles(text: str) -> tuple[tuple[str, int], ...]:
             )
         pairs.append((role.strip(), int(count)))
     return tuple(pairs)
+
+
+# --- variables -----------------------------------------------------------------------------------
+# The variables from which each framework reads rank and peers, from one topology. Pure.
+#
+#     torch       RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, TORCHELASTIC_…: torch, Lightning,
+#                 Accelerate, DeepSpeed, and whatever torchrun starts
+#     deepspeed   LOCAL_SIZE, CROSS_RANK, CROSS_SIZE: what its own launcher adds
+#     tensorflow  TF_CONFIG
+#     jax         JAX_COORDINATOR_ADDRESS and what else `jax.distributed.initialize` reads
+#     mpi         OMPI_COMM_WORLD_…: scripts that look for the rank which mpirun gives
+#     dmlc        DMLC_ROLE and its kin: programs with a scheduler, servers and workers
+#     pmi, pmix   PMI_RANK, PMI_SIZE; PMIX_RANK, PMIX_NAMESPACE
+#
+# All but the last two do not disturb each other, and are set by default. An MPI library that finds
+# PMI_RANK or PMIX_RANK calls the process manager behind them; there is none, so such a program
+# fails in MPI_Init. They are for scripts that only read them. Open MPI sets OMPI_COMM_WORLD_… and
+# never reads it: start a program that calls MPI_Init with mpirun.
+
+
+FAMILIES = ("torch", "deepspeed", "tensorflow", "jax", "mpi", "dmlc", "pmi", "pmix")
+ON_REQUEST = ("pmi", "pmix")
+DEFAULT_FAMILIES = tuple(family for family in FAMILIES if family not in ON_REQUEST)
+
+
+def parse_families(text: str) -> tuple[str, ...]:
+    """`torch,jax` or `all`, in the order of the table; raises `RequestError` for other names."""
+    names = {name.strip() for name in text.split(",") if name.strip()}
+    for name in sorted(names - {"all"}):
+        if name not in FAMILIES:
+            raise RequestError(
+                asked=f"--variables {text}",
+                found=f"{name!r}",
+                why="variables are chosen by the framework that reads them",
+                do=nearest(name, (*FAMILIES, "all")),
+            )
+    return tuple(family for family in FAMILIES if family in names or "all" in names)
+
+
+def variables_for(
+    topology: Topology,
+    rank: int,
+    *,
+    run_id: str,
+    restart_count: int = 0,
+    max_restarts: int = 0,
+    families: Iterable[str] = DEFAULT_FAMILIES,
+) -> dict[str, str]:
+    """The variables that identify process `rank`, for the chosen `families`.
+
+    They replace those in the environment, so that no two of them disagree.
+    """
+    me = topology.members[rank]
+    values: dict[str, str] = {}
+    for family in families:
+        if family == "torch":
+            values |= _torch(topology, me, run_id, restart_count, max_restarts)
+        else:
+            values |= _FAMILIES[family](topology, me)
+    if "pmix" in families:
+        values["PMIX_NAMESPACE"] = run_id
+    return values
+
+
+def step_variables(topology: Topology, rank: int) -> dict[str, str]:
+    """Slurm's variables of a task, for a process that an agent started inside such a task.
+
+    The agent is one task of its step; scripts must not take its variables for their own.
+    """
+    me = topology.members[rank]
+    counts = ",".join(str(host.processes) for host in topology.hosts)
+    size = dict.fromkeys(
+        ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS"), str(topology.world_size)
+    )
+    tasks = dict.fromkeys(("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"), counts)
+    ids = {"SLURM_PROCID": rank, "SLURM_LOCALID": me.local_rank, "SLURM_NODEID": me.node}
+    return {**{name: str(value) for name, value in ids.items()}, **size, **tasks}
+
+
+def defaults_for(topology: Topology, rank: int, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Defaults that a process gets unless it has `inherited` them.
+
+    One thread per process if there are several on a host, as with torchrun; the interface of the
+    job; unbuffered output, and stacks if the process dies of a signal.
+    """
+    host = topology.members[rank].host
+    wanted = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    wanted["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"
+    if host.processes > 1:
+        wanted["OMP_NUM_THREADS"] = "1"
+    if host.interface:
+        names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+        wanted |= dict.fromkeys(names, host.interface)
+    return {name: value for name, value in wanted.items() if name not in inherited}
+
+
+def _torch(
+    topology: Topology, me: ScriptProcess, run_id: str, restart_count: int, max_restarts: int
+) -> dict[str, str]:
+    """The variables of torchrun. Rank 0 serves the store, not the agent."""
+    first = topology.hosts[0]
+    values = {
+        "RANK": me.rank,
+        "WORLD_SIZE": topology.world_size,
+        "LOCAL_RANK": me.local_rank,
+        "LOCAL_WORLD_SIZE": me.host.processes,
+        "GROUP_RANK": me.node,
+        "GROUP_WORLD_SIZE": topology.nodes,
+        "NODE_RANK": me.node,
+        "ROLE_NAME": me.role,
+        "ROLE_RANK": me.role_index,
+        "ROLE_WORLD_SIZE": topology.count(me.role),
+        "MASTER_ADDR": first.address,
+        "MASTER_PORT": first.ports[0],
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_RESTART_COUNT": restart_count,
+        "TORCHELASTIC_MAX_RESTARTS": max_restarts,
+        "TORCHELASTIC_USE_AGENT_STORE": False,
+    }
+    return {name: str(value) for name, value in values.items()}
+
+
+def _deepspeed(topology: Topology, me: ScriptProcess) -> dict[str, str]:
+    return {
+        "LOCAL_SIZE": str(me.host.processes),
+        "CROSS_RANK": str(me.node),
+        "CROSS_SIZE": str(topology.nodes),
+    }
+
+
+def _tensorflow(topology: Topology, me: ScriptProcess) -> dict[str, str]:
+    """TF_CONFIG, equal for all but for `task`. Nothing for a single process.
+
+    A cluster of one worker would make `MirroredStrategy` look for devices of other machines. The
+    evaluator is outside the cluster.
+    """
+    roles = dict(topology.roles) or {"worker": topology.world_size}
+    if topology.world_size == 1 or not set(roles) <= set(TENSORFLOW_ROLES):
+        return {}
+    cluster: dict[str, list[str]] = {}
+    for member in topology.members:
+        role = member.role if topology.roles else "worker"
+        if role != "evaluator":
+            cluster.setdefault(role, []).append(member.endpoint)
+    task = {"type": me.role if topology.roles else "worker", "index": me.role_index}
+    return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})}
+
+
+def _jax(topology: Topology, me: ScriptProcess) -> dict[str, str]:
+    """The address of the coordinator, and the number of this process.
+
+    `initialize()` reads the address and the devices itself, but rank and size only from a launcher
+    that it knows: if a URI of Open MPI is set, it reads OMPI_COMM_WORLD_…, and ignores the URI's
+    value. Rank 0 listens at this address only.
+    """
+    first = topology.hosts[0]
+    coordinator = f"{bracketed(first.address)}:{first.ports[0]}"
+    values = {
+        "JAX_COORDINATOR_ADDRESS": coordinator,
+        "JAX_COORDINATOR_BIND_ADDRESS": coordinator,
+        "JAX_NUM_PROCESSES": str(topology.world_size),
+        "JAX_PROCESS_ID": str(me.rank),
+        "OMPI_MCA_orte_hnp_uri": f"0.0;tcp://{coordinator}",
+        **_mpi(topology, me),
+    }
+    if me.host.processes > 1:  # one device each; a process alone on its host takes all
+        values["JAX_LOCAL_DEVICE_IDS"] = str(me.local_rank)
+    return values
+
+
+def _mpi(topology: Topology, me: ScriptProcess) -> dict[str, str]:
+    return {
+        "OMPI_COMM_WORLD_SIZE": str(topology.world_size),
+        "OMPI_COMM_WORLD_RANK": str(me.rank),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": str(me.host.processes),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(me.local_rank),
+        "OMPI_COMM_WORLD_NODE_RANK": str(me.local_rank),
+        "OMPI_UNIVERSE_SIZE": str(topology.world_size),
+    }
+
+
+def _dmlc(topology: Topology, me: ScriptProcess) -> dict[str, str]:
+    """The scheduler's address for all. Nothing without a scheduler."""
+    if not {role for role, _ in topology.roles} >= set(DMLC_ROLES):
+        return {}
+    scheduler = next(member for member in topology.members if member.role == "scheduler")
+    return {
+        "DMLC_ROLE": me.role,
+        "DMLC_PS_ROOT_URI": scheduler.host.address,
+        "DMLC_PS_ROOT_PORT": str(scheduler.host.ports[0]),
+        "DMLC_NUM_SERVER": str(topology.count("server")),
+        "DMLC_NUM_WORKER": str(topology.count("worker")),
+        "DMLC_NODE_HOST": me.host.address,
+        "DMLC_TASK_ID": str(me.role_index),
+    }
+
+
+def _pmi(topology: Topology, me: ScriptProcess) -> dict[str, str]:
+    return {"PMI_RANK": str(me.rank), "PMI_SIZE": str(topology.world_size)}
+
+
+def _pmix(topology: Topology, me: ScriptProcess) -> dict[str, str]:
+    return {"PMIX_RANK": str(me.rank)}
+
+
+_FAMILIES = {
+    "deepspeed": _deepspeed,
+    "tensorflow": _tensorflow,
+    "jax": _jax,
+    "mpi": _mpi,
+    "dmlc": _dmlc,
+    "pmi": _pmi,
+    "pmix": _pmix,
+}

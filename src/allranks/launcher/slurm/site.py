@@ -127,10 +127,6 @@ class Partition:
     source: str = ""
     sources: dict[str, str] = field(default_factory=dict)
 
-    def source_of(self, number: str) -> str:
-        """The name in `sources` of the page from which a number of this partition is."""
-        return self.sources.get(number, self.source)
-
     def numbers(self) -> dict[str, Any]:
         """Every limit that is known."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}

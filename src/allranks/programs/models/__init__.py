@@ -10,11 +10,15 @@ They depend neither on ranks nor on the engine. All of them follow these rules:
   checkpointing may recompute one by one.
 """
 
-from allranks.programs.models.efficientnet import efficientnet_b2
 from allranks.programs.models.gpt import GPTShape, gpt, gpt2_124m
-from allranks.programs.models.mnist import mnist_cnn
-from allranks.programs.models.resnet import resnet20, resnet50, resnet152
-from allranks.programs.models.vgg import vgg16
+from allranks.programs.models.vision import (
+    efficientnet_b2,
+    mnist_cnn,
+    resnet20,
+    resnet50,
+    resnet152,
+    vgg16,
+)
 from allranks.programs.models.wide_and_deep import WideAndDeep
 
 __all__ = [

@@ -8,12 +8,10 @@ Example, which `parse_example` reads.
 
 from __future__ import annotations
 
-import gzip
 import itertools
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import IO
 
 import numpy as np
@@ -84,16 +82,6 @@ class TFRecords(FileStream):
                 offset += HEAD + length + 4
 
 
-def write_tfrecords(path: str | Path, records: Iterable[bytes]) -> None:
-    """Write a TFRecord file; a name that ends in .gz is packed."""
-    packed = str(path).endswith(".gz")
-    with gzip.open(path, "wb") if packed else open(path, "wb") as file:
-        for record in records:
-            length = struct.pack("<Q", len(record))
-            file.write(length + struct.pack("<I", masked_crc32c(length)))
-            file.write(record + struct.pack("<I", masked_crc32c(record)))
-
-
 def _length(path: str, offset: int, head: bytes) -> int:
     """The length in the head of a record; raises `BadRecord`."""
     if len(head) < HEAD:
@@ -150,15 +138,6 @@ def parse_example(data: bytes | memoryview) -> dict[str, Values]:
                     value = content
             parsed[key.decode()] = _feature(value)
     return parsed
-
-
-def make_example(features: Mapping[str, Sequence[bytes] | NDArray[np.generic]]) -> bytes:
-    """A serialized Example of lists of bytes, and of arrays of floats or of whole numbers."""
-    entries = b""
-    for name, values in features.items():
-        entry = _tagged(1, name.encode()) + _tagged(2, _encoded_feature(values))
-        entries += _tagged(1, entry)
-    return _tagged(1, entries)
 
 
 def _feature(data: memoryview) -> Values:
@@ -234,24 +213,3 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
         if byte < 128:
             return value & 0xFFFFFFFFFFFFFFFF, at + place + 1
     raise ValueError(f"a number without end at byte {at}")
-
-
-def _encoded_feature(values: Sequence[bytes] | NDArray[np.generic]) -> bytes:
-    if not isinstance(values, np.ndarray):
-        return _tagged(BYTES, b"".join(_tagged(1, bytes(value)) for value in values))
-    if values.dtype.kind == "f":
-        return _tagged(FLOATS, _tagged(1, values.astype("<f4").tobytes()))
-    numbers = (int(number) & 0xFFFFFFFFFFFFFFFF for number in values.astype(np.int64))
-    return _tagged(INTEGERS, _tagged(1, b"".join(map(_encoded_varint, numbers))))
-
-
-def _tagged(number: int, content: bytes) -> bytes:
-    return _encoded_varint(number << 3 | LENGTH) + _encoded_varint(len(content)) + content
-
-
-def _encoded_varint(value: int) -> bytes:
-    encoded = bytearray()
-    while value > 127:
-        encoded.append(value & 127 | 128)
-        value >>= 7
-    return bytes([*encoded, value])

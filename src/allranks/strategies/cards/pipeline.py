@@ -10,8 +10,8 @@ from typing import Any
 
 from allranks.errors import RequestError
 from allranks.strategies.card import Card, Contents, Exact, Option, Stored, Workload
-from allranks.strategies.cards.activation import SEQUENCE, check_sequence
-from allranks.strategies.cards.placed import tree_bytes
+from allranks.strategies.cards.data_parallel import tree_bytes
+from allranks.strategies.cards.model_parallel import SEQUENCE, check_sequence
 from allranks.strategies.mesh import PIPELINE, REPLICATE, TENSOR, Agreement, Mesh
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from allranks.strategies.card import Card, Exact, Option, Reference, Workload, replicas_of
-from allranks.strategies.cards.placed import RING, no_bytes, ring_bytes
+from allranks.strategies.cards.data_parallel import RING, no_bytes, ring_bytes
 from allranks.strategies.roles import EVALUATOR, Role
 
 PAPER = "Abadi et al. 2016, TensorFlow, arXiv 1605.08695"

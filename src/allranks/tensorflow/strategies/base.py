@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from allranks.job.job import Job
 from allranks.launcher.world import World
 from allranks.strategies.card import Card, Workload
-from allranks.strategies.torch_cards import CARDS
-from allranks.tensorflow.built import BuiltKerasModel
+from allranks.strategies.cards import CARDS
 from allranks.tensorflow.comm import ReplicaComm
 from allranks.training.keras_task import Task
 
@@ -87,3 +86,23 @@ class TensorFlowStrategy(ABC):
 
     def leave(self) -> None:
         """Release what `join` took."""
+
+
+# --- built ---------------------------------------------------------------------------------------
+# A model with its optimizer, as it was built for a training.
+
+
+@dataclass(frozen=True)
+class BuiltKerasModel:
+    """A model and its optimizer; `swapped` names the layers that were swapped in.
+
+    `made_rate` is the learning rate as the task made it, before any step; `None` where a schedule
+    of Keras decides it. `not_pretrained` are weights that the task's
+    `pretrained` does not name: none.
+    """
+
+    model: Any
+    optimizer: Any
+    swapped: dict[str, list[str]]
+    made_rate: float | None
+    not_pretrained: list[str] = field(default_factory=list)

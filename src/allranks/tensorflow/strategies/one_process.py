@@ -14,11 +14,10 @@ import keras
 import tensorflow as tf
 
 from allranks.errors import RequestError
-from allranks.tensorflow.built import BuiltKerasModel
 from allranks.tensorflow.comm import ReplicaComm, translated
 from allranks.tensorflow.machine import begun, devices_for, has_tpu, take_devices
 from allranks.tensorflow.rendezvous import meet
-from allranks.tensorflow.strategies.base import TensorFlowStrategy
+from allranks.tensorflow.strategies.base import BuiltKerasModel, TensorFlowStrategy
 
 HOST = "/cpu:0"
 

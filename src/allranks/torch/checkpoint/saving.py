@@ -32,10 +32,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from allranks.checkpoint import checkpointer
-from allranks.checkpoint.checkpointer import Planned
+from allranks.checkpoint.checkpointer import Loaded, Planned, is_below, values_of
 from allranks.checkpoint.commit import EveryRank, Ranks
 from allranks.checkpoint.format import Manifest, SavedTensor, refused, unflatten
-from allranks.checkpoint.newest import Loaded, is_below, values_of
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.torch.checkpoint.plan import (

@@ -26,7 +26,7 @@ from datetime import timedelta
 from typing import Any
 
 from allranks.errors import PeerLost, RequestError
-from allranks.training.record.failure import shortened
+from allranks.launcher.processes.process import shortened
 
 EVALUATE = "evaluate()"
 AT_THE_END = "the end of the training"

@@ -8,9 +8,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from allranks.strategies import compressed
 from allranks.strategies.card import Picked
-from allranks.strategies.reductions import compressed
-from allranks.strategies.reductions.compressed import (
+from allranks.strategies.compressed import (
     LARGEST_CHUNK,
     check_top_k,
     column_bytes,

@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from allranks.strategies.reductions.compressed import cosine_block
+from allranks.strategies.compressed import cosine_block
 from allranks.torch.compression.codecs import Codec, TopK
 
 

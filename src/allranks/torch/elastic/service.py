@@ -36,8 +36,7 @@ from torch import Tensor
 from allranks.checkpoint.format import unflatten
 from allranks.errors import RequestError
 from allranks.launcher.messages.answering import ANSWER_S, Answering
-from allranks.launcher.messages.connection import Buffer, Connection, Place
-from allranks.launcher.messages.meeting_point import connect
+from allranks.launcher.messages.connection import Buffer, Connection, Place, connect
 from allranks.launcher.nodes.channel import Disconnected, Message, Refused
 from allranks.launcher.world import World
 from allranks.torch.checkpoint.state import copied

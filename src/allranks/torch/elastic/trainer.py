@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from allranks.launcher.messages.meeting_point import listen
+from allranks.launcher.messages.connection import listen
 from allranks.strategies.shards import even_sizes, owned_shards
 from allranks.torch.elastic.merge import Merged, Merging
 from allranks.torch.elastic.service import LearnerService, owes

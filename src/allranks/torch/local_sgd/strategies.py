@@ -30,7 +30,7 @@ from allranks.catalog import STRATEGIES, TORCH, load
 from allranks.errors import RequestError
 from allranks.job.place import GLOBAL, Placed
 from allranks.strategies.card import Workload
-from allranks.strategies.cards.outer import learner_options, near_of
+from allranks.strategies.cards.learners import learner_options, near_of
 from allranks.strategies.mesh import LEARNER, Agreement
 from allranks.torch.checkpoint.state import copied
 from allranks.torch.checkpoint.tree import local

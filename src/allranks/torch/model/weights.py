@@ -28,7 +28,7 @@ from allranks.checkpoint.tensor_file import (
 from allranks.errors import RequestError
 from allranks.torch.checkpoint.state import saved_names
 from allranks.torch.checkpoint.tree import NAMES
-from allranks.training.record.keeping import write_where_room_is
+from allranks.training.record.logs import write_where_room_is
 
 
 class WeightsFile:

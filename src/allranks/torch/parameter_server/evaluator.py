@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from allranks.checkpoint.checkpointer import is_below, values_of
 from allranks.checkpoint.format import Manifest, unflatten
-from allranks.checkpoint.newest import is_below, values_of
 from allranks.job.job import Job
 from allranks.job.run_folder import JsonLines
 from allranks.launcher.world import World

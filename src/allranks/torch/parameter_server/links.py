@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from typing import Self
 
 from allranks.launcher.messages.answering import ANSWER_S
-from allranks.launcher.messages.connection import Buffer, Connection
-from allranks.launcher.messages.meeting_point import connect_to
+from allranks.launcher.messages.connection import Buffer, Connection, connect_to
 from allranks.launcher.nodes.channel import Disconnected, Message
 from allranks.torch.parameter_server.server import MAX_STATES
 

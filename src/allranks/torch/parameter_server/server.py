@@ -41,8 +41,7 @@ from typing import Any
 
 from allranks.job.run_folder import JsonLines
 from allranks.launcher.messages.answering import ANSWER_S, Answering
-from allranks.launcher.messages.connection import Connection
-from allranks.launcher.messages.meeting_point import connect
+from allranks.launcher.messages.connection import Connection, connect
 from allranks.launcher.nodes.channel import Disconnected, Message
 from allranks.launcher.world import World
 from allranks.strategies.cards.parameter_server import SERVER

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from allranks.errors import PeerLost, RequestError
-from allranks.launcher.messages.meeting_point import listen
+from allranks.launcher.messages.connection import listen
 from allranks.launcher.nodes.channel import Disconnected
 from allranks.torch.data.batch import Batch
 from allranks.torch.model.precision import KERNELS

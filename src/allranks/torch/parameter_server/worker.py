@@ -24,8 +24,7 @@ from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.job.run_folder import JsonLines
 from allranks.launcher.messages.answering import ANSWER_S
-from allranks.launcher.messages.connection import Buffer, Connection
-from allranks.launcher.messages.meeting_point import connect
+from allranks.launcher.messages.connection import Buffer, Connection, connect
 from allranks.launcher.nodes.channel import Disconnected, Refused
 from allranks.launcher.processes.linux import keep_freed_memory
 from allranks.launcher.world import World

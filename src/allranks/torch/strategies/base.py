@@ -21,9 +21,9 @@ from torch.utils.hooks import RemovableHandle
 from allranks.job.loss_scale import LossScale
 from allranks.job.place import Placed
 from allranks.strategies.card import Card, Workload
+from allranks.strategies.cards import CARDS
 from allranks.strategies.mesh import DATA, Agreement
 from allranks.strategies.reduction_tree import Span
-from allranks.strategies.torch_cards import CARDS
 from allranks.torch.checkpoint.state import (
     TrainedSet,
     load_model_state,

@@ -5,25 +5,21 @@ Each engine saves and loads its own state; here are the other fields, and the re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from allranks.checkpoint.checkpointer import Loaded
 from allranks.checkpoint.commit import Ranks
 from allranks.checkpoint.format import About, Reach
-from allranks.checkpoint.newest import Loaded
 from allranks.errors import RequestError
 from allranks.job.job import Job
+from allranks.job.job_file import redacted
+from allranks.job.program import by_name
+from allranks.job.resume import CHECKPOINTS, Base, changed, changed_fields, checkpoint_folders
 from allranks.training.callback import Callback
-from allranks.training.resume_checks import (
-    ResumeChanges,
-    about_of,
-    changes_since,
-    check_not_asked_for,
-    sources_for,
-)
-from allranks.training.task_fields import TaskFields
+from allranks.training.task_fields import TaskFields, plain_fields
 
 
 @dataclass(frozen=True)
@@ -45,7 +41,8 @@ class SavedJob:
     @property
     def sources(self) -> list[Path]:
         """Where its checkpoint may lie, its own folder first."""
-        return sources_for(self.job)
+        own_folder, resumed = Path(self.job.run_dir) / CHECKPOINTS, self.job.resume
+        return [own_folder, *(checkpoint_folders(Path(resumed)) if resumed else [])]
 
     @property
     def rules(self) -> dict[str, Any]:
@@ -55,15 +52,26 @@ class SavedJob:
 
     def about(self, other_state: dict[str, Any], metrics: dict[str, float]) -> About:
         """The fields of a manifest besides the state; `other_state` has the progress."""
-        return about_of(self.task, self.job, other_state["progress"], self.facts(self.job), metrics)
+        of_job = {**self.job.to_data(), "task": redacted(plain_fields(self.task))}
+        return About(of_job, other_state["progress"], self.facts(self.job), metrics)
 
     def check(self, loaded: Loaded) -> ResumeChanges:
         """What has changed since; raises `RequestError` for the checkpoint of another job."""
-        return changes_since(loaded, self.task, self.job, self.facts(self.job), self.deciding)
+        saved, was = loaded.manifest, loaded.manifest.job
+        base = Base(loaded.path, False, was, was.get("task", {}))
+        of_job = {**changed(base, self.job), **changed_fields(base, plain_fields(self.task))}
+        facts = self.facts(self.job)
+        return ResumeChanges(of_job, differing(saved.facts, facts, self.deciding, self.job.bitwise))
 
     def check_not_asked_for(self) -> None:
         """No checkpoint holds: raise `RequestError` if the job says to start from one."""
-        check_not_asked_for(self.job)
+        if self.job.resume:
+            raise RequestError(
+                asked=f"--resume {self.job.resume}",
+                found="no checkpoint in it whose digests hold",
+                why="starting anew instead would pass over what was asked",
+                do="see `allranks checkpoints verify` for what is wrong with each",
+            )
 
     def resumed(self, loaded: Loaded, *, random_streams_restored: bool) -> None:
         """Tell that the training goes on; the leader calls this."""
@@ -199,3 +207,53 @@ def _unused(name: str, names: dict[str, Any]) -> str:
     """The name, or the first free one with a number behind it."""
     number = sum(known.partition("#")[0] == name for known in names)
     return f"{name}#{number}" if number else name
+
+
+# --- resume checks -------------------------------------------------------------------------------
+# Resuming from a checkpoint: where an engine looks for one, and what must be as it was.
+#
+# `resume` says what of a job may change; here a checkpoint that was loaded is held against the job
+# that goes on from it, on every rank alike, before anything of it is taken up.
+
+
+@dataclass(frozen=True)
+class ResumeChanges:
+    """What is not as it was, name -> [was, is]: of the job and its task, and of what is around."""
+
+    job: dict[str, list[Any]]
+    facts: dict[str, list[Any]]
+
+
+def differing(
+    was: dict[str, Any], now: dict[str, Any], deciding: Iterable[str], bitwise: bool
+) -> dict[str, list[Any]]:
+    """The facts that are not as they were, name -> [was, is]; raises where bits are promised.
+
+    A module of the user's that is not imported yet may come later: it has not changed.
+    """
+    was, now = by_name(was), by_name(now)
+    names = [name for name in was if name in now or not name.startswith("module ")]
+    changes = {name: [was[name], now.get(name)] for name in names if was[name] != now.get(name)}
+    name = next((name for name in deciding if name in changes), "")
+    if bitwise and name:
+        raise RequestError(
+            asked="to resume with --bitwise",
+            found=f"{name} is {changes[name][1]}; the checkpoint was made with {changes[name][0]}",
+            why="the bits of a step follow from it",
+            do="resume where it was, or start anew without --bitwise and --resume PATH",
+        )
+    return changes
+
+
+def check_ends_later(job: Job, done: int, total: int | None) -> None:
+    """Raise `RequestError` where a job asks for fewer steps than it goes on from."""
+    if total is None or done <= total:
+        return
+    limit = f"--steps {job.steps}" if job.steps is not None else f"epochs that are {total} steps"
+    raise RequestError(
+        asked=f"{limit}, from {job.resume or job.run_dir}",
+        found=f"its newest checkpoint, after step {done}",
+        why="a training goes on, never back: the result would be that of other steps than asked",
+        do=f"--steps {done} or more, or start at an earlier checkpoint in another folder: "
+        "--resume RUN/checkpoints/step-…",
+    )

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from allranks.launcher.scripts.on_path import path_with_hooks
-from allranks.launcher.scripts.plan import CommandRequest
-from allranks.launcher.scripts.warm import WATCHED_IN
+from allranks.launcher.scripts.plan import WATCHED_IN, CommandRequest
 
 Fact = Mapping[str, Any]
 WORKERS = "workers"

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from allranks.catalog import REDUCERS, load
 from allranks.strategies.card import Picked, Workload
+from allranks.strategies.cards.data_parallel import is_late
+from allranks.strategies.compressed import SIGNED
 from allranks.strategies.reduction_tree import Span
-from allranks.strategies.reductions.compressed import SIGNED
-from allranks.strategies.reductions.option import is_late
 from allranks.torch.data.batch import Batch, Leaf
 from allranks.torch.parallel.data.buckets import Buckets
 from allranks.torch.parallel.data.compressed.gathered import shapes_of

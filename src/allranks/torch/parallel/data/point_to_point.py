@@ -1,7 +1,7 @@
 """All-reduces made of point-to-point messages: ring, halving-doubling, trees and others.
 
 They do with sends and receives what a collective does inside a backend, so that algorithms can be
-compared. `strategies.reductions.schedules` defines the messages. A bucket is cut into `pieces`,
+compared. `strategies.reduction_schedules` defines the messages. A bucket is cut into `pieces`,
 which are pipelined: while one is added, the next is in flight. The first turn of each piece runs
 during backward, the others in `finish`.
 """
@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from allranks.strategies.reduction_schedules import SCHEDULES, Part, Turn, chunks_of, cut
 from allranks.strategies.reduction_tree import Span
-from allranks.strategies.reductions.schedules import SCHEDULES, Part, Turn, chunks_of, cut
 from allranks.torch.comm.comm import Comm
 from allranks.torch.comm.subgroups import Pending
 from allranks.torch.parallel.data.reducer import Reducer

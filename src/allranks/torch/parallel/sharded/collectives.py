@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from allranks.errors import RequestError
 from allranks.strategies.card import Picked
-from allranks.strategies.reductions.compressed import PIECES, SIGNED
+from allranks.strategies.compressed import PIECES, SIGNED
 from allranks.torch.checkpoint.tree import local
 from allranks.torch.comm.comm import Comm
 from allranks.torch.compression.codecs import Codec, codec_of

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from allranks.job.place import Placed
-from allranks.strategies.cards.activation import LEAVES
+from allranks.strategies.cards.model_parallel import LEAVES
 from allranks.strategies.mesh import REPLICATE, TENSOR
 from allranks.torch.checkpoint.tree import is_dtensor
 from allranks.torch.comm.comm import Comm

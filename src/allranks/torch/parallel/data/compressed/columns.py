@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from allranks.strategies.reductions.compressed import is_matrix
+from allranks.strategies.compressed import is_matrix
 from allranks.torch.comm.comm import Comm
 from allranks.torch.comm.subgroups import Pending
 from allranks.torch.compression.codecs import ColumnQuantizer

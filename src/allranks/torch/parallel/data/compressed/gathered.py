@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from allranks.strategies.compressed import whole_words
 from allranks.strategies.reduction_tree import Span
-from allranks.strategies.reductions.compressed import whole_words
 from allranks.torch.comm.comm import Comm
 from allranks.torch.comm.subgroups import Pending
 from allranks.torch.compression.codecs import Codec, TopK, TwoBit

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from allranks.strategies.reductions.compressed import factor_rank
+from allranks.strategies.compressed import factor_rank
 from allranks.torch.comm.comm import Comm
 from allranks.torch.comm.subgroups import Pending
 from allranks.torch.compression.cosines import orthonormal

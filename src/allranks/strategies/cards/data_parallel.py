@@ -1,21 +1,72 @@
-"""`reduce=` of `ddp`: the ways to sum gradients, with their options, promises and bytes.
+"""The cards of data parallelism: every rank has the whole model, and gradients are summed.
 
-What the busiest rank sends is here a formula; the schedules of `schedules` and the bytes
-counted at the process group are held against it in the tests.
+First what common ways to sum cost, then `reduce=` of `ddp`: the ways to sum gradients, with their
+options, promises and bytes. What the busiest rank sends is here a formula; the schedules of
+`reduction_schedules` and the bytes counted at the process group are held against it in the tests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from allranks.errors import RequestError
-from allranks.strategies.card import Contents, Option, Picked, Reference, Stored, Workload
-from allranks.strategies.cards.placed import RING, ring_bytes, tree_bytes
-from allranks.strategies.mesh import Mesh, replicated_mesh
-from allranks.strategies.reductions import compressed
-from allranks.strategies.reductions.schedules import power_below
+from allranks.strategies import compressed
+from allranks.strategies.card import (
+    Card,
+    Contents,
+    Exact,
+    Option,
+    Picked,
+    Reference,
+    Stored,
+    Workload,
+    replicas_of,
+)
+from allranks.strategies.mesh import Agreement, Mesh, replicated_mesh
+from allranks.strategies.reduction_schedules import power_below
+from allranks.strategies.reduction_tree import rounds_of_pairs, subtree_roots, uses_pairs
+from allranks.strategies.shards import owned_shards
+
+
+def no_bytes(work: Workload, options: Mapping[str, Any]) -> int:
+    """Nothing is sent."""
+    return 0
+
+
+def ring_bytes(work: Workload, options: Mapping[str, Any]) -> int:
+    """A ring all-reduce of every message: 2(N-1)/N of its bytes."""
+    return round(2 * (work.ranks - 1) / work.ranks * sum(work.messages))
+
+
+def _all_stored(has: Contents, options: Mapping[str, Any]) -> float:
+    """Weights, gradients, and what the optimizer keeps."""
+    return (2 + has.optimizer) * (has.cut + has.uncut)
+
+
+EVERYTHING = Stored("(2 + k)(C + R)", _all_stored)
+RING = "2(N-1)/N · (gradients + tally)"
+
+
+def tree_roots(work: Workload) -> int:
+    """How many roots of the tree over all shards the rank with the most of them holds."""
+    owned = (owned_shards(work.shards, work.ranks, rank) for rank in range(work.ranks))
+    return max(len(subtree_roots(span, work.shards)) for span in owned)
+
+
+def tree_bytes(work: Workload, messages: Iterable[int]) -> int:
+    """Each message in rounds of pairs, or by all-to-all of roots and all-gather of sums."""
+    if work.ranks == 1:
+        return 0
+    sent_bytes = 0.0
+    for message in messages:
+        if uses_pairs(work.shards, work.ranks, message):
+            sent_bytes += (rounds_of_pairs(work.shards, work.ranks) or 0) * message
+        else:
+            sent_bytes += (tree_roots(work) + 1) * (work.ranks - 1) / work.ranks * message
+    return round(sent_bytes)
+
 
 PIECES = Option("pieces", 1, "parts of a message that go their ways one behind another", at_least=1)
 GROUP = Option("group", 0, "ranks that sum among themselves first; 0: those of a node", at_least=0)
@@ -193,3 +244,82 @@ WAYS: dict[str, Callable[[Workload, Mapping[str, Any]], int]] = {
     "hierarchical": _hierarchical,
     **compressed.WAYS,
 }
+
+
+def _replicas(has: Contents, options: Mapping[str, Any]) -> float:
+    """Weights of each replica, one gradient and one optimizer."""
+    return (replicas_of(options) + 1 + has.optimizer) * (has.cut + has.uncut)
+
+
+DATA_PARALLEL_CARDS = (
+    Card(
+        name="single",
+        summary="One process does all the work. What every other strategy is compared with.",
+        guarantee=Exact(),
+        bytes_sent=no_bytes,
+        bytes_formula="0",
+        memory="weights + gradients + optimizer; bitwise: log2(shards) more gradients",
+        stored=EVERYTHING,
+        many_ranks=False,
+        bitwise_options={},
+    ),
+    Card(
+        name="dp",
+        summary="One process, a replica of the model per device, a thread for each.",
+        guarantee=Exact(),
+        bytes_sent=no_bytes,
+        bytes_formula="0 (between the devices: (replicas - 1) · (weights + buffers + "
+        "gradients), and the inputs and outputs of all but the first replica)",
+        memory="weights + gradients on every device; the first one holds the optimizer too, "
+        "and gathers the inputs and outputs of the whole micro-batch",
+        stored=Stored("(r + 1 + k)(C + R), r = replicas", _replicas),
+        many_ranks=False,
+        devices_of_a_rank=replicas_of,
+        options=(
+            Option("replicas", 2, "how many: on cuda:0, cuda:1, …, or all on the CPU", at_least=1),
+        ),
+    ),
+    Card(
+        name="ddp-plain",
+        summary="All-reduce each gradient after backward: the specification of `ddp`.",
+        guarantee=Exact(),
+        bytes_sent=ring_bytes,
+        bytes_formula=RING,
+        memory="weights + gradients + optimizer on every rank",
+        stored=EVERYTHING,
+        many_ranks=True,
+    ),
+    Card(
+        name="ddp",
+        summary="Gradients in buckets, each sent as soon as backward has finished it.",
+        guarantee=Exact(),
+        bytes_sent=reduced_bytes,
+        bytes_formula=FORMULAS,
+        memory="weights + gradients + optimizer on every rank; tree: roots + 2 more gradients; "
+        "fp16, bf16, halving-doubling: 1 more; binary-tree: 2 more; star: N-1 more (rank 0); "
+        "late: 1 more, 2 with a regularizer",
+        stored=STORED,
+        many_ranks=True,
+        bitwise_options={"reduce": "tree"},
+        options=(
+            REDUCE,
+            Option("bucket_mb", 25.0, "MiB of gradients that leave in one message", above=0),
+            LATE,
+        ),
+        paper="Li et al. 2020, PyTorch Distributed, arXiv 2006.15704",
+        mesh=mesh_of_groups,
+    ),
+    Card(
+        name="independent",
+        summary="No exchange: each rank trains alone on its own shards. The upper bound.",
+        guarantee=Reference(
+            "N separate trainings, rank r on its own shards only; `single` when N = 1"
+        ),
+        bytes_sent=no_bytes,
+        bytes_formula="0",
+        memory="weights + gradients + optimizer on every rank",
+        stored=EVERYTHING,
+        many_ranks=True,
+        agreement=Agreement("own", lockstep=False),
+    ),
+)

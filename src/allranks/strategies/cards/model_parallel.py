@@ -1,6 +1,8 @@
-"""The cards of strategies whose ranks share samples and exchange activations: tensor, context.
+"""The cards of strategies that compute one model on several ranks or devices.
 
-Each has `data=D` copies, which read samples of their own.
+`model-parallel` and `branches` place whole layers, `expert` places experts; the ranks of `tensor`
+and `context` share samples and exchange activations. Each of the last three has copies, which read
+samples of their own.
 """
 
 from __future__ import annotations
@@ -9,9 +11,125 @@ from collections.abc import Mapping
 from typing import Any
 
 from allranks.errors import RequestError
-from allranks.strategies.card import Card, Contents, Exact, Option, Stored, Workload
-from allranks.strategies.cards.placed import EVERYTHING
-from allranks.strategies.mesh import CONTEXT, TENSOR, Agreement, Mesh, in_copies
+from allranks.strategies.card import (
+    Card,
+    Contents,
+    Exact,
+    Option,
+    Stored,
+    Workload,
+    parts_of,
+    replicas_of,
+)
+from allranks.strategies.cards.data_parallel import EVERYTHING, no_bytes
+from allranks.strategies.mesh import (
+    BRANCH,
+    CONTEXT,
+    EXPERT,
+    TENSOR,
+    Agreement,
+    Mesh,
+    in_copies,
+)
+
+
+def _branches(work: Workload, options: Mapping[str, Any]) -> int:
+    """What branches return is broadcast; the gradients of their inputs and the tally are summed."""
+    returned, inputs, tally = work.messages
+    return round((work.ranks - 1) / work.ranks * (returned + 2 * inputs + 2 * tally))
+
+
+def _own_branches(has: Contents, options: Mapping[str, Any]) -> float:
+    """Branches are what is cut."""
+    return (2 + has.optimizer) * (has.cut / has.ranks + has.uncut)
+
+
+PLACED_CARDS = (
+    Card(
+        name="model-parallel",
+        summary="One process, layers of one model on several devices, inputs in flight.",
+        guarantee=Exact(),
+        bytes_sent=no_bytes,
+        bytes_formula="0 (between the devices: what goes from part to part, and its gradient)",
+        memory="every weight, its gradient and what the optimizer keeps of it on one device; "
+        "activations on the device of their part",
+        stored=EVERYTHING,
+        many_ranks=False,
+        bitwise_options={},
+        devices_of_a_rank=parts_of,
+        on_a_device="part",
+        options=(
+            Option("parts", 2, "how many: on cuda:0, cuda:1, …, or all on the CPU", at_least=1),
+            Option(
+                "by",
+                "cost",
+                "what is balanced, where the task has no device_map: seconds that are "
+                "measured, or bytes",
+                ("cost", "size"),
+            ),
+            Option("split", 1, "pieces of a micro-batch that are in flight at once", at_least=1),
+        ),
+        paper="Huang et al. 2019, GPipe, arXiv 1811.06965",
+    ),
+    Card(
+        name="branches",
+        summary="Towers, paths or heads of one model on different ranks at the same time.",
+        guarantee=Exact(),
+        bytes_sent=_branches,
+        bytes_formula="(N-1)/N · outputs of all branches + 2(N-1)/N · (gradients of what they are "
+        "given, each tensor once, + tally)",
+        memory="of each branch weights, gradients, optimizer and activations on one rank; all else "
+        "of the model on every rank",
+        stored=Stored("(2 + k)(C/N + R), C: branches of equal size", _own_branches),
+        many_ranks=True,
+        agreement=Agreement("staged"),
+        mesh=lambda ranks, _: Mesh(((BRANCH, ranks),)),
+        paper="Krizhevsky 2014, One weird trick for parallelizing convolutional neural networks, "
+        "arXiv 1404.5997",
+    ),
+)
+
+
+def _expert_mesh(ranks: int, options: Mapping[str, Any]) -> Mesh:
+    copies = replicas_of(options)
+    return in_copies(ranks, copies, EXPERT, f"expert:replicas={copies}", of="experts")
+
+
+def _own_experts(has: Contents, options: Mapping[str, Any]) -> float:
+    """Experts are what is cut."""
+    return (2 + has.optimizer) * (has.cut * replicas_of(options) / has.ranks + has.uncut)
+
+
+def _expert(work: Workload, options: Mapping[str, Any]) -> int:
+    """Rows to the ranks of their experts; gradients of experts between copies, of the rest."""
+    rows, shared, experts = work.messages
+    copies = replicas_of(options)
+    between = 2 * (copies - 1) / copies * experts
+    return round(rows + 2 * (work.ranks - 1) / work.ranks * shared + between)
+
+
+EXPERT_CARD = Card(
+    name="expert",
+    summary="Each rank holds some experts of every MixtureOfExperts, and the rest whole.",
+    guarantee=Exact(),
+    bytes_sent=_expert,
+    bytes_formula="rows routed to other ranks and back, in forward and backward "
+    "(4k · tokens of the rank · width · (E-1)/E if experts share them evenly) "
+    "+ 2(N-1)/N · (gradients of the rest + tally) + 2(R-1)/R · gradients of experts/E; "
+    "R = replicas, E = N/R",
+    memory="1/E of experts, their gradients and optimizer, all of the rest; rows that other "
+    "ranks send",
+    stored=Stored("(2 + k)(C/E + R), C: experts", _own_experts),
+    many_ranks=True,
+    options=(
+        Option("replicas", 1, "copies of the experts, each cut over N/R ranks", at_least=1),
+        Option("bucket_mb", 25.0, "MiB of gradients that leave in one message", above=0),
+    ),
+    agreement=Agreement("sharded"),
+    mesh=_expert_mesh,
+    rounds_together=True,
+    paper="Lepikhin et al. 2020, GShard, arXiv 2006.16668",
+)
 
 LEAVES = 8
 """So many parts a sum over the ranks has with `exact=yes`, on any number of them."""

@@ -1,1 +1,0 @@
-"""How gradients are summed over ranks: schedules of messages, and what each costs."""
