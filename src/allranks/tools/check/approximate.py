@@ -19,8 +19,7 @@ from allranks.strategies.card import Approximate, Exact
 from allranks.strategies.resolve import at_setting
 from allranks.tools.check.against_single import Check, CheckPlan, in_one, undisturbed
 from allranks.tools.check.compare import FP64, RecordedTrace, Tolerance
-from allranks.tools.check.drift import Drift, drift_between
-from allranks.tools.check.verdict import Look, Verdict
+from allranks.tools.check.verdict import Drift, Look, Verdict, drift_between
 from allranks.training.record.trace import START
 
 MADE = ("weight", "average", "buffer")
