@@ -36,7 +36,6 @@ from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.signals import Signals
 from allranks.launcher.start import JobWatcher, Result, run_job
 from allranks.strategies.resolve import card_of, resolved_strategy
-from allranks.tools.check import hints
 from allranks.tools.check.causes.cause import ConfirmedCause
 from allranks.tools.check.causes.diagnose import cause_of
 from allranks.tools.check.compare import (
@@ -49,6 +48,7 @@ from allranks.tools.check.compare import (
     close,
     coarse,
     compare,
+    hint_of_number,
     noise_between,
 )
 from allranks.tools.check.sizes import number_difference
@@ -416,7 +416,7 @@ def _end_differs(
         ours, theirs = actual["eval"].get(name), wanted["eval"].get(name)
         size = number_difference(ours, theirs, tolerance.floor)
         if size > tolerance.numbers:
-            hint = hints.of_number("evaluation", {})
+            hint = hint_of_number("evaluation", {})
             text = f"{name} is {ours!r}, not {theirs!r}, after {steps} equal steps"
             return Difference(steps - 1, "evaluation", None, size, text, hint)
     if tolerance.exact and wanted["weights_sha256"] != actual["weights_sha256"]:
