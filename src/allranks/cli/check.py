@@ -20,7 +20,7 @@ from allranks.launcher.places.base import NodeRequest
 from allranks.launcher.scripts.run import run_command, run_dir_of
 from allranks.launcher.scripts.torchrun import TorchrunFlags
 from allranks.tools.check.against_single import DEEP_STEPS, STEPS, default_ranks, usual_strategy
-from allranks.tools.check.scratch import checked_in_scratch
+from allranks.tools.check.check import checked_in_scratch
 from allranks.tools.report.checks import RECORD
 from allranks.tools.script_check.rules.facts import FACTS, watched_request
 from allranks.tools.script_check.rules.watch import watched_in

@@ -28,7 +28,7 @@ from allranks.launcher.processes.leftovers import belongs_to_a_job
 from allranks.launcher.signals import Signals
 from allranks.launcher.start import JobWatcher, Result, run_job
 from allranks.tools.check.against_single import DEEP_STEPS, STEPS, default_ranks, usual_strategy
-from allranks.tools.check.scratch import checked_in_scratch
+from allranks.tools.check.check import checked_in_scratch
 from allranks.tools.check.verdict import Verdict
 
 RUNS = "runs"

@@ -52,7 +52,7 @@ from allranks.launcher.signals import Signals
 from allranks.strategies.card import Approximate, Exact
 from allranks.strategies.resolve import resolved_strategy
 from allranks.tools.check.against_single import Check, CheckedRun, CheckPlan, undisturbed
-from allranks.tools.check.approximate import exact_setting, exact_tolerance
+from allranks.tools.check.check import exact_setting, exact_tolerance
 from allranks.tools.check.verdict import Look, Verdict
 
 STEPS = 2
