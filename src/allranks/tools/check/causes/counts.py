@@ -1,13 +1,20 @@
-"""Counts of a step, and its loss: counted by several ranks, by one, or without weight."""
+"""Numbers of a step that are wrong: its counts, its loss, the norm of its gradient, its rate."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
 
-from allranks.tools.check.causes.cause import NUMBER, NUMBERS, SAMPLE_WEIGHT, Account, Evidence
-from allranks.tools.check.causes.updates import COUNTS
+from allranks.tools.check.causes.cause import (
+    NUMBER,
+    NUMBERS,
+    SAMPLE_WEIGHT,
+    Account,
+    Evidence,
+)
+from allranks.tools.check.causes.gradients import COUNTS
 
 COUNTED = {"samples": "samples", SAMPLE_WEIGHT: "weight"}
 """The counts of a step, and what each sums up."""
@@ -153,130 +160,79 @@ def labels_cut(evidence: Evidence) -> Iterator[Account]:
         yield Account(says, {NUMBER: number})
 
 
-# --- factors -------------------------------------------------------------------------------------
-# Gradients that are times a number of the job: of its ranks, its micro-batches, its loss scale.
+# --- norms ---------------------------------------------------------------------------------------
+# The norm of a sharded gradient: squares that are left out of it, or counted twice.
 
 
-def summed(evidence: Evidence) -> Iterator[Account]:
-    """All gradients times the ranks along an axis, or one over them."""
-    ratio = _ratio(evidence)
-    if ratio is None or not _are_all(evidence):
+def _squares(evidence: Evidence) -> list[tuple[float, float]]:
+    """Of each rank: the squares of what it holds parts of, and of what it holds whole."""
+    rows = [rank[evidence.step] for rank in evidence.ours.ranks]
+    squares = [row.get("own_squares", {}).get("gradient", {}) for row in rows]
+    return [(square["cut"], square["whole"]) for square in squares if square]
+
+
+def of_some_ranks(evidence: Evidence) -> Iterator[Account]:
+    """The squares of one rank, or of the ranks along one axis, are never added to the others."""
+    each = _squares(evidence)
+    if len(each) != evidence.ranks or evidence.ranks < 2:
         return
-    for words, count in _counts_of_ranks(evidence):
-        if _is(ratio, count):
-            says = f"gradients are the sum over {words} where their mean is wanted, or summed twice"
-            yield _undone(evidence, says, count)
-        elif _is(ratio, 1 / count):
-            yield _undone(evidence, f"gradients are divided once too often by {words}", 1 / count)
+    groups: list[tuple[str, tuple[int, ...]]]
+    groups = [(f"rank {rank} holds", (rank,)) for rank in range(evidence.ranks)]
+    if len(evidence.axes) > 1:
+        for axis in evidence.axes:
+            words = f"the ranks along {axis!r} hold"
+            groups.append((words, evidence.mesh.group(0, axis)))
+    for words, ranks in groups:
+        cut = math.fsum(each[rank][0] for rank in ranks)
+        wholes = [each[rank][1] for rank in ranks]
+        for whole in {max(wholes), math.fsum(wholes)}:
+            says = f"the length of the gradient is that of what {words}; the rest is left out"
+            yield _of_length(evidence, says, cut + whole, ranks)
 
 
-def by_micro_batches(evidence: Evidence) -> Iterator[Account]:
-    """All gradients times the micro-batches of a rank, or one over them."""
-    ratio = _ratio(evidence)
-    if ratio is None or not _are_all(evidence):
+def whole_by_each(evidence: Evidence) -> Iterator[Account]:
+    """What several ranks hold whole is counted by each of them."""
+    each = _squares(evidence)
+    if len(each) != evidence.ranks or evidence.ranks < 2:
         return
-    count = _micro_batches(evidence)
-    if count > 1 and _is(ratio, count):
-        says = f"gradients of the {count} micro-batches are summed, and the sum is not divided"
-        yield _undone(evidence, says, count)
-    elif count > 1 and _is(ratio, 1 / count):
-        says = f"gradients are divided once too often by the {count} micro-batches"
-        yield _undone(evidence, says, 1 / count)
+    total = _squares_of_one(evidence)
+    whole = max(squares for _, squares in each)
+    for axis, size in [*evidence.axes.items(), ("all", evidence.ranks)]:
+        says = (
+            f"weights that all {size} ranks along {axis!r} hold whole are counted by each of them"
+        )
+        yield _of_length(evidence, says, total + (size - 1) * whole, evidence.mesh.group(0, axis))
+        says = f"what all {size} ranks along {axis!r} hold is counted by each of them"
+        yield _of_length(evidence, says, size * total, evidence.mesh.group(0, axis))
 
 
-def by_loss_scale(evidence: Evidence) -> Iterator[Account]:
-    """All gradients still times the loss scale of fp16, or divided by it twice."""
-    ratio, scale = _ratio(evidence), evidence.row().get("loss_scale")
-    if ratio is None or not scale or scale == 1 or not _are_all(evidence):
-        return
-    if _is(ratio, scale):
-        yield _undone(evidence, f"gradients are still times the loss scale of {scale:g}", scale)
-    elif _is(ratio, 1 / scale):
-        says = f"gradients are divided twice by the loss scale of {scale:g}"
-        yield _undone(evidence, says, 1 / scale)
-    elif _is(ratio, 2.0) or _is(ratio, 0.5):
-        says = f"gradients are divided by another loss scale than the {scale:g} they were made with"
-        yield _undone(evidence, says, round(ratio, 1))
+def _squares_of_one(evidence: Evidence) -> float:
+    return float(evidence.wanted_row["grad_norm"]) ** 2
 
 
-def some_times_ranks(evidence: Evidence) -> Iterator[Account]:
-    """Some gradients times the ranks along an axis, or one over them: the others are right."""
-    ratio = _ratio(evidence)
-    if ratio is None or _are_all(evidence):
-        return
-    them = _names_in_words(evidence)
-    for words, count in _counts_of_ranks(evidence):
-        if _is(ratio, count):
-            says = f"the gradients of {them} are times {words}: they hold every rank's part already"
-            yield _undone(evidence, says, count)
-        elif _is(ratio, 1 / count):
-            says = f"the gradients of {them} are divided by {words}, which all have the whole of it"
-            yield _undone(evidence, says, 1 / count)
+def _of_length(evidence: Evidence, says: str, squares: float, ranks: tuple[int, ...]) -> Account:
+    length, right = float(evidence.row()["grad_norm"]), float(evidence.wanted_row["grad_norm"])
+    ratio = length / right if right else None
+    return Account(says, {NUMBER: length - math.sqrt(squares) + right}, ratio, ranks)
 
 
-def some_times_micro_batches(evidence: Evidence) -> Iterator[Account]:
-    """Some gradients times the micro-batches, or one over them: the others are right."""
-    ratio, count = _ratio(evidence), _micro_batches(evidence)
-    if ratio is None or count == 1 or _are_all(evidence):
-        return
-    them = _names_in_words(evidence)
-    if _is(ratio, count):
-        says = f"the gradients of {them} are the undivided sum of {count} micro-batches"
-        yield _undone(evidence, says, count)
-    elif _is(ratio, 1 / count):
-        says = f"the gradients of {them} are divided again by the {count} micro-batches"
-        yield _undone(evidence, says, 1 / count)
+# --- rates ---------------------------------------------------------------------------------------
+# A schedule that is moved on by every rank.
 
 
-def _names_in_words(evidence: Evidence) -> str:
-    """Which tensors these are, in words."""
-    names = evidence.differing
-    if all(name in evidence.facts.get("cut", {}) for name in names):
-        return "weights of which each rank holds a part"
-    if all(name.rpartition(".")[2] == "bias" for name in names):
-        return "biases"
-    rooms = {name.partition(".")[0] for name in names}
-    return f"layer {rooms.pop()!r}" if len(rooms) == 1 else f"{len(names)} weights"
-
-
-def _micro_batches(evidence: Evidence) -> int:
-    counts = [len(rank[evidence.step].get("micro_batches") or ()) for rank in evidence.ours.ranks]
-    return max([1, *counts])
-
-
-def _counts_of_ranks(evidence: Evidence) -> list[tuple[str, int]]:
-    """How many ranks there are along each axis, and in all."""
-    counts = [(evidence.words_of(axis), size) for axis, size in evidence.axes.items()]
-    if len(evidence.axes) != 1 and evidence.ranks > 1:
-        counts.append((f"all {evidence.ranks} ranks", evidence.ranks))
-    return counts
-
-
-def _are_all(evidence: Evidence) -> bool:
-    wanted = evidence.wanted(evidence.stage)
-    nonzero = {name for name, tensor in wanted.items() if np.any(tensor)}
-    return nonzero <= set(evidence.differing)
-
-
-def _ratio(evidence: Evidence) -> float | None:
-    """The factor between every differing tensor and that of one process, if there is one."""
-    ours, wanted = evidence.actual(evidence.stage), evidence.wanted(evidence.stage)
-    dot = square = 0.0
-    for name in evidence.differing:
-        if name not in ours or name not in wanted or ours[name].shape != wanted[name].shape:
-            return None
-        a, b = ours[name].astype(np.float64).ravel(), wanted[name].astype(np.float64).ravel()
-        dot, square = dot + float(a @ b), square + float(b @ b)
-    ratio = dot / square if square else None
-    return ratio if ratio is None or np.isfinite(ratio) else None
-
-
-def _is(ratio: float, count: float) -> bool:
-    near = 1e-3  # the repair decides
-    return abs(ratio / count - 1) < near
-
-
-def _undone(evidence: Evidence, says: str, factor: float) -> Account:
-    ours = evidence.actual(evidence.stage)
-    repaired = {name: ours[name] / factor for name in evidence.differing}
-    return Account(says, repaired, factor, tuple(range(evidence.ranks)))
+def of_another_step(evidence: Evidence) -> Iterator[Account]:
+    """The rate is that of a later step: the schedule is moved on by every rank."""
+    rates = {step: row.get("learning_rate") for step, row in evidence.right.ranks[0].items()}
+    ours = {step: row.get("learning_rate") for step, row in evidence.ours.ranks[0].items()}
+    ways = [(f"once for each of {evidence.words_of(a)}", n, 0) for a, n in evidence.axes.items()]
+    for words, times, more in [*ways, ("one step ahead", 1, 1), ("one step behind", 1, -1)]:
+        moved = {step: times * step + more for step in ours if step >= 0}
+        there = {step: at for step, at in moved.items() if at in rates and at >= 0}
+        known = all(ours[step] == rates[at] for step, at in there.items())
+        if evidence.step not in there or not known:
+            continue
+        at, wanted = there[evidence.step], float(evidence.wanted_row["learning_rate"])
+        actual, right = float(ours[evidence.step] or 0.0), float(rates[at] or 0.0)
+        says = f"the schedule is moved on {words}: step {evidence.step} has the rate of step {at}"
+        ratio = right / wanted if wanted else None
+        yield Account(says, {NUMBER: actual - right + wanted}, ratio)

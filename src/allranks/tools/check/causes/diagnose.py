@@ -15,11 +15,7 @@ from safetensors.numpy import load_file
 from allranks.errors import ProgramError, RequestError
 from allranks.job.job import Job
 from allranks.strategies.mesh import DATA
-from allranks.tools.check.causes import counts, missing, norms, updates
-from allranks.tools.check.causes import counts as factors
-from allranks.tools.check.causes import norms as buffers
-from allranks.tools.check.causes import norms as starts
-from allranks.tools.check.causes import updates as weighting
+from allranks.tools.check.causes import counts, gradients, state
 from allranks.tools.check.causes.cause import (
     SAMPLE_WEIGHT,
     BatchParts,
@@ -43,13 +39,13 @@ CAUSES = tuple(
         (
             "parts of rank 0",
             ("weight",),
-            starts.parts_of_the_first,
+            state.parts_of_the_first,
             "give each rank the part that belongs to it: rows [rank · n, (rank + 1) · n)",
         ),
         (
             "weights not sent",
             ("weight", "buffer"),
-            starts.not_sent_at_the_start,
+            state.not_sent_at_the_start,
             "broadcast weights and buffers from rank 0 once, before the optimizer is made",
         ),
         (
@@ -110,170 +106,170 @@ CAUSES = tuple(
         (
             "mean of means",
             BOTH,
-            weighting.of_ranks,
+            gradients.of_ranks,
             "sum losses and counts over all ranks, and divide once by the sum of the counts",
         ),
         (
             "mean of micro-batch means",
             BOTH,
-            weighting.of_micro_batches,
+            gradients.of_micro_batches,
             "sum the losses of all micro-batches, and divide once by the count of all",
         ),
         (
             "padding counted",
             BOTH,
-            weighting.padding_counted,
+            gradients.padding_counted,
             "divide by the sum of the weights, not by how many values there are",
         ),
         (
             "clipped before the sum",
             GRADIENT,
-            weighting.clipped_before,
+            gradients.clipped_before,
             "clip after gradients are summed, by the norm of the sum",
         ),
         (
             "summed, not averaged",
             GRADIENT,
-            factors.summed,
+            gradients.summed,
             "divide once, by the weight of the whole batch; sum over each axis once",
         ),
         (
             "micro-batches not averaged",
             GRADIENT,
-            factors.by_micro_batches,
+            gradients.by_micro_batches,
             "divide the loss of every micro-batch by what all of them weigh together",
         ),
         (
             "loss scale",
             GRADIENT,
-            factors.by_loss_scale,
+            gradients.by_loss_scale,
             "divide gradients once by the loss scale that their loss was multiplied by",
         ),
         (
             "some gradients times ranks",
             GRADIENT,
-            factors.some_times_ranks,
+            gradients.some_times_ranks,
             "divide by the ranks that bring something in, which of these weights are other ones",
         ),
         (
             "some gradients times micro-batches",
             GRADIENT,
-            factors.some_times_micro_batches,
+            gradients.some_times_micro_batches,
             "scale the loss alone: what comes back from a later stage is scaled already",
         ),
         (
             "untied",
             GRADIENT,
-            starts.untied,
+            state.untied,
             "sum the gradients of a shared weight over all ranks that use it",
         ),
         (
             "sum over ranks lost",
             GRADIENT,
-            missing.not_summed,
+            gradients.not_summed,
             "sum these gradients over that axis before they are used",
         ),
         (
             "part of a rank lost",
             BOTH,
-            missing.of_a_rank,
+            gradients.of_a_rank,
             "let every rank's part be in the sum: the same buckets, in the same order, on all",
         ),
         (
             "part of a rank lost",
             GRADIENT,
-            missing.of_other_ranks,
+            gradients.of_other_ranks,
             "add what every rank brings in to each part, before the ranks keep theirs",
         ),
         (
             "micro-batch lost",
             BOTH,
-            missing.of_a_micro_batch,
+            gradients.of_a_micro_batch,
             "sum after the last backward pass, over all of them; no_sync on all but the last",
         ),
         (
             "gradient of the last step",
             GRADIENT,
-            missing.of_a_stale_step,
+            gradients.of_a_stale_step,
             "set every gradient and bucket to zero when a step begins",
         ),
         (
             "rounded before the sum",
             GRADIENT,
-            missing.rounded,
+            gradients.rounded,
             "sum gradients in 32 bits, or ask for reduce=bf16, whose card says so",
         ),
         (
             "norm of some ranks",
             ("gradient norm",),
-            norms.of_some_ranks,
+            counts.of_some_ranks,
             "sum the squares of all parts over all axes before the root is taken",
         ),
         (
             "norm counts copies",
             ("gradient norm",),
-            norms.whole_by_each,
+            counts.whole_by_each,
             "add the squares of what several ranks hold once",
         ),
         (
             "schedule",
             ("learning rate",),
-            updates.of_another_step,
+            counts.of_another_step,
             "move the schedule on once for each step of the optimizer, whatever the ranks",
         ),
         (
             "update not sent",
             ("weight",),
-            updates.not_sent,
+            state.not_sent,
             "send updated weights from their owner to all ranks after the step",
         ),
-        ("update lost", ("weight",), updates.lost, "give the optimizer these weights"),
+        ("update lost", ("weight",), state.lost, "give the optimizer these weights"),
         (
             "weight written by the model",
             ("weight",),
-            updates.not_written,
+            state.not_written,
             "move a weight that is not trained, such as a teacher's, in on_step of a callback",
         ),
         (
             "decay of each rank",
             ("weight",),
-            updates.decayed_by_each,
+            state.decayed_by_each,
             "decay weights once for each step",
         ),
         (
             "optimizer state lost",
             ("weight",),
-            updates.fresh_state,
+            state.fresh_state,
             "keep, save and restore what the optimizer keeps for each weight",
         ),
         (
             "step times ranks",
             ("weight",),
-            updates.times_ranks,
+            state.times_ranks,
             "leave the rate as it is: the batch belongs to the job, not to a rank",
         ),
         (
             "average of each rank",
             ("average",),
-            updates.other_decay,
+            state.other_decay,
             "take the decay as it is, once for each step",
         ),
         (
             "average before the step",
             ("average",),
-            updates.averaged_before,
+            state.averaged_before,
             "take the average after the optimizer's step",
         ),
         (
             "statistics of one rank",
             ("buffer",),
-            buffers.of_one_rank,
+            state.of_one_rank,
             "sum the moments of all ranks before running statistics are updated",
         ),
         (
             "statistics updated twice",
             ("buffer",),
-            buffers.updated_twice,
+            state.updated_twice,
             "update running statistics once for each step",
         ),
     )
