@@ -17,8 +17,7 @@ from allranks.tools.bench.plan import BenchPlan, Combination
 from allranks.tools.bench.reading import Measured
 from allranks.tools.bench.results import rows_of, to_data
 from allranks.tools.bench.statistics import StepSpeeds
-from allranks.tools.report.benches.page import charts_of_bench, page_of_benches
-from allranks.tools.report.benches.records import read_bench
+from allranks.tools.report.bench_page import charts_of_bench, page_of_benches, read_bench
 from test_report_in_a_browser import brightness, look
 from test_report_page import Door, Elements, words_of
 

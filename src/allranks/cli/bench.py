@@ -25,8 +25,9 @@ from allranks.tools.bench.peers import PEERS, check_job, check_peers, refused_ta
 from allranks.tools.bench.plan import STRONG, WEAK, BenchPlan, Combination, checked_plan, swept
 from allranks.tools.bench.results import BenchRow, rows_of, to_data
 from allranks.tools.bench.tables import proposal, table
+from allranks.tools.report.records import BENCH_RECORD
 
-RECORD, PAGE = "bench.json", "proposal.md"
+PAGE = "proposal.md"
 STEPS = 60
 
 
@@ -87,7 +88,7 @@ def bench(
     with progress.shown():
         measured = measure(plan, refused, folder, jobs, progress.watcher())
     data = to_data(plan, measured, machine)
-    write_whole(folder / RECORD, (as_json(data) + "\n").encode())
+    write_whole(folder / BENCH_RECORD, (as_json(data) + "\n").encode())
     rows = rows_of(measured, plan.until)
     click.echo(table(rows), err=as_object)
     for kind, name, text in _further(plan, rows, more["page"], in_words(machine)):
@@ -96,7 +97,7 @@ def bench(
     if as_object:
         click.echo(as_json({"run_dir": str(folder), **data}))
     else:
-        say(f"record {folder / RECORD}")
+        say(f"record {folder / BENCH_RECORD}")
     _conclude(plan, measured)
 
 

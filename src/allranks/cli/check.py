@@ -21,7 +21,7 @@ from allranks.launcher.scripts.run import run_command, run_dir_of
 from allranks.launcher.scripts.torchrun import TorchrunFlags
 from allranks.tools.check.against_single import DEEP_STEPS, STEPS, default_ranks, usual_strategy
 from allranks.tools.check.check import checked_in_scratch
-from allranks.tools.report.checks import RECORD
+from allranks.tools.report.records import CHECK_RECORD
 from allranks.tools.script_check.rules.facts import FACTS, watched_request
 from allranks.tools.script_check.rules.watch import watched_in
 
@@ -76,7 +76,7 @@ def check(
     click.echo(str(verdict), err=as_object)
     data = as_json(verdict.to_data())
     if keep_runs is not None:
-        write_whole(Path(keep_runs) / RECORD, f"{data}\n".encode())
+        write_whole(Path(keep_runs) / CHECK_RECORD, f"{data}\n".encode())
     if as_object:
         click.echo(data)
     if verdict.equal is False:

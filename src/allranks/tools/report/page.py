@@ -23,8 +23,6 @@ from allranks.errors import RequestError
 from allranks.job.units import format_bytes
 from allranks.tools.report import tables
 from allranks.tools.report.bars import Bars, gauges, lanes_of, memory_bars, time_bars
-from allranks.tools.report.benches.records import RECORD as BENCH
-from allranks.tools.report.checks import RECORD as CHECK
 from allranks.tools.report.closely import Closely, closely
 from allranks.tools.report.numbers import (
     UNKNOWN,
@@ -42,7 +40,14 @@ from allranks.tools.report.plot import (
     letter_of,
     nice_ticks,
 )
-from allranks.tools.report.records import KILLED, RUNNING, Event, RecordedRun
+from allranks.tools.report.records import (
+    BENCH_RECORD,
+    CHECK_RECORD,
+    KILLED,
+    RUNNING,
+    Event,
+    RecordedRun,
+)
 from allranks.tools.report.tables import Table, sent_per_step, steps_of
 from allranks.tools.report.timeline import PHASES, Timeline, timeline_of
 
@@ -379,9 +384,9 @@ def kind_of(names: Sequence[str]) -> str:
 
 def _kind(name: str) -> str:
     path = Path(name)
-    if (path / BENCH).is_file():
+    if (path / BENCH_RECORD).is_file():
         return BENCHES
-    if path.suffix == ".json" or (path / CHECK).is_file():
+    if path.suffix == ".json" or (path / CHECK_RECORD).is_file():
         return CHECKS
     return RUNS
 
