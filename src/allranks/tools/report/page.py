@@ -22,8 +22,15 @@ from allranks.checkpoint.files import write_whole
 from allranks.errors import RequestError
 from allranks.job.units import format_bytes
 from allranks.tools.report import tables
-from allranks.tools.report.bars import Bars, gauges, lanes_of, memory_bars, time_bars
-from allranks.tools.report.closely import Closely, closely
+from allranks.tools.report.bars import (
+    Bars,
+    Closely,
+    closely,
+    gauges,
+    lanes_of,
+    memory_bars,
+    time_bars,
+)
 from allranks.tools.report.numbers import (
     UNKNOWN,
     counted,
