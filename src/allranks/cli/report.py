@@ -18,11 +18,11 @@ from allranks.tools.report.page import (
     page_of,
     page_path,
     run_folders,
+    run_to_data,
     trace_path,
     write_file,
 )
 from allranks.tools.report.records import labels_of, read_run, understood
-from allranks.tools.report.runs_to_data import run_to_data
 from allranks.tools.report.timeline import trace_of
 
 

@@ -20,7 +20,7 @@ from allranks.tools.report.timeline import (
     complete,
     seconds_per_step,
     share_a_clock,
-    steps_of,
+    timed_steps,
     window,
 )
 
@@ -247,7 +247,7 @@ class Closely:
 
 def closely(run: RecordedRun, timeline: Timeline) -> Closely | None:
     """The view of the recorded steps; `None` if none was recorded."""
-    steps = steps_of(run, timeline)
+    steps = timed_steps(run, timeline)
     shown = window(steps)
     if not shown:
         return None

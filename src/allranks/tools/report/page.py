@@ -6,6 +6,7 @@ every load, so a browser would refuse an injected one.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from allranks.tools.report import tables
 from allranks.tools.report.bars import (
     Bars,
     Closely,
+    bars_to_data,
     closely,
     gauges,
     lanes_of,
@@ -55,8 +57,14 @@ from allranks.tools.report.records import (
     Event,
     RecordedRun,
 )
-from allranks.tools.report.tables import Table, sent_per_step, steps_of
-from allranks.tools.report.timeline import PHASES, Timeline, timeline_of
+from allranks.tools.report.tables import Table, count_of_steps, sent_per_step
+from allranks.tools.report.timeline import (
+    PHASES,
+    Timeline,
+    seconds_per_step,
+    timed_steps,
+    timeline_of,
+)
 
 # --- headline ------------------------------------------------------------------------------------
 # The top of a run: its job, how it ended, and its figures.
@@ -135,7 +143,7 @@ def _figures(run: RecordedRun, timeline: Timeline) -> list[Figure]:
     if speed:
         figures.append(Figure("samples/s", f"{speed:,.0f}", "of all ranks, since the last start"))
     if not run.is_command:
-        steps = steps_of(run)
+        steps = count_of_steps(run)
         is_known = steps != UNKNOWN
         figures.append(Figure("steps", steps if is_known else "–", "" if is_known else UNKNOWN))
     note = "so far" if run.outcome.state == RUNNING else "with start and end"
@@ -482,3 +490,35 @@ def _beginning(path: Path) -> bytes:
             why="the file that is there cannot be looked at",
             do="name another file",
         ) from None
+
+
+# --- data ----------------------------------------------------------------------------------------
+# A run as plain data, for `--json`: its result, its curves as drawn, its phases, its bytes.
+
+
+def run_to_data(run: RecordedRun) -> dict[str, Any]:
+    """The numbers of one run. Spans are in seconds since its start."""
+    timeline = timeline_of(run)
+    mean = seconds_per_step(timed_steps(run, timeline))
+    curves = {
+        chart.title: {
+            line.label: {"step": line.series.xs, "value": line.series.ys} for line in chart.lines
+        }
+        for chart in charts_of([run])
+    }
+    return {
+        "run_dir": str(run.path),
+        "program": run.job["program"],
+        "ranks": run.ranks,
+        "state": run.outcome.state,
+        "seconds": timeline.seconds,
+        "restarts": len(run.of("restart")),
+        "summary": run.outcome.summary,
+        "fault": run.outcome.fault,
+        "hosts": {str(rank): host for rank, host in run.hosts.items()},
+        "checkpoints": run.checkpoints,
+        "curves": curves,
+        "spans": [dataclasses.asdict(span) for span in timeline.spans],
+        "seconds_per_step": {str(rank): seconds for rank, seconds in mean.items()},
+        **bars_to_data(run),
+    }
