@@ -19,10 +19,9 @@ from allranks.cli.display.bench_table import BenchTable
 from allranks.cli.main import cli
 from allranks.errors import RequestError
 from allranks.job.job import Job, Tracing, names_in
-from allranks.tools.bench.energy import EnergyMeter
 from allranks.tools.bench.figure import sweep_curves, sweep_figure
 from allranks.tools.bench.machine import all_reduce_bytes_per_s, copy_bytes_per_s
-from allranks.tools.bench.measuring import RunSet
+from allranks.tools.bench.measuring import EnergyMeter, RunSet
 from allranks.tools.bench.peers import SAME, check_job
 from allranks.tools.bench.plan import WEAK, BenchPlan, Combination, checked_plan, swept, value_of
 from allranks.tools.bench.reading import EXCHANGE, Measured, timed
