@@ -24,9 +24,16 @@ from allranks.tools.bench.machine import all_reduce_bytes_per_s, copy_bytes_per_
 from allranks.tools.bench.measuring import EnergyMeter, RunSet
 from allranks.tools.bench.peers import SAME, check_job
 from allranks.tools.bench.plan import WEAK, BenchPlan, Combination, checked_plan, swept, value_of
-from allranks.tools.bench.reading import EXCHANGE, Measured, timed
+from allranks.tools.bench.reading import (
+    EXCHANGE,
+    Measured,
+    StepSpeeds,
+    interval,
+    of_steps,
+    ratio,
+    timed,
+)
 from allranks.tools.bench.results import request_of, rows_of, to_data
-from allranks.tools.bench.statistics import StepSpeeds, interval, of_steps, ratio
 from allranks.tools.bench.tables import proposal, table
 from launch_host import Host
 

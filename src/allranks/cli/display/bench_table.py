@@ -19,8 +19,7 @@ from allranks.errors import printable
 from allranks.job.units import format_bytes
 from allranks.tools.bench.measuring import BenchWatcher
 from allranks.tools.bench.plan import BenchPlan, Combination
-from allranks.tools.bench.reading import Measured
-from allranks.tools.bench.statistics import interval
+from allranks.tools.bench.reading import Measured, interval
 from allranks.tools.bench.tables import with_reach
 
 EVERY_S = 0.5

@@ -14,9 +14,8 @@ from allranks.job.units import format_bytes
 from allranks.tools.bench.figure import sweep_curves
 from allranks.tools.bench.machine import in_words
 from allranks.tools.bench.plan import WEAK, BenchPlan
-from allranks.tools.bench.reading import COMPUTE, EXCHANGE, INPUT
+from allranks.tools.bench.reading import COMPUTE, EXCHANGE, INPUT, Interval
 from allranks.tools.bench.results import ENOUGH, ROUNDING, SCHEMA, BenchRow, request_of, row_from
-from allranks.tools.bench.statistics import Interval
 from allranks.tools.bench.tables import SCALING, above, cells_of, head_of, name_of, request_in_words
 from allranks.tools.report.bars import Bar, BarPart, Bars
 from allranks.tools.report.numbers import Series, counted, format_number, format_percent
