@@ -15,8 +15,7 @@ from zlib import crc32
 from allranks.tools.script_check.record.collectives import MeanLosses, ScriptCollectives
 from allranks.tools.script_check.record.data import Loaders, Workers
 from allranks.tools.script_check.record.facts import ScriptFacts, StepCounts, wrap
-from allranks.tools.script_check.record.replicas import Replicas
-from allranks.tools.script_check.record.stepping import Schedules, Stepping
+from allranks.tools.script_check.record.stepping import Replicas, Schedules, Stepping
 
 # --- files ---------------------------------------------------------------------------------------
 # Files that a rank writes and reads, lines that it prints, each with the line of the script.
