@@ -11,13 +11,14 @@ from typing import Any
 from allranks.errors import RequestError
 from allranks.tools.script_check.rules.data import (
     equal_draws_of_workers,
+    means_of_batch_means,
+    means_of_ranks,
     orders_that_never_change,
     padded_evaluations,
     samplers_of_other_ranks,
     samples_of_several_ranks,
     unequal_batches,
 )
-from allranks.tools.script_check.rules.evaluations import means_of_batch_means, means_of_ranks
 from allranks.tools.script_check.rules.facts import (
     COST,
     FILES,
