@@ -14,8 +14,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from allranks.cli.bench import _job
-from allranks.cli.display.bench_table import BenchTable
+from allranks.cli.bench import BenchTable, _job
 from allranks.cli.main import cli
 from allranks.errors import RequestError
 from allranks.job.job import Job, Tracing, names_in
@@ -259,7 +258,7 @@ def test_the_table_grows_while_a_bench_runs(monkeypatch: pytest.MonkeyPatch) -> 
     one, two, four = plan.combinations
     shown = BenchTable(plan, {four: "refused: why"})
     said: list[str] = []
-    monkeypatch.setattr("allranks.cli.display.bench_table.say", said.append)
+    monkeypatch.setattr("allranks.cli.bench.say", said.append)
     with shown.shown():
         watcher = shown.watcher()
         watcher.began(one, 0)
