@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from allranks.catalog import load
-from allranks.cli.display.notebook import NotebookDisplay, has_outputs
+from allranks.cli.display.live import NotebookDisplay, has_outputs
 from allranks.cli.display.progress import ProgressDisplay, in_sentences, lost_in, progress_here
 from allranks.cli.notebook.program import prepare_program
 from allranks.errors import Interrupted, PlaceError, RequestError, nearest

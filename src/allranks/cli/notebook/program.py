@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from allranks.catalog import PROGRAMS
-from allranks.cli.display.notebook import shell
+from allranks.cli.display.live import shell
 from allranks.cli.notebook.by_value import write_class
 from allranks.errors import RequestError
 
