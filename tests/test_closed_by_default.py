@@ -162,7 +162,7 @@ FORBIDDEN_ENDS = {
 
 OF_THE_USER = {  # the script that was to be run, and the class that a notebook launches
     "launcher/scripts/warm_script.py": ["exec", "compile"],
-    "cli/notebook/by_value.py": ["pickle", "cloudpickle"],
+    "cli/by_value.py": ["pickle", "cloudpickle"],
 }
 
 
