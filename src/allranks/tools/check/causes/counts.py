@@ -12,10 +12,12 @@ from allranks.tools.check.causes.cause import (
     NUMBERS,
     SAMPLE_WEIGHT,
     Account,
+    CauseTable,
     Evidence,
 )
-from allranks.tools.check.causes.gradients import COUNTS
+from allranks.tools.check.causes.gradients import counted
 
+CAUSES = CauseTable()
 COUNTED = {"samples": "samples", SAMPLE_WEIGHT: "weight"}
 """The counts of a step, and what each sums up."""
 
@@ -28,6 +30,9 @@ def _counted(evidence: Evidence) -> float | None:
     return None if total == evidence.wanted_row[NUMBERS[evidence.stage]] else float(total)
 
 
+@CAUSES.row(
+    "counted by each", *COUNTED, do="let one of the ranks that read the same samples count them"
+)
 def by_several(evidence: Evidence) -> Iterator[Account]:
     """Every rank along an axis counts the samples that they all have."""
     total = _counted(evidence)
@@ -40,21 +45,11 @@ def by_several(evidence: Evidence) -> Iterator[Account]:
             yield Account(says, {NUMBER: total / size}, float(size), evidence.mesh.group(0, axis))
 
 
-def by_one(evidence: Evidence) -> Iterator[Account]:
-    """What one rank counts takes the place of the sum over all."""
-    total, parts = _counted(evidence), evidence.parts
-    if total is None or parts is None or len(parts.by_rank) < 2:
-        return
-    of = COUNTS[COUNTED[evidence.stage]]
-    each = {rank: sum(map(of, pieces)) for rank, pieces in parts.by_rank.items()}
-    for rank, count in each.items():
-        remaining = sum(each.values()) - count
-        says = f"only what rank {rank} counts is there: the sum over the ranks is lost"
-        yield Account(says, {NUMBER: total + remaining}, None, (rank,))
-        says = f"what rank {rank} counts is lost in the sum over the ranks"
-        yield Account(says, {NUMBER: total + count}, None, (rank,))
-
-
+@CAUSES.row(
+    "micro-batch counted as full",
+    *COUNTED,
+    do="count the samples of each micro-batch, not of the first",
+)
 def as_full(evidence: Evidence) -> Iterator[Account]:
     """A shorter micro-batch is counted as long as the first."""
     total, parts = _counted(evidence), evidence.parts
@@ -67,6 +62,9 @@ def as_full(evidence: Evidence) -> Iterator[Account]:
         yield Account(says, {NUMBER: total - more})
 
 
+@CAUSES.row(
+    "padding counted", SAMPLE_WEIGHT, do="sum the weights of the values, not how many there are"
+)
 def with_padding(evidence: Evidence) -> Iterator[Account]:
     """Values of no weight count as any other."""
     total, parts = _counted(evidence), evidence.parts
@@ -78,62 +76,12 @@ def with_padding(evidence: Evidence) -> Iterator[Account]:
         yield Account(says, {NUMBER: total - values + weights}, values / weights)
 
 
-def samples_together(evidence: Evidence) -> Iterator[Account]:
-    """Parts do not add up: one process that cuts its batch as the ranks do has their result."""
-    cut, stage = evidence.cut, evidence.stage
-    if cut is None or evidence.usable is not None:
-        return
-    says = (
-        "the result follows how the batch is cut, in one process too: a loss that is a mean over "
-    )
-    says += "a micro-batch, samples that see each other, or random numbers that belong to no sample"
-    if stage in NUMBERS:
-        number, other = (
-            trace.ranks[0][evidence.step][NUMBERS[stage]] for trace in (evidence.ours, cut)
-        )
-        right = evidence.wanted_row[NUMBERS[stage]]
-        if None not in (number, other, right):
-            yield Account(says, {NUMBER: float(number) - float(other) + float(right)})
-        return
-    alone = {n.removeprefix(f"{stage}/"): t for n, t in cut.tensors(evidence.step).items()}
-    ours, wanted = evidence.actual(stage), evidence.wanted(stage)
-    names = [n for n in evidence.differing if n in alone and n in ours and n in wanted]
-    yield Account(says, {n: ours[n] - alone[n] + wanted[n] for n in names})
-
-
-def one_stream(evidence: Evidence) -> Iterator[Account]:
-    """Every rank draws the numbers that the first one draws."""
-    yield from _otherwise(
-        evidence, "one stream", "every rank draws the random numbers that rank 0 draws for its own"
-    )
-
-
-def bias_of_each(evidence: Evidence) -> Iterator[Account]:
-    """Every rank adds a bias that is added once in one process."""
-    yield from _otherwise(
-        evidence, "biases", "every rank adds the whole bias of a layer before outputs are summed"
-    )
-
-
-def a_micro_batch_before(evidence: Evidence) -> Iterator[Account]:
-    """The last micro-batch has the activations of the one before."""
-    words = "the last micro-batch goes through later layers with what came of the one before"
-    yield from _otherwise(evidence, "stale micro-batch", words)
-    yield from _otherwise(evidence, "stale, with its draws", words)
-
-
-def _otherwise(evidence: Evidence, name: str, says: str) -> Iterator[Account]:
-    parts = evidence.usable
-    if parts is None or name not in parts.otherwise:
-        return
-    right = sum(part.loss for part in parts.each)
-    faulty = parts.otherwise[name]
-    if abs(faulty - right) <= 1e-12 * abs(right):
-        return  # nothing would differ
-    number = float(evidence.row()["loss"]) - faulty / parts.weight + right / parts.weight
-    yield Account(says, {NUMBER: number})
-
-
+@CAUSES.row(
+    "labels shifted after the cut",
+    SAMPLE_WEIGHT,
+    "loss",
+    do="shift labels on the whole sequence, and cut them with it",
+)
 def labels_cut(evidence: Evidence) -> Iterator[Account]:
     """The last position of each rank's part of a sequence has no label: it was shifted after."""
     parts = evidence.usable
@@ -160,7 +108,104 @@ def labels_cut(evidence: Evidence) -> Iterator[Account]:
         yield Account(says, {NUMBER: number})
 
 
-# --- norms ---------------------------------------------------------------------------------------
+@CAUSES.row(
+    "sum over ranks lost",
+    *COUNTED,
+    do="add what comes from another rank to what is there, and sum over all of them",
+)
+def by_one(evidence: Evidence) -> Iterator[Account]:
+    """What one rank counts takes the place of the sum over all."""
+    total, parts = _counted(evidence), evidence.parts
+    if total is None or parts is None or len(parts.by_rank) < 2:
+        return
+    each = counted(parts.by_rank, COUNTED[evidence.stage])
+    for rank, count in each.items():
+        remaining = sum(each.values()) - count
+        says = f"only what rank {rank} counts is there: the sum over the ranks is lost"
+        yield Account(says, {NUMBER: total + remaining}, None, (rank,))
+        says = f"what rank {rank} counts is lost in the sum over the ranks"
+        yield Account(says, {NUMBER: total + count}, None, (rank,))
+
+
+@CAUSES.row(
+    "result follows the cut",
+    SAMPLE_WEIGHT,
+    "loss",
+    "gradient",
+    "buffer",
+    do=(
+        "let loss and output of each sample follow it alone: no mean, statistics or padding "
+        'over a micro-batch (weight(batch), loss_over = "batch"); draw with functions of torch'
+    ),
+)
+def samples_together(evidence: Evidence) -> Iterator[Account]:
+    """Parts do not add up: one process that cuts its batch as the ranks do has their result."""
+    cut, stage = evidence.cut, evidence.stage
+    if cut is None or evidence.usable is not None:
+        return
+    says = (
+        "the result follows how the batch is cut, in one process too: a loss that is a mean over "
+    )
+    says += "a micro-batch, samples that see each other, or random numbers that belong to no sample"
+    if stage in NUMBERS:
+        number, other = (
+            trace.ranks[0][evidence.step][NUMBERS[stage]] for trace in (evidence.ours, cut)
+        )
+        right = evidence.wanted_row[NUMBERS[stage]]
+        if None not in (number, other, right):
+            yield Account(says, {NUMBER: float(number) - float(other) + float(right)})
+        return
+    alone = {n.removeprefix(f"{stage}/"): t for n, t in cut.tensors(evidence.step).items()}
+    ours, wanted = evidence.actual(stage), evidence.wanted(stage)
+    names = [n for n in evidence.differing if n in alone and n in ours and n in wanted]
+    yield Account(says, {n: ours[n] - alone[n] + wanted[n] for n in names})
+
+
+@CAUSES.row(
+    "one random stream",
+    "loss",
+    do="seed what is drawn by the samples or the rank, not alike on every rank",
+)
+def one_stream(evidence: Evidence) -> Iterator[Account]:
+    """Every rank draws the numbers that the first one draws."""
+    yield from _otherwise(
+        evidence, "one stream", "every rank draws the random numbers that rank 0 draws for its own"
+    )
+
+
+@CAUSES.row(
+    "bias of each rank", "loss", do="add the bias after the sum over the ranks, or on one of them"
+)
+def bias_of_each(evidence: Evidence) -> Iterator[Account]:
+    """Every rank adds a bias that is added once in one process."""
+    yield from _otherwise(
+        evidence, "biases", "every rank adds the whole bias of a layer before outputs are summed"
+    )
+
+
+@CAUSES.row(
+    "micro-batch mixed up", "loss", do="keep what each micro-batch sends apart, by its number"
+)
+def a_micro_batch_before(evidence: Evidence) -> Iterator[Account]:
+    """The last micro-batch has the activations of the one before."""
+    words = "the last micro-batch goes through later layers with what came of the one before"
+    yield from _otherwise(evidence, "stale micro-batch", words)
+    yield from _otherwise(evidence, "stale, with its draws", words)
+
+
+def _otherwise(evidence: Evidence, name: str, says: str) -> Iterator[Account]:
+    parts = evidence.usable
+    if parts is None or name not in parts.otherwise:
+        return
+    right = sum(part.loss for part in parts.each)
+    faulty = parts.otherwise[name]
+    if abs(faulty - right) <= 1e-12 * abs(right):
+        return  # nothing would differ
+    number = float(evidence.row()["loss"]) - faulty / parts.weight + right / parts.weight
+    yield Account(says, {NUMBER: number})
+
+
+# --- norm ----------------------------------------------------------------------------------------
 # The norm of a sharded gradient: squares that are left out of it, or counted twice.
 
 
@@ -171,6 +216,11 @@ def _squares(evidence: Evidence) -> list[tuple[float, float]]:
     return [(square["cut"], square["whole"]) for square in squares if square]
 
 
+@CAUSES.row(
+    "norm of some ranks",
+    "gradient norm",
+    do="sum the squares of all parts over all axes before the root is taken",
+)
 def of_some_ranks(evidence: Evidence) -> Iterator[Account]:
     """The squares of one rank, or of the ranks along one axis, are never added to the others."""
     each = _squares(evidence)
@@ -190,6 +240,9 @@ def of_some_ranks(evidence: Evidence) -> Iterator[Account]:
             yield _of_length(evidence, says, cut + whole, ranks)
 
 
+@CAUSES.row(
+    "norm counts copies", "gradient norm", do="add the squares of what several ranks hold once"
+)
 def whole_by_each(evidence: Evidence) -> Iterator[Account]:
     """What several ranks hold whole is counted by each of them."""
     each = _squares(evidence)
@@ -220,6 +273,11 @@ def _of_length(evidence: Evidence, says: str, squares: float, ranks: tuple[int, 
 # A schedule that is moved on by every rank.
 
 
+@CAUSES.row(
+    "schedule",
+    "learning rate",
+    do="move the schedule on once for each step of the optimizer, whatever the ranks",
+)
 def of_another_step(evidence: Evidence) -> Iterator[Account]:
     """The rate is that of a later step: the schedule is moved on by every rank."""
     rates = {step: row.get("learning_rate") for step, row in evidence.right.ranks[0].items()}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import repeat
 
 import numpy as np
 
@@ -12,90 +14,106 @@ from allranks.tools.check.causes.cause import (
     NUMBER,
     Account,
     BatchParts,
+    CauseTable,
     Evidence,
     ShardPart,
 )
 from allranks.tools.check.sizes import Array
 
-# --- weighting -----------------------------------------------------------------------------------
-# Means that are weighted wrongly: over ranks or micro-batches whose counts are not equal.
-
-
-Weighing = Callable[[ShardPart], float]
-COUNTS: dict[str, Weighing] = {
-    "weight": lambda part: part.weight,
-    "samples": lambda part: part.samples,
-    "values": lambda part: part.values,
-}
+CAUSES = CauseTable()
+BOTH = ("loss", "gradient")
+NEAR = 1e-3
+COUNTS = ("weight", "samples", "values")
 """What a mean may be divided by: the weights of its values, its samples, or all its values."""
 
+# --- weighting -----------------------------------------------------------------------------------
+# Means that are weighted wrongly: over ranks or micro-batches whose counts are not equal. Weights
+# are one number for each part of the batch, in the order of the parts.
 
-def instead(evidence: Evidence, by: Weighing) -> Mapping[str, Array | float]:
-    """The job's numbers with the mean of one process in place of the parts weighed `by`."""
+
+def counted(groups: Mapping[int, Sequence[ShardPart]], count: str) -> dict[int, float]:
+    """The sum of a count of `COUNTS` over each group of parts."""
+    return {n: sum(getattr(part, count) for part in pieces) for n, pieces in groups.items()}
+
+
+def _weighed(
+    evidence: Evidence, says: str, weights: Sequence[float], ranks: tuple[int, ...] = ()
+) -> Account:
+    """The account by which the job has the parts with these weights, not the mean of all."""
     parts = evidence.usable
-    if parts is None:
-        return {}
+    assert parts is not None
+    repaired: Mapping[str, Array | float]
     if evidence.stage == "loss":
-        weighed = sum(by(part) * part.loss for part in parts.each)
+        faulty = sum(w * part.loss for w, part in zip(weights, parts.each, strict=True))
         right = sum(part.loss for part in parts.each) / parts.weight
-        return {NUMBER: float(evidence.row()["loss"]) - weighed + right}
-    ours, wanted = evidence.actual("gradient"), evidence.wanted("gradient")
-    return {
-        name: ours[name]
-        - (evidence.sum_of(parts.each, name, by) + evidence.regularizer_gradient(name))
-        + wanted[name]
-        for name in evidence.differing
-        if name in ours and name in wanted
-    }
+        repaired = {NUMBER: float(evidence.row()["loss"]) - faulty + right}
+    else:
+        ours, wanted = evidence.actual("gradient"), evidence.wanted("gradient")
+        repaired = {
+            name: ours[name]
+            - (evidence.sum_of(parts.each, name, weights) + evidence.regularizer_gradient(name))
+            + wanted[name]
+            for name in evidence.differing
+        }
+    return Account(says, repaired, ranks=ranks)
 
 
-def uneven(evidence: Evidence, by: Weighing) -> bool:
-    """Whether this is another mean than that of one process."""
-    parts = evidence.usable
-    if parts is None:
-        return False
-    return any(abs(by(part) * parts.weight - 1) > 1e-9 for part in parts.each)
+def _factors(parts: BatchParts, weights: Sequence[float]) -> set[float]:
+    """The weights beside that of a part in the mean of all: {1.0} for that mean."""
+    return {round(weight * parts.weight, 9) for weight in weights}
 
 
+@CAUSES.row(
+    "mean of means",
+    *BOTH,
+    do="sum losses and counts over all ranks, and divide once by the sum of the counts",
+)
 def of_ranks(evidence: Evidence) -> Iterator[Account]:
     """Every rank takes its own mean, and the mean of these is taken."""
     parts = evidence.usable
     if parts is None or len(parts.by_rank) < 2:
         return
-    for count, of in COUNTS.items():
-        sums = {rank: sum(map(of, pieces)) for rank, pieces in parts.by_rank.items()}
+    for count in COUNTS:
+        sums = counted(parts.by_rank, count)
         if min(sums.values()) <= 0:
             continue
-        ranks = len(sums)
-        for divisor, words in (
-            (ranks, "the mean of the ranks' means"),
-            (1, "the sum of their means"),
-        ):
-            by = _weigher(sums, lambda part: part.rank, divisor)
-            if uneven(evidence, by) and not _is_one_factor(parts, by):
+        ways = ((len(sums), "the mean of the ranks' means"), (1, "the sum of their means"))
+        for divisor, words in ways:
+            weights = [1 / (divisor * sums[part.rank]) for part in parts.each]
+            if len(_factors(parts, weights)) > 1:
                 counts = ", ".join(f"{sums[rank]:g}" for rank in sorted(sums))
                 says = f"{words} is taken, and ranks have unequal {count} ({counts})"
-                yield Account(says, instead(evidence, by), None, tuple(sorted(sums)))
+                yield _weighed(evidence, says, weights, tuple(sorted(sums)))
 
 
+@CAUSES.row(
+    "mean of micro-batch means",
+    *BOTH,
+    do="sum the losses of all micro-batches, and divide once by the count of all",
+)
 def of_micro_batches(evidence: Evidence) -> Iterator[Account]:
     """Every micro-batch has its own mean, and the mean of these is taken."""
     parts = evidence.usable
     if parts is None or len(parts.by_micro) <= len(parts.by_rank):
         return
-    for count, of in COUNTS.items():
-        sums = {micro: sum(map(of, pieces)) for micro, pieces in parts.by_micro.items()}
+    for count in COUNTS:
+        sums = counted(parts.by_micro, count)
         if min(sums.values()) <= 0:
             continue
         of_rank = {r: len({part.micro for part in pieces}) for r, pieces in parts.by_rank.items()}
         by_rank = {rank: len(of_rank) * many for rank, many in of_rank.items()}
         for ways in (by_rank, dict.fromkeys(of_rank, len(sums))):
-            by = _of_micros(sums, ways)
-            if uneven(evidence, by) and not _is_one_factor(parts, by):
+            weights = [1 / (ways[part.rank] * sums[part.micro]) for part in parts.each]
+            if len(_factors(parts, weights)) > 1:
                 says = "the loss of each micro-batch is its own mean, divided by their number, and "
-                yield Account(f"{says}they have unequal {count}", instead(evidence, by))
+                yield _weighed(evidence, f"{says}they have unequal {count}", weights)
 
 
+@CAUSES.row(
+    "padding counted",
+    *BOTH,
+    do="divide by the sum of the weights, not by how many values there are",
+)
 def padding_counted(evidence: Evidence) -> Iterator[Account]:
     """The sum is divided by all values, those of no weight included."""
     parts = evidence.usable
@@ -105,127 +123,142 @@ def padding_counted(evidence: Evidence) -> Iterator[Account]:
     if abs(values / parts.weight - 1) < 1e-9:
         return
     says = f"the mean is over all {values} values; only {parts.weight:g} of them have a weight"
-    yield Account(says, instead(evidence, lambda part: 1 / values), parts.weight / values)
+    account = _weighed(evidence, says, [1 / values] * len(parts.each))
+    yield dataclasses.replace(account, ratio=parts.weight / values)
 
 
+@CAUSES.row(
+    "clipped before the sum",
+    "gradient",
+    do="clip after gradients are summed, by the norm of the sum",
+)
 def clipped_before(evidence: Evidence) -> Iterator[Account]:
     """Every rank clips what it has, and then gradients are summed."""
     parts, limit = evidence.usable, evidence.facts.get("clip_norm")
-    if parts is None or not limit or evidence.stage != "gradient" or len(parts.by_rank) < 2:
+    if parts is None or not limit or len(parts.by_rank) < 2:
         return
-    for own_mean in (False, True):
-        factors, divided = {}, {}
+    for local_mean in (False, True):
+        clips, weight_on = {}, {}
         for rank, pieces in parts.by_rank.items():
-            weight = sum(part.weight for part in pieces) if own_mean else parts.weight
-            divided[rank] = weight * (len(parts.by_rank) if own_mean else 1)
-            factors[rank] = min(1.0, limit / (_length(evidence, pieces) / weight + 1e-6))
-        by = _by_rank({rank: factors[rank] / divided[rank] for rank in factors})
-        if uneven(evidence, by):
-            shown = ", ".join(f"{factors[rank]:.4g}" for rank in sorted(factors))
+            weight = sum(part.weight for part in pieces) if local_mean else parts.weight
+            clips[rank] = min(1.0, limit / (_length(evidence, pieces) / weight + 1e-6))
+            weight_on[rank] = clips[rank] / (weight * (len(parts.by_rank) if local_mean else 1))
+        weights = [weight_on[part.rank] for part in parts.each]
+        if _factors(parts, weights) != {1.0}:
+            shown = ", ".join(f"{clips[rank]:.4g}" for rank in sorted(clips))
             says = f"each rank clips its own gradient to {limit:g} before the sum (by {shown})"
-            yield Account(says, instead(evidence, by), None, tuple(sorted(factors)))
+            yield _weighed(evidence, says, weights, tuple(sorted(clips)))
 
 
-def _length(evidence: Evidence, parts: Iterable[ShardPart]) -> float:
-    """Of the gradient of the sum of these parts."""
-    pieces = list(parts)
-    sums = [evidence.sum_of(pieces, name, lambda _: 1.0) for name in evidence.wanted("gradient")]
+def _length(evidence: Evidence, parts: Sequence[ShardPart]) -> float:
+    """The norm of the gradient of the sum of these parts."""
+    names = evidence.wanted("gradient")
+    sums = [evidence.sum_of(parts, name, repeat(1.0)) for name in names]
     return math.sqrt(math.fsum(float(np.sum(np.square(total))) for total in sums))
-
-
-def _is_one_factor(parts: BatchParts, by: Weighing) -> bool:
-    """Whether all parts are weighed alike: a factor, which is another cause."""
-    factors = {round(by(part) * parts.weight, 9) for part in parts.each}
-    return len(factors) == 1
-
-
-def _weigher(
-    sums: Mapping[int, float], key: Callable[[ShardPart], int], divisor: float
-) -> Weighing:
-    return lambda part: 1 / (divisor * sums[key(part)])
-
-
-def _of_micros(sums: Mapping[int, float], ways: Mapping[int, float]) -> Weighing:
-    return lambda part: 1 / (ways[part.rank] * sums[part.micro])
-
-
-def _by_rank(factors: Mapping[int, float]) -> Weighing:
-    return lambda part: factors[part.rank]
 
 
 # --- factors -------------------------------------------------------------------------------------
 # Gradients that are times a number of the job: of its ranks, its micro-batches, its loss scale.
 
 
+@CAUSES.row(
+    "summed, not averaged",
+    "gradient",
+    do="divide once, by the weight of the whole batch; sum over each axis once",
+)
 def summed(evidence: Evidence) -> Iterator[Account]:
     """All gradients times the ranks along an axis, or one over them."""
-    ratio = _ratio(evidence)
-    if ratio is None or not _are_all(evidence):
-        return
-    for words, count in _counts_of_ranks(evidence):
-        if _is(ratio, count):
-            says = f"gradients are the sum over {words} where their mean is wanted, or summed twice"
-            yield _undone(evidence, says, count)
-        elif _is(ratio, 1 / count):
-            yield _undone(evidence, f"gradients are divided once too often by {words}", 1 / count)
+    for words, count in _counts_of_ranks(evidence) if _are_all(evidence) else ():
+        times = f"gradients are the sum over {words} where their mean is wanted, or summed twice"
+        yield from _divided(
+            evidence,
+            (count, times),
+            (1 / count, f"gradients are divided once too often by {words}"),
+        )
 
 
+@CAUSES.row(
+    "micro-batches not averaged",
+    "gradient",
+    do="divide the loss of every micro-batch by what all of them weigh together",
+)
 def by_micro_batches(evidence: Evidence) -> Iterator[Account]:
     """All gradients times the micro-batches of a rank, or one over them."""
-    ratio = _ratio(evidence)
-    if ratio is None or not _are_all(evidence):
-        return
     count = _micro_batches(evidence)
-    if count > 1 and _is(ratio, count):
-        says = f"gradients of the {count} micro-batches are summed, and the sum is not divided"
-        yield _undone(evidence, says, count)
-    elif count > 1 and _is(ratio, 1 / count):
-        says = f"gradients are divided once too often by the {count} micro-batches"
-        yield _undone(evidence, says, 1 / count)
+    if count > 1 and _are_all(evidence):
+        yield from _divided(
+            evidence,
+            (
+                count,
+                f"gradients of the {count} micro-batches are summed, and the sum is not divided",
+            ),
+            (1 / count, f"gradients are divided once too often by the {count} micro-batches"),
+        )
 
 
+@CAUSES.row(
+    "loss scale",
+    "gradient",
+    do="divide gradients once by the loss scale that their loss was multiplied by",
+)
 def by_loss_scale(evidence: Evidence) -> Iterator[Account]:
     """All gradients still times the loss scale of fp16, or divided by it twice."""
-    ratio, scale = _ratio(evidence), evidence.row().get("loss_scale")
-    if ratio is None or not scale or scale == 1 or not _are_all(evidence):
-        return
-    if _is(ratio, scale):
-        yield _undone(evidence, f"gradients are still times the loss scale of {scale:g}", scale)
-    elif _is(ratio, 1 / scale):
-        says = f"gradients are divided twice by the loss scale of {scale:g}"
-        yield _undone(evidence, says, 1 / scale)
-    elif _is(ratio, 2.0) or _is(ratio, 0.5):
-        says = f"gradients are divided by another loss scale than the {scale:g} they were made with"
-        yield _undone(evidence, says, round(ratio, 1))
+    scale = evidence.row().get("loss_scale")
+    if scale and scale != 1 and _are_all(evidence):
+        other = (
+            f"gradients are divided by another loss scale than the {scale:g} they were made with"
+        )
+        yield from _divided(
+            evidence,
+            (scale, f"gradients are still times the loss scale of {scale:g}"),
+            (1 / scale, f"gradients are divided twice by the loss scale of {scale:g}"),
+            (2.0, f"gradients are divided by {other}"),
+            (0.5, f"gradients are divided by {other}"),
+        )
 
 
+@CAUSES.row(
+    "some gradients times ranks",
+    "gradient",
+    do="divide by the ranks that bring something in, which of these weights are other ones",
+)
 def some_times_ranks(evidence: Evidence) -> Iterator[Account]:
     """Some gradients times the ranks along an axis, or one over them: the others are right."""
-    ratio = _ratio(evidence)
-    if ratio is None or _are_all(evidence):
-        return
     them = _names_in_words(evidence)
-    for words, count in _counts_of_ranks(evidence):
-        if _is(ratio, count):
-            says = f"the gradients of {them} are times {words}: they hold every rank's part already"
-            yield _undone(evidence, says, count)
-        elif _is(ratio, 1 / count):
-            says = f"the gradients of {them} are divided by {words}, which all have the whole of it"
-            yield _undone(evidence, says, 1 / count)
+    for words, count in () if _are_all(evidence) else _counts_of_ranks(evidence):
+        times = f"the gradients of {them} are times {words}: they hold every rank's part already"
+        over = f"the gradients of {them} are divided by {words}, which all have the whole of it"
+        yield from _divided(
+            evidence,
+            (count, times),
+            (1 / count, over),
+        )
 
 
+@CAUSES.row(
+    "some gradients times micro-batches",
+    "gradient",
+    do="scale the loss alone: what comes back from a later stage is scaled already",
+)
 def some_times_micro_batches(evidence: Evidence) -> Iterator[Account]:
     """Some gradients times the micro-batches, or one over them: the others are right."""
-    ratio, count = _ratio(evidence), _micro_batches(evidence)
-    if ratio is None or count == 1 or _are_all(evidence):
-        return
-    them = _names_in_words(evidence)
-    if _is(ratio, count):
-        says = f"the gradients of {them} are the undivided sum of {count} micro-batches"
-        yield _undone(evidence, says, count)
-    elif _is(ratio, 1 / count):
-        says = f"the gradients of {them} are divided again by the {count} micro-batches"
-        yield _undone(evidence, says, 1 / count)
+    count, them = _micro_batches(evidence), _names_in_words(evidence)
+    if count > 1 and not _are_all(evidence):
+        yield from _divided(
+            evidence,
+            (count, f"the gradients of {them} are the undivided sum of {count} micro-batches"),
+            (1 / count, f"the gradients of {them} are divided again by the {count} micro-batches"),
+        )
+
+
+def _divided(evidence: Evidence, *ways: tuple[float, str]) -> Iterator[Account]:
+    """An account of the first factor that all differing gradients have; the repair decides."""
+    ratio, ours = evidence.ratio, evidence.actual(evidence.stage)
+    for factor, says in ways if ratio is not None else ():
+        if abs(ratio / factor - 1) < NEAR:
+            repaired = {name: ours[name] / factor for name in evidence.differing}
+            yield Account(says, repaired, factor, tuple(range(evidence.ranks)))
+            return
 
 
 def _names_in_words(evidence: Evidence) -> str:
@@ -258,34 +291,37 @@ def _are_all(evidence: Evidence) -> bool:
     return nonzero <= set(evidence.differing)
 
 
-def _ratio(evidence: Evidence) -> float | None:
-    """The factor between every differing tensor and that of one process, if there is one."""
-    ours, wanted = evidence.actual(evidence.stage), evidence.wanted(evidence.stage)
-    dot = square = 0.0
-    for name in evidence.differing:
-        if name not in ours or name not in wanted or ours[name].shape != wanted[name].shape:
-            return None
-        a, b = ours[name].astype(np.float64).ravel(), wanted[name].astype(np.float64).ravel()
-        dot, square = dot + float(a @ b), square + float(b @ b)
-    ratio = dot / square if square else None
-    return ratio if ratio is None or np.isfinite(ratio) else None
-
-
-def _is(ratio: float, count: float) -> bool:
-    near = 1e-3  # the repair decides
-    return abs(ratio / count - 1) < near
-
-
-def _undone(evidence: Evidence, says: str, factor: float) -> Account:
+@CAUSES.row(
+    "untied", "gradient", do="sum the gradients of a shared weight over all ranks that use it"
+)
+def untied(evidence: Evidence) -> Iterator[Account]:
+    """A weight that several layers use has the gradient of one of them."""
+    parts = evidence.usable
+    if parts is None:
+        return
+    shared = [name for name in evidence.differing if name in parts.by_use]
     ours = evidence.actual(evidence.stage)
-    repaired = {name: ours[name] / factor for name in evidence.differing}
-    return Account(says, repaired, factor, tuple(range(evidence.ranks)))
+    if not shared or set(shared) != set(evidence.differing) or not set(shared) <= ours.keys():
+        return
+    uses = max(len(parts.by_use[name]) for name in shared)
+    for lost in range(uses):
+        repaired = {}
+        for name in shared:
+            if lost < len(parts.by_use[name]):
+                repaired[name] = ours[name] + parts.by_use[name][lost] / parts.weight
+        says = (
+            f"a weight that {uses} layers share is untied: the gradient of use {lost + 1} is lost"
+        )
+        yield Account(says, repaired, None, (), tuple(shared))
 
 
 # --- missing -------------------------------------------------------------------------------------
 # Parts that never arrive, or arrive twice: those of ranks, of micro-batches, of the last step.
 
 
+@CAUSES.row(
+    "sum over ranks lost", "gradient", do="sum these gradients over that axis before they are used"
+)
 def not_summed(evidence: Evidence) -> Iterator[Account]:
     """Every rank has its own part: their sum along an axis is what one process has."""
     split = _unequal_across_ranks(evidence)
@@ -307,67 +343,89 @@ def not_summed(evidence: Evidence) -> Iterator[Account]:
             yield Account(says, repaired, None, group, split)
 
 
+@CAUSES.row(
+    "part of a rank lost",
+    *BOTH,
+    do="let every rank's part be in the sum: the same buckets, in the same order, on all",
+)
 def of_a_rank(evidence: Evidence) -> Iterator[Account]:
     """One rank's contribution is lost, or it is the only one."""
     parts = evidence.usable
     if parts is None or len(parts.by_rank) < 2 or _unequal_across_ranks(evidence):
         return
-    for rank, pieces in parts.by_rank.items():
-        weight = sum(part.weight for part in pieces)
-        others = parts.weight - weight
-        says = f"what rank {rank} brings in is lost"
-        yield _weighed(evidence, says, _only(1 / parts.weight, rank, False), rank)
-        if others > 0:
-            detail = f"{says}, and the mean is over the others"
-            yield _weighed(evidence, detail, _only(1 / others, rank, False), rank)
-        if len(parts.by_rank) == 2:  # covered by the other rank
-            continue
-        says = f"only what rank {rank} brings in is there"
-        yield _weighed(evidence, says, _only(1 / parts.weight, rank, True), rank)
-        if weight > 0:
-            detail = f"{says}, as its own mean"
-            yield _weighed(evidence, detail, _only(1 / weight, rank, True), rank)
+    for rank, weight in counted(parts.by_rank, "weight").items():
+        lost, only = (
+            f"what rank {rank} brings in is lost",
+            f"only what rank {rank} brings in is there",
+        )
+        ways = [
+            (False, lost, parts.weight),
+            (False, f"{lost}, and the mean is over the others", parts.weight - weight),
+        ]
+        if len(parts.by_rank) > 2:  # of two, the other one covers it
+            ways += [(True, only, parts.weight), (True, f"{only}, as its own mean", weight)]
+        for alone, says, divisor in ways:
+            if divisor > 0:
+                there = [(part.rank == rank) == alone for part in parts.each]
+                weights = [1 / divisor if is_there else 0.0 for is_there in there]
+                yield _weighed(evidence, says, weights, (rank,))
 
 
+@CAUSES.row(
+    "part of a rank lost",
+    "gradient",
+    do="add what every rank brings in to each part, before the ranks keep theirs",
+)
 def of_other_ranks(evidence: Evidence) -> Iterator[Account]:
     """Each rank's part of a sharded gradient has only its own contribution."""
     parts, cut = evidence.usable, evidence.facts.get("cut", {})
-    if parts is None or len(parts.by_rank) != evidence.ranks or not evidence.differing:
+    if parts is None or len(parts.by_rank) != evidence.ranks:
+        return
+    if any(cut.get(name) != 0 for name in evidence.differing):
         return
     ours, wanted = evidence.actual("gradient"), evidence.wanted("gradient")
     for times in (1.0, float(evidence.ranks)):
         repaired = {}
         for name in evidence.differing:
-            if cut.get(name) != 0 or name not in ours or name not in wanted:
-                return
             assembled = np.zeros_like(wanted[name])
             for rank, pieces in parts.by_rank.items():
                 rows = list(rows_of(len(assembled), evidence.ranks, rank))
-                contribution = np.asarray(evidence.sum_of(pieces, name, _all(times / parts.weight)))
-                assembled[rows] = np.broadcast_to(contribution, assembled.shape)[rows]
+                local = evidence.sum_of(pieces, name, repeat(times / parts.weight))
+                assembled[rows] = np.broadcast_to(np.asarray(local), assembled.shape)[rows]
             repaired[name] = ours[name] - assembled + wanted[name]
         says = "each rank's part of a gradient has only what that rank brings in"
-        yield Account(says, repaired, None, tuple(range(evidence.ranks)))
+        yield Account(says, repaired, ranks=tuple(range(evidence.ranks)))
 
 
+@CAUSES.row(
+    "micro-batch lost",
+    *BOTH,
+    do="sum after the last backward pass, over all of them; no_sync on all but the last",
+)
 def of_a_micro_batch(evidence: Evidence) -> Iterator[Account]:
     """A micro-batch is lost or counted twice, on one rank or, the last one, on all."""
     parts = evidence.usable
     if parts is None or len(parts.by_micro) <= len(parts.by_rank):
         return
     unit = 1 / parts.weight
+    firsts = {min(part.micro for part in pieces) for pieces in parts.by_rank.values()}
     lasts = {max(part.micro for part in pieces) for pieces in parts.by_rank.values()}
     chosen = [(f"micro-batch {micro}", {micro}) for micro in parts.by_micro]
     chosen.append(("the last micro-batch of every rank", lasts))
     for words, micros in chosen:
         for times, verb in ((0.0, "is lost"), (2.0, "is counted twice")):
-            by = _those(micros, unit * times, unit)
-            yield Account(f"{words} {verb}", instead(evidence, by))
-    for words, remaining in (("the last", lasts), ("the first", _firsts(evidence))):
-        says = f"only {words} micro-batch of every rank is there"
-        yield Account(says, instead(evidence, _those(remaining, unit, 0.0)))
+            weights = [unit * times if part.micro in micros else unit for part in parts.each]
+            yield _weighed(evidence, f"{words} {verb}", weights)
+    for words, micros in (("the last", lasts), ("the first", firsts)):
+        weights = [unit if part.micro in micros else 0.0 for part in parts.each]
+        yield _weighed(evidence, f"only {words} micro-batch of every rank is there", weights)
 
 
+@CAUSES.row(
+    "gradient of the last step",
+    "gradient",
+    do="set every gradient and bucket to zero when a step begins",
+)
 def of_a_stale_step(evidence: Evidence) -> Iterator[Account]:
     """Gradients were not set to zero: those of the step before are in them."""
     if evidence.step < 1:
@@ -377,7 +435,7 @@ def of_a_stale_step(evidence: Evidence) -> Iterator[Account]:
     dot = square = 0.0
     for name in evidence.differing:
         old = before.get(f"gradient/{name}")
-        if old is None or name not in ours or name not in wanted:
+        if old is None:
             return
         dot += float(((ours[name] - wanted[name]) * old).sum())
         square += float((old * old).sum())
@@ -389,23 +447,22 @@ def of_a_stale_step(evidence: Evidence) -> Iterator[Account]:
     yield Account(says, repaired, times)
 
 
+@CAUSES.row(
+    "rounded before the sum",
+    "gradient",
+    do="sum gradients in 32 bits, or ask for reduce=bf16, whose card says so",
+)
 def rounded(evidence: Evidence) -> Iterator[Account]:
     """Each rank's contribution was rounded to 16 bits before the sum."""
     parts = evidence.usable
     if parts is None:
         return
-    ours, wanted = evidence.actual("gradient"), evidence.wanted("gradient")
+    ours, unit = evidence.actual("gradient"), repeat(1 / parts.weight)
     for words, cut in (("bf16", _bfloat16), ("fp16", _float16)):
         repaired = {}
         for name in evidence.differing:
-            if name not in ours or name not in wanted:
-                return
-            each = [
-                np.asarray(evidence.sum_of(pieces, name, lambda _: 1 / parts.weight))
-                for pieces in parts.by_rank.values()
-            ]
-            off = sum(cut(part) - part for part in each)
-            repaired[name] = ours[name] - off
+            sums = (evidence.sum_of(pieces, name, unit) for pieces in parts.by_rank.values())
+            repaired[name] = ours[name] - sum(cut(local) - local for local in map(np.asarray, sums))
         largest = max((evidence.size(n, ours[n]) for n in evidence.differing), default=0.0)
         # a value half-way between two of 16 bits may be rounded to either
         limit = max(largest / 50, max(map(evidence.limit, evidence.differing), default=0.0))
@@ -437,28 +494,3 @@ def _unequal_across_ranks(evidence: Evidence) -> tuple[str, ...]:
         if any(not np.array_equal(o, copies[0]) for o in copies[1:]):  # type: ignore[arg-type]
             names.append(name)
     return tuple(names)
-
-
-def _weighed(evidence: Evidence, says: str, by: Weighing, rank: int) -> Account:
-    return Account(says, instead(evidence, by), None, (rank,))
-
-
-def _only(unit: float, rank: int, its: bool) -> Weighing:
-    def by(part: ShardPart) -> float:
-        return unit if (part.rank == rank) == its else 0.0
-
-    return by
-
-
-def _all(unit: float) -> Weighing:
-    return lambda _: unit
-
-
-def _those(micros: set[int], inside: float, outside: float) -> Weighing:
-    return lambda part: inside if part.micro in micros else outside
-
-
-def _firsts(evidence: Evidence) -> set[int]:
-    parts = evidence.usable
-    assert parts is not None
-    return {min(part.micro for part in pieces) for pieces in parts.by_rank.values()}

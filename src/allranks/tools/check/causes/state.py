@@ -8,19 +8,78 @@ import numpy as np
 
 from allranks.tools.check.causes.cause import (
     Account,
+    CauseTable,
     Evidence,
     ShardPart,
 )
 from allranks.tools.check.sizes import Array
 from allranks.training.record.trace import START
 
+CAUSES = CauseTable()
+
+# --- starts --------------------------------------------------------------------------------------
+# Weights that differ before the first step.
+
+
+@CAUSES.row(
+    "parts of rank 0",
+    "weight",
+    do="give each rank the part that belongs to it: rows [rank · n, (rank + 1) · n)",
+)
+def parts_of_the_first(evidence: Evidence) -> Iterator[Account]:
+    """Every rank begins with the part of rank 0 instead of its own."""
+    if evidence.step != START:
+        return
+    ours, wanted = evidence.actual(evidence.stage), evidence.wanted(evidence.stage)
+    repaired = {}
+    for name in evidence.differing:
+        actual = ours[name].copy()
+        for axis in range(actual.ndim):
+            rows = -(-actual.shape[axis] // evidence.ranks)
+            first = np.take(wanted[name], range(min(rows, actual.shape[axis])), axis)
+            tiled = np.concatenate([first] * evidence.ranks, axis)
+            tiled = np.take(tiled, range(actual.shape[axis]), axis)
+            if np.array_equal(actual, tiled):
+                repaired[name] = actual - tiled + wanted[name]
+                break
+    if evidence.differing and len(repaired) == len(evidence.differing):
+        says = "every rank begins with the part of a weight that belongs to rank 0"
+        yield Account(says, repaired, None, tuple(range(1, evidence.ranks)))
+
+
+@CAUSES.row(
+    "weights not sent",
+    "weight",
+    "buffer",
+    do="broadcast weights and buffers from rank 0 once, before the optimizer is made",
+)
+def not_sent_at_the_start(evidence: Evidence) -> Iterator[Account]:
+    """Some ranks begin with other weights: only those of the right ranks match one process."""
+    if evidence.step != START or len(evidence.tensors_of_ranks) < 2:
+        return
+    wrong = [
+        rank
+        for rank in range(evidence.ranks)
+        if evidence.beyond(evidence.actual(evidence.stage, rank))
+    ]
+    right = [rank for rank in range(evidence.ranks) if rank not in wrong]
+    if right and wrong:
+        tensors = evidence.actual(evidence.stage, right[0])
+        repaired = {name: tensors[name] for name in evidence.differing if name in tensors}
+        says = f"ranks {wrong} begin with weights of their own: those of rank 0 were not sent"
+        yield Account(says, repaired, None, tuple(wrong))
+
+
+# --- updates -------------------------------------------------------------------------------------
+# Updates of equal gradients that are not those of one process, and their average.
+
 
 def _steps(evidence: Evidence) -> tuple[dict[str, Array], dict[str, Array], dict[str, Array]]:
     """For tensors that differ: their value before, the job's update, and that of one process."""
     stage = evidence.stage
     before, ours, wanted = evidence.before(stage), evidence.actual(stage), evidence.wanted(stage)
-    names = [n for n in evidence.differing if n in before and n in ours and n in wanted]
-    if len(names) != len(evidence.differing):
+    names = evidence.differing
+    if not set(names) <= before.keys():
         return {}, {}, {}
     return (
         {n: before[n] for n in names},
@@ -35,6 +94,11 @@ def _ratio(a: Mapping[str, Array], b: Mapping[str, Array]) -> float | None:
     return dot / square if square else None
 
 
+@CAUSES.row(
+    "update not sent",
+    "weight",
+    do="send updated weights from their owner to all ranks after the step",
+)
 def not_sent(evidence: Evidence) -> Iterator[Account]:
     """The owner of a weight has its update, and others go on with the old weight."""
     names, before = evidence.differing, evidence.before(evidence.stage)
@@ -57,6 +121,7 @@ def not_sent(evidence: Evidence) -> Iterator[Account]:
                 yield Account(says, {n: owned[n] for n in names}, None, tuple(stale))
 
 
+@CAUSES.row("update lost", "weight", do="give the optimizer these weights")
 def lost(evidence: Evidence) -> Iterator[Account]:
     """The weight is as it was before the step."""
     if any(name in evidence.wanted("gradient") for name in evidence.differing):
@@ -65,6 +130,11 @@ def lost(evidence: Evidence) -> Iterator[Account]:
         )
 
 
+@CAUSES.row(
+    "weight written by the model",
+    "weight",
+    do="move a weight that is not trained, such as a teacher's, in on_step of a callback",
+)
 def not_written(evidence: Evidence) -> Iterator[Account]:
     """A weight without a gradient, which forward or loss should write, is unchanged."""
     if not any(name in evidence.wanted("gradient") for name in evidence.differing):
@@ -81,25 +151,7 @@ def _unchanged(evidence: Evidence, says: str) -> Iterator[Account]:
         yield Account(says, {n: before[n] + ours[n] + wanted[n] for n in before}, 0.0)
 
 
-def times_ranks(evidence: Evidence) -> Iterator[Account]:
-    """All of the step is times the ranks, or one over them."""
-    for axis, factor, repaired in _times_an_axis(evidence):
-        says = f"every step of the weights is times {factor:g}, for {evidence.words_of(axis)}"
-        yield Account(says, repaired, factor)
-
-
-def _times_an_axis(evidence: Evidence) -> Iterator[tuple[str, float, dict[str, Array]]]:
-    """Axes by whose size the whole step is too large or too small; with the repaired weights."""
-    before, ours, wanted = _steps(evidence)
-    ratio = _ratio(ours, wanted) if before else None
-    if ratio is None:
-        return
-    for axis, size in evidence.axes.items():
-        for factor in (float(size), 1 / size):
-            if abs(ratio / factor - 1) < 1e-3:
-                yield axis, factor, {n: before[n] + ours[n] / factor for n in before}
-
-
+@CAUSES.row("decay of each rank", "weight", do="decay weights once for each step")
 def decayed_by_each(evidence: Evidence) -> Iterator[Account]:
     """Weight decay is applied as often as there are ranks."""
     before, ours, _ = _steps(evidence)
@@ -117,6 +169,11 @@ def decayed_by_each(evidence: Evidence) -> Iterator[Account]:
             yield Account(says, repaired, float(size))
 
 
+@CAUSES.row(
+    "optimizer state lost",
+    "weight",
+    do="keep, save and restore what the optimizer keeps for each weight",
+)
 def fresh_state(evidence: Evidence) -> Iterator[Account]:
     """The optimizer has lost its state: this update is like a first one."""
     before, ours, wanted = _steps(evidence)
@@ -148,6 +205,31 @@ def fresh_state(evidence: Evidence) -> Iterator[Account]:
     yield Account(says, repaired)
 
 
+@CAUSES.row(
+    "step times ranks",
+    "weight",
+    do="leave the rate as it is: the batch belongs to the job, not to a rank",
+)
+def times_ranks(evidence: Evidence) -> Iterator[Account]:
+    """All of the step is times the ranks, or one over them."""
+    for axis, factor, repaired in _times_an_axis(evidence):
+        says = f"every step of the weights is times {factor:g}, for {evidence.words_of(axis)}"
+        yield Account(says, repaired, factor)
+
+
+def _times_an_axis(evidence: Evidence) -> Iterator[tuple[str, float, dict[str, Array]]]:
+    """Axes by whose size the whole step is too large or too small; with the repaired weights."""
+    before, ours, wanted = _steps(evidence)
+    ratio = _ratio(ours, wanted) if before else None
+    if ratio is None:
+        return
+    for axis, size in evidence.axes.items():
+        for factor in (float(size), 1 / size):
+            if abs(ratio / factor - 1) < 1e-3:
+                yield axis, factor, {n: before[n] + ours[n] / factor for n in before}
+
+
+@CAUSES.row("average of each rank", "average", do="take the decay as it is, once for each step")
 def other_decay(evidence: Evidence) -> Iterator[Account]:
     """The average takes more or less of the new weight, by the number of ranks."""
     for axis, factor, repaired in _times_an_axis(evidence):
@@ -156,6 +238,7 @@ def other_decay(evidence: Evidence) -> Iterator[Account]:
         yield Account(f"{says} for the {size} ranks along {axis!r}", repaired, factor)
 
 
+@CAUSES.row("average before the step", "average", do="take the average after the optimizer's step")
 def averaged_before(evidence: Evidence) -> Iterator[Account]:
     """The average takes in the weights as they were before the update."""
     before, ours, wanted = _steps(evidence)
@@ -167,71 +250,6 @@ def averaged_before(evidence: Evidence) -> Iterator[Account]:
     yield Account("the average takes in weights before the update, one step too early", repaired)
 
 
-# --- starts --------------------------------------------------------------------------------------
-# Weights that differ before the first step, and weights that layers share.
-
-
-def parts_of_the_first(evidence: Evidence) -> Iterator[Account]:
-    """Every rank begins with the part of rank 0 instead of its own."""
-    if evidence.step != START:
-        return
-    ours, wanted = evidence.actual(evidence.stage), evidence.wanted(evidence.stage)
-    repaired = {}
-    for name in evidence.differing:
-        if name not in ours or name not in wanted:
-            return
-        actual = ours[name].copy()
-        for axis in range(actual.ndim):
-            rows = -(-actual.shape[axis] // evidence.ranks)
-            first = np.take(wanted[name], range(min(rows, actual.shape[axis])), axis)
-            tiled = np.concatenate([first] * evidence.ranks, axis)
-            tiled = np.take(tiled, range(actual.shape[axis]), axis)
-            if np.array_equal(actual, tiled):
-                repaired[name] = actual - tiled + wanted[name]
-                break
-    if evidence.differing and len(repaired) == len(evidence.differing):
-        says = "every rank begins with the part of a weight that belongs to rank 0"
-        yield Account(says, repaired, None, tuple(range(1, evidence.ranks)))
-
-
-def not_sent_at_the_start(evidence: Evidence) -> Iterator[Account]:
-    """Some ranks begin with other weights: only those of the right ranks match one process."""
-    if evidence.step != START or len(evidence.tensors_of_ranks) < 2:
-        return
-    wrong = [
-        rank
-        for rank in range(evidence.ranks)
-        if evidence.beyond(evidence.actual(evidence.stage, rank))
-    ]
-    right = [rank for rank in range(evidence.ranks) if rank not in wrong]
-    if right and wrong:
-        tensors = evidence.actual(evidence.stage, right[0])
-        repaired = {name: tensors[name] for name in evidence.differing if name in tensors}
-        says = f"ranks {wrong} begin with weights of their own: those of rank 0 were not sent"
-        yield Account(says, repaired, None, tuple(wrong))
-
-
-def untied(evidence: Evidence) -> Iterator[Account]:
-    """A weight that several layers use has the gradient of one of them."""
-    parts = evidence.usable
-    if parts is None:
-        return
-    shared = [name for name in evidence.differing if name in parts.by_use]
-    ours = evidence.actual(evidence.stage)
-    if not shared or set(shared) != set(evidence.differing) or not set(shared) <= ours.keys():
-        return
-    uses = max(len(parts.by_use[name]) for name in shared)
-    for lost in range(uses):
-        repaired = {}
-        for name in shared:
-            if lost < len(parts.by_use[name]):
-                repaired[name] = ours[name] + parts.by_use[name][lost] / parts.weight
-        says = (
-            f"a weight that {uses} layers share is untied: the gradient of use {lost + 1} is lost"
-        )
-        yield Account(says, repaired, None, (), tuple(shared))
-
-
 # --- buffers -------------------------------------------------------------------------------------
 # Running statistics of BatchNorm that are those of some samples, or updated too often.
 
@@ -239,75 +257,68 @@ def untied(evidence: Evidence) -> Iterator[Account]:
 KINDS = ("running_mean", "running_var")
 
 
-def _moments(parts: Iterable[ShardPart], layer: str) -> list[Array] | None:
-    """The mean and the variance of a layer over these parts, weighted; `None` if it saw none."""
-    key = f"moments/{layer}"
-    moments = [part.tensors[key] for part in parts if key in part.tensors]
+def _moment(parts: Iterable[ShardPart], name: str) -> Array | None:
+    """The mean or the variance that a statistic follows over these parts, if they have it."""
+    layer, _, kind = name.rpartition(".")
+    moments = [part.tensors[key] for part in parts if (key := f"moments/{layer}") in part.tensors]
     total = np.asarray(sum(moments), np.float64)
     if not moments or total[0] <= 0:
         return None
-    return np.split(total[1:] / total[0], 2)
+    return np.split(total[1:] / total[0], 2)[KINDS.index(kind)]
 
 
+def _statistics(evidence: Evidence) -> tuple[str, ...]:
+    return tuple(n for n in evidence.differing if n.rpartition(".")[2] in KINDS)
+
+
+@CAUSES.row(
+    "statistics of one rank",
+    "buffer",
+    do="sum the moments of all ranks before running statistics are updated",
+)
 def of_one_rank(evidence: Evidence) -> Iterator[Account]:
     """They are updated with what one rank has seen."""
-    parts, names = evidence.parts, [n for n in evidence.differing if _kind(n) in KINDS]
+    parts, names = evidence.parts, _statistics(evidence)
     if parts is None or not names or len(parts.by_rank) < 2:
         return
-    ours, before, wanted = (
-        evidence.actual("buffer"),
-        evidence.before("buffer"),
-        evidence.wanted("buffer"),
-    )
-    before = before or {n: t for n, t in _start(evidence).items()}
+    ours = evidence.actual("buffer")
     for rank, pieces in parts.by_rank.items():
         repaired = {}
         for name in names:
-            layer, kind = name.rpartition(".")[0], KINDS.index(_kind(name))
-            whole, part = _moments(parts.each, layer), _moments(pieces, layer)
-            if whole is None or part is None or name not in before:
-                break
-            rate = _rate(before[name], wanted[name], whole[kind])
-            repaired[name] = ours[name] - rate * (part[kind] - whole[kind])
+            whole, part = _moment(parts.each, name), _moment(pieces, name)
+            rate = _rate(evidence, name, whole)
+            if whole is not None and part is not None and rate is not None:
+                repaired[name] = ours[name] - rate * (part - whole)
         if len(repaired) == len(names):
             says = f"BatchNorm's running statistics are those of what rank {rank} has seen"
-            yield Account(says, repaired, None, (rank,), tuple(names))
+            yield Account(says, repaired, ranks=(rank,), tensors=names)
 
 
+@CAUSES.row("statistics updated twice", "buffer", do="update running statistics once for each step")
 def updated_twice(evidence: Evidence) -> Iterator[Account]:
     """They are updated several times in a step, once for each pass or rank."""
-    parts, names = evidence.parts, [n for n in evidence.differing if _kind(n) in KINDS]
+    parts, names = evidence.parts, _statistics(evidence)
     if parts is None or not names:
         return
-    ours, wanted = evidence.actual("buffer"), evidence.wanted("buffer")
-    before = evidence.before("buffer") or _start(evidence)
+    ours, before = evidence.actual("buffer"), evidence.before("buffer")
     for times in sorted({2, evidence.ranks, len(parts.by_micro)} - {1}):
         repaired = {}
         for name in names:
-            whole = _moments(parts.each, name.rpartition(".")[0])
-            if whole is None or name not in before:
-                break
-            mean = whole[KINDS.index(_kind(name))]
-            rate = _rate(before[name], wanted[name], mean)
-            often = 1 - (1 - rate) ** times
-            repaired[name] = ours[name] - (often - rate) * (mean - before[name])
+            mean = _moment(parts.each, name)
+            rate = _rate(evidence, name, mean)
+            if mean is not None and rate is not None:
+                often = 1 - (1 - rate) ** times
+                repaired[name] = ours[name] - (often - rate) * (mean - before[name])
         if len(repaired) == len(names):
             says = f"BatchNorm's running statistics are updated {times} times in one step"
-            yield Account(says, repaired, float(times), (), tuple(names))
+            yield Account(says, repaired, float(times), tensors=names)
 
 
-def _kind(name: str) -> str:
-    return name.rpartition(".")[2]
-
-
-def _start(evidence: Evidence) -> dict[str, Array]:
-    stage = "buffer/"
-    tensors = evidence.right.start.items()
-    return {name.removeprefix(stage): t for name, t in tensors if name.startswith(stage)}
-
-
-def _rate(before: Array, after: Array, mean: Array) -> float:
-    """How far one process goes from its statistics to those of the step."""
+def _rate(evidence: Evidence, name: str, mean: Array | None) -> float | None:
+    """How far one process goes from its statistic to that of the step; `None` if unknown."""
+    before, after = evidence.before("buffer").get(name), evidence.wanted("buffer")[name]
+    if before is None or mean is None:
+        return None
     way = (mean - before).astype(np.float64).ravel()
     square = float(way @ way)
     return float((after - before).astype(np.float64).ravel() @ way) / square if square else 0.0
