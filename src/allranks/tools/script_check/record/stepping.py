@@ -18,6 +18,9 @@ from allranks.tools.script_check.record.facts import (
     ScriptFacts,
     StepCounts,
     digest_of,
+    drawn_since,
+    note_after,
+    note_before,
     random_states,
     wrap,
 )
@@ -48,45 +51,26 @@ class Stepping:
         before, after = self.facts.guarded(self._before), self.facts.guarded(self._after)
         optimizer.register_optimizer_step_pre_hook(before)
         optimizer.register_optimizer_step_post_hook(after)
-        begun, done = self.facts.guarded(self._begun), self.facts.guarded(self._backward_done)
-
-        def backward(original: Callable[..., Any]) -> Callable[..., Any]:
-            def inner(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-                begun(tensors)
-                result = original(tensors, *args, **kwargs)
-                done()
-                return result
-
-            return inner
-
-        wrap(self.torch.autograd, "backward", backward)
+        note_before(self.torch.autograd, "backward", self.facts.guarded(self._begun))
+        note_after(self.torch.autograd, "backward", self.facts.guarded(self._backward_done))
         scaler = getattr(getattr(self.torch, "amp", None), "GradScaler", None)
         if scaler is not None:
-            scaled = self.facts.guarded(self._scaled)
+            note_before(scaler, "scale", self.facts.guarded(self._scaled))
 
-            def scaling(original: Callable[..., Any]) -> Callable[..., Any]:
-                def inner(self: Any, *args: Any, **kwargs: Any) -> Any:
-                    scaled(self)
-                    return original(self, *args, **kwargs)
-
-                return inner
-
-            wrap(scaler, "scale", scaling)
-
-    def _scaled(self, scaler: Any) -> None:
+    def _scaled(self, scaler: Any, *args: Any, **kwargs: Any) -> None:
         self.progress.scaled |= scaler.is_enabled()
 
     def number_of(self, optimizer: Any) -> int:
         """The number of an optimizer, in the order of first steps or schedules."""
         return self._numbers.setdefault(optimizer, len(self._numbers))
 
-    def _begun(self, tensors: Any) -> None:
+    def _begun(self, tensors: Any, *args: Any, **kwargs: Any) -> None:
         root = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
         self.progress.backwards += 1
         if len(self.progress.lines) < MOST_IN_A_WINDOW:  # a script may never step
             self.progress.lines.append((self.facts.where(), is_plain_mean(root)))
 
-    def _backward_done(self) -> None:
+    def _backward_done(self, *args: Any, **kwargs: Any) -> None:
         progress = self.progress
         if len(progress.lines) > 1 and sum(self._counts) < MOST_PROBED:
             progress.last_gradient = self._probe()
@@ -300,15 +284,7 @@ class Replicas:
     def install(self) -> None:
         """Wrap DDP's constructor, its forward, and `register_comm_hook`."""
         ddp = self.torch.nn.parallel.DistributedDataParallel
-        created, forward = self.facts.guarded(self._created), self.facts.guarded(self._forward)
-        drawn, hooked = self.facts.guarded(self._drawn), self.facts.guarded(self._hooked)
-
-        def making(original: Callable[..., Any]) -> Callable[..., Any]:
-            def inner(self: Any, *args: Any, **kwargs: Any) -> None:
-                original(self, *args, **kwargs)
-                created(self)
-
-            return inner
+        forward, drawn = self.facts.guarded(self._forward), self.facts.guarded(self._drawn)
 
         def running(original: Callable[..., Any]) -> Callable[..., Any]:
             def inner(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -320,18 +296,11 @@ class Replicas:
 
             return inner
 
-        def hooking(original: Callable[..., Any]) -> Callable[..., Any]:
-            def inner(self: Any, *args: Any, **kwargs: Any) -> Any:
-                hooked(self)
-                return original(self, *args, **kwargs)
-
-            return inner
-
-        wrap(ddp, "__init__", making)
+        note_after(ddp, "__init__", self.facts.guarded(self._created))
         wrap(ddp, "forward", running)
-        wrap(ddp, "register_comm_hook", hooking)
+        note_before(ddp, "register_comm_hook", self.facts.guarded(self._hooked))
 
-    def _created(self, module: Any) -> None:
+    def _created(self, result: None, module: Any, *args: Any, **kwargs: Any) -> None:
         number = len(self.known)
         self.known[id(module)] = replica = WatchedDDP(number, module)
         self._newest = [module]  # keeps it alive to the end, even if its function has returned
@@ -347,7 +316,7 @@ class Replicas:
             tensors=len(replica.parameters),
         )
 
-    def _hooked(self, module: Any) -> None:
+    def _hooked(self, module: Any, *args: Any, **kwargs: Any) -> None:
         self.facts.write("hooked", id=self.known[id(module)].number, where=self.facts.where())
 
     def _forward(self, module: Any) -> dict[str, int] | None:
@@ -358,15 +327,12 @@ class Replicas:
         if len(self.progress.forwards) < MOST_IN_A_WINDOW:
             reduces = bool(module.require_backward_grad_sync)
             self.progress.forwards.append((replica.number, reduces))
-        device = str(getattr(module, "device", "cpu") or "cpu").partition(":")[0]
-        return random_states(self.torch, device) if replica.forwards <= MOST_DRAWS else None
+        watched = replica.forwards <= MOST_DRAWS
+        return random_states(self.torch, _device_of(module)) if watched else None
 
     def _drawn(self, module: Any, before: dict[str, int]) -> None:
         replica = self.known[id(module)]
-        device = str(getattr(module, "device", "cpu") or "cpu").partition(":")[0]
-        after = random_states(self.torch, device)
-        drew = {name: state for name, state in before.items() if after.get(name) != state}
-        if drew:
+        if drew := drawn_since(self.torch, before, _device_of(module)):
             number, where = replica.forwards, self.facts.where()
             self.facts.write(
                 "draws", of="replica", id=replica.number, number=number, before=drew, where=where
@@ -449,6 +415,10 @@ class Replicas:
             self.digest_loose(optimizer, END)
             del self._loose[optimizer]
         self._newest = []
+
+
+def _device_of(module: Any) -> str:
+    return str(getattr(module, "device", "cpu") or "cpu").partition(":")[0]
 
 
 def is_looked_at(step: int) -> bool:
