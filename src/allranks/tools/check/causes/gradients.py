@@ -254,8 +254,8 @@ def some_times_micro_batches(evidence: Evidence) -> Iterator[Account]:
 def _divided(evidence: Evidence, *ways: tuple[float, str]) -> Iterator[Account]:
     """An account of the first factor that all differing gradients have; the repair decides."""
     ratio, ours = evidence.ratio, evidence.actual(evidence.stage)
-    for factor, says in ways if ratio is not None else ():
-        if abs(ratio / factor - 1) < NEAR:
+    for factor, says in ways:
+        if ratio is not None and abs(ratio / factor - 1) < NEAR:
             repaired = {name: ours[name] / factor for name in evidence.differing}
             yield Account(says, repaired, factor, tuple(range(evidence.ranks)))
             return
