@@ -11,10 +11,13 @@ from itertools import chain
 from typing import Any
 
 from allranks.tools.script_check.rules.facts import (
+    BY_RANK,
     RESULT,
     Fact,
     Rank,
     ScriptFinding,
+    States,
+    equal_draws,
     groups_of_replicas,
     groups_that_reduce,
     line_of,
@@ -212,14 +215,10 @@ def _values_after(ranks: tuple[Rank, ...], loader: int, number: int) -> set[floa
 # Faults of random numbers in the workers of a loader: identical streams.
 
 
-LEAST_DRAWS = 2
-Table = dict[Any, dict[str, int]]
-"""The states of the generators that drew, by the draw at which they are compared."""
 BY_WORKER = (
     "let worker_init_fn seed by torch.initial_seed() % 2**32: another number in every worker, rank "
     "and epoch"
 )
-BY_RANK = "torch.manual_seed(seed + rank) once the model is made"
 
 
 def equal_draws_of_workers(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
@@ -229,10 +228,10 @@ def equal_draws_of_workers(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
         if not any(row["backwards"] for row in passes_of(ranks[0], loader)):
             continue
         fix = BY_WORKER if fact.get("seeded") else BY_RANK
-        among_workers = _equal(_by(ranks[0], loader, "worker").values())
-        among_ranks: list[str] = []
+        among_workers = equal_draws(_by(ranks[0], loader, "worker").values())
+        among_ranks: dict[str, int] = {}
         for group in groups:
-            among_ranks += _equal(_whole(rank, loader) for rank in group)
+            among_ranks |= equal_draws(_whole(rank, loader) for rank in group)
         if among_workers:
             effect = "augmentation draws the same numbers in every worker, so samples of several "
             effect += "batches are changed alike"
@@ -245,7 +244,7 @@ def equal_draws_of_workers(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
             yield _equal_draws_finding(
                 "equal-random-streams", fact, among_ranks, "ranks", effect, fix
             )
-        among_passes = _equal(_by(ranks[0], loader, "pass").values())
+        among_passes = equal_draws(_by(ranks[0], loader, "pass").values())
         if among_passes:
             effect = "augmentation changes each sample in one way for ever, if its place is the "
             effect += "same, and else repeats its numbers in another order"
@@ -255,7 +254,7 @@ def equal_draws_of_workers(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
 
 
 def _equal_draws_finding(
-    name: str, fact: Fact, generators: list[str], among: str, effect: str, fix: str
+    name: str, fact: Fact, generators: Iterable[str], among: str, effect: str, fix: str
 ) -> ScriptFinding:
     return ScriptFinding(
         name,
@@ -268,7 +267,7 @@ def _equal_draws_finding(
     )
 
 
-def _whole(rank: Rank, loader: int) -> Table:
+def _whole(rank: Rank, loader: int) -> States:
     return {
         (fact["pass"], fact["worker"], fact["number"]): fact["before"]
         for fact in rank.all("worker")
@@ -276,26 +275,13 @@ def _whole(rank: Rank, loader: int) -> Table:
     }
 
 
-def _by(rank: Rank, loader: int, name: str) -> dict[int, Table]:
+def _by(rank: Rank, loader: int, name: str) -> dict[int, States]:
     """A table for each worker, or for each pass; its keys contain the other of the two."""
-    tables: dict[int, Table] = defaultdict(dict)
+    tables: dict[int, dict[Any, dict[str, int]]] = defaultdict(dict)
     place = ("pass", "worker").index(name)
     for key, before in _whole(rank, loader).items():
         tables[key[place]][key[:place] + key[place + 1 :]] = before
     return tables
-
-
-def _equal(tables: Iterable[Table]) -> list[str]:
-    """The generators whose draws had equal states in all tables; none for a single table."""
-    known = list(tables)
-    if len(known) < 2:
-        return []
-    is_equal: dict[str, list[bool]] = defaultdict(list)
-    for key in set.intersection(*map(set, known)):
-        states = [table[key] for table in known]
-        for name in set.intersection(*map(set, states)):
-            is_equal[name].append(len({state[name] for state in states}) == 1)
-    return sorted(n for n, equal in is_equal.items() if all(equal) and len(equal) >= LEAST_DRAWS)
 
 
 # --- evaluations ---------------------------------------------------------------------------------
