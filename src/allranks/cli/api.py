@@ -30,7 +30,7 @@ from allranks.launcher.describe import first_check
 from allranks.launcher.processes.leftovers import belongs_to_a_job
 from allranks.launcher.signals import Signals
 from allranks.launcher.start import JobWatcher, Result, run_job
-from allranks.tools.check.against_single import DEEP_STEPS, STEPS, default_ranks, usual_strategy
+from allranks.tools.check.against_single import options_left_out
 from allranks.tools.check.check import checked_in_scratch
 from allranks.tools.check.verdict import Verdict
 
@@ -117,11 +117,7 @@ def check(
     flags = _flags_of(task, job, "check")
     ranks_given, bounded = "ranks" in flags or "nodes" in flags, "steps" not in flags
     program, fields = prepare_program(task, Path(RUNS))
-    strategy = flags.get("strategy") or usual_strategy(flags.get("engine") or "", program)
-    defaults = {"steps": DEEP_STEPS if deep else STEPS, "strategy": strategy}
-    if not ranks_given:
-        defaults["ranks"] = default_ranks(strategy)
-    resolved = resolve(program, {**flags, **defaults, **flags})
+    resolved = resolve(program, flags | options_left_out(program, flags, deep=deep))
     resolved = _with_fields(resolved, {**fields, **(settings or {})})
     folder = None if keep_runs is None else os.fspath(keep_runs)
     return checked_in_scratch(resolved, folder, explicit=ranks_given, bounded=bounded)

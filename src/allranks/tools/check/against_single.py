@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,9 +87,18 @@ def usual_strategy(engine: str, program: str) -> str:
     return ENGINES[choose_engine(engine, "", program)].many
 
 
-def default_ranks(strategy: str) -> int:
-    """The default number of ranks of a check; raises `RequestError` for an unknown strategy."""
-    return USUAL[0] if card_of(strategy).many_ranks else 1
+def options_left_out(program: str, flags: Mapping[str, Any], *, deep: bool) -> dict[str, Any]:
+    """The options of a check that `flags` leave out: its steps, its strategy, its ranks.
+
+    Raises `RequestError` for an unknown engine or strategy.
+    """
+    options = {
+        "steps": DEEP_STEPS if deep else STEPS,
+        "strategy": flags.get("strategy") or usual_strategy(flags.get("engine") or "", program),
+    }
+    if not (flags.get("ranks") or flags.get("nodes")):
+        options["ranks"] = USUAL[0] if card_of(options["strategy"]).many_ranks else 1
+    return {name: value for name, value in options.items() if not flags.get(name)}
 
 
 def ranks_to_check(
