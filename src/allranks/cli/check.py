@@ -11,9 +11,8 @@ import click
 
 from allranks.checkpoint.files import as_json, write_whole
 from allranks.cli.display.progress import say
-from allranks.cli.display.rank_output import RankOutput
 from allranks.cli.options import Duration, GroupedCommand, job_options, resolved_from
-from allranks.cli.run import command_watcher, request_from
+from allranks.cli.run import RankOutput, command_watcher, request_from
 from allranks.errors import EXIT_DIFFERENCE_FOUND, ProgramError, RequestError
 from allranks.job.place import LOCAL
 from allranks.launcher.places.base import NodeRequest
