@@ -147,7 +147,7 @@ def run(
         wanted = "torch" if ENGINES["torch"].preload in modules else "tensorflow"
         return contextlib.nullcontext(servers.get(wanted, servers["torch"]))
 
-    for module in ("launcher.start", "tools.keras_export", "tools.check.scratch"):
+    for module in ("launcher.start", "cli.checkpoints", "tools.check.check"):
         monkeypatch.setattr(f"allranks.{module}.ForkServer", warm)
 
     def allranks(words: list[str]) -> Done:
