@@ -125,7 +125,6 @@ def ranks_to_check(
     return ((ranks, *neighbours[:1]) if shards % ranks == 0 else (ranks,)), ranks
 
 
-HERE: dict[str, Any] = {"nodes": 1, "place": LOCAL}
 UNDISTURBED: dict[str, Any] = {
     # a job file may say otherwise: both start at step 0 and come to the end
     **{"resume": "", "inject": "", "checkpoint_every": None, "best": "", "max_restarts": 0},
@@ -370,15 +369,15 @@ class Check:
         job = dataclasses.replace(
             job, trace=True, trace_bytes=self.plan.trace_bytes, run_dir=str(self.folder / name)
         )
-        result = self.train(Resolved(job, self.resolved.sources))
+        on_nodes = isinstance(find_place(job.place), AgentPlace)
+        result = run_job(
+            Resolved(job, self.resolved.sources),
+            None if on_nodes else self.server,  # each node starts its own
+            JobWatcher(tick=self.tick),
+            self.signals,
+        )
         self.user_randomness |= set(result.summary["user_randomness"])
         return CheckedRun(result, RecordedTrace(result.run_dir / "trace"))
-
-    def train(self, resolved: Resolved) -> Result:
-        """Run one job to its end."""
-        on_nodes = isinstance(find_place(resolved.job.place), AgentPlace)
-        server = None if on_nodes else self.server  # each node starts its own
-        return run_job(resolved, server, JobWatcher(tick=self.tick), self.signals)
 
     def tick(self) -> None:
         """Called while ranks run."""
@@ -407,10 +406,15 @@ class Check:
         return tuple(dict.fromkeys([*self.notes, *left_out]))
 
 
+def on_one_rank(job: Job) -> Job:
+    """The same job in one process on this machine."""
+    strategy = default_strategy(job.engine, 1)
+    return dataclasses.replace(job, strategy=strategy, ranks=1, nodes=1, place=LOCAL)
+
+
 def in_one(job: Job) -> Job:
-    """The same job in one process on this machine, its whole batch at once."""
-    alone = default_strategy(job.engine, 1)
-    return dataclasses.replace(job, strategy=alone, ranks=1, micro_batch=None, replay="", **HERE)
+    """The same job in one process, its whole batch at once."""
+    return dataclasses.replace(on_one_rank(job), micro_batch=None, replay="")
 
 
 def _path(run: CheckedRun) -> str:

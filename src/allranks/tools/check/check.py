@@ -15,7 +15,6 @@ from allranks.errors import Interrupted, ProgramError, RequestError, Stopped
 from allranks.job.config import Resolved
 from allranks.job.engines import trained_also_by
 from allranks.job.job import Job
-from allranks.job.place import LOCAL
 from allranks.launcher.describe import describe
 from allranks.launcher.plan import LocalMachine
 from allranks.launcher.processes.fork_server_client import ForkServer
@@ -27,6 +26,7 @@ from allranks.tools.check.against_single import (
     CheckPlan,
     check_against_one,
     in_one,
+    on_one_rank,
     ranks_to_check,
     undisturbed,
 )
@@ -56,7 +56,7 @@ def checked_in_scratch(
         ForkServer(preload_for(resolved.job.program, resolved.job.engine)) as server,
     ):
         try:
-            shards = describe(LocalMachine(server), _here(resolved)).shards
+            shards = describe(LocalMachine(server), on_one_rank(resolved.job)).shards
             fits = partial(has_mesh, resolved.job.strategy or ENGINES[resolved.job.engine].many)
             ranks = resolved.job.ranks
             many, job_ranks = ranks_to_check(ranks, shards, explicit=explicit, fits=fits)
@@ -79,12 +79,6 @@ def checked_in(folder: Path, resolved: Resolved, server: ForkServer, plan: Check
     approximate = is_approximate(resolved.job, max((*plan.many, plan.job_ranks)))
     check = check_approximate if approximate else check_against_one
     return check(resolved, folder, server, plan)
-
-
-def _here(resolved: Resolved) -> Job:
-    return dataclasses.replace(
-        resolved.job, nodes=1, place=LOCAL, ranks=1, strategy=ENGINES[resolved.job.engine].alone
-    )
 
 
 def check_that_it_traces(engine: str) -> None:

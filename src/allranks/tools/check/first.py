@@ -51,7 +51,13 @@ from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.signals import Signals
 from allranks.strategies.card import Approximate, Exact
 from allranks.strategies.resolve import resolved_strategy
-from allranks.tools.check.against_single import Check, CheckedRun, CheckPlan, undisturbed
+from allranks.tools.check.against_single import (
+    Check,
+    CheckedRun,
+    CheckPlan,
+    on_one_rank,
+    undisturbed,
+)
 from allranks.tools.check.check import exact_setting, exact_tolerance
 from allranks.tools.check.verdict import Look, Verdict
 
@@ -98,7 +104,7 @@ def first_check(
     steps = STEPS if job.first_check == "auto" else int(job.first_check)
     if why := _not_comparable(job):
         return EqualityProof(False, why)
-    weighed = ask_task(resources, _alone(job), "weigh", "weighed", signals)
+    weighed = ask_task(resources, on_one_rank(job), "weigh", "weighed", signals)
     path = _remembered(plan, weighed["program"])
     auto = job.first_check == "auto"
     if (before := _remembered_proof(path, steps, auto)) is not None:
@@ -305,12 +311,6 @@ def _too_large(job: Job, weight_bytes: int | None, steps: int) -> str:
     if need > free // 2:
         return f"a check would write {format_bytes(need)}, and {format_bytes(free)} are free"
     return ""
-
-
-def _alone(job: Job) -> Job:
-    return dataclasses.replace(
-        job, strategy=ENGINES[job.engine].alone, ranks=1, nodes=1, place=LOCAL
-    )
 
 
 def _ranks_here(plan: LaunchPlan) -> int:
