@@ -92,12 +92,10 @@ def options_left_out(program: str, flags: Mapping[str, Any], *, deep: bool) -> d
 
     Raises `RequestError` for an unknown engine or strategy.
     """
-    options = {
-        "steps": DEEP_STEPS if deep else STEPS,
-        "strategy": flags.get("strategy") or usual_strategy(flags.get("engine") or "", program),
-    }
+    strategy = flags.get("strategy") or usual_strategy(flags.get("engine") or "", program)
+    options = {"steps": DEEP_STEPS if deep else STEPS, "strategy": strategy}
     if not (flags.get("ranks") or flags.get("nodes")):
-        options["ranks"] = USUAL[0] if card_of(options["strategy"]).many_ranks else 1
+        options["ranks"] = USUAL[0] if card_of(strategy).many_ranks else 1
     return {name: value for name, value in options.items() if not flags.get(name)}
 
 

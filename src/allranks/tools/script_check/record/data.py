@@ -82,7 +82,8 @@ class Loaders:
         note_after(iterator, "__init__", guarded(self.begin))
         note_after(iterator, "_reset", guarded(self._begin_again))
         note_after(iterator, "_next_index", guarded(self._requested))
-        drawn, receive, ended = map(guarded, (self._before, self._receive, self._ended))
+        drawn, receive = guarded(self._before), guarded(self._receive)
+        ended = guarded(self._ended)
 
         def following(original: Callable[..., Any]) -> Callable[..., Any]:
             def inner(self: Any) -> Any:

@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 from allranks.tools.script_check.rules.facts import (
     BY_RANK,
@@ -277,7 +276,7 @@ def _whole(rank: Rank, loader: int) -> States:
 
 def _by(rank: Rank, loader: int, name: str) -> dict[int, States]:
     """A table for each worker, or for each pass; its keys contain the other of the two."""
-    tables: dict[int, dict[Any, dict[str, int]]] = defaultdict(dict)
+    tables: dict[int, States] = defaultdict(dict)
     place = ("pass", "worker").index(name)
     for key, before in _whole(rank, loader).items():
         tables[key[place]][key[:place] + key[place + 1 :]] = before

@@ -120,7 +120,7 @@ def groups_that_reduce(ranks: tuple[Rank, ...]) -> list[list[Rank]]:
 
 LEAST_DRAWS = 2
 BY_RANK = "torch.manual_seed(seed + rank) once the model is made"
-States = Mapping[Any, Mapping[str, int]]
+States = dict[Any, dict[str, int]]
 """The states of the generators that drew, by the draw at which they are compared."""
 
 

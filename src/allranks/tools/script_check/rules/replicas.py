@@ -108,7 +108,7 @@ def _equal_in(tables: list[dict[int, Fact]]) -> dict[str, int]:
     return equal_draws({n: fact["before"] for n, fact in table.items()} for table in tables)
 
 
-SEEDS = {
+SEEDS: dict[tuple[str, ...], str] = {
     ("random",): "random.seed(seed + rank)",
     ("numpy.random",): "numpy.random.seed(seed + rank)",
 }
