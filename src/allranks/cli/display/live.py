@@ -119,7 +119,6 @@ class Terminal:
             os.close(self._fd)
 
 
-EVERY_S = 0.5
 RATE_OVER_S = 5.0
 SUSPENDED_S = 3.0  # between two ticks: the shell may have written meanwhile
 QUIET_S = 10.0  # without a step, before it is shown
@@ -236,14 +235,16 @@ def _duration(seconds: float) -> str:
     return f"{whole}s"
 
 
-class Display:
+class Display(Paced):
     """Shows a job on a terminal."""
 
+    every_s = 0.5
+
     def __init__(self, terminal: Terminal) -> None:
+        super().__init__()
         self._terminal = terminal
-        self._follower: Follower | None = None
         self._pending: list[str] = []
-        self._next = self._ticked = 0.0
+        self._ticked = 0.0
 
     def started(self, plan: LaunchPlan) -> None:
         self._follower = Follower(plan, RATE_OVER_S)
@@ -254,22 +255,18 @@ class Display:
         self._ticked = now
         if now - before > SUSPENDED_S:
             self._terminal.forget()
-        if now >= self._next:
-            self._next = now + EVERY_S
-            self._show()
+        super().tick()
 
     def close(self) -> None:
         try:
-            self._show()
+            super().close()
         finally:
             self._terminal.close()
 
-    def _show(self) -> None:
-        if self._follower is None:
-            return
-        lines = [*self._pending, *self._follower.look()]
+    def _show(self, follower: Follower) -> None:
+        lines = [*self._pending, *follower.look()]
         self._pending = []
-        picture = drawn(Picture(self._follower.state), self._terminal)
+        picture = drawn(Picture(follower.state), self._terminal)
         self._terminal.paint([printable(line[:MOST_OF_A_LINE]) for line in lines], picture)
 
 
