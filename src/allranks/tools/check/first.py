@@ -127,8 +127,7 @@ def first_check(
     def check(count: int) -> tuple[EqualityProof, FirstCheck]:
         with tempfile.TemporaryDirectory(prefix="allranks-") as folder:
             first = FirstCheck(resolved, job, count, Path(folder), server, check_plan)
-            first.deadline, first.signals = deadline, signals
-            first.announcement = announcement
+            first.deadline, first.signals, first.announcement = deadline, signals, announcement
             return first.proof(), first
 
     with _server(resources, job) as server:
@@ -180,7 +179,7 @@ class FirstCheck(Check):
         )
         super().__init__(resolved, here, folder, server, plan)
         self.deadline = float("inf")
-        self.announcement: _Announcement | None = None
+        self.announcement = _Announcement("", lambda text: None)
         self._ranks_at: Path | None = None
         self.witnessed: list[str] = []
         self.draws, self.has_failed, self.exact_at = False, False, ""
@@ -258,7 +257,7 @@ class FirstCheck(Check):
         job = dataclasses.replace(job, brief=True, witness="warn" if watched else "off")
         self._ranks_at = None if alone else self.folder / name
         run = super().run(name, job)
-        self._announce_if_due()
+        self.announcement.announce_if_due(self._ranks_at)
         self._record_reads(run.result.run_dir)
         if alone:
             self.witnessed += run.summary.get("witness", {}).get("found", [])
@@ -274,15 +273,10 @@ class FirstCheck(Check):
 
     def tick(self) -> None:
         """Called while ranks run: ends them at the deadline."""
-        self._announce_if_due()
+        self.announcement.announce_if_due(self._ranks_at)
         if time.monotonic() > self.deadline:
-            if self.announcement is not None:
-                self.announcement.announce()
+            self.announcement.announce()
             raise _OutOfTime
-
-    def _announce_if_due(self) -> None:
-        if self.announcement is not None:
-            self.announcement.announce_if_due(self._ranks_at)
 
 
 def _not_comparable(job: Job) -> str:

@@ -91,32 +91,6 @@ class Figure:
     note: str = ""
 
 
-@dataclass(frozen=True)
-class Headline:
-    """A run in a few words and figures; `tone` is `good`, `bad` or `open`."""
-
-    title: str
-    words: tuple[str, ...]
-    state: str
-    tone: str
-    figures: tuple[Figure, ...]
-    weights: str
-
-
-def headline_of(run: RecordedRun, timeline: Timeline) -> Headline:
-    """The top of a page, or of one run among several."""
-    state = run.outcome.state
-    tone = "good" if state in GOOD else "bad" if state in BAD else "open"
-    return Headline(
-        str(run.job["program"]),
-        tuple(_words(run)),
-        STATES[state],
-        tone,
-        tuple(_figures(run, timeline)),
-        str(run.summary.get("weights_sha256") or ""),
-    )
-
-
 def _words(run: RecordedRun) -> list[str]:
     job = run.job
     words = [counted(run.ranks, "rank")]
@@ -218,7 +192,13 @@ class RunView:
     run: RecordedRun
     letter: str
     colour: int
-    headline: Headline
+    title: str
+    words: tuple[str, ...]
+    state: str
+    tone: str
+    """`good`, `bad` or `open`."""
+    figures: tuple[Figure, ...]
+    weights: str
     timeline: Timeline
     ticks: tuple[Tick, ...]
     lanes: Sequence[int]
@@ -316,12 +296,17 @@ def _finite(value: Any) -> Any:
 
 
 def _view(number: int, run: RecordedRun, several: bool, in_words: InWords) -> RunView:
-    timeline = timeline_of(run)
+    timeline, state = timeline_of(run), run.outcome.state
     return RunView(
         run=run,
         letter=letter_of(number) if several else "",
         colour=number % COLOURS,
-        headline=headline_of(run, timeline),
+        title=str(run.job["program"]),
+        words=tuple(_words(run)),
+        state=STATES[state],
+        tone="good" if state in GOOD else "bad" if state in BAD else "open",
+        figures=tuple(_figures(run, timeline)),
+        weights=str(run.summary.get("weights_sha256") or ""),
         timeline=timeline,
         ticks=_ticks(timeline),
         lanes=lanes_of(run.speakers),
