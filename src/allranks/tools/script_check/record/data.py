@@ -105,7 +105,7 @@ class Loaders:
         for loader in list(self._passes):
             self._write_pass(loader)
 
-    def _note_line(self, made: None, thing: Any, *args: Any, **kwargs: Any) -> None:
+    def _note_line(self, result: None, thing: Any, *args: Any, **kwargs: Any) -> None:
         self._created_at.setdefault(thing, self.facts.where())
 
     def _note_epoch(self, result: None, sampler: Any, *args: Any, **kwargs: Any) -> None:
