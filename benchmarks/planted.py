@@ -34,7 +34,7 @@ from allranks.job.config import resolve  # noqa: E402
 from allranks.job.engines import preload_for  # noqa: E402
 from allranks.launcher.processes.fork_server_client import ForkServer  # noqa: E402
 from allranks.tools.check.against_single import CheckPlan  # noqa: E402
-from allranks.tools.check.scratch import checked_in  # noqa: E402
+from allranks.tools.check.check import checked_in  # noqa: E402
 from launch_host import Host  # noqa: E402
 from planted_faults import PLANTED, Planted  # noqa: E402
 from test_planted_faults import check_in_a_copy  # noqa: E402

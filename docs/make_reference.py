@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from allranks.cli.notebook.launch import Trained, launch
+from allranks.cli.api import Trained, launch
 from allranks.job.job import GROUPS, Job
 from allranks.torch import MixtureOfExperts, Task, Trainer, cross_entropy
 from allranks.torch.data.batches import Batch

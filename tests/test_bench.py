@@ -14,20 +14,25 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from allranks.cli.bench import _job
-from allranks.cli.display.bench_table import BenchTable
+from allranks.cli.bench import BenchTable, _job
 from allranks.cli.main import cli
 from allranks.errors import RequestError
 from allranks.job.job import Job, Tracing, names_in
-from allranks.tools.bench.energy import EnergyMeter
 from allranks.tools.bench.figure import sweep_curves, sweep_figure
 from allranks.tools.bench.machine import all_reduce_bytes_per_s, copy_bytes_per_s
-from allranks.tools.bench.measuring import RunSet
+from allranks.tools.bench.measuring import EnergyMeter, RunSet
 from allranks.tools.bench.peers import SAME, check_job
 from allranks.tools.bench.plan import WEAK, BenchPlan, Combination, checked_plan, swept, value_of
-from allranks.tools.bench.reading import EXCHANGE, Measured, timed
+from allranks.tools.bench.reading import (
+    EXCHANGE,
+    Measured,
+    StepSpeeds,
+    interval,
+    of_steps,
+    ratio,
+    timed,
+)
 from allranks.tools.bench.results import request_of, rows_of, to_data
-from allranks.tools.bench.statistics import StepSpeeds, interval, of_steps, ratio
 from allranks.tools.bench.tables import proposal, table
 from launch_host import Host
 
@@ -253,7 +258,7 @@ def test_the_table_grows_while_a_bench_runs(monkeypatch: pytest.MonkeyPatch) -> 
     one, two, four = plan.combinations
     shown = BenchTable(plan, {four: "refused: why"})
     said: list[str] = []
-    monkeypatch.setattr("allranks.cli.display.bench_table.say", said.append)
+    monkeypatch.setattr("allranks.cli.bench.say", said.append)
     with shown.shown():
         watcher = shown.watcher()
         watcher.began(one, 0)

@@ -270,7 +270,7 @@ def test_tensors_are_removed_once_they_are_compared(check: Check, tmp_path: Path
 
 
 def test_check_from_python(server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("allranks.tools.check.scratch.ForkServer", lambda modules: _Kept(server))
+    monkeypatch.setattr("allranks.tools.check.check.ForkServer", lambda modules: _Kept(server))
     verdict = allranks.check("check_tasks:Points", ranks=3, steps=2, precision="fp64")
     assert verdict.equal and verdict.looks[0].ranks == 3
     assert str(verdict).startswith("equal: check_tasks:Points under ddp")

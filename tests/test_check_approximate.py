@@ -16,7 +16,7 @@ from allranks.strategies.card import Approximate
 from allranks.strategies.cards import CARDS
 from allranks.strategies.resolve import at_setting, strategy_spec
 from allranks.tools.check.against_single import DEEP_STEPS, STEPS, CheckPlan
-from allranks.tools.check.approximate import check_approximate, is_approximate
+from allranks.tools.check.check import check_approximate, is_approximate
 from allranks.tools.check.verdict import Verdict
 
 Check = Callable[..., Verdict]
@@ -119,7 +119,7 @@ def test_a_deep_check_compares_a_hundred_steps(
 
         def __exit__(self, *_: object) -> None: ...
 
-    monkeypatch.setattr("allranks.tools.check.scratch.ForkServer", Kept)
+    monkeypatch.setattr("allranks.tools.check.check.ForkServer", Kept)
     for deep, steps in ((True, DEEP_STEPS), (False, STEPS)):
         verdict = allranks.check("check_tasks:Points", ranks=3, deep=deep, precision="fp64")
         assert verdict.equal and verdict.looks[0].comparison.steps == steps

@@ -16,7 +16,7 @@ from allranks.job.config import resolve
 from allranks.job.run_folder import read_rows
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.tools.check.against_single import CheckPlan, check_against_one, usual_strategy
-from allranks.tools.check.approximate import check_approximate, is_approximate
+from allranks.tools.check.check import check_approximate, is_approximate
 from allranks.tools.check.verdict import Verdict
 from tf_faults import FAULTS, FIRST
 

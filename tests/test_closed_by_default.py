@@ -163,7 +163,7 @@ FORBIDDEN_ENDS = {
 
 OF_THE_USER = {  # the script that was to be run, and the class that a notebook launches
     "launcher/scripts/exec_command.py": ["exec", "compile"],
-    "cli/notebook/by_value.py": ["pickle", "cloudpickle"],
+    "cli/by_value.py": ["pickle", "cloudpickle"],
 }
 
 

@@ -12,7 +12,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from allranks.tools.check.compare import Comparison, RecordedTrace, Tolerance, compare
+from allranks.tools.check.compare import (
+    Comparison,
+    RecordedTrace,
+    Tolerance,
+    compare,
+    noise_between,
+)
 from allranks.training.record.trace import START
 
 Rows = dict[int, dict[str, Any]]
@@ -189,3 +195,17 @@ def test_a_run_that_goes_on_is_longer(tmp_path: Path) -> None:
     one = trace(tmp_path / "one", [alone(both)], tensors)
     first = compare(one, trace(tmp_path / "two", rows, tensors), TOLERANCE).first
     assert first is not None and first.text == "the reference ended before"
+
+
+def test_a_tensor_of_few_numbers_is_allowed_more_for_rounding(tmp_path: Path) -> None:
+    """Four times what is found for one number, and hardly more than that for many."""
+    rows, tensors = made()
+    sizes = {"gradient/many": 10_000, "gradient/one": 1}
+    for step in STEPS:
+        tensors[step] = {name: np.full(n, (step + 2) / n**0.5) for name, n in sizes.items()}
+    one = trace(tmp_path / "one", [alone(rows)], tensors)
+    for name in sizes:
+        tensors[1][name] = tensors[1][name] * (1 + 1e-6)
+    noise = noise_between(one, trace(tmp_path / "two", rows, tensors), TOLERANCE)
+    assert noise["gradient/one"] == pytest.approx(4 * 1e-6, rel=1e-3)
+    assert noise["gradient/many"] == pytest.approx(1.03 * 1e-6, rel=1e-3)

@@ -27,7 +27,7 @@ from allranks.strategies.auto import (
     parse_dial,
 )
 from allranks.strategies.cards import CARDS
-from allranks.tools.check.scratch import checked_in_scratch
+from allranks.tools.check.check import checked_in_scratch
 
 MILLION = 1_000_000
 STREAMED = "diloco:every=50,bits=4,fragments=4,overlap=4"

@@ -150,7 +150,7 @@ def run(
         wanted = "keras" if ENGINES[TORCH].guests[TENSORFLOW].preload in modules else wanted
         return contextlib.nullcontext(servers.get(wanted, servers["torch"]))
 
-    for module in ("launcher.start", "tools.keras_export", "tools.check.scratch"):
+    for module in ("launcher.start", "cli.checkpoints", "tools.check.check"):
         monkeypatch.setattr(f"allranks.{module}.ForkServer", warm)
 
     def allranks(words: list[str]) -> Done:

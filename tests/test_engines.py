@@ -22,7 +22,7 @@ from allranks.job.engines import (
 from allranks.job.job import Job
 from allranks.job.limits import check_engine
 from allranks.strategies.cards import CARDS
-from allranks.tools.check.scratch import check_that_it_traces
+from allranks.tools.check.check import check_that_it_traces
 
 KERAS = "from allranks.tensorflow import Task\n"
 TORCH = "from allranks.torch import Task\n"

@@ -26,10 +26,10 @@ import pytest
 import torch
 
 import allranks
+from allranks.cli import api, by_value
+from allranks.cli.api import fields_of, place_of, prepare_program
+from allranks.cli.by_value import write_class
 from allranks.cli.main import cli
-from allranks.cli.notebook import by_value, program
-from allranks.cli.notebook.by_value import write_class
-from allranks.cli.notebook.program import fields_of, place_of, prepare_program
 from allranks.errors import ProgramError, RequestError
 from allranks.job.job import with_settings
 from allranks.job.run_folder import read_events
@@ -173,7 +173,7 @@ def test_a_script_names_itself_by_its_file(tmp_path: Path) -> None:
         "import sys\nimport allranks\n"
         "assert not {'torch', 'click', 'allranks.catalog'} & set(sys.modules)\n"
         "import dataclasses\nfrom pathlib import Path\n"
-        "from allranks.cli.notebook.program import prepare_program\n"
+        "from allranks.cli.api import prepare_program\n"
         "@dataclasses.dataclass\nclass Mine:\n    lr: float = 0.1\n"
         "print(*prepare_program(Mine(lr=0.5), Path('runs')), callable(allranks.launch))\n"
         "assert 'torch' not in sys.modules\n"
@@ -425,7 +425,7 @@ def test_a_pickle_that_is_not_the_program_s_is_not_read(
     load()
     content = path.with_suffix(".pickle").read_bytes()
     monkeypatch.setattr(by_value, "_ran", [], raising=False)
-    code = "from allranks.cli.notebook import by_value; by_value._ran.append(1)"
+    code = "from allranks.cli import by_value; by_value._ran.append(1)"
     path.with_suffix(".pickle").write_bytes(pickle.dumps(_Runs(code)))
     with pytest.raises(RequestError, match="a content of SHA-256") as error:
         load()
@@ -470,7 +470,7 @@ import hashlib, linecache, os, sys
 from pathlib import Path
 from types import SimpleNamespace
 import allranks
-from allranks.cli.notebook import program
+from allranks.cli import api
 
 def run(cell, count):
     file = f"/tmp/ipykernel_{os.getpid()}/{count}-{hashlib.sha256(cell.encode()).hexdigest()}.py"
@@ -478,11 +478,11 @@ def run(cell, count):
     exec(compile(cell, file, "exec", dont_inherit=True), globals())
 
 shell = SimpleNamespace(user_ns=globals())
-program.shell = lambda: shell
+api.shell = lambda: shell
 for again in range(2):
     for number, cell in enumerate(CELLS):
         run(cell, again * len(CELLS) + number)
-    print(program.prepare_program(Mine, Path("."))[0])
+    print(api.prepare_program(Mine, Path("."))[0])
 for steps in sys.argv[1:]:
     trained = allranks.launch(Mine, steps=int(steps), run_dir="run", checkpoint_every=1)
     print(trained.summary["steps"])
@@ -553,7 +553,7 @@ def test_a_class_of_a_notebook_trains_restarts_and_resumes(
     sys.path.append(str(warm / "lib"))
     namespace = run_cells(monkeypatch, *TRAINED)
     shell = SimpleNamespace(user_ns=namespace)
-    monkeypatch.setattr(program, "shell", lambda: shell)
+    monkeypatch.setattr(api, "shell", lambda: shell)
     mine = namespace["Mine"]
     whole = allranks.launch(mine(lr=0.02), ranks=2, steps=6, run_dir="whole", checkpoint_every=6)
     died = allranks.launch(

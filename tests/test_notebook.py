@@ -16,8 +16,7 @@ import pytest
 from rich.console import Console
 
 from allranks.cli.display.following import FollowedJob
-from allranks.cli.display.live import Picture
-from allranks.cli.display.notebook import as_output
+from allranks.cli.display.live import Picture, as_output
 from conftest import ROOT
 
 NOTEBOOK = ROOT / "examples" / "notebook.ipynb"

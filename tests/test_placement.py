@@ -19,6 +19,7 @@ import contract_tasks
 import placement_tasks
 from allranks.cli.display.placement import as_data, table
 from allranks.cli.main import main
+from allranks.cli.train import place_ranks
 from allranks.job.config import resolve
 from allranks.job.job import Job
 from allranks.job.place import Placed, RankPlacement, read_placements, write_placement
@@ -27,7 +28,6 @@ from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.start import plan_job
 from allranks.strategies.mesh import replicated_mesh
 from allranks.strategies.resolve import strategy_spec
-from allranks.tools.placement_preview import place_ranks
 from allranks.torch import Trainer
 from allranks.torch.model.placement import update_by_nothing
 from conftest import Train

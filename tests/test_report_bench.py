@@ -14,11 +14,9 @@ from allranks.cli.main import main
 from allranks.job.run_folder import read_rows
 from allranks.tools.bench.measuring import RunSet
 from allranks.tools.bench.plan import BenchPlan, Combination
-from allranks.tools.bench.reading import Measured
+from allranks.tools.bench.reading import Measured, StepSpeeds
 from allranks.tools.bench.results import rows_of, to_data
-from allranks.tools.bench.statistics import StepSpeeds
-from allranks.tools.report.benches.page import charts_of_bench, page_of_benches
-from allranks.tools.report.benches.records import read_bench
+from allranks.tools.report.bench_page import charts_of_bench, page_of_benches, read_bench
 from test_report_in_a_browser import brightness, look
 from test_report_page import Door, Elements, words_of
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from allranks.cli.display.event_text import anomalies_in, in_words
+from allranks.cli.train import place_ranks
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.launcher.plan import Seat, Shape, for_all_processes, plan_of, shares
 from allranks.launcher.world import Visible, World
 from allranks.strategies.cards import CARDS
 from allranks.strategies.resolve import strategy_spec
-from allranks.tools.placement_preview import place_ranks
 
 ALL = "parameter-server:servers=2,evaluator=yes"
 

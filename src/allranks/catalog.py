@@ -28,8 +28,8 @@ VERBS = {
 }
 
 FUNCTIONS = {
-    "check": "allranks.cli.notebook.launch:check",
-    "launch": "allranks.cli.notebook.launch:launch",
+    "check": "allranks.cli.api:check",
+    "launch": "allranks.cli.api:launch",
 }
 """The function behind `allranks.NAME`, loaded on first use."""
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from allranks.checkpoint.format import step_folder
+from allranks.cli.checkpoints import export_model
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.process import Process
 from allranks.launcher.supervisor import supervise
-from allranks.tools.keras_export import export_model
 from conftest import TASKS
 
 pytestmark = pytest.mark.slow

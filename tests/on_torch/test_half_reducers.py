@@ -15,7 +15,7 @@ import contract_tasks
 from allranks.errors import ProgramError, RequestError
 from allranks.job.config import resolve
 from allranks.strategies.shards import even_sizes, owned_shards
-from allranks.tools.check.approximate import is_approximate
+from allranks.tools.check.check import is_approximate
 from allranks.torch.parallel.data.half import _matching
 from allranks.training.order import Order
 from conftest import Train

@@ -3,30 +3,39 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import click
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
 
 from allranks.checkpoint.files import as_json, write_whole
-from allranks.cli.display.bench_table import BenchTable
-from allranks.cli.display.progress import say
+from allranks.cli.display.progress import DUMB_TERMINALS, say
 from allranks.cli.train import resolved_words
-from allranks.errors import Interrupted, ProgramError, RequestError
+from allranks.errors import Interrupted, ProgramError, RequestError, printable
 from allranks.job.job import Job
+from allranks.job.units import format_bytes
 from allranks.launcher.scripts.plan import redacted_words
 from allranks.launcher.start import look_at_program, new_run_dir
 from allranks.strategies.resolve import strategy_spec
 from allranks.tools.bench.figure import sweep_figure
 from allranks.tools.bench.machine import all_reduce_bytes_per_s, in_words, machine_facts
-from allranks.tools.bench.measuring import RunSet, measure
+from allranks.tools.bench.measuring import BenchWatcher, RunSet, measure
 from allranks.tools.bench.peers import PEERS, check_job, check_peers, refused_task, script_of
 from allranks.tools.bench.plan import STRONG, WEAK, BenchPlan, Combination, checked_plan, swept
+from allranks.tools.bench.reading import Measured, interval
 from allranks.tools.bench.results import BenchRow, rows_of, to_data
-from allranks.tools.bench.tables import proposal, table
+from allranks.tools.bench.tables import proposal, table, with_reach
+from allranks.tools.report.records import BENCH_RECORD
 
-RECORD, PAGE = "bench.json", "proposal.md"
+PAGE = "proposal.md"
 STEPS = 60
 
 
@@ -87,7 +96,7 @@ def bench(
     with progress.shown():
         measured = measure(plan, refused, folder, jobs, progress.watcher())
     data = to_data(plan, measured, machine)
-    write_whole(folder / RECORD, (as_json(data) + "\n").encode())
+    write_whole(folder / BENCH_RECORD, (as_json(data) + "\n").encode())
     rows = rows_of(measured, plan.until)
     click.echo(table(rows), err=as_object)
     for kind, name, text in _further(plan, rows, more["page"], in_words(machine)):
@@ -96,7 +105,7 @@ def bench(
     if as_object:
         click.echo(as_json({"run_dir": str(folder), **data}))
     else:
-        say(f"record {folder / RECORD}")
+        say(f"record {folder / BENCH_RECORD}")
     _conclude(plan, measured)
 
 
@@ -245,3 +254,84 @@ def _conclude(plan: BenchPlan, measured: Sequence[RunSet]) -> None:
         )
     if any(not row.problem and len(row.runs) < plan.repeats for row in measured):
         raise Interrupted("interrupted; the record has what was measured until then")
+
+
+# --- table ---------------------------------------------------------------------------------------
+# The table of a bench while it runs, drawn over itself on a terminal; lines where none is.
+
+
+EVERY_S = 0.5
+
+
+class BenchTable:
+    """What is known so far, a line for each combination."""
+
+    def __init__(self, plan: BenchPlan, refused: dict[Combination, str]) -> None:
+        self.plan, self.refused = plan, refused
+        self.speeds: dict[Combination, list[float]] = defaultdict(list)
+        self.last: dict[Combination, Measured] = {}
+        self.problems = dict(refused)
+        self.now: tuple[Combination, int] | None = None
+        self._since = time.monotonic()
+        self._next = 0.0
+        self._live: Live | None = None
+
+    def shown(self) -> AbstractContextManager[Any]:
+        """Within, it is drawn on standard error, if that is a terminal that can be drawn on."""
+        if not sys.stderr.isatty() or os.environ.get("TERM", "") in DUMB_TERMINALS:
+            return nullcontext()
+        console = Console(stderr=True)
+        self._live = Live(console=console, auto_refresh=False, get_renderable=self.drawn)
+        return self._live
+
+    def watcher(self) -> BenchWatcher:
+        """What the measuring tells it."""
+        return BenchWatcher(self._began, self._ended, self._tick)
+
+    def _began(self, combination: Combination, turn: int) -> None:
+        self.now, self._since, self._next = (combination, turn), time.monotonic(), 0.0
+        self._tick()
+
+    def _ended(self, combination: Combination, turn: int, measured: Measured | str) -> None:
+        if isinstance(measured, str):
+            self.problems[combination] = measured
+            text = measured
+        else:
+            self.speeds[combination].append(measured.steps.speed)
+            self.last[combination] = measured
+            text = f"{measured.steps.speed:,.0f} samples/s"
+        if self._live is None:
+            say(f"turn {turn + 1}  {combination.strategy} on {combination.ranks}: {text}")
+        self._next = 0.0
+        self._tick()
+
+    def _tick(self) -> None:
+        if self._live is not None and time.monotonic() >= self._next:
+            self._next = time.monotonic() + EVERY_S
+            self._live.refresh()
+
+    def drawn(self) -> Table:
+        """The table as it is now."""
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for name in ("", "strategy", "ranks", "turns", "samples/s", "exchange", "memory"):
+            right = name not in ("", "strategy")
+            table.add_column(name, justify="right" if right else "left", no_wrap=True)
+        for combination in self.plan.combinations:
+            table.add_row(*self._cells(combination))
+        return table
+
+    def _cells(self, combination: Combination) -> Sequence[str]:
+        name = printable(combination.strategy) + (" (peer)" if combination.is_peer else "")
+        speeds, last = self.speeds[combination], self.last.get(combination)
+        runs = self.now is not None and self.now[0] == combination
+        seconds = f"{time.monotonic() - self._since:.0f} s" if runs else ""
+        first = (seconds, name, str(combination.ranks), f"{len(speeds)}/{self.plan.repeats}")
+        if last is None:
+            return (*first, printable(self.problems.get(combination, ""))[:40], "", "")
+        exchange = last.shares.get("exchange")
+        return (
+            *first,
+            with_reach(interval(speeds), 0),
+            "" if exchange is None else f"{exchange:.0%}",
+            "" if last.peak_bytes is None else format_bytes(last.peak_bytes),
+        )

@@ -11,17 +11,16 @@ import click
 
 from allranks.checkpoint.files import as_json, write_whole
 from allranks.cli.display.progress import say
-from allranks.cli.display.rank_output import RankOutput
 from allranks.cli.options import Duration, GroupedCommand, job_options, resolved_from
-from allranks.cli.run import command_watcher, request_from
+from allranks.cli.run import RankOutput, command_watcher, request_from
 from allranks.errors import EXIT_DIFFERENCE_FOUND, ProgramError, RequestError
 from allranks.job.place import LOCAL
 from allranks.launcher.places.base import NodeRequest
 from allranks.launcher.scripts.run import run_command, run_dir_of
 from allranks.launcher.scripts.torchrun import TorchrunFlags
-from allranks.tools.check.against_single import DEEP_STEPS, STEPS, default_ranks, usual_strategy
-from allranks.tools.check.scratch import checked_in_scratch
-from allranks.tools.report.checks import RECORD
+from allranks.tools.check.against_single import DEEP_STEPS, STEPS, options_left_out
+from allranks.tools.check.check import checked_in_scratch
+from allranks.tools.report.records import CHECK_RECORD
 from allranks.tools.script_check.rules.facts import FACTS, watched_request
 from allranks.tools.script_check.rules.watch import watched_in
 
@@ -64,19 +63,16 @@ def check(
     """
     ranks_given = flags["job_file"] is not None or bool(flags["ranks"] or flags["nodes"])
     bounded = flags["steps"] is None
-    flags["steps"] = flags["steps"] or (DEEP_STEPS if deep else STEPS)
     if flags["job_file"] is None:
-        flags["strategy"] = flags["strategy"] or usual_strategy(
-            flags["engine"] or "", program or ""
-        )
-        if not ranks_given:
-            flags["ranks"] = default_ranks(flags["strategy"])
+        flags |= options_left_out(program or "", flags, deep=deep)
+    elif bounded:
+        flags["steps"] = DEEP_STEPS if deep else STEPS
     resolved = resolved_from(program, flags)
     verdict = checked_in_scratch(resolved, keep_runs, explicit=ranks_given, bounded=bounded)
     click.echo(str(verdict), err=as_object)
     data = as_json(verdict.to_data())
     if keep_runs is not None:
-        write_whole(Path(keep_runs) / RECORD, f"{data}\n".encode())
+        write_whole(Path(keep_runs) / CHECK_RECORD, f"{data}\n".encode())
     if as_object:
         click.echo(data)
     if verdict.equal is False:

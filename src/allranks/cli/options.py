@@ -17,7 +17,8 @@ from allranks.job.units import parse_duration
 from allranks.launcher.nodes.join import Rendezvous
 from allranks.launcher.places.base import chosen_place
 
-Options = tuple[tuple[tuple[str, ...], dict[str, Any]], ...]
+OptionDecorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+Options = tuple[OptionDecorator, ...]
 
 
 class Duration(click.ParamType):  # type: ignore[type-arg]
@@ -32,108 +33,100 @@ class Duration(click.ParamType):  # type: ignore[type-arg]
         return seconds
 
 
+def _option(flag: str, help: str, type: Any = None, **more: Any) -> OptionDecorator:
+    """One that is `None` where it is not given: a job file or a resumed run may set it."""
+    names = [flag, more.pop("name")] if "name" in more else [flag]
+    return click.option(*names, type=type, help=help, **more)
+
+
+def _switch(flag: str, help: str) -> OptionDecorator:
+    return click.option(flag, is_flag=True, default=None, help=help)
+
+
 SHARED_OPTIONS: Options = (
-    (("--ranks",), {"type": int, "help": "World size over all nodes."}),
-    (("--nodes",), {"type": int, "help": "Nodes to use (default 1)."}),
-    (("--place",), {"help": "local, simulated[:link=1gbit,delay=1ms], or slurm."}),
-    (("--engine",), {"help": f"{' or '.join(ENGINES)} (default: what program and strategy need)."}),
-    (("--device",), {"help": "cpu, cuda (ROCm too), xpu, or another backend of torch."}),
-    (("--devices",), {"help": "Numbers of the devices to use, as 0,1,4,5."}),
-    (
-        ("--share-device",),
-        {"is_flag": True, "default": None, "help": "Let ranks share a device (for checks)."},
-    ),
-    (
-        ("--backend",),
-        {"help": "What ranks talk over: shared_memory (default on CPUs), gloo."},
-    ),
-    (("--precision",), {"help": "fp32, tf32, bf16, fp16 or fp64."}),
-    (("--loss-scale",), {"help": "Of fp16: dynamic (default), or a number."}),
-    (("--channels-last",), {"is_flag": True, "default": None, "help": "Images in NHWC order."}),
-    (("--compile",), {"help": "Compile the model: inductor, or another backend."}),
-    (
-        ("--activation-checkpointing",),
-        {"is_flag": True, "default": None, "help": "Compute activations of blocks again."},
-    ),
-    (("--bitwise",), {"is_flag": True, "default": None, "help": "Equal bits on any ranks."}),
-    (("--micro-batch",), {"type": int, "help": "Samples through the model at once."}),
-    (("--loader-workers",), {"type": int, "help": "Processes that read data, per rank."}),
-    (("--steps-per-call",), {"type": int, "help": "Steps in one call of TensorFlow (default 1)."}),
-    (("--prefetch",), {"type": int, "help": "Batches made ready ahead (default 2)."}),
-    (("--threads",), {"type": int, "help": "Threads of each rank."}),
-    (("--seed",), {"type": int, "help": "Seed of everything random (default 0)."}),
-    (("--steps",), {"type": int, "help": "Optimizer steps of the job, instead of epochs."}),
-    (("--set", "settings"), {"multiple": True, "help": "Set a field of the task: field=value."}),
-    (("--optimizer",), {"help": "In place of the task's: adamw:lr=1e-3,weight_decay=0.01."}),
-    (("--schedule",), {"help": "In place of the task's: warmup-lr:highest=1e-3,steps=1000."}),
-    (
-        ("--job", "job_file"),
-        {"help": "Take the job from a TOML file, or from DeepSpeed's JSON; flags go first."},
+    _option("--ranks", "World size over all nodes.", int),
+    _option("--nodes", "Nodes to use (default 1).", int),
+    _option("--place", "local, simulated[:link=1gbit,delay=1ms], or slurm."),
+    _option("--engine", f"{' or '.join(ENGINES)} (default: what program and strategy need)."),
+    _option("--device", "cpu, cuda (ROCm too), xpu, or another backend of torch."),
+    _option("--devices", "Numbers of the devices to use, as 0,1,4,5."),
+    _switch("--share-device", "Let ranks share a device (for checks)."),
+    _option("--backend", "What ranks talk over: shared_memory (default on CPUs), gloo."),
+    _option("--precision", "fp32, tf32, bf16, fp16 or fp64."),
+    _option("--loss-scale", "Of fp16: dynamic (default), or a number."),
+    _switch("--channels-last", "Images in NHWC order."),
+    _option("--compile", "Compile the model: inductor, or another backend."),
+    _switch("--activation-checkpointing", "Compute activations of blocks again."),
+    _switch("--bitwise", "Equal bits on any ranks."),
+    _option("--micro-batch", "Samples through the model at once.", int),
+    _option("--loader-workers", "Processes that read data, per rank.", int),
+    _option("--steps-per-call", "Steps in one call of TensorFlow (default 1).", int),
+    _option("--prefetch", "Batches made ready ahead (default 2).", int),
+    _option("--threads", "Threads of each rank.", int),
+    _option("--seed", "Seed of everything random (default 0).", int),
+    _option("--steps", "Optimizer steps of the job, instead of epochs.", int),
+    _option("--set", "Set a field of the task: field=value.", name="settings", multiple=True),
+    _option("--optimizer", "In place of the task's: adamw:lr=1e-3,weight_decay=0.01."),
+    _option("--schedule", "In place of the task's: warmup-lr:highest=1e-3,steps=1000."),
+    _option(
+        "--job",
+        "Take the job from a TOML file, or from DeepSpeed's JSON; flags go first.",
+        name="job_file",
     ),
 )
 
 NODE_OPTIONS: Options = (
-    (("--ranks-per-node",), {"type": int, "help": "Ranks on each node, instead of --ranks."}),
-    (("--node-rank",), {"type": int, "help": "The number of this node, started by hand."}),
+    _option("--ranks-per-node", "Ranks on each node, instead of --ranks.", int),
+    _option("--node-rank", "The number of this node, started by hand.", int),
 )
+
 RENDEZVOUS: Options = (
-    (("--rendezvous",), {"help": "host:port of node 0, where nodes started by hand meet."}),
-    (
-        ("--id", "key"),
-        {
-            "envvar": "ALLRANKS_ID",
-            "help": "The secret name of the job ($ALLRANKS_ID) on all nodes.",
-        },
+    _option("--rendezvous", "host:port of node 0, where nodes started by hand meet."),
+    _option(
+        "--id",
+        "The secret name of the job ($ALLRANKS_ID) on all nodes.",
+        name="key",
+        envvar="ALLRANKS_ID",
     ),
-    (("--hosts",), {"help": "A file of hosts that are reached by ssh."}),
-    (("--interface",), {"help": "The network interface that joins the nodes."}),
-    (("--join-timeout",), {"type": Duration(), "help": "Seconds until all nodes are there (300)."}),
-    (("--node-timeout",), {"type": Duration(), "help": "Seconds of silence: a node is lost (15)."}),
-    (("--per-rank",), {"is_flag": True, "default": None, "help": "Under Slurm: a task per rank."}),
+    _option("--hosts", "A file of hosts that are reached by ssh."),
+    _option("--interface", "The network interface that joins the nodes."),
+    _option("--join-timeout", "Seconds until all nodes are there (300).", Duration()),
+    _option("--node-timeout", "Seconds of silence: a node is lost (15).", Duration()),
+    _switch("--per-rank", "Under Slurm: a task per rank."),
 )
 
 TRAINING_OPTIONS: Options = (
-    (("--strategy",), {"help": "How ranks work together: see `allranks strategies`."}),
-    (("--epochs",), {"type": int, "help": "Passes over the data (a field of the task)."}),
+    _option("--strategy", "How ranks work together: see `allranks strategies`."),
+    _option("--epochs", "Passes over the data (a field of the task).", int),
 )
+
 EVALUATION_OPTIONS: Options = (
-    (("--eval-every",), {"help": "Evaluate after so many steps, or after each `epoch`."}),
-    (("--early-stop",), {"help": "End when max:METRIC or min:METRIC gets no better."}),
-    (("--until",), {"help": "End when an evaluation has it: accuracy=0.97 or min:loss=0.1."}),
-    (("--patience",), {"type": int, "help": "Evaluations without a better one (default 3)."}),
-    (("--log",), {"help": "Further files to write: csv, tensorboard, mlflow, phases."}),
-    (("--profile",), {"is_flag": True, "default": None, "help": "Write where a few steps spend."}),
+    _option("--eval-every", "Evaluate after so many steps, or after each `epoch`."),
+    _option("--early-stop", "End when max:METRIC or min:METRIC gets no better."),
+    _option("--until", "End when an evaluation has it: accuracy=0.97 or min:loss=0.1."),
+    _option("--patience", "Evaluations without a better one (default 3).", int),
+    _option("--log", "Further files to write: csv, tensorboard, mlflow, phases."),
+    _switch("--profile", "Write where a few steps spend."),
 )
 
 SAFETY_OPTIONS: Options = (
-    (("--checkpoint-every",), {"type": int, "help": "Steps between checkpoints."}),
-    (("--keep",), {"type": int, "help": "How many checkpoints to keep (default 3)."}),
-    (("--best",), {"help": "Keep the best one too: max:METRIC or min:METRIC."}),
-    (("--resume",), {"help": "auto (default), never, or a run or checkpoint to start from."}),
-    (("--max-restarts",), {"type": int, "help": "Start again after a fault (default 0)."}),
-    (
-        ("--hang-timeout",),
-        {"type": float, "help": "Seconds without a sign of life (default 1800; 0: for ever)."},
+    _option("--checkpoint-every", "Steps between checkpoints.", int),
+    _option("--keep", "How many checkpoints to keep (default 3).", int),
+    _option("--best", "Keep the best one too: max:METRIC or min:METRIC."),
+    _option("--resume", "auto (default), never, or a run or checkpoint to start from."),
+    _option("--max-restarts", "Start again after a fault (default 0).", int),
+    _option(
+        "--hang-timeout", "Seconds without a sign of life (default 1800; 0: for ever).", type=float
     ),
-    (("--time-limit",), {"type": Duration(), "help": "Save and leave after 90, 30m or 1:30:00."}),
-    (("--on-bad-step",), {"help": "stop, skip or warn when a step is not finite."}),
-    (
-        ("--spike",),
-        {"type": float, "help": "A step is bad if its gradient is so many times usual."},
+    _option("--time-limit", "Save and leave after 90, 30m or 1:30:00.", Duration()),
+    _option("--on-bad-step", "stop, skip or warn when a step is not finite."),
+    _option("--spike", "A step is bad if its gradient is so many times usual.", type=float),
+    _option("--verify-every", "Steps between comparisons of all ranks' weights.", int),
+    _option("--witness", "warn, stop or off: when the result follows the ranks."),
+    _option(
+        "--first-check", "Compare the first steps with one process: auto (default), off, or STEPS."
     ),
-    (
-        ("--verify-every",),
-        {"type": int, "help": "Steps between comparisons of all ranks' weights."},
-    ),
-    (("--witness",), {"help": "warn, stop or off: when the result follows the ranks."}),
-    (
-        ("--first-check",),
-        {"help": "Compare the first steps with one process: auto (default), off, or STEPS."},
-    ),
-    (
-        ("--inject", "inject"),
-        {"multiple": True, "help": "Break it on purpose: kill@rank=1,step=30."},
-    ),
+    _option("--inject", "Break it on purpose: kill@rank=1,step=30.", name="inject", multiple=True),
 )
 
 
@@ -212,8 +205,8 @@ def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with(options: Options, command: Callable[..., Any]) -> Callable[..., Any]:
-    for names, keywords in reversed(options):
-        command = click.option(*names, **keywords)(command)
+    for option in reversed(options):
+        command = option(command)
     return command
 
 

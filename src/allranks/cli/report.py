@@ -9,9 +9,8 @@ import click
 from allranks.checkpoint.files import as_json
 from allranks.cli.display.event_text import in_words
 from allranks.errors import RequestError, printable
-from allranks.tools.report.benches.page import page_of_benches
-from allranks.tools.report.benches.records import read_bench
-from allranks.tools.report.checks.page import page_of_checks, read_check
+from allranks.tools.report.bench_page import page_of_benches, read_bench
+from allranks.tools.report.check_page import page_of_checks, read_check
 from allranks.tools.report.page import (
     BENCHES,
     RUNS,
@@ -19,11 +18,11 @@ from allranks.tools.report.page import (
     page_of,
     page_path,
     run_folders,
+    run_to_data,
     trace_path,
     write_file,
 )
 from allranks.tools.report.records import labels_of, read_run, understood
-from allranks.tools.report.runs_to_data import run_to_data
 from allranks.tools.report.timeline import trace_of
 
 

@@ -11,12 +11,13 @@ import io
 import itertools
 import os
 import select
+import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -24,9 +25,10 @@ from rich.progress_bar import ProgressBar
 from rich.segment import Segment, Segments
 from rich.text import Text
 
+from allranks.catalog import load
 from allranks.cli.display.event_text import evaluation_in_words
 from allranks.cli.display.following import Anomaly, FollowedJob, Follower
-from allranks.cli.display.progress import MOST_OF_A_LINE, opening_words
+from allranks.cli.display.progress import MOST_OF_A_LINE, Paced, opening_words
 from allranks.errors import printable
 from allranks.job.units import format_count
 from allranks.launcher.plan import LaunchPlan
@@ -117,7 +119,6 @@ class Terminal:
             os.close(self._fd)
 
 
-EVERY_S = 0.5
 RATE_OVER_S = 5.0
 SUSPENDED_S = 3.0  # between two ticks: the shell may have written meanwhile
 QUIET_S = 10.0  # without a step, before it is shown
@@ -234,14 +235,16 @@ def _duration(seconds: float) -> str:
     return f"{whole}s"
 
 
-class Display:
+class Display(Paced):
     """Shows a job on a terminal."""
 
+    every_s = 0.5
+
     def __init__(self, terminal: Terminal) -> None:
+        super().__init__()
         self._terminal = terminal
-        self._follower: Follower | None = None
         self._pending: list[str] = []
-        self._next = self._ticked = 0.0
+        self._ticked = 0.0
 
     def started(self, plan: LaunchPlan) -> None:
         self._follower = Follower(plan, RATE_OVER_S)
@@ -252,22 +255,18 @@ class Display:
         self._ticked = now
         if now - before > SUSPENDED_S:
             self._terminal.forget()
-        if now >= self._next:
-            self._next = now + EVERY_S
-            self._show()
+        super().tick()
 
     def close(self) -> None:
         try:
-            self._show()
+            super().close()
         finally:
             self._terminal.close()
 
-    def _show(self) -> None:
-        if self._follower is None:
-            return
-        lines = [*self._pending, *self._follower.look()]
+    def _show(self, follower: Follower) -> None:
+        lines = [*self._pending, *follower.look()]
         self._pending = []
-        picture = drawn(Picture(self._follower.state), self._terminal)
+        picture = drawn(Picture(follower.state), self._terminal)
         self._terminal.paint([printable(line[:MOST_OF_A_LINE]) for line in lines], picture)
 
 
@@ -291,3 +290,60 @@ def _text(console: Console, line: list[Segment]) -> str:
 def open_display(stderr: TextIO) -> Display:
     """The display on the terminal that `stderr` is; raises `OSError` if it cannot be opened."""
     return Display(Terminal(stderr.fileno(), stderr.encoding or "utf-8"))
+
+
+# --- notebook ------------------------------------------------------------------------------------
+# A display among the outputs of the cells of a notebook.
+#
+# Nothing of IPython is imported: where it runs, it is there.
+
+
+MOST_TOLD = 200  # lines above the picture; the run folder has all
+PAGE = '<pre style="line-height: normal">{code}</pre>'
+_displays = itertools.count(1)
+
+
+def shell() -> Any:
+    """The IPython that runs this process, or `None`."""
+    ipython = sys.modules.get("IPython")
+    return None if ipython is None else ipython.get_ipython()
+
+
+def has_outputs() -> bool:
+    """Whether cells have outputs that can be drawn over: in a notebook, not on a terminal."""
+    return getattr(shell(), "kernel", None) is not None
+
+
+class NotebookDisplay(Paced):
+    """Shows a job as one output of the cell that launched it: printed lines, and the picture."""
+
+    every_s = 0.5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: deque[str] = deque(maxlen=MOST_TOLD)
+        self._id = f"allranks-{os.getpid()}-{next(_displays)}"
+        self._is_shown = False
+
+    def started(self, plan: LaunchPlan) -> None:
+        self._follower = Follower(plan, RATE_OVER_S)
+        self._lines.extend(opening_words(plan))
+
+    def _show(self, follower: Follower) -> None:
+        self._lines.extend(follower.look())
+        show = "update_display" if self._is_shown else "display"
+        page = as_output(self._lines, Picture(follower.state))
+        load(f"IPython.display:{show}")(page, raw=True, display_id=self._id)
+        self._is_shown = True
+
+
+def as_output(lines: Iterable[str], picture: Picture) -> dict[str, str]:
+    """The lines and the picture below them as the output of a notebook: plain, and in colours."""
+    console = Console(
+        file=io.StringIO(), record=True, width=WIDEST, force_terminal=True, force_jupyter=False
+    )
+    for line in lines:
+        console.print(Text(printable(line[:MOST_OF_A_LINE])), soft_wrap=True)
+    console.print(picture)
+    html = console.export_html(code_format=PAGE, inline_styles=True, clear=False)
+    return {"text/plain": console.export_text().rstrip("\n"), "text/html": html}

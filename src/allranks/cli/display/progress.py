@@ -85,9 +85,12 @@ class Paced(ABC):
     def tick(self) -> None:
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + self.every_s
-            self.close()
+            self._show_if_started()
 
     def close(self) -> None:
+        self._show_if_started()
+
+    def _show_if_started(self) -> None:
         if self._follower is not None:
             self._show(self._follower)
 

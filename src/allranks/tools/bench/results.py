@@ -12,8 +12,15 @@ from allranks.strategies.card import Exact
 from allranks.strategies.resolve import strategy_spec
 from allranks.tools.bench.measuring import RunSet
 from allranks.tools.bench.plan import WEAK, BenchPlan
-from allranks.tools.bench.reading import COMPUTE, EXCHANGE, INPUT, Measured
-from allranks.tools.bench.statistics import Interval, interval, ratio
+from allranks.tools.bench.reading import (
+    COMPUTE,
+    EXCHANGE,
+    INPUT,
+    Interval,
+    Measured,
+    interval,
+    ratio,
+)
 
 SCHEMA = 2
 ENOUGH = 0.75

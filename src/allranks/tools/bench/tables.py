@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from allranks.errors import printable
 from allranks.job.units import format_bytes
 from allranks.tools.bench.plan import WEAK, BenchPlan
+from allranks.tools.bench.reading import Interval
 from allranks.tools.bench.results import ENOUGH, ROUNDING, BenchRow, request_of
-from allranks.tools.bench.statistics import Interval
 
 UNKNOWN = "unknown"
 Column = Callable[[BenchRow], str]

@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,6 @@ from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.signals import Signals
 from allranks.launcher.start import JobWatcher, Result, run_job
 from allranks.strategies.resolve import card_of, resolved_strategy
-from allranks.tools.check import hints
 from allranks.tools.check.causes.cause import ConfirmedCause
 from allranks.tools.check.causes.diagnose import cause_of
 from allranks.tools.check.compare import (
@@ -49,6 +48,7 @@ from allranks.tools.check.compare import (
     close,
     coarse,
     compare,
+    hint_of_number,
     noise_between,
 )
 from allranks.tools.check.sizes import number_difference
@@ -87,9 +87,16 @@ def usual_strategy(engine: str, program: str) -> str:
     return ENGINES[choose_engine(engine, "", program)].many
 
 
-def default_ranks(strategy: str) -> int:
-    """The default number of ranks of a check; raises `RequestError` for an unknown strategy."""
-    return USUAL[0] if card_of(strategy).many_ranks else 1
+def options_left_out(program: str, flags: Mapping[str, Any], *, deep: bool) -> dict[str, Any]:
+    """The options of a check that `flags` leave out: its steps, its strategy, its ranks.
+
+    Raises `RequestError` for an unknown engine or strategy.
+    """
+    strategy = flags.get("strategy") or usual_strategy(flags.get("engine") or "", program)
+    options = {"steps": DEEP_STEPS if deep else STEPS, "strategy": strategy}
+    if not (flags.get("ranks") or flags.get("nodes")):
+        options["ranks"] = USUAL[0] if card_of(strategy).many_ranks else 1
+    return {name: value for name, value in options.items() if not flags.get(name)}
 
 
 def ranks_to_check(
@@ -116,7 +123,6 @@ def ranks_to_check(
     return ((ranks, *neighbours[:1]) if shards % ranks == 0 else (ranks,)), ranks
 
 
-HERE: dict[str, Any] = {"nodes": 1, "place": LOCAL}
 UNDISTURBED: dict[str, Any] = {
     # a job file may say otherwise: both start at step 0 and come to the end
     **{"resume": "", "inject": "", "checkpoint_every": None, "best": "", "max_restarts": 0},
@@ -361,15 +367,15 @@ class Check:
         job = dataclasses.replace(
             job, trace=True, trace_bytes=self.plan.trace_bytes, run_dir=str(self.folder / name)
         )
-        result = self.train(Resolved(job, self.resolved.sources))
+        on_nodes = isinstance(find_place(job.place), AgentPlace)
+        result = run_job(
+            Resolved(job, self.resolved.sources),
+            None if on_nodes else self.server,  # each node starts its own
+            JobWatcher(tick=self.tick),
+            self.signals,
+        )
         self.user_randomness |= set(result.summary["user_randomness"])
         return CheckedRun(result, RecordedTrace(result.run_dir / "trace"))
-
-    def train(self, resolved: Resolved) -> Result:
-        """Run one job to its end."""
-        on_nodes = isinstance(find_place(resolved.job.place), AgentPlace)
-        server = None if on_nodes else self.server  # each node starts its own
-        return run_job(resolved, server, JobWatcher(tick=self.tick), self.signals)
 
     def tick(self) -> None:
         """Called while ranks run."""
@@ -398,10 +404,15 @@ class Check:
         return tuple(dict.fromkeys([*self.notes, *left_out]))
 
 
+def on_one_rank(job: Job) -> Job:
+    """The same job in one process on this machine."""
+    strategy = default_strategy(job.engine, 1)
+    return dataclasses.replace(job, strategy=strategy, ranks=1, nodes=1, place=LOCAL)
+
+
 def in_one(job: Job) -> Job:
-    """The same job in one process on this machine, its whole batch at once."""
-    alone = default_strategy(job.engine, 1)
-    return dataclasses.replace(job, strategy=alone, ranks=1, micro_batch=None, replay="", **HERE)
+    """The same job in one process, its whole batch at once."""
+    return dataclasses.replace(on_one_rank(job), micro_batch=None, replay="")
 
 
 def _path(run: CheckedRun) -> str:
@@ -416,7 +427,7 @@ def _end_differs(
         ours, theirs = actual["eval"].get(name), wanted["eval"].get(name)
         size = number_difference(ours, theirs, tolerance.floor)
         if size > tolerance.numbers:
-            hint = hints.of_number("evaluation", {})
+            hint = hint_of_number("evaluation", {})
             text = f"{name} is {ours!r}, not {theirs!r}, after {steps} equal steps"
             return Difference(steps - 1, "evaluation", None, size, text, hint)
     if tolerance.exact and wanted["weights_sha256"] != actual["weights_sha256"]:

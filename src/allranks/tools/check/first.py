@@ -52,8 +52,14 @@ from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.signals import Signals
 from allranks.strategies.card import Approximate, Exact
 from allranks.strategies.resolve import resolved_strategy
-from allranks.tools.check.against_single import Check, CheckedRun, CheckPlan, undisturbed
-from allranks.tools.check.approximate import exact_setting, exact_tolerance
+from allranks.tools.check.against_single import (
+    Check,
+    CheckedRun,
+    CheckPlan,
+    on_one_rank,
+    undisturbed,
+)
+from allranks.tools.check.check import exact_setting, exact_tolerance
 from allranks.tools.check.verdict import Look, Verdict
 
 STEPS = 2
@@ -99,7 +105,7 @@ def first_check(
     steps = STEPS if job.first_check == "auto" else int(job.first_check)
     if why := _not_comparable(job):
         return EqualityProof(False, why)
-    weighed = ask_task(resources, _alone(job), "weigh", "weighed", signals)
+    weighed = ask_task(resources, on_one_rank(job), "weigh", "weighed", signals)
     path = _remembered(plan, weighed["program"])
     auto = job.first_check == "auto"
     if (before := _remembered_proof(path, steps, auto)) is not None:
@@ -122,8 +128,7 @@ def first_check(
     def check(count: int) -> tuple[EqualityProof, FirstCheck]:
         with tempfile.TemporaryDirectory(prefix="allranks-") as folder:
             first = FirstCheck(resolved, job, count, Path(folder), server, check_plan)
-            first.deadline, first.signals = deadline, signals
-            first.announcement = announcement
+            first.deadline, first.signals, first.announcement = deadline, signals, announcement
             return first.proof(), first
 
     with _server(resources, job) as server:
@@ -175,7 +180,7 @@ class FirstCheck(Check):
         )
         super().__init__(resolved, here, folder, server, plan)
         self.deadline = float("inf")
-        self.announcement: _Announcement | None = None
+        self.announcement = _Announcement("", lambda text: None)
         self._ranks_at: Path | None = None
         self.witnessed: list[str] = []
         self.draws, self.has_failed, self.exact_at = False, False, ""
@@ -253,7 +258,7 @@ class FirstCheck(Check):
         job = dataclasses.replace(job, brief=True, witness="warn" if watched else "off")
         self._ranks_at = None if alone else self.folder / name
         run = super().run(name, job)
-        self._announce_if_due()
+        self.announcement.announce_if_due(self._ranks_at)
         self._record_reads(run.result.run_dir)
         if alone:
             self.witnessed += run.summary.get("witness", {}).get("found", [])
@@ -269,15 +274,10 @@ class FirstCheck(Check):
 
     def tick(self) -> None:
         """Called while ranks run: ends them at the deadline."""
-        self._announce_if_due()
+        self.announcement.announce_if_due(self._ranks_at)
         if time.monotonic() > self.deadline:
-            if self.announcement is not None:
-                self.announcement.announce()
+            self.announcement.announce()
             raise _OutOfTime
-
-    def _announce_if_due(self) -> None:
-        if self.announcement is not None:
-            self.announcement.announce_if_due(self._ranks_at)
 
 
 def _not_comparable(job: Job) -> str:
@@ -306,12 +306,6 @@ def _too_large(job: Job, weight_bytes: int | None, steps: int) -> str:
     if need > free // 2:
         return f"a check would write {format_bytes(need)}, and {format_bytes(free)} are free"
     return ""
-
-
-def _alone(job: Job) -> Job:
-    return dataclasses.replace(
-        job, strategy=ENGINES[job.engine].alone, ranks=1, nodes=1, place=LOCAL
-    )
 
 
 def _ranks_here(plan: LaunchPlan) -> int:

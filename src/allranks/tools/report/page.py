@@ -6,6 +6,7 @@ every load, so a browser would refuse an injected one.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -22,10 +23,16 @@ from allranks.checkpoint.files import write_whole
 from allranks.errors import RequestError
 from allranks.job.units import format_bytes
 from allranks.tools.report import tables
-from allranks.tools.report.bars import Bars, gauges, lanes_of, memory_bars, time_bars
-from allranks.tools.report.benches.records import RECORD as BENCH
-from allranks.tools.report.checks import RECORD as CHECK
-from allranks.tools.report.closely import Closely, closely
+from allranks.tools.report.bars import (
+    Bars,
+    Closely,
+    bars_to_data,
+    closely,
+    gauges,
+    lanes_of,
+    memory_bars,
+    time_bars,
+)
 from allranks.tools.report.numbers import (
     UNKNOWN,
     counted,
@@ -42,9 +49,22 @@ from allranks.tools.report.plot import (
     letter_of,
     nice_ticks,
 )
-from allranks.tools.report.records import KILLED, RUNNING, Event, RecordedRun
-from allranks.tools.report.tables import Table, sent_per_step, steps_of
-from allranks.tools.report.timeline import PHASES, Timeline, timeline_of
+from allranks.tools.report.records import (
+    BENCH_RECORD,
+    CHECK_RECORD,
+    KILLED,
+    RUNNING,
+    Event,
+    RecordedRun,
+)
+from allranks.tools.report.tables import Table, count_of_steps, sent_per_step
+from allranks.tools.report.timeline import (
+    PHASES,
+    Timeline,
+    seconds_per_step,
+    timed_steps,
+    timeline_of,
+)
 
 # --- headline ------------------------------------------------------------------------------------
 # The top of a run: its job, how it ended, and its figures.
@@ -69,32 +89,6 @@ class Figure:
     label: str
     value: str
     note: str = ""
-
-
-@dataclass(frozen=True)
-class Headline:
-    """A run in a few words and figures; `tone` is `good`, `bad` or `open`."""
-
-    title: str
-    words: tuple[str, ...]
-    state: str
-    tone: str
-    figures: tuple[Figure, ...]
-    weights: str
-
-
-def headline_of(run: RecordedRun, timeline: Timeline) -> Headline:
-    """The top of a page, or of one run among several."""
-    state = run.outcome.state
-    tone = "good" if state in GOOD else "bad" if state in BAD else "open"
-    return Headline(
-        str(run.job["program"]),
-        tuple(_words(run)),
-        STATES[state],
-        tone,
-        tuple(_figures(run, timeline)),
-        str(run.summary.get("weights_sha256") or ""),
-    )
 
 
 def _words(run: RecordedRun) -> list[str]:
@@ -123,7 +117,7 @@ def _figures(run: RecordedRun, timeline: Timeline) -> list[Figure]:
     if speed:
         figures.append(Figure("samples/s", f"{speed:,.0f}", "of all ranks, since the last start"))
     if not run.is_command:
-        steps = steps_of(run)
+        steps = count_of_steps(run)
         is_known = steps != UNKNOWN
         figures.append(Figure("steps", steps if is_known else "–", "" if is_known else UNKNOWN))
     note = "so far" if run.outcome.state == RUNNING else "with start and end"
@@ -198,7 +192,13 @@ class RunView:
     run: RecordedRun
     letter: str
     colour: int
-    headline: Headline
+    title: str
+    words: tuple[str, ...]
+    state: str
+    tone: str
+    """`good`, `bad` or `open`."""
+    figures: tuple[Figure, ...]
+    weights: str
     timeline: Timeline
     ticks: tuple[Tick, ...]
     lanes: Sequence[int]
@@ -296,12 +296,17 @@ def _finite(value: Any) -> Any:
 
 
 def _view(number: int, run: RecordedRun, several: bool, in_words: InWords) -> RunView:
-    timeline = timeline_of(run)
+    timeline, state = timeline_of(run), run.outcome.state
     return RunView(
         run=run,
         letter=letter_of(number) if several else "",
         colour=number % COLOURS,
-        headline=headline_of(run, timeline),
+        title=str(run.job["program"]),
+        words=tuple(_words(run)),
+        state=STATES[state],
+        tone="good" if state in GOOD else "bad" if state in BAD else "open",
+        figures=tuple(_figures(run, timeline)),
+        weights=str(run.summary.get("weights_sha256") or ""),
         timeline=timeline,
         ticks=_ticks(timeline),
         lanes=lanes_of(run.speakers),
@@ -379,9 +384,9 @@ def kind_of(names: Sequence[str]) -> str:
 
 def _kind(name: str) -> str:
     path = Path(name)
-    if (path / BENCH).is_file():
+    if (path / BENCH_RECORD).is_file():
         return BENCHES
-    if path.suffix == ".json" or (path / CHECK).is_file():
+    if path.suffix == ".json" or (path / CHECK_RECORD).is_file():
         return CHECKS
     return RUNS
 
@@ -470,3 +475,35 @@ def _beginning(path: Path) -> bytes:
             why="the file that is there cannot be looked at",
             do="name another file",
         ) from None
+
+
+# --- data ----------------------------------------------------------------------------------------
+# A run as plain data, for `--json`: its result, its curves as drawn, its phases, its bytes.
+
+
+def run_to_data(run: RecordedRun) -> dict[str, Any]:
+    """The numbers of one run. Spans are in seconds since its start."""
+    timeline = timeline_of(run)
+    mean = seconds_per_step(timed_steps(run, timeline))
+    curves = {
+        chart.title: {
+            line.label: {"step": line.series.xs, "value": line.series.ys} for line in chart.lines
+        }
+        for chart in charts_of([run])
+    }
+    return {
+        "run_dir": str(run.path),
+        "program": run.job["program"],
+        "ranks": run.ranks,
+        "state": run.outcome.state,
+        "seconds": timeline.seconds,
+        "restarts": len(run.of("restart")),
+        "summary": run.outcome.summary,
+        "fault": run.outcome.fault,
+        "hosts": {str(rank): host for rank, host in run.hosts.items()},
+        "checkpoints": run.checkpoints,
+        "curves": curves,
+        "spans": [dataclasses.asdict(span) for span in timeline.spans],
+        "seconds_per_step": {str(rank): seconds for rank, seconds in mean.items()},
+        **bars_to_data(run),
+    }

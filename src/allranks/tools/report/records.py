@@ -28,6 +28,10 @@ from allranks.job.run_folder import is_in_use, read_events, read_rows
 from allranks.launcher.heartbeat import PHASES
 from allranks.training.record.phases import MemoryPeaks, held_in, phases_path
 
+BENCH_RECORD = "bench.json"
+CHECK_RECORD = "check.json"
+"""The file that `allranks check --keep-runs FOLDER` writes to that folder."""
+
 # --- outcome -------------------------------------------------------------------------------------
 # The state of a run: its job, and from its events its state, its result and its first fault.
 

@@ -58,7 +58,7 @@ def results(runs: Sequence[RecordedRun]) -> Table:
             format_number(m[name].ys[-1]) if m.get(name) else UNKNOWN for m in metrics
         ]
     lines["training loss, last epoch"] = [_number(run.summary.get("train_loss")) for run in runs]
-    lines["steps"] = [steps_of(run) for run in runs]
+    lines["steps"] = [count_of_steps(run) for run in runs]
     speeds = [run.summary.get("samples_per_s") for run in runs]
     lines["samples/s"] = [
         _number(speed) + (f" (× {speed / speeds[0]:.2f})" if place and speed and speeds[0] else "")
@@ -91,7 +91,7 @@ def _by_run(runs: Sequence[RecordedRun], rows: list[tuple[str, ...]], kind: str 
     return Table(head, tuple(rows), (LEFT, *[kind] * len(runs)))
 
 
-def steps_of(run: RecordedRun) -> str:
+def count_of_steps(run: RecordedRun) -> str:
     """The number of steps, and the planned number if the run ended earlier."""
     done = run.rows.steps[-1] if run.rows else run.summary.get("steps")
     if done is None:

@@ -232,7 +232,7 @@ class StepTime:
         return sum(piece.end_s - piece.start_s for piece in self.pieces if piece.phase == phase)
 
 
-def steps_of(run: RecordedRun, timeline: Timeline) -> tuple[StepTime, ...]:
+def timed_steps(run: RecordedRun, timeline: Timeline) -> tuple[StepTime, ...]:
     """The steps with recorded phases, in order of rank and time."""
     steps = []
     for rank, rows in run.phases.items():
@@ -400,7 +400,7 @@ def _events(run: RecordedRun, first_pid: int, prefix: str) -> Iterator[dict[str,
             "cat": "event",
             "args": {"text": mark.text},
         }
-    near = steps_of(run, timeline)
+    near = timed_steps(run, timeline)
     for step in near:
         yield from _closely(step, pids.get(step.rank, above))
     known = {(step.attempt, step.number) for step in near if step.rank == 0}

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -240,15 +241,25 @@ class Evidence:
         """How far a tensor of the stage may be off."""
         return max(self.tolerance.tensors, self.tolerance.noise.get(f"{self.stage}/{name}", 0.0))
 
+    @cached_property
+    def ratio(self) -> float | None:
+        """The factor between the tensors that differ and those of one process."""
+        ours, wanted = self.actual(self.stage), self.wanted(self.stage)
+        dot = square = 0.0
+        for name in self.differing:
+            a, b = ours[name].astype(np.float64).ravel(), wanted[name].astype(np.float64).ravel()
+            dot, square = dot + float(a @ b), square + float(b @ b)
+        return dot / square if square else None
+
     # --- what the parts should add up to ---------------------------------------------------
 
     def sum_of(
-        self, parts: Iterable[ShardPart], name: str, by: Callable[[ShardPart], float]
+        self, parts: Iterable[ShardPart], name: str, weights: Iterable[float]
     ) -> Array | float:
-        """The sum of the parts' gradients, each times what `by` says."""
+        """The sum of the parts' gradients, each times its weight."""
         total: Array | float = 0.0
-        for part in parts:
-            total = total + by(part) * part.gradient(name)
+        for part, weight in zip(parts, weights, strict=False):  # `repeat` has no end
+            total = total + weight * part.gradient(name)
         return total
 
     @cached_property
@@ -268,7 +279,7 @@ class Evidence:
     def _mean(self, name: str) -> Array | float:
         parts = self.parts
         assert parts is not None
-        return self.sum_of(parts.each, name, lambda part: 1 / parts.weight)
+        return self.sum_of(parts.each, name, repeat(1 / parts.weight))
 
     def regularizer_gradient(self, name: str) -> Array | float:
         """What the regularizer adds to the mean of the parts' gradients."""
@@ -313,6 +324,22 @@ class Cause:
     stages: tuple[str, ...]
     pattern: Pattern
     do: str
+
+
+class CauseTable(list[Cause]):
+    """The causes of one file, in the order in which they are tried.
+
+    The more specific explanation of the same numbers comes first.
+    """
+
+    def row(self, name: str, *stages: str, do: str) -> Callable[[Pattern], Pattern]:
+        """Add the pattern below as a row: the stages that show it first, and what to do."""
+
+        def add(pattern: Pattern) -> Pattern:
+            self.append(Cause(name, stages, pattern, do))
+            return pattern
+
+        return add
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,23 @@
-"""Counts of a step, and its loss: counted by several ranks, by one, or without weight."""
+"""Numbers of a step that are wrong: its counts, its loss, the norm of its gradient, its rate."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
 
-from allranks.tools.check.causes.cause import NUMBER, NUMBERS, SAMPLE_WEIGHT, Account, Evidence
-from allranks.tools.check.causes.updates import COUNTS
+from allranks.tools.check.causes.cause import (
+    NUMBER,
+    NUMBERS,
+    SAMPLE_WEIGHT,
+    Account,
+    CauseTable,
+    Evidence,
+)
+from allranks.tools.check.causes.gradients import counted
 
+CAUSES = CauseTable()
 COUNTED = {"samples": "samples", SAMPLE_WEIGHT: "weight"}
 """The counts of a step, and what each sums up."""
 
@@ -21,6 +30,9 @@ def _counted(evidence: Evidence) -> float | None:
     return None if total == evidence.wanted_row[NUMBERS[evidence.stage]] else float(total)
 
 
+@CAUSES.row(
+    "counted by each", *COUNTED, do="let one of the ranks that read the same samples count them"
+)
 def by_several(evidence: Evidence) -> Iterator[Account]:
     """Every rank along an axis counts the samples that they all have."""
     total = _counted(evidence)
@@ -33,21 +45,11 @@ def by_several(evidence: Evidence) -> Iterator[Account]:
             yield Account(says, {NUMBER: total / size}, float(size), evidence.mesh.group(0, axis))
 
 
-def by_one(evidence: Evidence) -> Iterator[Account]:
-    """What one rank counts takes the place of the sum over all."""
-    total, parts = _counted(evidence), evidence.parts
-    if total is None or parts is None or len(parts.by_rank) < 2:
-        return
-    of = COUNTS[COUNTED[evidence.stage]]
-    each = {rank: sum(map(of, pieces)) for rank, pieces in parts.by_rank.items()}
-    for rank, count in each.items():
-        remaining = sum(each.values()) - count
-        says = f"only what rank {rank} counts is there: the sum over the ranks is lost"
-        yield Account(says, {NUMBER: total + remaining}, None, (rank,))
-        says = f"what rank {rank} counts is lost in the sum over the ranks"
-        yield Account(says, {NUMBER: total + count}, None, (rank,))
-
-
+@CAUSES.row(
+    "micro-batch counted as full",
+    *COUNTED,
+    do="count the samples of each micro-batch, not of the first",
+)
 def as_full(evidence: Evidence) -> Iterator[Account]:
     """A shorter micro-batch is counted as long as the first."""
     total, parts = _counted(evidence), evidence.parts
@@ -60,6 +62,9 @@ def as_full(evidence: Evidence) -> Iterator[Account]:
         yield Account(says, {NUMBER: total - more})
 
 
+@CAUSES.row(
+    "padding counted", SAMPLE_WEIGHT, do="sum the weights of the values, not how many there are"
+)
 def with_padding(evidence: Evidence) -> Iterator[Account]:
     """Values of no weight count as any other."""
     total, parts = _counted(evidence), evidence.parts
@@ -71,62 +76,12 @@ def with_padding(evidence: Evidence) -> Iterator[Account]:
         yield Account(says, {NUMBER: total - values + weights}, values / weights)
 
 
-def samples_together(evidence: Evidence) -> Iterator[Account]:
-    """Parts do not add up: one process that cuts its batch as the ranks do has their result."""
-    cut, stage = evidence.cut, evidence.stage
-    if cut is None or evidence.usable is not None:
-        return
-    says = (
-        "the result follows how the batch is cut, in one process too: a loss that is a mean over "
-    )
-    says += "a micro-batch, samples that see each other, or random numbers that belong to no sample"
-    if stage in NUMBERS:
-        number, other = (
-            trace.ranks[0][evidence.step][NUMBERS[stage]] for trace in (evidence.ours, cut)
-        )
-        right = evidence.wanted_row[NUMBERS[stage]]
-        if None not in (number, other, right):
-            yield Account(says, {NUMBER: float(number) - float(other) + float(right)})
-        return
-    alone = {n.removeprefix(f"{stage}/"): t for n, t in cut.tensors(evidence.step).items()}
-    ours, wanted = evidence.actual(stage), evidence.wanted(stage)
-    names = [n for n in evidence.differing if n in alone and n in ours and n in wanted]
-    yield Account(says, {n: ours[n] - alone[n] + wanted[n] for n in names})
-
-
-def one_stream(evidence: Evidence) -> Iterator[Account]:
-    """Every rank draws the numbers that the first one draws."""
-    yield from _otherwise(
-        evidence, "one stream", "every rank draws the random numbers that rank 0 draws for its own"
-    )
-
-
-def bias_of_each(evidence: Evidence) -> Iterator[Account]:
-    """Every rank adds a bias that is added once in one process."""
-    yield from _otherwise(
-        evidence, "biases", "every rank adds the whole bias of a layer before outputs are summed"
-    )
-
-
-def a_micro_batch_before(evidence: Evidence) -> Iterator[Account]:
-    """The last micro-batch has the activations of the one before."""
-    words = "the last micro-batch goes through later layers with what came of the one before"
-    yield from _otherwise(evidence, "stale micro-batch", words)
-    yield from _otherwise(evidence, "stale, with its draws", words)
-
-
-def _otherwise(evidence: Evidence, name: str, says: str) -> Iterator[Account]:
-    parts = evidence.usable
-    if parts is None or name not in parts.otherwise:
-        return
-    right = sum(part.loss for part in parts.each)
-    faulty = parts.otherwise[name]
-    if abs(faulty - right) <= 1e-12 * abs(right):
-        return  # nothing would differ
-    number = float(evidence.row()["loss"]) - faulty / parts.weight + right / parts.weight
-    yield Account(says, {NUMBER: number})
-
-
+@CAUSES.row(
+    "labels shifted after the cut",
+    SAMPLE_WEIGHT,
+    "loss",
+    do="shift labels on the whole sequence, and cut them with it",
+)
 def labels_cut(evidence: Evidence) -> Iterator[Account]:
     """The last position of each rank's part of a sequence has no label: it was shifted after."""
     parts = evidence.usable
@@ -153,130 +108,189 @@ def labels_cut(evidence: Evidence) -> Iterator[Account]:
         yield Account(says, {NUMBER: number})
 
 
-# --- factors -------------------------------------------------------------------------------------
-# Gradients that are times a number of the job: of its ranks, its micro-batches, its loss scale.
-
-
-def summed(evidence: Evidence) -> Iterator[Account]:
-    """All gradients times the ranks along an axis, or one over them."""
-    ratio = _ratio(evidence)
-    if ratio is None or not _are_all(evidence):
+@CAUSES.row(
+    "sum over ranks lost",
+    *COUNTED,
+    do="add what comes from another rank to what is there, and sum over all of them",
+)
+def by_one(evidence: Evidence) -> Iterator[Account]:
+    """What one rank counts takes the place of the sum over all."""
+    total, parts = _counted(evidence), evidence.parts
+    if total is None or parts is None or len(parts.by_rank) < 2:
         return
-    for words, count in _counts_of_ranks(evidence):
-        if _is(ratio, count):
-            says = f"gradients are the sum over {words} where their mean is wanted, or summed twice"
-            yield _undone(evidence, says, count)
-        elif _is(ratio, 1 / count):
-            yield _undone(evidence, f"gradients are divided once too often by {words}", 1 / count)
+    each = counted(parts.by_rank, COUNTED[evidence.stage])
+    for rank, count in each.items():
+        remaining = sum(each.values()) - count
+        says = f"only what rank {rank} counts is there: the sum over the ranks is lost"
+        yield Account(says, {NUMBER: total + remaining}, None, (rank,))
+        says = f"what rank {rank} counts is lost in the sum over the ranks"
+        yield Account(says, {NUMBER: total + count}, None, (rank,))
 
 
-def by_micro_batches(evidence: Evidence) -> Iterator[Account]:
-    """All gradients times the micro-batches of a rank, or one over them."""
-    ratio = _ratio(evidence)
-    if ratio is None or not _are_all(evidence):
+@CAUSES.row(
+    "result follows the cut",
+    SAMPLE_WEIGHT,
+    "loss",
+    "gradient",
+    "buffer",
+    do=(
+        "let loss and output of each sample follow it alone: no mean, statistics or padding "
+        'over a micro-batch (weight(batch), loss_over = "batch"); draw with functions of torch'
+    ),
+)
+def samples_together(evidence: Evidence) -> Iterator[Account]:
+    """Parts do not add up: one process that cuts its batch as the ranks do has their result."""
+    cut, stage = evidence.cut, evidence.stage
+    if cut is None or evidence.usable is not None:
         return
-    count = _micro_batches(evidence)
-    if count > 1 and _is(ratio, count):
-        says = f"gradients of the {count} micro-batches are summed, and the sum is not divided"
-        yield _undone(evidence, says, count)
-    elif count > 1 and _is(ratio, 1 / count):
-        says = f"gradients are divided once too often by the {count} micro-batches"
-        yield _undone(evidence, says, 1 / count)
-
-
-def by_loss_scale(evidence: Evidence) -> Iterator[Account]:
-    """All gradients still times the loss scale of fp16, or divided by it twice."""
-    ratio, scale = _ratio(evidence), evidence.row().get("loss_scale")
-    if ratio is None or not scale or scale == 1 or not _are_all(evidence):
+    says = (
+        "the result follows how the batch is cut, in one process too: a loss that is a mean over "
+    )
+    says += "a micro-batch, samples that see each other, or random numbers that belong to no sample"
+    if stage in NUMBERS:
+        number, other = (
+            trace.ranks[0][evidence.step][NUMBERS[stage]] for trace in (evidence.ours, cut)
+        )
+        right = evidence.wanted_row[NUMBERS[stage]]
+        if None not in (number, other, right):
+            yield Account(says, {NUMBER: float(number) - float(other) + float(right)})
         return
-    if _is(ratio, scale):
-        yield _undone(evidence, f"gradients are still times the loss scale of {scale:g}", scale)
-    elif _is(ratio, 1 / scale):
-        says = f"gradients are divided twice by the loss scale of {scale:g}"
-        yield _undone(evidence, says, 1 / scale)
-    elif _is(ratio, 2.0) or _is(ratio, 0.5):
-        says = f"gradients are divided by another loss scale than the {scale:g} they were made with"
-        yield _undone(evidence, says, round(ratio, 1))
+    alone = {n.removeprefix(f"{stage}/"): t for n, t in cut.tensors(evidence.step).items()}
+    ours, wanted = evidence.actual(stage), evidence.wanted(stage)
+    names = [n for n in evidence.differing if n in alone and n in ours and n in wanted]
+    yield Account(says, {n: ours[n] - alone[n] + wanted[n] for n in names})
 
 
-def some_times_ranks(evidence: Evidence) -> Iterator[Account]:
-    """Some gradients times the ranks along an axis, or one over them: the others are right."""
-    ratio = _ratio(evidence)
-    if ratio is None or _are_all(evidence):
+@CAUSES.row(
+    "one random stream",
+    "loss",
+    do="seed what is drawn by the samples or the rank, not alike on every rank",
+)
+def one_stream(evidence: Evidence) -> Iterator[Account]:
+    """Every rank draws the numbers that the first one draws."""
+    yield from _otherwise(
+        evidence, "one stream", "every rank draws the random numbers that rank 0 draws for its own"
+    )
+
+
+@CAUSES.row(
+    "bias of each rank", "loss", do="add the bias after the sum over the ranks, or on one of them"
+)
+def bias_of_each(evidence: Evidence) -> Iterator[Account]:
+    """Every rank adds a bias that is added once in one process."""
+    yield from _otherwise(
+        evidence, "biases", "every rank adds the whole bias of a layer before outputs are summed"
+    )
+
+
+@CAUSES.row(
+    "micro-batch mixed up", "loss", do="keep what each micro-batch sends apart, by its number"
+)
+def a_micro_batch_before(evidence: Evidence) -> Iterator[Account]:
+    """The last micro-batch has the activations of the one before."""
+    words = "the last micro-batch goes through later layers with what came of the one before"
+    yield from _otherwise(evidence, "stale micro-batch", words)
+    yield from _otherwise(evidence, "stale, with its draws", words)
+
+
+def _otherwise(evidence: Evidence, name: str, says: str) -> Iterator[Account]:
+    parts = evidence.usable
+    if parts is None or name not in parts.otherwise:
         return
-    them = _names_in_words(evidence)
-    for words, count in _counts_of_ranks(evidence):
-        if _is(ratio, count):
-            says = f"the gradients of {them} are times {words}: they hold every rank's part already"
-            yield _undone(evidence, says, count)
-        elif _is(ratio, 1 / count):
-            says = f"the gradients of {them} are divided by {words}, which all have the whole of it"
-            yield _undone(evidence, says, 1 / count)
+    right = sum(part.loss for part in parts.each)
+    faulty = parts.otherwise[name]
+    if abs(faulty - right) <= 1e-12 * abs(right):
+        return  # nothing would differ
+    number = float(evidence.row()["loss"]) - faulty / parts.weight + right / parts.weight
+    yield Account(says, {NUMBER: number})
 
 
-def some_times_micro_batches(evidence: Evidence) -> Iterator[Account]:
-    """Some gradients times the micro-batches, or one over them: the others are right."""
-    ratio, count = _ratio(evidence), _micro_batches(evidence)
-    if ratio is None or count == 1 or _are_all(evidence):
+# --- norm ----------------------------------------------------------------------------------------
+# The norm of a sharded gradient: squares that are left out of it, or counted twice.
+
+
+def _squares(evidence: Evidence) -> list[tuple[float, float]]:
+    """Of each rank: the squares of what it holds parts of, and of what it holds whole."""
+    rows = [rank[evidence.step] for rank in evidence.ours.ranks]
+    squares = [row.get("own_squares", {}).get("gradient", {}) for row in rows]
+    return [(square["cut"], square["whole"]) for square in squares if square]
+
+
+@CAUSES.row(
+    "norm of some ranks",
+    "gradient norm",
+    do="sum the squares of all parts over all axes before the root is taken",
+)
+def of_some_ranks(evidence: Evidence) -> Iterator[Account]:
+    """The squares of one rank, or of the ranks along one axis, are never added to the others."""
+    each = _squares(evidence)
+    if len(each) != evidence.ranks or evidence.ranks < 2:
         return
-    them = _names_in_words(evidence)
-    if _is(ratio, count):
-        says = f"the gradients of {them} are the undivided sum of {count} micro-batches"
-        yield _undone(evidence, says, count)
-    elif _is(ratio, 1 / count):
-        says = f"the gradients of {them} are divided again by the {count} micro-batches"
-        yield _undone(evidence, says, 1 / count)
+    groups: list[tuple[str, tuple[int, ...]]]
+    groups = [(f"rank {rank} holds", (rank,)) for rank in range(evidence.ranks)]
+    if len(evidence.axes) > 1:
+        for axis in evidence.axes:
+            words = f"the ranks along {axis!r} hold"
+            groups.append((words, evidence.mesh.group(0, axis)))
+    for words, ranks in groups:
+        cut = math.fsum(each[rank][0] for rank in ranks)
+        wholes = [each[rank][1] for rank in ranks]
+        for whole in {max(wholes), math.fsum(wholes)}:
+            says = f"the length of the gradient is that of what {words}; the rest is left out"
+            yield _of_length(evidence, says, cut + whole, ranks)
 
 
-def _names_in_words(evidence: Evidence) -> str:
-    """Which tensors these are, in words."""
-    names = evidence.differing
-    if all(name in evidence.facts.get("cut", {}) for name in names):
-        return "weights of which each rank holds a part"
-    if all(name.rpartition(".")[2] == "bias" for name in names):
-        return "biases"
-    rooms = {name.partition(".")[0] for name in names}
-    return f"layer {rooms.pop()!r}" if len(rooms) == 1 else f"{len(names)} weights"
+@CAUSES.row(
+    "norm counts copies", "gradient norm", do="add the squares of what several ranks hold once"
+)
+def whole_by_each(evidence: Evidence) -> Iterator[Account]:
+    """What several ranks hold whole is counted by each of them."""
+    each = _squares(evidence)
+    if len(each) != evidence.ranks or evidence.ranks < 2:
+        return
+    total = _squares_of_one(evidence)
+    whole = max(squares for _, squares in each)
+    for axis, size in [*evidence.axes.items(), ("all", evidence.ranks)]:
+        says = (
+            f"weights that all {size} ranks along {axis!r} hold whole are counted by each of them"
+        )
+        yield _of_length(evidence, says, total + (size - 1) * whole, evidence.mesh.group(0, axis))
+        says = f"what all {size} ranks along {axis!r} hold is counted by each of them"
+        yield _of_length(evidence, says, size * total, evidence.mesh.group(0, axis))
 
 
-def _micro_batches(evidence: Evidence) -> int:
-    counts = [len(rank[evidence.step].get("micro_batches") or ()) for rank in evidence.ours.ranks]
-    return max([1, *counts])
+def _squares_of_one(evidence: Evidence) -> float:
+    return float(evidence.wanted_row["grad_norm"]) ** 2
 
 
-def _counts_of_ranks(evidence: Evidence) -> list[tuple[str, int]]:
-    """How many ranks there are along each axis, and in all."""
-    counts = [(evidence.words_of(axis), size) for axis, size in evidence.axes.items()]
-    if len(evidence.axes) != 1 and evidence.ranks > 1:
-        counts.append((f"all {evidence.ranks} ranks", evidence.ranks))
-    return counts
+def _of_length(evidence: Evidence, says: str, squares: float, ranks: tuple[int, ...]) -> Account:
+    length, right = float(evidence.row()["grad_norm"]), float(evidence.wanted_row["grad_norm"])
+    ratio = length / right if right else None
+    return Account(says, {NUMBER: length - math.sqrt(squares) + right}, ratio, ranks)
 
 
-def _are_all(evidence: Evidence) -> bool:
-    wanted = evidence.wanted(evidence.stage)
-    nonzero = {name for name, tensor in wanted.items() if np.any(tensor)}
-    return nonzero <= set(evidence.differing)
+# --- rates ---------------------------------------------------------------------------------------
+# A schedule that is moved on by every rank.
 
 
-def _ratio(evidence: Evidence) -> float | None:
-    """The factor between every differing tensor and that of one process, if there is one."""
-    ours, wanted = evidence.actual(evidence.stage), evidence.wanted(evidence.stage)
-    dot = square = 0.0
-    for name in evidence.differing:
-        if name not in ours or name not in wanted or ours[name].shape != wanted[name].shape:
-            return None
-        a, b = ours[name].astype(np.float64).ravel(), wanted[name].astype(np.float64).ravel()
-        dot, square = dot + float(a @ b), square + float(b @ b)
-    ratio = dot / square if square else None
-    return ratio if ratio is None or np.isfinite(ratio) else None
-
-
-def _is(ratio: float, count: float) -> bool:
-    near = 1e-3  # the repair decides
-    return abs(ratio / count - 1) < near
-
-
-def _undone(evidence: Evidence, says: str, factor: float) -> Account:
-    ours = evidence.actual(evidence.stage)
-    repaired = {name: ours[name] / factor for name in evidence.differing}
-    return Account(says, repaired, factor, tuple(range(evidence.ranks)))
+@CAUSES.row(
+    "schedule",
+    "learning rate",
+    do="move the schedule on once for each step of the optimizer, whatever the ranks",
+)
+def of_another_step(evidence: Evidence) -> Iterator[Account]:
+    """The rate is that of a later step: the schedule is moved on by every rank."""
+    rates = {step: row.get("learning_rate") for step, row in evidence.right.ranks[0].items()}
+    ours = {step: row.get("learning_rate") for step, row in evidence.ours.ranks[0].items()}
+    ways = [(f"once for each of {evidence.words_of(a)}", n, 0) for a, n in evidence.axes.items()]
+    for words, times, more in [*ways, ("one step ahead", 1, 1), ("one step behind", 1, -1)]:
+        moved = {step: times * step + more for step in ours if step >= 0}
+        there = {step: at for step, at in moved.items() if at in rates and at >= 0}
+        known = all(ours[step] == rates[at] for step, at in there.items())
+        if evidence.step not in there or not known:
+            continue
+        at, wanted = there[evidence.step], float(evidence.wanted_row["learning_rate"])
+        actual, right = float(ours[evidence.step] or 0.0), float(rates[at] or 0.0)
+        says = f"the schedule is moved on {words}: step {evidence.step} has the rate of step {at}"
+        ratio = right / wanted if wanted else None
+        yield Account(says, {NUMBER: actual - right + wanted}, ratio)

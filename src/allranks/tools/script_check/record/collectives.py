@@ -9,9 +9,17 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from allranks.tools.script_check.record.facts import ScriptFacts, StepCounts, tensors_in, wrap
+from allranks.tools.script_check.record.facts import (
+    ScriptFacts,
+    StepCounts,
+    note_after,
+    note_before,
+    tensors_in,
+    wrap,
+)
 
 SMALL, MOST_WRITTEN, MOST_SENT = 16, 200, 10_000
 REDUCING = ("all_reduce", "reduce")
@@ -19,6 +27,7 @@ GATHERING = ("all_gather", "all_gather_into_tensor", "all_gather_object", "gathe
 OTHERS = ("reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single")
 SPREADING = ("barrier", "monitored_barrier", "broadcast", "broadcast_object_list")
 SCATTERING = ("scatter", "scatter_object_list")
+OF_GROUPS = ("init_process_group", "destroy_process_group")
 TO_ONE = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 
 
@@ -31,10 +40,9 @@ class ScriptCollectives:
 
     def install(self, ended: Callable[[], None]) -> None:
         """Wrap them; `ended` is called before a group is destroyed."""
-        dist = self.torch.distributed
-        note = self.facts.guarded(self._note)
-        reduced = self.facts.guarded(self._reduced)
-        joined = self.facts.guarded(self._joined)
+        dist, guarded = self.torch.distributed, self.facts.guarded
+        count, note, reduced = guarded(self._count), guarded(self._note), guarded(self._reduced)
+        joined = guarded(self._joined)
 
         def with_values(original: Callable[..., Any]) -> Callable[..., Any]:
             def inner(tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -46,59 +54,36 @@ class ScriptCollectives:
 
             return inner
 
-        def noted(original: Callable[..., Any]) -> Callable[..., Any]:
-            def inner(*args: Any, **kwargs: Any) -> Any:
-                note(original.__name__, [*args, *kwargs.values()])
-                return original(*args, **kwargs)
+        def note_all(name: str, *args: Any, **kwargs: Any) -> None:
+            note(name, [*args, *kwargs.values()])
 
-            return inner
+        def joining(*args: Any, **kwargs: Any) -> None:
+            self.facts.enable()
+            joined()
 
-        def joining(original: Callable[..., Any]) -> Callable[..., Any]:
-            def inner(*args: Any, **kwargs: Any) -> Any:
-                result = original(*args, **kwargs)
-                self.facts.enable()
-                joined()
-                return result
-
-            return inner
-
-        for name in (*REDUCING, *GATHERING, *OTHERS, *SPREADING, *SCATTERING):
-            self._wrap(dist, name, self._counting)
-        for name in REDUCING:
-            self._wrap(dist, name, with_values)
-        for name in (*GATHERING, *OTHERS, *TO_ONE):
-            self._wrap(dist, name, noted)
-        self._wrap(dist, "init_process_group", joining)
-        self._wrap(dist, "destroy_process_group", lambda original: _after(ended, original))
-
-    def _wrap(self, dist: Any, name: str, decorator: Callable[..., Any]) -> None:
-        """Wrap it in `torch.distributed`, and in the module from which torch re-exports it."""
-        if not hasattr(dist, name):
-            return
-        original = getattr(dist, name)
-        wrap(dist, name, decorator)
-        home = sys.modules.get("torch.distributed.distributed_c10d")
-        if name.endswith("process_group") and getattr(home, name, None) is original:
-            setattr(home, name, getattr(dist, name))
-
-    def _counting(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A wrapper that also counts the collective, of all ranks or of a subgroup."""
-        at = list(inspect.signature(original).parameters).index("group")
-        count = self.facts.guarded(self._count)
-
-        def inner(*args: Any, **kwargs: Any) -> Any:
-            count(args[at] if len(args) > at else kwargs.get("group"))
-            return original(*args, **kwargs)
-
-        return inner
+        for name in _there(dist, *REDUCING, *GATHERING, *OTHERS, *SPREADING, *SCATTERING):
+            at = list(inspect.signature(getattr(dist, name)).parameters).index("group")
+            note_before(dist, name, partial(count, at))
+        for name in _there(dist, *REDUCING):
+            wrap(dist, name, with_values)
+        for name in _there(dist, *GATHERING, *OTHERS, *TO_ONE):
+            note_before(dist, name, partial(note_all, name))
+        originals = {name: getattr(dist, name) for name in OF_GROUPS}
+        note_after(dist, "init_process_group", joining)
+        note_before(dist, "destroy_process_group", lambda *args, **kwargs: ended())
+        home = sys.modules.get("torch.distributed.distributed_c10d")  # torch exports them from here
+        for name, original in originals.items():
+            if getattr(home, name, None) is original:
+                setattr(home, name, getattr(dist, name))
 
     def _joined(self) -> None:
         dist = self.torch.distributed
         self.facts.write("world", rank=dist.get_rank(), size=dist.get_world_size())
         self.progress.collectives += 1
 
-    def _count(self, group: Any) -> None:
-        dist = self.torch.distributed
+    def _count(self, at: int, *args: Any, **kwargs: Any) -> None:
+        """Count a collective, of all ranks or of a subgroup, which is argument number `at`."""
+        dist, group = self.torch.distributed, args[at] if len(args) > at else kwargs.get("group")
         is_all = group is None or dist.get_world_size(group) == dist.get_world_size()
         self.progress.count_collective(is_all=is_all)
 
@@ -141,14 +126,8 @@ class ScriptCollectives:
         )
 
 
-def _after(first: Callable[[], None], original: Callable[..., Any]) -> Callable[..., Any]:
-    """A wrapper that calls `first` before `original`."""
-
-    def both(*args: Any, **kwargs: Any) -> Any:
-        first()
-        return original(*args, **kwargs)
-
-    return both
+def _there(dist: Any, *names: str) -> list[str]:
+    return [name for name in names if hasattr(dist, name)]
 
 
 # --- losses --------------------------------------------------------------------------------------

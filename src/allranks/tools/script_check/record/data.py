@@ -18,6 +18,8 @@ from zlib import crc32
 from allranks.tools.script_check.record.facts import (
     ScriptFacts,
     StepCounts,
+    drawn_since,
+    note_after,
     random_states,
     rows_of,
     wrap,
@@ -72,31 +74,16 @@ class Loaders:
 
     def install(self) -> None:
         """Wrap the loader, its iterators, and the distributed sampler."""
-        data = self.torch.utils.data
-        created, epoch = self.facts.guarded(self._note_line), self.facts.guarded(self._note_epoch)
-        begin, receive = self.facts.guarded(self.begin), self.facts.guarded(self._receive)
-        ended, requested = self.facts.guarded(self._ended), self.facts.guarded(self._requested)
-        wrap(data.DataLoader, "__init__", lambda fn: _then(fn, created))
-        wrap(data.distributed.DistributedSampler, "__init__", lambda fn: _then(fn, created))
-        wrap(data.distributed.DistributedSampler, "set_epoch", lambda fn: _then(fn, epoch))
-        iterator = data.dataloader._BaseDataLoaderIter
-        wrap(iterator, "__init__", lambda fn: _then(fn, begin))
-
-        def reset(original: Callable[..., Any]) -> Callable[..., Any]:
-            def inner(self: Any, loader: Any, first_iter: bool = False) -> None:
-                original(self, loader, first_iter)
-                if not first_iter:
-                    begin(self, loader)
-
-            return inner
-
-        def next_index(original: Callable[..., Any]) -> Callable[..., Any]:
-            def inner(self: Any) -> Any:
-                index = original(self)
-                requested(self, index)
-                return index
-
-            return inner
+        data, guarded = self.torch.utils.data, self.facts.guarded
+        sampler, iterator = data.distributed.DistributedSampler, data.dataloader._BaseDataLoaderIter
+        note_after(data.DataLoader, "__init__", guarded(self._note_line))
+        note_after(sampler, "__init__", guarded(self._note_line))
+        note_after(sampler, "set_epoch", guarded(self._note_epoch))
+        note_after(iterator, "__init__", guarded(self.begin))
+        note_after(iterator, "_reset", guarded(self._begin_again))
+        note_after(iterator, "_next_index", guarded(self._requested))
+        drawn, receive = guarded(self._before), guarded(self._receive)
+        ended = guarded(self._ended)
 
         def following(original: Callable[..., Any]) -> Callable[..., Any]:
             def inner(self: Any) -> Any:
@@ -111,9 +98,6 @@ class Loaders:
 
             return inner
 
-        drawn = self.facts.guarded(self._before)
-        wrap(iterator, "_reset", reset)
-        wrap(iterator, "_next_index", next_index)
         wrap(iterator, "__next__", following)
 
     def finish(self) -> None:
@@ -121,13 +105,19 @@ class Loaders:
         for loader in list(self._passes):
             self._write_pass(loader)
 
-    def _note_line(self, thing: Any, *args: Any, **kwargs: Any) -> None:
+    def _note_line(self, result: None, thing: Any, *args: Any, **kwargs: Any) -> None:
         self._created_at.setdefault(thing, self.facts.where())
 
-    def _note_epoch(self, sampler: Any, *args: Any, **kwargs: Any) -> None:
+    def _note_epoch(self, result: None, sampler: Any, *args: Any, **kwargs: Any) -> None:
         self._epochs[sampler] = self._epochs.get(sampler, 0) + 1
 
-    def begin(self, iterator: Any, loader: Any) -> None:
+    def _begin_again(
+        self, result: None, iterator: Any, loader: Any, first_iter: bool = False
+    ) -> None:
+        if not first_iter:
+            self.begin(result, iterator, loader)
+
+    def begin(self, result: None, iterator: Any, loader: Any) -> None:
         """Begin a pass over `loader`; before the first one, write the loader itself."""
         source = self._source_of(loader)
         number = self._numbers.get(source)
@@ -165,7 +155,7 @@ class Loaders:
             seeded=loader.worker_init_fn is not None,
         )
 
-    def _requested(self, iterator: Any, index: Any) -> None:
+    def _requested(self, index: Any, iterator: Any) -> None:
         self._of_iterator[iterator].requested.append(index)
 
     def _before(self, iterator: Any) -> dict[str, int] | None:
@@ -179,14 +169,11 @@ class Loaders:
         loader_pass = self._of_iterator[iterator]
         loader_pass.add(self.torch, batch)
         self.progress.batch = loader_pass.loader, loader_pass.number, loader_pass.batches
-        if before:
-            after = random_states(self.torch)
-            drew = {name: state for name, state in before.items() if after.get(name) != state}
-            if drew:
-                loader, number = loader_pass.loader, loader_pass.number * 1000 + loader_pass.batches
-                self.facts.write(
-                    "draws", of="loader", id=loader, number=number, before=drew, where=None
-                )
+        if before and (drew := drawn_since(self.torch, before)):
+            loader, number = loader_pass.loader, loader_pass.number * 1000 + loader_pass.batches
+            self.facts.write(
+                "draws", of="loader", id=loader, number=number, before=drew, where=None
+            )
 
     def _ended(self, iterator: Any) -> None:
         loader_pass = self._of_iterator[iterator]
@@ -232,17 +219,6 @@ def _get(known: WeakKeyDictionary[Any, Any], thing: Any) -> Any:
     return known.get(thing) if type(thing).__weakrefoffset__ else None
 
 
-def _then(original: Callable[..., Any], after: Callable[..., Any]) -> Callable[..., Any]:
-    """A wrapper that calls `after` with the same arguments after `original`."""
-
-    def both(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        after(*args, **kwargs)
-        return result
-
-    return both
-
-
 # --- workers -------------------------------------------------------------------------------------
 # Random numbers that the workers of a loader draw: each worker writes the generator states.
 #
@@ -282,8 +258,7 @@ class Workers:
         wrap(fetcher, "fetch", fetching)
 
     def _write_draws(self, worker: int, before: dict[str, int]) -> None:
-        after = random_states(self.torch)
-        drew = {name: state for name, state in before.items() if after.get(name) != state}
+        drew = drawn_since(self.torch, before)
         number, self._fetched = self._fetched, self._fetched + 1
         if not drew or self.progress.begun is None:
             return

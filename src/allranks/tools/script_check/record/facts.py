@@ -109,6 +109,33 @@ def wrap(holder: Any, name: str, decorator: Callable[..., Callable[..., Any]]) -
     setattr(holder, name, functools.wraps(original)(decorator(original)))
 
 
+def note_before(holder: Any, name: str, note: Callable[..., Any]) -> None:
+    """Call `note` with the arguments of `holder.name` before each call of it."""
+
+    def decorator(original: Callable[..., Any]) -> Callable[..., Any]:
+        def inner(*args: Any, **kwargs: Any) -> Any:
+            note(*args, **kwargs)
+            return original(*args, **kwargs)
+
+        return inner
+
+    wrap(holder, name, decorator)
+
+
+def note_after(holder: Any, name: str, note: Callable[..., Any]) -> None:
+    """Call `note` with the result of `holder.name` and its arguments after each call of it."""
+
+    def decorator(original: Callable[..., Any]) -> Callable[..., Any]:
+        def inner(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            note(result, *args, **kwargs)
+            return result
+
+        return inner
+
+    wrap(holder, name, decorator)
+
+
 # --- numbers -------------------------------------------------------------------------------------
 # Digests of tensors, of rows of a batch, and of the states of random generators.
 
@@ -155,6 +182,12 @@ def random_states(torch: Any, device: str = "cpu") -> dict[str, int]:
         state = numpy.random.get_state()
         digests["numpy.random"] = crc32(state[1].tobytes() + bytes(str(state[2]), "ascii"))
     return digests
+
+
+def drawn_since(torch: Any, before: dict[str, int], device: str = "cpu") -> dict[str, int]:
+    """The generators that were drawn from since `before`, with their states at that time."""
+    after = random_states(torch, device)
+    return {name: state for name, state in before.items() if after.get(name) != state}
 
 
 # --- progress ------------------------------------------------------------------------------------

@@ -8,15 +8,13 @@ import importlib
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 from zlib import crc32
 
 from allranks.tools.script_check.record.collectives import MeanLosses, ScriptCollectives
 from allranks.tools.script_check.record.data import Loaders, Workers
-from allranks.tools.script_check.record.facts import ScriptFacts, StepCounts, wrap
-from allranks.tools.script_check.record.replicas import Replicas
-from allranks.tools.script_check.record.stepping import Schedules, Stepping
+from allranks.tools.script_check.record.facts import ScriptFacts, StepCounts, note_before, wrap
+from allranks.tools.script_check.record.stepping import Replicas, Schedules, Stepping
 
 # --- files ---------------------------------------------------------------------------------------
 # Files that a rank writes and reads, lines that it prints, each with the line of the script.
@@ -44,25 +42,7 @@ class FileFacts:
 
     def install(self) -> None:
         """Wrap `torch.save` and `print`; add an audit hook for every file that Python opens."""
-        saved, printed = self.facts.guarded(self._saved), self.facts.guarded(self._printed)
-        opened = self.facts.guarded(self._opened)
-        locked = self.facts.guarded(self._locked)
-
-        def saving(original: Callable[..., Any]) -> Callable[..., Any]:
-            def inner(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
-                saved(f)
-                return original(obj, f, *args, **kwargs)
-
-            return inner
-
-        def printing(original: Callable[..., Any]) -> Callable[..., Any]:
-            def inner(*args: Any, **kwargs: Any) -> None:
-                file = kwargs.get("file")
-                if file is None or file is sys.stdout or file is sys.stderr:
-                    printed(args)
-                original(*args, **kwargs)
-
-            return inner
+        opened, locked = self.facts.guarded(self._opened), self.facts.guarded(self._locked)
 
         def audit_hook(event: str, args: tuple[Any, ...]) -> None:
             if event == "open" and not self._inside and isinstance(args[0], str | os.PathLike):
@@ -75,16 +55,13 @@ class FileFacts:
                 self._has_locked = True
                 locked()
 
-        caches = (os.path.expanduser("~/.cache"), os.environ.get("XDG_CACHE_HOME"))
-        self._caches = tuple(os.path.join(cache, "") for cache in caches if cache)
-
-        wrap(self.torch, "save", saving)
+        note_before(self.torch, "save", self.facts.guarded(self._saved))
         wrap(self.torch.serialization, "save", lambda original: self.torch.save)
-        wrap(builtins, "print", printing)
+        note_before(builtins, "print", self.facts.guarded(self._printed))
         sys.addaudithook(audit_hook)
 
-    def _saved(self, target: Any) -> None:
-        name = target if isinstance(target, str | os.PathLike) else getattr(target, "name", None)
+    def _saved(self, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        name = f if isinstance(f, str | os.PathLike) else getattr(f, "name", None)
         if isinstance(name, str | os.PathLike):
             self._write_file("save", name)
 
@@ -114,7 +91,9 @@ class FileFacts:
         self._paths[how] += count == 0
         self.facts.write("file", how=how, path=path, where=where, at=self.progress.position())
 
-    def _printed(self, args: tuple[Any, ...]) -> None:
+    def _printed(self, *args: Any, file: Any = None, **kwargs: Any) -> None:
+        if file is not None and file is not sys.stdout and file is not sys.stderr:
+            return
         where = self.facts.where()
         if self._lines[where] < MOST_OF_A_LINE and self._lines.total() < MOST_LINES:
             self._lines[where] += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,6 +115,29 @@ def groups_that_reduce(ranks: tuple[Rank, ...]) -> list[list[Rank]]:
             groups[tuple(fact["group"])] = [known[rank] for rank in fact["group"]]
     by_hand = any(fact["sent"] for rank in ranks for fact in rank.all("window"))
     return list(groups.values()) or ([list(ranks)] if by_hand and len(ranks) > 1 else [])
+
+
+LEAST_DRAWS = 2
+BY_RANK = "torch.manual_seed(seed + rank) once the model is made"
+States = dict[Any, dict[str, int]]
+"""The states of the generators that drew, by the draw at which they are compared."""
+
+
+def equal_draws(tables: Iterable[States]) -> dict[str, int]:
+    """The generators whose draws had equal states in all tables, and how many draws these were.
+
+    None for a single table.
+    """
+    known = list(tables)
+    if len(known) < 2:
+        return {}
+    is_equal: dict[str, list[bool]] = defaultdict(list)
+    for key in set.intersection(*map(set, known)):
+        states = [table[key] for table in known]
+        for name in set.intersection(*map(set, states)):
+            is_equal[name].append(len({state[name] for state in states}) == 1)
+    alike = {name: len(equal) for name, equal in sorted(is_equal.items()) if all(equal)}
+    return {name: count for name, count in alike.items() if count >= LEAST_DRAWS}
 
 
 # --- finding -------------------------------------------------------------------------------------

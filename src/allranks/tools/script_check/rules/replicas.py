@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
 from allranks.tools.script_check.rules.facts import (
+    BY_RANK,
     END,
     RESULT,
     Fact,
     Rank,
     ScriptFinding,
+    equal_draws,
     groups_of_replicas,
     groups_that_reduce,
     line_of,
     names_among,
 )
-
-LEAST_DRAWS = 2
-AFTER_THE_MODEL = "torch.manual_seed(seed + rank) once the model is made"
 
 
 def replicas_that_drift(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
@@ -94,40 +92,39 @@ def equal_random_streams(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
     """Training draws from generators that have the same state on all ranks."""
     for number, members in groups_of_replicas(ranks):
         tables = [_draws(rank, "replica", number) for rank in members]
-        names, times = _equal_draws(tables)
-        if names:
-            first = next(iter(tables[0].values()))
-            yield _equal_stream(names, times, len(members), line_of(first["where"]), "forward")
+        if equal := _equal_in(tables):
+            where = line_of(next(iter(tables[0].values()))["where"])
+            yield _equal_stream(equal, len(members), where, "forward", "dropout")
     for group in groups_that_reduce(ranks):
-        yield from _equal_draws_of_loaders(group)
+        for number, fact in group[0].by_id("loader", "loader").items():
+            passes = [row for row in group[0].all("pass") if row["loader"] == number]
+            equal = _equal_in([_draws(rank, "loader", number) for rank in group])
+            if equal and any(row["backwards"] for row in passes):
+                where = line_of(fact["where"])
+                yield _equal_stream(equal, len(group), where, "loader", "augmentation")
 
 
-def _equal_draws_of_loaders(ranks: list[Rank]) -> Iterator[ScriptFinding]:
-    for number, fact in ranks[0].by_id("loader", "loader").items():
-        tables = [_draws(rank, "loader", number) for rank in ranks]
-        names, times = _equal_draws(tables)
-        trained = any(row["backwards"] for row in ranks[0].all("pass") if row["loader"] == number)
-        if names and trained:
-            yield _equal_stream(names, times, len(ranks), line_of(fact["where"]), "loader")
+def _equal_in(tables: list[dict[int, Fact]]) -> dict[str, int]:
+    return equal_draws({n: fact["before"] for n, fact in table.items()} for table in tables)
+
+
+SEEDS: dict[tuple[str, ...], str] = {
+    ("random",): "random.seed(seed + rank)",
+    ("numpy.random",): "numpy.random.seed(seed + rank)",
+}
 
 
 def _equal_stream(
-    names: list[str], times: int, size: int, where: tuple[str, int] | None, of: str
+    equal: dict[str, int], size: int, where: tuple[str, int] | None, of: str, kind: str
 ) -> ScriptFinding:
-    kind = "dropout" if of == "forward" else "augmentation"
-    fix = AFTER_THE_MODEL
-    if names == ["random"]:
-        fix = "random.seed(seed + rank)"
-    elif names == ["numpy.random"]:
-        fix = "numpy.random.seed(seed + rank)"
     return ScriptFinding(
         "equal-random-streams",
         RESULT,
         where,
-        f"the {of} drew from {names_among(names)} {times} times, each time in one state on all "
-        f"{size} ranks",
+        f"the {of} drew from {names_among(equal)} {max(equal.values())} times, each time in one "
+        f"state on all {size} ranks",
         f"{kind} draws the same numbers on every rank: {size} ranks have the variety of one",
-        fix,
+        SEEDS.get(tuple(equal), BY_RANK),
     )
 
 
@@ -137,18 +134,6 @@ def _draws(rank: Rank, of: str, number: int) -> dict[int, Fact]:
         for fact in rank.all("draws")
         if fact["of"] == of and fact["id"] == number
     }
-
-
-def _equal_draws(tables: list[dict[int, Fact]]) -> tuple[list[str], int]:
-    """The generators whose draws were all equal on the ranks, and how many draws there were."""
-    numbers = set.intersection(*map(set, tables)) if tables else set()
-    is_equal: dict[str, list[bool]] = defaultdict(list)
-    for number in numbers:
-        states = [table[number]["before"] for table in tables]
-        for name in set.intersection(*map(set, states)):
-            is_equal[name].append(len({state[name] for state in states}) == 1)
-    names = sorted(n for n, equal in is_equal.items() if all(equal) and len(equal) >= LEAST_DRAWS)
-    return names, max((len(is_equal[name]) for name in names), default=0)
 
 
 def _digests(rank: Rank, of: str, number: int) -> dict[int, Fact]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,14 @@ from typing import Any
 from allranks.errors import RequestError
 from allranks.tools.script_check.rules.data import (
     equal_draws_of_workers,
+    means_of_batch_means,
+    means_of_ranks,
     orders_that_never_change,
     padded_evaluations,
     samplers_of_other_ranks,
     samples_of_several_ranks,
     unequal_batches,
 )
-from allranks.tools.script_check.rules.evaluations import means_of_batch_means, means_of_ranks
 from allranks.tools.script_check.rules.facts import (
     COST,
     FILES,
@@ -200,7 +201,8 @@ def undivided_accumulation(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
     """Micro-batches whose mean losses are added up, and not divided by their number."""
     rank = ranks[0]
     names = {number: fact["name"] for number, fact in rank.by_id("optimizer").items()}
-    for fact in _one_of_each(rank, lambda window: window["accumulated"] and window["is_mean"]):
+    windows = (window for window in rank.all("window") if window["accumulated"])
+    for fact in _one_of_each(window for window in windows if window["is_mean"]):
         if fact["unchanged"] is not True or names.get(fact["optimizer"]) in SCALE_FREE:
             continue
         count = fact["backwards"]
@@ -240,8 +242,8 @@ def unreduced_steps(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
 
 def needless_reductions(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
     """Gradient accumulation that reduces at every micro-batch."""
-    rank = ranks[0]
-    for fact in _one_of_each(rank, lambda window: window["accumulated"] and len(ranks) > 1):
+    windows = ranks[0].all("window") if len(ranks) > 1 else ()
+    for fact in _one_of_each(window for window in windows if window["accumulated"]):
         reduced = [synced for _, synced in fact["forwards"]]
         if len(reduced) == fact["backwards"] and all(reduced):
             yield ScriptFinding(
@@ -254,18 +256,13 @@ def needless_reductions(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
             )
 
 
-def _one_of_each(rank: Rank, fits: object) -> list[Fact]:
-    """For each line with a backward, the longest window that fits."""
+def _one_of_each(windows: Iterable[Fact]) -> list[Fact]:
+    """For each line with a backward, its longest window; one with unchanged gradients first."""
     by_line: dict[str, Fact] = {}
-    for fact in rank.all("window"):
-        key = str(fact["backward_where"])
-        if callable(fits) and fits(fact):
-            best = by_line.get(key)
-            if best is None or (fact["unchanged"] is True, fact["backwards"]) > (
-                best["unchanged"] is True,
-                best["backwards"],
-            ):
-                by_line[key] = fact
+    for fact in sorted(
+        windows, key=lambda fact: (fact["unchanged"] is not True, -fact["backwards"])
+    ):
+        by_line.setdefault(str(fact["backward_where"]), fact)
     return list(by_line.values())
 
 
@@ -322,8 +319,7 @@ class Watched:
         lines = [str(finding) for finding in self.findings]
         lines += [f"not watched: {reason}" for reason in self.unwatched]
         count = len(self.findings)
-        summary = f"{count or 'nothing'} found" if count != 1 else "1 finding"
-        summary = f"{count} findings" if count > 1 else summary
+        summary = f"{count} finding{'s' if count > 1 else ''}" if count else "nothing found"
         return "\n".join([*lines, f"{summary} on {self.ranks} ranks"])
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from allranks.errors import RequestError
-from allranks.tools.report.checks import RECORD
 from allranks.tools.report.numbers import UNKNOWN, Series
 from allranks.tools.report.page import rendered
 from allranks.tools.report.plot import Chart, PlotLine, letter_of
+from allranks.tools.report.records import CHECK_RECORD
 from allranks.tools.report.tables import LEFT, RIGHT, Table
 
 NEEDED = ("equal", "program", "strategy", "looks", "not_checked")
@@ -50,7 +50,7 @@ def is_check(data: Any) -> bool:
 
 def read_check(path: Path, label: str) -> CheckResult:
     """The record at `path`, a file or a folder; raises `RequestError` if it is none."""
-    record = path / RECORD if path.is_dir() else path
+    record = path / CHECK_RECORD if path.is_dir() else path
     try:
         text = record.read_text().strip()
         content = json.loads(text.splitlines()[-1])  # of a saved stdout, the last line

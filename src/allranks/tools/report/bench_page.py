@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from allranks.errors import RequestError
 from allranks.job.units import format_bytes
 from allranks.tools.bench.figure import sweep_curves
 from allranks.tools.bench.machine import in_words
-from allranks.tools.bench.plan import WEAK
-from allranks.tools.bench.reading import COMPUTE, EXCHANGE, INPUT
-from allranks.tools.bench.results import ENOUGH, ROUNDING, BenchRow, request_of
-from allranks.tools.bench.statistics import Interval
+from allranks.tools.bench.plan import WEAK, BenchPlan
+from allranks.tools.bench.reading import COMPUTE, EXCHANGE, INPUT, Interval
+from allranks.tools.bench.results import ENOUGH, ROUNDING, SCHEMA, BenchRow, request_of, row_from
 from allranks.tools.bench.tables import SCALING, above, cells_of, head_of, name_of, request_in_words
 from allranks.tools.report.bars import Bar, BarPart, Bars
-from allranks.tools.report.benches.records import Bench
 from allranks.tools.report.numbers import Series, counted, format_number, format_percent
 from allranks.tools.report.page import Figure, rendered
 from allranks.tools.report.plot import COLOURS, IDEAL, Chart, PlotLine, letter_of
+from allranks.tools.report.records import BENCH_RECORD
 from allranks.tools.report.tables import LEFT, RIGHT, Table
 
 # --- charts --------------------------------------------------------------------------------------
@@ -302,3 +305,42 @@ def _compared(views: Sequence[BenchView]) -> Table:
     rows = tuple((name, str(ranks), *cells) for (name, ranks), cells in lines.items())
     heads = tuple(f"{view.letter} {view.bench.label}" for view in views)
     return Table(("strategy", "ranks", *heads), rows, (LEFT, *[RIGHT] * (1 + len(views))))
+
+
+# --- record --------------------------------------------------------------------------------------
+# Reads the record of a bench.
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The results of one bench; `label` distinguishes it from other benches."""
+
+    path: Path
+    label: str
+    plan: BenchPlan
+    machine: Mapping[str, Any]
+    rows: tuple[BenchRow, ...]
+
+    @property
+    def measured(self) -> tuple[BenchRow, ...]:
+        """The rows with a speed."""
+        return tuple(row for row in self.rows if row.speed is not None)
+
+
+def read_bench(path: Path, label: str) -> Bench:
+    """The record below `path`; raises `RequestError` if this version cannot read it."""
+    record = path / BENCH_RECORD
+    try:
+        data = json.loads(record.read_text())
+        if data["schema"] != SCHEMA:
+            raise ValueError(f"schema {data['schema']}, and this version reads {SCHEMA}")
+        settings = {**data["settings"], "words": tuple(data["settings"]["words"])}
+        plan = BenchPlan(combinations=(), **settings)
+        return Bench(path, label, plan, data["machine"], tuple(map(row_from, data["rows"])))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise RequestError(
+            asked=f"report {path}",
+            found=f"{type(error).__name__}: {error} (in {BENCH_RECORD})",
+            why="its record is not what a bench of this version writes",
+            do="report it with the version of allranks that made it",
+        ) from None

@@ -55,7 +55,7 @@ sys.path[:] = dict.fromkeys([*{folders!r}, *sys.path])  # as in the notebook
 
 import {engine}
 
-from allranks.cli.notebook.by_value import load_class
+from allranks.cli.by_value import load_class
 
 {name} = load_class(globals(), {file!r}, {digest!r}, {python!r})
 '''

@@ -1,1 +1,0 @@
-"""The page of benches: scaling beside the ideal, efficiency, memory, exchange, bytes, sweeps."""
