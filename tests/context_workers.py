@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from allranks.launcher.world import World
 from allranks.torch.comm.comm import CPU
 from allranks.torch.comm.join import join
-from allranks.torch.context_parallel import ring
-from allranks.torch.context_parallel.attention import Intercepted, attention_of
-from allranks.torch.context_parallel.exchange import ROWS, ContextExchange
+from allranks.torch.parallel.context import ring
+from allranks.torch.parallel.context.attention import Intercepted, attention_of
+from allranks.torch.parallel.context.exchange import ROWS, ContextExchange
 
 SAMPLES, FEATURES = 2, 5
 CASES: list[dict[str, Any]] = [

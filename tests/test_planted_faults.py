@@ -319,7 +319,7 @@ FAULTS = {
         program="contract_tasks:Sentences",
     ),
     "a sequence whose gradient is that of one rank's loss": Fault(
-        "torch/context_parallel/exchange.py",
+        "torch/parallel/context/exchange.py",
         "total = gradient * exchange.comm.size",
         "total = gradient",
         step=0,
@@ -330,7 +330,7 @@ FAULTS = {
         program="context_tasks:Sentences",
     ),
     "a loss that every rank of a sequence counts": Fault(
-        "torch/strategies/context_parallel.py",
+        "torch/parallel/context/strategy.py",
         "self.step.share = 1 / self.exchange.comm.size",
         "self.step.share = 1.0",
         step=0,

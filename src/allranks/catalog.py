@@ -139,7 +139,7 @@ STRATEGIES = {
         "zero-bubble": "allranks.torch.parallel.pipeline.strategy:ZeroBubble",
         "independent": "allranks.torch.local_sgd.strategies:Independent",
         "tensor": "allranks.torch.parallel.tensor.strategy:Tensors",
-        "context": "allranks.torch.strategies.context_parallel:ContextParallel",
+        "context": "allranks.torch.parallel.context.strategy:ContextParallel",
         "mesh": "allranks.torch.parallel.mesh:ThreeAxes",
         "expert": "allranks.torch.parallel.expert.strategy:Experts",
         "local-sgd": "allranks.torch.local_sgd.strategies:LocalSGD",

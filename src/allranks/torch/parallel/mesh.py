@@ -27,10 +27,10 @@ from torch.distributed.tensor import DTensor
 
 from allranks.job.place import Placed
 from allranks.strategies.mesh import REPLICATE, TENSOR
-from allranks.torch.context_parallel.blocks import blocks_of
-from allranks.torch.context_parallel.refusals import nothing_to_cut as no_sequences
 from allranks.torch.data.batch import Batch
 from allranks.torch.optimizers.elementwise import check_elementwise
+from allranks.torch.parallel.context.blocks import blocks_of
+from allranks.torch.parallel.context.refusals import nothing_to_cut as no_sequences
 from allranks.torch.parallel.data.tree import Tree, TreeSum
 from allranks.torch.parallel.pipeline.gradients import StagedGradients
 from allranks.torch.parallel.pipeline.staged import not_alike

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from allranks.errors import RequestError
-from allranks.torch.context_parallel.exchange import Span
+from allranks.torch.parallel.context.exchange import Span
 
 
 def nothing_to_cut(asked: str, found: str) -> RequestError:

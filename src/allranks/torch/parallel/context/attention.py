@@ -23,8 +23,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from allranks.errors import RequestError
-from allranks.torch.context_parallel.exchange import HEADS, ROWS, ContextExchange, Span
-from allranks.torch.context_parallel.ring import Scoring, ring_attention
+from allranks.torch.parallel.context.exchange import HEADS, ROWS, ContextExchange, Span
+from allranks.torch.parallel.context.ring import Scoring, ring_attention
 
 DIMS = 4  # (sample, head, position, feature)
 KERNEL = F.scaled_dot_product_attention

@@ -23,8 +23,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from allranks.errors import RequestError
-from allranks.torch.context_parallel.exchange import POSITIONS, SequenceExchange, Span
-from allranks.torch.context_parallel.refusals import (
+from allranks.torch.data.collate import map_arguments, tensors_of_arguments
+from allranks.torch.model.activation_checkpointing import recomputed
+from allranks.torch.parallel.context.exchange import POSITIONS, SequenceExchange, Span
+from allranks.torch.parallel.context.refusals import (
     also_so_long,
     no_positions,
     other_argument,
@@ -33,8 +35,6 @@ from allranks.torch.context_parallel.refusals import (
     several_positions,
     several_tensors,
 )
-from allranks.torch.data.collate import map_arguments, tensors_of_arguments
-from allranks.torch.model.activation_checkpointing import recomputed
 from allranks.torch.random.dropout import TensorPart
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

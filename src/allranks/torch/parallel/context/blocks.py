@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from allranks.errors import RequestError
-from allranks.torch.context_parallel.exchange import SequenceExchange, Span
-from allranks.torch.context_parallel.proof import Proof
-from allranks.torch.context_parallel.refusals import nothing_to_cut
-from allranks.torch.context_parallel.sequence import BlockPasses, Call, CutPass
 from allranks.torch.model.layers import Scope, normalising_layers
 from allranks.torch.model.precision import Precision
+from allranks.torch.parallel.context.exchange import SequenceExchange, Span
+from allranks.torch.parallel.context.proof import Proof
+from allranks.torch.parallel.context.refusals import nothing_to_cut
+from allranks.torch.parallel.context.sequence import BlockPasses, Call, CutPass
 from allranks.torch.parallel.expert.mixture import MixtureOfExperts
 from allranks.torch.random.dropout import ShardDropout, TensorPart
 from allranks.torch.task import Task

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from allranks.torch.context_parallel.exchange import (
+from allranks.torch.parallel.context.exchange import (
     HEADS,
     ROWS,
     ContextExchange,

@@ -23,9 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from allranks.errors import AllranksError, RequestError
 from allranks.torch.checkpoint.state import kept_random_streams
-from allranks.torch.context_parallel.exchange import POSITIONS, SequenceExchange, Span
-from allranks.torch.context_parallel.refusals import nothing_to_cut
-from allranks.torch.context_parallel.sequence import (
+from allranks.torch.data.collate import map_arguments, tensors_of_arguments
+from allranks.torch.model.layers import Scope
+from allranks.torch.parallel.context.exchange import POSITIONS, SequenceExchange, Span
+from allranks.torch.parallel.context.refusals import nothing_to_cut
+from allranks.torch.parallel.context.sequence import (
     Arguments,
     BlockPasses,
     Call,
@@ -34,8 +36,6 @@ from allranks.torch.context_parallel.sequence import (
     WholePass,
     hidden_of,
 )
-from allranks.torch.data.collate import map_arguments, tensors_of_arguments
-from allranks.torch.model.layers import Scope
 from allranks.torch.step.user_buffers import Copy, UserBuffers, put_back
 
 ROUNDED = {torch.float64: (1e-8, 1e-11), torch.float32: (1e-3, 1e-5)}
