@@ -3,7 +3,7 @@
     blocks     by default, or by the task (`blocks`); their forward is wrapped
     forward    the sequence is cut before the first block, and gathered after the last
     attention  over all positions, by all-to-all or round a ring    `attention`
-    first pass compares every block, and the output, full and cut   `proof`
+    first pass compares every block, and the output, full and cut   `blocks`
     backward, reduce    as in `ddp` over all ranks: each adds 1/P of the gradient of its loss
 
 Embeddings, positions, head, loss and the shift of labels see full sequences, the same on all ranks
