@@ -17,9 +17,8 @@ from typing import Any
 
 import allranks.torch.shared_memory.futures as futures
 from allranks.strategies.reduction_tree import merges
-from allranks.torch.shared_memory.library import library
 from allranks.torch.shared_memory.operands import ProcessCard, have_one_file
-from allranks.torch.shared_memory.segment import Segment
+from allranks.torch.shared_memory.segment import Segment, library
 
 NO_FILE = -1
 ONLY_OURS = 2  # references: the attribute, and the argument of getrefcount

@@ -24,7 +24,6 @@ from allranks.torch.shared_memory import attaching
 from allranks.torch.shared_memory.attaching import Attached
 from allranks.torch.shared_memory.collectives import SharedMemoryGroup
 from allranks.torch.shared_memory.hierarchical import HierarchicalGroup
-from allranks.torch.shared_memory.library import NOT_BUILT, library
 from allranks.torch.shared_memory.operands import (
     ProcessCard,
     exchange_texts,
@@ -33,6 +32,7 @@ from allranks.torch.shared_memory.operands import (
     own_card,
 )
 from allranks.torch.shared_memory.posting import BACKEND, Named
+from allranks.torch.shared_memory.segment import NOT_BUILT, library
 
 SHARED, HIERARCHICAL, GLOO = BACKEND, "hierarchical", "gloo"
 Function = Callable[..., Any]
