@@ -15,10 +15,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import allranks.torch.shared_memory.futures as futures
 from allranks.strategies.reduction_tree import merges
 from allranks.torch.shared_memory.operands import ProcessCard, have_one_file
 from allranks.torch.shared_memory.segment import Segment, library
+from allranks.torch.shared_memory.work import at_rest, end_soon
 
 NO_FILE = -1
 ONLY_OURS = 2  # references: the attribute, and the argument of getrefcount
@@ -108,7 +108,7 @@ def leave(attached: Attached | None = None) -> None:
             if _process.bell is not None:
                 _process.bell.hide()
             _process.bell = None
-            futures.end_soon()
+            end_soon()
     del attached
     _free_retired()
 
@@ -124,7 +124,7 @@ def _free_retired() -> None:
                 each.group = None  # before its memory
 
 
-futures.at_rest.append(_free_retired)
+at_rest.append(_free_retired)
 
 
 def attached(
