@@ -20,7 +20,6 @@ from allranks.torch.model.layers import own_kind
 from allranks.torch.optimizers.elementwise import WeightParts
 from allranks.torch.parallel.sharded.gradients import check_no_hooks
 from allranks.torch.parallel.tensor.attention import HeadsOfAttention, HeadsOutput
-from allranks.torch.parallel.tensor.cut import COLUMN, DIMS, HEADS, ROW, VOCABULARY
 from allranks.torch.parallel.tensor.exchange import Along, TensorExchange
 from allranks.torch.parallel.tensor.layers import (
     Between,
@@ -34,7 +33,17 @@ from allranks.torch.parallel.tensor.layers import (
     ShownWhole,
     VocabularyEmbedding,
 )
-from allranks.torch.parallel.tensor.plan import ELEMENTWISE, CutPlan, default_plan, explicit_plan
+from allranks.torch.parallel.tensor.plan import (
+    COLUMN,
+    DIMS,
+    ELEMENTWISE,
+    HEADS,
+    ROW,
+    VOCABULARY,
+    CutPlan,
+    default_plan,
+    explicit_plan,
+)
 from allranks.torch.random.dropout import ShardDropout
 from allranks.torch.task import Task
 
