@@ -1,6 +1,6 @@
 """Cuts a model over the tensor axis: replaces layers in place, and parameters by this rank's part.
 
-A strategy calls `cut_model`: it plans, refuses what cannot be cut, and cuts. The heads of an
+A strategy calls `cut_layers`: it plans, refuses what cannot be cut, and cuts. The heads of an
 `nn.MultiheadAttention` are cut as
 
     in_proj_weight    rows of this rank's heads, of query, key and value each    (3 · e/N, e)
