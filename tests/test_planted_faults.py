@@ -130,7 +130,7 @@ FAULTS = {
         options=("--strategy", "zero2"),
     ),
     "the gradient of a piece in flight is lost": Fault(
-        "torch/strategies/one_process/model_parallel.py",
+        "torch/strategies/model_parallel.py",
         "        if pairs:\n",
         "        if pairs and piece.number:\n",
         step=0,

@@ -124,8 +124,8 @@ ENGINES = {
 STRATEGIES = {
     TORCH: {
         "single": "allranks.torch.parallel.data.single:Single",
-        "dp": "allranks.torch.strategies.one_process.dp:DP",
-        "model-parallel": "allranks.torch.strategies.one_process.model_parallel:ModelParallel",
+        "dp": "allranks.torch.strategies.dp:DP",
+        "model-parallel": "allranks.torch.strategies.model_parallel:ModelParallel",
         "ddp-plain": "allranks.torch.parallel.data.ddp_plain:DDPPlain",
         "ddp": "allranks.torch.parallel.data.ddp:ddp",
         "zero1": "allranks.torch.parallel.sharded.zero:ZeRO1",
