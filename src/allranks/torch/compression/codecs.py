@@ -27,7 +27,7 @@ from allranks.strategies.reductions.compressed import (
     kept_numbers,
     two_bit_bytes,
 )
-from allranks.torch.native.built import built
+from allranks.torch.native import built
 
 # --- kernels -------------------------------------------------------------------------------------
 # The loops of the codecs in C (`native/`), if they were compiled, for contiguous CPU tensors.

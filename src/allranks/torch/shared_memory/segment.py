@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
-from allranks.torch.native.built import built
+from allranks.torch.native import built
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
