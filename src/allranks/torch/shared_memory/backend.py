@@ -3,11 +3,17 @@
 All ranks exchange their hosts and whether they have the library, and make the same decision. Ranks
 of one host get a `SharedMemoryGroup`; those of several hosts a `HierarchicalGroup`, if some share a
 host. Without shared memory all use Gloo, and `outcome_of` says why.
+
+In a script of `allranks run --shared-memory`, which is unchanged, `in_place_of_gloo` lets
+`init_process_group("gloo")`, or without a backend on a machine without accelerators, create a group
+of this backend. Subgroups have the same backend, unless the script asks for Gloo by name.
 """
 
 from __future__ import annotations
 
 import functools
+import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +26,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
+import allranks.torch.accelerator as accelerator
 from allranks.torch.shared_memory import posting
 from allranks.torch.shared_memory.collectives import SharedMemoryGroup
 from allranks.torch.shared_memory.hierarchical import HierarchicalGroup
@@ -233,3 +240,33 @@ def _attached(
 
 _outcomes: dict[str, BackendChoice] = {}
 _works: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
+MEANT = ("gloo", "cpu:gloo")
+
+
+def in_place_of_gloo(outcome: str) -> None:
+    """Install it before the script begins; rank 0 writes the `BackendChoice` to `outcome`."""
+    register()
+    replace(c10d, "init_process_group", functools.partial(_init_process_group, outcome))
+
+
+def _init_process_group(
+    outcome: str, original: Callable[..., Any], backend: Any = None, *args: Any, **kwargs: Any
+) -> None:
+    if not _is_meant(backend, kwargs):
+        original(backend, *args, **kwargs)
+        return
+    original(BACKEND, *args, **kwargs)
+    choice = outcome_of()
+    if dist.get_rank() == 0 and choice is not None:
+        with open(f"{outcome}.part", "w") as file:
+            json.dump(choice.to_data(), file)
+        os.replace(f"{outcome}.part", outcome)
+
+
+def _is_meant(backend: Any, more: dict[str, Any]) -> bool:
+    if backend is None:
+        has_device = any(accelerator.count(kind) for kind in accelerator.kinds())
+        return not has_device and more.get("device_id") is None
+    return str(backend).lower() in MEANT
