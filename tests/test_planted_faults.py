@@ -308,7 +308,7 @@ FAULTS = {
         program="tensor_tasks:Stack",
     ),
     "gradients of norms that are those of one rank's positions": Fault(
-        "torch/parallel/tensor/scattered.py",
+        "torch/parallel/tensor/passes.py",
         "            self.exchange.sum_gradients(self.see_positions(names, parameters))\n",
         "            pass\n",
         step=0,

@@ -38,8 +38,8 @@ from allranks.torch.parallel.pipeline.strategy import Pipeline
 from allranks.torch.parallel.sharded.gradients import check_no_hooks
 from allranks.torch.parallel.sharded.state import device_mesh, dtensor, shard_of
 from allranks.torch.parallel.tensor.cutting import CutModel, cut_model, nothing_to_cut
+from allranks.torch.parallel.tensor.passes import CutPasses, exchange_of
 from allranks.torch.parallel.tensor.plan import CutPlan, default_plan, explicit_plan, refused
-from allranks.torch.parallel.tensor.scattered import CutPasses, exchange_of
 from allranks.torch.parallel.tensor.strategy import sum_over_copies
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.tally import Tally

@@ -60,7 +60,7 @@ from allranks.torch.parallel.sharded.wrap import (
     units_of,
 )
 from allranks.torch.parallel.tensor.cutting import CutModel, cut_layers
-from allranks.torch.parallel.tensor.scattered import CutPasses, exchange_of
+from allranks.torch.parallel.tensor.passes import CutPasses, exchange_of
 from allranks.torch.step.gradients import Gradients, tables_of
 from allranks.torch.step.losses import forward
 from allranks.torch.step.tally import Tally

@@ -34,7 +34,7 @@ from allranks.torch.parallel.sharded.gradients import SomeCut, squares_of, summe
 from allranks.torch.parallel.sharded.state import Replicate, dtensor, mesh_of, shard_of
 from allranks.torch.parallel.sharded.whole_optimizers import Divided, WholeUpdates
 from allranks.torch.parallel.tensor.cutting import CutModel, cut_layers
-from allranks.torch.parallel.tensor.scattered import CutPasses, exchange_of
+from allranks.torch.parallel.tensor.passes import CutPasses, exchange_of
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.losses import forward
 from allranks.torch.step.tally import Tally
