@@ -8,8 +8,6 @@ for the host is sent over the host, so that no rank waits for a device to read i
 A NCCL group runs one message after the other, in the order in which they are begun, and a send
 waits for its receive. So the two directions use different groups. In a ring, where each rank has
 several stages, a rank also sends and receives by different groups.
-
-The metadata of a value with tensors: sent once, and after that only values are sent.
 """
 
 from __future__ import annotations
