@@ -32,9 +32,8 @@ from turns import answer_asked
 
 from allranks.strategies.reduction_tree import merges
 from allranks.torch.shared_memory.backend import library_group_of, register
-from allranks.torch.shared_memory.library import library
 from allranks.torch.shared_memory.posting import BACKEND
-from allranks.torch.shared_memory.segment import Segment
+from allranks.torch.shared_memory.segment import Segment, library
 
 GLOO, BY_TORCH, BY_ITSELF = "Gloo", "allranks, torch", "allranks"
 IN_PLACE = "allranks, in place"

@@ -135,7 +135,7 @@ FAULTS = {
         options=("--strategy", "zero2"),
     ),
     "the gradient of a piece in flight is lost": Fault(
-        "torch/strategies/one_process/model_parallel.py",
+        "torch/strategies/model_parallel.py",
         "        if pairs:\n",
         "        if pairs and piece.number:\n",
         step=0,
@@ -324,7 +324,7 @@ FAULTS = {
         program="contract_tasks:Sentences",
     ),
     "a sequence whose gradient is that of one rank's loss": Fault(
-        "torch/context_parallel/exchange.py",
+        "torch/parallel/context/exchange.py",
         "total = gradient * exchange.comm.size",
         "total = gradient",
         step=0,
@@ -335,7 +335,7 @@ FAULTS = {
         program="context_tasks:Sentences",
     ),
     "a loss that every rank of a sequence counts": Fault(
-        "torch/strategies/context_parallel.py",
+        "torch/parallel/context/strategy.py",
         "self.step.share = 1 / self.exchange.comm.size",
         "self.step.share = 1.0",
         step=0,

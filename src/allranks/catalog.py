@@ -124,8 +124,8 @@ ENGINES = {
 STRATEGIES = {
     TORCH: {
         "single": "allranks.torch.parallel.data.single:Single",
-        "dp": "allranks.torch.strategies.one_process.dp:DP",
-        "model-parallel": "allranks.torch.strategies.one_process.model_parallel:ModelParallel",
+        "dp": "allranks.torch.strategies.dp:DP",
+        "model-parallel": "allranks.torch.strategies.model_parallel:ModelParallel",
         "ddp-plain": "allranks.torch.parallel.data.ddp_plain:DDPPlain",
         "ddp": "allranks.torch.parallel.data.ddp:ddp",
         "zero1": "allranks.torch.parallel.sharded.zero:ZeRO1",
@@ -139,7 +139,7 @@ STRATEGIES = {
         "zero-bubble": "allranks.torch.parallel.pipeline.strategy:ZeroBubble",
         "independent": "allranks.torch.local_sgd.strategies:Independent",
         "tensor": "allranks.torch.parallel.tensor.strategy:Tensors",
-        "context": "allranks.torch.strategies.context_parallel:ContextParallel",
+        "context": "allranks.torch.parallel.context.strategy:ContextParallel",
         "mesh": "allranks.torch.parallel.mesh:ThreeAxes",
         "expert": "allranks.torch.parallel.expert.strategy:Experts",
         "local-sgd": "allranks.torch.local_sgd.strategies:LocalSGD",

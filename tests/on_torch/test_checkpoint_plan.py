@@ -16,8 +16,14 @@ from torch import Tensor
 from allranks.checkpoint.commit import ALONE
 from allranks.errors import RequestError
 from allranks.torch.checkpoint import saving as dcp
-from allranks.torch.checkpoint.plan import ELSEWHERE, Planner, WritePart, _global, _read_parts
-from allranks.torch.checkpoint.storage import TorchSnapshot
+from allranks.torch.checkpoint.plan import (
+    ELSEWHERE,
+    Planner,
+    TorchSnapshot,
+    WritePart,
+    _global,
+    _read_parts,
+)
 from counting import calls_of
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)

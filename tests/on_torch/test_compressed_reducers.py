@@ -14,9 +14,8 @@ from torch import Tensor
 import contract_tasks
 from allranks.errors import RequestError
 from allranks.strategies.resolve import strategy_spec
-from allranks.torch.compression.codecs import TwoBit
+from allranks.torch.compression.codecs import ErrorFeedback, TwoBit
 from allranks.torch.compression.cosines import orthonormal
-from allranks.torch.compression.error_feedback import ErrorFeedback
 from allranks.torch.parallel.data.compressed.power_sgd import _drawn, _Group
 from compressed_simulation import STEPS, THRESHOLD, Sum, simulated, top_k_sum, two_bit_sum
 from conftest import Train

@@ -8,8 +8,14 @@ from torch import Tensor
 
 from allranks.errors import RequestError
 from allranks.torch.compression import codecs as kernels
-from allranks.torch.compression.codecs import Codec, ColumnQuantizer, FourBit, TopK, TwoBit
-from allranks.torch.compression.error_feedback import ErrorFeedback
+from allranks.torch.compression.codecs import (
+    Codec,
+    ColumnQuantizer,
+    ErrorFeedback,
+    FourBit,
+    TopK,
+    TwoBit,
+)
 from outer_simulation import four_bits, largest
 
 

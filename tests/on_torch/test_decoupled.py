@@ -42,7 +42,7 @@ from allranks.torch.elastic.service import (
     unpacked,
 )
 from allranks.torch.elastic.strategy import FlatModel, Numbers
-from allranks.torch.local_sgd.optimizers import Nesterov
+from allranks.torch.local_sgd.global_weights import Nesterov
 from allranks.torch.trainer import Trainer
 from allranks.training.order import Order
 from allranks.training.work_queue import Ledger

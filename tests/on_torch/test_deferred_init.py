@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import allranks.launcher.processes.linux as linux
-import allranks.torch.deferred_init.in_turn as in_turn
+import allranks.torch.model.deferred_init as in_turn
 from allranks.catalog import STRATEGIES, TORCH
 from allranks.errors import AllranksError, ProgramError, RequestError
 from allranks.job.job import Job
@@ -24,8 +24,12 @@ from allranks.programs.models.gpt import GPT
 from allranks.strategies.cards import CARDS
 from allranks.torch import Trainer
 from allranks.torch.build import _copy
-from allranks.torch.deferred_init.in_turn import build_turn, free_memory_bytes, within_memory
-from allranks.torch.deferred_init.meta_model import MetaModel
+from allranks.torch.model.deferred_init import (
+    MetaModel,
+    build_turn,
+    free_memory_bytes,
+    within_memory,
+)
 from conftest import Train
 from contract_tasks import Words
 from deferred_tasks import OnMeta

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from allranks.errors import RequestError
 from allranks.strategies.resolve import strategy_spec
+from allranks.torch.compression.codecs import ErrorFeedback
 from allranks.torch.compression.cosines import CosineBlocks, cosines
-from allranks.torch.compression.error_feedback import ErrorFeedback
 from compressed_simulation import STEPS, Sum, simulated
 from conftest import Train
 from demo_tasks import Signed

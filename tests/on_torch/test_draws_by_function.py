@@ -19,8 +19,7 @@ from allranks.strategies.shards import Micro, Piece
 from allranks.torch import Trainer
 from allranks.torch.data.batch import samples_in
 from allranks.torch.model.layers import Scope
-from allranks.torch.random.keyed_rng import Keys, keys_here
-from allranks.torch.random.readings import ALL, COLUMNS, ROWS, Readings
+from allranks.torch.random.keyed_rng import ALL, COLUMNS, ROWS, Keys, Readings, keys_here
 from allranks.torch.random.torch_functions import catch
 from conftest import Train
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from allranks.torch.local_sgd.optimizers import (
+from allranks.torch.local_sgd.global_weights import (
     Average,
     BlockMomentum,
     Nesterov,

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from allranks.torch.comm.comm import Comm
-from allranks.torch.parallel.pipeline.links import Parcel, shape_of
-from allranks.torch.parallel.pipeline.tensor_meta import orders_of
+from allranks.torch.parallel.pipeline.links import Parcel, orders_of, shape_of
 from allranks.torch.parallel.sharded import gradients as gradient_parts
 from allranks.torch.parallel.sharded.gradients import ROW, SomeCut, squares_of
 

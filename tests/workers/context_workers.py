@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from allranks.launcher.world import World
 from allranks.torch.comm.comm import CPU
 from allranks.torch.comm.join import join
-from allranks.torch.context_parallel import ring
-from allranks.torch.context_parallel.attention import Intercepted, attention_of
-from allranks.torch.context_parallel.exchange import ROWS, ContextExchange
+from allranks.torch.parallel.context import attention
+from allranks.torch.parallel.context.attention import Intercepted, attention_of
+from allranks.torch.parallel.context.exchange import ROWS, ContextExchange
 
 SAMPLES, FEATURES = 2, 5
 CASES: list[dict[str, Any]] = [
@@ -33,7 +33,7 @@ def drawn(seed: int, *shape: int) -> Tensor:
 def attention_is_that_of_one_process(argument: dict[str, Any]) -> None:
     """Output and gradients of all cases, against torch's own kernel over the whole sequence."""
     torch.set_num_threads(1)
-    ring.TILE = 3  # so that the rows of a rank are more than one tile
+    attention.TILE = 3  # so that the rows of a rank are more than one tile
     comm = join(World.from_environment(), CPU)
     exchange = ContextExchange(comm, folds=argument["by"] == "zig-zag")
     length = argument["length"]
@@ -69,7 +69,7 @@ def scores_are_counted(argument: dict[str, Any]) -> None:
     comm, length, counted = join(World.from_environment(), CPU), 64, [0]
     folds = argument["by"] == "zig-zag"
     exchange = ContextExchange(comm, folds=folds)
-    span, plain = exchange.span_of(length), ring.Scoring.of
+    span, plain = exchange.span_of(length), attention.Scoring.of
 
     def counting(*given: Any) -> Tensor:
         scores = plain(*given)
@@ -77,11 +77,11 @@ def scores_are_counted(argument: dict[str, Any]) -> None:
         return scores
 
     own = [drawn(seed, 1, 1, span.local, FEATURES).requires_grad_() for seed in range(3)]
-    ring.Scoring.of = counting  # type: ignore[method-assign]
+    attention.Scoring.of = counting  # type: ignore[method-assign]
     try:
         attention_of(argument["by"], exchange, span)(*own, is_causal=True).sum().backward()
     finally:
-        ring.Scoring.of = plain  # type: ignore[method-assign]
+        attention.Scoring.of = plain  # type: ignore[method-assign]
     part = span.local // 2 if folds else span.local
     blocks = 2 * comm.size + 1 if folds else comm.rank + 1
     assert counted[0] == 2 * blocks * part * part, (comm.rank, counted)

@@ -11,7 +11,7 @@ from allranks.launcher.world import World
 from allranks.programs.models.gpt import Block, GPTShape
 from allranks.torch.comm.comm import CPU, Comm
 from allranks.torch.comm.join import join
-from allranks.torch.context_parallel.exchange import Span
+from allranks.torch.parallel.context.exchange import Span
 from allranks.torch.parallel.tensor.cutting import cut_model
 from allranks.torch.parallel.tensor.exchange import TensorExchange
 from allranks.torch.parallel.tensor.plan import default_plan

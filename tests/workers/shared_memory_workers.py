@@ -29,7 +29,7 @@ from allranks.launcher.world import World
 from allranks.torch.comm.comm import CPU
 from allranks.torch.comm.counting_group import all_gather_single, reduce_scatter_single
 from allranks.torch.comm.join import join
-from allranks.torch.shared_memory import attaching, backend
+from allranks.torch.shared_memory import backend, posting
 from allranks.torch.shared_memory import operands as cards
 from allranks.torch.shared_memory.segment import Segment
 from allranks.torch.shared_memory.work import RankLost
@@ -561,7 +561,7 @@ def _held() -> dict[str, set[str]]:
 
 def a_rank_is_lost(how: str) -> None:
     """Rank 1 goes in one of four ways while the others wait for it: they say that it was rank 1."""
-    attaching.STOPPED_S = 0.5
+    posting.STOPPED_S = 0.5
     with job() as (rank, _):
         dist.barrier()
         if rank == 1:
@@ -666,7 +666,7 @@ def no_memory(why: str) -> None:
     elif why == "not built" and rank_of == 1:
         backend.library = lambda: None
     elif why == "refused" and rank_of == 1:
-        attaching.Segment = Refusing  # type: ignore[misc]
+        posting.Segment = Refusing  # type: ignore[misc]
     before = _held()
     with job() as (_, size):
         outcome = backend.outcome_of()

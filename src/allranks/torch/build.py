@@ -31,8 +31,6 @@ from allranks.torch.batchnorm.shard import ShardBatchNorm
 from allranks.torch.checkpoint.state import model_state
 from allranks.torch.comm.comm import Comm
 from allranks.torch.data.sources import seed_generators
-from allranks.torch.deferred_init.in_turn import build_turn, within_memory
-from allranks.torch.deferred_init.meta_model import MetaModel, Place
 from allranks.torch.keras.shards import (
     check_keras,
     check_types,
@@ -41,6 +39,7 @@ from allranks.torch.keras.shards import (
     swap_keras_layers,
 )
 from allranks.torch.model.activation_checkpointing import recompute_blocks
+from allranks.torch.model.deferred_init import MetaModel, Place, build_turn, within_memory
 from allranks.torch.model.layers import (
     OF_SWAPPED,
     Scope,

@@ -103,16 +103,13 @@ def _replicas_of_shortened_rows(task: Task, job: Job, strategy: Strategy) -> Req
 def _compiled_copies(task: Task, job: Job, strategy: Strategy) -> RequestError | None:
     if not job.compile or strategy.can_be_compiled:
         return None
+    passes = "passes of its own" if strategy.has_one_model else "copies of the model in threads"
     return RequestError(
         asked=f"--strategy {job.strategy} --compile {job.compile}",
-        found=f"{strategy.name!r} runs {_what_runs(strategy)}",
+        found=f"{strategy.name!r} runs {passes}",
         why="a compiled model is one model in one thread, so they would run uncompiled",
         do=f"--strategy ddp --compile {job.compile}, or leave --compile out",
     )
-
-
-def _what_runs(strategy: Strategy) -> str:
-    return "passes of its own" if strategy.has_one_model else "copies of the model in threads"
 
 
 def _metrics_of_ranks_apart(task: Task, job: Job, strategy: Strategy) -> RequestError | None:

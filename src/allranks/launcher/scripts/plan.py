@@ -256,7 +256,7 @@ def redacted_words(words: Iterable[str]) -> list[str]:
 # first line, else after the script has imported the framework.
 
 
-IN_SCRIPTS = "allranks.torch.shared_memory.in_scripts"
+IN_SCRIPTS = "allranks.torch.shared_memory.backend"
 IN_PLACE_OF_GLOO = f"{IN_SCRIPTS}:in_place_of_gloo"
 WATCHER, WATCHED_IN = "allranks.tools.script_check.record.install:watch_here", "ALLRANKS_WATCHED"
 OUTCOME, OUTCOME_IN = "collectives.json", "ALLRANKS_IN_PLACE_OF_GLOO"

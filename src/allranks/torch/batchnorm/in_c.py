@@ -13,7 +13,7 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
-from allranks.torch.native.built import built
+from allranks.torch.native import built
 
 LIBRARY = built("allranks.torch.batchnorm._norms")
 TYPES = (torch.float32, torch.float64)

@@ -21,8 +21,7 @@ from allranks.torch.branching.plan import Branch
 from allranks.torch.comm.comm import Comm
 from allranks.torch.data.collate import map_arguments, tensors_of_arguments
 from allranks.torch.model.layers import Scope
-from allranks.torch.parallel.pipeline.links import Received
-from allranks.torch.parallel.pipeline.tensor_meta import TensorMeta, flat, laid_out
+from allranks.torch.parallel.pipeline.links import Received, TensorMeta, flat, laid_out
 
 # --- lazy tensors --------------------------------------------------------------------------------
 # A tensor that a branch has not computed yet: any operation on it waits, and uses the real one.

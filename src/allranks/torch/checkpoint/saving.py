@@ -42,13 +42,14 @@ from allranks.torch.checkpoint.plan import (
     WHOLE,
     Planner,
     Read,
+    TorchSnapshot,
     WritePart,
     holds,
     is_in_runs,
+    read_files,
     runs_of,
 )
 from allranks.torch.checkpoint.state import random_streams, set_random_streams
-from allranks.torch.checkpoint.storage import TorchSnapshot, read_files
 from allranks.torch.checkpoint.tree import DTYPES, NAMES, flatten, is_dtensor
 from allranks.torch.comm.comm import Comm
 from allranks.torch.machine import DECIDES_BITS, facts

@@ -43,7 +43,7 @@ from allranks.torch.elastic.service import (
 )
 from allranks.torch.elastic.strategy import FlatModel, Numbers
 from allranks.torch.trainer import Trainer
-from allranks.training.progress import Progress, StepResult
+from allranks.training.progress import Progress
 from allranks.training.work_queue import Chunk
 
 NOTHING_TO_DO_S = 0.05
@@ -143,7 +143,7 @@ class Learner:
             "owes": any(self.remainder.shares),
             "loss": sum(result.loss * result.weight for result in updates),
             "weight": sum(result.weight for result in updates),
-            "rate": _rate_of(results),
+            "rate": results[-1].learning_rate if results else 0.0,
         }
         return report, self._contribution.numbers
 
@@ -177,10 +177,6 @@ class Learner:
                     yield batch
         finally:
             batches.close()
-
-
-def _rate_of(results: list[StepResult]) -> float:
-    return results[-1].learning_rate if results else 0.0
 
 
 class Learning:

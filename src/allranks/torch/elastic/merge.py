@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from allranks.torch.elastic.strategy import FlatModel, Numbers
-from allranks.torch.local_sgd.optimizers import OuterOptimizer
+from allranks.torch.local_sgd.global_weights import OuterOptimizer
 from allranks.training.work_queue import Ledger
 
 

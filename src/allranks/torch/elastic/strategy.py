@@ -144,11 +144,8 @@ class FlatModel:
         whole = 8 * sum(b.numel() for b in self._whole)
         flat = torch.frombuffer(body, dtype=torch.uint8)
         cut = len(body) - whole
-        return Numbers(flat[:cut].view(self.type), _int64(flat[cut:]))
-
-
-def _int64(flat: Tensor) -> Tensor:
-    return flat.clone().view(torch.int64)  # it may not be aligned
+        integers = flat[cut:].clone()  # a copy, as it may not be aligned
+        return Numbers(flat[:cut].view(self.type), integers.view(torch.int64))
 
 
 def _bytes(tensor: Tensor) -> Buffer:

@@ -20,7 +20,7 @@ from allranks.strategies.shards import even_sizes, owned_shards
 from allranks.torch.elastic.merge import Merged, Merging
 from allranks.torch.elastic.service import LearnerService, owes
 from allranks.torch.elastic.strategy import Decoupled, FlatModel
-from allranks.torch.local_sgd.optimizers import Nesterov
+from allranks.torch.local_sgd.global_weights import Nesterov
 from allranks.torch.trainer import Trainer
 from allranks.training.progress import Progress, RankRequests, StepResult
 from allranks.training.work_queue import Chunk, Ledger

@@ -20,8 +20,7 @@ from allranks.job.job import Job
 from allranks.strategies.mesh import LEARNER
 from allranks.torch.comm.comm import Comm
 from allranks.torch.comm.subgroups import Pending
-from allranks.torch.compression.codecs import Codec
-from allranks.torch.compression.error_feedback import ErrorFeedback
+from allranks.torch.compression.codecs import Codec, ErrorFeedback
 from allranks.torch.local_sgd.global_weights import FlatWeights, GlobalWeights
 from allranks.torch.model.layers import normalising_layers
 from allranks.torch.strategies.base import Strategy

@@ -45,18 +45,16 @@ from allranks.torch.local_sgd.exchange import (
     of_all,
 )
 from allranks.torch.local_sgd.global_weights import (
+    Average,
+    BlockMomentum,
     GlobalWeights,
+    Nesterov,
+    OuterOptimizer,
+    SlowMo,
     as_it_was,
     as_parts,
     by_type,
     in_fragments,
-)
-from allranks.torch.local_sgd.optimizers import (
-    Average,
-    BlockMomentum,
-    Nesterov,
-    OuterOptimizer,
-    SlowMo,
 )
 from allranks.torch.model.placement import row
 from allranks.torch.model.reals import reals

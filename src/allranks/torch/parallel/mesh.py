@@ -27,10 +27,10 @@ from torch.distributed.tensor import DTensor
 
 from allranks.job.place import Placed
 from allranks.strategies.mesh import REPLICATE, TENSOR
-from allranks.torch.context_parallel.blocks import blocks_of
-from allranks.torch.context_parallel.refusals import nothing_to_cut as no_sequences
 from allranks.torch.data.batch import Batch
 from allranks.torch.optimizers.elementwise import check_elementwise
+from allranks.torch.parallel.context.blocks import blocks_of
+from allranks.torch.parallel.context.sequence import refused as not_cut
 from allranks.torch.parallel.data.tree import Tree, TreeSum
 from allranks.torch.parallel.pipeline.gradients import StagedGradients
 from allranks.torch.parallel.pipeline.staged import not_alike
@@ -103,7 +103,8 @@ class ThreeAxes(Pipeline):
         in_model = blocks_of(self.task, model, asked)
         blocks = {name: block for name, block in in_model.items() if block in whole}
         if not blocks:
-            raise no_sequences(asked, f"no block of {type(model).__name__} in one stage")
+            found = f"no block of {type(model).__name__} in one stage"
+            raise not_cut(asked, "nothing to cut", found=found)
         return blocks
 
     def whole_shapes(self) -> dict[int, torch.Size]:

@@ -19,8 +19,8 @@ from allranks.checkpoint.format import Manifest, unflatten
 from allranks.job.job import Job
 from allranks.job.run_folder import JsonLines
 from allranks.launcher.world import World
+from allranks.torch.checkpoint.plan import read_files
 from allranks.torch.checkpoint.state import load_model_state
-from allranks.torch.checkpoint.storage import read_files
 from allranks.torch.checkpoint.tree import DTYPES
 from allranks.torch.trainer import Trainer
 from allranks.training.work_queue import checkpoints_to_evaluate

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from allranks.torch.shared_memory.library import library
+from allranks.torch.shared_memory.segment import library
 
 MOST_NUMBERS = 1_000_000
 

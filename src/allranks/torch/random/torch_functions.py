@@ -23,7 +23,9 @@ from torch import Tensor
 from allranks.torch.random import keyed_rng as keyed
 from allranks.torch.random.counter import HALF, Finish
 from allranks.torch.random.keyed_rng import (
+    ALL,
     BY_FUNCTION,
+    ROWS,
     Keys,
     mask_of,
     normal,
@@ -32,7 +34,6 @@ from allranks.torch.random.keyed_rng import (
     unit,
     whole_numbers,
 )
-from allranks.torch.random.readings import ALL, ROWS
 
 MOST = 1 << 31
 Draw = Callable[..., Any]

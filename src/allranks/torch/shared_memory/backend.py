@@ -3,11 +3,17 @@
 All ranks exchange their hosts and whether they have the library, and make the same decision. Ranks
 of one host get a `SharedMemoryGroup`; those of several hosts a `HierarchicalGroup`, if some share a
 host. Without shared memory all use Gloo, and `outcome_of` says why.
+
+In a script of `allranks run --shared-memory`, which is unchanged, `in_place_of_gloo` lets
+`init_process_group("gloo")`, or without a backend on a machine without accelerators, create a group
+of this backend. Subgroups have the same backend, unless the script asks for Gloo by name.
 """
 
 from __future__ import annotations
 
 import functools
+import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -20,11 +26,10 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
-from allranks.torch.shared_memory import attaching
-from allranks.torch.shared_memory.attaching import Attached
+import allranks.torch.accelerator as accelerator
+from allranks.torch.shared_memory import posting
 from allranks.torch.shared_memory.collectives import SharedMemoryGroup
 from allranks.torch.shared_memory.hierarchical import HierarchicalGroup
-from allranks.torch.shared_memory.library import NOT_BUILT, library
 from allranks.torch.shared_memory.operands import (
     ProcessCard,
     exchange_texts,
@@ -32,7 +37,8 @@ from allranks.torch.shared_memory.operands import (
     hosts_of,
     own_card,
 )
-from allranks.torch.shared_memory.posting import BACKEND, Named
+from allranks.torch.shared_memory.posting import BACKEND, Attached, Named
+from allranks.torch.shared_memory.segment import NOT_BUILT, library
 
 SHARED, HIERARCHICAL, GLOO = BACKEND, "hierarchical", "gloo"
 Function = Callable[..., Any]
@@ -50,12 +56,12 @@ class BackendChoice:
         return asdict(self)
 
 
-def register(fd: int = attaching.NO_FILE) -> None:
+def register(fd: int = posting.NO_FILE) -> None:
     """Register the backend in torch, once in a process, for `init_process_group(BACKEND)`.
 
     Its first group of all ranks uses the memory file `fd`.
     """
-    attaching.offer_file(fd)
+    posting.offer_file(fd)
     if not hasattr(dist.Backend, BACKEND.upper()):
         dist.Backend.register_backend(BACKEND, _make, extended_api=True, devices=["cpu"])
         replace(c10d, "monitored_barrier", _monitored_barrier)
@@ -155,7 +161,7 @@ def _make(options: Any, backend_options: Any) -> Any:
     size = options.group_size
     ranks = list(options.global_ranks_in_group) or list(range(size))
     is_of_all = not options.global_ranks_in_group
-    fd = attaching.take_file() if is_of_all else attaching.NO_FILE
+    fd = posting.take_file() if is_of_all else posting.NO_FILE
     group, outcome = make_group(options.store, options.group_rank, size, options.timeout, ranks, fd)
     _outcomes[str(options.group_id)] = outcome
     return group
@@ -167,14 +173,14 @@ def make_group(
     size: int,
     timeout: timedelta,
     ranks: Sequence[int],
-    fd: int = attaching.NO_FILE,
+    fd: int = posting.NO_FILE,
 ) -> tuple[Any, BackendChoice]:
     """Create a group of these `ranks` of the job; all of them call this with one `store`.
 
     `fd` is a memory file from the launcher, for all ranks of this host.
     """
     cannot = NOT_BUILT if library() is None else ""
-    bell = "" if cannot else attaching.enter()
+    bell = "" if cannot else posting.enter()
     card = own_card(bell, cannot, fd)
     cards = exchanged(store, rank, size, card)
     why = next((f"rank {ranks[i]}: {c.cannot}" for i, c in enumerate(cards) if c.cannot), "")
@@ -182,17 +188,17 @@ def make_group(
     if not why and len(hosts) == size > 1:
         why = f"its {size} ranks run on {size} hosts"
     if why:
-        attaching.drop(fd)
+        posting.drop(fd)
     else:
         attached, why = _attached(store, rank, hosts, cards, ranks, fd)
     if why:
         if bell:
-            attaching.leave()
+            posting.leave()
         return ProcessGroupGloo(store, rank, size, timeout), BackendChoice(SHARED, GLOO, why)
     host = next(host for host in hosts if rank in host)
     inside = None
     if attached is None:
-        attaching.leave()
+        posting.leave()
     else:
         position, members = host.index(rank), [ranks[member] for member in host]
         inside = SharedMemoryGroup(attached, position, store, timeout, members)
@@ -220,9 +226,9 @@ def _attached(
     of_host = PrefixStore(f"host-{index}", store)
     try:
         if len(hosts) == 1 or len(hosts[index]) > 1:
-            attached = attaching.attached(of_host, rank, hosts[index], cards, fd)
+            attached = posting.attached(of_host, rank, hosts[index], cards, fd)
         else:
-            attaching.drop(fd)
+            posting.drop(fd)
     except (OSError, RuntimeError) as error:
         failed = f"rank {ranks[rank]}: {error}"
     errors = exchange_texts(store, "attached", rank, len(cards), failed)
@@ -234,3 +240,33 @@ def _attached(
 
 _outcomes: dict[str, BackendChoice] = {}
 _works: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
+MEANT = ("gloo", "cpu:gloo")
+
+
+def in_place_of_gloo(outcome: str) -> None:
+    """Install it before the script begins; rank 0 writes the `BackendChoice` to `outcome`."""
+    register()
+    replace(c10d, "init_process_group", functools.partial(_init_process_group, outcome))
+
+
+def _init_process_group(
+    outcome: str, original: Callable[..., Any], backend: Any = None, *args: Any, **kwargs: Any
+) -> None:
+    if not _is_meant(backend, kwargs):
+        original(backend, *args, **kwargs)
+        return
+    original(BACKEND, *args, **kwargs)
+    choice = outcome_of()
+    if dist.get_rank() == 0 and choice is not None:
+        with open(f"{outcome}.part", "w") as file:
+            json.dump(choice.to_data(), file)
+        os.replace(f"{outcome}.part", outcome)
+
+
+def _is_meant(backend: Any, more: dict[str, Any]) -> bool:
+    if backend is None:
+        has_device = any(accelerator.count(kind) for kind in accelerator.kinds())
+        return not has_device and more.get("device_id") is None
+    return str(backend).lower() in MEANT

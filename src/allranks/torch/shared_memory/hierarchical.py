@@ -29,7 +29,6 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ReduceOp
 
 from allranks.torch.shared_memory.collectives import SharedMemoryGroup
-from allranks.torch.shared_memory.futures import future_of
 from allranks.torch.shared_memory.operands import (
     check_parts,
     flat,
@@ -47,7 +46,7 @@ from allranks.torch.shared_memory.posting import (
     gloo_group,
     untraced_methods,
 )
-from allranks.torch.shared_memory.work import FOR_EVER, SAYS, begin_event
+from allranks.torch.shared_memory.work import FOR_EVER, SAYS, begin_event, future_of
 
 LEADER = 0  # index among the ranks of a host
 

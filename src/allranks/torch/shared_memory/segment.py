@@ -6,6 +6,8 @@ then frees the memory with the last process that maps it, however that one ends.
 
 Two processes share a host if they agree on `host_identity`: same boot, same namespace of process
 ids, so that "pid" means the same to both, and same network, so that simulated nodes are hosts.
+
+`library` is the C library which computes in this memory, if it was compiled at installation.
 """
 
 from __future__ import annotations
@@ -16,6 +18,9 @@ import os
 import sys
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
+
+from allranks.torch.native import built
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -104,3 +109,11 @@ class Segment:
     def __del__(self) -> None:
         if not sys.is_finalizing():  # a thread of the library may still use the memory
             self.unmap()
+
+
+NOT_BUILT = "the library for it was not compiled where allranks was installed (no C compiler?)"
+
+
+def library() -> ModuleType | None:
+    """The module `_collectives`; `None` if it was not compiled."""
+    return built("allranks.torch.shared_memory._collectives")

@@ -35,6 +35,7 @@ from allranks.torch.step.losses import (
     MicroLoss,
     MicroStep,
     NotCompared,
+    Regularizer,
     UnweightedLosses,
     forward,
     uses_a_parameter,
@@ -44,7 +45,6 @@ from allranks.torch.step.tally import Tally, TallyLayout
 from allranks.torch.step.trainable import TrainableChanges
 from allranks.torch.step.user_buffers import UserBuffers
 from allranks.torch.task import Task
-from allranks.torch.witness.regularizer import Regularizer
 from allranks.training.progress import NOTHING
 
 # --- the task's own backward pass ----------------------------------------------------------------

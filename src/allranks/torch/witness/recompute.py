@@ -30,7 +30,7 @@ from allranks.torch.data.batches import GlobalBatches
 from allranks.torch.data.collate import copied, tensors_in
 from allranks.torch.data.loaders import WholeLoader, rows_between
 from allranks.torch.data.sources import MapSource, Source, StreamSource
-from allranks.torch.random.readings import UnclearDraw
+from allranks.torch.random.keyed_rng import UnclearDraw
 from allranks.torch.step.gradients import length, length_of_each
 from allranks.torch.step.losses import forward, weighted_losses
 from allranks.torch.step.step import REGULARIZER, SharedStep

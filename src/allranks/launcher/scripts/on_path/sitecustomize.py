@@ -19,7 +19,7 @@ from typing import Any
 
 OUTCOME = "ALLRANKS_IN_PLACE_OF_GLOO"
 HOOKS = {
-    OUTCOME: ("allranks.torch.shared_memory.in_scripts", "in_place_of_gloo"),
+    OUTCOME: ("allranks.torch.shared_memory.backend", "in_place_of_gloo"),
     "ALLRANKS_WATCHED": ("allranks.tools.script_check.record.install", "watch_here"),
 }
 """Variable -> the function that gets its value, once torch has been imported."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from allranks.errors import RequestError
 from allranks.torch.model.reals import real_type, reals
 from allranks.torch.parallel.data.reducer import Bucket, Reducer
-from allranks.torch.shared_memory.library import library
+from allranks.torch.shared_memory.segment import library
 from allranks.torch.step.gradients import gradient_taken
 
 # --- moved ---------------------------------------------------------------------------------------

@@ -27,8 +27,7 @@ from allranks.torch.optimizers.elementwise import WeightParts, check_elementwise
 from allranks.torch.optimizers.made import OptimizerArguments
 from allranks.torch.parallel.data.buckets import Buckets
 from allranks.torch.parallel.data.reducer import Mean
-from allranks.torch.parallel.expert.exchange import ExpertExchange
-from allranks.torch.parallel.expert.mixture import OF_EXPERTS, MixtureOfExperts
+from allranks.torch.parallel.expert.mixture import OF_EXPERTS, ExpertExchange, MixtureOfExperts
 from allranks.torch.parallel.sharded.gradients import SomeCut, check_no_hooks
 from allranks.torch.parallel.sharded.state import Replicate, Shard, dtensor, mesh_of
 from allranks.torch.parallel.tensor.cutting import local_parameter

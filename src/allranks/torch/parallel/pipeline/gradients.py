@@ -126,7 +126,9 @@ class StagedGradients(Gradients):
         present = [(at, _dense(p.grad)) for at, p in self.counted if p.grad is not None]
         rows = torch.zeros(2, len(self.everywhere), dtype=torch.float64, device=self.line.device)
         if present:
-            gradients = [g if kind is None else g.to(_wider(g, kind)) for _, g in present]
+            gradients = [g for _, g in present]
+            if kind is not None:
+                gradients = [g.to(torch.promote_types(g.dtype, kind)) for g in gradients]
             where = _positions(tuple([at for at, _ in present]), rows.device)
             rows[0].index_copy_(0, where, torch.stack(torch._foreach_norm(gradients)).double())
             rows[1].index_fill_(0, where, 1)
@@ -154,7 +156,3 @@ def _positions(places: tuple[int, ...], device: torch.device) -> Tensor:
 
 def _dense(gradient: Tensor) -> Tensor:
     return gradient.to_dense() if gradient.is_sparse else gradient
-
-
-def _wider(gradient: Tensor, kind: torch.dtype) -> torch.dtype:
-    return torch.promote_types(gradient.dtype, kind)

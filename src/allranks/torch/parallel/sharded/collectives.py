@@ -31,8 +31,7 @@ from allranks.strategies.card import Picked
 from allranks.strategies.compressed import PIECES, SIGNED
 from allranks.torch.checkpoint.tree import local
 from allranks.torch.comm.comm import Comm
-from allranks.torch.compression.codecs import Codec, codec_of
-from allranks.torch.compression.error_feedback import ErrorFeedback
+from allranks.torch.compression.codecs import Codec, ErrorFeedback, codec_of
 from allranks.torch.data.batch import Batch
 from allranks.torch.data.collate import tensors_in
 from allranks.torch.parallel.data.compressed.gathered import DeMo

@@ -28,12 +28,12 @@ from allranks.strategies.mesh import REPLICATE, SHARD, TENSOR
 from allranks.strategies.reduction_tree import Span
 from allranks.torch.accelerator import is_accelerator
 from allranks.torch.checkpoint.state import put_whole
-from allranks.torch.context_parallel.blocks import blocks_of
 from allranks.torch.data.batch import Batch, Leaf
-from allranks.torch.deferred_init.meta_model import move
+from allranks.torch.model.deferred_init import move
 from allranks.torch.model.precision import Casts
 from allranks.torch.optimizers.elementwise import check_fused, check_no_step_hooks
 from allranks.torch.optimizers.layerwise import Layerwise
+from allranks.torch.parallel.context.blocks import blocks_of
 from allranks.torch.parallel.data.reducer import Mean
 from allranks.torch.parallel.data.single import Single
 from allranks.torch.parallel.data.tree import Tree

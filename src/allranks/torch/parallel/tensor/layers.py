@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from allranks.errors import RequestError
-from allranks.torch.context_parallel.exchange import POSITIONS
 from allranks.torch.model.layers import Swapped, has_hooks, own_kind
+from allranks.torch.parallel.context.exchange import POSITIONS
 from allranks.torch.parallel.tensor.exchange import Along, Joined, TensorExchange, part_sizes
 from allranks.torch.parallel.tensor.scattered import AllRows, ScatteredExchange
 from allranks.torch.parallel.tensor.whole_weight import WholeWeight, shown

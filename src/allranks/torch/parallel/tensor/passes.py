@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from allranks.torch.comm.comm import Comm
-from allranks.torch.context_parallel.blocks import CutBlocks
 from allranks.torch.model.layers import Scope
 from allranks.torch.model.precision import Precision
+from allranks.torch.parallel.context.blocks import CutBlocks
 from allranks.torch.parallel.tensor.cutting import CutModel
 from allranks.torch.parallel.tensor.exchange import TensorExchange
 from allranks.torch.parallel.tensor.scattered import ScatteredExchange

@@ -27,8 +27,8 @@ from torch.nn import functional as F
 
 from allranks.torch.checkpoint.tree import local
 from allranks.torch.comm.comm import Comm
-from allranks.torch.context_parallel.exchange import POSITIONS, SequenceExchange, Span
 from allranks.torch.model.layers import own_kind
+from allranks.torch.parallel.context.exchange import POSITIONS, SequenceExchange, Span
 from allranks.torch.parallel.tensor.exchange import part_sizes
 
 DIMS = 3  # (sample, position, feature)

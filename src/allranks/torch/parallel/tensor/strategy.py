@@ -26,9 +26,9 @@ from allranks.strategies.cards.model_parallel import LEAVES
 from allranks.strategies.mesh import REPLICATE, TENSOR
 from allranks.torch.checkpoint.tree import is_dtensor
 from allranks.torch.comm.comm import Comm
-from allranks.torch.context_parallel.blocks import blocks_of
 from allranks.torch.data.batch import Batch
 from allranks.torch.model.reals import reals
+from allranks.torch.parallel.context.blocks import blocks_of
 from allranks.torch.parallel.data.buckets import grouped
 from allranks.torch.parallel.sharded.gradients import SomeCut, squares_of, summed_with_tally
 from allranks.torch.parallel.sharded.state import Replicate, dtensor, mesh_of, shard_of

@@ -2,8 +2,8 @@
 
     blocks     by default, or by the task (`blocks`); their forward is wrapped
     forward    the sequence is cut before the first block, and gathered after the last
-    attention  over all positions, by all-to-all or round a ring    `context_parallel.attention`
-    first pass compares every block, and the output, full and cut   `context_parallel.proof`
+    attention  over all positions, by all-to-all or round a ring    `attention`
+    first pass compares every block, and the output, full and cut   `blocks`
     backward, reduce    as in `ddp` over all ranks: each adds 1/P of the gradient of its loss
 
 Embeddings, positions, head, loss and the shift of labels see full sequences, the same on all ranks
@@ -22,10 +22,10 @@ from torch import nn
 from allranks.strategies.card import Workload
 from allranks.strategies.mesh import CONTEXT
 from allranks.torch.comm.comm import Comm
-from allranks.torch.context_parallel.attention import Intercepted, attention_of
-from allranks.torch.context_parallel.blocks import CutBlocks, blocks_of
-from allranks.torch.context_parallel.exchange import ContextExchange, Span
 from allranks.torch.data.batch import Batch
+from allranks.torch.parallel.context.attention import Intercepted, attention_of
+from allranks.torch.parallel.context.blocks import CutBlocks, blocks_of
+from allranks.torch.parallel.context.exchange import ContextExchange, Span
 from allranks.torch.parallel.data.ddp import DDP
 from allranks.torch.step.losses import forward
 from allranks.torch.step.tally import Tally

@@ -9,7 +9,7 @@
 
 The first pass in training, and the first in evaluation, runs the model whole, to record the order
 of the blocks. Then it compares each block, and the output, with those of the whole sequence
-(`proof`). Later passes must call the same blocks.
+(`blocks`). Later passes must call the same blocks.
 """
 
 from __future__ import annotations
@@ -23,22 +23,66 @@ from typing import Any
 from torch import Tensor, nn
 
 from allranks.errors import RequestError
-from allranks.torch.context_parallel.exchange import POSITIONS, SequenceExchange, Span
-from allranks.torch.context_parallel.refusals import (
-    also_so_long,
-    no_positions,
-    other_argument,
-    other_blocks,
-    other_length,
-    several_positions,
-    several_tensors,
-)
 from allranks.torch.data.collate import map_arguments, tensors_of_arguments
 from allranks.torch.model.activation_checkpointing import recomputed
+from allranks.torch.parallel.context.exchange import POSITIONS, SequenceExchange, Span
 from allranks.torch.random.dropout import TensorPart
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 DIMS = 3  # (sample, position, feature)
+
+REFUSALS = {
+    "nothing to cut": (
+        "{found}",
+        "the strategy cuts activations of (sample, position, feature), from the first repeated "
+        "block to the last",
+        "let blocks(model) of the task return the blocks that take such, or --strategy ddp",
+    ),
+    "no positions": (
+        "{span.whole} positions in a sequence: {sizes} of them",
+        "every rank has some positions of each sequence",
+        "fewer ranks, data=…, or longer sequences",
+    ),
+    "several tensors": (
+        "a block that returns more tensors than its activations",
+        "it is not known whether they belong to this rank's positions or to all",
+        "return the activations alone, or --strategy ddp",
+    ),
+    "several positions": (
+        "the block {name!r} is given a tensor of shape {shape}, with {length} positions",
+        "it is not known along which dimension to cut it",
+        "another length of the sequence, or --strategy ddp",
+    ),
+    "also so long": (
+        "the block {name!r} is given another tensor of shape {shape}, and a rank has {span.local} "
+        "positions of {span.whole}",
+        "a layer with this input would gather it as if it were this rank's positions",
+        "another length of one of the sequences, or --strategy ddp",
+    ),
+    "other blocks": (
+        "other calls of blocks than in the first pass, at {name!r}",
+        "the sequence is cut before the first block and gathered after the last",
+        "blocks that are always called, in one order, or --strategy ddp",
+    ),
+    "other argument": (
+        "the block {name!r} is given a tensor of shape {shape}, with {span.whole} positions, "
+        "another one than in the first pass",
+        "the first pass determined, and proved, which dimension has positions",
+        "arguments of one layout in every pass, or --strategy ddp",
+    ),
+    "other length": (
+        "{what} at the block {name!r}",
+        "between blocks a rank has {span.local} of {span.whole} positions along dimension 1",
+        "what changes the sequence before the first block or after the last, or --strategy ddp",
+    ),
+}
+"""What cannot be cut, by name: (found, why, do), with the facts of the case in braces."""
+
+
+def refused(asked: str, case: str, **facts: Any) -> RequestError:
+    """The error for one of `REFUSALS`; `asked` names the strategy."""
+    found, why, do = (text.format(**facts) for text in REFUSALS[case])
+    return RequestError(asked=asked, found=found, why=why, do=do)
 
 
 @dataclass(frozen=True)
@@ -146,24 +190,26 @@ class CutPass(Pass):
     def _called(self, block: CutBlock, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         call = self.calls[self.at] if self.at < len(self.calls) else None
         if call is None or call.block is not block:
-            raise other_blocks(self.asked, block.name)
+            raise refused(self.asked, "other blocks", name=block.name)
         self.at += 1
         if not call.length:
             return super().called(block, args, keywords)
         inputs = args, keywords
         is_first, hidden = self.span is None, hidden_of(inputs)
         if hidden is None:
-            raise other_blocks(self.asked, block.name)
+            raise refused(self.asked, "other blocks", name=block.name)
         span = self.span = self.span or span_of(hidden, self.exchange)
         if not is_first and not _is_same(hidden, self.last):
-            raise other_blocks(self.asked, block.name)
+            raise refused(self.asked, "other blocks", name=block.name)
         local_inputs = self._local_inputs(call, inputs, span, hidden, is_first=is_first)
         if self.prove is not None:
             self.prove(block, span, inputs, local_inputs)
         output = block.run(span, *local_inputs[0], **local_inputs[1])
         result = hidden_of(((output,), {}))
         if result is None or result.shape[POSITIONS] != span.local:
-            raise other_length(self.asked, block.name, result, span)
+            shape = None if result is None else tuple(result.shape)
+            what = "no activations" if shape is None else f"activations of shape {shape}"
+            raise refused(self.asked, "other length", name=block.name, what=what, span=span)
         following = self.calls[self.at :]
         if not _ends(call, following):
             self.last = result
@@ -191,7 +237,8 @@ class CutPass(Pass):
                 call.cuts.append((tensor.ndim, position_dim(tensor, span.whole, self.asked, name)))
             dims, dim = next(known, (-1, None))
             if tensor.ndim != dims or (dim is not None and tensor.shape[dim] != span.whole):
-                raise other_argument(self.asked, name, tensor, span)
+                shape = tuple(tensor.shape)
+                raise refused(self.asked, "other argument", name=name, shape=shape, span=span)
             return tensor if dim is None else self.exchange.own_rows(tensor, span, dim)
 
         args, keywords = map_arguments(cut, inputs)
@@ -200,7 +247,7 @@ class CutPass(Pass):
     def close(self) -> None:
         """End the pass; raises `RequestError` if it has not called all blocks."""
         if self.at != len(self.calls):
-            raise other_blocks(self.asked, self.calls[self.at].block.name)
+            raise refused(self.asked, "other blocks", name=self.calls[self.at].block.name)
 
 
 class BlockPasses:
@@ -306,7 +353,7 @@ def with_hidden(asked: str, output: Any, hidden: Tensor) -> Any:
     if isinstance(output, Tensor):
         return hidden
     if any(True for _ in tensors_of_arguments(output[1:])):
-        raise several_tensors(asked)
+        raise refused(asked, "several tensors")
     return type(output)([hidden, *output[1:]])
 
 
@@ -314,7 +361,9 @@ def span_of(hidden: Tensor, exchange: SequenceExchange) -> Span:
     """The parts of a sequence on the ranks; raises `RequestError` if one would have none."""
     span = exchange.span_of(hidden.shape[POSITIONS])
     if 0 in span.sizes:
-        raise no_positions(exchange.asked, span)
+        asked = f"{exchange.asked} on {len(span.sizes)} ranks of the axis"
+        sizes = "-".join(map(str, span.sizes))
+        raise refused(asked, "no positions", span=span, sizes=sizes)
     return span
 
 
@@ -328,14 +377,16 @@ def position_dim(tensor: Tensor, length: int, asked: str, name: str) -> int | No
     if not dims or last == (length, length) or (tensor.ndim > DIMS and last == (1, length)):
         return None
     if len(dims) > 1:
-        raise several_positions(asked, name, tensor, length)
+        shape = tuple(tensor.shape)
+        raise refused(asked, "several positions", name=name, shape=shape, length=length)
     return dims[0]
 
 
 def _whole(tensor: Tensor, asked: str, name: str, span: Span) -> Tensor:
     """Another argument of a block, which must not look like this rank's positions."""
     if is_hidden(tensor) and tensor.shape[POSITIONS] == span.local:
-        raise also_so_long(asked, name, tensor, span)
+        shape = tuple(tensor.shape)
+        raise refused(asked, "also so long", name=name, shape=shape, span=span)
     return tensor
 
 

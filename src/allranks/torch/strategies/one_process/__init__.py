@@ -1,1 +1,0 @@
-"""Strategies of one process with several devices."""
