@@ -65,7 +65,7 @@ def test_what_a_worker_has_is_not_sent_again_and_not_counted() -> None:
         links, (server,) = served(stack, made[1].strategy)
         server.in_step = True
         server.shard.begin(0)
-        exchange = Exchange(own, 0)
+        exchange = Exchange(own)
         exchange.link(*links(0), shares=False)
         nbytes, groups = own.layouts[0].nbytes, plain_hyperparameters(own.step.optimizer)
         counted = []
@@ -113,7 +113,7 @@ def test_a_scripted_order_of_rounds_is_a_plain_loop(pipeline: bool) -> None:
         links, servers = served(stack, keeper)
         sides = []
         for worker in range(3):
-            side = Exchange(made[worker].strategy, worker)  # type: ignore[arg-type]
+            side = Exchange(made[worker].strategy)  # type: ignore[arg-type]
             side.link(*links(worker), shares=worker != 1)
             side.pull(-1)
             sides.append(Changes(side, 3))

@@ -1,7 +1,7 @@
 """What a worker pulls and pushes: its side of the strategy, while it is linked to servers.
 
     pull    weights of all servers; with update=worker the sum of the gradients
-    push    the gradient, which backward writes into the send buffer (`LaidOut`)
+    push    the gradient of each parameter, copied into the layout of its server
 
 With update=worker (`LocalUpdate`) a worker pulls the gradient and updates its own weights:
 
@@ -23,60 +23,26 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from allranks.errors import RequestError
 from allranks.launcher.nodes.channel import Message
 from allranks.torch.data.batch import Batch
-from allranks.torch.parallel.data.buckets import MOVED_BYTES, Moved
 from allranks.torch.parameter_server.flat import Flat
-from allranks.torch.parameter_server.links import CalledBack, Links, Stale
+from allranks.torch.parameter_server.links import Links, Stale
 from allranks.torch.parameter_server.memory import SharedNumbers
 from allranks.torch.parameter_server.shard import Shard
 from allranks.torch.parameter_server.state import plain_hyperparameters, unpacked
-from allranks.torch.parameter_server.strategy import ParameterServer
+from allranks.torch.parameter_server.strategy import ParameterServer, Side
 from allranks.torch.parameter_server.tables.pulled import Lookups, pull_tables
 from allranks.torch.parameter_server.tables.remote import RemoteRows, RowGradients, TableGradients
 from allranks.torch.parameter_server.tables.served import let_go
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.tally import Tally
-from allranks.training.progress import StepResult
 
 CHECKED_PASSES = 8
 """Steps of a worker in which weights are compared with copies, as a write may change nothing at
 first. Later steps compare `weight._version`, which misses writes through `weight.data`."""
-
-
-class LaidOut:
-    """Gradients of `parameters` in `flats`, one for each server.
-
-    Gradients of tensors that are cut, or are on a device, are copied there. A step calls `begin`
-    before its passes, `finished` in them, and `settle` after them.
-    """
-
-    def __init__(self, flats: Sequence[Flat], parameters: Sequence[nn.Parameter]) -> None:
-        homes = {at: home for flat in flats for at, home in flat.homes_of(parameters).items()}
-        large = {at: home for at, home in homes.items() if home[1].nbytes >= MOVED_BYTES}
-        self._parameters, self._moved = parameters, Moved(large, read_later=True)
-        self._small = [home for at, home in homes.items() if at not in large]
-
-    def begin(self) -> None:
-        """Zero the gradients, or set them to `None`."""
-        for parameter in self._parameters:
-            parameter.grad = None
-        self._moved.begin()
-        if self._small:
-            torch._foreach_zero_([view for _, view in self._small])
-        for parameter, view in self._small:
-            parameter.grad = view
-
-    def finished(self, position: int) -> None:
-        """Backward has finished a gradient (called during backward)."""
-        self._moved.finished(position)
-
-    def settle(self) -> None:
-        """All passes are over."""
-        self._moved.settle()
 
 
 NONE = -1
@@ -113,11 +79,11 @@ class LocalUpdate:
         self.versions[server] = int(answer["version"])
 
 
-class Exchange:
+class Exchange(Side):
     """What a worker pulls and pushes: its side of the strategy, while it is linked to servers."""
 
-    def __init__(self, strategy: ParameterServer, worker: int) -> None:
-        self.strategy, self.worker = strategy, worker
+    def __init__(self, strategy: ParameterServer) -> None:
+        super().__init__(strategy)
         self._local = [(layout.new(), layout.new()) for layout in strategy.layouts]
         self.gradients, self.weights = map(list, zip(*self._local, strict=True))
         self._is_shared = [False] * len(self._local)
@@ -148,8 +114,6 @@ class Exchange:
             self._lay(server, shared if links.shares[server] else None)
             if shared is not None:
                 shared.hide()
-        self.laid_out = LaidOut(self.gradients, self.strategy.parameters)
-        self.strategy.step.on_gradient = self.laid_out.finished
         self.links, self.era, self.version = links, era, -1
         if self.local_update is not None:
             self.local_update.forget()
@@ -167,9 +131,7 @@ class Exchange:
 
     def unlink(self) -> None:
         """Leave the servers; drop the statistics of a forward pass which this interrupted."""
-        step = self.strategy.step
-        step.scope.moments.clear()
-        step.on_gradient = None
+        self.strategy.step.scope.moments.clear()
         if self.links is not None:
             self.links.close()
         self.links = None
@@ -186,10 +148,7 @@ class Exchange:
         self.receive_weights()
 
     def receive_weights(self) -> None:
-        """Receive the requested weights; in synchronous mode also the settings of the step.
-
-        Raises `CalledBack`, after all answers have come, if other work comes first.
-        """
+        """Receive the requested weights."""
         self.lookups.forget()
         parameters = [p.detach() for p in self.strategy.parameters]
         for server, answer, body in self.receive():
@@ -199,39 +158,18 @@ class Exchange:
                 self.local_update.load(server, answer, self.weights[server], body)
 
     def receive(self) -> list[tuple[int, Message, memoryview]]:
-        """The answers of all servers to a pull; raises as `receive_weights` does."""
-        answers = []
+        """The answers of all servers to a pull."""
+        links, answers = self.links, []
+        assert links is not None
         for server, flat in enumerate(self.weights):
-            answer, body = self._answer(server)
+            answer, body = links.receive(server, flat.place)
             if "stale" in answer:
                 raise Stale(f"server {server} has been loaded anew")
-            if "again" in answer:
-                continue
             self.moved["pulled"][server] += int(answer.get("numbers", flat.layout.nbytes))
             self.moved["kept"] += max(0, len(body) - flat.layout.nbytes)
             answers.append((server, answer, body))
-        if len(answers) < len(self.weights):
-            raise CalledBack
         self.version = min(int(answer["version"]) for _, answer, _ in answers)
         return answers
-
-    def _answer(self, server: int) -> tuple[Message, memoryview]:
-        """The answer of a server to a pull; its body has the statistics before the weights.
-
-        Numbers in the layout are received in place; a longer body gets new memory.
-        """
-        links, flat = self.links, self.weights[server]
-        assert links is not None
-        answer, size = links.header(server)
-        if "told" in answer:
-            statistics = memoryview(bytearray(int(answer["told_bytes"])))
-            links.fill(server, statistics)
-            self.strategy.apply_settings(answer["told"], statistics)
-            size -= len(statistics)
-        fits = size <= flat.layout.nbytes
-        body = flat.place(size) if fits else memoryview(bytearray(size))
-        links.fill(server, body)
-        return answer, body
 
     def push(
         self,
@@ -279,19 +217,17 @@ class Exchange:
         return self.tally
 
     def compute(self, batch: Batch) -> Tally:
-        """Forward and backward, with the gradients in `gradients`.
+        """Forward and backward, with the gradients in `.grad`.
 
         Raises `RequestError` if the passes have written weights: the next pull would overwrite
         them.
         """
         step = self.strategy.step
         weights = dict(zip(step.names, step.parameters, strict=True))
-        self.laid_out.begin()
         versions = {name: weight._version for name, weight in weights.items()}
         checked = weights if self._checks_left else {}
         before = {name: weight.detach().clone() for name, weight in checked.items()}
-        tally = self.strategy.accumulate(batch)
-        self.laid_out.settle()
+        tally = self.strategy.compute(batch)
         written = {name for name, weight in weights.items() if weight._version != versions[name]}
         written |= _changed(before, weights)
         if written:
@@ -321,15 +257,6 @@ class Exchange:
             parameter.grad = None
         yield
         self.receive_weights()
-
-    def after_update(self, result: StepResult) -> None:
-        """Nothing to do: the weights have been received."""
-
-    def take_weights(self, *, optimizer: bool = False) -> None:
-        """Nothing to do: a worker has the weights it pulled."""
-
-    def put_weights(self) -> None:
-        """Nothing to do: a worker changes servers only by gradients."""
 
 
 def _changed(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> set[str]:

@@ -1,12 +1,11 @@
 """Assigns chunks to workers, in every mode. No clock, no thread, no communication.
 
 Synchronous mode: the global batch of a step is cut into parts, each a chunk of the ledger. A worker
-which has finished its part gets one of the next step at once (`ahead`), and waits at the servers
-for the weights. The part of a lost worker goes to another one; if all wait at the servers, one is
-called back and returns its chunk. With `spares` no worker is ahead: an idle worker gets a part
-which another one has, and the first result counts. Asynchronous modes: a chunk is a whole batch. A
-worker's clock counts its finished chunks; a worker more than `staleness` ahead of the slowest waits
-(Ho et al. 2013). The slowest one never waits, so there is always progress.
+which has finished its part waits for one of the next step, or for that of a lost worker. With
+`spares` it does not wait: it gets a part which another one has, and the first result counts.
+Asynchronous modes: a chunk is a whole batch. A worker's clock counts its finished chunks; a worker
+more than `staleness` ahead of the slowest waits (Ho et al. 2013). The slowest one never waits, so
+there is always progress.
 """
 
 from __future__ import annotations
@@ -30,10 +29,6 @@ class HandingOut:
     arrived: set[int] = field(default_factory=set)
     """Synchronous mode: the chunks of this step that are finished."""
     is_paused: bool = False
-    ahead: bool = False
-    """Synchronous mode: whether to hand out parts of the next step before this one is over."""
-    _is_behind: bool = False
-    """Whether workers were called back: no worker is ahead until the step is over."""
 
     def joined(self, worker: int) -> None:
         """A worker joins without a chunk: chunks it had before are free again."""
@@ -45,7 +40,7 @@ class HandingOut:
         if self.is_paused:
             return None
         if self.in_step:
-            before = self.ledger.steps_done + 1 + (self.ahead and not self._is_behind)
+            before = self.ledger.steps_done + 1
             return self.ledger.next_for(worker, self.arrived, before=before, spare=self.spares)
         ahead = self.clocks[worker] - min(self.clocks.values())
         if self.staleness != ANY and ahead > self.staleness:
@@ -77,20 +72,6 @@ class HandingOut:
         for number in sorted(self.arrived):
             self.ledger.merged(number)
         self.arrived.clear()
-        self._is_behind = False
-
-    def calls_back(self) -> bool:
-        """Synchronous mode: whether to call back workers that are ahead, for a free part."""
-        ledger = self.ledger
-        now = range(ledger.whole, min(ledger.whole + ledger.parts, ledger.chunks))
-        is_free = any(n not in self.arrived and n not in ledger.owners for n in now)
-        is_needed = is_free and any(n >= now.stop for n in ledger.owners)
-        self._is_behind = self._is_behind or is_needed
-        return is_needed
-
-    def returned(self, worker: int) -> None:
-        """A worker that was called back gives up its chunk."""
-        self.ledger.lost(worker)
 
     @property
     def is_idle(self) -> bool:

@@ -8,7 +8,7 @@ to them as a few numbers (`RemoteGradients`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -80,7 +80,7 @@ class Leading:
 
     def take_weights(self, *, optimizer: bool = False) -> None:
         """Load the weights of the servers into the model, and optimizer states if asked."""
-        answers = self.ask_all({"do": "fetch" if optimizer else "peek"})
+        answers = self.ask_all({"do": "fetch", "state": optimizer})
         strategy = self.strategy
         for layout, (answer, body) in zip(strategy.layouts, answers, strict=True):
             if layout.nbytes:
@@ -104,46 +104,22 @@ class Leading:
             bodies.append([flat.buffer])
         self.ask_all({"do": "put"}, bodies)
 
-    def forward_backward(self, batch: Batch) -> Tally:
-        return self.strategy.compute(batch)
-
-    def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
-        return local, Gradients(self.strategy.parameters)
-
-    @contextmanager
-    def updating(self, gradients: Gradients) -> Iterator[None]:
-        yield
-
-    def after_update(self, result: StepResult) -> None:
-        """Nothing to do."""
-
 
 class LeadingInStep(Leading):
-    """Synchronous mode: waits for all parts of a step, and calls `alive` meanwhile."""
+    """Synchronous mode: waits for all parts of a step, and lets the servers update."""
 
-    def __init__(
-        self,
-        strategy: ParameterServer,
-        links: Links,
-        service: Service,
-        alive: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, strategy: ParameterServer, links: Links, service: Service) -> None:
         super().__init__(strategy, links)
-        self._service, self._alive = service, alive
+        self._service = service
         self._gradients: RemoteGradients | None = None
         self._findings: tuple[BadStepFinding, ...] = ()
-        self._squares_come = False
 
     def forward_backward(self, batch: Batch) -> Tally:
         """The tallies of all parts, in their order."""
         step = self.strategy.step
         step.begin(batch)
         self._service.go_on()
-        self._ask_for_squares()
-        while (results := self._service.step(LOOK_S)) is None:
-            if self._service.calls_back():
-                self.call_back()
-            self._alive()
+        results = self._service.step()
         self._findings = tuple(
             BadStepFinding(**row) for result in results for row in result.report.get("found", ())
         )
@@ -171,62 +147,22 @@ class LeadingInStep(Leading):
         gradients.apply()
 
     def after_update(self, result: StepResult) -> None:
-        """Let the servers update; workers which wait for the next version go on."""
+        """Let the servers update, and the workers begin the next step meanwhile."""
         assert self._gradients is not None
         if self.strategy.step.probe is not None:  # it may change weights before the next step
             self._service.pause()
-        self._service.close_step()
-        self.announce(self._gradients.update or {"do": "pass"})
+        with _is_lost():
+            self.links.send_to_all(self._gradients.update or {"do": "pass"})
+            self.publish()
+            self._service.close_step()
+            self.links.receive_all()
 
-    def announce(self, message: dict[str, Any], *, waits: bool = False) -> None:
-        """Send this to all servers, and by the first one the next step's settings to workers.
-
-        Servers answer only if this `waits`; else a lost one is noticed at the next message.
-        """
-        step, links = self.strategy.step, self.links
+    def publish(self) -> None:
+        """Send the settings of the next step to workers, with their work."""
+        step = self.strategy.step
         scale = None if step.loss_scale is None else step.loss_scale.value
         settings = {"loss_scale": scale, "regularizer": float(step.regularizers.was)}
-        message = {**message, "silent": not waits}
-        with _is_lost():
-            for server in range(1, len(links.servers)):
-                links.send(server, message)
-            links.send(0, {**message, "told": settings}, self.strategy.statistics())
-            if waits:
-                links.receive_all()
-
-    # --- the norm -------------------------------------------------------------------------
-
-    def _ask_for_squares(self) -> None:
-        """Request the norm in advance: servers answer when the last part has arrived.
-
-        Not with a regularizer or a probe, which send other messages first.
-        """
-        step = self.strategy.step
-        if step.probe is None and not step.regularizers.is_there:
-            with _is_lost():
-                self.links.send_to_all({"do": "squares", "unused": []})
-            self._squares_come = True
-
-    def squares(self, unused: Sequence[int]) -> float:
-        """The sum of the squares of the gradient, with zeros for `unused` parameters."""
-        answers = self._squares_that_come() or self.ask_all({"do": "squares", "unused": unused})
-        return math.fsum(float(answer["squares"]) for answer, _ in answers)
-
-    def _squares_that_come(self) -> list[tuple[dict[str, Any], memoryview]] | None:
-        """The answers to the request in advance; `None` without one, or if it was interrupted."""
-        if not self._squares_come:
-            return None
-        with _is_lost():
-            answers = self.links.receive_all()
-        self._squares_come = False
-        return None if any(answer["squares"] is None for answer, _ in answers) else answers
-
-    def call_back(self) -> None:
-        """Make workers which wait at the servers for the next step ask the scheduler again."""
-        with _is_lost():
-            self.links.send_to_all({"do": "call_back"})
-            self._squares_that_come()
-            self.links.receive_all()
+        self._service.publish(settings, self.strategy.statistics())
 
 
 class RemoteGradients(Gradients):
@@ -282,7 +218,8 @@ class RemoteGradients(Gradients):
         return [None if at in unused else g * self.factor for at, g in enumerate(gradients)]
 
     def norm(self, *, clips: bool, left_out: bool) -> float:
-        squares = self._leading.squares(self.unused)
+        answers = self._leading.ask_all({"do": "squares", "unused": self.unused})
+        squares = math.fsum(float(answer["squares"]) for answer, _ in answers)
         return math.sqrt(squares) * abs(self.factor) if squares >= 0 else math.nan
 
     def norm_unread(self, *, clips: bool, left_out: bool) -> Tensor:

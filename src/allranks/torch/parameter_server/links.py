@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Self
 
 from allranks.launcher.messages.answering import ANSWER_S
-from allranks.launcher.messages.connection import Buffer, Connection
+from allranks.launcher.messages.connection import Buffer, Connection, Place, new_memory
 from allranks.launcher.messages.meeting_point import connect_to
 from allranks.launcher.nodes.channel import Disconnected, Message
 from allranks.torch.parameter_server.server import MAX_STATES
@@ -17,10 +17,6 @@ Address = tuple[str, int]
 
 class Stale(Disconnected):
     """The servers have loaded other weights since this worker joined."""
-
-
-class CalledBack(Exception):
-    """The worker must ask for other work before the weights which it waits for."""
 
 
 class Links:
@@ -54,29 +50,16 @@ class Links:
         with naming(server):
             self.servers[server].send(message, *body)
 
-    def receive(self, server: int) -> tuple[Message, memoryview]:
-        """The answer of one server; raises `Disconnected` also if it refuses."""
+    def receive(self, server: int, place: Place = new_memory) -> tuple[Message, memoryview]:
+        """The answer of one server, its body in the memory which `place` returns for it.
+
+        Raises `Disconnected` also if it refuses.
+        """
         with naming(server):
-            answer, size = self._header(server)
-            body = memoryview(bytearray(size))
-            self.servers[server].receive_body(body)
+            answer, body = self.servers[server].receive(place)
+            if "refused" in answer:
+                raise Disconnected(f"it refuses: {answer['refused']}")
             return answer, body
-
-    def header(self, server: int) -> tuple[Message, int]:
-        """The next answer of a server, and the size of its body; call `fill` to receive that."""
-        with naming(server):
-            return self._header(server)
-
-    def _header(self, server: int) -> tuple[Message, int]:
-        answer, size = self.servers[server].receive_header()
-        if "refused" in answer:
-            raise Disconnected(f"it refuses: {answer['refused']}")
-        return answer, size
-
-    def fill(self, server: int, memory: memoryview) -> None:
-        """Receive the body of the last `header` into `memory`."""
-        with naming(server):
-            self.servers[server].receive_body(memory)
 
     def ask_all(
         self, message: Message, bodies: Sequence[Sequence[Buffer]] = ()

@@ -6,16 +6,11 @@
                 add    factor; body               version              sum <- factor · sum + body
                 apply  factor, groups, unused     version
                 pass                              version              the step updates nothing
-                fetch                             version, kept; body  weights and optimizer
-                call_back                         version              waiting pulls: `again`
-                tell   told; body                 version              settings of the next step
-                peek                              version; body        weights alone
+                fetch  state                      version, kept; body  weights, and optimizer
                 put; body                         version              other weights, for a check
                 gradients                         version; body        the sum of all parts
                 load_rows   table, step, columns; body      rows of a table, and their state
                 fetch_rows  table, state          step, columns, widths; body
-                apply, pass and tell have `told`, with a body: sent to workers with the weights;
-                a `silent` message has no answer
     all         hello                                 memory: whether it is shared
     worker      hold   table, count; body         none                 rows, for the next push
                 rows   table, count; body         rows, as they are
@@ -23,7 +18,6 @@
                 push   number, groups, unused; body
                 push   number, change; body       none                 the change of the weights
                 pull   version, has               version; body        this version, or a later one
-                                                  told, told_bytes     mode=sync: first in the body
                 with update=worker                version, update; body   a gradient after `has`
                                                   version, kept; body  or weights and optimizer
 
@@ -56,14 +50,13 @@ from allranks.torch.parameter_server.tables.served import ServedTables, answer_r
 from allranks.torch.trainer import Trainer
 
 SCHEDULER_ID = 1 << 30
-LOOK_S = 0.2
 MAX_STATES = 16
 """The optimizer state has at most so many times the bytes of the weights."""
 OVER = "over"
 NO_ERA = -1
-OF_THE_SUM = ("add", "apply", "gradients")
+OF_THE_SUM = ("squares", "add", "apply", "gradients")
 """Messages of the scheduler which need the sum of all parts of a step."""
-WAITED_FOR = ("load", "apply", "pass", "call_back")
+WAITED_FOR = ("load", "apply", "pass")
 """Messages after which waiting pulls are answered."""
 
 
@@ -90,8 +83,6 @@ class Server(Answering):
         self.shard, self.layout, self.digest, self.in_step = shard, layout, digest, in_step
         self._reached = reached
         self.era = NO_ERA
-        self._announcement: tuple[Message, bytes] | None = None
-        self._calls_back = False
         self._pushed_gradients: dict[int, Flat] = {}
         self._shared: dict[int, SharedNumbers] = {}
         self._of_thread = threading.local()
@@ -166,9 +157,8 @@ class Server(Answering):
         shared = self._shared.get(peer)
         weights = self._copy_for_this_thread() if shared is None else shared.weights
         with self.changed:
-            self._wait(lambda: self.era > era or self._calls_back or self._has(era, version))
-            is_stale, is_there = self.era != era, self._has(era, version)
-            announcement = self._announcement
+            self._wait(lambda: self.era > era or self._has(era, version))
+            is_there = self._has(era, version)
             if is_there:  # the worker overwrites its last gradient after this answer
                 self.shard.keep(self._gradient_of(peer) if shared is None else shared.gradient)
                 body: list[Any] = [] if shared is not None else [weights.buffer]
@@ -178,12 +168,9 @@ class Server(Answering):
                 else:
                     self.shard.pull(peer, weights)
         if is_there:
-            if announcement is not None:
-                answer |= announcement[0]
-                body.insert(0, announcement[1])
             connection.send(answer, *body)
         else:
-            connection.send({"stale": self.era} if is_stale else {"again": version})
+            connection.send({"stale": self.era})
 
     def _hand_on(self, has: int, into: Flat, answer: Message, body: list[Any]) -> list[Any]:
         """The body for a worker at a version: one gradient, or the full state if it is older."""
@@ -244,7 +231,8 @@ class Server(Answering):
                 case "load":
                     self._load(message, body)
                 case "squares":
-                    answer["squares"] = self._squares(connection, message["unused"])
+                    unused = message["unused"]
+                    answer["squares"] = shard.squares(unused) + self.tables.squares(unused)
                 case "load_rows":
                     self.era = NO_ERA  # pushes are of the old weights until all is loaded
                     self.tables.load(message, body)
@@ -255,48 +243,27 @@ class Server(Answering):
                     self.tables.scale(float(message["factor"]))
                     shard.add(self.layout.new(bytearray(body)), float(message["factor"]))
                 case "apply":
-                    self._apply(message)
+                    self._reached(shard.version)
+                    update = float(message["factor"]), message["groups"], message["unused"]
+                    shard.apply(*update)
+                    self.tables.apply(*update)
                 case "pass":
                     self.tables.forget()
                     shard.pass_over()
-                    self._calls_back = False
-                case "call_back" | "tell":
-                    self._calls_back = message["do"] == "call_back"
                 case "fetch":
-                    answer["kept"], more = packed(shard.optimizer_state())
+                    states = shard.optimizer_state() if message["state"] else []
+                    answer["kept"], more = packed(states)
                     pieces = [bytes(shard.weights.buffer), *map(bytes, more)]
-                case "peek":
-                    pieces = [bytes(shard.weights.buffer)]
                 case "put":
                     shard.put(self.layout.new(bytearray(body)))
                 case "gradients":
                     pieces = [bytes(shard.gradient.buffer)]
                 case other:
                     raise ValueError(f"to {other!r}, which no server does")
-            if "told" in message:
-                self._announcement = {"told": message["told"], "told_bytes": len(body)}, bytes(body)
             answer["version"] = shard.version
             if message["do"] in WAITED_FOR:
                 self.changed.notify_all()
-        if not message.get("silent"):
-            connection.send(answer, *pieces)
-
-    def _apply(self, message: Message) -> None:
-        self._reached(self.shard.version)
-        done = float(message["factor"]), message["groups"], message["unused"]
-        self.shard.apply(*done)
-        self.tables.apply(*done)
-        self._calls_back = False
-
-    def _squares(self, connection: Connection, unused: list[int]) -> float | None:
-        """Those of the step, once all parts arrived; `None` if another message arrives first."""
-        while not self.shard.is_complete:
-            if connection.has_more:
-                return None
-            self.changed.wait(LOOK_S)
-            if self.is_closed:
-                raise Disconnected("this server is at its end")
-        return self.shard.squares(unused) + self.tables.squares(unused)
+        connection.send(answer, *pieces)
 
     @property
     def port(self) -> int:
@@ -308,7 +275,6 @@ class Server(Answering):
         state = unpacked(message["kept"], body[cut:])
         self.shard.load(self.layout.new(bytearray(body[:cut])), state)
         self.shard.begin(int(message["version"]))
-        self._calls_back = False
         self.era = int(message["era"])
 
 

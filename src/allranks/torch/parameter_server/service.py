@@ -5,7 +5,6 @@
     worker   hello: index, digest                       era, servers: [[address, port], …]
     worker   ask, or brought: chunk, …; body: tally     work and `settings`; body: statistics
              sent: {kind: bytes so far}
-    worker   returned: what it was handed ahead         work
     worker   under_way                                  work
 
 `work` is a chunk ("first", "part", …) or "over". It is "settle" if there is no chunk for a worker
@@ -88,7 +87,7 @@ class Service(Answering):
         self.era = -1
         """Set once the servers have their weights; from then on workers may join."""
         self.settings: dict[str, Any] = {}
-        """Asynchronous modes: sent to workers with their work."""
+        """Sent to workers with their work."""
         self.statistics = b""
         """The body of that message: running statistics of BatchNorm."""
         self.is_over = False
@@ -114,24 +113,17 @@ class Service(Answering):
             self.era = era
             self.changed.notify_all()
 
-    def step(self, timeout_s: float) -> list[ChunkResult] | None:
-        """Synchronous mode: the results of all parts, in order; `None` after `timeout_s`."""
+    def step(self) -> list[ChunkResult]:
+        """Synchronous mode: the results of all parts, in order; waits for them."""
         with self.changed:
-            self._wait(lambda: self.handing.is_complete, timeout_s)
-            if not self.handing.is_complete:
-                return None
+            self._wait(lambda: self.handing.is_complete)
             results, self._results = self._results, []
         return sorted(results, key=lambda result: result.chunk.part)
 
     def publish(self, settings: dict[str, Any], statistics: bytes) -> None:
-        """Asynchronous modes: send this with all work from now on."""
+        """Send this with all work from now on."""
         with self.changed:
             self.settings, self.statistics = settings, statistics
-
-    def calls_back(self) -> bool:
-        """Synchronous mode: whether to call back workers that are ahead, for a free part."""
-        with self.changed:
-            return self.handing.calls_back()
 
     def close_step(self) -> None:
         """Synchronous mode: close this step and hand out the next one."""
@@ -186,7 +178,7 @@ class Service(Answering):
         with self.changed:
             return dict(self._moved)
 
-    def _wait(self, until: Callable[[], bool], timeout_s: float) -> None:
+    def _wait(self, until: Callable[[], bool], timeout_s: float | None = None) -> None:
         """Wait for a condition; raises `PeerLost` if a server is lost."""
         self.changed.wait_for(lambda: until() or bool(self._is_lost), timeout_s)
         if self._is_lost:
@@ -226,8 +218,6 @@ class Service(Answering):
             self._moved[peer] = message.get("sent", {})
             if "brought" in message:
                 self._accept(peer, message["brought"], body)
-            if "returned" in message:
-                self.handing.returned(peer)
             is_there = self._is_there(peer, connection)
             has_none = is_there and not self.is_over and not self._next_for(peer)
             settles = has_none and bool(message.get("under_way"))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 from allranks.errors import PeerLost, RequestError
@@ -20,13 +19,15 @@ from allranks.launcher.nodes.channel import Disconnected
 from allranks.torch.data.batch import Batch
 from allranks.torch.model.precision import KERNELS
 from allranks.torch.parameter_server.handing_out import HandingOut
-from allranks.torch.parameter_server.leading import LOOK_S, Leading, LeadingInStep
+from allranks.torch.parameter_server.leading import Leading, LeadingInStep
 from allranks.torch.parameter_server.links import Links
 from allranks.torch.parameter_server.service import ChunkResult, Service
-from allranks.torch.parameter_server.strategy import ParameterServer
+from allranks.torch.parameter_server.strategy import ParameterServer, Side
 from allranks.torch.trainer import Trainer
 from allranks.training.progress import RankRequests, StepResult
 from allranks.training.work_queue import Ledger
+
+LOOK_S = 0.2
 
 
 class SchedulerTrainer(Trainer):
@@ -149,7 +150,6 @@ class SchedulerTrainer(Trainer):
         every = options["every"] if strategy.pushes_changes else 1
         ledger = Ledger(total, every, strategy.parts, done.batch_index)
         handing = HandingOut(ledger, strategy.in_step, options["backup"] > 0, options["staleness"])
-        handing.ahead = not handing.spares and strategy.step.probe is None
         if strategy.handed is not None and not strategy.in_step:
             handing.load_state(strategy.handed)
         listener, kind = listen(world), strategy.step.layout.like.dtype
@@ -169,7 +169,7 @@ class SchedulerTrainer(Trainer):
             self._leading = leading = LeadingInStep(strategy, links, service)
             self.guard.find = leading.find_bad_samples
             leading.load(done.batch_index, world.restarts)
-            leading.announce({"do": "tell"}, waits=True)  # before anybody pulls
+            leading.publish()
         else:
             self._leading = Leading(strategy, links)
             self._leading.load(done.batch_index, world.restarts)
@@ -209,8 +209,8 @@ class SchedulerTrainer(Trainer):
         """After the last step: fetch weights and optimizer states, and end the service."""
         self._leading.take_weights(optimizer=True)
         self._count_bytes(service)
-        self._finish(service)
-        self.strategy.side = None
+        service.finish()
+        self.strategy.side = Side(self.strategy)
 
     def _count_bytes(self, service: Service) -> None:
         """The bytes of the busiest process: a server's weights, or a worker's gradients.
@@ -264,12 +264,5 @@ class SchedulerTrainer(Trainer):
 
     def close(self, *, failed: bool = False) -> None:
         if self.service is not None:
-            self._finish(self.service, failed=failed)
+            self.service.finish()
         super().close(failed=failed)
-
-    def _finish(self, service: Service, *, failed: bool = False) -> None:
-        """End the job for all workers, also those which wait at the servers."""
-        if isinstance(self.strategy.side, LeadingInStep) and not failed:
-            with suppress(PeerLost):
-                self.strategy.side.call_back()
-        service.finish()
