@@ -34,9 +34,9 @@ from allranks.strategies.cards.parameter_server import PLAIN, STALENESS_AWARE
 from allranks.tools.check.against_single import CheckPlan, check_against_one
 from allranks.torch.parameter_server.exchange import Exchange, Stale
 from allranks.torch.parameter_server.flat import FlatLayout, Sized, WeightPiece, placed
-from allranks.torch.parameter_server.handing_out import HandingOut
 from allranks.torch.parameter_server.links import Links
 from allranks.torch.parameter_server.server import SCHEDULER_ID, Server
+from allranks.torch.parameter_server.service import WorkQueue
 from allranks.torch.parameter_server.shard import MANY, Shard
 from allranks.torch.parameter_server.state import (
     cut_state,
@@ -236,26 +236,26 @@ def test_clocks_are_never_further_apart_than_staleness_and_each_batch_counts_onc
 ) -> None:
     chance = random.Random(seed)
     staleness, workers, steps = chance.randint(0, 3), chance.randint(1, 5), chance.randint(1, 60)
-    handing = HandingOut(Ledger(steps, 1, 1), in_step=False, staleness=staleness)
+    queue = WorkQueue(Ledger(steps, 1, 1), in_step=False, staleness=staleness)
     speeds = [chance.choice([1.0, 1.0, 0.1]) for _ in range(workers)]
     has, counted, apart = dict[int, int](), list[int](), 0
     for worker in range(workers):
-        handing.joined(worker)
+        queue.joined(worker)
     for _ in range(100_000):
-        if handing.ledger.is_over:
+        if queue.ledger.is_over:
             break
         worker = chance.randrange(workers)
         if worker not in has:
-            chunk = handing.next_for(worker)
+            chunk = queue.next_for(worker)
             if chunk is not None:
                 has[worker] = chunk.number
-                apart = max(apart, handing.clocks[worker] - min(handing.clocks.values()))
+                apart = max(apart, queue.clocks[worker] - min(queue.clocks.values()))
         elif chance.random() < 0.02:
-            assert [c.number for c in handing.lost(worker)] == [has.pop(worker)]
-            handing.joined(worker)
+            assert [c.number for c in queue.lost(worker)] == [has.pop(worker)]
+            queue.joined(worker)
         elif chance.random() < speeds[worker]:
             number = has.pop(worker)
-            assert handing.came(worker, number) and not handing.came(worker, number)
+            assert queue.came(worker, number) and not queue.came(worker, number)
             counted.append(number)
     assert sorted(counted) == list(range(steps)) and apart <= staleness
 
@@ -264,22 +264,22 @@ def test_clocks_are_never_further_apart_than_staleness_and_each_batch_counts_onc
 def test_in_step_a_slow_worker_is_waited_for_unless_there_are_spares(spares: bool) -> None:
     """Three workers, worker 0 at a tenth of the speed; with spares a batch has two parts."""
     parts = 2 if spares else 3
-    handing = HandingOut(Ledger(30, 1, parts), in_step=True, spares=spares)
+    queue = WorkQueue(Ledger(30, 1, parts), in_step=True, spares=spares)
     for worker in range(3):
-        handing.joined(worker)
+        queue.joined(worker)
     busy, ticks, brought = dict[int, list[int]](), 0, Counter[int]()
-    while not handing.ledger.is_over:
+    while not queue.ledger.is_over:
         ticks += 1
         for worker in range(3):
-            if worker not in busy and (chunk := handing.next_for(worker)) is not None:
-                assert chunk.first == handing.ledger.steps_done, "never of a later step"
+            if worker not in busy and (chunk := queue.next_for(worker)) is not None:
+                assert chunk.first == queue.ledger.steps_done, "never of a later step"
                 busy[worker] = [chunk.number, 10 if worker == 0 else 1]
         for worker, (number, left) in list(busy.items()):
             busy[worker] = [number, left - 1]
             if left == 1:
-                brought[worker] += handing.came(worker, busy.pop(worker)[0])
-        if handing.is_complete:
-            handing.close_step()
+                brought[worker] += queue.came(worker, busy.pop(worker)[0])
+        if queue.is_complete:
+            queue.close_step()
     assert sum(brought.values()) == 30 * parts
     assert ticks <= 45 if spares else ticks >= 300
 
@@ -289,25 +289,25 @@ def test_in_step_the_part_of_a_lost_worker_goes_to_one_that_waits(seed: int) -> 
     """Workers die for good, at random, until one is left: each part of each step is brought."""
     chance = random.Random(seed)
     alive = list(range(chance.randint(2, 5)))
-    handing = HandingOut(Ledger(20, 1, len(alive)), in_step=True)
+    queue = WorkQueue(Ledger(20, 1, len(alive)), in_step=True)
     for worker in alive:
-        handing.joined(worker)
-    has, parts = dict[int, Chunk](), handing.ledger.parts
+        queue.joined(worker)
+    has, parts = dict[int, Chunk](), queue.ledger.parts
     for _ in range(10_000):
         worker = chance.choice(alive)
         if len(alive) > 1 and chance.random() < 0.02:
             alive.remove(worker)
             has.pop(worker, None)
-            handing.lost(worker)
+            queue.lost(worker)
         elif worker not in has:
-            if (chunk := handing.next_for(worker)) is not None:
-                assert chunk.first == handing.ledger.steps_done, "never of a later step"
+            if (chunk := queue.next_for(worker)) is not None:
+                assert chunk.first == queue.ledger.steps_done, "never of a later step"
                 has[worker] = chunk
         else:
-            assert handing.came(worker, has.pop(worker).number)
-            if handing.is_complete:
-                handing.close_step()
-    assert handing.ledger.is_over and handing.ledger.steps_of_parts == 20 * parts
+            assert queue.came(worker, has.pop(worker).number)
+            if queue.is_complete:
+                queue.close_step()
+    assert queue.ledger.is_over and queue.ledger.steps_of_parts == 20 * parts
 
 
 # --- the wire -----------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """A parameter server: it sums and applies what workers push, and sends what they pull.
 
+The evaluator of a job with servers is here too.
+
     sender      message                           answer
     scheduler   load   version, era, kept; body   version              weights and optimizer
                 squares  unused                   squares              once all parts are there
@@ -31,8 +33,15 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from allranks.checkpoint.format import Manifest, unflatten
+from allranks.checkpoint.newest import is_below, values_of
+from allranks.job.job import Job
 from allranks.job.run_folder import JsonLines
 from allranks.launcher.messages.answering import ANSWER_S, Answering
 from allranks.launcher.messages.connection import Connection
@@ -41,17 +50,19 @@ from allranks.launcher.nodes.channel import Disconnected, Message
 from allranks.launcher.world import World
 from allranks.strategies.cards.parameter_server import SERVER
 from allranks.torch.build import BuiltModel
+from allranks.torch.checkpoint.state import load_model_state
+from allranks.torch.checkpoint.storage import read_files
+from allranks.torch.checkpoint.tree import DTYPES
 from allranks.torch.parameter_server.flat import Flat
-from allranks.torch.parameter_server.memory import SharedNumbers
+from allranks.torch.parameter_server.links import SharedNumbers, largest_message
+from allranks.torch.parameter_server.served_tables import ServedTables, numbers_of
 from allranks.torch.parameter_server.shard import Shard
 from allranks.torch.parameter_server.state import packed, unpacked
 from allranks.torch.parameter_server.strategy import ParameterServer
-from allranks.torch.parameter_server.tables.served import ServedTables, answer_rows
 from allranks.torch.trainer import Trainer
+from allranks.training.work_queue import checkpoints_to_evaluate
 
 SCHEDULER_ID = 1 << 30
-MAX_STATES = 16
-"""The optimizer state has at most so many times the bytes of the weights."""
 OVER = "over"
 NO_ERA = -1
 OF_THE_SUM = ("squares", "add", "apply", "gradients")
@@ -78,7 +89,7 @@ class Server(Answering):
     ) -> None:
         layout = shard.layout
         rows = 0 if tables is None else tables.most_bytes
-        super().__init__(listener, secret, (1 + MAX_STATES) * (layout.nbytes + rows) + (1 << 20))
+        super().__init__(listener, secret, largest_message(layout.nbytes + rows))
         self.tables = tables or ServedTables((), shard.optimizer, 0, 1)
         self.shard, self.layout, self.digest, self.in_step = shard, layout, digest, in_step
         self._reached = reached
@@ -126,8 +137,7 @@ class Server(Answering):
     # --- workers --------------------------------------------------------------------------
 
     def _pushed(self, peer: int, push: Message, era: int) -> None:
-        shared = self._shared.get(peer)
-        gradient = self._gradient_of(peer) if shared is None else shared.gradient
+        gradient = self._gradient_of(peer)
         with self.changed:
             if era != self.era:
                 self.tables.drop(peer)
@@ -160,7 +170,7 @@ class Server(Answering):
             self._wait(lambda: self.era > era or self._has(era, version))
             is_there = self._has(era, version)
             if is_there:  # the worker overwrites its last gradient after this answer
-                self.shard.keep(self._gradient_of(peer) if shared is None else shared.gradient)
+                self.shard.keep(self._gradient_of(peer))
                 body: list[Any] = [] if shared is not None else [weights.buffer]
                 answer = {"version": self.shard.version}
                 if self.shard.hands_on:
@@ -191,6 +201,8 @@ class Server(Answering):
 
     def _gradient_of(self, peer: int) -> Flat:
         """Memory for its pushes, made at the first one: a server may hold only rows of tables."""
+        if peer in self._shared:
+            return self._shared[peer].gradient
         if peer not in self._pushed_gradients:
             self._pushed_gradients[peer] = self.layout.new()
         return self._pushed_gradients[peer]
@@ -203,7 +215,7 @@ class Server(Answering):
         if rows is None:
             connection.send({"stale": self.era})
         else:
-            connection.send({}, *answer_rows(rows))
+            connection.send({}, numbers_of(rows))
 
     def _has(self, era: int, version: int) -> bool:
         return self.era == era and self.shard.version >= version
@@ -335,3 +347,38 @@ def serve(trainer: Trainer, world: World, events: JsonLines) -> None:
             server.close()
     events.event("done", version=shard.version)
     heartbeat.enter("done")
+
+
+MODEL = "common/model"
+
+
+def evaluate_checkpoints(trainer: Trainer, job: Job, world: World, events: JsonLines) -> None:
+    """Run the evaluator: evaluate the checkpoints of `job` until its scheduler is done.
+
+    It evaluates the newest checkpoint in this process alone, each sample once, and writes the event
+    `evaluated`. It does not communicate, so no process waits for it, and its death costs only time.
+    `training/work_queue.py` selects the checkpoints.
+    """
+    events.event("ready", host=socket.gethostname(), role=world.role, index=world.role_index)
+    model, evaluated = trainer.strategy.model, 0
+    run_dir, heartbeat = Path(job.run_dir), trainer.heartbeat
+    checkpoints = checkpoints_to_evaluate(run_dir, world, heartbeat, _model_state, events)
+    for (step, digest), state in checkpoints:
+        trainer.faults.reach("step", step)
+        load_model_state(model, state)
+        metrics = trainer.evaluate()
+        events.event("evaluated", step=step, digest=digest, metrics=metrics, best=False)
+        evaluated += 1
+    events.event("done", evaluated=evaluated)
+    trainer.heartbeat.enter("done")
+
+
+def _model_state(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    """The weights and buffers in a checkpoint; the optimizer state is not read."""
+    wanted = {path: saved for path, saved in manifest.tensors.items() if is_below(path, MODEL)}
+    targets: dict[str, Tensor] = {
+        path: torch.empty(saved.shape, dtype=DTYPES[saved.dtype]) for path, saved in wanted.items()
+    }
+    read_files(folder, wanted, targets)
+    state: dict[str, Any] = unflatten(values_of(manifest)[0]["model"], targets)
+    return state

@@ -11,12 +11,14 @@ so no worker blocks when another one dies.
                                                                                     (mode=async)
 
 `flat` assigns weights to servers and lays them out; `shard` is the arithmetic of a server, `server`
-its communication and process. `handing_out` assigns chunks to workers, `service` sends them.
-`leading` and `trainer` are the scheduler's: each step is a step of the job, so record, evaluation
-and checkpoints are those of every strategy. `worker` is a worker's loop, `exchange` what it pulls
-and pushes, `changes` the same for mode=delta. A lost worker is no failure while `least` are left,
-and is restarted. If a server or the scheduler is lost, workers wait until all weights are loaded
-again from the checkpoint (`Role`).
+its communication and process. `service` assigns chunks to workers and sends them. `scheduler`
+leads: each step is a step of the job, so record, evaluation and checkpoints are those of every
+strategy. `worker` is a worker's loop, `exchange` what it pulls and pushes. `state` cuts the
+optimizer state. Tables of rows: `row_table` has their updates, `served_tables` both ends of their
+messages, and `pulled_tables` the layers of a worker.
+
+A lost worker is no failure while `least` are left, and is restarted. If a server or the scheduler
+is lost, workers wait until all weights are loaded again from the checkpoint (`Role`).
 
 This class is the strategy of all three kinds of processes: the layout of the weights, and a `side`.
 """
@@ -53,9 +55,8 @@ from allranks.torch.optimizers.elementwise import (
     groups_of_whole,
 )
 from allranks.torch.parameter_server.flat import FlatLayout, Sized, cut_evenly, placed
-from allranks.torch.parameter_server.shard import Shard
-from allranks.torch.parameter_server.tables.pulled import find_tables
-from allranks.torch.parameter_server.tables.served import (
+from allranks.torch.parameter_server.pulled_tables import find_tables
+from allranks.torch.parameter_server.served_tables import (
     PlacedTable,
     ServedTables,
     leave_rows,
@@ -63,6 +64,7 @@ from allranks.torch.parameter_server.tables.served import (
     most_bytes,
     placed_tables,
 )
+from allranks.torch.parameter_server.shard import Shard
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.tally import Tally
 from allranks.torch.step.trainable import unfrozen_on_the_way
@@ -125,11 +127,6 @@ class ParameterServer(Strategy):
     def pushes_changes(self) -> bool:
         """Whether workers train alone, and push the change of their weights."""
         return bool(self.context.options["mode"] == CHANGES)
-
-    @property
-    def weights_lie_where_they_come(self) -> bool:
-        """Whether a worker receives weights directly into its parameters."""
-        return not self.updates_on_worker and not self.pushes_changes
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         if self.rows_travel:
@@ -344,6 +341,11 @@ class ParameterServer(Strategy):
     def parameters(self) -> list[Parameter]:
         """The parameters on the servers, in the order of the model."""
         return self.step.parameters
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """Their numbers, in place."""
+        return [parameter.detach() for parameter in self.parameters]
 
 
 def _flat_pieces(servers: int, whole: Tensor) -> list[Tensor]:

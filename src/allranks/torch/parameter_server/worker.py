@@ -32,8 +32,7 @@ from allranks.launcher.world import World
 from allranks.strategies.roles import WORKER
 from allranks.torch.data.batch import Batch
 from allranks.torch.model.precision import KERNELS
-from allranks.torch.parameter_server.changes import Changes
-from allranks.torch.parameter_server.exchange import Exchange
+from allranks.torch.parameter_server.exchange import Changes, Exchange
 from allranks.torch.parameter_server.links import Links
 from allranks.torch.parameter_server.server import OVER
 from allranks.torch.parameter_server.service import LARGEST_TALLY, SETTLE, Done
