@@ -7,8 +7,8 @@ from collections import Counter
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from allranks.torch.parameter_server.tables.pulled import find_tables
-from allranks.torch.parameter_server.tables.row_table import RowTable, rule_name, settings_of, split
+from allranks.torch.parameter_server.pulled_tables import Lookups, find_tables
+from allranks.torch.parameter_server.row_table import RowTable, rule_name, settings_of, split
 
 
 class Wire:
@@ -43,6 +43,11 @@ class Wire:
         for server, at in zip(servers, split(ids, len(servers)), strict=True):
             server.add(ids[at], gradient[at], self.part)
 
+    def push_all(self, lookups: Lookups) -> None:
+        """Push the gradients of a worker's lookups."""
+        for table, (ids, gradient) in lookups.gradients().items():
+            self.push(table, ids, gradient)
+
     def apply(self) -> None:
         for servers in self.tables.values():
             for server in servers:
@@ -55,6 +60,6 @@ class Wire:
         state = {n: weight.new_empty(len(weight), c.shape[1]) for n, c in servers[0].state.items()}
         for server in servers:
             weight[server.ids()] = server.weight
-            for name, column in server.state_of(server.ids()).items():
+            for name, column in server.state.items():
                 state[name][server.ids()] = column
         return weight, state

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adagrad, Adam
 
 from allranks.errors import RequestError
-from allranks.torch.parameter_server.tables.pulled import Lookups, find_tables, pull_tables
-from allranks.torch.parameter_server.tables.row_table import RULES, check_group, rule_name
+from allranks.torch.parameter_server.pulled_tables import Lookups, find_tables, pull_tables
+from allranks.torch.parameter_server.row_table import RULES, check_group, rule_name
 from limited_memory import Limited
 from rows_wire import Wire
 
@@ -42,7 +42,7 @@ def test_a_table_of_four_times_the_memory_of_a_worker_trains() -> None:
     wire = Outside(whole, optimizer, 2)
     with torch.device("meta"):
         model = Clicks()
-    lookups = Lookups(wire)
+    lookups = Lookups(wire.pull)
     pull_tables(model, lookups)
     model.dense = nn.Linear(Clicks.dim, 1, dtype=torch.float64)
     model.dense.load_state_dict(whole.dense.state_dict())
@@ -50,7 +50,7 @@ def test_a_table_of_four_times_the_memory_of_a_worker_trains() -> None:
         wire.limited = used
         for step in range(8):
             model(batch_of(step)).backward()
-            lookups.push()
+            wire.push_all(lookups)
             wire.apply()
     assert 0 < used.most < limit
     for step in range(8):
@@ -92,7 +92,7 @@ def test_lookups_that_are_none_or_wrong() -> None:
     model = nn.Sequential(nn.EmbeddingBag(9, 2, sparse=True, padding_idx=4, dtype=torch.float64))
     wire = Wire(model, SGD(model.parameters(), lr=1.0), 2)
     whole = model[0](torch.tensor([4, 4, 1]), torch.tensor([0, 2, 2]))
-    lookups = Lookups(wire)
+    lookups = Lookups(wire.pull)
     pull_tables(model, lookups)
     assert torch.equal(model[0](torch.tensor([4, 4, 1]), torch.tensor([0, 2, 2])), whole)
     none = model[0](torch.empty(0, dtype=torch.int64), torch.zeros(3, dtype=torch.int64))
@@ -108,9 +108,9 @@ def test_a_frozen_table_is_pulled_and_never_pushed() -> None:
     model = nn.Sequential(nn.Embedding(9, 2, sparse=True))
     model[0].weight.requires_grad_(False)
     wire = Wire(model, SGD([nn.Parameter(torch.zeros(1))], lr=1.0), 1)
-    pull_tables(model, lookups := Lookups(wire))
+    pull_tables(model, lookups := Lookups(wire.pull))
     assert not model(torch.tensor([1, 2])).requires_grad
-    lookups.push()
+    wire.push_all(lookups)
     assert wire.pulled["0.weight"] == 2 and not wire.pushed
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
 from allranks.torch.optimizers.rowwise_adagrad import RowwiseAdagrad
-from allranks.torch.parameter_server.tables.pulled import Lookups, pull_tables
-from allranks.torch.parameter_server.tables.row_table import (
+from allranks.torch.parameter_server.pulled_tables import Lookups, pull_tables
+from allranks.torch.parameter_server.row_table import (
     RowTable,
     TablePlan,
     settings_of,
@@ -75,7 +75,7 @@ def trained_on_servers(name: str, servers: int, *, in_order: bool = False) -> Wi
     wire = Wire(whole, OPTIMIZERS[name](tables_of(whole)), servers)
     workers = []
     for _ in range(WORKERS):
-        model, lookups = model_of(), Lookups(wire)
+        model, lookups = model_of(), Lookups(wire.pull)
         pull_tables(model, lookups)
         assert not any(len(p) for p in tables_of(model)), "a worker has no row"
         workers.append((model, lookups))
@@ -85,7 +85,7 @@ def trained_on_servers(name: str, servers: int, *, in_order: bool = False) -> Wi
             (model, lookups), wire.part = workers[part], part
             for piece in drawn(step, part).split(2):  # micro-batches
                 loss_of(model, piece).backward()
-            lookups.push()
+            wire.push_all(lookups)
         wire.apply()
     return wire
 
@@ -130,18 +130,18 @@ def test_the_number_of_servers_and_the_order_of_parts_change_no_bit() -> None:
 def test_only_rows_that_were_touched_travel_and_each_once() -> None:
     model = model_of()
     wire = Wire(model, SGD(tables_of(model), lr=0.1), 2)
-    lookups = Lookups(wire)
+    lookups = Lookups(wire.pull)
     pull_tables(model, lookups)
     for _ in range(2):  # two micro-batches of the same rows
         loss_of(model, torch.tensor([[3, 3, 9, 1], [1, 3, 9, 9]])).backward()
     # words: 1, 3, 9, and 2, 4, 10 by the layer that shares it, of which 2 is its padding
     assert wire.pulled == {"words.weight": 6, "sums.weight": 3, "means.weight": 3}
-    lookups.push()
+    wire.push_all(lookups)
     assert wire.pushed == {"words.weight": 5, "sums.weight": 3, "means.weight": 3}
-    assert wire.tables["words.weight"][0].summed()[0].tolist() == [4, 10]
+    assert wire.tables["words.weight"][0].summed()[0].tolist() == [2, 5]
     with torch.no_grad():
         model(torch.tensor([[5, 5, 5, 5]]))
-    lookups.push()
+    wire.push_all(lookups)
     assert wire.pushed["words.weight"] == 5, "what is only looked at is not pushed"
 
 
@@ -151,14 +151,14 @@ def test_a_row_that_is_only_padding_keeps_its_moments() -> None:
     model, whole = model_of(), model_of()
     optimizer = SparseAdam(tables_of(whole), lr=0.1)
     wire = Wire(model, optimizer, 2)
-    lookups = Lookups(wire)
+    lookups = Lookups(wire.pull)
     pull_tables(model, lookups)
     for one in ids:
         optimizer.zero_grad()
         loss_of(whole, one).backward()
         optimizer.step()
         loss_of(model, one).backward()
-        lookups.push()
+        wire.push_all(lookups)
         wire.apply()
     torch.testing.assert_close(
         wire.whole("words.weight")[0], whole.words.weight.detach(), rtol=1e-10, atol=1e-12
@@ -171,12 +171,12 @@ def test_a_part_that_comes_twice_counts_once_and_a_step_not_made_leaves_nothing(
     assert table.add(ids, 3 * ones, part=1)
     assert table.add(ids[:1], ones[:1], part=0)
     assert not table.add(ids, 100 * ones, part=1)
-    found, gradient = table.summed()
-    assert found.tolist() == [1, 5] and gradient.tolist() == [[4, 4], [3, 3]]
+    places, gradient = table.summed()
+    assert places.tolist() == [0, 2] and gradient.tolist() == [[4, 4], [3, 3]]
     assert table.squares() == 2 * 16 + 2 * 9
     table.forget()
     assert table.apply({"lr": 1.0}) == 0 and not table.weight.any()
-    assert table.push(ids, ones, {"lr": 1.0}, factor=0.5) == 2
+    assert table.add(ids, ones, part=0) and table.apply({"lr": 1.0}, factor=0.5) == 2
     assert table.pull(torch.tensor([1, 3, 5])).tolist() == [[-0.5] * 2, [0.0] * 2, [-0.5] * 2]
     for wrong in ([2], [5, 1], [1, 1], [9], [-1]):
         with pytest.raises(AssertionError):
@@ -193,10 +193,12 @@ def test_rowwise_adagrad_by_hand() -> None:
         settings_of(RowwiseAdagrad([torch.zeros(1)], lr=0.5).param_groups[0]),
     )
     group = {"lr": 0.5, "lr_decay": 0.0, "eps": 0.0}
-    table.push(torch.tensor([0]), torch.tensor([[3.0, 4.0]], dtype=torch.float64), group)
+    table.add(torch.tensor([0]), torch.tensor([[3.0, 4.0]], dtype=torch.float64), part=0)
+    table.apply(group)
     first = [-0.5 * 3 / 12.5**0.5, -0.5 * 4 / 12.5**0.5]
     assert table.weight.tolist() == [pytest.approx(first, rel=1e-14), [0, 0]]
-    table.push(torch.tensor([0]), torch.ones(1, 2, dtype=torch.float64), group)
+    table.add(torch.tensor([0]), torch.ones(1, 2, dtype=torch.float64), part=0)
+    table.apply(group)
     second = [value - 0.5 / 13.5**0.5 for value in first]
     assert table.weight.tolist() == [pytest.approx(second, rel=1e-14), [0, 0]]
     assert table.state["sum"].tolist() == [[pytest.approx(13.5)], [0]]

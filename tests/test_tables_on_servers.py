@@ -12,8 +12,8 @@ from safetensors.numpy import load_file
 from allranks.errors import ProgramError, RequestError
 from allranks.job.job import Job
 from allranks.launcher.world import World
+from allranks.torch.parameter_server.served_tables import numbers_of
 from allranks.torch.parameter_server.server import ServedTrainer, Server
-from allranks.torch.parameter_server.tables.served import body_of
 from allranks.torch.trainer import Trainer
 from conftest import Train
 from deferred_tasks import TablesOnMeta
@@ -170,7 +170,7 @@ def test_what_comes_while_rows_are_loaded_is_of_weights_before() -> None:
         with nobody:
             server = Server(shard, nobody, "", "", in_step=False, tables=tables)
             ids, ones = torch.tensor([1, 4]), torch.ones(2, 3, dtype=torch.float64)
-            held = memoryview(bytearray(b"".join(bytes(part) for part in body_of(ids, ones))))
+            held = memoryview(bytearray(b"".join(bytes(numbers_of(part)) for part in (ids, ones))))
             zeros = memoryview(bytearray(tables.tables[0].weight.nbytes))
             load = {"do": "load_rows", "table": 0, "step": 0, "columns": []}
             found = []

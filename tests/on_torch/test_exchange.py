@@ -1,4 +1,4 @@
-"""What a worker pushes: where backward leaves its gradient, and what a lost link leaves."""
+"""What a worker pushes: gradients, and what a lost link leaves."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import math
 from contextlib import ExitStack
 from typing import Any
 
-import pytest
 import torch
 from test_ps import batch_of, served, worker_world
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from allranks.job.job import Job
-from allranks.torch.parameter_server.exchange import Exchange, LaidOut
-from allranks.torch.parameter_server.flat import FlatLayout, WeightPiece
+from allranks.torch.parameter_server.exchange import Exchange
 from allranks.torch.step.gradients import clip_factor
 from allranks.torch.trainer import Trainer
 from decoupled_tasks import Plain
@@ -27,7 +25,7 @@ def worker_on_sockets(stack: ExitStack) -> Exchange:
         stack.enter_context(Trainer(Plain(), job, world=worker_world(n))).strategy for n in (0, 3)
     )
     links, _ = served(stack, keeper)
-    side = Exchange(own, 0)  # type: ignore[arg-type]
+    side = Exchange(own)  # type: ignore[arg-type]
     side.link(*links(0), shares=False)
     stack.callback(side.unlink)
     side.pull(-1)
@@ -54,39 +52,15 @@ def test_what_backward_finishes_twice_is_pushed_as_a_sum() -> None:
         a, b, c, d = weights
         hidden = torch.tanh(inputs @ a.T + b)
         ((hidden @ c.T + d + (2 * hidden) @ c.T + d).squeeze(1) - wanted).square().mean().backward()
-        side.laid_out.begin()
         hidden = model[1](model[0](inputs))
         both = [checkpoint(model[2], n * hidden, use_reentrant=True) for n in (1, 2)]
         (sum(both).squeeze(1) - wanted).square().mean().backward()
-        side.laid_out.settle()
         said = {"groups": [{"lr": 0.5, "momentum": 0.0}], "number": 0}
         side.push(said, unused=True, pulls=True)
         side.receive_weights()
         for now, then in zip(model.parameters(), weights, strict=True):
             expected = then - 0.5 * then.grad
             torch.testing.assert_close(now.detach(), expected.detach(), rtol=0, atol=1e-14)
-
-
-def test_gradients_of_several_passes_add_up_where_they_are_sent_from(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """One tensor is small, one large, one of no pass; a step before has left its numbers there."""
-    monkeypatch.setattr("allranks.torch.parameter_server.exchange.MOVED_BYTES", 32)
-    weights = [nn.Parameter(torch.arange(1.0, n + 1, dtype=torch.float64)) for n in (3, 5, 6)]
-    pieces = [WeightPiece(n, 0, w.numel(), 0, is_whole=True) for n, w in enumerate(weights)]
-    flat = FlatLayout(pieces, weights).new()
-    flat.raw.fill_(77)
-    laid_out = LaidOut([flat], weights)
-    for n, weight in enumerate(weights):
-        weight.register_post_accumulate_grad_hook(lambda _, n=n: laid_out.finished(n))
-    laid_out.begin()
-    for _ in range(2):
-        (weights[0].square().sum() + weights[1].square().sum()).backward()
-    laid_out.settle()
-    for weight, view in zip(weights, flat.views, strict=True):
-        assert weight.grad is not None and weight.grad.data_ptr() == view.data_ptr()
-    assert torch.equal(flat.views[0], 4 * weights[0]) and torch.equal(flat.views[1], 4 * weights[1])
-    assert not flat.views[2].any()
 
 
 def test_a_norm_that_is_no_number_clips_to_that() -> None:

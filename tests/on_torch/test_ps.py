@@ -32,12 +32,11 @@ from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.world import World
 from allranks.strategies.cards.parameter_server import PLAIN, STALENESS_AWARE
 from allranks.tools.check.against_single import CheckPlan, check_against_one
-from allranks.torch.parameter_server import flat as flat_module
 from allranks.torch.parameter_server.exchange import Exchange, Stale
 from allranks.torch.parameter_server.flat import FlatLayout, Sized, WeightPiece, placed
-from allranks.torch.parameter_server.handing_out import HandingOut
 from allranks.torch.parameter_server.links import Links
 from allranks.torch.parameter_server.server import SCHEDULER_ID, Server
+from allranks.torch.parameter_server.service import WorkQueue
 from allranks.torch.parameter_server.shard import MANY, Shard
 from allranks.torch.parameter_server.state import (
     cut_state,
@@ -118,26 +117,6 @@ def test_parts_add_up_in_their_order_whoever_comes_first_and_once() -> None:
         memory.flats[0].fill_(10.0**part)
         shard.add_part(part, memory)
     assert shard.gradient.flats[0].item() == 111.0
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("more", [0, 1, 4095])
-def test_a_sum_and_its_squares_come_from_one_pass(dtype: torch.dtype, more: int) -> None:
-    """The sum of the last part: the bits of torch's, and what a pass of its own finds."""
-    shard = shard_of([0.0] * (MANY + more), parts=3, dtype=dtype)
-    parts = [torch.randn(MANY + more, dtype=dtype) for _ in range(3)]
-    for number, part in enumerate(parts):
-        flat = shard.layout.new()
-        flat.flats[0].copy_(part)
-        shard.add_part(number, flat)
-    wanted = parts[0] + parts[1] + parts[2]
-    assert torch.equal(shard.gradient.flats[0], wanted)
-    assert flat_module.LIBRARY is not None
-    assert shard._summed is not None and shard._summed.squares is not None, "not by another pass"
-    squares = float(wanted.double().square().sum())
-    assert shard.squares() == pytest.approx(squares, rel=1e-6 if dtype == torch.float32 else 1e-13)
-    shard.add(shard.layout.new(), factor=2.0)
-    assert shard.squares() == pytest.approx(4 * squares, rel=1e-6), "no squares of before"
 
 
 def test_who_computes_another_part_of_a_step_spoils_none_that_it_has_brought() -> None:
@@ -257,26 +236,26 @@ def test_clocks_are_never_further_apart_than_staleness_and_each_batch_counts_onc
 ) -> None:
     chance = random.Random(seed)
     staleness, workers, steps = chance.randint(0, 3), chance.randint(1, 5), chance.randint(1, 60)
-    handing = HandingOut(Ledger(steps, 1, 1), in_step=False, staleness=staleness)
+    queue = WorkQueue(Ledger(steps, 1, 1), in_step=False, staleness=staleness)
     speeds = [chance.choice([1.0, 1.0, 0.1]) for _ in range(workers)]
     has, counted, apart = dict[int, int](), list[int](), 0
     for worker in range(workers):
-        handing.joined(worker)
+        queue.joined(worker)
     for _ in range(100_000):
-        if handing.ledger.is_over:
+        if queue.ledger.is_over:
             break
         worker = chance.randrange(workers)
         if worker not in has:
-            chunk = handing.next_for(worker)
+            chunk = queue.next_for(worker)
             if chunk is not None:
                 has[worker] = chunk.number
-                apart = max(apart, handing.clocks[worker] - min(handing.clocks.values()))
+                apart = max(apart, queue.clocks[worker] - min(queue.clocks.values()))
         elif chance.random() < 0.02:
-            assert [c.number for c in handing.lost(worker)] == [has.pop(worker)]
-            handing.joined(worker)
+            assert [c.number for c in queue.lost(worker)] == [has.pop(worker)]
+            queue.joined(worker)
         elif chance.random() < speeds[worker]:
             number = has.pop(worker)
-            assert handing.came(worker, number) and not handing.came(worker, number)
+            assert queue.came(worker, number) and not queue.came(worker, number)
             counted.append(number)
     assert sorted(counted) == list(range(steps)) and apart <= staleness
 
@@ -285,73 +264,50 @@ def test_clocks_are_never_further_apart_than_staleness_and_each_batch_counts_onc
 def test_in_step_a_slow_worker_is_waited_for_unless_there_are_spares(spares: bool) -> None:
     """Three workers, worker 0 at a tenth of the speed; with spares a batch has two parts."""
     parts = 2 if spares else 3
-    handing = HandingOut(Ledger(30, 1, parts), in_step=True, spares=spares)
+    queue = WorkQueue(Ledger(30, 1, parts), in_step=True, spares=spares)
     for worker in range(3):
-        handing.joined(worker)
+        queue.joined(worker)
     busy, ticks, brought = dict[int, list[int]](), 0, Counter[int]()
-    while not handing.ledger.is_over:
+    while not queue.ledger.is_over:
         ticks += 1
         for worker in range(3):
-            if worker not in busy and (chunk := handing.next_for(worker)) is not None:
-                assert chunk.first == handing.ledger.steps_done, "never of a later step"
+            if worker not in busy and (chunk := queue.next_for(worker)) is not None:
+                assert chunk.first == queue.ledger.steps_done, "never of a later step"
                 busy[worker] = [chunk.number, 10 if worker == 0 else 1]
         for worker, (number, left) in list(busy.items()):
             busy[worker] = [number, left - 1]
             if left == 1:
-                brought[worker] += handing.came(worker, busy.pop(worker)[0])
-        if handing.is_complete:
-            handing.close_step()
+                brought[worker] += queue.came(worker, busy.pop(worker)[0])
+        if queue.is_complete:
+            queue.close_step()
     assert sum(brought.values()) == 30 * parts
     assert ticks <= 45 if spares else ticks >= 300
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_who_waits_for_the_next_step_is_called_back_for_a_part_that_nobody_has(seed: int) -> None:
+def test_in_step_the_part_of_a_lost_worker_goes_to_one_that_waits(seed: int) -> None:
     """Workers die for good, at random, until one is left: each part of each step is brought."""
     chance = random.Random(seed)
     alive = list(range(chance.randint(2, 5)))
-    handing = HandingOut(Ledger(20, 1, len(alive)), in_step=True, ahead=True)
+    queue = WorkQueue(Ledger(20, 1, len(alive)), in_step=True)
     for worker in alive:
-        handing.joined(worker)
-    has, parts = dict[int, Chunk](), handing.ledger.parts
+        queue.joined(worker)
+    has, parts = dict[int, Chunk](), queue.ledger.parts
     for _ in range(10_000):
-        worker, now = chance.choice(alive), handing.ledger.steps_done
+        worker = chance.choice(alive)
         if len(alive) > 1 and chance.random() < 0.02:
             alive.remove(worker)
             has.pop(worker, None)
-            handing.lost(worker)
+            queue.lost(worker)
         elif worker not in has:
-            if (chunk := handing.next_for(worker)) is not None:
-                assert chunk.first in (now, now + 1)
+            if (chunk := queue.next_for(worker)) is not None:
+                assert chunk.first == queue.ledger.steps_done, "never of a later step"
                 has[worker] = chunk
-        elif has[worker].first == now:
-            assert handing.came(worker, has.pop(worker).number)
-            if handing.is_complete:
-                handing.close_step()
-        elif handing.calls_back():
-            handing.returned(worker)
-            del has[worker]
-    assert handing.ledger.is_over and handing.ledger.steps_of_parts == 20 * parts
-
-
-def test_until_the_step_is_over_nobody_who_was_called_back_is_ahead_again() -> None:
-    """Else whoever gets no free part is handed the next step, sent away by servers, and so on."""
-    handing = HandingOut(Ledger(5, 1, 3), in_step=True, ahead=True)
-    for worker in range(3):
-        handing.joined(worker)
-        assert handing.next_for(worker) == Chunk(worker, worker, 0, 1)
-    for worker in (0, 1):
-        handing.came(worker, worker)
-        assert handing.next_for(worker) == Chunk(3 + worker, worker, 1, 1)
-    assert not handing.calls_back()
-    handing.lost(2)
-    assert handing.calls_back()
-    for worker in (0, 1):
-        handing.returned(worker)
-    assert handing.next_for(1) == Chunk(2, 2, 0, 1) and handing.next_for(0) is None
-    handing.came(1, 2)
-    handing.close_step()
-    assert handing.next_for(0) == Chunk(3, 0, 1, 1)
+        else:
+            assert queue.came(worker, has.pop(worker).number)
+            if queue.is_complete:
+                queue.close_step()
+    assert queue.ledger.is_over and queue.ledger.steps_of_parts == 20 * parts
 
 
 # --- the wire -----------------------------------------------------------------------------
@@ -375,7 +331,7 @@ def test_a_scripted_order_of_pulls_and_pushes_is_a_plain_loop(rate: str) -> None
         links, servers = served(stack, keeper)
         sides = []
         for worker in range(3):
-            side = Exchange(made[worker].strategy, worker)  # type: ignore[arg-type]
+            side = Exchange(made[worker].strategy)  # type: ignore[arg-type]
             side.link(*links(worker), shares=worker != 1)
             stack.callback(side.unlink)
             assert side._is_shared == [worker != 1] * 2

@@ -21,10 +21,8 @@ from torch import Tensor, nn
 
 from allranks.job.job import Job
 from allranks.launcher.nodes.channel import Disconnected
-from allranks.torch.parameter_server.changes import Changes, ramp
-from allranks.torch.parameter_server.exchange import Exchange
-from allranks.torch.parameter_server.handing_out import HandingOut
-from allranks.torch.parameter_server.service import Done, Service
+from allranks.torch.parameter_server.exchange import Changes, Exchange, ramp
+from allranks.torch.parameter_server.service import Done, Service, WorkQueue
 from allranks.torch.parameter_server.state import plain_hyperparameters
 from allranks.torch.trainer import Trainer
 from allranks.training.work_queue import Chunk, Ledger
@@ -65,7 +63,7 @@ def test_what_a_worker_has_is_not_sent_again_and_not_counted() -> None:
         links, (server,) = served(stack, made[1].strategy)
         server.in_step = True
         server.shard.begin(0)
-        exchange = Exchange(own, 0)
+        exchange = Exchange(own)
         exchange.link(*links(0), shares=False)
         nbytes, groups = own.layouts[0].nbytes, plain_hyperparameters(own.step.optimizer)
         counted = []
@@ -113,7 +111,7 @@ def test_a_scripted_order_of_rounds_is_a_plain_loop(pipeline: bool) -> None:
         links, servers = served(stack, keeper)
         sides = []
         for worker in range(3):
-            side = Exchange(made[worker].strategy, worker)  # type: ignore[arg-type]
+            side = Exchange(made[worker].strategy)  # type: ignore[arg-type]
             side.link(*links(worker), shares=worker != 1)
             side.pull(-1)
             sides.append(Changes(side, 3))
@@ -244,13 +242,13 @@ def test_each_batch_of_a_round_counts_once_whoever_dies(
 
 def test_a_save_waits_until_what_came_is_counted() -> None:
     """A worker that brings the last of what was handed out makes all idle; it counts first."""
-    handing = HandingOut(Ledger(6, 3, 1), in_step=False)
+    queue = WorkQueue(Ledger(6, 3, 1), in_step=False)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         service = Service(
-            handing, 1, "digest", listener, "secret", torch.float64, lambda event, **values: None
+            queue, 1, "digest", listener, "secret", torch.float64, lambda event, **values: None
         )
-        handing.joined(0)
-        chunk = handing.next_for(0)
+        queue.joined(0)
+        chunk = queue.next_for(0)
         assert chunk is not None
         said = {"chunk": chunk.number, "era": service.era, "steps": [{}] * chunk.steps}
         with service.changed:

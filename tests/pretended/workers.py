@@ -299,7 +299,7 @@ def steps_of_a_worker(argument: dict[str, Any], device: str) -> list[Any]:
             server.start()
             stack.callback(server.close)
             servers.append(server)
-        side = Exchange(strategy_of_worker, 0)
+        side = Exchange(strategy_of_worker)
         strategy_of_worker.side = side
         links = Links([("127.0.0.1", server.port) for server in servers], "", made.messages())
         hello = {"role": "worker", "index": 0, "digest": made.digest}

@@ -33,9 +33,8 @@ from allranks.torch.keras.task import torch_task
 from allranks.torch.machine import check_devices, facts
 from allranks.torch.model.placement import RecordPlacement, update_by_nothing
 from allranks.torch.model.weights import WeightsFile, weights_sha256
-from allranks.torch.parameter_server.evaluator import evaluate_checkpoints
-from allranks.torch.parameter_server.server import ServedTrainer, serve
-from allranks.torch.parameter_server.trainer import SchedulerTrainer
+from allranks.torch.parameter_server.scheduler import SchedulerTrainer
+from allranks.torch.parameter_server.server import ServedTrainer, evaluate_checkpoints, serve
 from allranks.torch.parameter_server.worker import work
 from allranks.torch.shared_memory.backend import backend_record
 from allranks.torch.task import Task

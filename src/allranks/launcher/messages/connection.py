@@ -3,8 +3,8 @@
     | "AR" 1 2 | bytes of the header: u32 | bytes of the body: u64 | header: JSON | body: as it is |
 
 Both ends have proved before that they know the secret of the job, as a head and its agents do
-(`nodes.channel`). Sizes are bounded by what the receiver expects. The frames are
-neither encrypted nor signed: they are as safe as the network.
+(`nodes.channel`). Sizes are bounded by what the receiver expects. The frames are neither encrypted
+nor signed: they are as safe as the network.
 
 The kernel detects a lost peer: at once if its process ended, and by TCP's probes after `SILENT_S`
 if its link is cut. Every failure is `Disconnected` or `Refused`. Only one thread may use a
@@ -41,7 +41,8 @@ Place = Callable[[Message, int], memoryview]
 """Where the body of a message goes, of so many bytes."""
 
 
-def _new_memory(_: Message, size: int) -> memoryview:
+def new_memory(_: Message, size: int) -> memoryview:
+    """The default: memory of its own for each body."""
     return memoryview(bytearray(size))
 
 
@@ -87,15 +88,16 @@ class Connection:
         self.sent_bytes += size
         self.control += len(start) + len(text)
 
-    def receive(self, place: Place = _new_memory) -> tuple[Message, memoryview]:
+    def receive(self, place: Place = new_memory) -> tuple[Message, memoryview]:
         """The next frame: its header, and its body in the memory that `place` gives."""
-        header, size = self.receive_header()
+        header, size = self._header()
         body = place(header, size) if size else memoryview(b"")
-        self.receive_body(body)
+        self._fill(body)
+        self.received += size
         return header, body
 
-    def receive_header(self) -> tuple[Message, int]:
-        """The header of the next frame, and the size of its body; `receive_body` comes next."""
+    def _header(self) -> tuple[Message, int]:
+        """The header of the next frame, and the size of its body."""
         mark, header_bytes, body_bytes = _START.unpack(self._exactly(_START.size))
         if mark != MARK or header_bytes > LARGEST_HEADER:
             raise Disconnected("it sent what is no message of ours")
@@ -109,13 +111,8 @@ class Connection:
             raise Disconnected("it sent what is no message of ours")
         return header, body_bytes
 
-    def receive_body(self, memory: memoryview) -> None:
-        """Receive a body whose header has come."""
-        self._fill(memory)
-        self.received += len(memory)
-
     def ask(
-        self, header: Message, *body: Buffer, place: Place = _new_memory
+        self, header: Message, *body: Buffer, place: Place = new_memory
     ) -> tuple[Message, memoryview]:
         """Send a frame and receive its answer; raises `Refused` if the answer is a refusal."""
         self.send(header, *body)

@@ -1,7 +1,9 @@
 """What a worker pulls and pushes: its side of the strategy, while it is linked to servers.
 
+A worker pushes gradients (`Exchange`), or the change of its weights in mode=delta (`Changes`).
+
     pull    weights of all servers; with update=worker the sum of the gradients
-    push    the gradient, which backward writes into the send buffer (`LaidOut`)
+    push    the gradient of each parameter, copied into the layout of its server
 
 With update=worker (`LocalUpdate`) a worker pulls the gradient and updates its own weights:
 
@@ -19,64 +21,37 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from allranks.errors import RequestError
-from allranks.launcher.nodes.channel import Message
+from allranks.launcher.nodes.channel import Disconnected, Message
+from allranks.strategies.cards.parameter_server import LINE, STAIRCASE
 from allranks.torch.data.batch import Batch
-from allranks.torch.parallel.data.buckets import MOVED_BYTES, Moved
 from allranks.torch.parameter_server.flat import Flat
-from allranks.torch.parameter_server.links import CalledBack, Links, Stale
-from allranks.torch.parameter_server.memory import SharedNumbers
+from allranks.torch.parameter_server.links import Links, SharedNumbers, Stale
+from allranks.torch.parameter_server.pulled_tables import Lookups, pull_tables
+from allranks.torch.parameter_server.served_tables import (
+    RemoteRows,
+    RowGradients,
+    TableGradients,
+    let_go,
+)
+from allranks.torch.parameter_server.service import Done
 from allranks.torch.parameter_server.shard import Shard
 from allranks.torch.parameter_server.state import plain_hyperparameters, unpacked
-from allranks.torch.parameter_server.strategy import ParameterServer
-from allranks.torch.parameter_server.tables.pulled import Lookups, pull_tables
-from allranks.torch.parameter_server.tables.remote import RemoteRows, RowGradients, TableGradients
-from allranks.torch.parameter_server.tables.served import let_go
+from allranks.torch.parameter_server.strategy import ParameterServer, Side
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.tally import Tally
-from allranks.training.progress import StepResult
+from allranks.training.work_queue import Chunk
 
 CHECKED_PASSES = 8
 """Steps of a worker in which weights are compared with copies, as a write may change nothing at
 first. Later steps compare `weight._version`, which misses writes through `weight.data`."""
-
-
-class LaidOut:
-    """Gradients of `parameters` in `flats`, one for each server.
-
-    Gradients of tensors that are cut, or are on a device, are copied there. A step calls `begin`
-    before its passes, `finished` in them, and `settle` after them.
-    """
-
-    def __init__(self, flats: Sequence[Flat], parameters: Sequence[nn.Parameter]) -> None:
-        homes = {at: home for flat in flats for at, home in flat.homes_of(parameters).items()}
-        large = {at: home for at, home in homes.items() if home[1].nbytes >= MOVED_BYTES}
-        self._parameters, self._moved = parameters, Moved(large, read_later=True)
-        self._small = [home for at, home in homes.items() if at not in large]
-
-    def begin(self) -> None:
-        """Zero the gradients, or set them to `None`."""
-        for parameter in self._parameters:
-            parameter.grad = None
-        self._moved.begin()
-        if self._small:
-            torch._foreach_zero_([view for _, view in self._small])
-        for parameter, view in self._small:
-            parameter.grad = view
-
-    def finished(self, position: int) -> None:
-        """Backward has finished a gradient (called during backward)."""
-        self._moved.finished(position)
-
-    def settle(self) -> None:
-        """All passes are over."""
-        self._moved.settle()
 
 
 NONE = -1
@@ -109,15 +84,15 @@ class LocalUpdate:
         elif answer["update"] is not None:
             how: dict[str, Any] = answer["update"]
             shard.update(flat, how["groups"], how["unused"])
-        shard.weights.write_to([p.detach() for p in self._strategy.parameters])
+        shard.weights.write_to(self._strategy.weights)
         self.versions[server] = int(answer["version"])
 
 
-class Exchange:
+class Exchange(Side):
     """What a worker pulls and pushes: its side of the strategy, while it is linked to servers."""
 
-    def __init__(self, strategy: ParameterServer, worker: int) -> None:
-        self.strategy, self.worker = strategy, worker
+    def __init__(self, strategy: ParameterServer) -> None:
+        super().__init__(strategy)
         self._local = [(layout.new(), layout.new()) for layout in strategy.layouts]
         self.gradients, self.weights = map(list, zip(*self._local, strict=True))
         self._is_shared = [False] * len(self._local)
@@ -130,7 +105,7 @@ class Exchange:
         """The bytes pushed so far, pulled from each server, and pulled of optimizer states."""
         self.local_update = LocalUpdate(strategy) if strategy.updates_on_worker else None
         self.rows = RemoteRows(strategy.tables, self.moved)
-        self.lookups = Lookups(self.rows, self._used)
+        self.lookups = Lookups(self.rows.pull, self._used)
         pull_tables(strategy.model, self.lookups, self.rows.tables)
         for table in strategy.tables:
             let_go(strategy.parameters[table.position], strategy.step.optimizer)
@@ -148,8 +123,6 @@ class Exchange:
             self._lay(server, shared if links.shares[server] else None)
             if shared is not None:
                 shared.hide()
-        self.laid_out = LaidOut(self.gradients, self.strategy.parameters)
-        self.strategy.step.on_gradient = self.laid_out.finished
         self.links, self.era, self.version = links, era, -1
         if self.local_update is not None:
             self.local_update.forget()
@@ -162,14 +135,12 @@ class Exchange:
             gradient, weights = shared.gradient, shared.weights
         self._is_shared[server] = shared is not None
         self.gradients[server], self.weights[server] = gradient, weights
-        if self.strategy.weights_lie_where_they_come:
+        if not self.strategy.updates_on_worker and not self.strategy.pushes_changes:
             weights.be_memory_of(self.strategy.parameters)
 
     def unlink(self) -> None:
         """Leave the servers; drop the statistics of a forward pass which this interrupted."""
-        step = self.strategy.step
-        step.scope.moments.clear()
-        step.on_gradient = None
+        self.strategy.step.scope.moments.clear()
         if self.links is not None:
             self.links.close()
         self.links = None
@@ -186,12 +157,9 @@ class Exchange:
         self.receive_weights()
 
     def receive_weights(self) -> None:
-        """Receive the requested weights; in synchronous mode also the settings of the step.
-
-        Raises `CalledBack`, after all answers have come, if other work comes first.
-        """
+        """Receive the requested weights."""
         self.lookups.forget()
-        parameters = [p.detach() for p in self.strategy.parameters]
+        parameters = self.strategy.weights
         for server, answer, body in self.receive():
             if self.local_update is None:
                 self.weights[server].write_to(parameters)
@@ -199,39 +167,18 @@ class Exchange:
                 self.local_update.load(server, answer, self.weights[server], body)
 
     def receive(self) -> list[tuple[int, Message, memoryview]]:
-        """The answers of all servers to a pull; raises as `receive_weights` does."""
-        answers = []
+        """The answers of all servers to a pull."""
+        links, answers = self.links, []
+        assert links is not None
         for server, flat in enumerate(self.weights):
-            answer, body = self._answer(server)
+            answer, body = links.receive(server, flat.place)
             if "stale" in answer:
                 raise Stale(f"server {server} has been loaded anew")
-            if "again" in answer:
-                continue
             self.moved["pulled"][server] += int(answer.get("numbers", flat.layout.nbytes))
             self.moved["kept"] += max(0, len(body) - flat.layout.nbytes)
             answers.append((server, answer, body))
-        if len(answers) < len(self.weights):
-            raise CalledBack
         self.version = min(int(answer["version"]) for _, answer, _ in answers)
         return answers
-
-    def _answer(self, server: int) -> tuple[Message, memoryview]:
-        """The answer of a server to a pull; its body has the statistics before the weights.
-
-        Numbers in the layout are received in place; a longer body gets new memory.
-        """
-        links, flat = self.links, self.weights[server]
-        assert links is not None
-        answer, size = links.header(server)
-        if "told" in answer:
-            statistics = memoryview(bytearray(int(answer["told_bytes"])))
-            links.fill(server, statistics)
-            self.strategy.apply_settings(answer["told"], statistics)
-            size -= len(statistics)
-        fits = size <= flat.layout.nbytes
-        body = flat.place(size) if fits else memoryview(bytearray(size))
-        links.fill(server, body)
-        return answer, body
 
     def push(
         self,
@@ -279,19 +226,17 @@ class Exchange:
         return self.tally
 
     def compute(self, batch: Batch) -> Tally:
-        """Forward and backward, with the gradients in `gradients`.
+        """Forward and backward, with the gradients in `.grad`.
 
         Raises `RequestError` if the passes have written weights: the next pull would overwrite
         them.
         """
         step = self.strategy.step
         weights = dict(zip(step.names, step.parameters, strict=True))
-        self.laid_out.begin()
         versions = {name: weight._version for name, weight in weights.items()}
         checked = weights if self._checks_left else {}
         before = {name: weight.detach().clone() for name, weight in checked.items()}
-        tally = self.strategy.accumulate(batch)
-        self.laid_out.settle()
+        tally = self.strategy.compute(batch)
         written = {name for name, weight in weights.items() if weight._version != versions[name]}
         written |= _changed(before, weights)
         if written:
@@ -322,17 +267,122 @@ class Exchange:
         yield
         self.receive_weights()
 
-    def after_update(self, result: StepResult) -> None:
-        """Nothing to do: the weights have been received."""
-
-    def take_weights(self, *, optimizer: bool = False) -> None:
-        """Nothing to do: a worker has the weights it pulled."""
-
-    def put_weights(self) -> None:
-        """Nothing to do: a worker changes servers only by gradients."""
-
 
 def _changed(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> set[str]:
     """The weights which differ: torch's version counter misses `weight.data.clamp_()`."""
     pairs = {name: (was, now[name]) for name, was in before.items()}
     return {n for n, pair in pairs.items() if not torch.allclose(*pair, 0, 0, equal_nan=True)}
+
+
+def ramp(kind: str, start: float, over: int, rounds: int) -> float:
+    """The factor f of a change, after so many rounds n of all workers.
+
+    It grows from `start` = c in steps of `over` = m rounds:
+
+        staircase   min(1, c · (floor(n / m) + 1))        line   min(1, c + (1 - c) · n / m)
+    """
+    if kind == STAIRCASE:
+        return min(1.0, start * (rounds // over + 1))
+    if kind == LINE:
+        return min(1.0, start + (1 - start) * rounds / over)
+    return 1.0
+
+
+class Changes(Side):
+    """mode=delta: a worker trains alone and pushes the change of its weights.
+
+    This is CNTK's asynchronous SGD on Multiverso. `exchange` is linked to the servers.
+
+        base     the weights that it has pulled
+        w        `every` steps of its own optimizer, from the base on
+        change   f · (base - w)       the server subtracts it from its weights on arrival
+        base, w  <- the weights in the server's answer; with `pipeline`, those in its answer to the
+                 push before, so that training does not wait: another thread pushes meanwhile
+
+    Every change is relative to the base the worker began with, so nothing counts twice. A restarted
+    worker begins with an empty optimizer state.
+    """
+
+    def __init__(self, exchange: Exchange, workers: int) -> None:
+        super().__init__(exchange.strategy)
+        self.exchange, self.workers = exchange, workers
+        self.options = self.strategy.context.options
+        self.tally: Tally | None = None
+        self._bases = [layout.new() for layout in self.strategy.layouts]
+        self._sender: ThreadPoolExecutor | None = None
+        if self.options["pipeline"] == "yes":
+            self._sender = ThreadPoolExecutor(1, "allranks-changes")
+        self._in_flight: Future[None] | None = None
+        self._done: Done | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether there is a push that is not known to have reached all servers."""
+        return self._done is not None
+
+    def begin(self) -> None:
+        """Make the pulled weights the base."""
+        for base, weights in zip(self._bases, self.exchange.weights, strict=True):
+            base.copy_(weights)
+
+    def push(self, chunk: Chunk, done: Done) -> Done | None:
+        """Push the change of a chunk, and continue from newer weights.
+
+        Returns the chunk which all servers have: this one, or with `pipeline` the one before.
+        """
+        before = self.settle()  # the last push reads this memory until then
+        rounds = chunk.first // (self.options["every"] * self.workers)
+        part = ramp(
+            self.options["ramp"], self.options["ramp_from"], self.options["ramp_over"], rounds
+        )
+        self._take_changes(part)
+        if self._sender is None:
+            self._send(chunk.number)
+            self._go_on()
+            return done
+        self._go_on()  # from the answer to the push before
+        self._done = done
+        self._in_flight = self._sender.submit(self._send, chunk.number)
+        return before
+
+    def settle(self) -> Done | None:
+        """Wait for the push under way, if there is one; returns its chunk."""
+        if self._in_flight is not None:
+            self._in_flight.result()
+        done, self._done, self._in_flight = self._done, None, None
+        return done
+
+    @torch.no_grad()
+    def _take_changes(self, part: float) -> None:
+        weights = self.strategy.weights
+        for base, change in zip(self._bases, self.exchange.gradients, strict=True):
+            change.read_from(weights)
+            for change_flat, base_flat in zip(change.flats, base.flats, strict=True):
+                torch.sub(base_flat, change_flat, out=change_flat).mul_(part)
+
+    def _send(self, number: int) -> None:
+        self.exchange.push_numbers({"number": number, "change": True}, pulls=True)
+        self.exchange.receive()
+
+    def _go_on(self) -> None:
+        self.begin()
+        for base in self._bases:
+            base.write_to(self.strategy.weights)
+
+    def forget(self) -> None:
+        """The servers are left; the push under way may have reached them or not."""
+        links: Links | None = self.exchange.links
+        if self._in_flight is not None:
+            if links is not None:
+                links.shut()
+            with suppress(Disconnected):
+                self._in_flight.result()
+        self._in_flight = self._done = None
+
+    def close(self) -> None:
+        if self._sender is not None:
+            self._sender.shutdown()
+
+    def forward_backward(self, batch: Batch) -> Tally:
+        self.tally = super().forward_backward(batch)
+        return self.tally

@@ -16,13 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from math import inf, isnan
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from allranks.torch.shared_memory.segment import library
+from allranks.launcher.nodes.channel import Message
 
 MOST_NUMBERS = 1_000_000
 
@@ -91,11 +90,6 @@ def cut_evenly(position: int, numbers: int, servers: int) -> list[WeightPiece]:
 
 
 ALIGNED = 64
-MANY = 2**17
-"""From so many numbers on squares are summed in their own type by short rows, else in float64."""
-SQUARED = {torch.float32, torch.float64}
-LEAST_SQUARE = 1e-30  # mean square of a number; a smaller one may underflow in 32 bits
-LIBRARY = library()
 
 
 @dataclass(frozen=True)
@@ -164,9 +158,9 @@ class Flat:
         array: Any = self.raw.numpy()
         return memoryview(array)
 
-    def place(self, size: int) -> memoryview:
-        """The buffer which receives so many bytes."""
-        return self.buffer[:size]
+    def place(self, _: Message, size: int) -> memoryview:
+        """The memory which receives a body: this one, or new memory if it does not fit."""
+        return self.buffer[:size] if size <= self.layout.nbytes else memoryview(bytearray(size))
 
     def copy_(self, other: Flat) -> None:
         self.raw.copy_(other.raw)
@@ -182,40 +176,11 @@ class Flat:
         for flat, more in zip(self.flats, other.flats, strict=True):
             flat.add_(more)
 
-    def add_and_square_(self, other: Flat) -> float | None:
-        """Add the numbers of another memory; returns the squares of the sums, in the same pass.
-
-        Returns `None`, after the addition, without the compiled library, for few numbers, and for
-        squares outside the range of 32 bits.
-        """
-        pairs = list(zip(self.flats, other.flats, strict=True))
-        numbers = sum(flat.numel() for flat, _ in pairs)
-        kinds = {flat.dtype for flat, _ in pairs}
-        if LIBRARY is None or numbers < MANY or not kinds <= SQUARED:
-            self.add_(other)
-            return None
-        squares = 0.0
-        for flat, more in pairs:
-            sizes = flat.numel(), flat.dtype == torch.float64
-            squares += LIBRARY.add_and_square(flat.data_ptr(), more.data_ptr(), *sizes)
-        return squares if are_squares(squares, numbers) else None
-
     def copy(self) -> Flat:
         """A copy in new memory."""
         flat = self.layout.new()
         flat.copy_(self)
         return flat
-
-    def homes_of(
-        self, parameters: Sequence[nn.Parameter]
-    ) -> dict[int, tuple[nn.Parameter, Tensor]]:
-        """(parameter, view for its gradient) by position, of parameters that are whole here.
-
-        Without parameters on a device, whose gradients are copied.
-        """
-        pairs = zip(self.layout.pieces, self.views, strict=True)
-        homes = {p.position: (parameters[p.position], view) for p, view in pairs if p.is_whole}
-        return {at: home for at, home in homes.items() if home[0].device == home[1].device}
 
     @torch.no_grad()
     def be_memory_of(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -254,8 +219,3 @@ class Flat:
 def cut(tensor: Tensor, piece: WeightPiece) -> Tensor:
     """The numbers of a piece: a view of a contiguous tensor."""
     return tensor if piece.is_whole else tensor.reshape(-1)[piece.start : piece.stop]
-
-
-def are_squares(squares: float, numbers: int) -> bool:
-    """Whether a sum of squares is accurate without float64: in range, or NaN."""
-    return isnan(squares) or LEAST_SQUARE * numbers < squares < inf

@@ -1,21 +1,18 @@
 """A parameter server: it sums and applies what workers push, and sends what they pull.
 
+The evaluator of a job with servers is here too.
+
     sender      message                           answer
     scheduler   load   version, era, kept; body   version              weights and optimizer
                 squares  unused                   squares              once all parts are there
                 add    factor; body               version              sum <- factor · sum + body
                 apply  factor, groups, unused     version
                 pass                              version              the step updates nothing
-                fetch                             version, kept; body  weights and optimizer
-                call_back                         version              waiting pulls: `again`
-                tell   told; body                 version              settings of the next step
-                peek                              version; body        weights alone
+                fetch  state                      version, kept; body  weights, and optimizer
                 put; body                         version              other weights, for a check
                 gradients                         version; body        the sum of all parts
                 load_rows   table, step, columns; body      rows of a table, and their state
                 fetch_rows  table, state          step, columns, widths; body
-                apply, pass and tell have `told`, with a body: sent to workers with the weights;
-                a `silent` message has no answer
     all         hello                                 memory: whether it is shared
     worker      hold   table, count; body         none                 rows, for the next push
                 rows   table, count; body         rows, as they are
@@ -23,7 +20,6 @@
                 push   number, groups, unused; body
                 push   number, change; body       none                 the change of the weights
                 pull   version, has               version; body        this version, or a later one
-                                                  told, told_bytes     mode=sync: first in the body
                 with update=worker                version, update; body   a gradient after `has`
                                                   version, kept; body  or weights and optimizer
 
@@ -37,8 +33,15 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from allranks.checkpoint.checkpointer import is_below, values_of
+from allranks.checkpoint.format import Manifest, unflatten
+from allranks.job.job import Job
 from allranks.job.run_folder import JsonLines
 from allranks.launcher.messages.answering import ANSWER_S, Answering
 from allranks.launcher.messages.connection import Connection, connect
@@ -46,23 +49,24 @@ from allranks.launcher.nodes.channel import Disconnected, Message
 from allranks.launcher.world import World
 from allranks.strategies.cards.parameter_server import SERVER
 from allranks.torch.build import BuiltModel
+from allranks.torch.checkpoint.plan import read_files
+from allranks.torch.checkpoint.state import load_model_state
+from allranks.torch.checkpoint.tree import DTYPES
 from allranks.torch.parameter_server.flat import Flat
-from allranks.torch.parameter_server.memory import SharedNumbers
+from allranks.torch.parameter_server.links import SharedNumbers, largest_message
+from allranks.torch.parameter_server.served_tables import ServedTables, numbers_of
 from allranks.torch.parameter_server.shard import Shard
 from allranks.torch.parameter_server.state import packed, unpacked
 from allranks.torch.parameter_server.strategy import ParameterServer
-from allranks.torch.parameter_server.tables.served import ServedTables, answer_rows
 from allranks.torch.trainer import Trainer
+from allranks.training.work_queue import checkpoints_to_evaluate
 
 SCHEDULER_ID = 1 << 30
-LOOK_S = 0.2
-MAX_STATES = 16
-"""The optimizer state has at most so many times the bytes of the weights."""
 OVER = "over"
 NO_ERA = -1
-OF_THE_SUM = ("add", "apply", "gradients")
+OF_THE_SUM = ("squares", "add", "apply", "gradients")
 """Messages of the scheduler which need the sum of all parts of a step."""
-WAITED_FOR = ("load", "apply", "pass", "call_back")
+WAITED_FOR = ("load", "apply", "pass")
 """Messages after which waiting pulls are answered."""
 
 
@@ -84,13 +88,11 @@ class Server(Answering):
     ) -> None:
         layout = shard.layout
         rows = 0 if tables is None else tables.most_bytes
-        super().__init__(listener, secret, (1 + MAX_STATES) * (layout.nbytes + rows) + (1 << 20))
+        super().__init__(listener, secret, largest_message(layout.nbytes + rows))
         self.tables = tables or ServedTables((), shard.optimizer, 0, 1)
         self.shard, self.layout, self.digest, self.in_step = shard, layout, digest, in_step
         self._reached = reached
         self.era = NO_ERA
-        self._announcement: tuple[Message, bytes] | None = None
-        self._calls_back = False
         self._pushed_gradients: dict[int, Flat] = {}
         self._shared: dict[int, SharedNumbers] = {}
         self._of_thread = threading.local()
@@ -134,8 +136,7 @@ class Server(Answering):
     # --- workers --------------------------------------------------------------------------
 
     def _pushed(self, peer: int, push: Message, era: int) -> None:
-        shared = self._shared.get(peer)
-        gradient = self._gradient_of(peer) if shared is None else shared.gradient
+        gradient = self._gradient_of(peer)
         with self.changed:
             if era != self.era:
                 self.tables.drop(peer)
@@ -165,11 +166,10 @@ class Server(Answering):
         shared = self._shared.get(peer)
         weights = self._copy_for_this_thread() if shared is None else shared.weights
         with self.changed:
-            self._wait(lambda: self.era > era or self._calls_back or self._has(era, version))
-            is_stale, is_there = self.era != era, self._has(era, version)
-            announcement = self._announcement
+            self._wait(lambda: self.era > era or self._has(era, version))
+            is_there = self._has(era, version)
             if is_there:  # the worker overwrites its last gradient after this answer
-                self.shard.keep(self._gradient_of(peer) if shared is None else shared.gradient)
+                self.shard.keep(self._gradient_of(peer))
                 body: list[Any] = [] if shared is not None else [weights.buffer]
                 answer = {"version": self.shard.version}
                 if self.shard.hands_on:
@@ -177,12 +177,9 @@ class Server(Answering):
                 else:
                     self.shard.pull(peer, weights)
         if is_there:
-            if announcement is not None:
-                answer |= announcement[0]
-                body.insert(0, announcement[1])
             connection.send(answer, *body)
         else:
-            connection.send({"stale": self.era} if is_stale else {"again": version})
+            connection.send({"stale": self.era})
 
     def _hand_on(self, has: int, into: Flat, answer: Message, body: list[Any]) -> list[Any]:
         """The body for a worker at a version: one gradient, or the full state if it is older."""
@@ -203,6 +200,8 @@ class Server(Answering):
 
     def _gradient_of(self, peer: int) -> Flat:
         """Memory for its pushes, made at the first one: a server may hold only rows of tables."""
+        if peer in self._shared:
+            return self._shared[peer].gradient
         if peer not in self._pushed_gradients:
             self._pushed_gradients[peer] = self.layout.new()
         return self._pushed_gradients[peer]
@@ -215,7 +214,7 @@ class Server(Answering):
         if rows is None:
             connection.send({"stale": self.era})
         else:
-            connection.send({}, *answer_rows(rows))
+            connection.send({}, numbers_of(rows))
 
     def _has(self, era: int, version: int) -> bool:
         return self.era == era and self.shard.version >= version
@@ -243,7 +242,8 @@ class Server(Answering):
                 case "load":
                     self._load(message, body)
                 case "squares":
-                    answer["squares"] = self._squares(connection, message["unused"])
+                    unused = message["unused"]
+                    answer["squares"] = shard.squares(unused) + self.tables.squares(unused)
                 case "load_rows":
                     self.era = NO_ERA  # pushes are of the old weights until all is loaded
                     self.tables.load(message, body)
@@ -254,48 +254,27 @@ class Server(Answering):
                     self.tables.scale(float(message["factor"]))
                     shard.add(self.layout.new(bytearray(body)), float(message["factor"]))
                 case "apply":
-                    self._apply(message)
+                    self._reached(shard.version)
+                    update = float(message["factor"]), message["groups"], message["unused"]
+                    shard.apply(*update)
+                    self.tables.apply(*update)
                 case "pass":
                     self.tables.forget()
                     shard.pass_over()
-                    self._calls_back = False
-                case "call_back" | "tell":
-                    self._calls_back = message["do"] == "call_back"
                 case "fetch":
-                    answer["kept"], more = packed(shard.optimizer_state())
+                    states = shard.optimizer_state() if message["state"] else []
+                    answer["kept"], more = packed(states)
                     pieces = [bytes(shard.weights.buffer), *map(bytes, more)]
-                case "peek":
-                    pieces = [bytes(shard.weights.buffer)]
                 case "put":
                     shard.put(self.layout.new(bytearray(body)))
                 case "gradients":
                     pieces = [bytes(shard.gradient.buffer)]
                 case other:
                     raise ValueError(f"to {other!r}, which no server does")
-            if "told" in message:
-                self._announcement = {"told": message["told"], "told_bytes": len(body)}, bytes(body)
             answer["version"] = shard.version
             if message["do"] in WAITED_FOR:
                 self.changed.notify_all()
-        if not message.get("silent"):
-            connection.send(answer, *pieces)
-
-    def _apply(self, message: Message) -> None:
-        self._reached(self.shard.version)
-        done = float(message["factor"]), message["groups"], message["unused"]
-        self.shard.apply(*done)
-        self.tables.apply(*done)
-        self._calls_back = False
-
-    def _squares(self, connection: Connection, unused: list[int]) -> float | None:
-        """Those of the step, once all parts arrived; `None` if another message arrives first."""
-        while not self.shard.is_complete:
-            if connection.has_more:
-                return None
-            self.changed.wait(LOOK_S)
-            if self.is_closed:
-                raise Disconnected("this server is at its end")
-        return self.shard.squares(unused) + self.tables.squares(unused)
+        connection.send(answer, *pieces)
 
     @property
     def port(self) -> int:
@@ -307,7 +286,6 @@ class Server(Answering):
         state = unpacked(message["kept"], body[cut:])
         self.shard.load(self.layout.new(bytearray(body[:cut])), state)
         self.shard.begin(int(message["version"]))
-        self._calls_back = False
         self.era = int(message["era"])
 
 
@@ -368,3 +346,38 @@ def serve(trainer: Trainer, world: World, events: JsonLines) -> None:
             server.close()
     events.event("done", version=shard.version)
     heartbeat.enter("done")
+
+
+MODEL = "common/model"
+
+
+def evaluate_checkpoints(trainer: Trainer, job: Job, world: World, events: JsonLines) -> None:
+    """Run the evaluator: evaluate the checkpoints of `job` until its scheduler is done.
+
+    It evaluates the newest checkpoint in this process alone, each sample once, and writes the event
+    `evaluated`. It does not communicate, so no process waits for it, and its death costs only time.
+    `training/work_queue.py` selects the checkpoints.
+    """
+    events.event("ready", host=socket.gethostname(), role=world.role, index=world.role_index)
+    model, evaluated = trainer.strategy.model, 0
+    run_dir, heartbeat = Path(job.run_dir), trainer.heartbeat
+    checkpoints = checkpoints_to_evaluate(run_dir, world, heartbeat, _model_state, events)
+    for (step, digest), state in checkpoints:
+        trainer.faults.reach("step", step)
+        load_model_state(model, state)
+        metrics = trainer.evaluate()
+        events.event("evaluated", step=step, digest=digest, metrics=metrics, best=False)
+        evaluated += 1
+    events.event("done", evaluated=evaluated)
+    trainer.heartbeat.enter("done")
+
+
+def _model_state(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    """The weights and buffers in a checkpoint; the optimizer state is not read."""
+    wanted = {path: saved for path, saved in manifest.tensors.items() if is_below(path, MODEL)}
+    targets: dict[str, Tensor] = {
+        path: torch.empty(saved.shape, dtype=DTYPES[saved.dtype]) for path, saved in wanted.items()
+    }
+    read_files(folder, wanted, targets)
+    state: dict[str, Any] = unflatten(values_of(manifest)[0]["model"], targets)
+    return state

@@ -5,7 +5,6 @@
     worker   hello: index, digest                       era, servers: [[address, port], …]
     worker   ask, or brought: chunk, …; body: tally     work and `settings`; body: statistics
              sent: {kind: bytes so far}
-    worker   returned: what it was handed ahead         work
     worker   under_way                                  work
 
 `work` is a chunk ("first", "part", …) or "over". It is "settle" if there is no chunk for a worker
@@ -20,7 +19,7 @@ import dataclasses
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,11 +29,96 @@ from allranks.errors import PeerLost
 from allranks.launcher.messages.answering import Answering
 from allranks.launcher.messages.connection import Connection
 from allranks.launcher.nodes.channel import Disconnected, Message
-from allranks.strategies.cards.parameter_server import SERVER
-from allranks.torch.parameter_server.handing_out import HandingOut
+from allranks.strategies.cards.parameter_server import ANY, SERVER
 from allranks.torch.parameter_server.links import Address
 from allranks.torch.parameter_server.server import OVER
-from allranks.training.work_queue import Chunk
+from allranks.training.work_queue import Chunk, Ledger
+
+
+@dataclass
+class WorkQueue:
+    """Assigns chunks to workers, over a `ledger` whose rounds are single steps.
+
+    It has no clock and no thread, and does not communicate.
+
+    Synchronous mode: the global batch of a step is cut into parts, each a chunk of the ledger. A
+    worker which has finished its part waits for one of the next step, or for that of a lost worker.
+    With `spares` it does not wait: it gets a part which another one has, and the first result
+    counts.
+
+    Asynchronous modes: a chunk is a whole batch. A worker's clock counts its finished chunks. A
+    worker more than `staleness` ahead of the slowest waits (Ho et al. 2013). The slowest one never
+    waits, so there is always progress.
+    """
+
+    ledger: Ledger
+    in_step: bool
+    spares: bool = False
+    staleness: int = ANY
+    clocks: dict[int, int] = field(default_factory=dict)
+    arrived: set[int] = field(default_factory=set)
+    """Synchronous mode: the chunks of this step that are finished."""
+    is_paused: bool = False
+
+    def joined(self, worker: int) -> None:
+        """A worker joins without a chunk: chunks it had before are free again."""
+        self.ledger.lost(worker)
+        self.clocks[worker] = min(self.clocks.values(), default=0)
+
+    def next_for(self, worker: int) -> Chunk | None:
+        """Assign a chunk to a worker; `None` if there is none for it now."""
+        if self.is_paused:
+            return None
+        if self.in_step:
+            before = self.ledger.steps_done + 1
+            return self.ledger.next_for(worker, self.arrived, before=before, spare=self.spares)
+        ahead = self.clocks[worker] - min(self.clocks.values())
+        if self.staleness != ANY and ahead > self.staleness:
+            return None
+        return self.ledger.next_for(worker, spare=False)
+
+    def came(self, worker: int, number: int) -> bool:
+        """A worker has finished a chunk; `False` if another one was first."""
+        ledger = self.ledger
+        if not 0 <= number < ledger.chunks:
+            raise ValueError(f"chunk {number}, which is none")
+        if ledger.is_done(number) or number in self.arrived:
+            return False
+        if self.in_step:
+            ledger.came(number)
+            self.arrived.add(number)
+        else:
+            ledger.merged(number)
+            self.clocks[worker] = self.clocks.get(worker, 0) + 1
+        return True
+
+    @property
+    def is_complete(self) -> bool:
+        """Synchronous mode: whether all parts of the step are finished."""
+        return len(self.arrived) == self.ledger.parts
+
+    def close_step(self) -> None:
+        """Synchronous mode: the step is over, updated or not; hand out the next one."""
+        for number in sorted(self.arrived):
+            self.ledger.merged(number)
+        self.arrived.clear()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no worker has a chunk."""
+        return not self.ledger.owners
+
+    def lost(self, worker: int) -> list[Chunk]:
+        """A worker is gone; returns the chunks which that frees."""
+        self.clocks.pop(worker, None)
+        return self.ledger.lost(worker)
+
+    def state(self) -> dict[str, Any]:
+        return self.ledger.state()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.ledger.load_state(state)
+
 
 LARGEST_TALLY = 1 << 26
 SETTLE = "settle"
@@ -73,7 +157,7 @@ class Service(Answering):
 
     def __init__(
         self,
-        handing: HandingOut,
+        queue: WorkQueue,
         servers: int,
         digest: str,
         listener: socket.socket,
@@ -82,13 +166,13 @@ class Service(Answering):
         report: Report,
     ) -> None:
         super().__init__(listener, secret, LARGEST_TALLY)
-        self.handing, self._digest, self._report = handing, digest, report
+        self.queue, self._digest, self._report = queue, digest, report
         self.servers, self._tally_type = servers, tally_type
         self.addresses: dict[int, Address] = {}
         self.era = -1
         """Set once the servers have their weights; from then on workers may join."""
         self.settings: dict[str, Any] = {}
-        """Asynchronous modes: sent to workers with their work."""
+        """Sent to workers with their work."""
         self.statistics = b""
         """The body of that message: running statistics of BatchNorm."""
         self.is_over = False
@@ -114,35 +198,28 @@ class Service(Answering):
             self.era = era
             self.changed.notify_all()
 
-    def step(self, timeout_s: float) -> list[ChunkResult] | None:
-        """Synchronous mode: the results of all parts, in order; `None` after `timeout_s`."""
+    def step(self) -> list[ChunkResult]:
+        """Synchronous mode: the results of all parts, in order; waits for them."""
         with self.changed:
-            self._wait(lambda: self.handing.is_complete, timeout_s)
-            if not self.handing.is_complete:
-                return None
+            self._wait(lambda: self.queue.is_complete)
             results, self._results = self._results, []
         return sorted(results, key=lambda result: result.chunk.part)
 
     def publish(self, settings: dict[str, Any], statistics: bytes) -> None:
-        """Asynchronous modes: send this with all work from now on."""
+        """Send this with all work from now on."""
         with self.changed:
             self.settings, self.statistics = settings, statistics
-
-    def calls_back(self) -> bool:
-        """Synchronous mode: whether to call back workers that are ahead, for a free part."""
-        with self.changed:
-            return self.handing.calls_back()
 
     def close_step(self) -> None:
         """Synchronous mode: close this step and hand out the next one."""
         with self.changed:
-            self.handing.close_step()
+            self.queue.close_step()
             self.changed.notify_all()
 
     def results(self, timeout_s: float) -> list[ChunkResult]:
         """Asynchronous modes: the results since the last call; waits up to `timeout_s` for one."""
         with self.changed:
-            if not self._results and not self.handing.ledger.is_over:
+            if not self._results and not self.queue.ledger.is_over:
                 self._wait(lambda: bool(self._results), timeout_s)
             results, self._results = self._results, []
             return results
@@ -150,24 +227,24 @@ class Service(Answering):
     def pause(self) -> None:
         """Hand out nothing more, until `go_on`."""
         with self.changed:
-            self.handing.is_paused = True
+            self.queue.is_paused = True
 
     def go_on(self) -> None:
         with self.changed:
-            self.handing.is_paused = False
+            self.queue.is_paused = False
             self.changed.notify_all()
 
     def wait_until_idle(self, timeout_s: float) -> bool:
         """Whether no worker has a chunk any more."""
         with self.changed:
-            self._wait(lambda: self.handing.is_idle, timeout_s)
-            return self.handing.is_idle
+            self._wait(lambda: self.queue.is_idle, timeout_s)
+            return self.queue.is_idle
 
     def wait_until_settled(self, timeout_s: float) -> bool:
         """Whether no worker has a chunk any more and `results` has returned all results."""
         with self.changed:
-            self._wait(lambda: self.handing.is_idle or bool(self._results), timeout_s)
-            return self.handing.is_idle and not self._results
+            self._wait(lambda: self.queue.is_idle or bool(self._results), timeout_s)
+            return self.queue.is_idle and not self._results
 
     def finish(self) -> None:
         """There is no more work: answer "over" to all workers and servers."""
@@ -186,7 +263,7 @@ class Service(Answering):
         with self.changed:
             return dict(self._moved)
 
-    def _wait(self, until: Callable[[], bool], timeout_s: float) -> None:
+    def _wait(self, until: Callable[[], bool], timeout_s: float | None = None) -> None:
         """Wait for a condition; raises `PeerLost` if a server is lost."""
         self.changed.wait_for(lambda: until() or bool(self._is_lost), timeout_s)
         if self._is_lost:
@@ -213,7 +290,7 @@ class Service(Answering):
             return peer
         with self.changed:
             self._wait_for_work(lambda: self.era >= 0)
-            self.handing.joined(peer)
+            self.queue.joined(peer)
             servers = [list(self.addresses[number]) for number in range(self.servers)]
         self._report("worker_joined", worker=peer)
         connection.send({"era": self.era, "servers": servers})
@@ -226,8 +303,6 @@ class Service(Answering):
             self._moved[peer] = message.get("sent", {})
             if "brought" in message:
                 self._accept(peer, message["brought"], body)
-            if "returned" in message:
-                self.handing.returned(peer)
             is_there = self._is_there(peer, connection)
             has_none = is_there and not self.is_over and not self._next_for(peer)
             settles = has_none and bool(message.get("under_way"))
@@ -248,7 +323,7 @@ class Service(Answering):
 
     def _next_for(self, worker: int) -> bool:
         """Whether there is a chunk for this worker; if so it is assigned to it."""
-        chunk = self.handing.next_for(worker)
+        chunk = self.queue.next_for(worker)
         if chunk is not None:
             self._next_chunk = chunk
         return chunk is not None
@@ -262,13 +337,13 @@ class Service(Answering):
         number = int(report["chunk"])
         if report["era"] != self.era:
             return
-        steps = self.handing.ledger.chunk(number).steps
-        if not self.handing.in_step and len(report["steps"]) != steps:
+        steps = self.queue.ledger.chunk(number).steps
+        if not self.queue.in_step and len(report["steps"]) != steps:
             raise ValueError(f"of {len(report['steps'])} steps, where its chunk has {steps}")
-        if not self.handing.came(worker, number):
+        if not self.queue.came(worker, number):
             return
         tally = torch.frombuffer(body, dtype=torch.uint8).clone().view(self._tally_type)
-        self._results.append(ChunkResult(worker, self.handing.ledger.chunk(number), report, tally))
+        self._results.append(ChunkResult(worker, self.queue.ledger.chunk(number), report, tally))
         self.changed.notify_all()
 
     def lost(self, peer: int, connection: Connection, error: Exception) -> None:
@@ -278,10 +353,10 @@ class Service(Answering):
                 return
             del self._peers[peer]
             kind = self._kinds.pop(peer)
-            freed = [] if kind == SERVER else self.handing.lost(peer)
+            freed = [] if kind == SERVER else self.queue.lost(peer)
             if kind == SERVER and not self.is_over:
                 self._is_lost = f"server {-2 - peer} is gone: {error}"
-            over = self.is_over or self.handing.ledger.is_over
+            over = self.is_over or self.queue.ledger.is_over
             self.changed.notify_all()
         if kind != SERVER and not over:
             chunks = [{"step": chunk.first, "part": chunk.part} for chunk in freed]

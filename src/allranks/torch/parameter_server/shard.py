@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from math import inf, isnan
 from typing import Any
 
 import torch
@@ -26,9 +27,13 @@ from torch.optim import Optimizer
 
 from allranks.strategies.cards.parameter_server import PLAIN, STALENESS_AWARE
 from allranks.torch.parallel.sharded.gradients import squares_of
-from allranks.torch.parameter_server.flat import MANY, Flat, FlatLayout, WeightPiece, are_squares
+from allranks.torch.parameter_server.flat import Flat, FlatLayout, WeightPiece
 from allranks.torch.parameter_server.state import PieceState, cut_state, join_state
 from allranks.torch.step.trainable import update
+
+MANY = 2**17
+"""From so many numbers on squares are summed in their own type by short rows, else in float64."""
+LEAST_SQUARE = 1e-30  # mean square of a number; a smaller one may underflow in 32 bits
 
 
 @dataclass
@@ -41,16 +46,12 @@ class Summed:
 
     sum: Flat | None = None
     parts: int = 0
-    squares: float | None = None
-    """The squares of the sum, if the pass that added the last part has computed them."""
     early: dict[int, Flat] = field(default_factory=dict)
 
-    def add(self, gradient: Flat, *, is_last: bool) -> None:
+    def add(self, gradient: Flat) -> None:
         """Add the next part in order."""
         if self.sum is None:
             self.sum = gradient
-        elif is_last:
-            self.squares = self.sum.add_and_square_(gradient)
         else:
             self.sum.add_(gradient)
         self.parts += 1
@@ -124,7 +125,7 @@ class Shard:
             return False
         summed.early[part] = gradient
         while (following := summed.early.pop(summed.parts, None)) is not None:
-            summed.add(following, is_last=summed.parts == self.parts - 1)
+            summed.add(following)
         return True
 
     def keep(self, memory: Flat) -> None:
@@ -148,24 +149,19 @@ class Shard:
 
         Parts have zeros for these, and a regularizer has no gradient.
         """
-        known = None if self._summed is None else self._summed.squares
-        if known is not None:
-            return known
         there = self._used(self.gradient, unused) if unused else self.gradient.flats
         parts = [g for g in there if g is not None]
         numbers = sum(g.numel() for g in parts)
         if numbers >= MANY:  # else doubles take less time
             squares = float(squares_of(parts, torch.device("cpu")))
-            if are_squares(squares, numbers):
+            if isnan(squares) or LEAST_SQUARE * numbers < squares < inf:
                 return squares
         return sum(map(_squares_in_doubles, parts))
 
     def add(self, more: Flat, factor: float) -> None:
         """Set the gradient to `factor` times itself plus `more`, that of a regularizer."""
-        assert self._summed is not None
         self.gradient.scale_(factor)
         self.gradient.add_(more)
-        self._summed.squares = None
 
     def apply(
         self, factor: float, groups: Sequence[dict[str, Any]], unused: Collection[int]
@@ -201,7 +197,7 @@ class Shard:
 
         `None` if it was applied before: a lost worker may have pushed it to some of the servers.
         """
-        if self._is_applied(number):
+        if number in self.applied:
             return None
         stale = self.version - self._pulled.get(worker, self.version)
         slower = self.slower(stale)
@@ -214,16 +210,13 @@ class Shard:
 
     def change(self, number: int, change: Flat) -> bool:
         """Subtract a worker's change with this number; `False` if it was applied before."""
-        if self._is_applied(number):
+        if number in self.applied:
             return False
         for weights, less in zip(self.weights.flats, change.flats, strict=True):
             weights.sub_(less)
         self.applied.add(number)
         self.version += 1
         return True
-
-    def _is_applied(self, number: int) -> bool:
-        return number in self.applied
 
     def slower(self, stale: int) -> int:
         """The divisor of the learning rate for a gradient of this staleness."""

@@ -4,7 +4,7 @@ The scheduler has the whole state for checkpoints; a server has that of its piec
 many numbers as its parameter is cut with it; anything else, such as a step count, is copied. The
 header of a message describes the state; the body has the tensors, each at a multiple of 64:
 
-    [{"exp_avg": {"type": "float32", "shape": [5, 4]}, "step": {"value": 3}}, …]    piece by piece
+    [{"exp_avg": {"type": "F32", "shape": [5, 4]}, "step": {"value": 3}}, …]    piece by piece
 """
 
 from __future__ import annotations
@@ -18,27 +18,11 @@ from torch.optim import Optimizer
 
 from allranks.errors import RequestError
 from allranks.launcher.messages.connection import Buffer
+from allranks.torch.checkpoint.tree import DTYPES, NAMES
 from allranks.torch.parameter_server.flat import ALIGNED, WeightPiece, cut
 
 PieceState = dict[str, Any]
 Spec = list[dict[str, dict[str, Any]]]
-TYPES = {
-    str(t).removeprefix("torch."): t
-    for t in (
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.complex64,
-        torch.complex128,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-    )
-}
 PLAIN = (bool, int, float, str, type(None))
 
 
@@ -94,10 +78,9 @@ def packed(states: Sequence[PieceState]) -> tuple[Spec, list[Buffer]]:
         for name, value in state.items():
             if isinstance(value, Tensor):
                 tensor = value.detach().contiguous()
-                kind = str(tensor.dtype).removeprefix("torch.")
-                if kind not in TYPES:
-                    raise _not_carried(name, f"a tensor of {kind}")
-                fields[name] = {"type": kind, "shape": list(tensor.shape)}
+                if tensor.dtype not in NAMES:
+                    raise _not_carried(name, f"a tensor of {tensor.dtype}")
+                fields[name] = {"type": NAMES[tensor.dtype], "shape": list(tensor.shape)}
                 array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
                 body += [memoryview(array), bytes(-array.nbytes % ALIGNED)]
             elif isinstance(value, PLAIN):
@@ -118,7 +101,7 @@ def unpacked(spec: Spec, body: memoryview) -> list[PieceState]:
             if "value" in field:
                 state[name] = field["value"]
                 continue
-            kind, shape = TYPES[field["type"]], tuple(int(n) for n in field["shape"])
+            kind, shape = DTYPES[field["type"]], tuple(int(n) for n in field["shape"])
             size = kind.itemsize * torch.Size(shape).numel()
             state[name] = raw[at : at + size].view(kind).view(shape)
             at += size + -size % ALIGNED

@@ -11,12 +11,14 @@ so no worker blocks when another one dies.
                                                                                     (mode=async)
 
 `flat` assigns weights to servers and lays them out; `shard` is the arithmetic of a server, `server`
-its communication and process. `handing_out` assigns chunks to workers, `service` sends them.
-`leading` and `trainer` are the scheduler's: each step is a step of the job, so record, evaluation
-and checkpoints are those of every strategy. `worker` is a worker's loop, `exchange` what it pulls
-and pushes, `changes` the same for mode=delta. A lost worker is no failure while `least` are left,
-and is restarted. If a server or the scheduler is lost, workers wait until all weights are loaded
-again from the checkpoint (`Role`).
+its communication and process. `service` assigns chunks to workers and sends them. `scheduler`
+leads: each step is a step of the job, so record, evaluation and checkpoints are those of every
+strategy. `worker` is a worker's loop, `exchange` what it pulls and pushes. `state` cuts the
+optimizer state. Tables of rows: `row_table` has their updates, `served_tables` both ends of their
+messages, and `pulled_tables` the layers of a worker.
+
+A lost worker is no failure while `least` are left, and is restarted. If a server or the scheduler
+is lost, workers wait until all weights are loaded again from the checkpoint (`Role`).
 
 This class is the strategy of all three kinds of processes: the layout of the weights, and a `side`.
 """
@@ -28,7 +30,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,9 +55,8 @@ from allranks.torch.optimizers.elementwise import (
     groups_of_whole,
 )
 from allranks.torch.parameter_server.flat import FlatLayout, Sized, cut_evenly, placed
-from allranks.torch.parameter_server.shard import Shard
-from allranks.torch.parameter_server.tables.pulled import find_tables
-from allranks.torch.parameter_server.tables.served import (
+from allranks.torch.parameter_server.pulled_tables import find_tables
+from allranks.torch.parameter_server.served_tables import (
     PlacedTable,
     ServedTables,
     leave_rows,
@@ -63,43 +64,55 @@ from allranks.torch.parameter_server.tables.served import (
     most_bytes,
     placed_tables,
 )
+from allranks.torch.parameter_server.shard import Shard
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.tally import Tally
 from allranks.torch.step.trainable import unfrozen_on_the_way
-from allranks.torch.strategies.base import Strategy
+from allranks.torch.strategies.base import Strategy, StrategyContext
 from allranks.training.progress import StepResult
 
 
-class Side(Protocol):
-    """The part of the strategy that depends on the kind of process."""
+class Side:
+    """The part of the strategy that depends on the kind of process; here nothing is communicated.
 
-    def forward_backward(self, batch: Batch) -> Tally: ...
+    So it is before a process is linked to servers, and after it has left them.
+    """
 
-    def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]: ...
+    def __init__(self, strategy: ParameterServer) -> None:
+        self.strategy = strategy
 
-    def updating(self, gradients: Gradients) -> AbstractContextManager[None]: ...
+    def forward_backward(self, batch: Batch) -> Tally:
+        return self.strategy.compute(batch)
 
-    def after_update(self, result: StepResult) -> None: ...
+    def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
+        return local, Gradients(self.strategy.parameters)
+
+    def updating(self, gradients: Gradients) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def after_update(self, result: StepResult) -> None:
+        """Called after the update of a step."""
 
     def take_weights(self, *, optimizer: bool = False) -> None:
         """Load the newest weights into the model, and the optimizer state if asked."""
-        ...
 
     def put_weights(self) -> None:
         """Send the weights of the model to the servers."""
-        ...
 
 
 class ParameterServer(Strategy):
     """The layout of the weights on the servers. Each process sets `workers` at its start."""
 
     name = "ps"
-    side: Side | None = None
     workers = 1
     tables: Sequence[PlacedTable] = ()
     """The tables of which only rows are communicated."""
     handed: dict[str, Any] | None = None
     """The scheduler's state besides weights and optimizer; set by its trainer."""
+
+    def __init__(self, context: StrategyContext) -> None:
+        super().__init__(context)
+        self.side = Side(self)
 
     @property
     def in_step(self) -> bool:
@@ -114,11 +127,6 @@ class ParameterServer(Strategy):
     def pushes_changes(self) -> bool:
         """Whether workers train alone, and push the change of their weights."""
         return bool(self.context.options["mode"] == CHANGES)
-
-    @property
-    def weights_lie_where_they_come(self) -> bool:
-        """Whether a worker receives weights directly into its parameters."""
-        return not self.updates_on_worker and not self.pushes_changes
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         if self.rows_travel:
@@ -229,33 +237,22 @@ class ParameterServer(Strategy):
     # --- the step -------------------------------------------------------------------------
 
     def forward_backward(self, batch: Batch) -> Tally:
-        if self.side is None:
-            return super().forward_backward(batch)
         return self.side.forward_backward(batch)
 
     def compute(self, batch: Batch) -> Tally:
         """Forward and backward of a part of a batch, here."""
         return super().forward_backward(batch)
 
-    def accumulate(self, batch: Batch) -> Tally:
-        """The same, accumulating into the present gradients."""
-        tally = self.step.layout.tally()
-        self.step.accumulate(batch, lambda leaf: tally)
-        return tally
-
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
-        if self.side is None:
-            return local, Gradients(self.step.parameters)
         if self.step.changes.have_come():
             raise unfrozen_on_the_way(self.name)
         return self.side.reduce(batch, local)
 
     def updating(self, gradients: Gradients) -> AbstractContextManager[None]:
-        return nullcontext() if self.side is None else self.side.updating(gradients)
+        return self.side.updating(gradients)
 
     def after_update(self, batch: Batch, result: StepResult) -> StepResult:
-        if self.side is not None:
-            self.side.after_update(result)
+        self.side.after_update(result)
         return result
 
     def sum_apart(self, leaves: list[tuple[Span, Tensor]]) -> Tensor:
@@ -282,32 +279,28 @@ class ParameterServer(Strategy):
 
     # --- weights and state ----------------------------------------------------------------
 
-    def _pull(self, *, optimizer: bool = False) -> None:
-        if self.side is not None:
-            self.side.take_weights(optimizer=optimizer)
-
     def whole_weights(self) -> AbstractContextManager[None]:
-        self._pull()
+        self.side.take_weights()
         return nullcontext()
 
     @contextmanager
     def owned(self, *, writes: bool = False) -> Iterator[None]:
         """Within, the model has the servers' weights; with `writes` they are sent back after."""
-        self._pull()
+        self.side.take_weights()
         yield
-        if writes and self.side is not None:
+        if writes:
             self.side.put_weights()
 
     def evaluated_weights(self) -> AbstractContextManager[None]:
-        self._pull()
+        self.side.take_weights()
         return super().evaluated_weights()
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
-        self._pull()
+        self.side.take_weights()
         return super().full_state()
 
     def state(self) -> dict[str, Any]:
-        self._pull(optimizer=True)
+        self.side.take_weights(optimizer=True)
         state = super().state()
         return state if self.handed is None else {**state, "handed": self.handed}
 
@@ -348,6 +341,11 @@ class ParameterServer(Strategy):
     def parameters(self) -> list[Parameter]:
         """The parameters on the servers, in the order of the model."""
         return self.step.parameters
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """Their numbers, in place."""
+        return [parameter.detach() for parameter in self.parameters]
 
 
 def _flat_pieces(servers: int, whole: Tensor) -> list[Tensor]:

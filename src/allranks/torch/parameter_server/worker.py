@@ -31,9 +31,8 @@ from allranks.launcher.world import World
 from allranks.strategies.roles import WORKER
 from allranks.torch.data.batch import Batch
 from allranks.torch.model.precision import KERNELS
-from allranks.torch.parameter_server.changes import Changes
-from allranks.torch.parameter_server.exchange import Exchange
-from allranks.torch.parameter_server.links import CalledBack, Links
+from allranks.torch.parameter_server.exchange import Changes, Exchange
+from allranks.torch.parameter_server.links import Links
 from allranks.torch.parameter_server.server import OVER
 from allranks.torch.parameter_server.service import LARGEST_TALLY, SETTLE, Done
 from allranks.torch.parameter_server.strategy import ParameterServer
@@ -89,11 +88,10 @@ class Worker:
         assert isinstance(strategy, ParameterServer)
         strategy.workers = job.ranks
         self.trainer, self.strategy, self.world = trainer, strategy, world
-        self.exchange = Exchange(strategy, world.role_index)
+        self.exchange = Exchange(strategy)
         self.reader = Reader(trainer, strategy.parts)
         self._patience_s = float(strategy.context.options["patience_s"])
         self._scheduler: Connection | None = None
-        self._is_back = False
         self.changes: Changes | None = None
         if strategy.pushes_changes:
             self.changes = Changes(self.exchange, job.ranks)
@@ -115,8 +113,6 @@ class Worker:
                     done = self.changes.settle()
                 else:
                     done = self._work(Chunk(**answer["work"]))
-            except CalledBack:
-                done, self._is_back = None, True
             except Refused:
                 raise
             except Disconnected:  # its chunk is handed out again
@@ -160,8 +156,6 @@ class Worker:
         assert scheduler is not None
         heartbeat.enter("exchange")
         message: dict[str, Any] = {"sent": self.exchange.moved}
-        if self._is_back:
-            message["returned"], self._is_back = True, False
         if self.changes is not None and self.changes.is_under_way:
             message["under_way"] = True
         body: tuple[Buffer, ...] = ()

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from allranks.errors import RequestError
 from allranks.torch.model.reals import real_type, reals
 from allranks.torch.parallel.data.reducer import Bucket, Reducer
-from allranks.torch.shared_memory.segment import library
 from allranks.torch.step.gradients import gradient_taken
 
 # --- moved ---------------------------------------------------------------------------------------
@@ -29,7 +28,6 @@ from allranks.torch.step.gradients import gradient_taken
 # here, and the new gradient is moved into the bucket: the same bits, 0 + g.
 
 
-LIBRARY = library()
 MOVED_BYTES = 2**16  # from here on a pass through memory takes longer than a Python call
 
 
@@ -37,15 +35,11 @@ class Moved:
     """The `homes` of gradients, by the positions of their parameters.
 
     One or more passes begin with `begin` and end with `settle`; `finished` is called for each
-    gradient that a backward pass has finished. With `read_later`, all of them are read only after
-    the passes; if they do not fit into a cache, they are written past it.
+    gradient that a backward pass has finished.
     """
 
-    def __init__(
-        self, homes: Mapping[int, tuple[nn.Parameter, Tensor]], *, read_later: bool = False
-    ) -> None:
+    def __init__(self, homes: Mapping[int, tuple[nn.Parameter, Tensor]]) -> None:
         self._homes = homes
-        self._past_caches = read_later and self._outgrow_caches()
         self._awaited: dict[int, tuple[nn.Parameter, Tensor]] = {}
 
     def begin(self) -> None:
@@ -65,17 +59,9 @@ class Moved:
             raise gradient_taken(parameter)
         if gradient.is_sparse:
             home.zero_().add_(gradient)
-        elif self._past_caches and _lie_alike(gradient, home):
-            at = home.data_ptr(), gradient.data_ptr(), home.numel()
-            LIBRARY.move(*at, home.dtype == torch.float64)  # type: ignore[union-attr]
         else:
             torch.add(gradient, 0, out=home)  # no copy: 0 + -0.0 is 0.0
         parameter.grad = home
-
-    def _outgrow_caches(self) -> bool:
-        """Whether they are larger than the caches; False without the library."""
-        nbytes = sum(home.nbytes for _, home in self._homes.values())
-        return LIBRARY is not None and nbytes > LIBRARY.cache_bytes()
 
     def settle(self) -> None:
         """Set gradients to zero that no pass has made."""
@@ -84,14 +70,6 @@ class Moved:
                 raise gradient_taken(parameter)
             parameter.grad = home.zero_()
         self._awaited = {}
-
-
-def _lie_alike(gradient: Tensor, home: Tensor) -> bool:
-    """Whether both are contiguous and of one dtype that the library can move, on the CPU."""
-    kinds = gradient.dtype == home.dtype in (torch.float32, torch.float64)
-    cpu = gradient.device.type == home.device.type == "cpu"
-    runs = gradient.is_contiguous() and home.is_contiguous()
-    return kinds and cpu and runs and not gradient.is_neg() and not gradient.is_conj()
 
 
 # --- in order ------------------------------------------------------------------------------------

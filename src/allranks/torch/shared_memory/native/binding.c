@@ -542,64 +542,8 @@ static PyObject *segment_size(PyObject *self, PyObject *args)
     return PyLong_FromUnsignedLongLong(segment_bytes(size));
 }
 
-/* ---- passes over numbers of this process ---- */
-
-typedef struct {
-    void *to, *from;
-    uint64_t count;
-    int is_double;
-} pass;
-
-static bool read_pass(PyObject *const *args, Py_ssize_t many, pass *p)
-{
-    uint64_t at[3];
-    if (!are(many, 4) || !read_numbers(args, 3, at))
-        return false;
-    *p = (pass){(void *)(uintptr_t)at[0], (void *)(uintptr_t)at[1], at[2], PyObject_IsTrue(args[3])};
-    return p->is_double >= 0;
-}
-
-static PyObject *add_and_square(PyObject *module, PyObject *const *args, Py_ssize_t many)
-{
-    pass p;
-    double found;
-    (void)module;
-    if (!read_pass(args, many, &p))
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS;
-    found = p.is_double ? add_and_square_doubles(p.to, p.from, p.count)
-                        : add_and_square_floats(p.to, p.from, p.count);
-    Py_END_ALLOW_THREADS;
-    return PyFloat_FromDouble(found);
-}
-
-static PyObject *move(PyObject *module, PyObject *const *args, Py_ssize_t many)
-{
-    pass p;
-    (void)module;
-    if (!read_pass(args, many, &p))
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS;
-    if (p.is_double)
-        move_doubles(p.to, p.from, p.count);
-    else
-        move_floats(p.to, p.from, p.count);
-    Py_END_ALLOW_THREADS;
-    Py_RETURN_NONE;
-}
-
-static PyObject *cache_bytes(PyObject *module, PyObject *Py_UNUSED(nothing))
-{
-    (void)module;
-    return PyLong_FromUnsignedLongLong(last_cache_bytes());
-}
-
 static PyMethodDef functions[] = {
     {"segment_bytes", segment_size, METH_VARARGS, "segment_bytes(size): of a group's segment"},
-    FAST("add_and_square", add_and_square,
-         "add_and_square(to, more, count, is_double) -> the squares of to + more, which it becomes"),
-    FAST("move", move, "move(to, from, count, is_double): it becomes from + 0, past the caches"),
-    {"cache_bytes", cache_bytes, METH_NOARGS, "cache_bytes(): of the cache that cores share"},
     {0}};
 
 static PyObject *names(const char *const *of, int many)

@@ -43,8 +43,6 @@ typedef struct {
 /* A rank that is stopped for so long is lost; `cache_bytes`: of the largest cache, 0: the machine's. */
 engine *engine_new(char *bell, double stopped_s, uint64_t cache_bytes);
 
-/* Of the cache that cores share. The C library's own answer counts all of a machine's together. */
-uint64_t last_cache_bytes(void);
 void engine_free(engine *e);  /* once its groups are free and nobody waits */
 
 uint64_t segment_bytes(int size);

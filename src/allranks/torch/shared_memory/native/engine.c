@@ -54,7 +54,8 @@ static bool is_own(const engine *e)
 
 bool group_is_here(const group *g) { return is_own(g->engine); }
 
-uint64_t last_cache_bytes(void)
+/* Of the cache that cores share. The C library's own answer counts all of a machine's together. */
+static uint64_t last_cache_bytes(void)
 {
     FILE *file = fopen("/sys/devices/system/cpu/cpu0/cache/index3/size", "re");
     unsigned long long kilobytes = 0;

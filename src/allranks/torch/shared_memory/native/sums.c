@@ -7,7 +7,6 @@
 #include <string.h>
 
 #include "collectives.h"
-#include "copies.h"
 #include "../../native/clones.h"
 
 #if defined(__GNUC__) && !defined(__clang__)
@@ -171,54 +170,3 @@ void add_along_tree(char *target, char *const *leaf, int leaves, const uint8_t *
 }
 
 void divide(char *values, uint64_t count, int type, int by) { divisions[type](values, count, by); }
-
-#define ROW_OF_SQUARES 4096
-#define LANES 16 /* sums of a row that go on side by side */
-
-#define ADD_AND_SQUARE(NAME, TYPE)                                                    \
-    CLONES static double NAME##_row(TYPE *restrict to, const TYPE *restrict more)     \
-    {                                                                                 \
-        TYPE lane[LANES] = {0};                                                       \
-        for (size_t i = 0; i < ROW_OF_SQUARES; i += LANES)                            \
-            for (size_t k = 0; k < LANES; k++) {                                      \
-                TYPE sum = to[i + k] + more[i + k];                                   \
-                to[i + k] = sum;                                                      \
-                lane[k] += sum * sum;                                                 \
-            }                                                                         \
-        double found = 0;                                                             \
-        for (size_t k = 0; k < LANES; k++)                                            \
-            found += (double)lane[k];                                                 \
-        return found;                                                                 \
-    }                                                                                 \
-    double NAME(TYPE *to, const TYPE *more, uint64_t count)                           \
-    {                                                                                 \
-        double found = 0;                                                             \
-        uint64_t rows = count / ROW_OF_SQUARES;                                       \
-        for (uint64_t row = 0; row < rows; row++)                                     \
-            found += NAME##_row(to + row * ROW_OF_SQUARES, more + row * ROW_OF_SQUARES); \
-        for (uint64_t i = rows * ROW_OF_SQUARES; i < count; i++) {                    \
-            to[i] += more[i];                                                         \
-            found += (double)to[i] * (double)to[i];                                   \
-        }                                                                             \
-        return found;                                                                 \
-    }
-
-ADD_AND_SQUARE(add_and_square_floats, float)
-ADD_AND_SQUARE(add_and_square_doubles, double)
-
-#define MOVE(NAME, TYPE)                                                                  \
-    void NAME(TYPE *to, const TYPE *from, uint64_t count)                                 \
-    {                                                                                     \
-        TYPE block[BLOCK_BYTES / sizeof(TYPE)];                                           \
-        const size_t most = BLOCK_BYTES / sizeof(TYPE);                                   \
-        for (uint64_t done = 0; done < count; done += most) {                             \
-            size_t now = count - done < most ? (size_t)(count - done) : most;             \
-            for (size_t i = 0; i < now; i++)                                              \
-                block[i] = from[done + i] + 0;                                            \
-            copy_past_caches((char *)(to + done), (const char *)block, now * sizeof(TYPE)); \
-        }                                                                                 \
-        order_copies();                                                                   \
-    }
-
-MOVE(move_floats, float)
-MOVE(move_doubles, double)

@@ -17,13 +17,4 @@ void add_along_tree(char *target, char *const *leaf, int leaves, const uint8_t *
 /* What a mean has left to do. */
 void divide(char *values, uint64_t count, int type, int by);
 
-/* `to` += `more`; the sum of the squares of what is there then, each in its type, added up as
- * doubles row by row: the same function of the same numbers, wherever they lie. */
-double add_and_square_floats(float *to, const float *more, uint64_t count);
-double add_and_square_doubles(double *to, const double *more, uint64_t count);
-
-/* `to` becomes `from` + 0, past the caches: of -0 it is 0. */
-void move_floats(float *to, const float *from, uint64_t count);
-void move_doubles(double *to, const double *from, uint64_t count);
-
 #endif

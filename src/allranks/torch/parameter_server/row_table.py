@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -241,22 +241,25 @@ class RowTable:
         return True
 
     def summed(self) -> tuple[Tensor, Tensor]:
-        """(ids, gradient) of all touched rows, summed in the order of the parts."""
-        places, gradient = self._summed()
-        return places * self.servers + self.index, gradient
+        """(places, gradient) of all touched rows, summed in the order of the parts."""
+        if self._sum is None:
+            parts = [self._parts[part] for part in sorted(self._parts)]
+            none = torch.empty(0, dtype=torch.int64), self.weight[:0]
+            self._sum = sum_rows(parts) if parts else none
+        return self._sum
 
     def squares(self) -> float:
         """The sum of the squares of the summed gradient: this server's share of its norm."""
-        return float(self._summed()[1].square().sum())
+        return float(self.summed()[1].square().sum())
 
     def scale(self, factor: float) -> None:
         """Multiply the summed gradient by `factor`."""
-        places, gradient = self._summed()
+        places, gradient = self.summed()
         self._sum = places, gradient * factor
 
     def apply(self, group: Group, factor: float = 1.0) -> int:
         """Update the touched rows by `factor` times the sum, and clear it. Returns how many."""
-        places, gradient = self._summed()
+        places, gradient = self.summed()
         self.step += 1
         if len(places):
             rows = self.weight[places]
@@ -274,12 +277,6 @@ class RowTable:
         self._parts.clear()
         self._sum = None
 
-    def push(self, ids: Tensor, gradient: Tensor, group: Group, factor: float = 1.0) -> int:
-        """Apply the gradient of one worker at once (asynchronous modes)."""
-        assert not self._parts, "a step of parts is in progress"
-        self.add(ids, gradient, 0)
-        return self.apply(group, factor)
-
     # --- what a checkpoint holds ---------------------------------------------------------
 
     def put(self, ids: Tensor, rows: Tensor, state: Mapping[str, Tensor] | None = None) -> None:
@@ -288,17 +285,6 @@ class RowTable:
         self.weight[places] = rows.to(self.plan.kind)
         for name, column in (state or {}).items():
             self.state[name][places] = column.to(self.plan.kind)
-
-    def state_of(self, ids: Tensor) -> State:
-        """Copies of the state of these rows: (n, dim) or (n, 1) by name."""
-        places = self._places(ids)
-        return {name: column[places] for name, column in self.state.items()}
-
-    def _summed(self) -> tuple[Tensor, Tensor]:
-        if self._sum is None:
-            parts = [self._parts[part] for part in sorted(self._parts)]
-            self._sum = _sum_in_order(parts, self.weight)
-        return self._sum
 
     def _places(self, ids: Tensor) -> Tensor:
         """The indices of the rows in `weight`."""
@@ -310,17 +296,15 @@ class RowTable:
         return ids.div(self.servers, rounding_mode="floor")
 
 
-def _sum_in_order(parts: list[tuple[Tensor, Tensor]], like: Tensor) -> tuple[Tensor, Tensor]:
-    """(places, gradient) of the rows of all parts, each added to those before it."""
-    if not parts:
-        return torch.empty(0, dtype=torch.int64), like.new_empty(0, like.shape[1])
+def sum_rows(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """(rows, gradient) of all parts, in one or more, each added to those before it."""
     if len(parts) == 1:
         return parts[0]
-    places, at = torch.cat([rows for rows, _ in parts]).unique(return_inverse=True)
-    total = like.new_zeros(len(places), like.shape[1])
+    rows, at = torch.cat([rows for rows, _ in parts]).unique(return_inverse=True)
+    total = parts[0][1].new_zeros(len(rows), parts[0][1].shape[1])
     for (_, gradient), where in zip(parts, at.split([len(rows) for rows, _ in parts]), strict=True):
         total.index_add_(0, where, gradient)
-    return places, total
+    return rows, total
 
 
 def split(ids: Tensor, servers: int) -> list[Tensor]:

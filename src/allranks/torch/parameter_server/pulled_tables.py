@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,19 +23,11 @@ from torch.nn import functional as F
 
 from allranks.errors import RequestError
 from allranks.torch.model.layers import Swapped, own_kind
-from allranks.torch.parameter_server.tables.row_table import TablePlan
+from allranks.torch.parameter_server.row_table import TablePlan, sum_rows
 
-
-class Rows(Protocol):
-    """The servers, as a worker sees them. `ids`: (n,) int64 on the host, strictly increasing."""
-
-    def pull(self, table: str, ids: Tensor) -> Tensor:
-        """The current rows: (n, dim), on the host."""
-        ...
-
-    def push(self, table: str, ids: Tensor, gradient: Tensor) -> None:
-        """Push a gradient (n, dim) of these rows, on the host."""
-        ...
+PullRows = Callable[[str, Tensor], Tensor]
+"""Returns the current rows (n, dim) of the table of this name, for ids (n,) int64, strictly
+increasing. All tensors are on the host."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +55,8 @@ class Lookups:
     Calls `used` with the name of a table when backward has reached a lookup of it.
     """
 
-    def __init__(self, rows: Rows, used: Callable[[str], None] = lambda table: None) -> None:
-        self.rows, self._used = rows, used
+    def __init__(self, pull: PullRows, used: Callable[[str], None] = lambda table: None) -> None:
+        self._pull, self._used = pull, used
         self._cached: dict[str, tuple[Tensor, Tensor]] = {}
         self._looked: dict[str, list[Lookup]] = {}
 
@@ -87,14 +79,9 @@ class Lookups:
         for table, lookups in self._looked.items():
             parts = [part for lookup in lookups if (part := lookup.gradient()) is not None]
             if parts:
-                gradients[table] = _sum(parts)
+                gradients[table] = sum_rows(parts)
         self.forget()
         return gradients
-
-    def push(self) -> None:
-        """Push the gradients and clear the cache: the next step has new rows."""
-        for table, (ids, gradient) in self.gradients().items():
-            self.rows.push(table, ids, gradient)
 
     def forget(self) -> None:
         """Clear the lookups and the cache: rows may be out of date."""
@@ -107,7 +94,7 @@ class Lookups:
         known, values = self._cached.get(plan.name, none)
         missing = ids[~torch.isin(ids, known, assume_unique=True)]
         if len(missing):
-            pulled = self.rows.pull(plan.name, missing)
+            pulled = self._pull(plan.name, missing)
             if not len(known):
                 known, values = missing, pulled
             else:
@@ -115,17 +102,6 @@ class Lookups:
                 values = torch.cat([values, pulled])[order]
             self._cached[plan.name] = known, values
         return values[torch.searchsorted(known, ids)]
-
-
-def _sum(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    if len(parts) == 1:
-        return parts[0]
-    counts = [len(ids) for ids, _ in parts]
-    ids, at = torch.cat([ids for ids, _ in parts]).unique(return_inverse=True)
-    total = parts[0][1].new_zeros(len(ids), parts[0][1].shape[1])
-    for (_, gradient), where in zip(parts, at.split(counts), strict=True):
-        total.index_add_(0, where, gradient)
-    return ids, total
 
 
 class PulledTable(Swapped):

@@ -1,1 +1,0 @@
-"""Embedding tables on parameter servers only: their rows, row updates, and pulls of workers."""
