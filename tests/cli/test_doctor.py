@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from allranks.cli.display.diagnosis import show
+from allranks.cli.doctor import show
 from allranks.cli.main import main
 from allranks.errors import PlaceError
 from allranks.launcher.nodes.facts import NodeFacts
@@ -26,16 +26,9 @@ from allranks.launcher.places.simulated import Simulated
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.ports import Reservation
 from allranks.tools.doctor import doctor, gpus
-from allranks.tools.doctor.diagnosis import (
-    STOP,
-    Diagnosis,
-    Endpoint,
-    Finding,
-    Link,
-    NodeReport,
-    matrix_of,
-)
 from allranks.tools.doctor.examination import Examination, Folder
+from allranks.tools.doctor.probes import Endpoint, Link, matrix_of
+from allranks.tools.doctor.rules import STOP, Diagnosis, Finding, NodeReport
 
 Door = Callable[..., tuple[int, str, str]]
 LIMITS = (
@@ -288,7 +281,7 @@ def two_nodes() -> Diagnosis:
     )
     ends = [Endpoint(n, f"node{n}", f"10.0.0.{n}") for n in range(2)]
     matrix = matrix_of(ends, {(0, 1): Link(12.34, 1234.5)})
-    return Diagnosis("hosts", 2, 2, nodes, matrix, (), (), ())
+    return Diagnosis("hosts", 2, 2, nodes, matrix, ())
 
 
 def test_a_value_that_differs_is_shown_for_each_and_an_unknown_as_such(

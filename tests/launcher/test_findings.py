@@ -9,20 +9,16 @@ from typing import Any
 import pytest
 
 from allranks.launcher.nodes.facts import NodeFacts, gpus_of_driver
-from allranks.tools.doctor.diagnosis import (
+from allranks.tools.doctor.doctor import needed_torch
+from allranks.tools.doctor.examination import SEEN, SEEN_LOCK, WORKS, Examination, Folder
+from allranks.tools.doctor.probes import Endpoint, Link, matrix_of
+from allranks.tools.doctor.rules import (
     NOTE,
     STOP,
     WARNING,
-    Endpoint,
-    Finding,
-    Link,
-    NodeReport,
-    matrix_of,
-)
-from allranks.tools.doctor.doctor import needed_torch
-from allranks.tools.doctor.examination import SEEN, SEEN_LOCK, WORKS, Examination, Folder
-from allranks.tools.doctor.findings import (
     Collected,
+    Finding,
+    NodeReport,
     findings,
     is_within,
     may_differ,
@@ -30,7 +26,7 @@ from allranks.tools.doctor.findings import (
 )
 
 GIB = 1 << 30
-TORCH = "torch<2.14,>=2.13"
+TORCH = "torch>=2.13"
 TRIALS = (SEEN, SEEN_LOCK, "write", "fsync", "rename", "lock")
 FOLDER = Folder("/shared/runs", "lustre", 900 * GIB, 10**6, dict.fromkeys(TRIALS, WORKS))
 FACTS = NodeFacts(
@@ -109,7 +105,6 @@ def test_healthy_nodes_have_no_findings(count: int) -> None:
     [
         (STOP, "torch", "not installed", node(1, {"packages": {"numpy": "2.4.6"}})),
         (STOP, "torch", "version 2.12.1", node(1, {"packages": {"torch": "2.12.1"}})),
-        (STOP, "torch", "version 2.14.0", node(1, {"packages": {"torch": "2.14.0+cu128"}})),
         (STOP, "shared memory", "no /dev/shm", node(1, shared_memory_bytes=None)),
         (WARNING, "shared memory", "64.0 MiB", node(1, shared_memory_bytes=64 << 20)),
         (
@@ -155,10 +150,9 @@ def test_where_another_folder_is_seen_its_own_faults_are_not_told() -> None:
     assert "not shared" in only(node(0), sick).subject
 
 
-def test_a_hard_limit_of_files_cannot_be_raised_by_the_user() -> None:
-    assert "ulimit -n" in only(node(0, open_files=512, open_files_hard=4096)).do
-    assert "ask the site" in only(node(0, open_files=512, open_files_hard=512)).do
-    assert "ulimit -n" in only(node(0, open_files=512, open_files_hard=-1)).do, "no limit"
+def test_of_few_open_files_the_hard_limit_is_told() -> None:
+    do = only(node(0, open_files=512, open_files_hard=1000)).do
+    assert "ulimit -n" in do and "hard limit of 1000" in do
 
 
 def test_no_interface_stops_several_nodes_and_not_one() -> None:
@@ -261,14 +255,10 @@ def test_a_node_that_nobody_could_look_at_is_judged_by_its_facts() -> None:
         ("2.13.5+cu130", TORCH, True),
         ("2.13", TORCH, True),
         ("2.12.9", TORCH, False),
-        ("2.14", TORCH, False),
-        ("2.14.0a0+git", TORCH, False),
+        ("2.14.0a0+git", TORCH, True),
         ("10.0", "torch>=9", True),
-        ("2.13.0", "torch==2.13", True),
-        ("2.13.1", "torch!=2.13.1", False),
         ("unknown", TORCH, True),
         ("1.0", "torch", True),
-        ("1.0", "torch>0.9,<=1.0", True),
     ],
 )
 def test_versions_are_compared_as_numbers(version: str, requirement: str, met: bool) -> None:

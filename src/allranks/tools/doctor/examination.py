@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import fcntl
 import os
-import resource
 import secrets
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +72,6 @@ class Examination:
     speed_mbit: dict[str, int | None]
     folder: Folder
 
-    def to_data(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_data(cls, data: dict[str, Any]) -> Examination:
         return cls(**{**data, "folder": Folder(**data["folder"])})
@@ -84,16 +79,16 @@ class Examination:
 
 def examine(mark: Mark) -> Examination:
     """Examine this node, and test the folder with the mark; leaves no file there."""
-    files, files_hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    shared = _usage(SHARED_MEMORY)
+    files, files_hard = psutil.Process().rlimit(psutil.RLIMIT_NOFILE)
+    shared = _space(SHARED_MEMORY)
     return Examination(
         cores=os.cpu_count(),
         cores_allowed=len(os.sched_getaffinity(0)),
         cpu_quota=_cpu_quota(),
         memory_available_bytes=psutil.virtual_memory().available,
         memory_limit_bytes=_memory_limit(),
-        shared_memory_bytes=None if shared is None else shared[0],
-        shared_memory_free_bytes=None if shared is None else shared[1],
+        shared_memory_bytes=shared and shared.f_blocks * shared.f_frsize,
+        shared_memory_free_bytes=shared and shared.f_bavail * shared.f_frsize,
         open_files=files,
         open_files_hard=files_hard,
         speed_mbit={interface.name: interface.speed_mbit for interface in interfaces()},
@@ -104,69 +99,71 @@ def examine(mark: Mark) -> Examination:
 def examine_folder(mark: Mark) -> Folder:
     """Test the operations of a job: read a file of another node, write, fsync, rename, lock."""
     path = Path(mark.folder)
-    usage = _usage(path)
-    probe_file = path / f".allranks-probe-{secrets.token_hex(8)}"
-    trials: dict[str, Callable[[], str]] = {}
-    if mark.name:
-        trials[SEEN] = lambda: _reads(path / mark.name, mark.content)
-        trials[SEEN_LOCK] = lambda: _is_locked_out(path / mark.name)
-    trials |= {
-        "write": lambda: _writes(probe_file),
-        "fsync": lambda: _syncs(probe_file),
-        "rename": lambda: _renames(probe_file),
-        "lock": lambda: _locks(probe_file),
-    }
-    tried = {}
-    try:
-        for name, trial in trials.items():
-            try:
-                tried[name] = trial() or WORKS
-            except OSError as error:
-                tried[name] = error.strerror or str(error)
-            if name == "write" and tried[name] != WORKS:
-                break  # the other tests need it
-    finally:
-        with suppress(OSError):
-            probe_file.unlink()
+    space = _space(path)
     return Folder(
         path=str(path),
         kind=_kind(path),
-        free_bytes=None if usage is None else usage[1],
-        free_files=None if usage is None else os.statvfs(path).f_favail,
-        tried=tried,
+        free_bytes=space and space.f_bavail * space.f_frsize,
+        free_files=space and space.f_favail,
+        tried=_try(path, mark),
     )
 
 
-def _reads(file: Path, content: str) -> str:
-    return "" if file.read_text() == content else "it holds something else here"
+def _try(folder: Path, mark: Mark) -> dict[str, str]:
+    """The result of each operation, by name. Without a file to write, the others are not tried."""
+    marked, probe_file = folder / mark.name, folder / f".allranks-probe-{secrets.token_hex(8)}"
+    trials: dict[str, tuple[Callable[[], bool], str]] = {}
+    if mark.name:
+        trials[SEEN] = (
+            lambda: marked.read_text() == mark.content,
+            "it holds something else here",
+        )
+        trials[SEEN_LOCK] = (
+            lambda: _is_locked(marked),
+            "a lock that another node holds is not seen here",
+        )
+    trials["write"] = lambda: _writes(probe_file), "what was written is not read again"
+    trials["fsync"] = lambda: _syncs(probe_file), ""
+    trials["rename"] = lambda: _renames(probe_file), "the old file is still there"
+    trials["lock"] = lambda: _locks(probe_file), "a lock does not exclude another process"
+    tried: dict[str, str] = {}
+    for name, (works, problem) in trials.items():
+        try:
+            tried[name] = WORKS if works() else problem
+        except OSError as error:
+            tried[name] = error.strerror or str(error)
+        if name == "write" and tried[name] != WORKS:
+            break
+    with suppress(OSError):
+        probe_file.unlink()
+    return tried
 
 
-def _is_locked_out(file: Path) -> str:
-    """The command holds a lock on the file, so that taking it here must fail."""
+def _is_locked(file: Path) -> bool:
     with file.open("r+") as opened:
         try:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return ""
-    return "a lock that another node holds is not seen here"
+            return True
+    return False
 
 
-def _writes(file: Path) -> str:
+def _writes(file: Path) -> bool:
     file.write_text("allranks")
-    return "" if file.read_text() == "allranks" else "what was written is not read again"
+    return file.read_text() == "allranks"
 
 
-def _syncs(file: Path) -> str:
+def _syncs(file: Path) -> bool:
     for path in (file, file.parent):
         fd = os.open(path, os.O_RDONLY)
         try:
             os.fsync(fd)
         finally:
             os.close(fd)
-    return ""
+    return True
 
 
-def _renames(file: Path) -> str:
+def _renames(file: Path) -> bool:
     """Rename over an existing file, as a manifest is replaced."""
     replacement = file.with_name(f"{file.name}.new")
     replacement.write_text("new")
@@ -174,23 +171,21 @@ def _renames(file: Path) -> str:
         replacement.rename(file)
     finally:
         replacement.unlink(missing_ok=True)
-    return "" if file.read_text() == "new" else "the old file is still there"
+    return file.read_text() == "new"
 
 
-def _locks(file: Path) -> str:
+def _locks(file: Path) -> bool:
     """A second open of the file cannot lock it."""
     with file.open("r+") as opened:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return "" if not _is_locked_out(file) else "a lock does not exclude another process"
+        return _is_locked(file)
 
 
-def _usage(path: Path) -> tuple[int, int] | None:
-    """(all bytes, free bytes) of a file system."""
+def _space(path: Path) -> os.statvfs_result | None:
     try:
-        usage = shutil.disk_usage(path)
+        return os.statvfs(path)
     except OSError:
         return None
-    return usage.total, usage.free
 
 
 def _kind(path: Path) -> str | None:
@@ -204,28 +199,24 @@ def _kind(path: Path) -> str | None:
 
 def _memory_limit() -> int | None:
     """The smallest limit of this process's control group and its parents."""
-    names = {"memory": "memory.limit_in_bytes", "": "memory.max"}
-    limits = [int(text) for text in _in_groups(names) if text.strip().isdecimal()]
-    return min((limit for limit in limits if limit < NO_LIMIT), default=None)
+    limits = _in_groups("", "memory.max") + _in_groups("memory", "memory.limit_in_bytes")
+    numbers = [int(text) for text in limits if text.isdecimal()]
+    return min((number for number in numbers if number < NO_LIMIT), default=None)
 
 
 def _cpu_quota() -> float | None:
     """The CPU quota of the control group in cores, from version 1 or 2 of control groups."""
-    quotas = []
-    for text in _in_groups({"": "cpu.max"}):
-        quota, _, period = text.strip().partition(" ")
-        quotas += [int(quota) / int(period)] if quota.isdecimal() and period.isdecimal() else []
-    pairs = zip(
-        _in_groups({"cpu": "cpu.cfs_quota_us"}),
-        _in_groups({"cpu": "cpu.cfs_period_us"}),
-        strict=False,
-    )
-    quotas += [int(quota) / int(period) for quota, period in pairs if int(quota) > 0]
+    pairs = [text.split() for text in _in_groups("", "cpu.max")]
+    names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+    pairs += map(list, zip(*(_in_groups("cpu", name) for name in names), strict=False))
+    quotas = [int(quota) / int(period) for quota, period in pairs if quota.isdecimal()]
     return min(quotas, default=None)
 
 
-def _in_groups(names: dict[str, str]) -> Iterator[str]:
-    """The content of a file of the control group and of each of its parents, by controller."""
-    for kind, folder in control_groups(names):
+def _in_groups(kind: str, name: str) -> list[str]:
+    """The content of a file of the control group and of each of its parents."""
+    texts = []
+    for _, folder in control_groups({kind}):
         with suppress(OSError):
-            yield (folder / names[kind]).read_text()
+            texts.append((folder / name).read_text().strip())
+    return texts
