@@ -6,25 +6,21 @@ from __future__ import annotations
 import fcntl
 import itertools
 import os
-import secrets
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing
-from dataclasses import asdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
 from allranks.launcher.nodes.channel import Channel, Disconnected, Refused, authenticate
-from allranks.launcher.processes import linux as oom
 from allranks.launcher.processes.fork_server_client import ForkServer
-from allranks.tools.doctor import examination
+from allranks.tools.doctor import folder as folders
 from allranks.tools.doctor import probes as links
-from allranks.tools.doctor.examination import SEEN, SEEN_LOCK, WORKS, Mark, examine, examine_folder
+from allranks.tools.doctor.folder import LOCK, SEEN, WORKS, WRITE, Mark, examine, marked
 from allranks.tools.doctor.probes import (
     MOST_IN_FULL,
     Door,
@@ -120,7 +116,7 @@ def test_a_way_that_is_closed_is_named_and_the_probes_go_on(probes: Probes) -> N
     broken: list[str] = []
     elsewhere = [Endpoint(0, "here", HERE), Endpoint(1, "there", "192.0.2.77")]
     matrix = measure_links(probes, elsewhere, broken, lambda text: None)
-    assert matrix is not None and matrix.mb_per_s == ((None, None), (None, None))
+    assert matrix is not None and matrix.mb_per_s == [[None, None]] * 2
     (line,) = broken
     assert line.startswith(f"rank 0 on here ({HERE}) to rank 1 on there (192.0.2.77): ")
     assert measure_links(
@@ -151,10 +147,6 @@ def test_a_probe_serves_only_who_brings_its_token(probes: Probes) -> None:
 def test_nobody_connects_who_waits_for_one_that_is_told_to_stop(probes: Probes) -> None:
     probes.ask(0, {"do": "listen", "address": HERE})
     assert probes.ask(0, {"do": "stop"}, 5.0) == {}
-
-
-def test_a_clock_is_told(probes: Probes) -> None:
-    assert isinstance(probes.ask(0, {"do": "clock"}), float)
 
 
 def test_a_stranger_is_no_probe(server: ForkServer) -> None:
@@ -188,7 +180,7 @@ def test_a_probe_that_dies_is_lost_and_named(server: ForkServer) -> None:
         while 1 in probes.there:
             probes._note_exits()
         with pytest.raises(Lost):
-            probes.ask(1, {"do": "clock"})
+            probes.ask(1, {"do": "stop"})
         assert probes.there == [0] and 1 in probes.lost
         ends = [Endpoint(rank, "here", HERE) for rank in (0, 1)]
         matrix = measure_links(probes, ends, [], lambda text: None)
@@ -205,8 +197,7 @@ def test_a_probe_that_finds_nobody_is_lost_with_its_exit_code(server: ForkServer
 
 @pytest.mark.parametrize("count", [2, 3, MOST_IN_FULL, MOST_IN_FULL + 1, 40])
 def test_of_a_few_ends_all_pairs_are_measured_of_many_each_with_two(count: int) -> None:
-    ends = [Endpoint(rank, str(rank), HERE) for rank in range(count)]
-    pairs = [(one.rank, other.rank) for one, other in pairs_to_measure(ends)]
+    pairs = pairs_to_measure(count)
     assert len(set(pairs)) == len(pairs) and all(one < other for one, other in pairs)
     if count <= MOST_IN_FULL:
         assert len(pairs) == count * (count - 1) // 2
@@ -215,59 +206,49 @@ def test_of_a_few_ends_all_pairs_are_measured_of_many_each_with_two(count: int) 
         assert {rank for pair in pairs for rank in pair} == set(range(count))
 
 
-# --- looking ------------------------------------------------------------------------------------
+# --- the folder of runs -------------------------------------------------------------------------
 
 
 @pytest.fixture
-def marked(tmp_path: Path) -> Iterator[Mark]:
-    """A folder as the command prepares it: a file, and a lock that somebody else holds."""
-    mark = Mark(str(tmp_path), "mark", secrets.token_hex(8))
-    (tmp_path / mark.name).write_text(mark.content)
-    with (tmp_path / mark.name).open("r+") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+def mark(tmp_path: Path) -> Iterator[Mark]:
+    with marked(tmp_path) as mark:
         yield mark
 
 
-def test_a_folder_where_all_works(marked: Mark) -> None:
-    folder = examine_folder(marked)
-    assert folder.tried == dict.fromkeys(
-        (SEEN, SEEN_LOCK, "write", "fsync", "rename", "lock"), WORKS
-    )
-    assert folder.kind and folder.free_bytes and folder.free_files is not None
-    assert os.listdir(marked.folder) == [marked.name], "nothing of it is left"
+def test_a_folder_where_all_works(mark: Mark) -> None:
+    folder = examine(mark)
+    assert folder.tried == dict.fromkeys((SEEN, WRITE, LOCK), WORKS)
+    assert folder.kind and folder.free_bytes
+    assert os.listdir(mark.folder) == [mark.name], "nothing of it is left"
 
 
-def test_a_node_that_has_another_folder_there_is_found_out(marked: Mark, tmp_path: Path) -> None:
+def test_a_node_that_has_another_folder_there_is_found_out(mark: Mark, tmp_path: Path) -> None:
     other = tmp_path / "other"
-    missing = examine_folder(Mark(str(other), marked.name, marked.content))
-    assert missing.tried == dict.fromkeys((SEEN, SEEN_LOCK, "write"), "No such file or directory")
+    missing = examine(Mark(str(other), mark.name, mark.content))
+    assert missing.tried == dict.fromkeys((SEEN, WRITE), "No such file or directory")
     assert missing.free_bytes is None
     other.mkdir()
-    assert "No such file" in examine_folder(Mark(str(other), "mark", "x")).tried[SEEN]
+    assert "No such file" in examine(Mark(str(other), "mark", "x")).tried[SEEN]
     (other / "mark").write_text("something else")
-    folder = examine_folder(Mark(str(other), "mark", "x"))
-    assert folder.tried[SEEN] == "it holds something else here"
-    assert "not seen here" in folder.tried[SEEN_LOCK], "nobody holds a lock on it"
-    assert folder.tried["write"] == WORKS
+    tried = examine(Mark(str(other), "mark", "x")).tried
+    assert tried == {SEEN: "it holds something else here", WRITE: WORKS, LOCK: WORKS}
 
 
-@pytest.mark.parametrize("call", ["fsync", "flock"])
-def test_what_the_file_system_refuses_is_told(
-    call: str, marked: Mark, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_file_system_refuses_is_told(mark: Mark, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object) -> None:
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr(os if call == "fsync" else fcntl, call, refuse)
-    tried = examine_folder(marked).tried
-    assert tried["fsync" if call == "fsync" else "lock"] == "Function not implemented"
-    assert tried["write"] == tried["rename"] == WORKS
-    assert os.listdir(marked.folder) == [marked.name]
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert examine(mark).tried == {SEEN: WORKS, WRITE: WORKS, LOCK: "Function not implemented"}
+    monkeypatch.setattr(fcntl, "flock", lambda *arguments: None)
+    assert examine(mark).tried[LOCK] == "a lock does not exclude another process"
+    assert os.listdir(mark.folder) == [mark.name]
 
 
 def test_what_cannot_be_marked_is_only_tried(tmp_path: Path) -> None:
-    tried = examine_folder(Mark(str(tmp_path), "", "")).tried
-    assert SEEN not in tried and set(tried.values()) == {WORKS}
+    with marked(tmp_path / "none") as mark:
+        assert mark.name == ""
+    assert examine(Mark(str(tmp_path), "", "")).tried == {WRITE: WORKS, LOCK: WORKS}
 
 
 def test_the_kind_of_a_file_system_is_that_of_the_nearest_mount(
@@ -280,73 +261,7 @@ def test_the_kind_of_a_file_system_is_that_of_the_nearest_mount(
     lines = ["/dev/x / ext4 rw 0 0", f"y {escaped} ext4 rw 0 0", f"x {escaped} lustre rw 0 0"]
     (tmp_path / "self" / "mounts").write_text("\n".join(lines))
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
-    assert examination._kind(space) == "lustre"
-    assert examination._kind(tmp_path) == "ext4"
+    assert folders._kind(space) == "lustre"
+    assert folders._kind(tmp_path) == "ext4"
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path / "none"))
-    assert examination._kind(space) is None
-
-
-Tree = Callable[[dict[str, str]], None]
-
-
-@pytest.fixture
-def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
-    """`groups({path: content})`: the control groups of this process,
-    as the kernel would show them."""
-    monkeypatch.setattr(oom, "GROUPS", tmp_path / "self")
-    monkeypatch.setattr(oom, "MOUNT", tmp_path / "mount")
-
-    def make(files: dict[str, str]) -> None:
-        for name, content in files.items():
-            path = tmp_path / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(content)
-
-    return make
-
-
-def test_the_limits_of_version_2_are_the_least_of_all_groups_around(groups: Tree) -> None:
-    groups(
-        {
-            "self": "0::/slice/job/step\n",
-            "mount/cgroup.controllers": "cpu memory",
-            "mount/slice/memory.max": "max\n",
-            "mount/slice/job/memory.max": f"{3 << 30}\n",
-            "mount/slice/job/step/memory.max": f"{4 << 30}\n",
-            "mount/slice/job/cpu.max": "150000 100000\n",
-            "mount/slice/job/step/cpu.max": "max 100000\n",
-        }
-    )
-    assert examination._memory_limit() == 3 << 30
-    assert examination._cpu_quota() == 1.5
-
-
-def test_the_limits_of_version_1(groups: Tree) -> None:
-    groups(
-        {
-            "self": "5:cpu,cpuacct:/a\n4:memory:/a\n0::/\n",
-            "mount/memory/a/memory.limit_in_bytes": f"{2 << 30}\n",
-            "mount/memory/memory.limit_in_bytes": "9223372036854771712\n",
-            "mount/cpu/a/cpu.cfs_quota_us": "-1\n",
-            "mount/cpu/a/cpu.cfs_period_us": "100000\n",
-            "mount/cpu/cpu.cfs_quota_us": "50000\n",
-            "mount/cpu/cpu.cfs_period_us": "100000\n",
-        }
-    )
-    assert examination._memory_limit() == 2 << 30
-    assert examination._cpu_quota() == 0.5
-
-
-def test_no_limit_is_unknown(groups: Tree) -> None:
-    groups({})
-    assert examination._memory_limit() is None and examination._cpu_quota() is None
-    groups({"self": "4:memory:/a\n1:cpu:/\n0::/\n"})
-    assert examination._memory_limit() is None and examination._cpu_quota() is None
-
-
-def test_an_examination_survives_the_way(marked: Mark) -> None:
-    found = examine(marked)
-    assert examination.Examination.from_data(asdict(found)) == found
-    assert found.cores_allowed == len(os.sched_getaffinity(0))
-    with closing(os.scandir(marked.folder)) as entries:
-        assert [entry.name for entry in entries] == [marked.name]
+    assert folders._kind(space) is None

@@ -25,7 +25,7 @@ from allranks.launcher.nodes.cluster import is_head, take_part
 from allranks.launcher.places.base import NodeRequest
 from allranks.tools.doctor.cleaning import Cleaned, Leftover, clean
 from allranks.tools.doctor.doctor import diagnose
-from allranks.tools.doctor.examination import WORKS
+from allranks.tools.doctor.folder import WORKS
 from allranks.tools.doctor.probes import METHOD, Cells, Matrix
 from allranks.tools.doctor.rules import (
     STOP,
@@ -33,9 +33,6 @@ from allranks.tools.doctor.rules import (
     WARNING,
     Diagnosis,
     NodeReport,
-    packages_of,
-    size_of,
-    values_of,
 )
 
 GPUS = "allranks.tools.doctor.gpus:examine"  # it needs numpy
@@ -243,13 +240,10 @@ def _nodes(nodes: Sequence[NodeReport], terminal: bool) -> Table:
     table = _table(terminal, heads=len(nodes) > 1)
     for head in ("", "", "nodes") if len(nodes) > 1 else ("", ""):
         table.add_column(head)
-    words = {node.name: _words(node) for node in nodes}
     for row, template in ROWS.items():
         names_by_value: dict[str, list[str]] = {}
         for node in nodes:
-            value = template.format(**words[node.name])
-            if node.examination is None and UNKNOWN in value:
-                value = UNKNOWN
+            value = template.format(**node.values(), outcomes=_outcomes(node))
             names_by_value.setdefault(value, []).append(node.name)
         for position, (value, names) in enumerate(names_by_value.items()):
             has = "all" if len(names_by_value) == 1 else ", ".join(names)
@@ -265,49 +259,25 @@ ROWS = {
     "allranks": "{allranks} (source {source})",
     "python": "{python}",
     "torch": "{torch}",
-    "packages": "{others}",
+    "packages": "{packages}",
     "program": "{program}",
     "system": "{system}",
     "processor": "{processor}",
-    "cores": "{cores_allowed} of {cores}{quota}",
-    "memory": "{memory}, {memory_available} free{limit}",
+    "cores": "{cores}",
+    "memory": "{memory}",
     "devices": "{devices}",
-    "shared memory": "{shared_memory}, {shared_memory_free} free",
+    "shared memory": "{shared_memory} free",
     "open files": "{open_files}",
     "folder of runs": "{path}: {kind}, {free} free",
     "tried there": "{outcomes}",
-    "clock ahead": "{clock}",
 }
 
 
-def _words(node: NodeReport) -> dict[str, str]:
-    """The values that `ROWS` names."""
-    values = values_of(node)
-    tried = {name.replace("_", " "): outcome for name, outcome in (values["tried"] or {}).items()}
+def _outcomes(node: NodeReport) -> str:
+    """What failed in the folder of runs, or that all worked."""
+    tried = {} if node.folder is None else node.folder.tried
     failed = [f"{name}: {outcome}" for name, outcome in tried.items() if outcome != WORKS]
-    speeds = values["speed_mbit"] or {}
-    interfaces = [
-        f"{name} {address}" + (f" ({speeds[name]} Mbit/s)" if speeds.get(name) else "")
-        for name, address in node.interfaces.items()
-    ]
-    quota, limit, offset_s = (
-        values[name] for name in ("cpu_quota", "memory_limit_bytes", "clock_offset_s")
-    )
-    error_s = node.clock_error_s or 0.0
-    return {
-        **{name: UNKNOWN if value is None else str(value) for name, value in values.items()},
-        "clock": UNKNOWN
-        if offset_s is None
-        else f"{1e3 * offset_s:+.1f} ms ± {1e3 * error_s:.1f} ms",
-        "devices": ", ".join(node.facts.gpus) or "no GPU",
-        "interfaces": ", ".join(interfaces) or "none",
-        "limit": "" if limit is None else f", limit {size_of(limit)}",
-        "others": packages_of(node.facts, without=["torch"]) or "none",
-        "outcomes": ", ".join(failed) or (f"{', '.join(tried)}: all work" if tried else UNKNOWN),
-        "program": node.facts.program or "none named",
-        "quota": "" if quota is None else f", the time of {quota:g}",
-        "torch": node.facts.packages.get("torch", "none"),
-    }
+    return ", ".join(failed) or (f"{', '.join(tried)}: all work" if tried else UNKNOWN)
 
 
 def _show_matrix(console: Console, matrix: Matrix, terminal: bool) -> None:

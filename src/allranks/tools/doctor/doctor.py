@@ -9,19 +9,14 @@ join, only this machine is examined.
 from __future__ import annotations
 
 import dataclasses
-import fcntl
-import os
-import re
 import secrets
 import socket
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 
-from allranks.errors import EXIT_DONE, EXIT_PLACE_FAILED, PlaceError, RequestError
+from allranks.errors import EXIT_DONE, EXIT_PLACE_FAILED, PlaceError
 from allranks.job.place import LOCAL
 from allranks.launcher.nodes.facts import facts
 from allranks.launcher.nodes.join import Expected, JoinServer, choose_addresses
@@ -30,8 +25,7 @@ from allranks.launcher.places.base import AgentPlace, NodeRequest, Started, find
 from allranks.launcher.plan import shares
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.process import Processes
-from allranks.launcher.slurm.allocation import Allocation
-from allranks.tools.doctor.examination import Examination, Mark
+from allranks.tools.doctor.folder import Folder, marked
 from allranks.tools.doctor.probes import (
     MODULE,
     MOST_IN_FULL,
@@ -41,17 +35,7 @@ from allranks.tools.doctor.probes import (
     Probes,
     measure_links,
 )
-from allranks.tools.doctor.rules import (
-    STOP,
-    Collected,
-    Diagnosis,
-    Finding,
-    NodeReport,
-    findings,
-)
-
-CLOCK_TRIPS = 10
-TORCH = re.compile(r"torch(?![\w.-])")
+from allranks.tools.doctor.rules import STOP, Diagnosis, Finding, NodeReport, findings
 
 
 @dataclass
@@ -127,22 +111,14 @@ def _examined(
         probes.start({rank: place.doors[place.node_of[rank]] for rank in ranks})
         _examine(place, probes, folder)
         matrix = measure_links(probes, place.ends(ranks), broken, tell)
-        lost = {place.reports[place.node_of[rank]].name: why for rank, why in probes.lost.items()}
-    collected = Collected(
-        nodes=tuple(place.reports.values()),
-        needs_torch=needed_torch(),
-        matrix=matrix,
-        time_left_s=_time_left_s(),
-        lost=lost,
-        broken=tuple(broken),
-    )
+    nodes = tuple(place.reports.values())
     return Diagnosis(
         place=request.place,
         ranks=request.ranks,
         asked_nodes=request.nodes,
-        nodes=collected.nodes,
+        nodes=nodes,
         matrix=matrix,
-        findings=(*place.problems, *findings(collected)),
+        findings=(*place.problems, *findings(nodes, broken)),
     )
 
 
@@ -219,69 +195,13 @@ def _report_of(node: Node, nodes: Sequence[Node]) -> NodeReport:
 
 
 def _examine(place: _Place, probes: Probes, folder: Path) -> None:
-    """Examine each node: its limits, its clock, and its view of the folder of runs."""
-    with _marked(folder) as mark:
+    """Note how each node sees the folder of runs, or why its probe is lost."""
+    with marked(folder) as mark:
         for number, report in place.reports.items():
-            rank = next((r for r in probes.there if place.node_of[r] == number), None)
-            if rank is None:
-                continue
-            with suppress(Lost):
-                examination = probes.ask(rank, {"do": "look", "mark": {**vars(mark)}})
-                offset_s, error_s = _clock(probes, rank)
-                place.reports[number] = dataclasses.replace(
-                    report,
-                    examination=Examination.from_data(examination),
-                    clock_offset_s=offset_s,
-                    clock_error_s=error_s,
-                )
-
-
-@contextmanager
-def _marked(folder: Path) -> Iterator[Mark]:
-    """A locked file in the folder, which other nodes must see.
-
-    If it cannot be written, its name is empty, and the nodes report the problem.
-    """
-    content, path = secrets.token_hex(8), folder / f".allranks-probe-{secrets.token_hex(8)}"
-    try:
-        path.write_text(content)
-    except OSError:
-        yield Mark(str(folder), "", "")
-        return
-    try:
-        with path.open("r+") as file:
-            with suppress(OSError):  # the nodes report it too
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield Mark(str(folder), path.name, content)
-    finally:
-        path.unlink()
-
-
-def _clock(probes: Probes, rank: int) -> tuple[float, float]:
-    """The remote clock minus ours, and the error, from the shortest of several round trips."""
-    offsets = []
-    for _ in range(CLOCK_TRIPS):
-        before, begun = time.time(), time.monotonic()
-        there = float(probes.ask(rank, {"do": "clock"}))
-        trip_s = time.monotonic() - begun
-        offsets.append((trip_s / 2, there - (before + trip_s / 2)))
-    error_s, offset_s = min(offsets)
-    return offset_s, error_s
-
-
-def needed_torch() -> str | None:
-    """The range of torch that the installed allranks requires; `None` if unknown."""
-    try:
-        needs = metadata.requires("allranks") or []
-    except metadata.PackageNotFoundError:
-        return None
-    return next((need for need in needs if TORCH.match(need) and ";" not in need), None)
-
-
-def _time_left_s() -> float | None:
-    """The remaining seconds of the Slurm job around this process, if known."""
-    try:
-        job = Allocation.from_environment(os.environ)
-    except RequestError:  # a run that needs these variables reports them
-        return None
-    return None if job is None or job.end_time_s is None else job.end_time_s - time.time()
+            ranks = [rank for rank in place.probed() if place.node_of[rank] == number]
+            try:
+                answer = probes.ask(ranks[0], {"do": "look", "mark": {**vars(mark)}})
+                report = dataclasses.replace(report, folder=Folder(**answer))
+            except Lost as error:
+                report = dataclasses.replace(report, lost=str(error))
+            place.reports[number] = report

@@ -1,8 +1,8 @@
 """The probes of `allranks doctor`: a process for each rank, and the links between them.
 
 The command starts the probes and gives them orders, one at a time. A probe connects back to the
-command and proves that it knows the key. It examines its node, returns the time, and measures the
-link to another probe. Results come back over the connection, because the nodes may share no folder.
+command and proves that it knows the key. It examines the folder of runs, and measures the link to
+another probe. Results come back over the connection, because the nodes may share no folder.
 
 Two probes measure over plain TCP, and each stream is timed at its receiver: a sender may only have
 filled the buffers of its kernel. The receiver closes the connection when it has measured enough.
@@ -10,6 +10,7 @@ filled the buffers of its kernel. The receiver closes the connection when it has
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 import select
@@ -17,7 +18,7 @@ import signal
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -33,7 +34,7 @@ from allranks.launcher.nodes.channel import (
     wait_for,
 )
 from allranks.launcher.processes.process import Process, Processes
-from allranks.tools.doctor.examination import Mark, examine
+from allranks.tools.doctor.folder import Mark, examine
 
 MODULE = "allranks.tools.doctor.probes"
 MOST_IN_FULL = 8  # ends of which every pair is measured
@@ -49,7 +50,7 @@ STREAM_S = 0.4
 UNCOUNTED = 8  # in the first eighth of its time a stream gets up to speed
 CHUNK_BYTES = 1 << 20
 PING, TAKE, GIVE = b"p", b"t", b"g"
-Cells = tuple[tuple[float | None, ...], ...]
+Cells = list[list[float | None]]
 
 
 # --- a link, measured by the processes at its ends ------------------------------------------------
@@ -159,8 +160,6 @@ def _obey(channel: Channel) -> None:
                 channel.send({"answer": asdict(examine(Mark(**order["mark"])))})
             elif order["do"] == "measure":
                 channel.send({"answer": _measured(order)})
-            elif order["do"] == "clock":
-                channel.send({"answer": time.time()})
             else:
                 channel.send({"answer": served})
 
@@ -318,14 +317,6 @@ class Endpoint:
 
 
 @dataclass(frozen=True)
-class Link:
-    """From one rank to another: microseconds of a round trip, 10^6 bytes per second of a stream."""
-
-    round_trip_us: float
-    mb_per_s: float
-
-
-@dataclass(frozen=True)
 class Matrix:
     """The links between ranks: from the end of a row to that of a column. `None`: not measured.
 
@@ -347,48 +338,36 @@ METHOD = {
 }
 
 
-def matrix_of(ends: Sequence[Endpoint], links: Mapping[tuple[int, int], Link]) -> Matrix:
-    """The matrix of the links by (rank, rank)."""
-    cells = [[links.get((start.rank, other.rank)) for other in ends] for start in ends]
-    return Matrix(
-        tuple(ends),
-        tuple(tuple(None if cell is None else cell.round_trip_us for cell in row) for row in cells),
-        tuple(tuple(None if cell is None else cell.mb_per_s for cell in row) for row in cells),
-    )
-
-
 def measure_links(
     probes: Probes, ends: Sequence[Endpoint], failures: list[str], progress: Callable[[str], None]
 ) -> Matrix | None:
     """The links between these ends; `failures` receives a line for each failed measurement."""
     if len(ends) < 2:
         return None
-    pairs = pairs_to_measure(ends)
+    pairs = pairs_to_measure(len(ends))
     progress(f"measuring {len(pairs)} pair{'s' if len(pairs) > 1 else ''} of ranks, one by one")
-    links: dict[tuple[int, int], Link] = {}
-    for start, other in pairs:
+    trips: Cells = [[None] * len(ends) for _ in ends]
+    rates: Cells = [[None] * len(ends) for _ in ends]
+    for i, j in pairs:
         try:
-            speeds = _measure(probes, start, other)
+            speeds = _measure(probes, ends[i], ends[j])
         except Lost:
             continue
         if "problem" in speeds:
-            failures.append(f"{start} to {other}: {speeds['problem']}")
+            failures.append(f"{ends[i]} to {ends[j]}: {speeds['problem']}")
             continue
-        links[start.rank, other.rank] = Link(speeds["round_trip_us"], speeds["there_mb_s"])
-        links[other.rank, start.rank] = Link(speeds["round_trip_us"], speeds["back_mb_s"])
-    return matrix_of(ends, links)
+        trips[i][j] = trips[j][i] = speeds["round_trip_us"]
+        rates[i][j], rates[j][i] = speeds["there_mb_s"], speeds["back_mb_s"]
+    return Matrix(tuple(ends), trips, rates)
 
 
-def pairs_to_measure(ends: Sequence[Endpoint]) -> list[tuple[Endpoint, Endpoint]]:
+def pairs_to_measure(count: int) -> list[tuple[int, int]]:
     """All pairs of a few ends; of many ends, pairs with the first end and with neighbours.
 
     The number of all pairs grows as the square of the nodes: a hundred would take hours.
     """
-    numbers = range(len(ends))
-    if len(ends) <= MOST_IN_FULL:
-        return [(ends[i], ends[j]) for i in numbers for j in numbers if i < j]
-    wanted = {(0, j) for j in numbers if j} | {(j - 1, j) for j in numbers if j}
-    return [(ends[i], ends[j]) for i, j in sorted(wanted)]
+    pairs = itertools.combinations(range(count), 2)
+    return [(i, j) for i, j in pairs if count <= MOST_IN_FULL or i == 0 or j == i + 1]
 
 
 def _measure(probes: Probes, start: Endpoint, other: Endpoint) -> dict[str, Any]:
