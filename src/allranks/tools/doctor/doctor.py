@@ -1,9 +1,9 @@
 """`allranks doctor`: examines nodes and measures links; collects, prints nothing.
 
 The nodes join as for a run, but problems that would stop one are noted, not raised, so that all of
-them are reported. One probe per rank examines its node, returns its time, and measures the link to
-each other rank, one pair at a time so that pairs do not disturb each other. If the nodes do not
-join, only this machine is examined.
+them are reported. One probe per rank looks at the folder of runs, and measures the link to each
+other rank, one pair at a time so that pairs do not disturb each other. If the nodes do not join,
+only this machine is examined.
 """
 
 from __future__ import annotations
