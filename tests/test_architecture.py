@@ -38,8 +38,8 @@ HAS_TORCH = {"torch", "programs"}
 HAS_TENSORFLOW = {"tensorflow", "programs"}
 MODULES = house.MODULES
 MOST = {
-    "files": 507,
-    "lines": 97_053,
+    "files": 504,
+    "lines": 96_536,
     "rooms in torch/": 21,
     "imports in a circle of rooms, torch/": 77,
     "imports in a circle of rooms, launcher/": 2,

@@ -149,14 +149,14 @@ def _axes(context: click.Context) -> list[Axis]:
         if len(values) < 2:
             continue
         option = options.get(flag)
-        for is_wrong, found, do in (
+        for is_wrong, problem, do in (
             (not name or not all(values), "it is not NAME=VALUE,VALUE", ""),
             (name.replace("-", "_") in NOT_SWEPT, f"--{name} is not a value of a job", FIELDS),
             (names.count(name) > 1, "two --set have this name", "write all values after one name"),
             (_is_given(context, option), f"{flag} is given too", "say it in one place"),
         ):
             if is_wrong:
-                raise _refused(f"--set {name}={text}", found, do)
+                raise _refused(f"--set {name}={text}", problem, do)
         axes.append(Axis(name, tuple(values), option))
     if not axes:
         raise _refused("allranks sweep", "no --set with several values")
