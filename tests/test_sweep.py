@@ -266,10 +266,10 @@ def test_a_program_without_a_task_is_refused_before_a_job_is_started(
 
 def test_what_has_one_value_is_said_to_every_job() -> None:
     """The words of the jobs; a field of one value is a field, and sweeps nothing."""
-    words = ["synthetic", "--set", "lr=1,2", "--set", "width=8", "--ranks", "1", "--steps", "3"]
+    words = ["synthetic", "--set", "lr=1,2", "--set", "width=8", "--ranks", "1", "--seed", "0"]
     planned = plan(sweep.make_context("sweep", words))
     assert [set(job.words) for job in planned.jobs] == [
-        {"synthetic", "--set=width=8", f"--set=lr={lr}", "--ranks=1", "--steps=3"} for lr in (1, 2)
+        {"synthetic", "--set=width=8", f"--set=lr={lr}", "--ranks=1", "--seed=0"} for lr in (1, 2)
     ]
 
 

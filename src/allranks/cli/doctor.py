@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from allranks.catalog import load
 from allranks.checkpoint.files import as_json
-from allranks.cli.display.diagnosis import show
 from allranks.cli.display.progress import say
 from allranks.cli.options import rendezvous_from, rendezvous_options, words_of
 from allranks.errors import EXIT_PLACE_FAILED, RequestError, printable
@@ -21,10 +25,21 @@ from allranks.launcher.nodes.cluster import is_head, take_part
 from allranks.launcher.places.base import NodeRequest
 from allranks.tools.doctor.cleaning import Cleaned, Leftover, clean
 from allranks.tools.doctor.doctor import diagnose
+from allranks.tools.doctor.folder import WORKS
+from allranks.tools.doctor.probes import METHOD, Cells, Matrix
+from allranks.tools.doctor.rules import (
+    STOP,
+    UNKNOWN,
+    WARNING,
+    Diagnosis,
+    NodeReport,
+)
 
 GPUS = "allranks.tools.doctor.gpus:examine"  # it needs numpy
 RUNS = "runs"
 ANY_PROGRAM = "digits"
+WIDE = 10_000  # columns of what is no terminal: no line is broken
+COLOURS = {STOP: "bold red", WARNING: "yellow"}
 
 
 @click.command()
@@ -170,3 +185,122 @@ def _print_cleaned(cleaned: Cleaned) -> None:
             click.echo(printable(f"{verb}: {subject}{of}"))
     if not cleaned.removed and not cleaned.still_there:
         click.echo("no run that is dead has left anything here")
+
+
+# --- what a person sees ---------------------------------------------------------------------------
+
+
+def show(diagnosis: Diagnosis) -> None:
+    """Print it to standard output; plain text where that is no terminal."""
+    terminal = sys.stdout.isatty()
+    console = Console(file=sys.stdout, width=None if terminal else WIDE, highlight=False)
+    with console.capture() as drawn:
+        _draw(console, diagnosis, terminal)
+    for line in drawn.get().splitlines():
+        click.echo(line.rstrip())
+
+
+def _draw(console: Console, diagnosis: Diagnosis, terminal: bool) -> None:
+    requested, reached = diagnosis.asked_nodes, len(diagnosis.nodes)
+    only = "; what was found here is of this machine only" if reached < requested else ""
+    ranks = f"{_count(diagnosis.ranks, 'rank')} on {_count(requested, 'node')}"
+    console.print(_text(f"{ranks}, {diagnosis.place}{only}"))
+    console.print(_nodes(diagnosis.nodes, terminal))
+    if diagnosis.matrix is not None:
+        _show_matrix(console, diagnosis.matrix, terminal)
+    for finding in diagnosis.findings:
+        where = f" on {finding.node}" if finding.node else ""
+        head = _text(f"{finding.level}: {finding.subject}{where}", COLOURS.get(finding.level, ""))
+        console.print(head)
+        for line in (*finding.found.splitlines(), f"do: {finding.do}"):
+            console.print(_text(f"  {line}"))
+    console.print(_text(_verdict(diagnosis)))
+
+
+def _verdict(diagnosis: Diagnosis) -> str:
+    stops = sum(finding.level == STOP for finding in diagnosis.findings)
+    return f"{_count(stops, 'thing')} would stop a run" if stops else "nothing would stop a run"
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"
+
+
+def _text(line: str, style: str = "") -> Text:
+    return Text(printable(line), style)
+
+
+def _table(terminal: bool, heads: bool = True) -> Table:
+    box = SIMPLE_HEAD if terminal else None
+    return Table(box=box, pad_edge=False, show_edge=False, show_header=heads)
+
+
+def _nodes(nodes: Sequence[NodeReport], terminal: bool) -> Table:
+    """A row for each property; if nodes differ in it, one for each value, with its nodes."""
+    table = _table(terminal, heads=len(nodes) > 1)
+    for head in ("", "", "nodes") if len(nodes) > 1 else ("", ""):
+        table.add_column(head)
+    for row, template in ROWS.items():
+        names_by_value: dict[str, list[str]] = {}
+        for node in nodes:
+            value = template.format(**node.values(), outcomes=_outcomes(node))
+            names_by_value.setdefault(value, []).append(node.name)
+        for position, (value, names) in enumerate(names_by_value.items()):
+            has = "all" if len(names_by_value) == 1 else ", ".join(names)
+            cells = ("" if position else row, value, has)
+            table.add_row(*map(_text, cells[: len(table.columns)]))
+    return table
+
+
+ROWS = {
+    "host": "{host}",
+    "joined by": "{interface} {address}",
+    "interfaces": "{interfaces}",
+    "allranks": "{allranks} (source {source})",
+    "python": "{python}",
+    "torch": "{torch}",
+    "packages": "{packages}",
+    "program": "{program}",
+    "system": "{system}",
+    "processor": "{processor}",
+    "cores": "{cores}",
+    "memory": "{memory}",
+    "devices": "{devices}",
+    "shared memory": "{shared_memory} free",
+    "open files": "{open_files}",
+    "folder of runs": "{path}: {kind}, {free} free",
+    "tried there": "{outcomes}",
+}
+
+
+def _outcomes(node: NodeReport) -> str:
+    """What failed in the folder of runs, or that all worked."""
+    tried = {} if node.folder is None else node.folder.tried
+    failed = [f"{name}: {outcome}" for name, outcome in tried.items() if outcome != WORKS]
+    return ", ".join(failed) or (f"{', '.join(tried)}: all work" if tried else UNKNOWN)
+
+
+def _show_matrix(console: Console, matrix: Matrix, terminal: bool) -> None:
+    tables = (
+        ("round trip in µs", matrix.round_trip_us, METHOD["round_trip_us"]),
+        ("MB/s", matrix.mb_per_s, METHOD["mb_per_s"]),
+    )
+    for title, cells, how in tables:
+        console.print()
+        console.print(_text(f"{title}, from a row to a column: {how}"))
+        console.print(_matrix(matrix, cells, terminal))
+    console.print()
+
+
+def _matrix(matrix: Matrix, cells: Cells, terminal: bool) -> Table:
+    table = _table(terminal)
+    table.add_column("")
+    for end in matrix.ends:
+        table.add_column(f"rank {end.rank}", justify="right")
+    for number, (end, row) in enumerate(zip(matrix.ends, cells, strict=True)):
+        values = [
+            "·" if number == other else "?" if value is None else f"{value:,.1f}"
+            for other, value in enumerate(row)
+        ]
+        table.add_row(_text(f"rank {end.rank} {end.node}"), *values)
+    return table

@@ -42,6 +42,7 @@ SWEEP_OPTIONS = ("slots", "run_dir", "dry_run", "as_object")
 NOT_SWEPT = ("set", "job", "resume", "inject", "json", *SWEEP_OPTIONS)
 DECIDES = (*names_in(Training), *names_in(Numerics), "strategy", "ranks", "device", "threads")
 """The values of a job that decide its result."""
+FIELDS = "sweep fields and options"
 LONGEST_NAME = 150
 
 
@@ -117,34 +118,48 @@ def plan(context: click.Context) -> SweepPlan:
     """
     axes = _axes(context)
     constant = _constant_words(context, {axis.name for axis in axes})
-    jobs = list[tuple[dict[str, str], tuple[str, ...]]]()
-    for values in itertools.product(*(axis.values for axis in axes)):
-        words = [
-            word for axis, value in zip(axes, values, strict=True) for word in axis.words(value)
-        ]
-        settings = {axis.name: value for axis, value in zip(axes, values, strict=True)}
-        jobs.append((settings, (*constant, *words)))
-    first = resolved_words(jobs[0][1]).job
-    slots = _slots(context, first, len(jobs), axes)
+    products = list(itertools.product(*(axis.values for axis in axes)))
+    words = [
+        [*constant, *(word for axis, v in zip(axes, values, strict=True) for word in axis.words(v))]
+        for values in products
+    ]
+    first = resolved_words(words[0]).job
+    slots = _slots(context, first, len(products), axes)
     program = Path(first.program.partition(":")[0]).stem
     folder = Path(context.params["run_dir"] or new_run_dir(f"{program}-sweep")).absolute()
-    planned = [_job(folder / name_of(settings), settings, words, slots) for settings, words in jobs]
-    if len({job.name for job in planned}) < len(planned):
+    jobs = []
+    for values, job_words in zip(products, words, strict=True):
+        settings = {axis.name: value for axis, value in zip(axes, values, strict=True)}
+        name, job = name_of(settings), resolved_words([*job_words, *slots[-1].words]).job
+        threads = threads_per_rank(job, len(slots) * job.ranks)
+        jobs.append(SweepJob(name, settings, threads, str(folder / name), tuple(job_words)))
+    if len({job.name for job in jobs}) < len(jobs):
         raise _refused("--set", "one value stands there twice")
-    return SweepPlan(folder, tuple(planned), slots)
+    return SweepPlan(folder, tuple(jobs), slots)
 
 
 def _axes(context: click.Context) -> list[Axis]:
     """What has several values, checked against the options, and against the other settings."""
     settings = [text.partition("=")[::2] for text in context.params["settings"]]
-    axes = [_axis(context, name, _values(text)) for name, text in settings if _values(text)[1:]]
+    names = [name for name, _ in settings]
+    options = {o.opts[0]: o for o in context.command.params if isinstance(o, click.Option)}
+    axes = []
+    for name, text in settings:
+        values, flag = _values(text), f"--{name.replace('_', '-')}"
+        if len(values) < 2:
+            continue
+        option = options.get(flag)
+        for is_wrong, problem, do in (
+            (not name or not all(values), "it is not NAME=VALUE,VALUE", ""),
+            (name.replace("-", "_") in NOT_SWEPT, f"--{name} is not a value of a job", FIELDS),
+            (names.count(name) > 1, "two --set have this name", "write all values after one name"),
+            (_is_given(context, option), f"{flag} is given too", "say it in one place"),
+        ):
+            if is_wrong:
+                raise _refused(f"--set {name}={text}", problem, do)
+        axes.append(Axis(name, tuple(values), option))
     if not axes:
         raise _refused("allranks sweep", "no --set with several values")
-    names = [name for name, _ in settings]
-    for axis in axes:
-        if names.count(axis.name) > 1:
-            again = "write all values after one name"
-            raise _refused(f"--set {axis.name}", "two --set have this name", again)
     return axes
 
 
@@ -156,36 +171,25 @@ def _values(text: str) -> list[str]:
         return [text]
 
 
-def _axis(context: click.Context, name: str, values: Sequence[str]) -> Axis:
-    text = f"--set {name}={','.join(values)}"
-    if not name or not all(values):
-        raise _refused(text, "it is not NAME=VALUE,VALUE")
-    if name.replace("-", "_") in NOT_SWEPT:
-        raise _refused(text, f"--{name} is not a value of a job", "sweep fields and options")
-    flag = f"--{name.replace('_', '-')}"
-    options = (p for p in context.command.params if isinstance(p, click.Option))
-    option = next((option for option in options if option.opts[0] == flag), None)
-    if option is not None and context.params[str(option.name)] is not None:
-        raise _refused(text, f"{flag} is given too", "say it in one place")
-    return Axis(name, tuple(values), option)
+def _is_given(context: click.Context, option: click.Option | None) -> bool:
+    return option is not None and context.params[str(option.name)] is not None
 
 
 def _constant_words(context: click.Context, swept: set[str]) -> list[str]:
     """The words of `allranks train` for everything that is the same in all jobs."""
     words = []
     for parameter in context.command.params:
-        value = context.params[str(parameter.name)]
-        if parameter.name in SWEEP_OPTIONS or value is None:
+        value, flag = context.params[str(parameter.name)], parameter.opts[0]
+        if parameter.name in SWEEP_OPTIONS or value is None or value is False:
             continue
-        if isinstance(parameter, click.Option) and parameter.is_flag:
-            words += [parameter.opts[0]] if value else []
-        elif isinstance(parameter, click.Option):
-            values = value if parameter.multiple else [value]
-            if parameter.name == "settings":
-                values = [text for text in values if text.partition("=")[0] not in swept]
-            words += [f"{parameter.opts[0]}={text}" for text in values]
-        else:
+        if not isinstance(parameter, click.Option):
             words.append(str(value))
+        elif parameter.is_flag:
+            words.append(flag)
+        elif parameter.name == "settings":
+            words += [f"{flag}={text}" for text in value if text.partition("=")[0] not in swept]
+        else:
+            words += [f"{flag}={text}" for text in (value if parameter.multiple else [value])]
     return words
 
 
@@ -209,19 +213,6 @@ def _slots(context: click.Context, job: Job, jobs: int, axes: Sequence[Axis]) ->
     return tuple(Slot(n, cores[n], devices[n]) for n in range(count))
 
 
-def _job(
-    run_dir: Path, settings: dict[str, str], words: tuple[str, ...], slots: Sequence[Slot]
-) -> SweepJob:
-    job = resolved_words([*words, *slots[-1].words]).job
-    return SweepJob(
-        name=run_dir.name,
-        settings=settings,
-        threads=threads_per_rank(job, len(slots) * job.ranks),
-        run_dir=str(run_dir),
-        words=words,
-    )
-
-
 # --- what is there already ----------------------------------------------------------------------
 
 
@@ -241,7 +232,16 @@ def reopen(jobs: Sequence[SweepJob]) -> None:
         digest = file_sha256(again.program)
         rows = [*read_rows(rank_events_path(Path(job.run_dir), 0))]
         loaded = [row["machine"].get(PROGRAM) for row in rows if "machine" in row] or [digest]
-        _check_same(job, _deciding(before, recorded, loaded[-1]), _deciding(again, task, digest))
+        was, is_now = _deciding(before, recorded, loaded[-1]), _deciding(again, task, digest)
+        if differing := [name for name in {**was, **is_now} if was.get(name) != is_now.get(name)]:
+            name = differing[0]
+            raise RequestError(
+                asked=f"--run-dir {Path(job.run_dir).parent}",
+                found=f"{job.name} was started with {name} = {was.get(name)}, not "
+                f"{is_now.get(name)}",
+                why="a sweep skips what is done and resumes what is not: as it was started",
+                do=f"say the same words as before, name a new folder, or remove {job.run_dir}",
+            )
         job.threads, job.summary = before.threads or job.threads, result_of(Path(job.run_dir))
         job.state = DONE if job.summary else job.state
 
@@ -255,18 +255,6 @@ def _deciding(job: Job, task: dict[str, Any], digest: str | None) -> dict[str, A
         name: str(value).lower() if value is None or value != value else value
         for name, value in values.items()
     }
-
-
-def _check_same(job: SweepJob, before: dict[str, Any], again: dict[str, Any]) -> None:
-    for name in {**before, **again}:
-        was, now = before.get(name), again.get(name)
-        if was != now:
-            raise RequestError(
-                asked=f"--run-dir {Path(job.run_dir).parent}",
-                found=f"{job.name} was started with {name} = {was}, not {now}",
-                why="a sweep skips what is done and resumes what is not: as it was started",
-                do=f"say the same words as before, name a new folder, or remove {job.run_dir}",
-            )
 
 
 def name_of(settings: dict[str, str]) -> str:
@@ -326,13 +314,13 @@ def table(jobs: Sequence[SweepJob]) -> str:
 def _conclude(folder: str, jobs: Sequence[SweepJob], reason: str) -> None:
     """Raise how the sweep ended, unless all its jobs are done."""
     states = [job.state for job in jobs]
-    failed = [job.name for job in jobs if job.state == FAILED]
-    count = f"{states.count(DONE)} of {len(jobs)} jobs are done"
+    done, failed = states.count(DONE), [job.name for job in jobs if job.state == FAILED]
     again = f"to resume, say the same with --run-dir {folder}"
-    if states.count(DONE) == len(jobs):
+    stopped = f"({reason or 'a job'}); {done} of {len(jobs)} jobs are done; {again}"
+    if done == len(jobs):
         return
     if reason == "SIGINT" or INTERRUPTED in states:
-        raise Interrupted(f"interrupted ({reason or 'a job'}); {count}; {again}")
+        raise Interrupted(f"interrupted {stopped}")
     if reason or not failed:
-        raise Stopped(f"stopped ({reason or 'a job'}); {count}; {again}")
+        raise Stopped(f"stopped {stopped}")
     raise ProgramError(f"{len(failed)} of {len(jobs)} jobs failed: {', '.join(failed)}; {again}")

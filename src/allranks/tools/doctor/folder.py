@@ -1,0 +1,115 @@
+"""Does a node see the folder of runs, and can it write and lock files there?"""
+
+from __future__ import annotations
+
+import fcntl
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+WORKS = "works"
+SEEN, WRITE, LOCK = "seen", "write", "lock"
+TEXT = "allranks"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A file that the command has written to a folder, for the nodes to find.
+
+    An empty `name`: the command could not write it.
+    """
+
+    folder: str
+    name: str
+    content: str
+
+
+@dataclass(frozen=True)
+class Folder:
+    """The parent of run folders, as one node sees it. Unknown is `None`.
+
+    `tried` has the result of each test: "works", or what went wrong.
+    """
+
+    path: str
+    kind: str | None
+    free_bytes: int | None
+    tried: dict[str, str]
+
+
+@contextmanager
+def marked(folder: Path) -> Iterator[Mark]:
+    """A file in the folder, which all nodes must see; if it cannot be written, they say why."""
+    content, path = secrets.token_hex(8), _new_file(folder)
+    try:
+        path.write_text(content)
+    except OSError:
+        yield Mark(str(folder), "", "")
+        return
+    try:
+        yield Mark(str(folder), path.name, content)
+    finally:
+        path.unlink()
+
+
+def examine(mark: Mark) -> Folder:
+    """Test the operations of a job in the folder, and leave no file there."""
+    path = Path(mark.folder)
+    probe_file, free = _new_file(path), None
+    trials: dict[str, Callable[[], str]] = {
+        SEEN: lambda: _finds(mark),
+        WRITE: lambda: _writes(probe_file),
+        LOCK: lambda: _locks(probe_file),
+    }
+    tried = {}
+    for name in trials if mark.name else (WRITE, LOCK):
+        try:
+            tried[name] = trials[name]() or WORKS
+        except OSError as error:
+            tried[name] = error.strerror or str(error)
+        if name == WRITE and tried[name] != WORKS:
+            break
+    with suppress(OSError):
+        probe_file.unlink()
+    with suppress(OSError):
+        free = shutil.disk_usage(path).free
+    return Folder(str(path), _kind(path), free, tried)
+
+
+def _new_file(folder: Path) -> Path:
+    return folder / f".allranks-probe-{secrets.token_hex(8)}"
+
+
+def _finds(mark: Mark) -> str:
+    text = Path(mark.folder, mark.name).read_text()
+    return "" if text == mark.content else "it holds something else here"
+
+
+def _writes(file: Path) -> str:
+    file.write_text(TEXT)
+    return "" if file.read_text() == TEXT else "what was written is not read again"
+
+
+def _locks(file: Path) -> str:
+    """Lock the file, which a second open of it must not be able to do."""
+    with file.open("r+") as first, file.open("r+") as second:
+        fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return ""
+    return "a lock does not exclude another process"
+
+
+def _kind(path: Path) -> str | None:
+    """The kind of the file system that a folder is on: ext4, nfs4, lustre, tmpfs."""
+    kinds = {}  # a later mount at the same place hides the earlier
+    with suppress(OSError):
+        kinds = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
+    real = path.resolve()
+    return next((kinds[place] for place in (real, *real.parents) if place in kinds), None)
