@@ -138,6 +138,10 @@ def _hang() -> NoReturn:
         pass
 
 
+def _slow(fault: Fault) -> None:  # the stack of a rank that stands still names it
+    time.sleep(fault.seconds)
+
+
 def _fill_disk() -> NoReturn:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -147,7 +151,7 @@ ACTIONS: dict[str, Callable[[Fault, Faults], None]] = {
     "hang": lambda fault, faults: _hang(),
     "stop": lambda fault, faults: os.kill(os.getpid(), signal.SIGSTOP),
     "kill": lambda fault, faults: os.kill(os.getpid(), signal.SIGKILL),
-    "slow": lambda fault, faults: time.sleep(fault.seconds),
+    "slow": lambda fault, faults: _slow(fault),
     "exit": lambda fault, faults: os._exit(fault.code),
     "abort": lambda fault, faults: os.abort(),
     "disk-full": lambda fault, faults: _fill_disk(),
