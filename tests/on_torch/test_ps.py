@@ -575,6 +575,12 @@ def test_weights_that_are_written_unseen_are_refused_in_step(train: Train) -> No
         train("decoupled_tasks:Clamps", "unseen=yes", strategy="ps", ranks=2)
 
 
+def test_a_gradient_that_is_taken_is_refused_in_step(train: Train) -> None:
+    """Zeros would be pushed in its place."""
+    with pytest.raises(RequestError, match=r"has replaced `\.grad`"):
+        train("plain_tasks:UpdatesInBackward", strategy="ps", ranks=1)
+
+
 BOTH_WORKERS = "corrupt@rank=2,step=5 corrupt@rank=3,step=5"
 """One of them may come late, or get no part of a step: then the other one makes all of it."""
 

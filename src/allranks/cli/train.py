@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import secrets
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -149,7 +150,8 @@ def place_ranks(plan: LaunchPlan, server: ForkServer) -> list[RankPlacement]:
     with scratch_folder() as scratch:
         run_dir = Path(scratch)
         (run_dir / "logs").mkdir()
-        ended = supervise(server, [_process(plan, rank, run_dir) for rank in plan.ranks])
+        secret = secrets.token_hex(32)
+        ended = supervise(server, [_process(plan, rank, run_dir, secret) for rank in plan.ranks])
         if ended.interrupted:
             raise Interrupted("interrupted while the ranks were set up; nothing was trained")
         fault = first_fault(ended, run_dir)
@@ -161,10 +163,10 @@ def place_ranks(plan: LaunchPlan, server: ForkServer) -> list[RankPlacement]:
     return placements
 
 
-def _process(plan: LaunchPlan, rank: RankPlan, run_dir: Path) -> Process:
+def _process(plan: LaunchPlan, rank: RankPlan, run_dir: Path, secret: str) -> Process:
     job = dataclasses.replace(plan.job, run_dir=str(run_dir))
     store = str(run_dir / STORE) if rank.world.store else ""
-    world = dataclasses.replace(rank.world, store=store)
+    world = dataclasses.replace(rank.world, store=store, secret=secret)
     environment = {**rank.environment, **world.variables()}
     log = rank_log_path(run_dir, world.rank)
     target = f"{ENGINES[job.engine].worker}:place"

@@ -155,6 +155,7 @@ def fields_of(jobs: Sequence[Job]) -> list[dict[str, Any]]:
     """All fields of the task of each of these jobs, with their defaults; loads each task."""
     if not jobs:
         return []
+    check_installed(jobs[0].engine, jobs[0].program)
     with ForkServer(preload_for(jobs[0].program, jobs[0].engine)) as server:
         machine = LocalMachine(server)
         return [describe(machine, dataclasses.replace(job, device="cpu")).fields for job in jobs]

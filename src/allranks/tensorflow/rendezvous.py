@@ -163,6 +163,8 @@ def _listener_of(world: World) -> socket.socket:
     try:
         return listen(world)
     except OSError as error:
+        if not world.rendezvous:  # what failed is the file of the store
+            raise
         raise RequestError(
             asked=f"to meet the other ranks at {world.rendezvous}",
             found=str(error),

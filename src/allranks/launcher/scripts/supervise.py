@@ -17,8 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-import psutil
-
 from allranks.launcher.processes.process import Exit, Process, Processes
 from allranks.launcher.signals import Signals
 from allranks.launcher.supervisor import EVIDENCE_S, GRACE_S, NEVER, SUSPENDED_S, TICK_S, reap
@@ -310,9 +308,18 @@ def _descendants(pid: int) -> list[int]:
 
 
 def _has_tcp_socket(pid: int) -> bool:
-    with suppress(psutil.Error, OSError):
-        return bool(psutil.Process(pid).net_connections("tcp"))
-    return False
+    """Whether it has one in its own network namespace, where psutil would look in ours."""
+    sockets = set()
+    with suppress(OSError):
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                name = str(file.readlink())
+                if name.startswith("socket:["):
+                    sockets.add(name[len("socket:[") : -1])
+    if not sockets:
+        return False
+    rows = [_text(Path(f"/proc/{pid}/net/{table}")).splitlines()[1:] for table in ("tcp", "tcp6")]
+    return any(row.split()[9] in sockets for table in rows for row in table)
 
 
 def _text(path: Path) -> str:

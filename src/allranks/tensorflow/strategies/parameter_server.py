@@ -2,10 +2,11 @@
 
 The processes of the job are a chief, workers (`--ranks` of them), servers and perhaps an evaluator.
 This class is the chief's end: it makes the variables, which lie on the servers, and hands out the
-steps (`handing_out`, `served`). Workers and servers run TensorFlow's own server and nothing of ours
-(`servers`). Keras' own `fit` does not run under this strategy with Keras 3: its optimizer sums
-gradients over replicas, which has no meaning here. A step whose graph is made outside of the scope
-of the strategy knows of no replicas, and its updates still go to where the variables lie.
+steps (`parameter_server.trainer`). Workers and servers run TensorFlow's own server and nothing of
+ours (`parameter_server.server`). Keras' own `fit` does not run under this strategy with Keras 3:
+its optimizer sums gradients over replicas, which has no meaning here. A step whose graph is made
+outside of the scope of the strategy knows of no replicas, and its updates still go to where the
+variables lie.
 
 A variable may be cut along its first axis over the servers. Keras' optimizers know nothing of such
 variables, so each part is a variable of its own for them (`trained`).

@@ -94,9 +94,9 @@ def options_left_out(program: str, flags: Mapping[str, Any], *, deep: bool) -> d
     """
     strategy = flags.get("strategy") or usual_strategy(flags.get("engine") or "", program)
     options = {"steps": DEEP_STEPS if deep else STEPS, "strategy": strategy}
-    if not (flags.get("ranks") or flags.get("nodes")):
+    if flags.get("ranks") is None and flags.get("nodes") is None:
         options["ranks"] = USUAL[0] if card_of(strategy).many_ranks else 1
-    return {name: value for name, value in options.items() if not flags.get(name)}
+    return {name: value for name, value in options.items() if flags.get(name) is None}
 
 
 def ranks_to_check(

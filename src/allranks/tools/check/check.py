@@ -13,7 +13,7 @@ from pathlib import Path
 from allranks.catalog import ENGINES
 from allranks.errors import Interrupted, ProgramError, RequestError, Stopped
 from allranks.job.config import Resolved
-from allranks.job.engines import preload_for, trained_also_by
+from allranks.job.engines import check_installed, preload_for, trained_also_by
 from allranks.job.job import Job
 from allranks.launcher.describe import describe
 from allranks.launcher.plan import LocalMachine
@@ -43,6 +43,7 @@ def checked_in_scratch(
     `explicit`: whether the user chose the number of ranks. `bounded`: whether steps may be left
     out, so that the records of a large model do not fill the disk.
     """
+    check_installed(resolved.job.engine, resolved.job.program)
     check_that_it_traces(resolved.job.engine)
     if resolved.dial is not None:
         raise RequestError(

@@ -111,6 +111,9 @@ def _examined(
         probes.start({rank: place.doors[place.node_of[rank]] for rank in ranks})
         _examine(place, probes, folder)
         matrix = measure_links(probes, place.ends(ranks), broken, tell)
+        for rank, why in probes.lost.items():
+            number = place.node_of[rank]
+            place.reports[number] = dataclasses.replace(place.reports[number], lost=why)
     nodes = tuple(place.reports.values())
     return Diagnosis(
         place=request.place,
@@ -195,13 +198,13 @@ def _report_of(node: Node, nodes: Sequence[Node]) -> NodeReport:
 
 
 def _examine(place: _Place, probes: Probes, folder: Path) -> None:
-    """Note how each node sees the folder of runs, or why its probe is lost."""
+    """Note how each node sees the folder of runs, unless its probe is lost."""
     with marked(folder) as mark:
         for number, report in place.reports.items():
             ranks = [rank for rank in place.probed() if place.node_of[rank] == number]
             try:
                 answer = probes.ask(ranks[0], {"do": "look", "mark": {**vars(mark)}})
                 report = dataclasses.replace(report, folder=Folder(**answer))
-            except Lost as error:
-                report = dataclasses.replace(report, lost=str(error))
+            except Lost:
+                continue
             place.reports[number] = report

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,17 +45,20 @@ class Folder:
 
 @contextmanager
 def marked(folder: Path) -> Iterator[Mark]:
-    """A file in the folder, which all nodes must see; if it cannot be written, they say why."""
+    """A locked file in the folder, for all nodes to see; if it cannot be written, they say why."""
     content, path = secrets.token_hex(8), _new_file(folder)
-    try:
-        path.write_text(content)
-    except OSError:
-        yield Mark(str(folder), "", "")
-        return
-    try:
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(path.open("w"))
+            stack.callback(path.unlink)
+            file.write(content)
+            file.flush()
+        except OSError:
+            yield Mark(str(folder), "", "")
+            return
+        with suppress(OSError):  # of a folder without locks `examine` says so
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield Mark(str(folder), path.name, content)
-    finally:
-        path.unlink()
 
 
 def examine(mark: Mark) -> Folder:
@@ -64,7 +68,7 @@ def examine(mark: Mark) -> Folder:
     trials: dict[str, Callable[[], str]] = {
         SEEN: lambda: _finds(mark),
         WRITE: lambda: _writes(probe_file),
-        LOCK: lambda: _locks(probe_file),
+        LOCK: lambda: _locks(probe_file) or _is_locked_out(mark),
     }
     tried = {}
     for name in trials if mark.name else (WRITE, LOCK):
@@ -91,19 +95,36 @@ def _finds(mark: Mark) -> str:
 
 
 def _writes(file: Path) -> str:
-    file.write_text(TEXT)
+    """Write, sync and rename a file, as a checkpoint is committed."""
+    with file.open("w") as new:
+        new.write(TEXT)
+        new.flush()
+        os.fsync(new.fileno())
+    os.replace(file, renamed := file.with_suffix(".renamed"))
+    os.replace(renamed, file)
     return "" if file.read_text() == TEXT else "what was written is not read again"
 
 
 def _locks(file: Path) -> str:
     """Lock the file, which a second open of it must not be able to do."""
-    with file.open("r+") as first, file.open("r+") as second:
+    with file.open("r+") as first:
         fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return "" if _is_locked(file) else "a lock does not exclude another process"
+
+
+def _is_locked_out(mark: Mark) -> str:
+    """The command that asks holds a lock of the mark, perhaps on another node."""
+    free = mark.name and not _is_locked(Path(mark.folder, mark.name))
+    return "a lock holds on its own node only" if free else ""
+
+
+def _is_locked(file: Path) -> bool:
+    with file.open("r+") as again:
         try:
-            fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return ""
-    return "a lock does not exclude another process"
+            return True
+    return False
 
 
 def _kind(path: Path) -> str | None:

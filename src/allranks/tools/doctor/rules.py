@@ -6,8 +6,12 @@ script more.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cache
+from importlib import metadata
 from typing import Any
 
 from allranks.job.units import format_bytes
@@ -128,6 +132,21 @@ def _has_small_shared_memory(node: NodeReport) -> bool:
     return size is not None and size <= SMALL_SHARED_MEMORY
 
 
+@cache
+def oldest_torch() -> str:
+    """The oldest torch that the installed allranks supports; "" if unknown."""
+    with suppress(metadata.PackageNotFoundError):
+        for need in metadata.requires("allranks") or []:
+            if found := re.match(r"torch>=([\d.]+)", need):
+                return found[1]
+    return ""
+
+
+def _is_older(version: str | None, least: str) -> bool:
+    numbers = [list(map(int, re.findall(r"\d+", text)[:2])) for text in (version or "", least)]
+    return all(numbers) and numbers[0] < numbers[1]
+
+
 FULL_SHARED_MEMORY = "/dev/shm has {shared_memory}: %s end with a bus error when it is full"
 MORE_SHARED_MEMORY = "give the container more: docker run --shm-size=8g or --ipc=host"
 MORE_ROOM = "make room, or name a folder with more: --run-dir"
@@ -145,6 +164,13 @@ RULES = (
         lambda node: "torch" not in node.facts.packages,
         "not installed",
         "python -m pip install torch, in the environment that is used there",
+    ),
+    Rule(
+        STOP,
+        "torch",
+        lambda node: _is_older(node.facts.packages.get("torch"), oldest_torch()),
+        f"version {{torch}}, and this version of allranks needs {oldest_torch()}",
+        f"python -m pip install 'torch>={oldest_torch()}', in the environment that is used there",
     ),
     Rule(
         STOP,

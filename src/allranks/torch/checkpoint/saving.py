@@ -202,8 +202,8 @@ def _metadata(tensor: SavedTensor) -> TensorStorageMetadata:
 # --- checkpointer --------------------------------------------------------------------------------
 # The checkpoints of a training with torch: every rank writes its part of the common plan.
 #
-# `allranks.checkpoint` defines a save and a load; `plan` decides which rank writes which part,
-# `storage` copies tensors in memory, and `tree` defines the types of state.
+# `allranks.checkpoint` defines a save and a load; `plan` decides which rank writes which part
+# and copies tensors in memory, and `tree` defines the types of state.
 
 
 class TensorCopies:

@@ -2,7 +2,7 @@
 
     a step       a learner trains on its part of the global batch by its `inner` strategy
     an exchange  every H steps: the mean of the learners' deltas, weighted by what each has trained
-                 on, updates the global weights (`local_sgd.optimizers`), and learners go on from
+                 on, updates the global weights (`global_weights`), and learners go on from
                  there; requests of a supervisor ride on it
     near         between two exchanges the learners of a node average their weights
     after        before this step gradients are summed over all learners in every step, as in `ddp`

@@ -45,7 +45,7 @@ from allranks.torch.parameter_server.service import Done
 from allranks.torch.parameter_server.shard import Shard
 from allranks.torch.parameter_server.state import plain_hyperparameters, unpacked
 from allranks.torch.parameter_server.strategy import ParameterServer, Side
-from allranks.torch.step.gradients import Gradients
+from allranks.torch.step.gradients import Gradients, make_dense
 from allranks.torch.step.tally import Tally
 from allranks.training.work_queue import Chunk
 
@@ -249,6 +249,11 @@ class Exchange(Side):
             )
         self._checks_left = max(0, self._checks_left - 1)
         return tally
+
+    def check_gradients(self, tally: Tally) -> None:
+        """Raise `RequestError` if the gradient of a parameter that was used is not in `.grad`."""
+        tables = (table.position for _, table in self.rows.tables.values())
+        make_dense(self.strategy.parameters, len({*tally.unused(), *tables}))
 
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
         return local, RowGradients(self.strategy.parameters, self.rows, self.lookups)

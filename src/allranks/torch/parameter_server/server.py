@@ -25,7 +25,7 @@ The evaluator of a job with servers is here too.
 
 An `era` begins whenever weights are loaded: at the start, and from the checkpoint after a restart
 of the scheduler. A push of an earlier era is dropped, and a pull is answered `stale`. For a worker
-on the same host the bodies are in shared memory (`memory`).
+on the same host the bodies are in shared memory (`links`).
 """
 
 from __future__ import annotations
@@ -200,8 +200,9 @@ class Server(Answering):
 
     def _gradient_of(self, peer: int) -> Flat:
         """Memory for its pushes, made at the first one: a server may hold only rows of tables."""
-        if peer in self._shared:
-            return self._shared[peer].gradient
+        shared = self._shared.get(peer)  # another thread may end the connection
+        if shared is not None:
+            return shared.gradient
         if peer not in self._pushed_gradients:
             self._pushed_gradients[peer] = self.layout.new()
         return self._pushed_gradients[peer]

@@ -79,7 +79,9 @@ def packed(states: Sequence[PieceState]) -> tuple[Spec, list[Buffer]]:
             if isinstance(value, Tensor):
                 tensor = value.detach().contiguous()
                 if tensor.dtype not in NAMES:
-                    raise _not_carried(name, f"a tensor of {tensor.dtype}")
+                    raise _not_carried(
+                        name, f"a tensor of {str(tensor.dtype).removeprefix('torch.')}"
+                    )
                 fields[name] = {"type": NAMES[tensor.dtype], "shape": list(tensor.shape)}
                 array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
                 body += [memoryview(array), bytes(-array.nbytes % ALIGNED)]

@@ -75,7 +75,7 @@ from allranks.training.progress import StepResult
 class Side:
     """The part of the strategy that depends on the kind of process; here nothing is communicated.
 
-    So it is before a process is linked to servers, and after it has left them.
+    A server, and a worker in step, which only computes gradients, keep this one.
     """
 
     def __init__(self, strategy: ParameterServer) -> None:

@@ -5,7 +5,7 @@
     mode=async    a whole batch     the step of one process, whose update is on the servers:
                                     push the gradient, pull the newest weights
     mode=delta    batches           the steps of one process; push the change of the weights,
-                                    pull the newest weights (`changes`)
+                                    pull the newest weights (`exchange`)
 
 A worker waits up to `patience_s` for a lost server or scheduler. Then all servers have the weights
 of a checkpoint, and the worker's chunk is handed out again.
@@ -195,6 +195,7 @@ class Worker:
         trainer.faults.reach("step", chunk.first)
         with trainer.meter.watching(batch.own_samples), KERNELS:
             tally = self.exchange.compute(batch)
+            self.exchange.check_gradients(tally)
         if self.strategy.step.user_buffers.written:
             raise written_in_forward(sorted(self.strategy.step.user_buffers.written))
         trainer.heartbeat.enter("exchange")

@@ -205,9 +205,7 @@ def by_loss_scale(evidence: Evidence) -> Iterator[Account]:
     """All gradients still times the loss scale of fp16, or divided by it twice."""
     scale = evidence.row().get("loss_scale")
     if scale and scale != 1 and _are_all(evidence):
-        other = (
-            f"gradients are divided by another loss scale than the {scale:g} they were made with"
-        )
+        other = f"another loss scale than the {scale:g} they were made with"
         yield from _divided(
             evidence,
             (scale, f"gradients are still times the loss scale of {scale:g}"),

@@ -1,6 +1,6 @@
 """Expert parallelism: data parallelism in which each rank holds some experts of every mixture.
 
-    forward, backward     rows are sent to the ranks of their experts, and back   `exchange`
+    forward, backward     rows are sent to the ranks of their experts, and back   `mixture`
     reduce     gradients of experts over their copies, if there are several; others over all ranks
     norm       squares of all experts summed over the axis, others counted once
 
