@@ -137,8 +137,8 @@ def oldest_torch() -> str:
     """The oldest torch that the installed allranks supports; "" if unknown."""
     with suppress(metadata.PackageNotFoundError):
         for need in metadata.requires("allranks") or []:
-            if found := re.match(r"torch>=([\d.]+)", need):
-                return found[1]
+            if match := re.match(r"torch>=([\d.]+)", need):
+                return match[1]
     return ""
 
 
