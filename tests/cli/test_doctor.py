@@ -27,7 +27,7 @@ from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.ports import Reservation
 from allranks.tools.doctor import doctor, gpus
 from allranks.tools.doctor.folder import Folder
-from allranks.tools.doctor.probes import Endpoint, Matrix
+from allranks.tools.doctor.probes import Endpoint, Matrix, Probes
 from allranks.tools.doctor.rules import STOP, Diagnosis, Finding, NodeReport
 
 Door = Callable[..., tuple[int, str, str]]
@@ -114,6 +114,18 @@ def test_for_people_it_is_a_table_that_ends_in_a_verdict(door: Door) -> None:
     assert any(line.startswith("round trip in µs") for line in lines)
     assert "would stop a run" in lines[-1]
     assert "\x1b" not in out and all(line == line.rstrip() for line in lines)
+
+
+def test_a_probe_that_is_lost_while_links_are_measured_stops_a_run(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose(probes: Probes, *_: object) -> None:
+        probes.lost[1] = "it did not answer for 60 s"
+
+    monkeypatch.setattr(doctor, "measure_links", lose)
+    code, out, _ = door("--ranks", "2", "--json")
+    assert code == 3
+    assert any("it did not answer for 60 s" in text for text in stops(as_object(out)))
 
 
 def test_one_rank_has_no_way_to_measure(door: Door) -> None:
