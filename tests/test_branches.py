@@ -98,7 +98,7 @@ def test_a_training_goes_through_strategies(train: Train) -> None:
 
 @pytest.mark.slow
 def test_check_calls_it_equal(check: Check) -> None:
-    verdict = check("branch_tasks:Towers", strategy="branches", ranks=2)
+    verdict = check("branch_tasks:Towers", strategy="branches", ranks=2, steps=2)
     assert verdict.equal, str(verdict)
 
 

@@ -93,10 +93,11 @@ def test_what_differs_is_found_and_explained(
 
 
 @pytest.mark.slow
-@pytest.mark.cases("name", [*FAULTS][::2], exhaustive=[*FAULTS][1::2])
+@pytest.mark.cases("name", [*FAULTS][::3], exhaustive=sorted({*FAULTS} - {*[*FAULTS][::3]}))
 def test_a_fault_planted_in_the_engine_is_found(name: str, check: Check) -> None:
     fault = FAULTS[name]
-    verdict = check("tf_check_tasks:Broken", f"fault={name}", *fault.settings)
+    steps = max(2, fault.step + 1)
+    verdict = check("tf_check_tasks:Broken", f"fault={name}", *fault.settings, steps=steps)
     first = verdict.first
     assert first is not None, str(verdict)
     assert (first.step, first.stage, first.tensor) == (fault.step, fault.stage, fault.tensor), first

@@ -172,7 +172,9 @@ def test_a_bad_step_is_skipped_and_a_killed_rank_replaced(train: Train) -> None:
 def test_check_calls_it_equal(precision: str, check: Check) -> None:
     """The proof lets rounding pass, of half types too."""
     strategy = "context:attention=ring" if precision == "fp16" else "context"
-    verdict = check("context_tasks:Rotary", strategy=strategy, ranks=2, precision=precision)
+    verdict = check(
+        "context_tasks:Rotary", strategy=strategy, ranks=2, precision=precision, steps=2
+    )
     assert verdict.equal, str(verdict)
 
 

@@ -253,7 +253,9 @@ def test_what_is_whole_is_compared_and_what_is_cut_where_it_has_copies(train: Tr
 )
 def test_check_calls_it_equal(strategy: str, precision: str, check: Check) -> None:
     ranks = 4 if "replicas" in strategy else 2
-    verdict = check("expert_tasks:Averaged", strategy=strategy, ranks=ranks, precision=precision)
+    verdict = check(
+        "expert_tasks:Averaged", strategy=strategy, ranks=ranks, precision=precision, steps=2
+    )
     assert verdict.equal, str(verdict)
 
 

@@ -182,7 +182,7 @@ def test_a_killed_rank_is_named_and_the_job_goes_on(train: Train) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp", "hsdp:shard=2", "fsdp:tensor=2"])
 def test_check_calls_it_equal(strategy: str, check: Check) -> None:
-    verdict = check(DEEP, strategy=strategy, ranks=2)
+    verdict = check(DEEP, strategy=strategy, ranks=2, steps=2)
     assert verdict.equal, str(verdict)
 
 

@@ -77,7 +77,7 @@ def test_ranks_that_share_one_weight_and_not_another_do_not_wait_for_each_other(
 @pytest.mark.slow
 @pytest.mark.cases("strategy", ["1f1b"], exhaustive=["gpipe"])
 def test_check_calls_it_equal(strategy: str, check: Check) -> None:
-    verdict = check("pipeline_tasks:Words", strategy=strategy, ranks=2)
+    verdict = check("pipeline_tasks:Words", strategy=strategy, ranks=2, steps=2)
     assert verdict.equal, str(verdict)
 
 

@@ -308,7 +308,7 @@ def test_a_block_that_draws_by_function_is_told(train: Train, references: dict[s
 @pytest.mark.parametrize("strategy", ["tensor", "tensor:data=2"])
 def test_check_calls_it_equal(strategy: str, check: Check) -> None:
     ranks = 4 if "data" in strategy else 2
-    verdict = check("tensor_tasks:Letters", strategy=strategy, ranks=ranks)
+    verdict = check("tensor_tasks:Letters", strategy=strategy, ranks=ranks, steps=2)
     assert verdict.equal, str(verdict)
 
 

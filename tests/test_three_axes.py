@@ -158,7 +158,7 @@ def test_a_checkpoint_keeps_the_bits_of_weights_and_optimizer(train: Train) -> N
 @pytest.mark.slow
 @pytest.mark.cases(("strategy", "ranks"), [("mesh:tensor=2,pipeline=2", 4)], exhaustive=[(ALL, 8)])
 def test_check_calls_it_equal(strategy: str, ranks: int, check: Check) -> None:
-    verdict = check("mesh_tasks:Letters", strategy=strategy, ranks=ranks)
+    verdict = check("mesh_tasks:Letters", strategy=strategy, ranks=ranks, steps=2)
     assert verdict.equal, str(verdict)
 
 

@@ -82,7 +82,7 @@ def test_what_is_kept_lies_whole_on_one_rank(strategy: str, on_ranks: Callable[.
 
 @pytest.mark.slow
 def test_check_calls_it_equal(check: Check) -> None:
-    verdict = check("whole_tasks:Whole", strategy="zero2", ranks=3)
+    verdict = check("whole_tasks:Whole", strategy="zero2", ranks=3, steps=2)
     assert verdict.equal, str(verdict)
 
 
