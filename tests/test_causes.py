@@ -276,7 +276,7 @@ def test_the_cause_of_a_planted_fault(name: str, host: Host, tmp_path: Path) -> 
 def test_bits_that_differ_have_their_cause(name: str, host: Host, tmp_path: Path) -> None:
     """Bits say where; the same ranks in float64, by their own side, say why."""
     fault = PLANTED[name].fault
-    fault = dataclasses.replace(fault, options=(*fault.options, "--bitwise"))
+    fault = dataclasses.replace(fault, options=(*fault.options, "--bitwise", "--steps", "7"))
     code, found, sentences = check_in_a_copy(host, tmp_path, fault)
     assert code == 5, sentences
     assert found["cause"]["name"] == PLANTED[name].cause, sentences
