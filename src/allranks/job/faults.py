@@ -129,35 +129,66 @@ class Faults:
                 ACTIONS[fault.action](fault, self)
 
 
-def _fail(fault: Fault) -> NoReturn:
+# The stack of a rank names them.
+
+
+def _fail(fault: Fault, faults: Faults) -> NoReturn:
     raise Injected(f"{fault.action} on rank {fault.rank} at {fault.at}, as asked")
 
 
-def _hang() -> NoReturn:
+def _hang(fault: Fault, faults: Faults) -> None:
     while True:
         pass
 
 
-def _slow(fault: Fault) -> None:  # the stack of a rank that stands still names it
+def _stop(fault: Fault, faults: Faults) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _kill(fault: Fault, faults: Faults) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _slow(fault: Fault, faults: Faults) -> None:
     time.sleep(fault.seconds)
 
 
-def _fill_disk() -> NoReturn:
+def _exit(fault: Fault, faults: Faults) -> NoReturn:
+    os._exit(fault.code)
+
+
+def _abort(fault: Fault, faults: Faults) -> NoReturn:
+    os.abort()
+
+
+def _disk_full(fault: Fault, faults: Faults) -> NoReturn:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def _corrupt(fault: Fault, faults: Faults) -> None:
+    faults.corrupt()
+
+
+def _leave_out(fault: Fault, faults: Faults) -> None:
+    faults.leave_out()
+
+
+def _poison(fault: Fault, faults: Faults) -> None:
+    faults.poison()
+
+
 ACTIONS: dict[str, Callable[[Fault, Faults], None]] = {
-    "fail": lambda fault, faults: _fail(fault),
-    "hang": lambda fault, faults: _hang(),
-    "stop": lambda fault, faults: os.kill(os.getpid(), signal.SIGSTOP),
-    "kill": lambda fault, faults: os.kill(os.getpid(), signal.SIGKILL),
-    "slow": lambda fault, faults: _slow(fault),
-    "exit": lambda fault, faults: os._exit(fault.code),
-    "abort": lambda fault, faults: os.abort(),
-    "disk-full": lambda fault, faults: _fill_disk(),
-    "corrupt": lambda fault, faults: faults.corrupt(),
-    "skip-collective": lambda fault, faults: faults.leave_out(),
-    "nan": lambda fault, faults: faults.poison(),
+    "fail": _fail,
+    "hang": _hang,
+    "stop": _stop,
+    "kill": _kill,
+    "slow": _slow,
+    "exit": _exit,
+    "abort": _abort,
+    "disk-full": _disk_full,
+    "corrupt": _corrupt,
+    "skip-collective": _leave_out,
+    "nan": _poison,
 }
 NODE_FAULTS = {
     "kill-node": "a simulated node is gone, with all its processes",
