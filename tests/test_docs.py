@@ -129,6 +129,12 @@ def servers(server: ForkServer) -> dict[str, ForkServer]:
 
 
 @pytest.fixture
+def document() -> str:
+    """The document whose commands are run, where the parameters of a test name none."""
+    return FIRST
+
+
+@pytest.fixture
 def run(
     document: str,
     servers: dict[str, ForkServer],
