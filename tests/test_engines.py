@@ -21,8 +21,9 @@ from allranks.job.engines import (
 )
 from allranks.job.job import Job
 from allranks.job.limits import check_engine
+from allranks.launcher.start import fields_of
 from allranks.strategies.cards import CARDS
-from allranks.tools.check.check import check_that_it_traces
+from allranks.tools.check.check import check_that_it_traces, checked_in_scratch
 
 KERAS = "from allranks.tensorflow import Task\n"
 TORCH = "from allranks.torch import Task\n"
@@ -113,6 +114,22 @@ def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         check_installed("torch", "digits-keras")
     assert "pip install 'allranks[keras]'" in refused.value.do
     check_installed("torch", "digits")
+
+
+def test_a_check_is_refused_before_keras_is_preloaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "with_keras.py"
+    path.write_text(KERAS + "class Mine(Task): pass\n")
+    resolved = resolve(str(path), {"engine": "torch"})
+    monkeypatch.setattr("allranks.job.engines.find_spec", lambda name: None)
+    for ask in (
+        lambda: checked_in_scratch(resolved, None, explicit=False, bounded=True),
+        lambda: fields_of([resolved.job]),
+    ):
+        with pytest.raises(RequestError) as refused:
+            ask()
+        assert "pip install 'allranks[keras]'" in refused.value.do
 
 
 STUB = Engine(

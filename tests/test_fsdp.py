@@ -104,12 +104,11 @@ CASES: dict[str, tuple[str, int, tuple[str, ...], dict[str, Any]]] = {
     ),
     "Adafactor": ("hsdp:shard=2", 4, ("optimizer_name=adafactor",), {}),
 }
-OTHERS_HAVE = {  # left to --exhaustive, each with the case that has the same in it
+OTHERS_HAVE = {  # cases for --exhaustive alone, and the case that tries the same beside more
     "several passes": "groups of two",
     "activations computed again": "layers cut too, several passes",
-    "weights kept after forward": "parts on the host",
     "an average": "parts on the host",
-    "LARS": "LAMB",
+    "LARS": "LAMB",  # which looks at whole tensors too
     "layers cut too": "layers cut too, several passes",
 }
 

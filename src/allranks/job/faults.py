@@ -129,7 +129,7 @@ class Faults:
                 ACTIONS[fault.action](fault, self)
 
 
-# The stack of a rank names them.
+# Functions rather than lambdas: the stack of a rank that stands still shows their names.
 
 
 def _fail(fault: Fault, faults: Faults) -> NoReturn:
