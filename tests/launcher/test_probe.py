@@ -234,6 +234,12 @@ def test_a_node_that_has_another_folder_there_is_found_out(mark: Mark, tmp_path:
     assert tried == {SEEN: "it holds something else here", WRITE: WORKS, LOCK: WORKS}
 
 
+def test_a_lock_that_is_not_seen_from_another_node_is_found_out(tmp_path: Path) -> None:
+    (tmp_path / "mark").write_text("free")
+    tried = examine(Mark(str(tmp_path), "mark", "free")).tried
+    assert tried == {SEEN: WORKS, WRITE: WORKS, LOCK: "a lock holds on its own node only"}
+
+
 def test_what_the_file_system_refuses_is_told(mark: Mark, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object) -> None:
         raise OSError(38, "Function not implemented")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from allranks.tensorflow.parameter_server.trainer import Ahead
+from allranks.tensorflow.parameter_server.in_flight import Ahead
 
 pytestmark = pytest.mark.slow
 

@@ -17,12 +17,11 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -33,6 +32,7 @@ from allranks.job.job import Job
 from allranks.tensorflow.comm import peer_lost
 from allranks.tensorflow.data.batches import Arrays, ReplicaBatch
 from allranks.tensorflow.data.nested import mapped
+from allranks.tensorflow.parameter_server.in_flight import Ahead
 from allranks.tensorflow.saving import KerasVariables
 from allranks.tensorflow.step.inputs import InputSplit, Insides, StepInputs, StepSums, pack
 from allranks.tensorflow.step.step import Graphs
@@ -338,57 +338,3 @@ def _check_optimizer(optimizer: Any) -> None:
             why="each server updates its part by itself",
             do="--strategy parameter-server:partition=none, or another optimizer",
         )
-
-
-# --- in flight -----------------------------------------------------------------------------------
-# Batches scheduled ahead of the one whose result is awaited; their number is bounded.
-#
-#     upcoming --> schedule --> in flight (at most `most`) --> the oldest is yielded, and awaited
-#
-# Results come in the order of the job, whatever the order of the work. If something must happen
-# between two batches with nothing in flight, the second one is held back until then.
-
-
-T = TypeVar("T")
-Result = TypeVar("Result")
-
-
-@dataclass
-class Ahead(Generic[T, Result]):
-    """The items in flight, oldest first.
-
-    `schedule(item)` starts the work on one. `holds_back(last, item)` says whether `item` must wait
-    until nothing is in flight, if `last` was scheduled last; it is called repeatedly.
-    """
-
-    most: int
-    schedule: Callable[[T], Result]
-    holds_back: Callable[[T, T], bool]
-    _under_way: deque[tuple[T, Result]] = field(default_factory=deque)
-
-    def __len__(self) -> int:
-        """The number of items in flight."""
-        return len(self._under_way)
-
-    def pop_oldest(self) -> tuple[T, Result]:
-        """Remove and return the oldest item in flight, with its result."""
-        return self._under_way.popleft()
-
-    def through(self, upcoming: Iterator[T], is_over: Callable[[], bool]) -> Iterator[T]:
-        """Each item in order, once it and those ahead are scheduled; call `pop_oldest` for each.
-
-        When `is_over`, nothing more is scheduled.
-        """
-        waiting: list[T] = []
-        while True:
-            while len(self._under_way) < self.most and not is_over():
-                waiting = waiting or [item for item in (next(upcoming, None),) if item is not None]
-                if not waiting or (
-                    self._under_way and self.holds_back(self._under_way[-1][0], waiting[0])
-                ):
-                    break
-                item = waiting.pop()
-                self._under_way.append((item, self.schedule(item)))
-            if not self._under_way:
-                return
-            yield self._under_way[0][0]

@@ -65,12 +65,16 @@ def examine(mark: Mark) -> Folder:
     """Test the operations of a job in the folder, and leave no file there."""
     path = Path(mark.folder)
     probe_file, free = _new_file(path), None
+    tried: dict[str, str] = {}
+
+    def sees() -> bool:
+        return tried.get(SEEN) == WORKS
+
     trials: dict[str, Callable[[], str]] = {
         SEEN: lambda: _finds(mark),
         WRITE: lambda: _writes(probe_file),
-        LOCK: lambda: _locks(probe_file) or _is_locked_out(mark),
+        LOCK: lambda: _locks(probe_file) or (_is_locked_out(mark) if sees() else ""),
     }
-    tried = {}
     for name in trials if mark.name else (WRITE, LOCK):
         try:
             tried[name] = trials[name]() or WORKS
@@ -114,8 +118,8 @@ def _locks(file: Path) -> str:
 
 def _is_locked_out(mark: Mark) -> str:
     """The command that asks holds a lock of the mark, perhaps on another node."""
-    free = mark.name and not _is_locked(Path(mark.folder, mark.name))
-    return "a lock holds on its own node only" if free else ""
+    locked = _is_locked(Path(mark.folder, mark.name))
+    return "" if locked else "a lock holds on its own node only"
 
 
 def _is_locked(file: Path) -> bool:
