@@ -47,7 +47,7 @@ from allranks.launcher.processes.process import Process
 from allranks.launcher.start import Result, run_job
 from allranks.launcher.supervisor import Ended, supervise
 from launch_host import Host
-from tiers import MARKERS, TIERS, parametrize, slow_ones
+from tiers import MARKERS, TIERS, more_than_most, parametrize, slow_ones
 
 TESTS = Path(__file__).parent
 ROOT, TASKS = TESTS.parent, TESTS / "tasks"
@@ -110,6 +110,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu") and not torch.accelerator.is_available():
             item.add_marker(pytest.mark.skip(reason="no GPU"))
+    if not config.getoption("exhaustive"):
+        too_many = set(more_than_most(items))
+        items[:] = [item for item in items if item not in too_many]
+        config.hook.pytest_deselected(items=list(too_many))
     tier = config.getoption("tier")
     if tier is not None:
         slow = set(slow_ones(items))

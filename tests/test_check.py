@@ -78,7 +78,7 @@ def test_no_false_alarm(task: str, how: str, strategy: str, ranks: int, check: C
         assert any("in_proj_bias (8 of 24 elements)" in note for note in verdict.not_checked)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=2)
 @pytest.mark.parametrize(
     ("strategy", "ranks", "more"),
     [("gpipe", 2, {}), ("1f1b", 3, {"micro_batch": 3}), ("interleaved:chunks=2", 2, {})],

@@ -56,7 +56,7 @@ def test_a_folded_sequence_gives_each_rank_as_much_to_compute(
         on_ranks(4, "context_workers:scores_are_counted", {"by": by})
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow(but=1, most=6)
 @pytest.mark.parametrize(
     ("task", "by", "ranks"),
     [
@@ -80,7 +80,7 @@ def test_equal_to_one_process(task: str, by: str, ranks: int, train: Train, alon
     assert result.summary["witness"]["found"] == []
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=2)
 @pytest.mark.parametrize("by", WAYS)
 def test_micro_batches_and_recomputed_blocks(by: str, train: Train, alone: Results) -> None:
     """Pieces of shards, of which some ranks have more; backward exchanges activations again."""
@@ -120,7 +120,7 @@ def test_bytes_by_hand(by: str, train: Train) -> None:
     assert result.summary["card_bytes_per_step"] == sent
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=2)
 @pytest.mark.parametrize("by", WAYS)
 def test_checkpoints_cross_over(by: str, train: Train, alone: Results) -> None:
     """ddp on 2 ranks, context on 2, context on 4 in two groups, one process: 10 steps of one."""
@@ -178,7 +178,7 @@ def test_check_calls_it_equal(precision: str, check: Check) -> None:
     assert verdict.equal, str(verdict)
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow(but=1, most=7)
 @pytest.mark.parametrize(
     ("fault", "message"),
     [

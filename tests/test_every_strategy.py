@@ -293,7 +293,7 @@ def test_independent_equals_separate_trainings(
         assert difference(found, plain_training(ranks, rank)) < 1e-10
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=4)
 @pytest.mark.thinned(1, ("strategy", LATE), ("ranks", [2, 3, 8]), ("task", TASKS))
 def test_late_gradients_are_those_of_one_process(
     strategy: str, ranks: int, task: str, train: Train, references: dict[str, Any]
@@ -377,7 +377,7 @@ def plain_training(ranks: int, rank: int) -> Weights:
     return {name: tensor.numpy() for name, tensor in model.state_dict().items()}
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow(but=1, most=24)
 @pytest.mark.thinned(
     1,
     # by=cost measures again, and may cut elsewhere: checkpoints know no cut, this state does;
@@ -426,7 +426,7 @@ def test_the_first_bucket_leaves_before_backward_ends(on_ranks: Callable[..., An
     on_ranks(2, "contract_workers:first_bucket_leaves_early", argument)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=4)
 @pytest.mark.parametrize("strategy", ["single", *(n for n in SETTINGS if not is_exact(n))])
 def test_convergence_at_the_default_setting(strategy: str, train: Train) -> None:
     """One process learns, and so do those that are not exact, `independent` on its part."""

@@ -85,7 +85,7 @@ def difference(one: Result, other: Result) -> float:
 # --- equal bits on any number of ranks ----------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=3)
 @pytest.mark.thinned(1, ("first,second", PAIRS), ("k", [MIDDLE, END]))
 def test_images(first: int, second: int, k: int, train: Train, whole: Whole) -> None:
     """BatchNorm, dropout, clipping, an uneven last batch, AdamW."""
@@ -98,7 +98,7 @@ def test_images(first: int, second: int, k: int, train: Train, whole: Whole) -> 
     assert resumed_event(found.run_dir)["ranks_were"] == first
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=4)
 @pytest.mark.cases(
     ("task", "settings", "first", "second", "k", "flags"),
     [

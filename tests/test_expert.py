@@ -141,7 +141,7 @@ def test_a_mixture_that_cannot_be(wrong: dict[str, Any]) -> None:
 # --- the strategy ---------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=3)
 @pytest.mark.cases(
     ("task", "strategy", "ranks", "settings", "job"),
     [

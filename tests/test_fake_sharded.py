@@ -33,7 +33,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(STRATEGIES[TORCH], NAME, "fake_sharded:FakeSharded")
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow(but=1, most=4)
 @pytest.mark.thinned(1, ("data", ["each", "same"]), ("ranks", [1, 2, 4, 8]), ("task", TASKS))
 def test_exact(data: str, ranks: int, task: str, train: Train, references: dict[str, Any]) -> None:
     wanted, weights = reference_for(task, train, references)
@@ -75,7 +75,7 @@ def test_ranks_with_fewer_micro_batches_pass_for_the_others(
     assert result.summary["eval"] == pytest.approx(wanted["eval"], rel=1e-10)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=2)
 @pytest.mark.parametrize(
     ("task", "done", "strategy"),
     [("Words", 4, NAME), ("Pairs", 4, NAME), ("Pairs", 4, "ddp"), ("Uneven", 10, NAME)],
@@ -125,7 +125,7 @@ def test_a_state_can_be_taken_up_again(ranks: int, on_ranks: Callable[..., Any])
     on_ranks(ranks, "sharded_tasks:go_on_from_a_state", argument)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=2)
 @pytest.mark.parametrize(
     ("first", "second"),
     [

@@ -20,7 +20,7 @@ DEEP = "fsdp_tasks:Deep"
 FP64: dict[str, Any] = {"precision": "fp64"}
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=1)
 @pytest.mark.cases("task", ["Words", "Uneven"], exhaustive=["Images", "Experts", "Pairs"])
 def test_the_bits_of_one_process(task: str, train: Train) -> None:
     def digest(strategy: str, ranks: int) -> str:
@@ -34,7 +34,7 @@ def test_the_bits_of_one_process(task: str, train: Train) -> None:
         assert digest(strategy, ranks) == wanted, strategy
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=1)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_the_bits_of_one_process_in_16_bits_and_several_passes(
     precision: str, train: Train
@@ -47,7 +47,7 @@ def test_the_bits_of_one_process_in_16_bits_and_several_passes(
     assert len({run.summary["weights_sha256"] for run in runs}) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=2)
 @pytest.mark.cases(
     ("precision", "strategy", "setting", "flags"),
     [
@@ -69,7 +69,7 @@ def test_copies_in_16_bits_are_freed_with_the_weights(
     train("fsdp_tasks:Products", setting, strategy=strategy, ranks=ranks, **flags)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=1)
 @pytest.mark.thinned(1, ("precision", ["bf16", "fp16"]), ("again", [False, True]))
 def test_copies_that_are_made_again_have_the_bits_of_one_process(
     precision: str, again: bool, train: Train
@@ -113,7 +113,7 @@ OTHERS_HAVE = {  # cases for --exhaustive alone, and the case that tries the sam
 }
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=5)
 @pytest.mark.cases("case", sorted(CASES.keys() - OTHERS_HAVE), exhaustive=list(OTHERS_HAVE))
 def test_blocks_numbers_tied_weights_and_optimizers_of_whole_tensors(
     case: str, train: Train
@@ -134,7 +134,7 @@ def test_blocks_numbers_tied_weights_and_optimizers_of_whole_tensors(
         assert promised == pytest.approx(sent, abs=1)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=2)
 @pytest.mark.cases(
     ("first", "second"),
     [
@@ -178,7 +178,7 @@ def test_a_killed_rank_is_named_and_the_job_goes_on(train: Train) -> None:
     assert difference(ours, theirs) < 1e-10
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=2)
 @pytest.mark.parametrize("strategy", ["fsdp", "hsdp:shard=2", "fsdp:tensor=2"])
 def test_check_calls_it_equal(strategy: str, check: Check) -> None:
     verdict = check(DEEP, strategy=strategy, ranks=2, steps=2)
@@ -350,7 +350,7 @@ def test_so_it_is_on_other_axes(what: str, found: str, strategy: str, train: Tra
         train("fsdp_tasks:Looks", f"what={what}", strategy=strategy, ranks=4, steps=6)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=5)
 @pytest.mark.parametrize(
     ("what", "strategy"),
     [
@@ -384,7 +384,7 @@ def test_as_one_unit_an_ensemble_trains(train: Train) -> None:
     assert difference(ours, theirs) < 1e-10
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow(but=1, most=6)
 @pytest.mark.parametrize("strategy", ["fsdp", "hsdp:shard=2", "fsdp:tensor=2"])
 @pytest.mark.parametrize("start", ["transposed", "empty", "orthogonal", "a slice"])
 def test_weights_of_any_layout_train_as_in_one_process(

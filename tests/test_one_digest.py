@@ -31,7 +31,7 @@ def alone(train: Train, digests: dict[str, str]) -> str:
     return digests["single"]
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=2, most=7)
 @pytest.mark.parametrize(("strategy", "ranks"), ON_RANKS)
 def test_every_strategy_has_the_bits_of_one_process(
     strategy: str, ranks: int, train: Train, digests: dict[str, str]

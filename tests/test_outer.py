@@ -45,7 +45,7 @@ def weights(train: Train, task: str, strategy: str, **flags: Any) -> Any:
     return result, load_file(result.run_dir / "weights.safetensors")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=8)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("strategy", [*EXACT, BLOCKS, SPARSE])
 def test_one_step_of_plain_sgd_between_meetings_is_exact(

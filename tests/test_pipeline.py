@@ -28,7 +28,7 @@ from test_every_strategy import (
 __all__ = ["check", "references"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=2)
 @pytest.mark.cases(
     ("strategy", "ranks"),
     [("1f1b", 3), ("zero-bubble", 3), ("interleaved:chunks=2", 2), ("gpipe", 2)],
@@ -230,7 +230,7 @@ def test_the_gradient_is_that_of_torch_pipelining(on_ranks: Callable[..., Any]) 
     on_ranks(2, "pipelining_workers:as_torch_pipelining", {"task": "Plain", "job": job})
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=2)
 @pytest.mark.parametrize(("strategy", "ranks"), [("gpipe", 2), ("1f1b", 4), ("zero-bubble", 4)])
 def test_messages_need_no_tags(strategy: str, ranks: int, on_ranks: Callable[..., Any]) -> None:
     """Micro-batches of two sizes, one after the other: what is not known yet is not passed over."""

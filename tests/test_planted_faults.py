@@ -504,7 +504,7 @@ def test_each_line_that_is_broken_is_there_once() -> None:
 ONE_FOR_EACH_JOB = list({fault.options: name for name, fault in reversed(FAULTS.items())}.values())
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=9)
 @pytest.mark.cases("name", ONE_FOR_EACH_JOB, exhaustive=sorted(FAULTS.keys() - ONE_FOR_EACH_JOB))
 def test_a_planted_fault_is_found(name: str, host: Host, tmp_path: Path) -> None:
     fault = FAULTS[name]
@@ -536,7 +536,7 @@ def test_the_engine_as_it_is_has_no_difference(host: Host, tmp_path: Path) -> No
     assert "3 ranks, fp64: 7 steps" in sentences and "not checked: " in sentences
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=2)
 @pytest.mark.thinned(1, ("name", list(IN_32_BITS_ONLY)), ("precision", ["fp32", "bf16", "fp16"]))
 def test_the_precision_of_the_job_is_looked_at_as_closely_as_float32(
     name: str, precision: str, host: Host, tmp_path: Path

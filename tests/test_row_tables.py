@@ -94,7 +94,7 @@ def tables_of(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for name, parameter in model.named_parameters() if name != "weights"]
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=2, most=5)
 @pytest.mark.parametrize("servers", [1, 2, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_servers_train_as_torch_does_in_one_process(name: str, servers: int) -> None:

@@ -29,7 +29,7 @@ def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*RUN, *words], capture_output=True, text=True, cwd=cwd, check=False)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=5)
 @pytest.mark.cases(
     "script",
     params(one for one in SCRIPTS if one.processes > 1 and one.name not in ALIKE),

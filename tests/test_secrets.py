@@ -119,7 +119,7 @@ def assert_nowhere(folder: Path) -> None:
         assert not path.is_file() or CANARY.encode() not in path.read_bytes().lower(), path
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=8)
 @pytest.mark.parametrize("job", JOBS)
 def test_no_kind_of_job_leaves_one(host: Host, tmp_path: Path, job: str) -> None:
     """Neither in its folder nor on the terminal."""

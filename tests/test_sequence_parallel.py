@@ -18,7 +18,7 @@ __all__ = ["check", "references"]
 FP64: dict[str, Any] = {"precision": "fp64", "steps": STEPS}
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=2)
 @pytest.mark.cases(
     ("task", "strategy", "ranks", "how"),
     [
@@ -43,7 +43,7 @@ def test_equal_to_one_process(
     check_equal(task, strategy, ranks, how, train, references)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=1)
 @pytest.mark.cases(
     ("task", "strategy", "ranks", "how"),
     [
@@ -66,7 +66,7 @@ def test_sharded_and_cut_is_equal_to_one_process(
     check_equal(task, strategy, ranks, how, train, references)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=1)
 @pytest.mark.cases(
     ("task", "strategy", "ranks", "how"),
     [

@@ -30,7 +30,7 @@ def weights_of(train: Train, strategy: str, *settings: str, ranks: int = 2, **fl
     return load_file(done.run_dir / "weights.safetensors"), done
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=5)
 @pytest.mark.parametrize("servers", [1, 3])
 @pytest.mark.parametrize("kind", ["SGD", "Adagrad", "RowwiseAdagrad", "SparseAdam"])
 def test_in_step_it_is_one_process(train: Train, kind: str, servers: int) -> None:

@@ -65,7 +65,7 @@ TASKS = ["Stack", "Planned", "Gated", "Letters", "Encoder", "Heads"]
 NO_BLOCKS = ["ByIndex", "OwnForward", "Hooked", "OneDropout", "Marked"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=4)
 @pytest.mark.thinned(1, ("task", TASKS), ("ranks", [2, 3, 4]))
 def test_equal_to_one_process(
     task: str, ranks: int, train: Train, references: dict[str, Any]
@@ -105,7 +105,7 @@ CUT_EVERYWHERE = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=3)
 @pytest.mark.thinned(
     1, ("strategy,ranks", CUT_EVERYWHERE), ("task", ["Looks", "Derives", "Padded"])
 )
@@ -238,7 +238,7 @@ def test_a_block_sends_its_output_and_the_gradient_of_its_input(train: Train) ->
     assert result.summary["sent_bytes"]["gradients"] == 4 * (outputs + inputs + tally)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=2)
 @pytest.mark.parametrize("task", ["Heads", "Letters", "Planned"])
 def test_checkpoints_cross_over(task: str, train: Train, references: dict[str, Any]) -> None:
     """ddp on 2 ranks, tensor on 2, tensor on 4 in two copies, one process: 10 steps of one."""
@@ -341,7 +341,7 @@ def test_ranks_that_make_no_copies_are_refused(train: Train) -> None:
         train("tensor_tasks:Stack", strategy="tensor:exact=yes", ranks=3, steps=1)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=2)
 @pytest.mark.cases(
     ("task", "settings"),
     [

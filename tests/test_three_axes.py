@@ -78,7 +78,7 @@ def test_factors_that_do_not_fit_are_refused_with_the_number_to_set(
     assert refused.value.do == do
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=3)
 @pytest.mark.thinned(1, ("task", ["Stack", "Planned", "Letters"]), ("strategy,ranks", MESHES))
 def test_equal_to_one_process(
     task: str, strategy: str, ranks: int, train: Train, alone: dict[str, Any]

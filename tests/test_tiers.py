@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiers import flat, parts_of, product, slow_ones, thinned
+from tiers import flat, more_than_most, parts_of, product, slow_ones, thinned
 
 LEVELS = st.lists(st.integers(1, 5).map(range), min_size=2, max_size=4)
 
@@ -79,3 +79,18 @@ def test_so_many_cases_of_a_slow_test_are_quick_and_always_the_same() -> None:
     for order in ([*cases, *others], [*others, *cases[::-1]]):
         left = [one.nodeid for one in order if id(one) not in {*map(id, slow_ones(order))}]
         assert sorted(left) == ["a.py::quick", "a.py::test[1]", "a.py::test[4]"]
+
+
+def test_cases_beyond_the_most_are_left_to_exhaustive() -> None:
+    def item(name: str, **options: int) -> Any:
+        return SimpleNamespace(
+            nodeid=name, get_closest_marker=lambda asked: SimpleNamespace(kwargs=options)
+        )
+
+    cases = [item(f"a.py::test[{n}]", but=1, most=3) for n in range(6)]
+    others = [item(f"a.py::other[{n}]") for n in range(4)]
+    left = {one.nodeid for one in more_than_most([*others, *cases])}
+    assert left == {f"a.py::test[{n}]" for n in (0, 2, 4)}
+    kept = [one for one in [*others, *cases] if one.nodeid not in left]
+    quick = {one.nodeid for one in kept} - {one.nodeid for one in slow_ones(kept)}
+    assert quick == {"a.py::test[3]"}

@@ -2,6 +2,8 @@
 
     @pytest.mark.slow              a test, or a module, that `make test` leaves to `make test-full`
     @pytest.mark.slow(but=3)       so many of its cases, spread evenly, are run by `make test` too
+    @pytest.mark.slow(most=8)      so many of its cases, spread evenly, are run at all without
+                                   --exhaustive: for cases that take seconds each
 
 `--tier quick` and `--tier slow` have no test in common, and leave none out. Of a product
 
@@ -24,7 +26,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -36,7 +38,8 @@ MARKERS = (
     "cases(names, values, exhaustive): parametrized by `values`, "
     "under --exhaustive by those of `exhaustive` too",
     "gpu: needs an accelerator, and is skipped without one",
-    "slow(but): for `make test-full`, but for so many cases",
+    "slow(but, most): for `make test-full`, but for so many cases; "
+    "and so many cases at all, unless --exhaustive",
 )
 TIERS = ("quick", "slow")
 
@@ -58,17 +61,40 @@ def parametrize(metafunc: pytest.Metafunc, exhaustive: bool) -> None:
 def slow_ones(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     """Those of the second tier."""
     found: list[pytest.Item] = []
-    cases: dict[tuple[str, int], list[pytest.Item]] = {}
+    for but, cases in by_test(items, "but", 0):
+        kept = spread(cases, but)
+        found += [case for case in cases if case not in kept]
+    return found
+
+
+def more_than_most(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Those that only --exhaustive runs: of each test the cases beyond its `most`."""
+    found: list[pytest.Item] = []
+    for most, cases in by_test(items, "most", len(items)):
+        kept = spread(cases, most)
+        found += [case for case in cases if case not in kept]
+    return found
+
+
+def by_test(
+    items: Sequence[pytest.Item], option: str, default: int
+) -> Iterator[tuple[int, list[pytest.Item]]]:
+    """Of each slow test an option of its marker, and its cases in order of their names."""
+    tests: dict[tuple[str, int], list[pytest.Item]] = {}
     for item in items:
         mark = item.get_closest_marker("slow")
         if mark is not None:
             test = item.nodeid.partition("[")[0]
-            cases.setdefault((test, mark.kwargs.get("but", 0)), []).append(item)
-    for (_, but), ones in cases.items():
-        ones.sort(key=lambda item: item.nodeid)
-        kept = {len(ones) * (2 * n + 1) // (2 * but) for n in range(but)}
-        found += [item for n, item in enumerate(ones) if n not in kept]
-    return found
+            tests.setdefault((test, mark.kwargs.get(option, default)), []).append(item)
+    for (_, number), cases in tests.items():
+        yield number, sorted(cases, key=lambda item: item.nodeid)
+
+
+def spread(cases: list[pytest.Item], number: int) -> list[pytest.Item]:
+    """So many of the cases, evenly."""
+    if number >= len(cases):
+        return cases
+    return [cases[len(cases) * (2 * n + 1) // (2 * number)] for n in range(number)]
 
 
 def product(

@@ -71,6 +71,7 @@ def test_every_strategy_of_the_engine_has_a_card_and_a_class() -> None:
     assert exact - {"tpu"} == tried | {"single"}
 
 
+@pytest.mark.slow(most=3)
 @pytest.mark.thinned(1, ("flags", JOINED), ("task", ["Dense", "Convolutions"]))
 def test_equal_to_one_process(
     task: str, flags: dict[str, Any], alone: Alone, train_tf: Train
@@ -82,6 +83,7 @@ def test_equal_to_one_process(
     assert found.summary["strategy"].startswith(flags["strategy"].partition(":")[0])
 
 
+@pytest.mark.slow(most=2)
 @pytest.mark.parametrize(
     "flags",
     [
@@ -101,6 +103,7 @@ def test_how_a_step_is_carried_out_changes_nothing(
     assert_equal(train_tf("tf_tasks:Dense", *settings, **job, **flags), wanted)
 
 
+@pytest.mark.slow(most=2)
 @pytest.mark.parametrize(
     ("program", "ranks"),
     [("tf_tasks:Augmented", 2), ("tf_datasets:Batched", 2), ("tf_datasets:OneByOne", 2)],

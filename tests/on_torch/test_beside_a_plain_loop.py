@@ -49,7 +49,7 @@ def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor], what: str)
         assert size < 1e-12, (what, name, size)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=6)
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # in torch's own Adagrad
 @pytest.mark.parametrize("name", TASKS)
 def test_one_rank_and_two_equal_a_plain_loop(

@@ -28,7 +28,7 @@ from plain_workers import trained
 OnRanks = Callable[..., Any]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=4)
 @pytest.mark.parametrize(
     ("task", "stop", "setting"),
     [

@@ -50,7 +50,7 @@ def processes(ranks: int, name: str, argument: Any, folder: Path, store: str) ->
     return found
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow(but=1, most=7)
 @pytest.mark.thinned(
     1,
     ("blocking", [True, False]),

@@ -39,7 +39,7 @@ SETTINGS: list[tuple[int, dict[str, Any]]] = [
 BATCH = Batch(7, 0, 7, 24, None, (), np.empty(0, np.int64))
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow(but=1, most=2)
 @pytest.mark.thinned(1, ("ranks,job", SETTINGS), ("clip", [None, 0.3]))
 def test_every_policy_with_every_kind_of_bad_step(
     ranks: int, job: dict[str, Any], clip: float | None, on_ranks: OnRanks
@@ -175,7 +175,7 @@ def test_a_rank_that_trains_alone_judges_for_itself(on_ranks: OnRanks, tmp_path:
         assert all(f"rank {rank}: the loss of sample {BAD}" in row[1] for row in found)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=2)
 @pytest.mark.parametrize(
     ("ranks", "job"),
     [
@@ -309,7 +309,7 @@ def test_sparse_gradients_have_a_length() -> None:
         )
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=2)
 @pytest.mark.parametrize("task", ["Images", "Words", "Experts", "PulledExperts"])
 def test_the_length_is_reported_alike_by_every_strategy(
     task: str, on_ranks: OnRanks, tmp_path: Path

@@ -27,7 +27,7 @@ from allranks.training.progress import RankRequests
 OVERFLOWS = {"precision": "fp16", "loss_scale": "dynamic:initial=1e9,every=2"}
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=2, most=5)
 @pytest.mark.parametrize(
     ("task", "how"),
     [
@@ -209,7 +209,7 @@ APART = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=9)
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("strategy", [*TOGETHER, *APART])
 def test_ranks_that_read_late_agree(

@@ -129,7 +129,7 @@ def test_a_gradient_that_nobody_told_of_is_refused(monkeypatch: pytest.MonkeyPat
         buckets.finish(range(8))
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow(but=2, most=8)
 @pytest.mark.parametrize("bitwise", [False, True], ids=["", "bitwise"])
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.__name__)
 def test_a_training_has_the_same_bits(

@@ -110,6 +110,7 @@ def joined(folder: Path) -> int:
     return sum(event["event"] == "worker_joined" for event in read_events(folder))
 
 
+@pytest.mark.slow(most=3)
 @pytest.mark.thinned(1, ("mode", MODES), ("who", list(ROLES)))
 def test_each_batch_counts_once_whoever_dies(
     tmp_path: Path, train: Train, mode: str, who: str

@@ -174,7 +174,7 @@ def test_every_kind_trains_as_a_tuple_does(task: type[Kinds], job: dict[str, Any
 
 
 @pytest.mark.parametrize("kind", COUPLED)
-@pytest.mark.slow
+@pytest.mark.slow(most=8)
 def test_every_kind_trains_as_a_tuple_does_on_two_ranks(kind: str, train: Train) -> None:
     digests = {
         train(

@@ -38,7 +38,7 @@ def weights_of(train: Train, name: str, strategy: str, ranks: int, **job: Any) -
     return {**load_file(result.run_dir / "weights.safetensors"), **found}, result
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow(but=1, most=5)
 @pytest.mark.thinned(1, ("strategy,ranks", SETTINGS), ("name", NAMES))
 def test_updates_are_those_of_one_process(
     name: str, strategy: str, ranks: int, train: Train, wanted: dict[str, Any]
@@ -74,7 +74,7 @@ def test_bits_are_those_of_one_process(train: Train) -> None:
     assert run.summary["weights_sha256"] == whole.summary["weights_sha256"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=2)
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp", "tensor"])
 def test_what_is_kept_lies_whole_on_one_rank(strategy: str, on_ranks: Callable[..., Any]) -> None:
     on_ranks(2, "whole_tasks:state_lies_whole_on_one_rank", {"strategy": strategy})
@@ -86,7 +86,7 @@ def test_check_calls_it_equal(check: Check) -> None:
     assert verdict.equal, str(verdict)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=2)
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp", "tensor"])
 def test_hyper_parameters_that_a_callback_sets_are_asked_about(
     strategy: str, train: Train, wanted: dict[str, Any]

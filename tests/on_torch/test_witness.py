@@ -90,7 +90,7 @@ CUT = [
 GRADIENT = r"the gradient of '0.weight' for shards 0, 1, 2, 3, 4, 5, 6, 7 together"
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=7)
 @pytest.mark.parametrize(("strategy", "ranks", "task"), CUT)
 def test_where_passes_communicate_all_ranks_look(
     strategy: str, ranks: int, task: str, train: Train
@@ -228,7 +228,7 @@ RIGHT = [
 ]
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow(but=1, most=16)
 @pytest.mark.parametrize(("task", "job"), RIGHT, ids=lambda value: str(value).replace("/", ""))
 def test_right_tasks_hear_no_word(task: str, job: dict[str, Any], train: Train) -> None:
     job = {"steps": 6, "precision": "fp64", **job}
@@ -242,7 +242,7 @@ def test_right_tasks_hear_no_word(task: str, job: dict[str, Any], train: Train) 
     )
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow(but=1, most=9)
 @pytest.mark.parametrize(
     ("task", "job"),
     [

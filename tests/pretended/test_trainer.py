@@ -33,13 +33,13 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow(but=1, most=8)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_one_process_trains_as_on_the_cpu(on_device: OnDevice, name: str) -> None:
     on_device(1, "as_on_the_cpu", SCENARIOS[name])
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=2)
 @pytest.mark.parametrize(
     ("kinds", "job"),
     [
@@ -54,7 +54,7 @@ def test_batches_of_every_kind_go_to_the_device(
     on_device(1, "every_kind", {"kinds": kinds, "job": job})
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=4)
 @pytest.mark.parametrize(
     "words",
     ["ddp", "ddp bitwise", "ddp:reduce=tree", "zero1", "zero1 bitwise", "zero2", "fsdp"],
@@ -76,7 +76,7 @@ SHARING: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=4)
 @pytest.mark.parametrize("words", SHARING)
 def test_ranks_that_share_a_device_train_as_on_the_cpu(on_device: OnDevice, words: str) -> None:
     strategy, *bitwise = words.split()

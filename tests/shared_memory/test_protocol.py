@@ -32,7 +32,7 @@ def test_three_ranks_read_what_was_given_and_end(kinds: tuple[str, ...]) -> None
     assert explore(*ranks_that_call(kinds, 3)) > 10_000
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=32)
 @pytest.mark.parametrize("kinds", list(itertools.product(KINDS, repeat=3)), ids="-".join)
 def test_any_three_calls_of_three_ranks_end(kinds: tuple[str, ...]) -> None:
     explore(*ranks_that_call(kinds, 3, slots=1))
@@ -44,7 +44,7 @@ def test_ranks_that_sleep_are_woken(kinds: tuple[str, ...]) -> None:
     assert explore(*ranks_that_call(kinds, 2, sleeps=True)) > 10_000
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=2)
 @pytest.mark.parametrize("kinds", list(itertools.permutations(KINDS))[::7], ids="-".join)
 def test_ranks_that_sleep_in_any_order_of_calls_are_woken(kinds: tuple[str, ...]) -> None:
     explore(*ranks_that_call(kinds, 2, sleeps=True))
