@@ -367,9 +367,13 @@ def test_every_strategy_is_named(strategy: str) -> None:
 
 
 def test_every_fault_on_purpose_is_named() -> None:
-    page = DOCUMENTS["docs/when_it_fails.md"]
+    page = DOCUMENTS["docs/faults_on_purpose.md"]
     assert all(f"\n| `{action}` |" in page for action in faults.ACTIONS)
     assert all(f"\n| `{point}` | {when} |\n" in page for point, when in faults.POINTS.items())
+
+
+def test_every_signal_is_named() -> None:
+    page = DOCUMENTS["docs/when_it_fails.md"]
     assert all(number.name in page for number in (*Signals.STOP, signal.SIGUSR2))
 
 
