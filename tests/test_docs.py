@@ -9,6 +9,7 @@ folder, and the commands of the section run there in order:
     allranks …  # kill -TERM while it trains    a signal, once the job has made some steps
     ```text after a sh block                lines of its output, in order, whatever the numbers are;
                                             … stands for anything
+    allranks … in a sentence, or indented   is not run: its options are parsed
 
 The file `mytask.py` of README.md is in every folder. In sections of other documents it trains for
 fewer epochs than the README says; and jobs are not checked before they train, but in PROVE.
