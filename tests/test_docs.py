@@ -9,6 +9,7 @@ folder, and the commands of the section run there in order:
     allranks …  # kill -TERM while it trains    a signal, once the job has made some steps
     ```text after a sh block                lines of its output, in order, whatever the numbers are;
                                             … stands for anything
+    allranks … in a sentence, or indented   is not run: its options are parsed
 
 The file `mytask.py` of README.md is in every folder. In sections of other documents it trains for
 fewer epochs than the README says; and jobs are not checked before they train, but in PROVE.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import html
+import itertools
 import json
 import os
 import re
@@ -31,14 +33,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 from allranks.catalog import ENGINES, TENSORFLOW, TORCH
-from allranks.cli.main import main
+from allranks.cli.main import cli, main
 from allranks.job import faults, resume
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.signals import Signals
 from allranks.strategies.cards import CARDS
+from allranks.strategies.choice import parse_choice
 from conftest import ROOT
 
 DOCUMENTS = {
@@ -46,10 +50,12 @@ DOCUMENTS = {
     for path in (*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md")))
 }
 FENCE = re.compile(r"^```(\w+)(?: exit=(\d+)| same=(\w+))?\n(.*?)^```$", re.M | re.S)
+RUN_FENCE = re.compile(r"^```(?!console).*?^```$", re.M | re.S)
 FILE_NAME = re.compile(r"`([\w.-]+)`:\n\n$")
 SECTION = re.compile(r"^## ", re.M)
 SIGNAL = re.compile(r"  # (?:kill -(\w+)|Ctrl-C) while it trains$")
 LINK = re.compile(r"\]\(([^)]+)\)")
+TYPED = re.compile(r"^(?:    |\w+\$ +)(allranks .*)$|`(allranks \w+ [^`]*--\w[^`]*)`", re.M)
 PRINTED = re.compile(r'<text class="[\w-]+-r\d+" x="[\d.]+" y="([\d.]+)".*?>(.*?)</text>')
 ELSEWHERE = "github.com", "arxiv.org"
 TERMINAL = ROOT / "docs" / "terminal.svg"
@@ -317,6 +323,22 @@ def test_every_file_that_is_shown_is_used() -> None:
             assert block.file in commands, f"{document} shows {block.file} and never runs it"
 
 
+def test_every_command_that_is_shown_and_not_run_is_understood() -> None:
+    """Those within a sentence, or indented: verb, options, their values, and the strategy."""
+    for document, text in DOCUMENTS.items():
+        prose = re.sub(r" *\\\n *", " ", RUN_FENCE.sub("", text))
+        for match in TYPED.finditer(prose):
+            _, verb, *words = shlex.split(match[1] or match[2])
+            if not {"…", "$S"} & {*words}:
+                command = cli.get_command(click.Context(cli), verb)
+                assert command is not None, f"{document}: {match[0]}"
+                with contextlib.suppress(click.exceptions.Exit):  # of --help
+                    command.make_context(verb, words)
+                for flag, value in itertools.pairwise(words):
+                    if flag == "--strategy":
+                        parse_choice(value)
+
+
 def test_a_task_of_your_own_is_short_and_the_same_everywhere() -> None:
     (readme,) = (b.text for b in blocks_of(DOCUMENTS["README.md"]) if b.file == "mytask.py")
     (tour,) = (b.text for b in blocks_of(DOCUMENTS["docs/tour.md"]) if b.file == "mytask.py")
@@ -367,9 +389,13 @@ def test_every_strategy_is_named(strategy: str) -> None:
 
 
 def test_every_fault_on_purpose_is_named() -> None:
-    page = DOCUMENTS["docs/when_it_fails.md"]
+    page = DOCUMENTS["docs/faults_on_purpose.md"]
     assert all(f"\n| `{action}` |" in page for action in faults.ACTIONS)
     assert all(f"\n| `{point}` | {when} |\n" in page for point, when in faults.POINTS.items())
+
+
+def test_every_signal_is_named() -> None:
+    page = DOCUMENTS["docs/when_it_fails.md"]
     assert all(number.name in page for number in (*Signals.STOP, signal.SIGUSR2))
 
 

@@ -1,4 +1,4 @@
-"""The GPT of docs/tasks.md, with tied weights and padded texts, is its plain loop on any ranks.
+"""The GPT of docs/task_losses.md, with tied weights and padding, is its plain loop on any ranks.
 
 The task is the one that the page shows, unchanged; the loop is what a person writes without us.
 """
@@ -27,7 +27,7 @@ STEPS, SEED = 10, 0
 @pytest.fixture
 def program(tmp_path: Path) -> Path:
     (shown,) = (
-        b for b in blocks_of((ROOT / "docs/tasks.md").read_text()) if b.file == "gpt_task.py"
+        b for b in blocks_of((ROOT / "docs/task_losses.md").read_text()) if b.file == "gpt_task.py"
     )
     path = tmp_path / shown.file
     path.write_text(shown.text)

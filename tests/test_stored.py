@@ -11,7 +11,7 @@ import pytest
 from allranks.strategies.cards import CARDS
 from allranks.strategies.choice import parse_choice
 
-DOCS = Path(__file__).parent.parent / "docs" / "strategies.md"
+DOCS = Path(__file__).parent.parent / "docs" / "strategies_memory.md"
 CASES = [
     ("single", 1, "Rows"),
     ("dp:replicas=3", 1, "Rows"),

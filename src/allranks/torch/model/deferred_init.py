@@ -363,5 +363,5 @@ def too_large(where: str, new_bytes: int, free_bytes: int) -> RequestError:
         f"{free_bytes / GIB:.3g} GiB of free memory on this host",
         why="a rank builds the model whole in the memory of the host, and then keeps its part",
         do='build it under torch.device("meta"), and let pretrained() name a safetensors file of '
-        "the weights, or init(module) of the task draw them module by module; see docs/tasks.md",
+        "the weights, or init(module) of the task draw them by module; see docs/task_models.md",
     )
