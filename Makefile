@@ -3,6 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 SCRIPTS := .venv/scripts
+SITE := .venv/site
 NATIVE := $(wildcard src/allranks/torch/native/*.h src/allranks/torch/*/native/*)
 AT_ONCE ?= 3  # tests, on two processors: some of them wait
 TORCHES := 2.11.0 2.15.0
@@ -39,9 +40,11 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# docs/reference.md, from the docstrings.
-docs: $(READY)
-	$(BIN)/python docs/make_reference.py
+# The site, build/site/index.html, from README.md, docs/ and the docstrings: docs/conf.py.
+docs: $(SITE)
+	rm -rf build/site
+	$(BIN)/sphinx-build --quiet --fail-on-warning --fresh-env -c docs -d build/doctrees . build/site
+	@echo "built build/site/index.html"
 
 $(READY): pyproject.toml constraints.txt $(NATIVE)
 	$(PYTHON) -m venv .venv
@@ -55,6 +58,11 @@ $(SCRIPTS): $(READY)
 	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[scripts]'
 	$(BIN)/python -c 'import tensorflow' 2> /dev/null
 	touch $(SCRIPTS)
+
+# Sphinx, a theme, and what lets it read Markdown.
+$(SITE): $(READY)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	touch $(SITE)
 
 .venv/torch-%/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv/torch-$*
