@@ -18,7 +18,7 @@ SECTIONS = {
         "tasks data strategies cut_models parameter_servers sending_less precision tensorflow "
         "checkpoints ../examples/README reference"
     ),
-    "I run a cluster": "clusters collectives gpu when_it_fails",
+    "I run a cluster": "clusters collectives gpu when_it_fails ../SECURITY",
     "Why it is right": "correctness found ../benchmarks/README ../benchmarks/LOG",
     "Change it": "../CONTRIBUTING ../tests/README ../CHANGELOG",
 }
