@@ -4,13 +4,14 @@ BIN := .venv/bin
 READY := .venv/ready
 SCRIPTS := .venv/scripts
 SITE := .venv/site
+RELEASE := .venv/release
 NATIVE := $(wildcard src/allranks/torch/native/*.h src/allranks/torch/*/native/*)
 AT_ONCE ?= 3  # tests, on two processors: some of them wait
 TORCHES := 2.11.0 2.15.0
 CORE := tests/test_every_strategy.py $(addprefix tests/on_torch/test_,step.py single.py layers.py \
 	precision.py state.py changes.py leaving.py machine.py replicas.py checkpoint_save.py)
 
-.PHONY: demo test test-full test-cluster test-mutants test-torch check docs
+.PHONY: demo test test-full test-cluster test-mutants test-torch check docs dist release
 
 demo: $(READY)
 	$(BIN)/allranks train digits --ranks 2
@@ -46,6 +47,20 @@ docs: $(SITE)
 	$(BIN)/sphinx-build --quiet --fail-on-warning --fresh-env -c docs -d build/doctrees . build/site
 	@echo "built build/site/index.html"
 
+# What is published, in dist/: source, and a wheel for every Linux with glibc 2.34 or newer, each
+# tried in an empty environment.
+dist: $(RELEASE)
+	rm -rf dist build/wheel
+	$(BIN)/python -m build --quiet --no-isolation --outdir build/wheel
+	PATH="$(BIN):$$PATH" $(BIN)/auditwheel repair --plat manylinux_2_34_$$(uname -m) \
+		--wheel-dir dist build/wheel/*.whl
+	cp build/wheel/*.tar.gz dist
+	$(BIN)/python tests/installed.py dist
+
+# Checks, builds and tags a version, and asks before anything leaves the machine.
+release: $(SITE) $(SCRIPTS) $(RELEASE)
+	.ci/release "$(VERSION)"
+
 $(READY): pyproject.toml constraints.txt $(NATIVE)
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[digits,test]'
@@ -63,6 +78,10 @@ $(SCRIPTS): $(READY)
 $(SITE): $(READY)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	touch $(SITE)
+
+$(RELEASE): $(READY)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[release]'
+	touch $(RELEASE)
 
 .venv/torch-%/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv/torch-$*
