@@ -58,7 +58,7 @@ dist: $(RELEASE)
 	$(BIN)/python tests/installed.py dist
 
 # Checks, builds and tags a version, and asks before anything leaves the machine.
-release: $(SITE) $(SCRIPTS) $(RELEASE)
+release:
 	.ci/release "$(VERSION)"
 
 $(READY): pyproject.toml constraints.txt $(NATIVE)
@@ -67,20 +67,21 @@ $(READY): pyproject.toml constraints.txt $(NATIVE)
 	$(BIN)/python -m compileall -q src
 	touch $(READY)
 
+# allranks itself is installed: here pip adds what the extra lists, and compiles nothing again.
 # TensorFlow, for its engine, and the frameworks whose scripts tests/scripts holds. DeepSpeed comes
 # as source; it compiles nothing. pip compiles none of their modules, for most are never imported.
 $(SCRIPTS): $(READY)
-	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[scripts]'
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt 'allranks[scripts]'
 	$(BIN)/python -c 'import tensorflow' 2> /dev/null
 	touch $(SCRIPTS)
 
 # Sphinx, a theme, and what lets it read Markdown.
 $(SITE): $(READY)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	$(BIN)/pip install --quiet --constraint constraints.txt 'allranks[docs]'
 	touch $(SITE)
 
 $(RELEASE): $(READY)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[release]'
+	$(BIN)/pip install --quiet --constraint constraints.txt 'allranks[release]'
 	touch $(RELEASE)
 
 .venv/torch-%/ready: pyproject.toml constraints.txt
