@@ -71,7 +71,7 @@ class TaskFields:
         return sample
 
     def callbacks(self) -> Sequence[Any]:
-        """What is to be done between the steps: some `allranks.training.callback.Callback`s."""
+        """What runs between the steps, each an `allranks.training.callback.Callback`."""
         return ()
 
     def metrics(self, output: Any, batch: Any) -> dict[str, tuple[Any, Any]]:
