@@ -11,8 +11,9 @@ folder, and the commands of the section run there in order:
                                             … stands for anything
     allranks … in a sentence, or indented   is not run: its options are parsed
 
-The file `mytask.py` of README.md is in every folder. In sections of other documents it trains for
-fewer epochs than the README says; and jobs are not checked before they train, but in PROVE.
+The file `mytask.py` of README.md is in every folder, and `examples/` in those of README.md. In
+sections of other documents `mytask.py` trains for fewer epochs than the README says; and jobs are
+not checked before they train, but in PROVE.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -151,11 +153,16 @@ def run(
 ) -> Run:
     """`run(line)`: what a person would get who typed this line in an empty folder.
 
-    To be quick, `allranks` runs in this process and `python` in a fork, both on the warm server.
+    To be quick, `allranks` runs in this process and `python` in a fork, both on the warm server;
+    scripts of torch that `allranks` starts in README.md are forks of that server, too (`--warm`).
     """
     folder = tmp_path / "folder"
     folder.mkdir()
     monkeypatch.chdir(folder)
+    environment = Path(sys.executable).parent  # it is active
+    monkeypatch.setenv("PATH", f"{environment}{os.pathsep}{os.environ['PATH']}")
+    if document == FIRST:
+        shutil.copytree(ROOT / "examples", folder / "examples")
 
     def warm(modules: tuple[str, ...]) -> contextlib.AbstractContextManager[ForkServer]:
         wanted = "torch" if ENGINES[TORCH].preload in modules else "tensorflow"
@@ -169,6 +176,8 @@ def run(
         unproved = (
             ["--first-check", "off"] if document not in PROVE and "train" in words[1:2] else []
         )
+        if document == FIRST and words[1] in ("check", "run") and "python" in words:
+            words = [*words[:2], "--warm", *words[2:]]
         monkeypatch.setattr(sys, "argv", [*words, *unproved])
         code: Any = 0
         try:
