@@ -13,13 +13,25 @@ from pathlib import Path
 from typing import Any
 
 SECTIONS = {
-    "I have a script": "tour checking running report benchmarking words",
+    "I have a script": "scripts checking words report benchmarking benchmarking_peers found",
     "I have a task": (
-        "tasks data strategies cut_models parameter_servers sending_less precision tensorflow "
-        "checkpoints ../examples/README reference"
+        "tour tasks task_losses task_models task_training own_loop notebooks data ready_made "
+        "running precision checkpoints checkpoints_in_detail deepspeed_configuration tensorflow "
+        "tensorflow_in_detail ../examples/README reference glossary"
     ),
-    "I run a cluster": "clusters collectives gpu when_it_fails ../SECURITY",
-    "Why it is right": "correctness found ../benchmarks/README ../benchmarks/LOG",
+    "Strategies": (
+        "strategies strategies_data strategies_sharded strategies_layers strategies_pipelines "
+        "strategies_memory cut_models parameter_servers parameter_servers_in_detail decoupled "
+        "sending_less sending_less_loss compressed_gradients"
+    ),
+    "I run a cluster": (
+        "clusters scripts_on_nodes collectives gpu gpu_in_detail when_it_fails failures_in_detail "
+        "faults_on_purpose nothing_left_behind exit_codes security ../SECURITY"
+    ),
+    "Why it is right": (
+        "correctness correctness_mechanisms correctness_checks correctness_limits "
+        "../benchmarks/README ../benchmarks/LOG"
+    ),
     "Change it": "../CONTRIBUTING ../tests/README ../CHANGELOG",
 }
 """The navigation: the pages of each reader, in order. A new page of docs/ is one more word."""
