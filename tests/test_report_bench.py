@@ -151,7 +151,7 @@ def test_the_page_of_a_bench_says_what_it_found(door: Door, tmp_path: Path) -> N
         "fsdp on 1: refused: <none>",
         "0.95 ± 0.01 yes 20% 2.0 KiB 2.0 KiB 512.0 MiB",
         "A <processor>, 2 processors, 16.0 GiB, copies 8.0 GiB/s on one core, 16.0 GiB/s on all",
-        "2 ranks with --strategy ddp:",
+        "2 ranks with --strategy ddp : 192 samples a second",
     ):
         assert told in words, told
     found = Elements(page)
