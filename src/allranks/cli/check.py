@@ -70,7 +70,10 @@ def check(
     elif bounded:
         flags["steps"] = DEEP_STEPS if deep else STEPS
     resolved = resolved_from(program, flags)
-    verdict = checked_in_scratch(resolved, keep_runs, explicit=ranks_given, bounded=bounded)
+    announce = (lambda text: None) if as_object else say
+    verdict = checked_in_scratch(
+        resolved, keep_runs, explicit=ranks_given, bounded=bounded, announce=announce
+    )
     click.echo(str(verdict), err=as_object)
     data = as_json(verdict.to_data())
     if keep_runs is not None:
