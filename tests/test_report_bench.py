@@ -161,6 +161,16 @@ def test_the_page_of_a_bench_says_what_it_found(door: Door, tmp_path: Path) -> N
     assert code == 0 and json.loads(out)["benches"] == [str(bench)]
 
 
+def test_noise_asks_for_more_repeats_and_for_no_ranks(tmp_path: Path) -> None:
+    speeds = {1: (700.0, 1650.0), 2: (500.0, 1700.0)}
+    noisy = [found_of("ddp", ranks, each) for ranks, each in speeds.items()]
+    bench = read_bench(write_bench(tmp_path / "noisy", found=noisy), "noisy")
+    words = words_of(page_of_benches([bench]))
+    assert "None yet: ddp on 2 may be above" in words and "repeat more, --repeats 7" in words
+    assert "ranks to ask for" not in words and "efficiency on 2, best 0.44 ddp ± 1.00" in words
+    assert all(chart.scale.y[0] == 0 for chart in charts_of_bench(bench)), "no negative rates"
+
+
 def test_several_benches_are_beside_each_other(door: Door, tmp_path: Path) -> None:
     one, two = write_bench(tmp_path / "one"), write_bench(tmp_path / "two")
     out = tmp_path / "page.html"
