@@ -44,7 +44,8 @@ def check(server: ForkServer, tmp_path: Path) -> Check:
         flags = {"strategy": "ddp", "ranks": 2, "steps": 4, **flags}
         own = flags["ranks"]
         space = flags.pop("space", 0)
-        plan = CheckPlan((own,), own, shards=8, trace_bytes=space, keep=flags.pop("keep", False))
+        keep, announce = flags.pop("keep", False), flags.pop("announce", lambda text: None)
+        plan = CheckPlan((own,), own, 8, trace_bytes=space, keep=keep, announce=announce)
         return check_against_one(resolve(program, flags, settings), tmp_path, server, plan)
 
     return run
@@ -264,7 +265,10 @@ def test_steps_are_as_many_as_the_space_for_their_tensors_allows(
 
 @pytest.mark.slow
 def test_tensors_are_removed_once_they_are_compared(check: Check, tmp_path: Path) -> None:
-    assert check("check_tasks:Points").equal
+    lines: list[str] = []
+    assert check("check_tasks:Points", announce=lines.append).equal
+    assert lines[0] == "job 1 of about 7: fp64-reference, 1 rank, 4 steps"
+    assert lines[1] == "job 2 of about 7: fp64-2-ranks, 2 ranks, 4 steps" and len(lines) == 7
     assert [*tmp_path.glob("*/trace/rank-000.jsonl")]
     assert not [*tmp_path.glob("*/trace/tensors/*")]
 

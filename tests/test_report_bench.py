@@ -151,7 +151,7 @@ def test_the_page_of_a_bench_says_what_it_found(door: Door, tmp_path: Path) -> N
         "fsdp on 1: refused: <none>",
         "0.95 ± 0.01 yes 20% 2.0 KiB 2.0 KiB 512.0 MiB",
         "A <processor>, 2 processors, 16.0 GiB, copies 8.0 GiB/s on one core, 16.0 GiB/s on all",
-        "2 ranks with --strategy ddp:",
+        "2 ranks with --strategy ddp : 192 samples a second",
     ):
         assert told in words, told
     found = Elements(page)
@@ -159,6 +159,16 @@ def test_the_page_of_a_bench_says_what_it_found(door: Door, tmp_path: Path) -> N
     assert not re.search(r"https?:|@import|@font-face|url\(", page)
     code, out, _ = door(bench, "--json")
     assert code == 0 and json.loads(out)["benches"] == [str(bench)]
+
+
+def test_noise_asks_for_more_repeats_and_for_no_ranks(tmp_path: Path) -> None:
+    speeds = {1: (700.0, 1650.0), 2: (500.0, 1700.0)}
+    noisy = [found_of("ddp", ranks, each) for ranks, each in speeds.items()]
+    bench = read_bench(write_bench(tmp_path / "noisy", found=noisy), "noisy")
+    words = words_of(page_of_benches([bench]))
+    assert "None yet: ddp on 2 may be above" in words and "repeat more, --repeats 7" in words
+    assert "ranks to ask for" not in words and "efficiency on 2, best 0.44 ddp ± 1.00" in words
+    assert all(chart.scale.y[0] == 0 for chart in charts_of_bench(bench)), "no negative rates"
 
 
 def test_several_benches_are_beside_each_other(door: Door, tmp_path: Path) -> None:

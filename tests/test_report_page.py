@@ -18,7 +18,9 @@ from typing import Any
 import pytest
 
 from allranks.cli.main import main
+from allranks.job.job_file import write_toml
 from allranks.job.run_folder import read_rows
+from allranks.launcher.scripts.plan import CommandRequest
 from allranks.launcher.start import Result
 from allranks.tools.report.numbers import Series, thinned
 from allranks.tools.report.plot import charts_of, constants_of
@@ -386,3 +388,37 @@ def test_what_a_job_writes_is_what_a_report_reads(door: Door, train: Callable[..
                 1e6 * (end - start), abs=2
             ), "spans fill a step"
         assert mean["compute"] > 0 and mean["waiting"] + mean["communication"] > 0
+
+
+def test_a_watched_script_shows_its_findings_first(
+    door: Door, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of its run folder, of the object of `check --json`, and in `show`."""
+    run = tmp_path / "watched"
+    (run / "facts").mkdir(parents=True)
+    request = CommandRequest(("python", "train.py", "--lr", "1"), 2).to_data()
+    (run / "job.toml").write_text(write_toml({"schema": 1, **request, "ranks": 2, "nodes": 1}))
+    events = [event(0, "attempt", attempt=0), event(9, "done", attempt=0, exits={})]
+    write_lines(run / "events.jsonl", events)
+    where = [str(tmp_path / "train.py"), 7]
+    said = {"fact": "print", "where": where, "text": "loss `0.5`", "digest": 1}
+    for rank in range(2):
+        process = {"fact": "process", "rank": str(rank), "local_rank": str(rank), "group_rank": "0"}
+        write_lines(run / "facts" / f"{rank}.jsonl", [process, said])
+    assert door(run)[0] == 0
+    page = (run / "report.html").read_text()
+    words = words_of(page)
+    assert "done, 1 finding" in words and 'class="state bad"' in page
+    assert words.index("train.py:7 printed-by-all-ranks") < words.index("Timeline")
+    assert "allranks check --ranks 2 -- python train.py --lr 1" in words
+    assert "value is ranks 2" in words and "role_name" not in words.partition("TOML")[0]
+    assert "--log phases" not in words and "`" not in words.partition("Not recorded")[2]
+    monkeypatch.setattr(sys, "argv", ["allranks", "show", str(run), "--json"])
+    main()
+    record = json.loads(capsys.readouterr().out)
+    assert [finding["line"] for finding in record["findings"]] == [7]
+    saved = {"run_dir": "runs/x", "command": "python train.py", **record}
+    (tmp_path / "saved.json").write_text("a line before\n" + json.dumps(saved))
+    assert door(tmp_path / "saved.json")[0] == 0
+    words = words_of((tmp_path / "report.html").read_text())
+    assert "python train.py 1 finding on 2 ranks" in words and "train.py:7" in words

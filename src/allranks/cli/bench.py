@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import shlex
 import sys
 import time
 from collections import defaultdict
@@ -18,11 +20,17 @@ from rich.table import Table
 
 from allranks.checkpoint.files import as_json, write_whole
 from allranks.cli.display.progress import DUMB_TERMINALS, say
+from allranks.cli.run import request_from
 from allranks.cli.train import resolved_words
 from allranks.errors import Interrupted, ProgramError, RequestError, printable
+from allranks.job.engines import has_no_task
 from allranks.job.job import Job
+from allranks.job.place import LOCAL
 from allranks.job.units import format_bytes
+from allranks.launcher.places.base import NodeRequest
 from allranks.launcher.scripts.plan import redacted_words
+from allranks.launcher.scripts.run import name_of
+from allranks.launcher.scripts.torchrun import TorchrunFlags
 from allranks.launcher.start import look_at_program, new_run_dir
 from allranks.strategies.resolve import strategy_spec
 from allranks.tools.bench.figure import sweep_figure
@@ -31,15 +39,29 @@ from allranks.tools.bench.measuring import BenchWatcher, RunSet, measure
 from allranks.tools.bench.peers import PEERS, check_job, check_peers, refused_task, script_of
 from allranks.tools.bench.plan import STRONG, WEAK, BenchPlan, Combination, checked_plan, swept
 from allranks.tools.bench.reading import Measured, interval
-from allranks.tools.bench.results import BenchRow, rows_of, to_data
-from allranks.tools.bench.tables import proposal, table, with_reach
+from allranks.tools.bench.results import BenchRow, rows_of, scaling_of, to_data
+from allranks.tools.bench.scripts import check_options
+from allranks.tools.bench.tables import how_timed, proposal, table, with_reach
 from allranks.tools.report.records import BENCH_RECORD
 
 PAGE = "proposal.md"
 STEPS = 60
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+class BenchCommand(click.Command):
+    """`bench`, which measures a script where no PROGRAM stands before `--`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if "--" in args:
+            before, _, _ = self.make_parser(ctx).parse_args(args[: args.index("--")])
+            ctx.meta[SCRIPT] = not isinstance(before.get("program"), str)
+        return super().parse_args(ctx, args)
+
+
+SCRIPT = "allranks.bench.script"
+
+
+@click.command(cls=BenchCommand, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("program")
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[-- TRAIN OPTIONS]")
 @click.option("--strategy", multiple=True, help="A strategy to measure (default ddp); repeat it.")
@@ -49,7 +71,10 @@ STEPS = 60
 )
 @click.option("--peers", default="", help="Measure these too: " + ", ".join(PEERS) + ".")
 @click.option(
-    "--peer-limit", type=click.FloatRange(min=1), default=1800.0, help="Seconds of a peer's run."
+    "--peer-limit",
+    type=click.FloatRange(min=1),
+    default=1800.0,
+    help="Seconds of a run of a peer or a script (default 1800).",
 )
 @click.option("--until", default="", help="Train until an evaluation has it: accuracy=0.97.")
 @click.option("--steps", type=click.IntRange(min=2), help="Steps that count (default 60).")
@@ -61,16 +86,24 @@ STEPS = 60
 @click.option("--run-dir", help="The folder of the bench (default runs/PROGRAM-bench-TIME).")
 @click.option("--dry-run", is_flag=True, help="Print exactly what would run; run nothing.")
 @click.option("--json", "as_object", is_flag=True, help="Last line of stdout: one JSON object.")
+@click.pass_context
 def bench(
-    program: str, words: tuple[str, ...], as_object: bool, dry_run: bool, **more: Any
+    ctx: click.Context,
+    program: str,
+    words: tuple[str, ...],
+    as_object: bool,
+    dry_run: bool,
+    **more: Any,
 ) -> None:
     """Measure how fast PROGRAM trains, for each strategy on each number of ranks.
 
     Every combination is a job of its own, run once in each turn, so that what disturbs the machine
     disturbs all of them. Each rank has as many threads in all of them. What stands behind `--` goes
-    to every job, as `allranks train` takes it.
+    to every job, as `allranks train` takes it. Without PROGRAM it is the command of a script, which
+    runs unchanged: its own steps are timed.
 
     \b
+    allranks bench --ranks 1,2,4 -- python train.py
     allranks bench digits --strategy ddp --strategy zero1 --ranks 1,2
     allranks bench digits --ranks 1,2 --scaling weak --batch-size 64 --page proposal
     allranks bench digits --ranks 2 --peers hand,accelerate
@@ -78,27 +111,34 @@ def bench(
     allranks bench digits --ranks 1 --strategy model-parallel:parts=2 --sweep split=1,2,4
     allranks bench digits --ranks 1,2 -- --precision fp64
     """
-    plan, jobs, refused = _plan(program, words, more)
+    is_script = ctx.meta.get(SCRIPT)
+    check_options(_typed_options(ctx) if is_script else ())
+    planned = _plan_of_script((program, *words), more) if is_script else None
+    plan, jobs, refused = (planned, {}, {}) if planned else _plan(program, words, more)
     runs = sum(c not in refused for c in plan.combinations) * plan.repeats
-    folder = Path(more["run_dir"] or new_run_dir(f"{Path(program).stem}-bench")).absolute()
+    folder = Path(more["run_dir"] or new_run_dir(f"{Path(plan.program).stem}-bench")).absolute()
     if not dry_run and folder.exists() and any(folder.iterdir()):
         raise _refused(f"--run-dir {folder}", "a folder with something in it", "a new folder")
-    look_at_program([next(iter(jobs.values()))])
+    look_at_program(list(jobs.values())[:1])
     if dry_run:
         _print_plan(plan, refused, folder, as_object)
         return
     machine = machine_facts()
-    largest = max(jobs.values(), key=lambda job: job.ranks)
-    machine["all_reduce_bytes_per_s"] = all_reduce_bytes_per_s(largest)
+    if jobs:
+        largest = max(jobs.values(), key=lambda job: job.ranks)
+        machine["all_reduce_bytes_per_s"] = all_reduce_bytes_per_s(largest)
     say(f"{in_words(machine)}; {runs} jobs")
     folder.mkdir(parents=True, exist_ok=True)
     progress = BenchTable(plan, refused)
     with progress.shown():
         measured = measure(plan, refused, folder, jobs, progress.watcher())
+    rows = rows_of(measured, plan.until)
+    plan = dataclasses.replace(plan, scaling=scaling_of(rows)) if plan.command else plan
     data = to_data(plan, measured, machine)
     write_whole(folder / BENCH_RECORD, (as_json(data) + "\n").encode())
-    rows = rows_of(measured, plan.until)
     click.echo(table(rows), err=as_object)
+    if plan.command and any(row.speed for row in rows):
+        say(how_timed(plan, rows))
     for kind, name, text in _further(plan, rows, more["page"], in_words(machine)):
         write_whole(folder / name, text.encode())
         click.echo(f"{kind} {folder / name}", err=as_object)
@@ -124,6 +164,7 @@ def _plan(
     program: str, words: Sequence[str], more: dict[str, Any]
 ) -> tuple[BenchPlan, dict[Combination, Job], dict[Combination, str]]:
     """What is to be measured, the jobs that are, and what cannot be, with the reason."""
+    _refuse_script(program)
     strategies, ranks = list(more["strategy"] or ("ddp",)), _numbers(more["ranks"])
     peers = tuple(filter(None, more["peers"].split(",")))
     check_peers(peers)
@@ -157,6 +198,45 @@ def _plan(
     if problem is not None and not jobs:
         raise problem
     return plan, jobs, refused
+
+
+def _plan_of_script(words: tuple[str, ...], more: dict[str, Any]) -> BenchPlan:
+    """The plan for a command that `allranks run` starts; raises `RequestError` if it cannot."""
+    flags = {"roles": "", "warm": "", "shared_memory": False, "variables": "", "grace": None}
+    flags |= {"local_rank_argument": "", "hang_timeout": 0.0, "time_limit": None, "show": ""}
+    numbers = _numbers(more["ranks"])
+    wanted = NodeRequest(LOCAL, 1, max(numbers))
+    request = request_from(words, {**flags, "run_dir": ""}, TorchrunFlags(), wanted)
+    name = name_of(request.command)
+    script = next((Path(word).name for word in request.command if word.endswith(".py")), name)
+    every = tuple(Combination(script, n) for n in numbers)
+    return BenchPlan(
+        script,
+        every,
+        more["steps"] or STEPS,
+        more["warm_up"],
+        more["repeats"],
+        peer_limit_s=more["peer_limit"],
+        command=request.command,
+    )
+
+
+def _typed_options(ctx: click.Context) -> list[str]:
+    """The names of the options that were typed."""
+    typed = click.core.ParameterSource.COMMANDLINE
+    return [name for name in ctx.params if ctx.get_parameter_source(name) == typed]
+
+
+def _refuse_script(program: str) -> None:
+    """Raise `RequestError` for a file that holds no task, before it is imported, which runs it."""
+    path = Path(program.partition(":")[0])
+    if path.suffix == ".py" and has_no_task(path):
+        raise RequestError(
+            asked=f"bench {program}",
+            found="a script: no class in it is a task",
+            why="without `--` a task is measured; a script is started as a command, unchanged",
+            do=f"allranks bench --ranks 1,2 -- python {program}",
+        )
 
 
 def _words(words: Sequence[str], ranks: int, until: str) -> tuple[str, ...]:
@@ -226,8 +306,18 @@ def _refused(asked: str, found: str, do: str) -> RequestError:
 def _print_plan(
     plan: BenchPlan, refused: dict[Combination, str], folder: Path, as_object: bool
 ) -> None:
+    if plan.command and not as_object:
+        for c in plan.combinations:
+            words = redacted_words(plan.command)
+            click.echo(f"allranks run --ranks {c.ranks} -- {shlex.join(words)}")
+        click.echo(f"{plan.repeats} turns, in {folder}")
+        return
     jobs: list[dict[str, Any]] = [
-        {"strategy": c.strategy, "ranks": c.ranks, "words": redacted_words(plan.words_of(c))}
+        {
+            "strategy": c.strategy,
+            "ranks": c.ranks,
+            "words": redacted_words(plan.command or plan.words_of(c)),
+        }
         | ({"peer": True} if c.is_peer else {})
         | ({"refused": refused[c]} if c in refused else {})
         for c in plan.combinations
@@ -299,7 +389,7 @@ class BenchTable:
         else:
             self.speeds[combination].append(measured.steps.speed)
             self.last[combination] = measured
-            text = f"{measured.steps.speed:,.0f} samples/s"
+            text = f"{measured.steps.speed:,.0f} {measured.unit}"
         if self._live is None:
             say(f"turn {turn + 1}  {combination.strategy} on {combination.ranks}: {text}")
         self._next = 0.0
@@ -313,8 +403,10 @@ class BenchTable:
     def drawn(self) -> Table:
         """The table as it is now."""
         table = Table(box=None, pad_edge=False, header_style="bold")
-        for name in ("", "strategy", "ranks", "turns", "samples/s", "exchange", "memory"):
-            right = name not in ("", "strategy")
+        unit = next((last.unit for last in self.last.values()), "samples/s")
+        subject = "script" if self.plan.command else "strategy"
+        for name in ("", subject, "ranks", "turns", unit, "exchange", "memory"):
+            right = name not in ("", subject)
             table.add_column(name, justify="right" if right else "left", no_wrap=True)
         for combination in self.plan.combinations:
             table.add_row(*self._cells(combination))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from allranks.cli.run import RankOutput, command_watcher, request_from
 from allranks.errors import EXIT_DIFFERENCE_FOUND, ProgramError, RequestError
 from allranks.job.place import LOCAL
 from allranks.launcher.places.base import NodeRequest
+from allranks.launcher.scripts.plan import redacted_words
 from allranks.launcher.scripts.run import run_command, run_dir_of
 from allranks.launcher.scripts.torchrun import TorchrunFlags
 from allranks.tools.check.against_single import DEEP_STEPS, STEPS, options_left_out
@@ -68,7 +70,10 @@ def check(
     elif bounded:
         flags["steps"] = DEEP_STEPS if deep else STEPS
     resolved = resolved_from(program, flags)
-    verdict = checked_in_scratch(resolved, keep_runs, explicit=ranks_given, bounded=bounded)
+    announce = (lambda text: None) if as_object else say
+    verdict = checked_in_scratch(
+        resolved, keep_runs, explicit=ranks_given, bounded=bounded, announce=announce
+    )
     click.echo(str(verdict), err=as_object)
     data = as_json(verdict.to_data())
     if keep_runs is not None:
@@ -133,7 +138,8 @@ def check_script(words: tuple[str, ...], ranks: int, as_object: bool, **flags: A
         raise
     click.echo(str(watched), err=as_object)
     if as_object:
-        click.echo(as_json({"run_dir": request.run_dir, **watched.to_data()}))
+        command = shlex.join(redacted_words(request.command))
+        click.echo(as_json({"run_dir": request.run_dir, "command": command, **watched.to_data()}))
     else:
         say(f"run folder {request.run_dir}")
     if failed is not None:

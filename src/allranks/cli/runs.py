@@ -17,14 +17,13 @@ from allranks.job.place import read_placements
 from allranks.job.resume import how_to_resume
 from allranks.job.run_folder import is_in_use, read_events
 from allranks.job.units import format_bytes
-from allranks.launcher.scripts.plan import CommandRequest
 from allranks.strategies.resolve import strategy_spec
-from allranks.tools.report.records import outcome_of, read_job
+from allranks.tools.report.records import outcome_of, read_job, read_watched
+from allranks.tools.report.tables import COMMAND_DEFAULTS
 from allranks.training.record.phases import held_in
 
 MOST_NOTES = 10
 HEADING_FIELDS = ("schema", "kind", "program", "processes", "run_dir")
-COMMAND_DEFAULTS = {**CommandRequest(()).to_data(), "ranks": 1, "nodes": 1}
 
 
 @click.command()
@@ -66,10 +65,14 @@ def show(run: str, placement: bool, whole_job: bool, as_object: bool) -> None:
         _print_placement(path, job, as_object)
         return
     row = _row(path)
+    watched = read_watched(path)
     if as_object:
-        click.echo(as_json({**row, "job": job}))
+        findings = {} if watched is None else watched.to_data()
+        click.echo(as_json({**row, **findings, "job": job}))
         return
     click.echo(printable(f"{row['program']} × {row['ranks']}: {row['state']}"))
+    if watched is not None:
+        click.echo("\n".join(printable(line) for line in str(watched).splitlines()))
     if row["summary"]:
         click.echo(in_sentences(row["summary"]))
     if row["memory"]:

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -210,7 +210,11 @@ def result_of(run_dir: Path) -> dict[str, Any] | None:
 
 
 def start_command(
-    words: Sequence[str], cores: Sequence[int], log: Path, verb: str = "train"
+    words: Sequence[str],
+    cores: Sequence[int],
+    log: Path,
+    verb: str = "train",
+    environment: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
     """Run `allranks VERB WORDS` on these cores, in its own session: Ctrl-C is the sweep's.
 
@@ -233,6 +237,7 @@ def start_command(
             stdout=output,
             stderr=output,
             start_new_session=True,
+            env=environment,
             preexec_fn=become,
         )
 

@@ -5,9 +5,10 @@ A job that fails is listed with its reason, and left out of later turns; others 
 
 from __future__ import annotations
 
+import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,9 +17,15 @@ from allranks.launcher.signals import Signals
 from allranks.tools.bench.peers import JOB_FILE, peer_words
 from allranks.tools.bench.plan import BenchPlan, Combination
 from allranks.tools.bench.reading import Measured, measured_peer, measured_run
+from allranks.tools.bench.scripts import (
+    measured_script,
+    script_words,
+    steps_made,
+    timed_environment,
+)
 from allranks.tools.sweep import last_event, result_of, start_command
 
-TICK_S = 0.02
+TICK_S, LOOK_S = 0.02, 0.25
 UNCHECKED = "--first-check", "off"  # a bench measures; its jobs are short and many
 LAST_LINES = 4
 
@@ -63,7 +70,7 @@ def measure(
                 if record.problem or signals.reason:
                     continue
                 watcher.began(combination, turn)
-                measured = runs.run(combination, turn)
+                measured = _in_unit(runs.run(combination, turn), list(series.values()))
                 if isinstance(measured, str):
                     record.problem = "" if signals.reason else measured
                 else:
@@ -91,6 +98,8 @@ class _BenchRuns:
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         log = run_dir.with_suffix(".log")
         plan, peer = self.plan, run_dir.with_suffix(".peer")
+        if plan.command:
+            return self._run_script(combination, turn, run_dir, log)
         if combination.is_peer:
             words, verb = self._words_of_peer(combination, run_dir, peer), "run"
         else:
@@ -112,19 +121,57 @@ class _BenchRuns:
         limit_s = self.plan.peer_limit_s
         return peer_words(combination, self.jobs[combination], run_dir, out, limit_s)
 
-    def _wait_for(self, words: list[str], log: Path, verb: str) -> None:
-        process = start_command(words, (), log, verb)
+    def _run_script(
+        self, combination: Combination, turn: int, run_dir: Path, log: Path
+    ) -> tuple[Measured, tuple[float, ...]] | str:
+        """One run of a script, which is stopped once its ranks have made enough steps."""
+        plan, steps = self.plan, run_dir.with_suffix(".steps")
+        words = script_words(plan, combination, run_dir)
+        environment = timed_environment(plan, steps, os.environ)
+
+        def has_enough() -> bool:
+            return steps_made(steps, combination.ranks) >= plan.warm_up + plan.steps
+
+        meter = EnergyMeter()
+        code = self._wait_for(words, log, "run", environment, has_enough)
+        if code not in (0, None):
+            return _why(run_dir, log)
+        return measured_script(steps, run_dir, plan, turn, meter.joules())
+
+    def _wait_for(
+        self,
+        words: list[str],
+        log: Path,
+        verb: str,
+        environment: Mapping[str, str] | None = None,
+        has_enough: Callable[[], bool] = lambda: False,
+    ) -> int | None:
+        """Its exit code; `None` if it was stopped because `has_enough` became true."""
+        process = start_command(words, (), log, verb, environment)
         try:
-            stopping = False
+            stopping, enough, looked = False, False, time.monotonic()
             while process.poll() is None:
-                if self.signals.reason and not stopping:
+                if not enough and time.monotonic() - looked > LOOK_S:
+                    enough, looked = has_enough(), time.monotonic()
+                if (self.signals.reason or enough) and not stopping:
                     stopping = True
-                    process.send_signal(signal.SIGINT)
+                    process.send_signal(signal.SIGINT if self.signals.reason else signal.SIGTERM)
                 self.watcher.tick()
                 time.sleep(TICK_S)
+            return None if enough else process.returncode
         finally:
             process.kill()
             process.wait()
+
+
+def _in_unit(
+    measured: tuple[Measured, tuple[float, ...]] | str, series: list[RunSet]
+) -> tuple[Measured, tuple[float, ...]] | str:
+    """The same, or a problem if the runs before were measured in another unit."""
+    units = {run.unit for record in series for run in record.runs}
+    if isinstance(measured, str) or not units or measured[0].unit in units:
+        return measured
+    return f"measured in {measured[0].unit}, and runs before in {', '.join(units)}"
 
 
 def _why(run_dir: Path, log: Path) -> str:

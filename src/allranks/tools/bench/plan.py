@@ -34,7 +34,8 @@ class BenchPlan:
     With weak `scaling` a batch has `batch_size` samples per rank, with strong scaling in all (0:
     the program's). With `until` a run ends when its evaluation reaches that metric, or after
     `steps` (0: the epochs of the program). `swept` is the option in which the strategies differ. A
-    run of a peer ends after `peer_limit_s`. `words` are passed to every job.
+    run of a peer or a script ends after `peer_limit_s`. `words` are passed to every job. `command`
+    starts a script, which is measured in place of a task.
     """
 
     program: str
@@ -48,6 +49,7 @@ class BenchPlan:
     until: str = ""
     swept: str = ""
     peer_limit_s: float = 1800.0
+    command: tuple[str, ...] = ()
 
     def words_of(self, combination: Combination) -> list[str]:
         """The arguments of `allranks train` for one job, without its run folder.

@@ -15,6 +15,7 @@ from allranks.job.run_folder import read_events, read_rows
 from allranks.training.record.phases import MemoryPeaks, held_in
 
 COMPUTE, EXCHANGE, INPUT = "compute", "exchange", "data"
+SAMPLES_PER_S, STEPS_PER_S, RUNS_PER_HOUR = "samples/s", "steps/s", "runs/hour"
 PEER_STEPS, PEER_HELD = "steps.jsonl", "held-*.json"
 
 
@@ -39,6 +40,9 @@ class Measured:
     until_step: int | None = None
     until_s: float | None = None
     joules: float | None = None
+    unit: str = SAMPLES_PER_S
+    """What `steps` counts: a script without samples or steps is timed by the next larger unit."""
+    step_samples: float | None = None
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ def timed(
     `skipped` are steps after an evaluation, whose row includes the evaluation's time. In a run that
     ended early, because it reached its metric, at most half of the steps are warm-up.
     """
-    losses = tuple(float(row["loss"]) for row in rows)
+    losses = tuple(float(row["loss"]) for row in rows if "loss" in row)
     if ended_early:
         warm_up = min(warm_up, len(rows) // 2)
     rows = rows[max(0, warm_up - 1) :]

@@ -11,11 +11,13 @@ from allranks.launcher.scripts.plan import redacted_words
 from allranks.strategies.card import Exact
 from allranks.strategies.resolve import strategy_spec
 from allranks.tools.bench.measuring import RunSet
-from allranks.tools.bench.plan import WEAK, BenchPlan
+from allranks.tools.bench.plan import STRONG, WEAK, BenchPlan
 from allranks.tools.bench.reading import (
     COMPUTE,
     EXCHANGE,
     INPUT,
+    SAMPLES_PER_S,
+    STEPS_PER_S,
     Interval,
     Measured,
     interval,
@@ -64,11 +66,17 @@ class BenchRow:
     loss_apart: float | None = None
     equal_bits: bool | None = None
     """Whether all repeats ended with the same weights, bit for bit; unknown for a peer."""
+    unit: str = SAMPLES_PER_S
+    """What `speed` counts, for a script."""
+    step_samples: float | None = None
 
 
 def rows_of(series: Sequence[RunSet], until: str = "") -> list[BenchRow]:
     """A row for each, in order. Speed-ups use the turns in which both were measured."""
-    return [_row(entry, _base(entry, series), _ours(entry, series), until) for entry in series]
+    ours = {e.combination: _ours(e, series) for e in series if e.combination.is_peer}
+    return [
+        _row(entry, _base(entry, series), ours.get(entry.combination), until) for entry in series
+    ]
 
 
 def _base(entry: RunSet, series: Sequence[RunSet]) -> RunSet | None:
@@ -96,7 +104,8 @@ def _row(entry: RunSet, base: RunSet | None, ours: RunSet | None, until: str) ->
         problem = entry.problem or "it was not run"
         return BenchRow(combination.strategy, combination.ranks, problem, combination.is_peer)
     speeds = {run.turn: run.steps.speed for run in entry.runs}
-    up, efficiency = _scaling(entry, base)
+    unit = entry.runs[0].unit
+    up, efficiency = _scaling(entry, base) if unit != STEPS_PER_S else (None, None)
     runs, last, reached = entry.runs, entry.runs[-1], _reached(entry.runs)
     compute, exchange, data = (
         _mean(run.shares.get(phase) for run in runs) for phase in (COMPUTE, EXCHANGE, INPUT)
@@ -125,8 +134,17 @@ def _row(entry: RunSet, base: RunSet | None, ours: RunSet | None, until: str) ->
         _mean(run.joules for run in runs),
         _mean(run.joules for run in reached),
         _apart(entry.losses, ours.losses) if ours is not None and combination.is_peer else None,
-        None if combination.is_peer else len({run.weights_sha256 for run in runs}) == 1,
+        len({run.weights_sha256 for run in runs}) == 1 if last.weights_sha256 else None,
+        unit,
+        last.step_samples,
     )
+
+
+def scaling_of(rows: Sequence[BenchRow]) -> str:
+    """Whether a script's batch grows with its ranks (weak scaling) or not, by what was read."""
+    known = {row.ranks: row.step_samples for row in rows if row.step_samples}
+    few, many = min(known, default=0), max(known, default=0)
+    return WEAK if few < many and known[many] / known[few] > (1 + many / few) / 2 else STRONG
 
 
 def row_from(data: Mapping[str, Any]) -> BenchRow:
@@ -198,15 +216,44 @@ def to_data(plan: BenchPlan, series: Sequence[RunSet], machine: dict[str, Any]) 
     return data
 
 
+def verdict_of(row: BenchRow) -> bool | None:
+    """Whether the whole interval of its efficiency is above the line, or below; else `None`."""
+    if row.efficiency is None:
+        return False
+    if row.ranks == row.base or row.efficiency.low >= ENOUGH:
+        return True
+    return False if row.efficiency.high < ENOUGH else None
+
+
+def undecided_of(rows: Sequence[BenchRow], plan: BenchPlan) -> list[BenchRow]:
+    """The rows that may be better than a base, which is above the line by definition."""
+    best = _best(rows, plan)
+    if best is None or best.speed is None or best.ranks != best.base:
+        return []
+    least = best.ranks if plan.scaling == WEAK else best.speed.low
+    return [
+        row
+        for row in rows
+        if row.speed is not None
+        and not row.is_peer
+        and verdict_of(row) is None
+        and (row.ranks if plan.scaling == WEAK else row.speed.high) > least
+    ]
+
+
 def request_of(rows: Sequence[BenchRow], plan: BenchPlan) -> BenchRow | None:
-    """The row to request: most ranks with an efficiency whose whole interval is enough."""
+    """The row to request: most ranks with an efficiency whose whole interval is enough.
+
+    `None` if there is none, or if only a base is sure and an undecided row may be better.
+    """
+    return None if undecided_of(rows, plan) else _best(rows, plan)
+
+
+def _best(rows: Sequence[BenchRow], plan: BenchPlan) -> BenchRow | None:
     sure = [
         row
         for row in rows
-        if row.efficiency is not None
-        and not row.is_peer
-        and (row.ranks == row.base or row.efficiency.low >= ENOUGH)
-        and not row.problem
+        if row.efficiency is not None and not row.is_peer and verdict_of(row) and not row.problem
     ]
     kind = (lambda row: (row.ranks, row.speed.mean)) if plan.scaling == WEAK else _fastest
     return max(sure, key=kind, default=None)

@@ -8,8 +8,20 @@ from collections.abc import Callable, Sequence
 from allranks.errors import printable
 from allranks.job.units import format_bytes
 from allranks.tools.bench.plan import WEAK, BenchPlan
-from allranks.tools.bench.reading import Interval
-from allranks.tools.bench.results import ENOUGH, ROUNDING, BenchRow, request_of
+from allranks.tools.bench.reading import (
+    RUNS_PER_HOUR,
+    SAMPLES_PER_S,
+    STEPS_PER_S,
+    Interval,
+)
+from allranks.tools.bench.results import (
+    ENOUGH,
+    ROUNDING,
+    BenchRow,
+    request_of,
+    undecided_of,
+    verdict_of,
+)
 
 UNKNOWN = "unknown"
 Column = Callable[[BenchRow], str]
@@ -53,13 +65,20 @@ def _loss(row: BenchRow) -> str:
     return f"as ours, {distance}" if row.loss_apart <= ROUNDING else f"DIFFERS by {distance}"
 
 
+def _over_base(row: BenchRow, value: Interval | None) -> str:
+    if row.unit == STEPS_PER_S:
+        return "unknown"
+    return "1" if row.ranks == row.base else with_reach(value, 2)
+
+
 COLUMNS: dict[str, Column] = {
     "strategy": name_of,
     "ranks": lambda row: str(row.ranks),
     "samples/s": lambda row: with_reach(row.speed, 0),
-    "ms a step": lambda row: f"{row.step_ms:.2f}",
-    "speed-up": lambda row: "1" if row.ranks == row.base else with_reach(row.speed_up, 2),
-    "efficiency": lambda row: "1" if row.ranks == row.base else with_reach(row.efficiency, 2),
+    "ms a step": lambda row: f"{row.step_ms:,.2f}",
+    "speed-up": lambda row: _over_base(row, row.speed_up),
+    "efficiency": lambda row: _over_base(row, row.efficiency),
+    "samples a step": lambda row: f"{row.step_samples or 0:,.4g}",
     "exchange": lambda row: _share(row.exchange),
     "sent a step": lambda row: _bytes(row.sent_bytes),
     "by its card": lambda row: _bytes(row.card_bytes),
@@ -71,6 +90,7 @@ COLUMNS: dict[str, Column] = {
 }
 SCALING = tuple(COLUMNS)[:6]
 ONLY_IF: dict[str, Callable[[BenchRow], bool]] = {
+    "samples a step": lambda row: row.step_samples is not None,
     "s to it": lambda row: row.until_runs is not None,
     "device peak": lambda row: row.device_peak_bytes is not None,
     "joules": lambda row: row.joules is not None,
@@ -79,9 +99,45 @@ ONLY_IF: dict[str, Callable[[BenchRow], bool]] = {
 """Columns that appear only if a row has a value in them."""
 
 
+OF_TASKS = ("exchange", "sent a step", "by its card")
+UNITS = {
+    SAMPLES_PER_S: "",
+    STEPS_PER_S: "timed by the steps of its optimizer: its samples come from no DataLoader, so "
+    "how the work of a step grows with the ranks is unknown",
+    RUNS_PER_HOUR: "timed as a whole, from the start of its ranks to their end: no step of an "
+    "optimizer of torch was seen",
+}
+"""How a script was timed, for each unit."""
+
+
+def unit_of(rows: Sequence[BenchRow]) -> str:
+    """The unit of all speeds of a bench."""
+    return next((row.unit for row in rows if row.speed is not None), SAMPLES_PER_S)
+
+
+def how_timed(plan: BenchPlan, rows: Sequence[BenchRow]) -> str:
+    """How a script was timed, in words; "" for a task."""
+    by_steps = "timed by the steps of its optimizer and the samples of its DataLoader"
+    return (UNITS[unit_of(rows)] or by_steps) if plan.command else ""
+
+
+def titles_of(head: Sequence[str], rows: Sequence[BenchRow]) -> list[str]:
+    """The columns under the names that fit the unit of the rows."""
+    unit = unit_of(rows)
+    names = {"samples/s": unit, "strategy": "script" if _are_of_script(rows) else "strategy"}
+    names |= {"ms a step": "ms a run"} if unit == RUNS_PER_HOUR else {}
+    return [names.get(name, name) for name in head]
+
+
+def _are_of_script(rows: Sequence[BenchRow]) -> bool:
+    return any(row.speed is not None and row.card_bytes is None and not row.is_peer for row in rows)
+
+
 def head_of(rows: Sequence[BenchRow]) -> tuple[str, ...]:
     """The columns of these rows."""
-    return tuple(n for n in COLUMNS if n not in ONLY_IF or any(map(ONLY_IF[n], rows)))
+    names = [n for n in COLUMNS if n not in ONLY_IF or any(map(ONLY_IF[n], rows))]
+    left_out = OF_TASKS if _are_of_script(rows) else ()
+    return tuple(name for name in names if name not in left_out)
 
 
 def cells_of(row: BenchRow, head: Sequence[str]) -> list[str]:
@@ -97,7 +153,7 @@ def cells_of(row: BenchRow, head: Sequence[str]) -> list[str]:
 def table(rows: Sequence[BenchRow]) -> str:
     """A line for each row, in columns."""
     head = head_of(rows)
-    cells = [list(head), *(cells_of(row, head) for row in rows)]
+    cells = [titles_of(head, rows), *(cells_of(row, head) for row in rows)]
     lines = [[printable(cell) for cell in line] for line in cells]
     whole = [line for line in lines if len(line) == len(head)]
     widths = [max(len(line[at]) for line in whole) for at in range(len(head))]
@@ -120,8 +176,9 @@ def proposal(plan: BenchPlan, rows: Sequence[BenchRow], machine: str) -> str:
         f"{batch + each if batch else ''}. Intervals are of 95 %, over "
         "repeats. Efficiency is the speed-up over the times as many ranks; the line is "
         f"{ENOUGH:.0%}.",
+        *([f"The script is {how_timed(plan, rows)}."] if plan.command else []),
         "",
-        "| " + " | ".join(head) + " |",
+        "| " + " | ".join(titles_of(head, rows)) + " |",
         "|---|--:|--:|--:|--:|--:|--:|---|",
     ]
     for row in rows:
@@ -165,22 +222,29 @@ def above(row: BenchRow) -> str:
         return "the base"
     if math.isinf(row.efficiency.low):
         return "one repeat: unknown"
-    if row.efficiency.low >= ENOUGH:
-        return "yes"
-    return "no" if row.efficiency.high < ENOUGH else "undecided"
+    return {True: "yes", False: "no", None: "undecided"}[verdict_of(row)]
 
 
 def request_in_words(plan: BenchPlan, rows: Sequence[BenchRow]) -> str:
     """The request to a computing centre."""
+    undecided = [f"{row.strategy} on {row.ranks}" for row in undecided_of(rows, plan)]
+    if undecided:
+        return (
+            f"None yet: {', '.join(undecided)} may be above the line of {ENOUGH:.0%} or below. "
+            f"The intervals are too wide to tell: repeat more, `--repeats {2 * plan.repeats + 3}`."
+        )
     row = request_of(rows, plan)
+    if plan.command and (row is None or row.unit != SAMPLES_PER_S):
+        return f"Nothing: the script is {how_timed(plan, rows)}."
     if row is None or row.speed is None:
         return "Nothing was measured that a request could rest on."
     hours = 1e6 / row.speed.mean / 3600
     chosen = "the most" if plan.scaling == WEAK else "the fastest"
     ranks = "1 rank" if row.ranks == 1 else f"{row.ranks} ranks"
+    with_what = f"for {row.strategy}" if plan.command else f"with `--strategy {row.strategy}`"
     memory = "unknown memory" if row.peak_bytes is None else format_bytes(row.peak_bytes)
     text = (
-        f"{ranks} with `--strategy {row.strategy}`: {row.speed.mean:,.0f} samples a second, so "
+        f"{ranks} {with_what}: {row.speed.mean:,.0f} samples a second, so "
         f"a million samples take {hours:.2g} hours, {hours * row.ranks:.2g} rank-hours; a rank "
         f"held {memory} at most. Of what "
         f"was measured it is {chosen} whose efficiency is above the line with its whole interval."

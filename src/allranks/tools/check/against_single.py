@@ -79,6 +79,8 @@ class CheckPlan:
     shards: int
     trace_bytes: int = 0
     keep: bool = False
+    announce: Callable[[str], None] = lambda text: None
+    """Called with a line when a run of the check begins."""
 
 
 def usual_strategy(engine: str, program: str) -> str:
@@ -175,8 +177,11 @@ class Check:
         self.notes: list[str] = []
         self.user_randomness: set[str] = set()
         self.signals: Signals | None = None
+        self.started, self.expected = 0, 0
 
     def verdict(self) -> Verdict:
+        many, is_fp64 = len(self.plan.many), self.job.precision == "fp64"
+        self.expected = 3 + many if self.job.bitwise else 1 + many + (2 if is_fp64 else 5)
         for look in self._looks():
             self.looks.append(look)
             if look.first is not None:
@@ -367,6 +372,11 @@ class Check:
         job = dataclasses.replace(
             job, trace=True, trace_bytes=self.plan.trace_bytes, run_dir=str(self.folder / name)
         )
+        self.started += 1
+        of_all = f" of about {self.expected}" if self.started <= self.expected else ""
+        ranks = f"{job.ranks} rank{'s' if job.ranks > 1 else ''}"
+        steps = f", {job.steps} steps" if job.steps else ""
+        self.plan.announce(f"job {self.started}{of_all}: {name}, {ranks}{steps}")
         on_nodes = isinstance(find_place(job.place), AgentPlace)
         result = run_job(
             Resolved(job, self.resolved.sources),

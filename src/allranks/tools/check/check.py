@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -36,12 +37,18 @@ from allranks.training.record.trace import START
 
 
 def checked_in_scratch(
-    resolved: Resolved, keep_runs: str | None, *, explicit: bool, bounded: bool
+    resolved: Resolved,
+    keep_runs: str | None,
+    *,
+    explicit: bool,
+    bounded: bool,
+    announce: Callable[[str], None] = lambda text: None,
 ) -> Verdict:
     """The verdict on a job; only the runs below `keep_runs`, if given, stay on disk.
 
     `explicit`: whether the user chose the number of ranks. `bounded`: whether steps may be left
-    out, so that the records of a large model do not fill the disk.
+    out, so that the records of a large model do not fill the disk. `announce` is called with a line
+    when a run begins.
     """
     check_installed(resolved.job.engine, resolved.job.program)
     check_that_it_traces(resolved.job.engine)
@@ -64,7 +71,7 @@ def checked_in_scratch(
             if resolved.job.nodes > 1:
                 many = (resolved.job.ranks,)  # other numbers may not fit on the nodes
             limit = TRACE_BYTES if bounded else 0
-            plan = CheckPlan(many, job_ranks, shards, limit, keep=keep_runs is not None)
+            plan = CheckPlan(many, job_ranks, shards, limit, keep_runs is not None, announce)
             return checked_in(Path(keep_runs or scratch), resolved, server, plan)
         except (Stopped, Interrupted) as error:  # what it ran goes on nowhere
             raise Interrupted("the check was stopped before it had an answer") from error

@@ -14,9 +14,28 @@ from allranks.job.units import format_bytes
 from allranks.tools.bench.figure import sweep_curves
 from allranks.tools.bench.machine import in_words
 from allranks.tools.bench.plan import WEAK, BenchPlan
-from allranks.tools.bench.reading import COMPUTE, EXCHANGE, INPUT, Interval
+from allranks.tools.bench.reading import (
+    COMPUTE,
+    EXCHANGE,
+    INPUT,
+    RUNS_PER_HOUR,
+    SAMPLES_PER_S,
+    STEPS_PER_S,
+    Interval,
+)
 from allranks.tools.bench.results import ENOUGH, ROUNDING, SCHEMA, BenchRow, request_of, row_from
-from allranks.tools.bench.tables import SCALING, above, cells_of, head_of, name_of, request_in_words
+from allranks.tools.bench.tables import (
+    SCALING,
+    above,
+    cells_of,
+    head_of,
+    how_timed,
+    name_of,
+    request_in_words,
+    titles_of,
+    unit_of,
+    with_reach,
+)
 from allranks.tools.report.bars import Bar, BarPart, Bars
 from allranks.tools.report.numbers import Series, counted, format_number, format_percent
 from allranks.tools.report.page import Figure, rendered
@@ -29,6 +48,11 @@ from allranks.tools.report.tables import LEFT, RIGHT, Table
 
 
 Value = Callable[[BenchRow], Interval | float | None]
+SPEEDS = {
+    SAMPLES_PER_S: "Samples per second",
+    STEPS_PER_S: "Steps per second",
+    RUNS_PER_HOUR: "Runs per hour",
+}
 LOG_FROM = 8.0  # the largest over the smallest value of a sweep
 
 
@@ -59,7 +83,7 @@ def charts_of_bench(bench: Bench) -> list[Chart]:
             _over_ranks(
                 bench, "Efficiency", _efficiency, f"dashed: {ENOUGH:.0%}", lambda n: ENOUGH
             ),
-            _over_ranks(bench, "Samples per second", lambda row: row.speed),
+            _over_ranks(bench, SPEEDS[unit_of(bench.rows)], lambda row: row.speed),
             _over_ranks(
                 bench,
                 "Peak memory of a rank, MiB",
@@ -119,7 +143,7 @@ def _line(name: str, points: Sequence[tuple[int, Interval | float]], colour: int
         xs.append(float(ranks))
         ys.append(known.mean)
         bounded = not math.isinf(known.low)
-        ranges.append((known.low, known.high) if bounded else (known.mean, known.mean))
+        ranges.append((max(known.low, 0.0), known.high) if bounded else (known.mean, known.mean))
     return PlotLine(name, Series(name, tuple(xs), tuple(ys)), colour, ranges=tuple(ranges))
 
 
@@ -133,7 +157,7 @@ def _sweep(bench: Bench) -> Chart:
                 curve.name, tuple(p[0] for p in curve.points), tuple(p[1] for p in curve.points)
             ),
             number % COLOURS,
-            ranges=tuple((p[2], p[3]) for p in curve.points),
+            ranges=tuple((max(p[2], 0.0), p[3]) for p in curve.points),
         )
         for number, curve in enumerate(curves)
     ]
@@ -191,12 +215,16 @@ def _view(bench: Bench, letter: str, charts: tuple[tuple[int, Chart], ...]) -> B
     strategies = sum(1 for _ in dict.fromkeys(row.strategy for row in rows))
     numbers = sorted({row.ranks for row in rows})
     ranks = ", ".join(map(str, numbers)) + (" rank" if numbers == [1] else " ranks")
-    words = [f"{counted(strategies, 'strategy').replace('strategys', 'strategies')} on {ranks}"]
-    words += [kind, counted(plan.repeats, "turn")]
-    words.append(f"{counted(plan.steps, 'step')} each" if plan.steps else "to the end")
+    measured = counted(strategies, "strategy").replace("strategys", "strategies")
+    words = [f"{'a script' if plan.command else measured} on {ranks}"]
+    by_samples = unit_of(rows) == SAMPLES_PER_S
+    words += [*([kind] if by_samples else []), counted(plan.repeats, "turn")]
+    by_steps = plan.steps and unit_of(rows) != RUNS_PER_HOUR
+    words.append(f"{counted(plan.steps, 'step')} each" if by_steps else "to the end")
     words += [f"until {plan.until}"] if plan.until else []
     words += [f"a sweep of {plan.swept}"] if plan.swept else []
     words += [" ".join(plan.words)] if plan.words else []
+    words += [how_timed(plan, rows)] if plan.command else []
     problems = tuple(f"{name_of(r)} on {r.ranks}: {r.problem}" for r in rows if r.problem)
     return BenchView(
         bench,
@@ -208,7 +236,7 @@ def _view(bench: Bench, letter: str, charts: tuple[tuple[int, Chart], ...]) -> B
         None if plan.swept else _shares(bench),
         charts,
         in_words(dict(bench.machine)),
-        request_in_words(plan, rows).replace("`", ""),
+        request_in_words(plan, rows),
         problems,
     )
 
@@ -219,7 +247,7 @@ def _figures(bench: Bench) -> list[Figure]:
     fastest = max(rows, key=lambda row: row.speed.mean if row.speed else 0.0, default=None)
     if fastest is not None and fastest.speed is not None:
         where = f"{fastest.strategy} on {fastest.ranks}"
-        figures.append(Figure("samples/s, fastest", f"{fastest.speed.mean:,.0f}", where))
+        figures.append(Figure(f"{unit_of(rows)}, fastest", f"{fastest.speed.mean:,.0f}", where))
     scaled = [row for row in rows if row.efficiency is not None and row.ranks > row.base]
     if scaled:
         most = max(row.ranks for row in scaled)
@@ -229,7 +257,8 @@ def _figures(bench: Bench) -> list[Figure]:
         )
         assert best.efficiency is not None
         label = f"efficiency on {most}, best"
-        figures.append(Figure(label, f"{best.efficiency.mean:.2f}", best.strategy))
+        value, _, reach = with_reach(best.efficiency, 2).partition(" ± ")
+        figures.append(Figure(label, value, best.strategy + (f" ± {reach}" if reach else "")))
     request = request_of(rows, bench.plan)
     if request is not None:
         note = f"{request.strategy}, above {ENOUGH:.0%} surely"
@@ -260,8 +289,8 @@ def _table(rows: Sequence[BenchRow], *, swept: bool) -> Table:
         cells += [""] * (len(head) - len(cells))
         lines.append(cells)
     kinds = [LEFT if name in ("strategy", "loss") else RIGHT for name in head]
-    names = list(head)
-    if not swept:
+    names = titles_of(head, rows)
+    if not swept and unit_of(rows) != STEPS_PER_S:
         behind = names.index("efficiency") + 1
         names.insert(behind, f"above {ENOUGH:.0%}")
         kinds.insert(behind, LEFT)
@@ -334,7 +363,8 @@ def read_bench(path: Path, label: str) -> Bench:
         data = json.loads(record.read_text())
         if data["schema"] != SCHEMA:
             raise ValueError(f"schema {data['schema']}, and this version reads {SCHEMA}")
-        settings = {**data["settings"], "words": tuple(data["settings"]["words"])}
+        settings = dict(data["settings"])
+        settings |= {name: tuple(settings.get(name, ())) for name in ("words", "command")}
         plan = BenchPlan(combinations=(), **settings)
         return Bench(path, label, plan, data["machine"], tuple(map(row_from, data["rows"])))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:

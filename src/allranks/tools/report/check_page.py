@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from allranks.errors import RequestError
-from allranks.tools.report.numbers import UNKNOWN, Series
-from allranks.tools.report.page import rendered
+from allranks.tools.report.numbers import UNKNOWN, Series, counted
+from allranks.tools.report.page import findings_of, rendered
 from allranks.tools.report.plot import Chart, PlotLine, letter_of
 from allranks.tools.report.records import CHECK_RECORD
 from allranks.tools.report.tables import LEFT, RIGHT, Table
 
 NEEDED = ("equal", "program", "strategy", "looks", "not_checked")
+OF_SCRIPT = ("findings", "unwatched", "ranks")
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,19 @@ class CheckView:
     cause: Mapping[str, Any] | None
     where: str
     drift: Mapping[str, Any] | None
+    words: str
+    findings: Sequence[Mapping[str, Any]]
     charts: tuple[tuple[int, Chart], ...]
 
 
 def is_check(data: Any) -> bool:
-    """Whether a record is that of a check."""
-    return isinstance(data, dict) and all(name in data for name in NEEDED)
+    """Whether a record is that of a check, of a task or of a script."""
+    kinds = NEEDED, OF_SCRIPT
+    return isinstance(data, dict) and any(all(name in data for name in each) for each in kinds)
+
+
+def _is_of_script(record: Mapping[str, Any]) -> bool:
+    return all(name in record for name in OF_SCRIPT)
 
 
 def read_check(path: Path, label: str) -> CheckResult:
@@ -70,7 +78,7 @@ def page_of_checks(checks: Sequence[CheckResult]) -> str:
         numbered = tuple(enumerate(check_charts, start=len(charts)))
         views.append(_view(check, letter_of(number) if several else "", numbered))
         charts += check_charts
-    programs = dict.fromkeys(str(check.record["program"]) for check in checks)
+    programs = dict.fromkeys(_program(check.record) for check in checks)
     title = ", ".join(programs)
     title = f"{len(checks)} checks of {title}" if several else title
     return rendered("checks.html", title, charts, views=views)
@@ -103,6 +111,8 @@ def _charts(check: CheckResult) -> list[Chart]:
 
 def _view(check: CheckResult, letter: str, charts: tuple[tuple[int, Chart], ...]) -> CheckView:
     record = check.record
+    if _is_of_script(record):
+        return _view_of_script(check, letter)
     looks = [look for look in record["looks"] if look["asked"]]
     deciding = next((look for look in looks if look["first_difference"]), None)
     rows = tuple(_cells(look) for look in record["looks"])
@@ -118,7 +128,38 @@ def _view(check: CheckResult, letter: str, charts: tuple[tuple[int, Chart], ...]
         deciding.get("cause") if deciding else None,
         _where(deciding) if deciding else "",
         record.get("drift"),
+        str(record["strategy"]),
+        (),
         charts,
+    )
+
+
+def _program(record: Mapping[str, Any]) -> str:
+    """The program of a check; a record of a script from before it had its command names its run."""
+    if not _is_of_script(record):
+        return str(record["program"])
+    return str(record.get("command") or Path(record.get("run_dir", "a script")).name)
+
+
+def _view_of_script(check: CheckResult, letter: str) -> CheckView:
+    """The findings of `check -- COMMAND`."""
+    record = check.record
+    findings, ranks = findings_of(record), counted(int(record["ranks"]), "rank")
+    state = counted(len(findings), "finding") if findings else "nothing found"
+    nothing = Table((), (), ())
+    return CheckView(
+        check,
+        letter,
+        f"{state} on {ranks}",
+        "bad" if findings else "good",
+        nothing,
+        None,
+        None,
+        "",
+        None,
+        f"a script, watched on {ranks}",
+        findings,
+        (),
     )
 
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from jinja2 import DictLoader, Environment, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from allranks import __version__
 from allranks.checkpoint.files import write_whole
@@ -65,6 +66,7 @@ from allranks.tools.report.timeline import (
     timed_steps,
     timeline_of,
 )
+from allranks.tools.script_check.rules.facts import place_of
 
 # --- headline ------------------------------------------------------------------------------------
 # The top of a run: its job, how it ended, and its figures.
@@ -145,8 +147,8 @@ def missing(run: RecordedRun) -> list[str]:
     sentences = []
     if run.is_command:
         sentences.append(
-            "A script that `allranks run` starts writes no steps, metrics or phases into the run "
-            "folder: only when it began, and how each rank left."
+            "A script writes no steps, metrics or phases into the run folder: only when it began, "
+            "and how each rank left."
         )
         return sentences
     if not run.rows:
@@ -206,6 +208,7 @@ class RunView:
     times: Bars | None
     memory: Bars | None
     gauges: Table | None
+    findings: tuple[Mapping[str, Any], ...]
     faults: tuple[FaultRow, ...]
     notes: tuple[tuple[str, str], ...]
     missing: tuple[str, ...]
@@ -252,6 +255,7 @@ def rendered(
         lstrip_blocks=True,
         loader=DictLoader({name: _text(name) for name in TEMPLATES}),
     )
+    environment.filters["coded"] = _coded
     return environment.get_template(template).render(
         marker=Markup(MARKER),
         style=Markup(_text("style.css")),
@@ -264,6 +268,11 @@ def rendered(
         made=time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(at)),
         **values,
     )
+
+
+def _coded(text: str) -> Markup:
+    """The text, escaped, with what stands between backticks as code."""
+    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
 def _text(name: str) -> str:
@@ -297,14 +306,19 @@ def _finite(value: Any) -> Any:
 
 def _view(number: int, run: RecordedRun, several: bool, in_words: InWords) -> RunView:
     timeline, state = timeline_of(run), run.outcome.state
+    tone = "good" if state in GOOD else "bad" if state in BAD else "open"
+    words, watched = STATES[state], run.watched
+    if watched is not None:
+        words += f", {watched.summary}"
+        tone = "bad" if watched.findings else tone
     return RunView(
         run=run,
         letter=letter_of(number) if several else "",
         colour=number % COLOURS,
         title=str(run.job["program"]),
         words=tuple(_words(run)),
-        state=STATES[state],
-        tone="good" if state in GOOD else "bad" if state in BAD else "open",
+        state=words,
+        tone=tone,
         figures=tuple(_figures(run, timeline)),
         weights=str(run.summary.get("weights_sha256") or ""),
         timeline=timeline,
@@ -314,11 +328,22 @@ def _view(number: int, run: RecordedRun, several: bool, in_words: InWords) -> Ru
         times=time_bars(run),
         memory=memory_bars(run),
         gauges=gauges(run),
+        findings=() if watched is None else tuple(findings_of(watched.to_data())),
         faults=_faults(run, timeline),
         notes=_notes(run, timeline, in_words),
         missing=tuple(missing(run)),
         profile=PROFILE if (run.path / PROFILE).is_file() else "",
     )
+
+
+def findings_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The findings of a record of `check -- COMMAND`, each with its `place` in the script."""
+    return [
+        {**finding, "place": place_of((finding["file"], finding["line"]))}
+        if finding["file"] is not None
+        else {**finding, "place": place_of(None)}
+        for finding in record["findings"]
+    ]
 
 
 def _ticks(timeline: Timeline) -> tuple[Tick, ...]:

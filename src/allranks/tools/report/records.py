@@ -26,6 +26,8 @@ from allranks.job.job_file import SCHEMA, redacted
 from allranks.job.place import RankPlacement, read_placements
 from allranks.job.run_folder import is_in_use, read_events, read_rows
 from allranks.launcher.heartbeat import PHASES
+from allranks.tools.script_check.rules.facts import FACTS
+from allranks.tools.script_check.rules.watch import Watched, watched_in
 from allranks.training.record.phases import MemoryPeaks, held_in, phases_path
 
 BENCH_RECORD = "bench.json"
@@ -167,6 +169,8 @@ class RecordedRun:
     checkpoints: tuple[int, ...]
     phases: dict[int, tuple[dict[str, Any], ...]]
     read_at: float
+    watched: Watched | None = None
+    """What `allranks check -- COMMAND` found; `None` for a run that it did not watch."""
 
     @property
     def is_command(self) -> bool:
@@ -304,7 +308,16 @@ def _read(path: Path, label: str, job: dict[str, Any]) -> RecordedRun:
         checkpoints=tuple(sorted(step_of(folder) for folder in committed(path / CHECKPOINTS))),
         phases=_phases(path, int(job["ranks"])),
         read_at=time.time(),
+        watched=read_watched(path),
     )
+
+
+def read_watched(path: Path) -> Watched | None:
+    """The findings on a script in this run folder; `None` if nothing watched it."""
+    try:
+        return watched_in(path / FACTS) if (path / FACTS).is_dir() else None
+    except RequestError:  # no process of it wrote any
+        return None
 
 
 def _phases(path: Path, ranks: int) -> dict[int, tuple[dict[str, Any], ...]]:

@@ -10,6 +10,7 @@ from typing import Any
 from allranks.errors import RequestError
 from allranks.job.job_file import HIDDEN, write_toml
 from allranks.job.units import format_bytes
+from allranks.launcher.scripts.plan import CommandRequest
 from allranks.strategies.mesh import REPLICATE
 from allranks.strategies.resolve import strategy_spec
 from allranks.tools.report.numbers import UNKNOWN, evaluations, format_number, format_seconds
@@ -17,6 +18,9 @@ from allranks.tools.report.plot import letter_of
 from allranks.tools.report.records import RecordedRun
 from allranks.tools.report.timeline import timeline_of
 
+COMMAND_HEADING = ("program", "command", "processes")
+COMMAND_DEFAULTS = {**CommandRequest(()).to_data(), "ranks": 1, "nodes": 1}
+"""The values of a script's run that nobody gave."""
 NOT_VALUES = ("schema", "source", "task", "run_dir", "kind")
 DIGEST_SHOWN = 12
 LEFT, RIGHT = "", "number"
@@ -187,13 +191,18 @@ def chosen_values(run: RecordedRun) -> Table:
     """Every value that is not a default, with its source."""
     sources = run.job.get("source", {})
     values = values_of(run.job).items()
+    if run.is_command:
+        chosen = [
+            (name, _plain(value))
+            for name, value in values
+            if name not in COMMAND_HEADING and value != COMMAND_DEFAULTS.get(name, "")
+        ]
+        return Table(("value", "is"), tuple(chosen), (LEFT, LEFT))
     rows = [
         (name, _plain(value), str(sources.get(name, "")))
         for name, value in values
-        if (sources.get(name, "default") != "default") or (run.is_command and value not in ("", 0))
+        if sources.get(name, "default") != "default"
     ]
-    if run.is_command:
-        return Table(("value", "is"), tuple(row[:2] for row in rows), (LEFT, LEFT))
     return Table(("value", "is", "from"), tuple(rows), (LEFT, LEFT, LEFT))
 
 
@@ -207,7 +216,8 @@ def command_again(run: RecordedRun) -> str:
     sources = run.job.get("source", {})
     path = shlex.quote(str(run.path / "job.toml"))
     if run.is_command:
-        return f"allranks run --ranks {run.ranks} -- {run.job.get('command', '')}"
+        verb = "run" if run.watched is None else "check"
+        return f"allranks {verb} --ranks {run.ranks} -- {run.job.get('command', '')}"
     words = [shlex.quote(str(run.job["program"]))]
     for name, value in values_of(run.job).items():
         if name == "program" or sources.get(name, "default") == "default":

@@ -1,7 +1,7 @@
 """Python imports this at its start in a script with hooks: it waits for torch, and patches it.
 
-Only `allranks check -- …` and `allranks run --shared-memory` put this folder on PYTHONPATH. It also
-runs the `sitecustomize` that it hides. Without torch, or without allranks, the script runs
+Only `allranks check -- …`, `bench -- …` and `run --shared-memory` put this folder on PYTHONPATH. It
+also runs the `sitecustomize` that it hides. Without torch, or without allranks, the script runs
 unpatched.
 """
 
@@ -21,6 +21,7 @@ OUTCOME = "ALLRANKS_IN_PLACE_OF_GLOO"
 HOOKS = {
     OUTCOME: ("allranks.torch.shared_memory.backend", "in_place_of_gloo"),
     "ALLRANKS_WATCHED": ("allranks.tools.script_check.record.install", "watch_here"),
+    "ALLRANKS_TIMED": ("allranks.tools.script_check.record.timing", "time_here"),
 }
 """Variable -> the function that gets its value, once torch has been imported."""
 

@@ -318,9 +318,14 @@ class Watched:
     def __str__(self) -> str:
         lines = [str(finding) for finding in self.findings]
         lines += [f"not watched: {reason}" for reason in self.unwatched]
+        ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
+        return "\n".join([*lines, f"{self.summary} on {ranks}"])
+
+    @property
+    def summary(self) -> str:
+        """`3 findings`, or `nothing found`."""
         count = len(self.findings)
-        summary = f"{count} finding{'s' if count > 1 else ''}" if count else "nothing found"
-        return "\n".join([*lines, f"{summary} on {self.ranks} ranks"])
+        return f"{count} finding{'s' if count > 1 else ''}" if count else "nothing found"
 
 
 def watched_in(folder: Path) -> Watched:
