@@ -38,8 +38,8 @@ HAS_TORCH = {"torch", "programs"}
 HAS_TENSORFLOW = {"tensorflow", "programs"}
 MODULES = house.MODULES
 MOST = {
-    "files": 428,
-    "lines": 95_330,
+    "files": 430,
+    "lines": 95_405,
     "rooms in torch/": 19,
     "imports in a circle of rooms, torch/": 62,
     "imports in a circle of rooms, launcher/": 2,
