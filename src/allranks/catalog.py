@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 VERBS = {
+    "new": ("allranks.cli.templates.new:new", "Write a task to start from."),
     "train": ("allranks.cli.train:train", "Train a task, on this machine or on several nodes."),
     "sweep": ("allranks.cli.sweep:sweep", "Train once for each combination of values."),
     "run": ("allranks.cli.run:run", "Run any script of any framework, unchanged."),

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ import pytest
 import allranks
 from allranks.catalog import VERBS, load
 from allranks.cli.main import main
-from allranks.cli.options import option_groups
+from allranks.cli.options import HELPS, option_groups
 from allranks.job.config import Resolved, resolve
-from allranks.job.job import Job
+from allranks.job.job import GROUPS, Job
 from allranks.job.run_folder import JsonLines, RunFolder, rank_events_path, read_events
 from allranks.launcher.scripts.plan import CommandRequest, plan_command
 from allranks.launcher.scripts.run import write_job
@@ -98,10 +99,55 @@ def test_every_option_stands_in_one_group(door: Door, verb: str) -> None:
     options = [option for option in command.params if isinstance(option, click.Option)]
     flags = [option.opts[0] for option in options if not option.hidden]
     assert set(flags) <= set(grouped)
-    _, out, _ = door(verb, "--help")
-    shown = [line.split()[0] for line in out.splitlines() if line.startswith("  --")]
-    assert [flag for flag in shown if flag != "--help"] == [f for f in grouped if f in flags]
-    assert "  -h, --help" in out or "  --help" in out
+    _, out, _ = door(verb, "--help-all")
+    shown = re.findall(r"^  (--\S+)", out, re.MULTILINE)
+    assert [flag for flag in shown if flag not in HELPS] == [f for f in grouped if f in flags]
+    assert "  -h, --help" in out
+    _, short, _ = door(verb, "--help")
+    assert set(re.findall(r"^  (--\S+)", short, re.MULTILINE)) < set(shown)
+
+
+COMMANDS = [
+    (verb, *below)
+    for verb, (path, _) in VERBS.items()
+    for below in [(), *((name,) for name in getattr(load(path), "commands", ()))]
+]
+NO_DEFAULT = (  # they add something, or name what must be named
+    *("--set", "--inject", "--job", "--hosts", "--rendezvous", "--node-rank", "--ranks-per-node"),
+    *("--early-stop", "--until", "--best", "--sweep", "--page", "--setup", "--sbatch", "--to"),
+    *("--mem-per-cpu", "--mem-per-gpu", "--clean", "--gpus"),
+)
+
+
+@pytest.mark.parametrize("words", [*COMMANDS, ("check", "--")], ids=" ".join)
+def test_help_is_one_screen_with_values_and_defaults(
+    door: Door, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    before = [word for word in words if word != "--"]
+    after = ["--"] if "--" in words else []
+    _, out, _ = door(*before, "--help", *after)
+    _, whole, _ = door(*before, "--help-all", *after)
+    assert len(out.splitlines()) <= 50 and max(map(len, out.splitlines())) <= 88
+    assert not re.search("TEXT|INTEGER|FLOAT|RANGE", whole)
+    assert not re.search("Accepted|[Rr]efused", out)
+    rows = re.findall(r"^  (?:-\w, )?(--\S+) (?! ).*(?:\n {10,}.*)*", whole, re.MULTILINE)
+    own = whole.partition("As in torchrun:")[0]
+    for flag in rows:
+        (row,) = re.findall(rf"^  {flag} .*(?:\n {{10,}}.*)*|$", own, re.MULTILINE)[:1]
+        assert not row or flag in NO_DEFAULT or "default" in row, row
+
+
+def test_help_shows_the_defaults_of_a_job(door: Door) -> None:
+    _, out, _ = door("train", "--help-all")
+    kinds = [kind for title, kind in GROUPS.items() if title != "Set by check"]
+    every = [field for kind in kinds for field in fields(kind)]
+    numbers = {f.name: f.default for f in every if type(f.default) in (int, float)}
+    assert len(numbers) >= 8
+    for name, default in numbers.items():
+        flag = f"--{name.replace('_', '-')}"
+        (row,) = re.findall(rf"^  {flag} .*(?:\n {{10,}}.*)*", out, re.MULTILINE)
+        assert f"(default {default:g})" in " ".join(row.split()), row
 
 
 PROTECTING = (
@@ -112,11 +158,11 @@ PROTECTING = (
 
 
 def test_help_names_what_protects_a_job_where_it_can_be_asked_for(door: Door) -> None:
-    _, out, _ = door("train", "--help")
+    _, out, _ = door("train", "--help-all")
     for flag in PROTECTING:
         (line,) = [line for line in out.splitlines() if line.strip().startswith(f"{flag} ")]
         assert len(line.split()) > 3, "and says what it does"
-    _, out, _ = door("check", "--help")
+    _, out, _ = door("check", "--help-all")
     assert not [flag for flag in PROTECTING if f"{flag} " in out], "a check is over in 20 steps"
 
 

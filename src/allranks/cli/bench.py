@@ -20,6 +20,7 @@ from rich.table import Table
 
 from allranks.checkpoint.files import as_json, write_whole
 from allranks.cli.display.progress import DUMB_TERMINALS, say
+from allranks.cli.options import Verb
 from allranks.cli.run import request_from
 from allranks.cli.train import resolved_words
 from allranks.errors import Interrupted, ProgramError, RequestError, printable
@@ -48,7 +49,7 @@ PAGE = "proposal.md"
 STEPS = 60
 
 
-class BenchCommand(click.Command):
+class BenchCommand(Verb):
     """`bench`, which measures a script where no PROGRAM stands before `--`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -61,28 +62,45 @@ class BenchCommand(click.Command):
 SCRIPT = "allranks.bench.script"
 
 
-@click.command(cls=BenchCommand, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=BenchCommand)
 @click.argument("program")
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[-- TRAIN OPTIONS]")
-@click.option("--strategy", multiple=True, help="A strategy to measure (default ddp); repeat it.")
-@click.option("--ranks", default="1,2", help="Numbers of ranks, by comma (default 1,2).")
 @click.option(
-    "--sweep", default="", help="Each strategy with the values of an option: split=1,2,4."
+    "--strategy", multiple=True, help="Strategy to measure; may be repeated (default ddp)."
 )
-@click.option("--peers", default="", help="Measure these too: " + ", ".join(PEERS) + ".")
+@click.option("--ranks", default="1,2", help="Numbers of ranks to measure.")
+@click.option(
+    "--sweep", default="", help="Measure each value of an option of the strategies, as split=1,2,4."
+)
+@click.option("--peers", default="", help=f"Measure these too: {', '.join(PEERS)} (default: none).")
 @click.option(
     "--peer-limit",
     type=click.FloatRange(min=1),
     default=1800.0,
-    help="Seconds of a run of a peer or a script (default 1800).",
+    help="Longest run of a peer or a script.",
 )
-@click.option("--until", default="", help="Train until an evaluation has it: accuracy=0.97.")
-@click.option("--steps", type=click.IntRange(min=2), help="Steps that count (default 60).")
-@click.option("--warm-up", type=click.IntRange(min=1), default=20, help="Steps before them.")
-@click.option("--repeats", type=click.IntRange(min=1), default=5, help="Runs of each (default 5).")
-@click.option("--scaling", type=click.Choice([STRONG, WEAK]), default=STRONG, help="Whose batch.")
-@click.option("--batch-size", type=click.IntRange(min=1), help="Of a batch (weak: of a rank).")
-@click.option("--page", type=click.Choice(["proposal"]), help="Write this page, too.")
+@click.option(
+    "--until", default="", help="Measure the time until accuracy=0.97, not that of steps."
+)
+@click.option("--steps", type=click.IntRange(min=2), help=f"Steps to time (default {STEPS}).")
+@click.option(
+    "--warm-up", type=click.IntRange(min=1), default=20, help="Steps before those, not timed."
+)
+@click.option("--repeats", type=click.IntRange(min=1), default=5, help="Runs of each combination.")
+@click.option(
+    "--scaling",
+    type=click.Choice([STRONG, WEAK]),
+    default=STRONG,
+    help="strong: same batch on any ranks; weak: same batch per rank.",
+)
+@click.option(
+    "--batch-size",
+    type=click.IntRange(min=1),
+    help="Samples of a batch (default: the task's).",
+)
+@click.option(
+    "--page", type=click.Choice(["proposal"]), help=f"Also write {PAGE}, a scaling study."
+)
 @click.option("--run-dir", help="The folder of the bench (default runs/PROGRAM-bench-TIME).")
 @click.option("--dry-run", is_flag=True, help="Print exactly what would run; run nothing.")
 @click.option("--json", "as_object", is_flag=True, help="Last line of stdout: one JSON object.")
@@ -97,11 +115,6 @@ def bench(
 ) -> None:
     """Measure how fast PROGRAM trains, for each strategy on each number of ranks.
 
-    Every combination is a job of its own, run once in each turn, so that what disturbs the machine
-    disturbs all of them. Each rank has as many threads in all of them. What stands behind `--` goes
-    to every job, as `allranks train` takes it. Without PROGRAM it is the command of a script, which
-    runs unchanged: its own steps are timed.
-
     \b
     allranks bench --ranks 1,2,4 -- python train.py
     allranks bench digits --strategy ddp --strategy zero1 --ranks 1,2
@@ -110,6 +123,11 @@ def bench(
     allranks bench digits --until accuracy=0.95 -- --eval-every 5
     allranks bench digits --ranks 1 --strategy model-parallel:parts=2 --sweep split=1,2,4
     allranks bench digits --ranks 1,2 -- --precision fp64
+
+    Every combination is a job of its own. They take turns, --repeats times, so that what disturbs
+    the machine disturbs all alike. Ranks have the same number of threads in all of them. Words
+    behind `--` are options of `allranks train`, for every job. Without PROGRAM they are a command:
+    a script that runs unchanged, whose own steps are timed.
     """
     is_script = ctx.meta.get(SCRIPT)
     check_options(_typed_options(ctx) if is_script else ())

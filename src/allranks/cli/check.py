@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,15 @@ import click
 
 from allranks.checkpoint.files import as_json, write_whole
 from allranks.cli.display.progress import say
-from allranks.cli.options import Duration, GroupedCommand, job_options, resolved_from
-from allranks.cli.run import RankOutput, command_watcher, request_from
+from allranks.cli.options import (
+    COMMON,
+    Verb,
+    job_options,
+    option_groups,
+    resolved_from,
+    with_options,
+)
+from allranks.cli.run import SCRIPT_OPTIONS, RankOutput, command_watcher, request_from
 from allranks.errors import EXIT_DIFFERENCE_FOUND, ProgramError, RequestError
 from allranks.job.place import LOCAL
 from allranks.launcher.places.base import NodeRequest
@@ -26,8 +34,13 @@ from allranks.tools.report.records import CHECK_RECORD
 from allranks.tools.script_check.rules.facts import FACTS, watched_request
 from allranks.tools.script_check.rules.watch import watched_in
 
+MEANINGS = {
+    "--ranks": "Ranks to check (default: 2 and 3).",
+    "--steps": f"Steps to compare (default {STEPS}).",
+}
 
-class CheckCommand(GroupedCommand):
+
+class CheckCommand(Verb):
     """`check`, which is another command where a `--` says that a script follows."""
 
     def make_context(
@@ -38,30 +51,26 @@ class CheckCommand(GroupedCommand):
         return super().make_context(info_name, args, *more, **extra)
 
 
-@click.command(cls=CheckCommand)
+@click.command(cls=CheckCommand, groups=option_groups(), common=COMMON, meanings=MEANINGS)
 @click.argument("program", required=False)
-@click.option("--strategy", help="The strategy to check (default: the engine's for many ranks).")
-@click.option(
-    "--deep", is_flag=True, help=f"Compare {DEEP_STEPS} steps in place of {STEPS} (or --steps N)."
-)
-@click.option("--keep-runs", type=click.Path(), help="Keep the runs and their traces here.")
+@click.option("--strategy", help="The strategy to check (default: the usual on many ranks).")
+@click.option("--deep", is_flag=True, help=f"Compare {DEEP_STEPS} steps, not {STEPS}.")
+@click.option("--keep-runs", type=click.Path(), help="Keep runs and traces there (default none).")
 @job_options
 @click.option("--json", "as_object", is_flag=True, help="Last line of stdout: one JSON object.")
 def check(
     program: str | None, deep: bool, keep_runs: str | None, as_object: bool, **flags: Any
 ) -> None:
-    """Train PROGRAM and one process side by side, and tell the first difference, and its cause.
-
-    In float64 on 2 and on 3 ranks, then in the precision of the job (--precision), over 20 steps,
-    or 100 with --deep. `cause:` is said only if undoing it in what was recorded makes the
-    difference vanish; else there is what it `looks like:`. Of a strategy that is approximate the
-    setting at which it is exact is checked, and then it is measured how far it drifts as asked.
-    Exit code 0: equal; 5: a difference. With `--` and a command it watches any script of torch,
-    unchanged: `allranks check --help --` tells of that.
+    """Compare PROGRAM on several ranks with one process; name the first difference and its cause.
 
     \b
     allranks check digits --strategy ddp --ranks 3
-    allranks check --ranks 2 -- python train.py
+    allranks check --ranks 2 -- python train.py     (a script; help: check --help --)
+
+    20 steps in float64 on 2 and on 3 ranks, then in the precision of the job. `cause:` was
+    confirmed: undoing it makes the difference vanish; `looks like:` was not. An APPROXIMATE
+    strategy is checked at the setting where it is exact; then its drift is measured.
+    Exit codes: 0 equal, 5 a difference.
     """
     ranks_given = flags["job_file"] is not None or bool(flags["ranks"] or flags["nodes"])
     bounded = flags["steps"] is None
@@ -85,38 +94,23 @@ def check(
 
 
 @click.command(
-    context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]},
-    options_metavar="[OPTIONS] --",
+    cls=Verb, context_settings={"allow_interspersed_args": False}, options_metavar="[OPTIONS] --"
 )
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="COMMAND [ARGS]...")
-@click.option("--ranks", type=click.IntRange(min=1), default=2, help="Processes (default 2).")
-@click.option("--variables", default="", help="Frameworks whose variables are set, or all.")
-@click.option(
-    "--local-rank-argument",
-    default="",
-    help="Put the local rank behind the script: --local_rank or --local-rank.",
-)
+@click.option("--ranks", type=click.IntRange(min=1), default=2, help="Processes to start.")
+@partial(with_options, SCRIPT_OPTIONS)
 @click.option(
     "--warm", is_flag=True, help="Start the ranks from one process that has imported torch."
 )
-@click.option(
-    "--hang-timeout",
-    type=click.FloatRange(min=0),
-    default=0.0,
-    help="Seconds without any output that are a hang (default 0: never).",
-)
-@click.option("--time-limit", type=Duration(), help="Stop after 90, 30m or 1:30:00.")
-@click.option("--show", default="", help="Ranks whose output is shown: 0,2, all or none.")
-@click.option("--run-dir", default="", help="The run folder to make (default runs/SCRIPT-TIME).")
 @click.option("--json", "as_object", is_flag=True, help="Last line of stdout: one JSON object.")
 def check_script(words: tuple[str, ...], ranks: int, as_object: bool, **flags: Any) -> None:
     """Run COMMAND on several ranks, watch it, and name what silently changes its result.
 
-    Any script of torch, unchanged, as `allranks run` starts it. Each finding has its line, what it
-    does, and the fix. Exit code 0: nothing was found; 5: something was; 1: the script failed.
-
     \b
     allranks check --ranks 2 -- python train.py --epochs 2
+
+    Any script of torch, unchanged. Each finding has its line, what it does, and the fix.
+    Exit codes: 0 nothing was found, 5 something was, 1 the script failed.
     """
     flags |= {"roles": "", "shared_memory": False, "grace": None}
     flags["warm"] = "torch" if flags["warm"] else ""

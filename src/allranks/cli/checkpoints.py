@@ -26,6 +26,7 @@ from allranks.checkpoint.folder import (
     verify_files,
 )
 from allranks.checkpoint.format import NAME, BadCheckpoint, read_manifest
+from allranks.cli.options import Verb
 from allranks.errors import EXIT_DIFFERENCE_FOUND, RequestError, printable
 from allranks.job.engines import check_installed
 from allranks.job.job import Job
@@ -86,9 +87,9 @@ def verify(run: str, as_object: bool) -> None:
         sys.exit(EXIT_DIFFERENCE_FOUND)
 
 
-@checkpoints.command()
+@checkpoints.command(cls=Verb)
 @click.argument("run")
-@click.option("--to", "target", required=True, type=click.Path(), help="The file to write.")
+@click.option("--to", "target", required=True, help="The file to write.")
 @click.option("--step", type=int, help="Which checkpoint (default: the newest).")
 @click.option("--best", is_flag=True, help="The best one, by the --best of the job.")
 @click.option(
@@ -96,9 +97,8 @@ def verify(run: str, as_object: bool) -> None:
     "form",
     type=click.Choice((SAFETENSORS, *FORMATS)),
     default=SAFETENSORS,
-    show_default=True,
-    help="safetensors: the weights by name, of any engine. keras, saved-model: the model itself, "
-    "of a run of the TensorFlow engine.",
+    help="safetensors: weights by name. keras, saved-model: the whole model, for a run of the "
+    "TensorFlow engine.",
 )
 @as_object_option
 def export(run: str, target: str, step: int | None, best: bool, form: str, as_object: bool) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from allranks.checkpoint.files import as_json
+from allranks.cli.options import Verb
 from allranks.errors import printable
 from allranks.launcher.slurm import commands
 from allranks.launcher.slurm.commands import site_as_toml
@@ -52,7 +53,7 @@ def show_site(name: str, as_object: bool) -> None:
         click.echo(bundled_text(name), nl=False)
 
 
-@cluster.command("discover")
+@cluster.command("discover", cls=Verb)
 @click.option("--name", default="", help="Call the site so (default: as Slurm does).")
 @click.option("--json", "as_object", is_flag=True, help="Print JSON.")
 def discover(name: str, as_object: bool) -> None:

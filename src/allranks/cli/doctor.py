@@ -18,7 +18,7 @@ from rich.text import Text
 from allranks.catalog import load
 from allranks.checkpoint.files import as_json
 from allranks.cli.display.progress import say
-from allranks.cli.options import rendezvous_from, rendezvous_options, words_of
+from allranks.cli.options import PLACES, Verb, rendezvous_from, rendezvous_options, words_of
 from allranks.errors import EXIT_PLACE_FAILED, RequestError, printable
 from allranks.job.config import resolve
 from allranks.launcher.nodes.cluster import is_head, take_part
@@ -42,13 +42,13 @@ WIDE = 10_000  # columns of what is no terminal: no line is broken
 COLOURS = {STOP: "bold red", WARNING: "yellow"}
 
 
-@click.command()
-@click.option("--ranks", type=int, help="World size over all nodes (default: 2 or more).")
+@click.command(cls=Verb)
+@click.option("--ranks", type=int, help="Ranks (processes) over all nodes (default: 2 or more).")
 @click.option("--nodes", type=int, help="Nodes to look at (default 1).")
-@click.option("--place", help="local, simulated[:link=1gbit,delay=1ms], or slurm.")
+@click.option("--place", help=PLACES)
 @rendezvous_options
-@click.option("--run-dir", help="The run folder that a job would make (default runs/…).")
-@click.option("--program", help="A file that has to be the same on every node.")
+@click.option("--run-dir", help="Run folder of the job (default runs/…).")
+@click.option("--program", help="A file that must be the same on all nodes (default: none).")
 @click.option(
     "--clean",
     "leftovers",

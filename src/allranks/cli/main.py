@@ -41,7 +41,10 @@ class Verbs(click.Group):
             formatter.write_dl([(name, meaning) for name, (_, meaning) in VERBS.items()])
 
 
-@click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=Verbs,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
 @click.version_option(__version__)
 def cli() -> None:
     """One training program on any number of ranks, and proof that the result is the same.

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import click
 
-from allranks.catalog import ENGINES
 from allranks.errors import RequestError
 from allranks.job.config import Resolved, resolve
-from allranks.job.job import GROUPS, names_in
+from allranks.job.job import BAD_STEPS, GROUPS, LOGS, PRECISIONS, WITNESS, Job, names_in
 from allranks.job.job_file import redacted
 from allranks.job.place import LOCAL
 from allranks.job.units import parse_duration
 from allranks.launcher.nodes.join import Rendezvous
 from allranks.launcher.places.base import chosen_place
 
-OptionDecorator = Callable[[Callable[..., Any]], Callable[..., Any]]
-Options = tuple[OptionDecorator, ...]
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+Options = tuple[Decorator, ...]
+PLACES = "local, slurm or simulated[:link=1gbit] (default local)."
 
 
 class Duration(click.ParamType):  # type: ignore[type-arg]
     """Seconds, or a text like 30m, 1h30m or 1:30:00."""
 
-    name = "duration"
+    name = "time"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> float:
         seconds = parse_duration(str(value))
@@ -33,116 +34,134 @@ class Duration(click.ParamType):  # type: ignore[type-arg]
         return seconds
 
 
-def _option(flag: str, help: str, type: Any = None, **more: Any) -> OptionDecorator:
-    """One that is `None` where it is not given: a job file or a resumed run may set it."""
+DEFAULTS = {f.name: f.default for kind in (Job, Rendezvous) for f in dataclasses.fields(kind)}
+
+
+def _option(flag: str, help: str, type: Any = None, **more: Any) -> Decorator:
+    """One that is `None` where it is not given: a job file or a resumed run may set it.
+
+    Its help ends with the default of the field that it sets.
+    """
+    name = flag.removeprefix("--").replace("-", "_")
     names = [flag, more.pop("name")] if "name" in more else [flag]
-    return click.option(*names, type=type, help=help, **more)
+    default = DEFAULTS.get(name, DEFAULTS.get(f"{name}_s"))
+    return click.option(*names, type=type, help=_with_default(help, default), **more)
 
 
-def _switch(flag: str, help: str) -> OptionDecorator:
+def _with_default(help: str, value: Any) -> str:
+    """`Seed.` -> `Seed (default 0).`; a value that stands for "not given" is not shown."""
+    shown = f"{value:g}" if isinstance(value, float) else str(value)
+    is_shown = isinstance(value, (int, float, str)) and shown and "default" not in help
+    return f"{help.removesuffix('.')} (default {shown})." if is_shown else help
+
+
+def _switch(flag: str, help: str) -> Decorator:
     return click.option(flag, is_flag=True, default=None, help=help)
 
 
 SHARED_OPTIONS: Options = (
-    _option("--ranks", "World size over all nodes.", int),
-    _option("--nodes", "Nodes to use (default 1).", int),
-    _option("--place", "local, simulated[:link=1gbit,delay=1ms], or slurm."),
-    _option("--engine", f"{' or '.join(ENGINES)} (default: what program and strategy need)."),
-    _option("--device", "cpu, cuda (ROCm too), xpu, or another backend of torch."),
-    _option("--devices", "Numbers of the devices to use, as 0,1,4,5."),
-    _switch("--share-device", "Let ranks share a device (for checks)."),
-    _option("--backend", "What ranks talk over: shared_memory (default on CPUs), gloo."),
-    _option("--precision", "fp32, tf32, bf16, fp16 or fp64."),
-    _option("--loss-scale", "Of fp16: dynamic (default), or a number."),
+    _option("--ranks", "Ranks (processes) over all nodes.", int),
+    _option("--nodes", "Nodes to use.", int),
+    _option("--place", PLACES),
+    _option("--engine", "Framework (default: the program's)."),
+    _option("--device", "cpu, cuda (ROCm too), xpu, others of torch."),
+    _option("--devices", "Devices of each node: 0,1,4,5 (default: all)."),
+    _switch("--share-device", "Let several ranks share a device, to try things."),
+    _option("--backend", "Between ranks (default shared_memory on CPUs, NCCL on GPUs)."),
+    _option("--precision", f"{', '.join(PRECISIONS)}."),
+    _option("--loss-scale", "For fp16: dynamic, or a number."),
     _switch("--channels-last", "Images in NHWC order."),
-    _option("--compile", "Compile the model: inductor, or another backend."),
-    _switch("--activation-checkpointing", "Compute activations of blocks again."),
-    _switch("--bitwise", "Equal bits on any ranks."),
-    _option("--micro-batch", "Samples through the model at once.", int),
-    _option("--loader-workers", "Processes that read data, per rank.", int),
-    _option("--steps-per-call", "Steps in one call of TensorFlow (default 1).", int),
-    _option("--prefetch", "Batches made ready ahead (default 2).", int),
-    _option("--threads", "Threads of each rank.", int),
-    _option("--seed", "Seed of everything random (default 0).", int),
-    _option("--steps", "Optimizer steps of the job, instead of epochs.", int),
-    _option("--set", "Set a field of the task: field=value.", name="settings", multiple=True),
-    _option("--optimizer", "In place of the task's: adamw:lr=1e-3,weight_decay=0.01."),
-    _option("--schedule", "In place of the task's: warmup-lr:highest=1e-3,steps=1000."),
-    _option(
-        "--job",
-        "Take the job from a TOML file, or from DeepSpeed's JSON; flags go first.",
-        name="job_file",
-    ),
+    _option("--compile", "Compile with this backend, as inductor (default: none)."),
+    _switch("--activation-checkpointing", "Recompute activations: needs less memory."),
+    _switch("--bitwise", "Same bits on any number of ranks."),
+    _option("--micro-batch", "Samples per forward pass (default: all of a rank).", int),
+    _option("--loader-workers", "Processes that load data, per rank.", int),
+    _option("--steps-per-call", "Steps in one call of TensorFlow.", int),
+    _option("--prefetch", "Batches to load ahead.", int),
+    _option("--threads", "Threads of each rank (default: its share of the cores).", int),
+    _option("--seed", "Seed of all random numbers.", int),
+    _option("--steps", "Stop after N steps (default: the task's epochs).", int),
+    _option("--set", "Set a field of the task; may be repeated.", name="settings", multiple=True),
+    _option("--optimizer", "As adamw:lr=1e-3,eps=1e-6 (default: the task's)."),
+    _option("--schedule", "As warmup-lr:highest=1e-3,steps=1000 (default: the task's)."),
+    _option("--job", "Options in TOML or DeepSpeed's JSON; flags win.", name="job_file"),
 )
 
 NODE_OPTIONS: Options = (
     _option("--ranks-per-node", "Ranks on each node, instead of --ranks.", int),
-    _option("--node-rank", "The number of this node, started by hand.", int),
+    _option("--node-rank", "Number of this node, if you start each by hand.", int),
 )
 
 RENDEZVOUS: Options = (
-    _option("--rendezvous", "host:port of node 0, where nodes started by hand meet."),
+    _option("--rendezvous", "Where nodes started by hand meet: on node 0."),
     _option(
         "--id",
-        "The secret name of the job ($ALLRANKS_ID) on all nodes.",
+        "Secret name of the job, on all nodes (default $ALLRANKS_ID).",
         name="key",
         envvar="ALLRANKS_ID",
     ),
-    _option("--hosts", "A file of hosts that are reached by ssh."),
-    _option("--interface", "The network interface that joins the nodes."),
-    _option("--join-timeout", "Seconds until all nodes are there (300).", Duration()),
-    _option("--node-timeout", "Seconds of silence: a node is lost (15).", Duration()),
-    _switch("--per-rank", "Under Slurm: a task per rank."),
+    _option("--hosts", "A file of hosts, which are reached by ssh."),
+    _option("--interface", "Network interface between the nodes (default: found)."),
+    _option("--join-timeout", "Wait so long until all nodes are there.", Duration()),
+    _option("--node-timeout", "A node silent for so long is lost.", Duration()),
+    _switch("--per-rank", "Under Slurm: one task per rank, not per node."),
 )
 
 TRAINING_OPTIONS: Options = (
-    _option("--strategy", "How ranks work together: see `allranks strategies`."),
-    _option("--epochs", "Passes over the data (a field of the task).", int),
+    _option("--strategy", "See `allranks strategies` (default: single or ddp)."),
+    _option("--epochs", "Passes over the data (default: the task's).", int),
 )
 
 EVALUATION_OPTIONS: Options = (
-    _option("--eval-every", "Evaluate after so many steps, or after each `epoch`."),
-    _option("--early-stop", "End when max:METRIC or min:METRIC gets no better."),
-    _option("--until", "End when an evaluation has it: accuracy=0.97 or min:loss=0.1."),
-    _option("--patience", "Evaluations without a better one (default 3).", int),
-    _option("--log", "Further files to write: csv, tensorboard, mlflow, phases."),
-    _switch("--profile", "Write where a few steps spend."),
+    _option("--eval-every", "Evaluate so often (default: at the end)."),
+    _option("--early-stop", "Stop when this metric stops improving (see --patience)."),
+    _option("--until", "Stop when an evaluation reaches accuracy=0.97 or min:loss=0.1."),
+    _option("--patience", "For --early-stop: evaluations without improvement.", int),
+    _option("--log", f"Also write {', '.join(LOGS)} (default none)."),
+    _switch("--profile", "Write where a few steps spend their time (torch's profiler)."),
 )
 
 SAFETY_OPTIONS: Options = (
-    _option("--checkpoint-every", "Steps between checkpoints.", int),
-    _option("--keep", "How many checkpoints to keep (default 3).", int),
-    _option("--best", "Keep the best one too: max:METRIC or min:METRIC."),
-    _option("--resume", "auto (default), never, or a run or checkpoint to start from."),
-    _option("--max-restarts", "Start again after a fault (default 0).", int),
+    _option("--checkpoint-every", "Steps between checkpoints (default: when stopped).", int),
+    _option("--keep", "How many checkpoints to keep.", int),
+    _option("--best", "Also keep the checkpoint that is best by it."),
+    _option("--resume", "Start from RUN, or anew (default auto: --run-dir)."),
+    _option("--max-restarts", "Restarts after a fault.", int),
+    _option("--hang-timeout", "Seconds without progress that count as a hang; 0: none.", float),
+    _option("--time-limit", "Save and stop after 30m or 1:30:00 (default none).", Duration()),
+    _option("--on-bad-step", "When loss or gradient is not finite."),
     _option(
-        "--hang-timeout", "Seconds without a sign of life (default 1800; 0: for ever).", type=float
+        "--spike",
+        "Also bad: SPIKE times the median gradient norm (default: any is fine).",
+        float,
     ),
-    _option("--time-limit", "Save and leave after 90, 30m or 1:30:00.", Duration()),
-    _option("--on-bad-step", "stop, skip or warn when a step is not finite."),
-    _option("--spike", "A step is bad if its gradient is so many times usual.", type=float),
-    _option("--verify-every", "Steps between comparisons of all ranks' weights.", int),
-    _option("--witness", "warn, stop or off: when the result follows the ranks."),
     _option(
-        "--first-check", "Compare the first steps with one process: auto (default), off, or STEPS."
+        "--verify-every", "Compare the weights of all ranks every N steps (default never).", int
     ),
-    _option("--inject", "Break it on purpose: kill@rank=1,step=30.", name="inject", multiple=True),
+    _option("--witness", "If a result is seen to depend on the number of ranks."),
+    _option("--first-check", "Compare the first N steps with one process, before training."),
+    _option(
+        "--inject",
+        "Cause a fault, to test recovery: kill@rank=1,step=30.",
+        name="inject",
+        multiple=True,
+    ),
 )
 
 
 def job_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that decide the result to a command."""
-    return _with(SHARED_OPTIONS, command)
+    return with_options(SHARED_OPTIONS, command)
 
 
 def rendezvous_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that say how several nodes come together to a command."""
-    return _with((*NODE_OPTIONS, *RENDEZVOUS), command)
+    return with_options((*NODE_OPTIONS, *RENDEZVOUS), command)
 
 
 def network_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """The same for a command that has its own words for the numbers of nodes and ranks."""
-    return _with(RENDEZVOUS, command)
+    return with_options(RENDEZVOUS, command)
 
 
 def rendezvous_from(flags: dict[str, Any]) -> tuple[Rendezvous, dict[str, Any]]:
@@ -199,12 +218,13 @@ def words_of(flags: dict[str, Any], *more: str) -> tuple[str, ...]:
 
 def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that describe a training, wherever it runs, to a command."""
-    return _with(
+    return with_options(
         (*TRAINING_OPTIONS, *SHARED_OPTIONS, *EVALUATION_OPTIONS, *SAFETY_OPTIONS), command
     )
 
 
-def _with(options: Options, command: Callable[..., Any]) -> Callable[..., Any]:
+def with_options(options: Options, command: Callable[..., Any]) -> Callable[..., Any]:
+    """The command with these options, in their order."""
     for option in reversed(options):
         command = option(command)
     return command
@@ -241,7 +261,7 @@ NO_FIELDS = {  # options that are no field of a job
         *("--slots", "--ranks-per-node", "--hosts", "--rendezvous", "--id", "--node-rank"),
         *("--interface", "--join-timeout", "--node-timeout", "--per-rank"),
     ),
-    "Looking": ("--placement", "--deep", "--keep-runs", "--json", "--help"),
+    "Looking": ("--placement", "--deep", "--keep-runs", "--json", "--help", "--help-all"),
 }
 
 
@@ -255,17 +275,113 @@ def option_groups() -> dict[str, list[str]]:
     return groups
 
 
-class GroupedCommand(click.Command):
-    """A command whose options are shown in these groups, and in their order."""
+COMMON = frozenset(
+    (
+        *FIRST,
+        *("--steps", "--seed", "--micro-batch", "--eval-every", "--optimizer", "--job"),
+        *("--place", "--device", "--slots", "--precision", "--activation-checkpointing"),
+        *("--best", "--resume", "--time-limit", "--log", "--deep", "--keep-runs", "--json"),
+    )
+)
+
+
+class Verb(click.Command):
+    """A command whose help fits on one screen, with each default; `--help-all` has all options.
+
+    `groups` are the titles and their options, in their order; `common` those that `--help` shows.
+    Without them there is one group, and `--help` shows all. `meanings` replace the help of options.
+    """
+
+    def __init__(
+        self,
+        *words: Any,
+        groups: Mapping[str, Sequence[str]] | None = None,
+        common: Set[str] | None = None,
+        meanings: Mapping[str, str] | None = None,
+        **more: Any,
+    ) -> None:
+        super().__init__(*words, **more)
+        self._groups, self._common = groups, common
+        for option in self.params:
+            if isinstance(option, click.Option):
+                option.help = (meanings or {}).get(option.opts[0], option.help)
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        hidden = self._common is None
+        text = "Show all options, by group."
+        flags: Any = {"is_flag": True, "is_eager": True, "expose_value": False, "hidden": hidden}
+        all_of_them = click.Option(["--help-all"], callback=_show_all, help=text, **flags)
+        return [*super().get_params(ctx), all_of_them]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        rows = {
-            max(option.opts, key=len): row
-            for option in self.get_params(ctx)
-            if (row := option.get_help_record(ctx)) is not None
-        }
-        for title, names in option_groups().items():
-            shown = [rows[name] for name in names if name in rows]
+        options = [o for o in self.get_params(ctx) if isinstance(o, click.Option) and not o.hidden]
+        rows = {max(option.opts, key=len): _row(option, ctx) for option in options}
+        for title, names in (self._groups or {"Options": list(rows)}).items():
+            shown = [rows[name] for name in names if name in rows and self._is_shown(name, ctx)]
             if shown:
                 with formatter.section(title):
-                    formatter.write_dl(shown)
+                    formatter.write_dl(shown, col_max=34)
+
+    def _is_shown(self, name: str, ctx: click.Context) -> bool:
+        common = self._common
+        return common is None or name in common or name in HELPS or SHOWS_ALL in ctx.meta
+
+
+HELPS = ("--help", "--help-all")
+SHOWS_ALL = "allranks.help_all"
+
+
+def _show_all(ctx: click.Context, option: click.Parameter, is_given: bool) -> None:
+    if is_given:
+        ctx.meta[SHOWS_ALL] = True
+        click.echo(ctx.get_help())
+        ctx.exit()
+
+
+def _row(option: click.Option, ctx: click.Context) -> tuple[str, str]:
+    """An option as help shows it: one spelling, and the values that it takes; what it does."""
+    names = sorted((name for name in option.opts if "_" not in name), key=len)
+    takes = "" if option.is_flag else f" {_values(option, ctx)}"
+    text = option.help or ""
+    return f"{', '.join(names)}{takes}", text if option.is_flag else _with_default(
+        text, option.default
+    )
+
+
+VALUES = {
+    "DIR": "--keep-runs",
+    "FIELD=VALUE": "--set",
+    "FILE": "--job --hosts --program --out --trace --to",
+    "HOST:PORT": "--rendezvous --rdzv-endpoint",
+    "MEMORY": "--mem --mem-per-cpu --mem-per-gpu",
+    "METRIC=VALUE": "--until",
+    "N": "--max-restarts --node-rank",
+    "N,N": "--ranks",
+    "N|MIN:MAX": "--nnodes",
+    "N|cpu|gpu|auto": "--nproc-per-node",
+    "N|epoch": "--eval-every",
+    "NAME|FILE": "--cluster",
+    "OPTION=A,B": "--sweep",
+    "RANKS": "--show --local-ranks-filter",
+    "ROLE=N,...": "--roles",
+    "SECONDS": "--hang-timeout --grace --signal --peer-limit --shutdown-timeout",
+    "auto|never|RUN": "--resume",
+    "auto|off|N": "--first-check",
+    "max|min:METRIC": "--early-stop --best",
+    "shared_memory|gloo": "--backend",
+    "torch|tensorflow": "--warm --engine",
+    "|".join(BAD_STEPS): "--on-bad-step",
+    "|".join(WITNESS): "--witness",
+}
+"""What help shows as the value of options; of all others the last word of their name."""
+METAVARS = {flag: shown for shown, flags in VALUES.items() for flag in flags.split()}
+
+
+def _values(option: click.Option, ctx: click.Context) -> str:
+    name = max(option.opts, key=len)
+    if isinstance(option.type, click.Choice):
+        return "|".join(map(str, option.type.choices))
+    if option.metavar or isinstance(option.type, Duration):
+        return option.make_metavar(ctx)
+    is_whole = isinstance(option.type, type(click.INT))
+    return "N" if is_whole else METAVARS.get(name, name.rpartition("-")[2].upper())

@@ -8,6 +8,7 @@ import click
 
 from allranks.checkpoint.files import as_json
 from allranks.cli.display.event_text import in_words
+from allranks.cli.options import Verb
 from allranks.errors import RequestError, printable
 from allranks.tools.report.bench_page import page_of_benches, read_bench
 from allranks.tools.report.check_page import page_of_checks, read_check
@@ -26,10 +27,10 @@ from allranks.tools.report.records import labels_of, read_run, understood
 from allranks.tools.report.timeline import trace_of
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=Verb)
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...")
 @click.option("--out", help="The page (default RUN/report.html, of several runs report.html here).")
-@click.option("--trace", help="Write a Chrome trace to this file, too.")
+@click.option("--trace", help="Also write a Chrome trace there (default: none).")
 @click.option("--json", "as_object", is_flag=True, help="Last line of stdout: one JSON object.")
 def report(runs: tuple[str, ...], out: str | None, trace: str | None, as_object: bool) -> None:
     """Write one HTML file that shows RUN, or several runs beside each other.

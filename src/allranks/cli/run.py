@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,14 @@ import click
 from allranks.checkpoint.files import as_json
 from allranks.cli.display.progress import say
 from allranks.cli.options import (
+    PLACES,
     RENDEZVOUS_NAMES,
     Duration,
+    Options,
+    Verb,
     network_options,
     rendezvous_from,
+    with_options,
     words_of,
 )
 from allranks.errors import RequestError, nearest, printable
@@ -70,6 +75,50 @@ GRACE_S = 30.0
 LOCAL_RANK_ARGUMENTS = ("--local_rank", "--local-rank")
 
 
+FIRST = (
+    *("--ranks", "--nodes", "--ranks-per-node", "--place", "--hosts", "--roles", "--max-restarts"),
+    *("--hang-timeout", "--time-limit", "--show", "--warm", "--shared-memory", "--run-dir"),
+    *("--module", "--nproc-per-node", "--dry-run", "--json", "--help", "--help-all"),
+)
+
+
+def run_groups() -> dict[str, tuple[str, ...]]:
+    """The options of `run` by title: its own, then what it takes so that it replaces torchrun."""
+    flags = [flag for flag in FLAGS if flag.word not in FIRST]
+    return {
+        "Options": FIRST,
+        "Rarely needed": (
+            *("--variables", "--local-rank-argument", "--grace", "--rendezvous", "--id"),
+            *("--interface", "--join-timeout", "--node-timeout", "--per-rank"),
+        ),
+        "As in torchrun": tuple(flag.word for flag in flags if not flag.is_idle),
+        "Of torchrun, without effect or refused": tuple(f.word for f in flags if f.is_idle),
+    }
+
+
+SECONDS = click.FloatRange(min=0)
+SCRIPT_OPTIONS: Options = (
+    click.option(
+        "--variables", default="", help="Frameworks whose variables are set (default: all)."
+    ),
+    click.option(
+        "--local-rank-argument",
+        default="",
+        help="Append this argument, --local_rank or --local-rank, to the script (default none).",
+    ),
+    click.option(
+        "--hang-timeout",
+        type=SECONDS,
+        default=0.0,
+        help="Time without output that counts as a hang; 0: any.",
+    ),
+    click.option("--time-limit", type=Duration(), help="Stop after 30m or 1:30:00 (default none)."),
+    click.option("--show", default="", help="Print output of ranks 0,2, all or none (default 0)."),
+    click.option("--run-dir", default="", help="The run folder (default runs/SCRIPT-TIME)."),
+)
+"""Of every verb that starts a script."""
+
+
 def torchrun_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add torchrun's own flags, each in all its spellings."""
     for flag in reversed(FLAGS):
@@ -79,45 +128,35 @@ def torchrun_flags(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @click.command(
-    context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
+    cls=Verb,
+    context_settings={"allow_interspersed_args": False},
+    groups=run_groups(),
+    common=frozenset(FIRST),
 )
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="COMMAND [ARGS]...")
-@click.option("--ranks", type=click.IntRange(min=1), help="Processes over all nodes.")
+@click.option("--ranks", type=click.IntRange(min=1), help="Processes (default: one per node).")
 @click.option("--nodes", type=click.IntRange(min=1), help="Nodes to use (default 1).")
-@click.option("--place", help="local, simulated[:link=1gbit,delay=1ms], or slurm.")
-@click.option("--ranks-per-node", type=click.IntRange(min=1), help="Processes on each node.")
-@click.option("--roles", default="", help="chief=1,worker=2,ps=1, or scheduler, server, worker.")
-@click.option("--variables", default="", help="Frameworks whose variables are set, or all.")
+@click.option("--place", help=PLACES)
 @click.option(
-    "--local-rank-argument",
-    default="",
-    help="Put the local rank behind the script: --local_rank or --local-rank.",
+    "--ranks-per-node",
+    type=click.IntRange(min=1),
+    help="Processes on each node, instead of --ranks.",
 )
+@click.option("--roles", default="", help="As chief=1,worker=2,ps=1 (default: all workers).")
+@partial(with_options, SCRIPT_OPTIONS)
 @click.option(
     "--warm",
     is_flag=False,
     flag_value="torch",
     default="",
-    help="Start Python scripts from one that has imported torch, or tensorflow.",
+    help="Fork from a process that has imported it (default: none).",
 )
 @click.option(
     "--shared-memory",
     is_flag=True,
-    help="Torch's collectives in memory, between ranks of one host, in place of Gloo. "
-    "dist.get_backend() says shared_memory then.",
+    help="torch.distributed on one host over shared memory instead of Gloo.",
 )
-@click.option(
-    "--hang-timeout",
-    type=click.FloatRange(min=0),
-    default=0.0,
-    help="Seconds without any output that are a hang (default 0: never).",
-)
-@click.option("--time-limit", type=Duration(), help="Stop after 90, 30m or 1:30:00.")
-@click.option(
-    "--grace", type=click.FloatRange(min=0), help="Seconds from a signal to SIGKILL (default 30)."
-)
-@click.option("--show", default="", help="Ranks of each node whose output is shown: 0,2 or all.")
-@click.option("--run-dir", default="", help="The run folder to make (default runs/SCRIPT-TIME).")
+@click.option("--grace", type=SECONDS, help="From a signal to SIGKILL (default 30).")
 @click.option("--dry-run", is_flag=True, help="Print exactly what would run; run nothing.")
 @click.option("--json", "as_object", is_flag=True, help="Last line of stdout: one JSON object.")
 @network_options

@@ -10,12 +10,13 @@ from typing import Any
 import click
 
 from allranks.checkpoint.files import as_json
+from allranks.cli.options import Verb
 from allranks.strategies.card import Approximate, Card, Option
 from allranks.strategies.cards import CARDS
 from allranks.strategies.resolve import card_of
 
 
-@click.command()
+@click.command(cls=Verb)
 @click.argument("name", required=False)
 @click.option("--json", "as_object", is_flag=True, help="Print JSON.")
 def strategies(name: str | None, as_object: bool) -> None:

@@ -17,7 +17,7 @@ from click.core import ParameterSource
 from allranks.catalog import PROGRAMS, VERBS, load
 from allranks.checkpoint.files import as_json
 from allranks.cli.display.progress import say
-from allranks.cli.options import resolved_from
+from allranks.cli.options import Verb, resolved_from
 from allranks.errors import PlaceError, RequestError, nearest, printable
 from allranks.job.config import Resolved
 from allranks.job.job import Job
@@ -79,33 +79,39 @@ class Submission:
     script: Path
 
 
-@click.command(context_settings={"allow_interspersed_args": False})
+@click.command(cls=Verb, context_settings={"allow_interspersed_args": False})
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="-- train|run ...")
-@click.option("--cluster", default="", help="A site: NAME, or a .toml FILE (default: this one).")
-@click.option("--partition", default="", help="Where it runs (default: the site's usual one).")
-@click.option("--account", default="", help="The project that is charged.")
-@click.option("--time", "time_s", type=TimeLimit(), help="Time limit: 20 (minutes), 2:00:00 or 2d.")
+@click.option("--cluster", default="", help="Site to run on (default: this machine's Slurm).")
+@click.option("--partition", default="", help="Partition (default: the site's usual one).")
+@click.option("--account", default="", help="Project that pays (default: Slurm's own).")
+@click.option(
+    "--time", "time_s", type=TimeLimit(), help="20 (minutes), 2:00:00 or 2d (default: the site's)."
+)
 @click.option("--nodes", type=POSITIVE, help="Nodes (default 1).")
 @click.option("--ranks-per-node", type=POSITIVE, help="Ranks on each node (default: one per GPU).")
-@click.option("--gpus-per-node", type=click.IntRange(min=0), help="GPUs of each node.")
+@click.option("--gpus-per-node", type=click.IntRange(min=0), help="GPUs (default: one per rank).")
 @click.option("--cpus-per-task", type=POSITIVE, help="CPUs of each rank (default: its share).")
 @click.option("--mem", type=Memory(), help="Memory of a node (default: the job's share).")
-@click.option("--mem-per-cpu", type=Memory(), help="... or of a CPU, where the site says so.")
-@click.option("--mem-per-gpu", type=Memory(), help="... or of a GPU.")
+@click.option("--mem-per-cpu", type=Memory(), help="Or per CPU, if the site wants it so.")
+@click.option("--mem-per-gpu", type=Memory(), help="Or per GPU.")
 @click.option(
     "--signal",
     "signal_s",
     type=click.IntRange(min=0),
-    help="Seconds before its end in which the job saves and leaves (default 120).",
+    help="Time before the limit to save and stop (default 120).",
 )
-@click.option("--requeue", is_flag=True, help="Back into the queue when it stopped early.")
-@click.option("--per-rank", is_flag=True, help="Slurm starts every rank, not one agent a node.")
-@click.option("--module", "modules", multiple=True, help="Load these, not the site's; or none.")
-@click.option("--venv", default="", help="Virtual environment (default: this one; or none).")
-@click.option("--container", default="", help="Run in this image of Apptainer.")
-@click.option("--setup", multiple=True, help="A line of shell before the program.")
-@click.option("--sbatch", "options", multiple=True, help="A further option: --sbatch=--qos=debug.")
-@click.option("--name", default="", help="The job's name (default: the program's).")
+@click.option("--requeue", is_flag=True, help="Queue it again if it stopped early.")
+@click.option("--per-rank", is_flag=True, help="Slurm starts each rank, not one agent per node.")
+@click.option(
+    "--module", "modules", multiple=True, help="Modules to load, or none (default: the site's)."
+)
+@click.option("--venv", default="", help="Virtual environment, or none (default: this one).")
+@click.option("--container", default="", help="Apptainer image to run in (default: none).")
+@click.option("--setup", multiple=True, help="A shell line before the program; may be repeated.")
+@click.option(
+    "--sbatch", "options", multiple=True, help="Another option of sbatch, as --sbatch=--qos=debug."
+)
+@click.option("--name", default="", help="Name of the job (default: the program's).")
 @click.option("--run-dir", default="", help="The run folder (default runs/PROGRAM-TIME).")
 @click.option("--dry-run", is_flag=True, help="Print the script; write and send nothing.")
 @click.option("--follow", is_flag=True, help="Show the job's output until it has ended.")

@@ -15,7 +15,7 @@ import click
 
 from allranks.checkpoint.files import as_json
 from allranks.cli.display.progress import say
-from allranks.cli.options import GroupedCommand, training_options
+from allranks.cli.options import COMMON, Verb, option_groups, training_options
 from allranks.cli.train import resolved_words
 from allranks.errors import Interrupted, ProgramError, RequestError, Stopped, printable
 from allranks.job.config import threads_per_rank
@@ -74,22 +74,22 @@ class SweepPlan:
     slots: tuple[Slot, ...]
 
 
-@click.command(cls=GroupedCommand, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=Verb, groups=option_groups(), common=COMMON)
 @click.argument("program", required=False)
 @click.option("--slots", type=click.IntRange(min=1), help="Jobs at once (default 1).")
-@click.option("--run-dir", help="The folder of the sweep (default runs/PROGRAM-sweep-TIME).")
+@click.option("--run-dir", help="Folder of all runs (default runs/PROGRAM-sweep-TIME).")
 @training_options
 @click.option("--dry-run", is_flag=True, help="Print exactly what would run; run nothing.")
 @click.option("--json", "as_object", is_flag=True, help="Last line of stdout: one JSON object.")
 @click.pass_context
 def sweep(context: click.Context, /, dry_run: bool, as_object: bool, **_: Any) -> None:
-    """Train PROGRAM once for every combination of the values in --set NAME=VALUE,VALUE.
-
-    NAME is a field of the task or an option of `allranks train`. A comma in brackets cuts nothing.
+    """Train PROGRAM once for each combination of --set NAME=VALUE,VALUE.
 
     \b
     allranks sweep digits --set lr=1e-3,3e-4 --set width=16,32 --slots 2
     allranks sweep digits --set ranks=1,2 --set seed=1,2,3 --steps 20
+
+    NAME is a field of the task or an option of `allranks train`.
     """
     planned = plan(context)
     folder, jobs, slots = str(planned.folder), planned.jobs, planned.slots

@@ -18,7 +18,9 @@ from allranks.checkpoint.files import as_json
 from allranks.cli.display.placement import as_data, table
 from allranks.cli.display.progress import in_sentences, lost_in, progress_here, say
 from allranks.cli.options import (
-    GroupedCommand,
+    COMMON,
+    Verb,
+    option_groups,
     rendezvous_from,
     rendezvous_options,
     resolved_from,
@@ -43,13 +45,15 @@ from allranks.launcher.start import JobWatcher, plan_only, run_job
 from allranks.launcher.supervisor import supervise
 
 
-@click.command(cls=GroupedCommand, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=Verb, groups=option_groups(), common=COMMON)
 @click.argument("program", required=False)
-@click.option("--run-dir", help="The run folder to make (default runs/PROGRAM-TIME).")
+@click.option("--run-dir", help="The run folder (default runs/PROGRAM-TIME).")
 @training_options
 @rendezvous_options
 @click.option("--dry-run", is_flag=True, help="Print exactly what would run; run nothing.")
-@click.option("--placement", is_flag=True, help="With --dry-run: what each rank would hold.")
+@click.option(
+    "--placement", is_flag=True, help="With --dry-run: which weights each rank would hold."
+)
 @click.option("--json", "as_object", is_flag=True, help="Last line of stdout: one JSON object.")
 def train(
     program: str | None, dry_run: bool, placement: bool, as_object: bool, **flags: Any
@@ -61,7 +65,6 @@ def train(
     allranks train mytask.py --ranks 4 --bitwise --set lr=3e-4
     allranks train mytask.py --ranks 4 --checkpoint-every 100 --max-restarts 3
     allranks train --run-dir runs/that-one          (resumes where it stopped)
-    allranks train digits --ranks 4 --nodes 2 --place simulated:link=1gbit
     """
     words = words_of(flags, "train", program or "")
     rendezvous, implied = rendezvous_from(flags)

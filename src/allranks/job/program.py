@@ -280,7 +280,7 @@ def _of_another_engine(module: ModuleType) -> str:
             if any(b.__module__ in engine.tasks and b.__qualname__ == "Task" for b in bases):
                 asked = f"--engine {engine.name}"
                 return f"{name} is a task of {engine.name}: {asked}, and its strategies"
-    return "write a class derived from Task in it"
+    return "write a class derived from Task in it; `allranks new plain` writes one to start from"
 
 
 def _check_is_no_script(path: Path, program: str) -> None:
@@ -359,6 +359,14 @@ def _does_not_load(program: str, error: BaseException, where: str) -> RequestErr
                 line = f" at line {trace.tb_lineno} of {code.co_filename}"
             trace = trace.tb_next
     message = error.msg if isinstance(error, SyntaxError) else error
+    missing = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
+    if missing and not where.startswith(missing):
+        return RequestError(
+            asked=f"PROGRAM {program!r}",
+            found=f"no module {missing!r} in this Python{line}",
+            why="the program imports it",
+            do=f"pip install {missing.partition('.')[0]}, or write its right name",
+        )
     return RequestError(
         asked=f"PROGRAM {program!r}",
         found=f"{type(error).__name__}: {message}{line}",

@@ -104,6 +104,11 @@ class Flag:
         return self.word.removeprefix("--").replace("-", "_")
 
     @property
+    def is_idle(self) -> bool:
+        """Whether it sets nothing here: it is accepted with a note, or refused."""
+        return not self.field and bool(self.refuse or (self.note and isinstance(self.note, str)))
+
+    @property
     def spellings(self) -> tuple[str, ...]:
         """All accepted spellings."""
         return tuple(dict.fromkeys((*self.words.split(), f"--{self.name}")))
@@ -162,40 +167,41 @@ SIGNALS = "SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are always passed on"
 
 # fmt: off
 FLAGS = (
-    Flag("--nproc-per-node", "Processes per node: a number, cpu, gpu or auto.", PROCESSES,
-         "processes_per_node"),
-    Flag("--nnodes", "Nodes: N, or MIN:MAX.", NODES),
-    Flag("--node-rank", "Which of the nodes this is, from 0.", WHOLE, "node_rank"),
-    Flag("--rdzv-backend", "static or c10d; here they are the same.", BACKEND, "",
+    Flag("--nproc-per-node", "Processes per node (default 1).", PROCESSES, "processes_per_node"),
+    Flag("--nnodes", "Nodes (default 1).", NODES),
+    Flag("--node-rank", "Number of this node, from 0 (default: found).", WHOLE, "node_rank"),
+    Flag("--rdzv-backend", "Accepted: both are the same here.", BACKEND, "",
          ONE_RENDEZVOUS, NO_SERVER),
-    Flag("--rdzv-endpoint", "HOST:PORT where the nodes meet.", TEXT, "endpoint"),
-    Flag("--rdzv-id", "The name of the job.", ID, "run_id"),
-    Flag("--rdzv-conf", "KEY=VALUE,…: join_timeout or timeout, in seconds.", SETTINGS,
+    Flag("--rdzv-endpoint", "Where the nodes meet.", TEXT, "endpoint"),
+    Flag("--rdzv-id", "Name of the job.", ID, "run_id"),
+    Flag("--rdzv-conf", "join_timeout or timeout, in seconds.", SETTINGS,
          "join_timeout_s", _not_run),
-    Flag("--standalone", "One node.", SWITCH),
-    Flag("--max-restarts", "Start all again after a fault, so many times (default 0).", WHOLE,
+    Flag("--standalone", "One node, whatever else is said.", SWITCH),
+    Flag("--max-restarts", "Restarts of all processes after a fault (default 0).", WHOLE,
          "max_restarts"),
     Flag("--monitor-interval", "Accepted: an exit is seen at once.", note=AT_ONCE),
     Flag("--start-method", "Accepted: the command is started as it is.", note=NO_START),
-    Flag("--event-log-handler", "null only.", NULL, refuse=NO_HANDLER),
+    Flag("--event-log-handler", "Others are refused: events.jsonl has them.", NULL,
+         refuse=NO_HANDLER),
     Flag("--role", "ROLE_NAME of all processes.", TEXT, "role_name"),
-    Flag("--module -m", "The command is a Python module.", SWITCH, "is_module"),
-    Flag("--no-python", "The command is a program, whatever its name.", SWITCH, "is_program"),
+    Flag("--module -m", "COMMAND is a Python module.", SWITCH, "is_module"),
+    Flag("--no-python", "COMMAND is a program, even if it ends in .py.", SWITCH, "is_program"),
     Flag("--run-path", "Accepted: see --warm.", SWITCH, note=OWN_PYTHON),
-    Flag("--log-dir", "The folder in which the run folder is made.", TEXT, "log_dir", RUN_FOLDER),
+    Flag("--log-dir", "Make the run folder there (default runs).", TEXT, "log_dir", RUN_FOLDER),
     Flag("--redirects -r", "Ranks whose output goes to their log only.", STREAMS, note=_one_log),
     Flag("--tee -t", "Ranks whose output is shown too.", STREAMS, note=_one_log),
     Flag("--local-ranks-filter", "Ranks of each node whose output is shown.", RANKS),
     Flag("--duplicate-stdout-filters", "Refused: search the logs.", NOTHING, refuse=NO_FILTER),
     Flag("--duplicate-stderr-filters", "Refused: search the logs.", NOTHING, refuse=NO_FILTER),
-    Flag("--master-addr", "The address of rank 0.", ADDRESS, "master_addr"),
-    Flag("--master-port", "The port of rank 0.", PORT, "master_port"),
-    Flag("--local-addr", "The address of this node.", TEXT, "local_addr"),
-    Flag("--logs-specs", "default only.", DEFAULT, refuse=NO_SPECS),
+    Flag("--master-addr", "Address of rank 0 (default: this machine).", ADDRESS, "master_addr"),
+    Flag("--master-port", "Port of rank 0 (default: a free one).", PORT, "master_port"),
+    Flag("--local-addr", "Address of this node (default: found).", TEXT, "local_addr"),
+    Flag("--logs-specs", "Others are refused: the run folder has the logs.", DEFAULT,
+         refuse=NO_SPECS),
     Flag("--numa-binding", "Refused: use numactl.", NOTHING, refuse=NO_BINDING),
     Flag("--signals-to-handle", "Accepted: all usual signals are passed on.", note=SIGNALS),
-    Flag("--shutdown-timeout", "Seconds from a signal to SIGKILL, as --grace.", SECONDS, "grace_s"),
-    Flag("--virtual-local-rank", "Refused.", NO_SWITCH, refuse=NO_VIRTUAL_RANK),
+    Flag("--shutdown-timeout", "From a signal to SIGKILL, as --grace.", SECONDS, "grace_s"),
+    Flag("--virtual-local-rank", "Refused: LOCAL_RANK differs.", NO_SWITCH, refuse=NO_VIRTUAL_RANK),
 )
 # fmt: on
 

@@ -1,0 +1,1 @@
+"""`allranks new`: the templates of tasks, and the verb that copies one."""
