@@ -15,6 +15,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 import contract_tasks
+import plain_tasks
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.torch import Trainer
@@ -207,3 +208,21 @@ def test_a_copy_of_a_model_in_parts_is_refused(strategy: str, train: Train) -> N
 
 def test_a_copy_of_a_whole_model_is_none_of_that(train: Train) -> None:
     train("contract_tasks:Averaged", ranks=2, steps=1, strategy="zero1")
+
+
+def test_blocks_that_are_computed_again_find_no_keys_of_their_first_time() -> None:
+    """As models of transformers do: `use_cache` of their config is off while they train."""
+    ends = []
+    for computes_again in (False, True):
+        job = Job(activation_checkpointing=computes_again)
+        with Trainer(plain_tasks.Cached(), job) as trainer:
+            losses = [trainer.step(batch).loss for batch in trainer.batches()]
+            assert any("use_cache" in note for note in trainer.model_notes) == computes_again
+            settings = trainer.model.config
+        ends.append(losses)
+        assert settings.use_cache is True  # as the task made it
+    assert ends[0] == ends[1] and len(ends[0]) == 4
+    with Trainer(plain_tasks.Cached(can_say_so=False), Job(activation_checkpointing=True)) as again:
+        with pytest.raises(RequestError, match="cache of keys and values") as raised:
+            again.step(next(iter(again.batches())))
+        assert "blocks(self, model)" in raised.value.do
