@@ -226,3 +226,49 @@ def test_blocks_that_are_computed_again_find_no_keys_of_their_first_time() -> No
         with pytest.raises(RequestError, match="cache of keys and values") as raised:
             again.step(next(iter(again.batches())))
         assert "blocks(self, model)" in raised.value.do
+
+
+@dataclass(kw_only=True)
+class Flat(contract_tasks.Plain):
+    """A loss for each of five tokens, in one row, as nanoGPT has it."""
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return output.expand(-1, 5).reshape(-1)
+
+
+@dataclass(kw_only=True)
+class OfModel(contract_tasks.Plain):
+    """The loss that the model returns, as those of transformers do where they get labels."""
+
+    def model(self) -> nn.Module:
+        return _WithLoss()
+
+    def loss(self, output: Any, batch: Any) -> Tensor:
+        return output.loss  # type: ignore[no-any-return]
+
+
+class _WithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        logits = self.linear(x)
+        return Output(logits.square().mean(), logits)
+
+
+@dataclass
+class Output:
+    loss: Tensor
+    logits: Tensor
+
+
+@pytest.mark.parametrize(
+    ("task", "found", "do"),
+    [(Flat(), "(120,) for 24", "loss.view(24, 5)"), (OfModel(), "a scalar", "output.logits")],
+)
+def test_a_loss_that_is_no_mean_is_told_from_one(task: Any, found: str, do: str) -> None:
+    with Trainer(task, Job(micro_batch=24)) as trainer:
+        with pytest.raises(RequestError) as raised:
+            trainer.step(next(iter(trainer.batches())))
+        assert found in raised.value.found and do in raised.value.do
