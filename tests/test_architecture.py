@@ -38,8 +38,8 @@ HAS_TORCH = {"torch", "programs"}
 HAS_TENSORFLOW = {"tensorflow", "programs"}
 MODULES = house.MODULES
 MOST = {
-    "files": 430,
-    "lines": 95_880,
+    "files": 432,
+    "lines": 96_600,
     "rooms in torch/": 19,
     "imports in a circle of rooms, torch/": 62,
     "imports in a circle of rooms, launcher/": 2,

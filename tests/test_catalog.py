@@ -63,6 +63,8 @@ def test_one_of_two_tasks_by_name(folder: Path) -> None:
     assert find_program("catalog_two.py:B", Base).value == 2
     assert "2 tasks in it (A, B)" in refused("catalog_two.py").found
     assert refused("catalog_two.py").do == "name one: catalog_two.py:A"
+    write(folder / "catalog_three.py", "class M(Base): pass\nclass A(M): pass\nclass B(M): pass")
+    assert refused("catalog_three.py").do == "name one: catalog_three.py:M"
 
 
 def test_a_task_that_is_only_imported_is_not_the_files_own(folder: Path) -> None:
@@ -134,7 +136,9 @@ def test_a_file_without_a_task(folder: Path) -> None:
 def test_a_loop_of_ones_own_names_the_other_verb_and_is_not_run(folder: Path) -> None:
     text = "from pathlib import Path\nfor step in range(3):\n    Path('ran').touch()"
     write(folder / "catalog_loop.py", text)
-    assert refused("catalog_loop.py").do == "allranks run --ranks 2 -- python catalog_loop.py"
+    assert refused("catalog_loop.py").do.startswith(
+        "allranks run --ranks 2 -- python catalog_loop.py, or"
+    )
     assert not Path("ran").exists()
 
 

@@ -37,6 +37,11 @@ def test_a_refusal_reads_in_four_lines() -> None:
     )
 
 
+def test_a_notebook_shows_a_refusal_without_a_traceback() -> None:
+    """IPython calls this method, and prints the lines in the place of the stack."""
+    assert REFUSAL._render_traceback_() == ["this cannot be done", *str(REFUSAL).splitlines()]
+
+
 def test_a_refusal_crosses_from_a_rank_as_data() -> None:
     again = RequestError.from_data(json.loads(json.dumps(REFUSAL.to_data())))
     assert str(again) == str(REFUSAL) and again.exit_code == 2

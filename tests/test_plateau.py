@@ -119,3 +119,15 @@ def test_a_rate_that_is_set_on_the_way_is_told_once_and_a_state_is_not(tmp_path:
             trainer.step(batch)
             trainer.load_state(state | {"progress": dataclasses.asdict(trainer.progress)})
     assert len(told) == 1
+
+
+@pytest.mark.slow
+def test_keras_on_tensorflow_has_it_too(train_tf: Train) -> None:
+    """The second evaluation, after four steps, is no better; the schedule goes on."""
+    flags: dict[str, Any] = {"eval_every": "2", "steps": 6, "ranks": 2}
+    run = train_tf("tf_tasks:OnPlateau", **flags)
+    factors = [1, 1, 1, 1, 0.5, 0.5]
+    wanted = [0.1 * (1 + step / 6) * factor for step, factor in enumerate(factors)]
+    assert rates_of(run.run_dir) == pytest.approx(wanted)
+    with pytest.raises(RequestError, match="ahead of the evaluations"):
+        train_tf("tf_tasks:OnPlateau", **flags, strategy="parameter-server")

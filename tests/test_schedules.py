@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import contract_tasks
 from allranks.errors import RequestError
+from allranks.job.job import Job
+from allranks.torch import Trainer
 from allranks.training.schedules import (
     Schedule,
     constant,
@@ -19,6 +23,7 @@ from allranks.training.schedules import (
     linear_warmup,
     polynomial,
     product,
+    schedule_of,
     steps,
     then,
     warmup_lr,
@@ -166,3 +171,29 @@ def test_what_is_no_schedule_is_refused(make: Callable[[], Schedule], found: str
     with pytest.raises(RequestError) as refused:
         make()
     assert refused.value.found == found
+
+
+@dataclass(kw_only=True)
+class ToTheEnd(contract_tasks.Plain):
+    """The rate falls in even steps to none at the end of the job."""
+
+    epochs: int = 2
+
+    def schedule(self, step: int, total: int) -> float:  # type: ignore[override]
+        return 1 - step / total
+
+
+@pytest.mark.parametrize(("asked", "total"), [(None, 10), (4, 4)])
+def test_a_schedule_knows_the_number_of_steps(asked: int | None, total: int) -> None:
+    """101 samples in batches of 24 are five steps of an epoch; `--steps` comes before epochs."""
+    with Trainer(ToTheEnd(), Job(steps=asked)) as trainer:
+        rates = [trainer.step(batch).learning_rate for batch in trainer.batches()]
+        made = trainer.strategy.step.rates.initial[0]["lr"]
+    assert rates == pytest.approx([made * (1 - step / total) for step in range(total)])
+
+
+def test_a_schedule_with_a_total_needs_one() -> None:
+    known = schedule_of(lambda step, total: step / total, lambda: None)
+    with pytest.raises(RequestError, match="--steps N"):
+        known(0)
+    assert schedule_of(lambda step, rate=0.5: rate, lambda: None)(0) == 0.5

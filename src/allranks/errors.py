@@ -82,6 +82,10 @@ class RequestError(AllranksError):
         asked, found, why, do = (_one_line(part) for part in self.to_data().values())
         return f"asked: {asked}\nfound: {found}\nwhy:   {why}\ndo:    {do}"
 
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows in the place of a traceback: no line of code is at fault."""
+        return ["this cannot be done", *str(self).splitlines()]
+
     def to_data(self) -> dict[str, str]:
         """The four parts as a mapping that JSON can carry from a rank to the supervisor."""
         return {"asked": self.asked, "found": self.found, "why": self.why, "do": self.do}

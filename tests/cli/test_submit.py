@@ -143,6 +143,15 @@ def test_a_command_may_have_a_task_for_every_rank_too(door: Door) -> None:
     assert "--per-rank" in program_of(out)
 
 
+def test_a_script_of_ones_own_is_there_and_commits_nothing(door: Door) -> None:
+    code, out, err = door(*ML, "--dry-run", "--", "run", "--", "python", "-u", "gone.py", "x.py")
+    assert (code, out) == (2, "") and "no file gone.py" in err
+    Path("here.py").write_text("")
+    code, out, _ = door(*ML, "--dry-run", "--time", "60", "--", "run", "--", "python", "here.py")
+    assert code == 0 and "the same signal." in out and "commit" not in out
+    assert "commits a checkpoint" in door(*ML, "--dry-run", *CUDA)[1]
+
+
 def test_a_job_that_can_lose_a_node_is_not_killed_with_it(door: Door) -> None:
     assert "#SBATCH --no-kill" not in door(*ML, "--dry-run", *CUDA)[1]
     assert "#SBATCH --no-kill" in door(*ML, "--dry-run", *CUDA, "--max-restarts", "3")[1]

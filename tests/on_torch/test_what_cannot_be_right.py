@@ -15,6 +15,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 import contract_tasks
+import plain_tasks
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.torch import Trainer
@@ -207,3 +208,67 @@ def test_a_copy_of_a_model_in_parts_is_refused(strategy: str, train: Train) -> N
 
 def test_a_copy_of_a_whole_model_is_none_of_that(train: Train) -> None:
     train("contract_tasks:Averaged", ranks=2, steps=1, strategy="zero1")
+
+
+def test_blocks_that_are_computed_again_find_no_keys_of_their_first_time() -> None:
+    """As models of transformers do: `use_cache` of their config is off while they train."""
+    ends = []
+    for computes_again in (False, True):
+        job = Job(activation_checkpointing=computes_again)
+        with Trainer(plain_tasks.Cached(), job) as trainer:
+            losses = [trainer.step(batch).loss for batch in trainer.batches()]
+            assert any("use_cache" in note for note in trainer.model_notes) == computes_again
+            settings = trainer.model.config
+        ends.append(losses)
+        assert settings.use_cache is True  # as the task made it
+    assert ends[0] == ends[1] and len(ends[0]) == 4
+    with Trainer(plain_tasks.Cached(can_say_so=False), Job(activation_checkpointing=True)) as again:
+        with pytest.raises(RequestError, match="cache of keys and values") as raised:
+            again.step(next(iter(again.batches())))
+        assert "blocks(self, model)" in raised.value.do
+
+
+@dataclass(kw_only=True)
+class Flat(contract_tasks.Plain):
+    """A loss for each of five tokens, in one row, as nanoGPT has it."""
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return output.expand(-1, 5).reshape(-1)
+
+
+@dataclass(kw_only=True)
+class OfModel(contract_tasks.Plain):
+    """The loss that the model returns, as those of transformers do where they get labels."""
+
+    def model(self) -> nn.Module:
+        return _WithLoss()
+
+    def loss(self, output: Any, batch: Any) -> Tensor:
+        return output.loss  # type: ignore[no-any-return]
+
+
+class _WithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        logits = self.linear(x)
+        return Output(logits.square().mean(), logits)
+
+
+@dataclass
+class Output:
+    loss: Tensor
+    logits: Tensor
+
+
+@pytest.mark.parametrize(
+    ("task", "found", "do"),
+    [(Flat(), "(120,) for 24", "loss.view(24, 5)"), (OfModel(), "a scalar", "output.logits")],
+)
+def test_a_loss_that_is_no_mean_is_told_from_one(task: Any, found: str, do: str) -> None:
+    with Trainer(task, Job(micro_batch=24)) as trainer:
+        with pytest.raises(RequestError) as raised:
+            trainer.step(next(iter(trainer.batches())))
+        assert found in raised.value.found and do in raised.value.do

@@ -48,6 +48,7 @@ def check(site: Site | str, **asked: Any) -> None:
         ("puhti", {"account": "p", "partition": "small", "gpus_per_node": 1}, "0 GPUs on a node", "--partition gputest"),
         ("mahti", {"account": "p", "partition": "gpusmall", "gpus_per_node": 3}, "2 GPUs for a job", "--gpus-per-node 2"),
         ("roihu", {"account": "p", "partition": "gpumedium", "nodes": 2}, "4 GPUs for a job", "--gpus-per-node 2"),
+        ("puhti", PUHTI | {"ranks_per_node": 8}, "4 GPUs on a node", "--ranks-per-node 4"),
         (LIVE, MINE | {"gpus_per_node": 1}, "0 GPUs on a node", "leave --gpus-per-node out"),
         # CPUs
         ("puhti", PUHTI | {"cpus_per_task": 11}, "40 CPUs on a node", "--cpus-per-task 10"),
@@ -56,7 +57,8 @@ def check(site: Site | str, **asked: Any) -> None:
         (LIVE, MINE | {"ranks_per_node": 5}, "4 CPUs on a node", "--ranks-per-node 4"),
         (LIVE, MINE | {"ranks_per_node": 2, "cpus_per_task": 3}, "4 CPUs on a node", "--cpus-per-task 2"),
         # nodes
-        ("puhti", PUHTI | {"nodes": 21}, "20 nodes for a job", "--nodes 20, or --partition large"),
+        ("puhti", PUHTI | {"nodes": 21}, "20 nodes for a job", "--nodes 20"),  # `large` has no GPUs
+        ("mahti", {"account": "p", "partition": "gpusmall", "nodes": 2, "gpus_per_node": 2}, "1 node for a job", "--nodes 1, or --partition gpumedium"),
         ("mahti", {"account": "p", "partition": "large", "nodes": 2}, "at least 20 nodes", "--nodes 20"),
         (LIVE, MINE | {"nodes": 3}, "2 nodes for a job", "--nodes 2"),
         (LIVE, MINE | {"nodes": 2, "partition": "short"}, "1 node for a job", "--nodes 1, or --partition debug"),
@@ -129,3 +131,14 @@ def test_gpus_are_not_left_idle_and_not_missed() -> None:
 def test_times_are_written_as_slurm_reads_them() -> None:
     assert slurm_time(900) == "00:15:00"
     assert slurm_time(90_061) == "1-01:01:01"
+
+
+def test_a_container_sees_the_gpus_that_are_paid_for() -> None:
+    """A profile that does not say how a container is entered still gives it the GPUs."""
+    for gpus, words in (
+        (1, ("apptainer", "exec", "--nv", "my.sif")),
+        (0, ("apptainer", "exec", "my.sif")),
+    ):
+        given = SlurmOptions(name="job", gpus_per_node=gpus, container="my.sif")
+        request = make_request(LIVE, given, command=(), folder="/w", run_dir="/w/r")
+        assert request.container == words

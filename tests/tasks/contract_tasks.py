@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -464,3 +465,33 @@ class Averages(Callback):
 class Averaged(Plain):
     def callbacks(self) -> list[Callback]:
         return [Averages()]
+
+
+class Wholes(Callback):
+    """Goes through the whole model in the middle, alone on each rank, and writes it at the end."""
+
+    def on_step(self, trainer: Any, batch: Any, result: Any) -> None:
+        if result.batch_index == 1:
+            with trainer.whole_model() as model:
+                if trainer.world.is_leader:
+                    data = trainer.task.train_data()
+                    few = tuple(d[:3] for d in data) if isinstance(data, tuple) else data[:3]
+                    model(*trainer.task.inputs(few))
+
+    def on_end(self, trainer: Any) -> None:
+        with trainer.whole_model() as model:
+            assert not any(module.training for module in model.modules())
+            if trainer.world.is_leader:
+                torch.save(model.state_dict(), Path(trainer.job.run_dir, "whole.pt"))
+
+
+@dataclass(kw_only=True)
+class WholeSentences(Sentences):
+    def callbacks(self) -> list[Callback]:
+        return [Wholes()]
+
+
+@dataclass(kw_only=True)
+class WholeImages(Images):
+    def callbacks(self) -> list[Callback]:
+        return [Wholes()]

@@ -455,3 +455,57 @@ class _Preconditioned(Optimizer):
         for p in self.param_groups[0]["params"]:
             g = p.grad
             p.sub_((g @ g.t()) @ g / g.norm() ** 2 if p.ndim == 2 else g, alpha=0.1)
+
+
+@dataclass
+class CacheSettings:
+    """As the configs of transformers."""
+
+    use_cache: bool = True
+
+
+class _Cached(nn.Module):
+    """Blocks that put keys into a cache which they share, as those of transformers do."""
+
+    def __init__(self, settings: CacheSettings | None) -> None:
+        super().__init__()
+        self.config = settings
+        self.blocks = nn.ModuleList([_Attending() for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        caches = self.config is None or self.config.use_cache
+        for block in self.blocks:
+            x = block(x, [] if caches else None)
+        return x
+
+
+class _Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, kept: list[Tensor] | None) -> Tensor:
+        keys = self.linear(x)
+        if kept is not None:
+            kept.append(keys)
+            keys = torch.cat(kept, 1)  # in a second pass twice as many
+        return x * keys  # which fails where the shapes differ
+
+
+@dataclass(kw_only=True)
+class Cached(Task):
+    batch_size: int = 16
+    epochs: int = 2
+    can_say_so: bool = True
+
+    def model(self) -> nn.Module:
+        return _Cached(CacheSettings() if self.can_say_so else None)
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        return SGD(model.parameters(), lr=0.1)
+
+    def train_data(self) -> Tensor:
+        return torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
+
+    def loss(self, output: Tensor, batch: Tensor) -> Tensor:
+        return (output - batch).square().mean(1)

@@ -12,6 +12,7 @@ from keras import ops
 
 from allranks.programs.keras_programs import DigitsKeras
 from allranks.tensorflow import Task
+from allranks.training.schedules import Plateau
 from small_disk import Filler
 
 SAMPLES = 101  # by 24: four batches and an uneven one of 5, which leaves three shards empty
@@ -234,3 +235,14 @@ class Differs(Dense):
         if self.how == "cut":
             return images[rank::2], labels[rank::2]
         return [(image + rank, label) for image, label in zip(images, labels, strict=True)]
+
+
+@dataclass(kw_only=True)
+class OnPlateau(Dense):
+    """The rate rises with the steps, and falls with every second evaluation: none is better."""
+
+    def schedule(self, step: int, total: int) -> float:  # type: ignore[override]
+        return 1 + step / total
+
+    def plateau(self) -> Plateau:
+        return Plateau(rule="min:loss", factor=0.5, patience=0, threshold=0.99)

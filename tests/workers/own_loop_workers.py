@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from torch import Tensor, nn
+from torch.optim import SGD
 
 import contract_tasks
 from allranks.errors import PeerLost, RequestError
@@ -31,6 +32,40 @@ def alone(_: Any) -> int:
     with pytest.raises(RequestError, match="on every rank") as raised:
         _leader_evaluates_alone()
     assert "rank 1 at the end of the training" in raised.value.found
+    return 0
+
+
+def _leader_looks_alone() -> None:
+    with Trainer(contract_tasks.Images()) as trainer:
+        for batch in trainer.batches(steps=1):
+            trainer.step(batch)
+        if trainer.world.is_leader:
+            trainer.whole_model().__enter__()
+
+
+def whole_alone(_: Any) -> int:
+    """In a rank: the leader looks at the whole model alone, after the loop."""
+    with pytest.raises(RequestError, match="on every rank") as raised:
+        _leader_looks_alone()
+    assert "rank 0 at whole_model()" in raised.value.found
+    return 0
+
+
+def whole_of_parts(_: Any) -> int:
+    """In a rank: no second model can be built of one that is given."""
+    data = contract_tasks.made(64, 4), contract_tasks.made(64, 1)
+    with Trainer.from_parts(
+        nn.Linear(4, 1),
+        lambda model: SGD(model.parameters(), lr=0.1),
+        loss=lambda output, batch: (output - batch[1]).square().mean(1),
+        train_data=data,
+        job=Job(strategy="fsdp"),
+    ) as trainer:
+        with pytest.raises(RequestError, match=r"trainer\.weights"):
+            trainer.whole_model().__enter__()
+        assert {name: w.shape for name, w in trainer.weights()}["weight"] == (1, 4)
+        for batch in trainer.batches(epochs=1):
+            trainer.step(batch)
     return 0
 
 

@@ -161,7 +161,7 @@ def _there(run: str) -> tuple[list[Path], list[tuple[Path, str]]]:
 def _none(run: str) -> RequestError:
     return RequestError(
         asked=f"the checkpoints of {run}",
-        found="none that is committed",
+        found="none that is committed" if Path(run).exists() else "no such run",
         why="a checkpoint is a folder with a manifest.json, in the run's folder `checkpoints`",
         do="see `allranks runs` for the runs, and `allranks checkpoints list RUN` for the steps",
     )

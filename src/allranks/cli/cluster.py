@@ -9,7 +9,7 @@ import click
 
 from allranks.checkpoint.files import as_json
 from allranks.cli.options import Verb
-from allranks.errors import printable
+from allranks.errors import PlaceError, RequestError, printable
 from allranks.launcher.slurm import commands
 from allranks.launcher.slurm.commands import site_as_toml
 from allranks.launcher.slurm.limits import slurm_time
@@ -58,7 +58,16 @@ def show_site(name: str, as_object: bool) -> None:
 @click.option("--json", "as_object", is_flag=True, help="Print JSON.")
 def discover(name: str, as_object: bool) -> None:
     """Ask this machine's Slurm what it has, and print it as a file for submit --cluster."""
-    site = commands.discover()
+    try:
+        site = commands.discover()
+    except PlaceError as error:
+        raise RequestError(
+            asked="allranks cluster discover",
+            found=str(error),
+            why="a site is described by its Slurm, which answers on its login nodes",
+            do="type this on a login node, or start from a profile to fill in: "
+            "allranks cluster show template > mysite.toml",
+        ) from None
     if name:
         site = dataclasses.replace(site, name=name)
     click.echo(as_json(dataclasses.asdict(site)) if as_object else site_as_toml(site), nl=as_object)

@@ -26,6 +26,7 @@ from allranks.job.place import place_spec
 from allranks.job.run_folder import is_in_use
 from allranks.job.units import parse_slurm_time
 from allranks.launcher.places.slurm import SlurmJob
+from allranks.launcher.scripts.plan import script_position
 from allranks.launcher.slurm import commands
 from allranks.launcher.slurm.limits import check_device, check_request
 from allranks.launcher.slurm.request import (
@@ -399,6 +400,8 @@ def read_words(words: tuple[str, ...]) -> Submitted:
     program = program or str(layers.get("program", ""))
     if verb == "train":
         _check_program(program)
+    else:
+        _check_script(parameters.get("words", ()))
     return Submitted(verb, words, program, options, parameters, values)
 
 
@@ -433,6 +436,19 @@ def _script(words: tuple[str, ...]) -> str:
     """What a command is called: its script, or its first word."""
     words = words[1:] if words[:1] == ("--",) else words
     return next((word for word in words if word.endswith(".py")), next(iter(words), ""))
+
+
+def _check_script(words: tuple[str, ...]) -> None:
+    """Raise for a script that is not here, where it is the first word or that behind a Python."""
+    words = words[1:] if words[:1] == ("--",) else words
+    script = words[script_position(words)] if words else ""
+    if script.endswith(".py") and not Path(script).is_file():
+        raise RequestError(
+            asked=f"allranks submit -- run -- {' '.join(words)}",
+            found=f"no file {script} in {Path.cwd()}",
+            why="the job starts in this folder, and would fail after its time in the queue",
+            do="check the path, or type this in the folder of the script",
+        )
 
 
 def _check_program(program: str) -> None:

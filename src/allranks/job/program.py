@@ -265,11 +265,18 @@ def find_program(program: str, *bases: type) -> Any:
             found=f"{len(local)} tasks in it ({', '.join(sorted(local)) or 'none'})",
             why="a program is one class derived from "
             + " or ".join(f"{base.__module__}.{base.__qualname__}" for base in bases),
-            do=f"name one: {program}:{next(iter(sorted(local)))}"
+            do=f"name one: {program}:{_most_derived_from(local)}"
             if local
             else _of_another_engine(module),
         )
     return next(iter(local.values()))
+
+
+def _most_derived_from(classes: dict[str, type]) -> str:
+    """The name of the class that most of the others derive from; of several the first written."""
+    return max(
+        classes, key=lambda name: sum(issubclass(c, classes[name]) for c in classes.values())
+    )
 
 
 def _of_another_engine(module: ModuleType) -> str:
@@ -298,7 +305,8 @@ def _check_is_no_script(path: Path, program: str) -> None:
             asked=f"PROGRAM {program!r}",
             found="a script without a class, so without a task",
             why="`train` trains a task; a loop of one's own is started on all ranks by `run`",
-            do=f"allranks run --ranks 2 -- python {program}",
+            do=f"allranks run --ranks 2 -- python {program}, or first "
+            f"allranks check --ranks 2 -- python {program}",
         )
 
 

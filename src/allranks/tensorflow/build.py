@@ -115,9 +115,10 @@ def _check_optimizer(task: Task, optimizer: Any) -> None:
             raise _refused(OPTIMIZER, forbidden, rule.why, rule.do)
     rate = optimizer._learning_rate
     is_schedule = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
-    if is_schedule and task.overrides("schedule"):
+    ours = [name for name in ("schedule", "plateau") if task.overrides(name)]
+    if is_schedule and ours:
         raise _refused(
-            "schedule() of the task",
+            f"{ours[0]}() of the task",
             f"{described(rate)} in its optimizer too",
             "two schedules would both set one learning rate",
             "leave one of them out",

@@ -197,10 +197,3 @@ def check_task_limits(task: Task) -> None:
             why="outputs are not gathered here",
             do="--engine torch",
         )
-    if task.overrides("plateau"):
-        raise RequestError(
-            asked="plateau() of the task with the TensorFlow engine",
-            found="a learning rate that follows the evaluations",
-            why="this engine takes its rate from schedule(step) alone",
-            do="--engine torch, or schedule(step)",
-        )

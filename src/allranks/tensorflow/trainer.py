@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Self
 
 import tensorflow as tf
@@ -46,12 +47,18 @@ from allranks.tensorflow.strategies.base import (
     TensorFlowStrategy,
 )
 from allranks.training.callback import Callback, around_evaluation
-from allranks.training.engine.between_steps import BetweenSteps, StopAgreement, total_steps
+from allranks.training.engine.between_steps import (
+    BetweenSteps,
+    StopAgreement,
+    scheduled_steps,
+    total_steps,
+)
 from allranks.training.engine.saved_job import CallbackStates
 from allranks.training.evaluation_plan import EvaluationPlan
 from allranks.training.keras_task import Task
 from allranks.training.order import random_key
 from allranks.training.progress import Progress, RankRequests, StepResult
+from allranks.training.schedules import schedule_of
 from allranks.training.task_fields import check_task
 
 # --- user variables ------------------------------------------------------------------------------
@@ -113,7 +120,8 @@ class Trainer:
         check_task(task, type(task).__name__)
         check_engine(self.job)
         check_task_limits(task)
-        self.progress, self.evaluation_plan = Progress(), EvaluationPlan(self.job)
+        self.progress, self.evaluation_plan = Progress(), EvaluationPlan(self.job, task.plateau())
+        self._schedule = schedule_of(task.schedule, partial(scheduled_steps, self))
         self.callbacks = [*callbacks, *task.callbacks()]
         self.heartbeat = Heartbeat(
             self.world.heartbeat, self.world.local_rank, self.world.local_size
@@ -248,7 +256,8 @@ class Trainer:
         rate, update = 0.0, self.progress.updates + number
         if self.graphs.has_schedule:
             assert self.built.made_rate is not None
-            rate = self.built.made_rate * float(self.task.schedule(update))
+            rate = self.built.made_rate * float(self._schedule(update))
+            rate *= self.evaluation_plan.rate_factor
         return StepInputs(
             key=random_key(self.job.seed, batch.index),
             nominal=batch.nominal,
@@ -308,6 +317,11 @@ class Trainer:
     def user_buffers(self) -> list[str]:
         """The variables that forward itself has written."""
         return self.written.names
+
+    @property
+    def model(self) -> Any:
+        """The Keras model that is trained, on this rank."""
+        return self.built.model
 
     def weights(self) -> Iterator[tuple[str, NDArray[Any]]]:
         """Every variable of the model as an array, by name in sorted order."""

@@ -6,7 +6,7 @@ Every rank builds it from the seed of the job; the strategy makes all weights eq
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from allranks.strategies.resolve import resolved_strategy
 from allranks.strategies.roles import TRAINER
 from allranks.torch.accelerator import is_accelerator
 from allranks.torch.batchnorm.shard import ShardBatchNorm
-from allranks.torch.checkpoint.state import model_state
+from allranks.torch.checkpoint.state import kept_random_streams, model_state
 from allranks.torch.comm.comm import Comm
 from allranks.torch.data.sources import seed_generators
 from allranks.torch.keras.shards import (
@@ -39,7 +39,13 @@ from allranks.torch.keras.shards import (
     swap_keras_layers,
 )
 from allranks.torch.model.activation_checkpointing import recompute_blocks
-from allranks.torch.model.deferred_init import MetaModel, Place, build_turn, within_memory
+from allranks.torch.model.deferred_init import (
+    MetaModel,
+    Place,
+    build_turn,
+    give_memory,
+    within_memory,
+)
 from allranks.torch.model.layers import (
     OF_SWAPPED,
     Scope,
@@ -82,7 +88,9 @@ def swap_layers(model: nn.Module, scope: Scope) -> dict[str, list[str]]:
                 found=f"{kind.__name__}",
                 why="it communicates or makes its weights inside forward, "
                 "out of the engine's sight",
-                do="use the plain layer, with its sizes given",
+                do="use the plain layer: --set batchnorm=whole does what SyncBatchNorm does"
+                if isinstance(module, nn.SyncBatchNorm)
+                else "use the plain layer, with its sizes given",
             )
         if kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
             module.__class__ = swapped_kind(ShardBatchNorm, kind)
@@ -145,13 +153,16 @@ WHOLE_PASSES = frozenset(
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A model; the names of its layers that were swapped, those of weights that `pretrained` does
-    not name (`None` if there is no such thing), and what takes changes of its methods back."""
+    """A model, and the one that it was made of; the names of its layers that were swapped, those of
+    weights that `pretrained` does not name (`None` if there is no such thing), what takes changes
+    of its methods back, and notes for the user."""
 
     model: nn.Module
+    source: nn.Module
     swapped: dict[str, list[str]]
     not_pretrained: list[str] | None
     undo: Callable[[], None] = lambda: None
+    notes: tuple[str, ...] = ()
 
 
 def build_model(
@@ -201,21 +212,7 @@ def _built(
 ) -> tuple[BuiltModel, Callable[[nn.Module, Place], dict[str, str]]]:
     """The model, and what fills those of its tensors that are on meta still, when it is cut."""
     precision = strategy.built_with
-    seed_generators(job.seed)
-    torch.manual_seed(job.seed)
-    floatx = "float64" if precision.parameters == torch.float64 else "float32"
-    with of_keras_type(floatx), within_memory():
-        model = task.model()
-    if not isinstance(model, nn.Module):
-        raise RequestError(
-            asked="model() of the task",
-            found=f"a {type(model).__name__}",
-            why="the engine trains torch modules",
-            do="return an nn.Module",
-        )
-    check_keras(task, model)
-    for module in filter(is_keras, model.modules()):
-        check_types(module, floatx)
+    model = _made(task, job, precision)
     on_meta = MetaModel(model)
     model = precision.model(model)
     pretrained = _pretrained(task, model)
@@ -233,10 +230,58 @@ def _built(
     swapped = swap_layers(model, scope)
     swap_keras_layers(model, scope, swapped)
     swap_tables(model, scope, swapped)
-    built = BuiltModel(model, swapped, missing)
+    built = BuiltModel(model, model, swapped, missing)
     if job.activation_checkpointing:
-        built = dataclasses.replace(built, undo=recompute_blocks(task, model, scope))
+        undo, notes = recompute_blocks(task, model, scope)
+        built = dataclasses.replace(built, undo=undo, notes=notes)
     return built, fill
+
+
+def _made(task: Task, job: Job, precision: Precision) -> nn.Module:
+    """What `model()` of the task returns, with the generators as at the start of the job."""
+    seed_generators(job.seed)
+    torch.manual_seed(job.seed)
+    floatx = "float64" if precision.parameters == torch.float64 else "float32"
+    with of_keras_type(floatx), within_memory():
+        model = task.model()
+    if not isinstance(model, nn.Module):
+        raise RequestError(
+            asked="model() of the task",
+            found=f"a {type(model).__name__}",
+            why="the engine trains torch modules",
+            do="return an nn.Module",
+        )
+    check_keras(task, model)
+    for module in filter(is_keras, model.modules()):
+        check_types(module, floatx)
+    return model
+
+
+def whole_copy(
+    task: Task, job: Job, built: BuiltModel, weights: Iterable[tuple[str, Tensor]], on: Precision
+) -> nn.Module:
+    """A second model of the task with these `weights`, of which tied ones have one name.
+
+    Raises `RequestError` where `model()` of the task returns the first one again.
+    """
+    with kept_random_streams(on.device):
+        model = _made(task, job, on)
+    first = {id(parameter) for parameter in built.model.parameters()}
+    if model is built.source or any(id(parameter) in first for parameter in model.parameters()):
+        raise RequestError(
+            asked=f"whole_model() under --strategy {job.strategy}",
+            found="model() of the task, which returned the model that is being trained",
+            why="ranks hold parts of that one, so each rank builds a second model",
+            do="build the model within model() of the task (`Trainer.from_parts` does not), or "
+            "take its tensors from trainer.weights()",
+        )
+    model = on.model(model)
+    give_memory(model, on.device)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    with torch.no_grad():
+        for name, tensor in weights:
+            tensors[name].copy_(tensor)
+    return model
 
 
 def _copy(name: str, target: Tensor, whole: Tensor) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -23,22 +23,24 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from allranks.checkpoint.commit import Alone
-from allranks.errors import RequestError
+from allranks.errors import RequestError, explained
 from allranks.job.faults import Faults
 from allranks.job.job import Job
 from allranks.launcher.heartbeat import Heartbeat
 from allranks.launcher.world import Visible, World, tasks_not_started
 from allranks.torch.batchnorm.across_ranks import whole_norm
-from allranks.torch.build import BuiltModel, build_model, build_strategy, job_for
+from allranks.torch.build import BuiltModel, build_model, build_strategy, job_for, whole_copy
 from allranks.torch.checkpoint.saving import Saving, contents_of, digest_of_state
 from allranks.torch.checkpoint.state import copied, random_streams, set_random_streams
 from allranks.torch.comm.join import join
-from allranks.torch.comm.rank_sync import AT_THE_END, EVALUATE
+from allranks.torch.comm.rank_sync import AT_THE_END, EVALUATE, WHOLE_MODEL
 from allranks.torch.data.batch import Batch
+from allranks.torch.data.evaluate import evaluating
 from allranks.torch.data.task_data import TaskData
 from allranks.torch.keras.task import torch_task
 from allranks.torch.limits import check_limits
 from allranks.torch.machine import device_of, flip_one_bit, notes_on_sharing, notes_on_torch
+from allranks.torch.model.activation_checkpointing import OTHER_TENSORS, differs_again
 from allranks.torch.model.compiling import compile_passes
 from allranks.torch.model.flops import FlopsMeter, peak_of
 from allranks.torch.model.initialising import initialise
@@ -56,11 +58,17 @@ from allranks.torch.task import Task, task_of_parts
 from allranks.torch.witness.replicas import verify
 from allranks.torch.witness.witness import Witness, say_what_matters
 from allranks.training.callback import Callback, around_evaluation
-from allranks.training.engine.between_steps import BetweenSteps, StopAgreement, total_steps
+from allranks.training.engine.between_steps import (
+    BetweenSteps,
+    StopAgreement,
+    scheduled_steps,
+    total_steps,
+)
 from allranks.training.engine.saved_job import CallbackStates
 from allranks.training.evaluation_plan import EvaluationPlan
 from allranks.training.keras_task import Task as KerasTask
 from allranks.training.progress import Progress, RankRequests, StepResult
+from allranks.training.schedules import schedule_of
 from allranks.training.task_fields import check_task
 
 # --- loop ----------------------------------------------------------------------------------------
@@ -285,7 +293,8 @@ class Trainer(OnSteps):
         if self._saving is not None:
             self._saving.look_at_rates()
         self.witness.before_step(batch, self.task_data.opened, self.settle)
-        with self.meter.watching(batch.own_samples), KERNELS:
+        computes = explained(OTHER_TENSORS, differs_again)
+        with self.meter.watching(batch.own_samples), KERNELS, computes:
             result = self._steps.make(batch, ahead=not self.witness.observes)
         if len(step.user_buffers.written) != len(self.user_buffers):
             self.user_buffers = sorted(step.user_buffers.written)
@@ -353,6 +362,39 @@ class Trainer(OnSteps):
         with self.strategy.evaluated_weights():
             for name, tensor in self.strategy.full_state():
                 yield name, tensor.clone()
+
+    @property
+    def model(self) -> nn.Module:
+        """The model as this rank trains it: this rank's part where ranks hold parts of it."""
+        return self.strategy.model
+
+    @contextmanager
+    def whole_model(self) -> Iterator[nn.Module]:
+        """The whole model in evaluation mode, with the weights that an evaluation has.
+
+        Every rank enters this, and leaves it before the next step; within, each may use the model
+        by itself (`generate`, `save_pretrained`). Where every rank has all weights this is the
+        model that trains, and no weight is sent. Where ranks hold parts (`fsdp`, `hsdp`, `tensor`,
+        `expert`, `branches`, pipelines, `mesh`) each rank calls `model()` of the task and fills the
+        result with all weights, which are gathered one by one: it needs memory for a whole model,
+        and what is written into it changes no training.
+        """
+        before = self.heartbeat.enter("evaluate")
+        self.settle()
+        strategy, size = self.strategy, self.comm.size
+        if strategy.agreement.is_one_training:
+            self.comm.meet(WHOLE_MODEL)
+        is_cut = strategy.agreement.weights in ("sharded", "staged") and size > 1
+        with ExitStack() as stack:
+            stack.enter_context(strategy.evaluated_weights())
+            model = strategy.model
+            if is_cut or self._scope.served:
+                weights, on = strategy.full_state(), strategy.context.precision
+                model = whole_copy(self.task, self.job, self.built, weights, on)
+                stack.close()  # the model that trains has its own weights again
+            stack.enter_context(evaluating(self.task, model))
+            yield model
+        self.heartbeat.enter(before)
 
     def state(self) -> dict[str, Any]:
         """All that the rest depends on: weights, optimizer, progress; every rank calls this."""
@@ -455,12 +497,14 @@ class Trainer(OnSteps):
         resources.on_leave(self.strategy.leave)
         self.built = self._place_model()
         step, plan = self.strategy.step, self.evaluation_plan
+        written = task.as_written.schedule
+        step.rates.schedule = schedule_of(written, partial(scheduled_steps, self))
         self._steps = InFlightSteps(self.strategy, job, lambda: plan.rate_factor)
         check_limits(task, job, self.strategy)
         whole = whole_norm(task, self.strategy.data, self._scope, self.built.swapped)
         if whole is not None:
             resources.on_leave(whole.leave)
-        self.model_notes = notes_on(self.strategy.model, task)
+        self.model_notes = [*notes_on(self.strategy.model, task), *self.built.notes]
         self.model_notes += notes_on_backend(self.comm.of_torch, job.backend) + notes_on_torch()
         self.model_notes += notes_on_update(step.optimizer, self.device)
         self.model_notes += notes_on_sharing(job)

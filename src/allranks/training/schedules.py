@@ -4,20 +4,23 @@ What `schedule(step)` of a task returns is such a factor; it multiplies the rate
 the optimizer was made with. Updates are those of the *job*, counted from 0, whatever the number of
 ranks; a schedule is a function of that number alone, so it has no state and resumes exactly:
 
-    def schedule(self, step):
-        return cosine(total=10_000, warmup=500)(step)
+    def schedule(self, step, total):
+        return cosine(total, warmup=500)(step)
 
-Each name below makes such a function. `product` multiplies schedules, `then` puts one behind
-another. `Plateau` is the exception: it follows the evaluations, and is what `plateau()` returns.
+`total` is the number of steps of the job; a schedule that needs none leaves it out. Each name below
+makes such a function. `product` multiplies schedules, `then` puts one behind another. `Plateau` is
+the exception: it follows the evaluations, and is what `plateau()` returns.
 Nothing here knows a framework.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -26,6 +29,31 @@ from allranks.job.deepspeed.recipe import OPTIMIZERS, SCHEDULES, read_recipe
 
 Schedule = Callable[[int], float]
 """From the number of an update of the job, from 0, to the factor on the learning rate."""
+
+
+def schedule_of(schedule: Callable[..., float], total: Callable[[], int | None]) -> Schedule:
+    """`schedule` of a task as a function of the step alone; `total()` is asked for if it needs it.
+
+    It needs it if it has a second argument without a default.
+    """
+    arguments = list(inspect.signature(schedule).parameters.values())[1:2]
+    positional = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    if not any(a.kind in positional and a.default is a.empty for a in arguments):
+        return schedule
+
+    @cache
+    def known() -> int:
+        steps = total()
+        if steps is None:
+            raise RequestError(
+                asked="schedule(step, total) of the task",
+                found="data that does not say how long an epoch is",
+                why="the number of steps is known only when it has been read to its end",
+                do="--steps N, or schedule(step) with a number of your own",
+            )
+        return steps
+
+    return lambda step: schedule(step, known())
 
 
 def constant(factor: float = 1.0) -> Schedule:

@@ -56,7 +56,11 @@ class TaskFields:
         return None
 
     def schedule(self, step: int) -> float:
-        """The factor on the learning rate at update `step` of the job, from 0."""
+        """The factor on the learning rate at update `step` of the job, from 0.
+
+        Written as `schedule(self, step, total)` it also gets the number of steps of the job:
+        `--steps`, or all of `epochs`. A stream that does not say its length needs `--steps` then.
+        """
         return 1.0
 
     def plateau(self) -> Plateau | None:

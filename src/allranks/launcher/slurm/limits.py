@@ -61,7 +61,7 @@ def _check_account(site: Site, request: SlurmRequest) -> None:
 def _check_nodes(site: Site, partition: Partition, request: SlurmRequest) -> None:
     least, most = partition.min_nodes, partition.max_nodes
     if most is not None and request.nodes > most:
-        other = _roomier(site, partition, request.nodes)
+        other = _roomier(site, partition, request.nodes, request.gpus_per_node)
         raise _too_much(
             site, partition, f"--nodes {request.nodes}", f"{_count(most, 'node')} for a job", other
         )
@@ -75,8 +75,12 @@ def _check_nodes(site: Site, partition: Partition, request: SlurmRequest) -> Non
         )
 
 
-def _roomier(site: Site, partition: Partition, nodes: int) -> str:
-    fits = [p.name for p in site.partitions.values() if p.max_nodes and p.max_nodes >= nodes]
+def _roomier(site: Site, partition: Partition, nodes: int, gpus: int) -> str:
+    fits = [
+        p.name
+        for p in site.partitions.values()
+        if p.max_nodes and p.max_nodes >= nodes and (p.gpus or 0) >= gpus
+    ]
     where = f", or --partition {fits[0]}" if fits else ""
     return f"--nodes {partition.max_nodes}{where}"
 
@@ -87,11 +91,14 @@ def _check_gpus(
     gpus, there = request.gpus_per_node, partition.gpus
     if gpus and there is not None and gpus > there:
         with_gpus = [p.name for p in site.partitions.values() if p.gpus]
-        instead = f"--gpus-per-node {there}"
+        option, asked_for = "--gpus-per-node", gpus
+        if options.gpus_per_node is None:  # one for each device of a rank
+            option, asked_for = "--ranks-per-node", request.ranks_per_node
+        instead = f"{option} {there * asked_for // gpus}"
         if not there:
             instead = f"--partition {with_gpus[0]}" if with_gpus else "leave --gpus-per-node out"
         raise _too_much(
-            site, partition, f"--gpus-per-node {gpus}", f"{_count(there, 'GPU')} on a node", instead
+            site, partition, f"{option} {asked_for}", f"{_count(there, 'GPU')} on a node", instead
         )
     most = partition.max_gpus
     if most is not None and gpus * request.nodes > most:

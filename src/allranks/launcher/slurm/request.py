@@ -157,7 +157,7 @@ def make_request(
         modules=options.modules,
         environment=site.environment,
         venv=options.venv,
-        container=_container(site, options),
+        container=_container(site, options, gpus),
         command=command,
         run_dir=run_dir,
     )
@@ -235,10 +235,12 @@ def _signal_s(options: SlurmOptions) -> int:
     return SIGNAL_S if options.time_s is None else min(SIGNAL_S, options.time_s // SIGNAL_SHARE)
 
 
-def _container(site: Site, options: SlurmOptions) -> tuple[str, ...]:
+def _container(site: Site, options: SlurmOptions, gpus: int) -> tuple[str, ...]:
     if not options.container:
         return ()
-    return tuple(word.replace("{image}", options.container) for word in site.container)
+    sees_gpus = ("--nv",) if gpus else ()  # without it a program would train on processors
+    words = site.container or ("apptainer", "exec", *sees_gpus, "{image}")
+    return tuple(word.replace("{image}", options.container) for word in words)
 
 
 # --- sbatch options ------------------------------------------------------------------------------

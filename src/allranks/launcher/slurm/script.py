@@ -21,6 +21,7 @@ MANGLED = re.compile(r"(?i)(pack|het)(?=job)")  # sbatch blanks these words, or 
 OPTION = re.compile(r"--[a-z][a-z-]*(=.*)?")
 SCHEDULER_DIRECTIVE = re.compile(r"#(SBATCH|SLURM|PBS|BSUB)\b", re.IGNORECASE)
 WIDTH, INDENT = 80, "    "
+COMMITS, LEAVES = " and commits a checkpoint", "they commit a checkpoint and leave."
 LONGEST_NAME = 200  # bytes; Slurm refuses names of 1024
 
 
@@ -97,14 +98,19 @@ def _ending_directives(request: SlurmRequest) -> list[str]:
         lines.append(f"#SBATCH --time={slurm_time(request.time_s)}")
     if request.signal_s:
         lines += [
-            f"# SIGUSR1 goes to the ranks {request.signal_s} s before the end: they commit a "
-            "checkpoint and leave.",
+            f"# SIGUSR1 goes to the ranks {request.signal_s} s before the end: "
+            + ("a script may save then." if _is_run(request) else LEAVES),
             f"#SBATCH --signal=USR1@{request.signal_s}",
         ]
     lines.append("#SBATCH --requeue" if request.requeue else "#SBATCH --no-requeue")
     if request.survives_nodes:
         lines += ["# The job goes on, on fewer nodes, when one of them dies.", "#SBATCH --no-kill"]
     return lines
+
+
+def _is_run(request: SlurmRequest) -> bool:
+    """Whether the job is a script of one's own, which commits no checkpoint of allranks."""
+    return request.command[:2] == ("allranks", "run")
 
 
 def _option(option: str) -> str:
@@ -152,7 +158,7 @@ def _environment(request: SlurmRequest) -> list[str]:
 
 def _program(request: SlurmRequest) -> list[str]:
     *lines, last = _wrapped([*request.container, *request.command])
-    inside = []
+    inside, is_run = [], _is_run(request)
     if request.container:
         inside = [
             "# Each node's agent runs in the same container.",
@@ -164,7 +170,7 @@ def _program(request: SlurmRequest) -> list[str]:
         "it starts the ranks on all of them with srun. Without",
         "# a trap the shell would die at once of a signal to the job, "
         "and with it all that is in it:",
-        "# it waits for the program, which gets the same signal and commits a checkpoint.",
+        f"# it waits for the program, which gets the same signal{'' if is_run else COMMITS}.",
         "cancelled=no",
         "trap 'cancelled=yes' TERM",
         "trap : USR1 INT",

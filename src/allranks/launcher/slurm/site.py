@@ -139,7 +139,8 @@ class Site:
     """A site: its partitions by name, and the lines that a job needs there.
 
     `setup` are lines of shell and `modules` what is loaded after them; `container` are the words
-    that enter a container, with `{image}` among them; `environment` are variables that every job
+    that enter a container, with `{image}` among them (none: `apptainer exec`, and `--nv` for a job
+    with GPUs); `environment` are variables that every job
     there should have, network interfaces for one.
     """
 
@@ -151,7 +152,7 @@ class Site:
     memory_flag: str = "mem"
     setup: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
-    container: tuple[str, ...] = ("apptainer", "exec", "{image}")
+    container: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     sources: dict[str, NumberSource] = field(default_factory=dict)
     file: str = ""

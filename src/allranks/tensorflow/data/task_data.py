@@ -226,7 +226,7 @@ class KerasTaskData:
         self.compare()
         self._check_same("eval_data", evaluated)
         names = {} if evaluated is None else self._evaluator.rehearse(evaluated)
-        check_metrics(self.job, names)
+        check_metrics(self.job, names, self.task.plateau())
 
     def compare(self) -> None:
         """Raise where ranks have other training data; once. Every rank calls this."""
@@ -247,7 +247,9 @@ class KerasTaskData:
                 asked=f"{name}() of the task: a tf.data.Dataset",
                 found="its first batch is not the same on all ranks",
                 why="each takes its own part of what all read, so all must read the same",
-                do="draw from TensorFlow's generators alone, or return arrays",
+                do="draw from TensorFlow's generators alone, and in one thread: "
+                "map(…, num_parallel_calls=AUTOTUNE) draws in the order of its threads, map(…) in "
+                "that of the samples; or return arrays",
             )
 
     def close(self) -> None:

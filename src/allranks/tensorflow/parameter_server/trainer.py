@@ -187,6 +187,13 @@ class ChiefTrainer(Trainer):
 
     def __init__(self, task: Task, job: Job | None = None, **more: Any) -> None:
         self._asked = NOTHING
+        if task.overrides("plateau"):
+            raise RequestError(
+                asked="plateau() of the task with --strategy parameter-server",
+                found="workers that compute steps ahead of the evaluations",
+                why="the rate of a step is set when it is sent to a worker",
+                do="--strategy multi-worker-mirrored, or schedule(step)",
+            )
         super().__init__(task, job, **more)
         most = 1 if self.job.trace else self.strategy.most_under_way  # a trace sees each step end
         self._ahead = Ahead[ReplicaBatch, RemoteStep](most, self._scheduled, self._holds_back)

@@ -171,7 +171,7 @@ class Graphs:
         self.variables = list(model.trainable_variables)
         self.norms = shard_norms(model)
         self.kind = tf.as_dtype(keras.config.floatx())
-        self.has_schedule = task.overrides("schedule")
+        self.has_schedule = task.overrides("schedule") or task.overrides("plateau")
         self._reached = [True] * len(self.variables)
         self._made: dict[Any, Callable[..., Any]] = {}
         self.tally_size = HEAD + replicas + sum(norm.moment_size for norm in self.norms)

@@ -29,6 +29,7 @@ from allranks.errors import PeerLost, RequestError
 from allranks.launcher.processes.process import shortened
 
 EVALUATE = "evaluate()"
+WHOLE_MODEL = "whole_model()"
 AT_THE_END = "the end of the training"
 LASTS = timedelta(seconds=5)  # a longer wait reads the store, which takes 0.1 ms
 LONGEST_WHY = 4000  # characters of an error that other ranks get

@@ -57,7 +57,7 @@ def evaluate(
     names, rows = list[str](), dict[int, list[Pair]]()
     copying = Copying(strategy.context.precision)
     reading = source.batches(wanted, place=copying.begin)
-    with _evaluating(task, strategy.model), closing(reading) as batches:
+    with evaluating(task, strategy.model), closing(reading) as batches:
         for number, begun in zip(visited, batches, strict=True):
             if comm.heartbeat is not None:
                 comm.heartbeat.enter("evaluate")  # a sign of life for every chunk
@@ -98,7 +98,7 @@ def try_evaluation(
         notes.append(
             f"the first samples of an evaluation go through the model once before it: {error.found}"
         )
-    with _leaving_no_trace(task, strategy), _evaluating(task, strategy.model):
+    with _leaving_no_trace(task, strategy), evaluating(task, strategy.model):
         pairs = _pairs(task, strategy, data, samples)
     means = [name for name, (_, count) in pairs.items() if count == 1 and name != "loss"]
     if means and samples > 1:
@@ -147,7 +147,7 @@ def _put_back_weights(copies: list[tuple[Tensor, Tensor]]) -> None:
 
 
 @contextmanager
-def _evaluating(task: Task, model: nn.Module) -> Iterator[None]:
+def evaluating(task: Task, model: nn.Module) -> Iterator[None]:
     """Within, model and task are in evaluation mode; afterwards every layer has its former mode."""
     modes = [(module, module.training) for module in model.modules()]
     names_it_itself = "training" in vars(task) or type(task).training is not Task.training

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from allranks.launcher.messages.connection import listen
 from allranks.strategies.shards import even_sizes, owned_shards
@@ -192,6 +193,10 @@ class SynchronizerTrainer(Trainer):
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         self._load_weights()
         return super().weights()
+
+    def whole_model(self) -> AbstractContextManager[nn.Module]:
+        self._load_weights()
+        return super().whole_model()
 
     def state(self) -> dict[str, Any]:
         self._load_weights()

@@ -4,16 +4,22 @@ Torch's checkpoint does it, and restores its own random streams. The layers that
 (`layers`) use a scope instead: in a recomputation, dropout must draw the same mask, and BatchNorm
 must not count its moments twice. Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost,
 arXiv 1604.06174.
+
+Language models of transformers keep keys and values unless `config.use_cache` is false. A block
+that is computed again would find those of its first time, so the cache is off while they train.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,9 +27,16 @@ from allranks.errors import RequestError
 from allranks.torch.model.layers import Scope
 from allranks.torch.task import Task
 
+CACHE_IS_OFF = (
+    "use_cache in the model's config is false while it trains: a block that is computed again "
+    "would find the keys and values of its first time"
+)
 
-def recompute_blocks(task: Task, model: nn.Module, scope: Scope) -> Callable[[], None]:
-    """Let the blocks of `model` recompute their activations; returns a function that undoes it."""
+
+def recompute_blocks(
+    task: Task, model: nn.Module, scope: Scope
+) -> tuple[Callable[[], None], tuple[str, ...]]:
+    """Let the blocks of `model` recompute their activations; returns what undoes it, and notes."""
     blocks = repeated_blocks(task, model)
     if not blocks:
         raise RequestError(
@@ -34,12 +47,18 @@ def recompute_blocks(task: Task, model: nn.Module, scope: Scope) -> Callable[[],
         )
     for block in blocks:
         block.forward = partial(_recomputed, block.forward, Recomputed(scope))
+    configs = {id(c): c for m in model.modules() if (c := vars(m).get("config")) is not None}
+    caching = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
+    for config in caching:
+        config.use_cache = False
 
     def undo() -> None:
         for block in blocks:
             del block.forward
+        for config in caching:
+            config.use_cache = True
 
-    return undo
+    return undo, (CACHE_IS_OFF,) if caching else ()
 
 
 def repeated_blocks(task: Task, model: nn.Module) -> list[nn.Module]:
@@ -77,6 +96,31 @@ def _recomputed(
     first = scope.moment()
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return nullcontext(), scope.again(first)
+        return nullcontext(), _computing_again(scope.again(first))
 
     return checkpoint(forward, *arguments, use_reentrant=False, context_fn=contexts, **keywords)
+
+
+@contextmanager
+def _computing_again(scope: AbstractContextManager[Any]) -> Iterator[None]:
+    """Within, a block that worked before and fails now has kept something of its first time."""
+    try:
+        with scope:
+            yield
+    except (torch.OutOfMemoryError, dist.DistError):
+        raise
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise differs_again(str(error).splitlines()[0]) from error
+
+
+OTHER_TENSORS = re.compile("^torch.utils.checkpoint: (Recomputed|A different number)")
+
+
+def differs_again(text: str) -> RequestError:
+    """The error for a block that computes something else in backward than in forward."""
+    return RequestError(
+        asked="to compute activations again in backward",
+        found=f"a block that does not do the same then: {text}",
+        why="its forward keeps something from call to call, as a cache of keys and values does",
+        do="let forward keep nothing while the model trains, or name other blocks(self, model)",
+    )

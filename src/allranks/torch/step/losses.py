@@ -55,7 +55,7 @@ def weighted_losses(
     """The losses of a batch times their weights, and the weights; `None` where all are 1."""
     losses = task.loss(output, data)
     if not isinstance(losses, Tensor) or losses.ndim == 0 or losses.shape[0] != samples:
-        raise _not_per_sample(losses, samples)
+        raise _not_per_sample(losses, samples, output)
     if not losses.requires_grad and _is_learning(output):
         raise _without_gradient(losses)
     if losses.dtype in (torch.float16, torch.bfloat16):
@@ -159,16 +159,28 @@ def _without_gradient(losses: Tensor) -> RequestError:
     )
 
 
-def _not_per_sample(losses: Any, samples: int) -> RequestError:
-    found = f"a {type(losses).__name__}"
+LEAVE_THE_MEAN_OUT = (
+    'leave the mean out, for example cross_entropy(output, target, reduction="none")'
+)
+
+
+def _not_per_sample(losses: Any, samples: int, output: Any) -> RequestError:
+    found, do = f"a {type(losses).__name__}", LEAVE_THE_MEAN_OUT
     if isinstance(losses, Tensor):
         found = "a scalar" if losses.ndim == 0 else f"a tensor of shape {tuple(losses.shape)}"
+        if losses.ndim == 1 and len(losses) and len(losses) % samples == 0:
+            each = len(losses) // samples
+            do = f"of {each} tokens each, in their order: loss.view({samples}, {each}), which is "
+            do += "loss.view(len(batch), -1) for a batch of any size"
+    if losses is getattr(output, "loss", None):
+        do = "compute it of output.logits, and leave labels out of inputs(batch): "
+        do += LEAVE_THE_MEAN_OUT.removeprefix("leave the mean out, for example ")
     return RequestError(
         asked="loss(output, batch) of the task",
         found=f"{found} for {samples} samples",
         why="the loss is one value per sample (or per token): the engine owns the mean, because "
         "only it knows the whole global batch",
-        do='leave the mean out, for example cross_entropy(output, target, reduction="none")',
+        do=do,
     )
 
 

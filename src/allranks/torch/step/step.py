@@ -8,7 +8,7 @@ division by the weight, regularizer, guard, clipping, update, BatchNorm      `ap
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -55,6 +55,7 @@ class Rates:
 
     def __init__(self, task: Task, optimizer: Optimizer) -> None:
         self.task, self.optimizer = task, optimizer
+        self.schedule: Callable[[int], float] = task.schedule  # a trainer adds the total
         self.initial = hyper_parameters(optimizer)
         self.warning = ""
         self._are_scheduled = task.overrides("schedule") or task.overrides("plateau")
@@ -78,7 +79,7 @@ class Rates:
         self._is_first = False
         self._known = rates
         if self._are_scheduled:
-            factor = float(self.task.schedule(update)) * times
+            factor = float(self.schedule(update)) * times
             for group, initial in zip(groups, self.initial, strict=True):
                 group["lr"] = float(initial["lr"]) * factor
             self.see()

@@ -233,6 +233,14 @@ def total_steps(trainer: EngineTrainer) -> int | None:
     return None if per_epoch is None else int(per_epoch * trainer.task.epochs)
 
 
+def scheduled_steps(trainer: EngineTrainer) -> int | None:
+    """`total_steps`, but a comparison of the first steps has the schedule of the whole training."""
+    per_epoch = trainer.task_data.batches.steps_per_epoch
+    if trainer.job.trace and per_epoch is not None:
+        return int(per_epoch * trainer.task.epochs)
+    return total_steps(trainer)
+
+
 # --- trainer -------------------------------------------------------------------------------------
 # The protocol of every engine's trainer, for the shared loop and the shared rank program.
 #
