@@ -7,22 +7,53 @@ from the network are errors. `tests/test_docs_site.py` looks at SECTIONS without
 from __future__ import annotations
 
 import logging
+import os
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 SECTIONS = {
-    "I have a script": "tour checking running report benchmarking words",
-    "I have a task": (
-        "tasks data strategies cut_models parameter_servers sending_less precision tensorflow "
-        "checkpoints ../examples/README reference"
-    ),
-    "I run a cluster": "clusters collectives gpu when_it_fails ../SECURITY",
-    "Why it is right": "correctness found ../benchmarks/README ../benchmarks/LOG",
-    "Change it": "../CONTRIBUTING ../tests/README ../CHANGELOG",
+    "I have a script": """
+        tour
+        checking
+        running
+        report
+        benchmarking
+        words
+    """,
+    "I have a task": """
+        tasks
+        data
+        strategies
+        cut_models
+        parameter_servers
+        sending_less
+        precision
+        tensorflow
+        checkpoints
+        ../examples/README
+        reference
+    """,
+    "I run a cluster": """
+        clusters
+        collectives
+        gpu
+        when_it_fails
+        ../SECURITY
+    """,
+    "Why it is right": """
+        correctness
+        found
+        ../benchmarks/README: ../benchmarks/LOG
+    """,
+    "Change it": """
+        ../CONTRIBUTING
+        ../tests/README
+        ../CHANGELOG
+    """,
 }
-"""The navigation: the pages of each reader, in order. A new page of docs/ is one more word."""
+"""The navigation: the pages of each reader, one a line; pages behind a colon are below it."""
 
 project = "allranks"
 copyright = "the authors of allranks, Apache-2.0"
@@ -45,13 +76,30 @@ python_maximum_signature_line_length = 160
 LOADED = re.compile(r"""<(?:link|script|img|iframe)[^>]*(?:src|href)=["'](?:https?:)?//[^"']+""")
 
 
+def entries(lines: str) -> dict[str, list[str]]:
+    """The pages of one reader, from the root of the checkout, each with those below it."""
+    found = {}
+    for line in lines.strip().splitlines():
+        words = line.replace(":", " ").split()
+        first, *below = [os.path.normpath(f"docs/{page}") for page in words]
+        found[first] = below
+    return found
+
+
 def add_navigation(app: Any, name: str, source: list[str]) -> None:
-    """Add the navigation to README.md, where GitHub would show it as text."""
-    if name == root_doc:
-        for title, pages in SECTIONS.items():
-            paths = [f"docs/{page}".replace("docs/../", "") for page in pages.split()]
-            tree = "\n".join(["```{toctree}", ":hidden:", f":caption: {title}", "", *paths, "```"])
-            source[0] += f"\n{tree}\n"
+    """Add to README.md, and to pages with others below them, what GitHub would show as text."""
+    for title, lines in SECTIONS.items():
+        pages = entries(lines)
+        if name == root_doc:
+            source[0] += tree([f":caption: {title}"], list(pages))
+        elif pages.get(name):
+            source[0] += tree([], pages[name])
+
+
+def tree(options: list[str], pages: list[str]) -> str:
+    """A toctree that shows in the sidebar alone."""
+    paths = [f"/{page}" for page in pages]
+    return "\n" + "\n".join(["```{toctree}", ":hidden:", *options, "", *paths, "```"]) + "\n"
 
 
 def finish(app: Any, error: Exception | None) -> None:
