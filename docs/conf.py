@@ -7,34 +7,60 @@ from the network are errors. `tests/test_docs_site.py` looks at SECTIONS without
 from __future__ import annotations
 
 import logging
+import os
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 SECTIONS = {
-    "I have a script": "scripts checking words report benchmarking benchmarking_peers found",
-    "I have a task": (
-        "tour tasks task_losses task_models task_training own_loop notebooks data ready_made "
-        "running precision checkpoints checkpoints_in_detail deepspeed_configuration tensorflow "
-        "tensorflow_in_detail ../examples/README reference glossary"
-    ),
-    "Strategies": (
-        "strategies strategies_data strategies_sharded strategies_layers strategies_pipelines "
-        "strategies_memory cut_models parameter_servers parameter_servers_in_detail decoupled "
-        "sending_less sending_less_loss compressed_gradients"
-    ),
-    "I run a cluster": (
-        "clusters scripts_on_nodes collectives gpu gpu_in_detail when_it_fails failures_in_detail "
-        "faults_on_purpose nothing_left_behind exit_codes security ../SECURITY"
-    ),
-    "Why it is right": (
-        "correctness correctness_mechanisms correctness_checks correctness_limits "
-        "../benchmarks/README ../benchmarks/LOG"
-    ),
-    "Change it": "../CONTRIBUTING ../tests/README ../CHANGELOG",
+    "I have a script": """
+        scripts: scripts_on_nodes
+        checking
+        words
+        report
+        benchmarking: benchmarking_peers
+    """,
+    "I have a task": """
+        tour
+        tasks: task_models task_losses task_training own_loop
+        data: ready_made
+        running: notebooks
+        precision
+        checkpoints: checkpoints_in_detail
+        tensorflow: tensorflow_in_detail
+        deepspeed_configuration
+        ../examples/README
+        reference
+    """,
+    "Strategies": """
+        strategies: strategies_data strategies_sharded strategies_layers strategies_pipelines
+        strategies_memory
+        cut_models
+        parameter_servers: parameter_servers_in_detail
+        sending_less: sending_less_loss compressed_gradients decoupled
+    """,
+    "I run a cluster": """
+        clusters
+        when_it_fails: failures_in_detail faults_on_purpose nothing_left_behind
+        exit_codes
+        gpu: gpu_in_detail
+        collectives
+        security: ../SECURITY
+    """,
+    "Why it is right": """
+        correctness: correctness_mechanisms correctness_checks correctness_limits
+        found
+        ../benchmarks/README: ../benchmarks/LOG
+    """,
+    "Change it": """
+        glossary
+        ../CONTRIBUTING
+        ../tests/README
+        ../CHANGELOG
+    """,
 }
-"""The navigation: the pages of each reader, in order. A new page of docs/ is one more word."""
+"""The navigation: the pages of each reader, one a line; pages behind a colon are below it."""
 
 project = "allranks"
 copyright = "the authors of allranks, Apache-2.0"
@@ -57,13 +83,30 @@ python_maximum_signature_line_length = 160
 LOADED = re.compile(r"""<(?:link|script|img|iframe)[^>]*(?:src|href)=["'](?:https?:)?//[^"']+""")
 
 
+def entries(lines: str) -> dict[str, list[str]]:
+    """The pages of one reader, from the root of the checkout, each with those below it."""
+    found = {}
+    for line in lines.strip().splitlines():
+        words = line.replace(":", " ").split()
+        first, *below = [os.path.normpath(f"docs/{page}") for page in words]
+        found[first] = below
+    return found
+
+
 def add_navigation(app: Any, name: str, source: list[str]) -> None:
-    """Add the navigation to README.md, where GitHub would show it as text."""
-    if name == root_doc:
-        for title, pages in SECTIONS.items():
-            paths = [f"docs/{page}".replace("docs/../", "") for page in pages.split()]
-            tree = "\n".join(["```{toctree}", ":hidden:", f":caption: {title}", "", *paths, "```"])
-            source[0] += f"\n{tree}\n"
+    """Add to README.md, and to pages with others below them, what GitHub would show as text."""
+    for title, lines in SECTIONS.items():
+        pages = entries(lines)
+        if name == root_doc:
+            source[0] += tree([f":caption: {title}"], list(pages))
+        elif pages.get(name):
+            source[0] += tree([], pages[name])
+
+
+def tree(options: list[str], pages: list[str]) -> str:
+    """A toctree that shows in the sidebar alone."""
+    paths = [f"/{page}" for page in pages]
+    return "\n" + "\n".join(["```{toctree}", ":hidden:", *options, "", *paths, "```"]) + "\n"
 
 
 def finish(app: Any, error: Exception | None) -> None:
