@@ -28,7 +28,7 @@ from allranks.job.run_folder import JsonLines, RunFolder, rank_events_path, read
 from allranks.launcher.scripts.plan import CommandRequest, plan_command
 from allranks.launcher.scripts.run import write_job
 from allranks.launcher.scripts.topology import Host
-from allranks.strategies.cards import CARDS
+from allranks.strategies.cards import CARDS, TAKE_WHEN
 
 HOSTS = (Host("here", "127.0.0.1", "lo", 2, (2000, 2001, 2002)),)
 SUMMARY: dict[str, Any] = {
@@ -240,8 +240,12 @@ def test_strategies_lists_all_and_shows_one(door: Door) -> None:
     assert code == 0
     found = re.findall(r"^  (\S+)", out, re.MULTILINE)
     assert sorted(found) == sorted(CARDS) and found.index("single") < found.index("fsdp")
+    assert out.count("EXACT: equal to one process") == 1 and out.count("up to the order") == 1
+    assert out.count("Take it when ") == len(CARDS) == len(TAKE_WHEN)
     out = " ".join(out.split())
-    assert "up to the order of sums (reduce=fp16 or reduce=bf16: REFERENCE; reduce=top-k:" in out
+    assert "The whole model on every rank: EXACT" in out and "accepted. slowmo" in out
+    assert "REFERENCE with reduce=fp16, reduce=bf16, reduce=two-bit" in out
+    assert "REFERENCE with mode=async, mode=delta." in out
     code, out, _ = door("strategies", "ddp")
     assert code == 0
     assert out.startswith(f"ddp: {CARDS['ddp'].summary}\n")
@@ -251,6 +255,17 @@ def test_strategies_lists_all_and_shows_one(door: Door) -> None:
     assert "hierarchical(group=0,pieces=1), top-k(k=64" in out
     assert "with reduce=fp16 or reduce=bf16, REFERENCE: equal to a loop that rounds" in out
     assert "bucket_mb=25.0" in out and "arXiv 2006.15704" in out
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_a_card_says_what_each_symbol_of_its_formulas_is(door: Door, name: str) -> None:
+    _, out, _ = door("strategies", name)
+    formulas = out[out.index("\n  sends ") :].partition("\n  where ")[0].partition("\n  option")[0]
+    symbols = set(re.findall(r"(?<![\w-])[A-Zkm](?![\w-])", formulas)) - {"A"}
+    symbols |= {word for word in ("tally", "roots") if word in formulas}
+    known = re.findall(r"(?:where|^)  +(\w+): ", out, re.MULTILINE)
+    known += re.findall(r"(\w+)(?: =|:|, the power| positions)", formulas)
+    assert symbols <= {*known, "M", "Q", "G"}
 
 
 def test_strategies_as_json(door: Door) -> None:

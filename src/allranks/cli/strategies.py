@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,8 +13,8 @@ import click
 
 from allranks.checkpoint.files import as_json
 from allranks.cli.options import Verb
-from allranks.strategies.card import Approximate, Card, Option
-from allranks.strategies.cards import CARDS
+from allranks.strategies.card import Approximate, Card, Guarantee, Option
+from allranks.strategies.cards import CARDS, SYMBOLS, TAKE_WHEN
 from allranks.strategies.resolve import card_of
 
 
@@ -46,17 +48,27 @@ WIDEST = 110
 SUBJECT = 13
 
 
+MEANINGS = """\
+EXACT: equal to one process (`single`) up to the order of floating-point sums.
+APPROXIMATE: another result than one process, but for the setting that the card names.
+REFERENCE: another result, equal to a plain loop in one process that the card describes."""
+
+
 def _list(cards: list[Card]) -> Iterator[str]:
+    yield f"{MEANINGS}\n"
     family = {
         card.name: next(name for name, holds in FAMILIES.items() if holds(card)) for card in cards
     }
     width = max(len(card.name) for card in cards)
     for heading in reversed(FAMILIES):
-        yield f"{heading}:"
-        for card in cards:
-            if family[card.name] == heading:
-                yield from _wrapped(f"  {card.name:<{width}}  ", card.summary)
-                yield from _wrapped(" " * (width + 4), f"{card.guarantee}{_otherwise(card)}")
+        members = [card for card in cards if family[card.name] == heading]
+        kind = Counter(_kind(card.guarantee) for card in members).most_common(1)[0][0]
+        yield f"{heading}: {kind}"
+        for card in members:
+            yield from _wrapped(f"  {card.name:<{width}}  ", card.summary)
+            yield from _wrapped(" " * (width + 4), f"Take it when {TAKE_WHEN[card.name]}")
+            if exceptions := _exceptions(card, kind):
+                yield from _wrapped(" " * (width + 4), exceptions)
         yield ""
     yield "allranks strategies NAME shows one whole: what it sends and stores, and its options."
 
@@ -83,10 +95,31 @@ def _guarantees(card: Card) -> dict[str, str]:
     return {" or ".join(settings): guarantee for guarantee, settings in settings_of.items()}
 
 
-def _otherwise(card: Card) -> str:
-    """In a few words: ` (reduce=fp16 or reduce=bf16: REFERENCE)`."""
-    kinds = [f"{setting}: {text.partition(':')[0]}" for setting, text in _guarantees(card).items()]
-    return f" ({'; '.join(kinds)})" if kinds else ""
+def _kind(guarantee: Guarantee) -> str:
+    return str(guarantee).partition(":")[0]
+
+
+def _exceptions(card: Card, usual: str) -> str:
+    """Where it promises another kind: `REFERENCE with reduce=fp16, reduce=bf16.`; else nothing."""
+    settings: dict[str, list[str]] = {}
+    for option in card.options:
+        for choice, guarantee in option.guarantees.items():
+            settings.setdefault(_kind(guarantee), []).append(f"{option.name}={choice}")
+    kinds = [f"{_kind(card.guarantee)}."] if _kind(card.guarantee) != usual else []
+    return " ".join(
+        kinds + [f"{kind} with {', '.join(names)}." for kind, names in settings.items()]
+    )
+
+
+def _symbols(card: Card) -> list[tuple[str, str]]:
+    """The symbols in the formulas of a card, which it does not define itself, and their meaning."""
+    formulas = f"{card.bytes_formula}; {card.memory}; {card.stored.formula if card.stored else ''}"
+    return [
+        (symbol, meaning)
+        for symbol, meaning in SYMBOLS.items()
+        if re.search(rf"\b{symbol}s?\b", formulas)
+        and not re.search(rf"\b{symbol}( =|:)|{symbol} positions", formulas)
+    ]
 
 
 def _written(option: Option) -> Callable[[str], str]:
@@ -103,6 +136,7 @@ def _as_data(card: Card) -> dict[str, Any]:
     return {
         "name": card.name,
         "summary": card.summary,
+        "take_it_when": TAKE_WHEN[card.name],
         "guarantee": str(card.guarantee),
         "bytes_per_step": card.bytes_formula,
         "memory": card.memory,
@@ -129,6 +163,7 @@ def _whole(card: Card) -> str:
 
 def _fields(card: Card) -> Iterator[str]:
     """What a card says, a paragraph for each thing that stands by itself."""
+    yield from _field("take it", f"when {TAKE_WHEN[card.name]}")
     yield from _field("engine", " or ".join(card.engines))
     yield from _field("guarantee", str(card.guarantee))
     for settings, guarantee in _guarantees(card).items():
@@ -141,6 +176,8 @@ def _fields(card: Card) -> Iterator[str]:
         yield from _field("" if number else "stores", case)
     if card.stored is not None:
         yield from _field("", f"between two steps {card.stored.formula} bytes")
+    for number, (symbol, meaning) in enumerate(_symbols(card)):
+        yield from _field("" if number else "where", f"{symbol}: {meaning}")
     for option in card.options:
         yield from _field("option", f"{option.name}={option.shown_default}: {option.meaning}")
         if option.choices:

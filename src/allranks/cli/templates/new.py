@@ -60,6 +60,10 @@ def new(template: str, file: str) -> None:
 
 
 def _refused(
-    template: str, file: str, found: str, do: str, why: str = "it writes a new file, over no other"
+    template: str,
+    file: str,
+    problem: str,
+    do: str,
+    why: str = "it writes a new file, over no other",
 ) -> RequestError:
-    return RequestError(asked=f"allranks new {template} {file}", found=found, why=why, do=do)
+    return RequestError(asked=f"allranks new {template} {file}", found=problem, why=why, do=do)
