@@ -230,6 +230,7 @@ def test_each_file_of_tests_has_a_name_of_its_own() -> None:
 def test_what_benchmarks_import_is_there() -> None:
     """They are run by hand, days apart: a module that has moved would not be missed before."""
     elsewhere = {"PIL", "accelerate", "deepspeed", "keras", "lightning_fabric", "mpi4py", "numpy"}
+    elsewhere |= {"transformers"}
     known = PLAIN | FRAMEWORKS | elsewhere
     known |= {path.stem for room in (BENCHMARKS, TESTS) for path in room.rglob("*.py")}
     missing = []
