@@ -200,6 +200,20 @@ def test_a_kill_between_meetings_changes_nothing(train: Train) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("inner", "ranks"), [("", 2), (",learners=2,inner=fsdp", 4)])
+def test_what_one_learner_alone_has_updated_is_saved_and_restored(
+    inner: str, ranks: int, train: Train
+) -> None:
+    """A sample that one learner has seen uses a layer; the other has no optimizer state for it."""
+    strategy = f"diloco:every=8{inner}"
+    _, wanted = weights(train, "Experts", strategy, ranks=ranks, steps=8)
+    flags = {"checkpoint_every": 4, "max_restarts": 1, "inject": "kill@rank=1,step=6"}
+    result, found = weights(train, "Experts", strategy, ranks=ranks, steps=8, **flags)
+    assert result.summary["restarts"] == 1
+    assert difference(found, wanted) == 0
+
+
+@pytest.mark.slow
 def test_a_training_goes_on_with_other_learners(train: Train, tmp_path: Path) -> None:
     """From its last meeting, under `ddp` or with more learners; and back."""
     first, _ = weights(train, "Images", "diloco:every=4", ranks=2, steps=8, checkpoint_every=8)

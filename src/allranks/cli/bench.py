@@ -106,12 +106,7 @@ SCRIPT = "allranks.bench.script"
 @click.option("--json", "as_object", is_flag=True, help="Last line of stdout: one JSON object.")
 @click.pass_context
 def bench(
-    ctx: click.Context,
-    program: str,
-    words: tuple[str, ...],
-    as_object: bool,
-    dry_run: bool,
-    **more: Any,
+    ctx: click.Context, /, program: str, words: tuple[str, ...], as_object: bool, **more: Any
 ) -> None:
     """Measure how fast PROGRAM trains, for each strategy on each number of ranks.
 
@@ -135,10 +130,10 @@ def bench(
     plan, jobs, refused = (planned, {}, {}) if planned else _plan(program, words, more)
     runs = sum(c not in refused for c in plan.combinations) * plan.repeats
     folder = Path(more["run_dir"] or new_run_dir(f"{Path(plan.program).stem}-bench")).absolute()
-    if not dry_run and folder.exists() and any(folder.iterdir()):
+    if not more["dry_run"] and folder.exists() and any(folder.iterdir()):
         raise _refused(f"--run-dir {folder}", "a folder with something in it", "a new folder")
     look_at_program(list(jobs.values())[:1])
-    if dry_run:
+    if more["dry_run"]:
         _print_plan(plan, refused, folder, as_object)
         return
     machine = machine_facts()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -194,9 +194,11 @@ class SynchronizerTrainer(Trainer):
         self._load_weights()
         return super().weights()
 
-    def whole_model(self) -> AbstractContextManager[nn.Module]:
+    @contextmanager
+    def whole_model(self) -> Iterator[nn.Module]:
         self._load_weights()
-        return super().whole_model()
+        with super().whole_model() as model:
+            yield model
 
     def state(self) -> dict[str, Any]:
         self._load_weights()

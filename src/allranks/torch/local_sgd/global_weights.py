@@ -296,7 +296,7 @@ def as_parts(state: Any) -> Any:
 def as_it_was(parts: Any, like: Any) -> Any:
     """The inverse of `as_parts`; `like` has the structure. No communication."""
     if isinstance(parts, Tensor):
-        if not (isinstance(like, Tensor) and is_dtensor(like)):
+        if not (isinstance(like, Tensor) and is_dtensor(like)) or local(like).shape != parts.shape:
             return parts
         placed: Any = like
         return load(DTENSORS).dtensor(parts, placed.device_mesh, placed.placements, placed)

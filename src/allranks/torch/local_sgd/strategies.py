@@ -17,6 +17,7 @@ learners tell each other whether any has samples left, and end their epoch toget
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -336,12 +337,23 @@ class Outer(Strategy):
         with self.evaluated_weights():
             state = self.inner.state()
             state["model"] = copied(state["model"])
+        state["optimizer"] = self._of_every_learner(state["optimizer"])
         outer: dict[str, Any] = {"at": self._at, "under_way": self._exchange.state()}
         if weights.has_momentum:
             with weights.momentum_in_place():
                 model = self.inner.state()["model"]
                 outer["momentum"] = copied({n: t for n, t in model.items() if n in self._names})
         return {**state, "outer": outer}
+
+    def _of_every_learner(self, optimizer: dict[str, Any]) -> dict[str, Any]:
+        """Without the state of parameters that some learners have not updated yet.
+
+        All ranks write one state. `own_state` has what each of them holds beyond it.
+        """
+        of_ranks = self.comm.gather_texts(json.dumps(sorted(optimizer["state"])))
+        names = set.intersection(*(set(json.loads(text)) for text in of_ranks))
+        shared = {name: values for name, values in optimizer["state"].items() if name in names}
+        return {**optimizer, "state": shared}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """A state of another strategy counts as an exchange. Every rank calls this."""
@@ -375,7 +387,11 @@ class Outer(Strategy):
         if self._exchange.weights.load_live(state["live"]):
             self._exchange.load_own_state(state["exchange"])
             now = self.inner.state()
-            optimizer = as_it_was(state["optimizer"], now["optimizer"])
+            parameters = dict(zip(self.step.names, self.step.parameters, strict=True))
+            of_optimizer = state["optimizer"]["state"]
+            like = {n: dict.fromkeys(of_optimizer[n], parameters[n]) for n in of_optimizer}
+            like |= now["optimizer"]["state"]
+            optimizer = as_it_was(state["optimizer"], {**now["optimizer"], "state": like})
             live = self._exchange.weights.live()
             self.inner.load_state({**now, "optimizer": optimizer})
             self._exchange.weights.load_live(live)
