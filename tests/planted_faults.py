@@ -199,8 +199,8 @@ PLANTED = {
         line(
             (
                 "torch/step/step.py",
-                "self.task.schedule(update)",
-                "self.task.schedule(update * int(__import__('os').environ.get('WORLD_SIZE', 1)))",
+                "self.schedule(update)",
+                "self.schedule(update * int(__import__('os').environ.get('WORLD_SIZE', 1)))",
             ),
             (1, "learning rate", None),
             program="contract_tasks:Words",

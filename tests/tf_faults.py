@@ -97,8 +97,8 @@ FAULTS = {
     ),
     "a schedule that every rank steps": Fault(
         "allranks.tensorflow.trainer:Trainer._says",
-        "self.task.schedule(update)",
-        "self.task.schedule(update * self.strategy.replicas)",
+        "self._schedule(update)",
+        "self._schedule(update * self.strategy.replicas)",
         "learning rate",
         None,
         "stepped by each rank",

@@ -301,6 +301,7 @@ class Verb(click.Command):
         **more: Any,
     ) -> None:
         super().__init__(*words, **more)
+        self.context_settings.setdefault("help_option_names", ["-h", "--help"])
         self._groups, self._common = groups, common
         for option in self.params:
             if isinstance(option, click.Option):

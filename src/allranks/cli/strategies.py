@@ -163,7 +163,8 @@ def _whole(card: Card) -> str:
 
 def _fields(card: Card) -> Iterator[str]:
     """What a card says, a paragraph for each thing that stands by itself."""
-    yield from _field("take it", f"when {TAKE_WHEN[card.name]}")
+    if card.name in TAKE_WHEN:
+        yield from _field("take it", f"when {TAKE_WHEN[card.name]}")
     yield from _field("engine", " or ".join(card.engines))
     yield from _field("guarantee", str(card.guarantee))
     for settings, guarantee in _guarantees(card).items():
