@@ -104,13 +104,13 @@ SCRIPT_OPTIONS: Options = (
     click.option(
         "--local-rank-argument",
         default="",
-        help="Append this argument, --local_rank or --local-rank, to the script (default none).",
+        help="Put --local_rank=N or --local-rank=N behind the script's name (default: neither).",
     ),
     click.option(
         "--hang-timeout",
         type=SECONDS,
         default=0.0,
-        help="Time without output that counts as a hang; 0: any.",
+        help="Seconds without output that count as a hang; 0: never.",
     ),
     click.option("--time-limit", type=Duration(), help="Stop after 30m or 1:30:00 (default none)."),
     click.option("--show", default="", help="Print output of ranks 0,2, all or none (default 0)."),
