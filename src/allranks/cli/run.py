@@ -64,6 +64,7 @@ from allranks.launcher.scripts.run import (
 from allranks.launcher.scripts.topology import (
     DEFAULT_FAMILIES,
     DEFAULT_ROLE,
+    ON_REQUEST,
     parse_families,
     parse_roles,
 )
@@ -99,7 +100,9 @@ def run_groups() -> dict[str, tuple[str, ...]]:
 SECONDS = click.FloatRange(min=0)
 SCRIPT_OPTIONS: Options = (
     click.option(
-        "--variables", default="", help="Frameworks whose variables are set (default: all)."
+        "--variables",
+        default="",
+        help=f"Frameworks whose variables are set (default: all but {', '.join(ON_REQUEST)}).",
     ),
     click.option(
         "--local-rank-argument",
