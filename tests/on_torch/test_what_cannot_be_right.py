@@ -234,7 +234,7 @@ def test_blocks_that_are_computed_again_find_no_keys_of_their_first_time() -> No
 
 
 def test_a_device_that_fails_while_a_block_is_computed_again_is_no_cache() -> None:
-    with pytest.raises(RuntimeError, match="^CUDA error"), _computing_again(nullcontext()):
+    with pytest.raises(RuntimeError, match="CUDA error"), _computing_again(nullcontext()):
         raise RuntimeError("CUDA error: unspecified launch failure")
     with pytest.raises(RequestError, match="then: ValueError"), _computing_again(nullcontext()):
         raise ValueError
