@@ -108,7 +108,7 @@ RENDEZVOUS: Options = (
 )
 
 TRAINING_OPTIONS: Options = (
-    _option("--strategy", "See `allranks strategies` (default: single or ddp)."),
+    _option("--strategy", "See `allranks strategies` (default in torch: single or ddp)."),
     _option("--epochs", "Passes over the data (default: the task's).", int),
 )
 
@@ -368,7 +368,7 @@ VALUES = {
     "auto|never|RUN": "--resume",
     "auto|off|N": "--first-check",
     "max|min:METRIC": "--early-stop --best",
-    "shared_memory|gloo": "--backend",
+    "shared_memory|gloo|nccl": "--backend",
     "torch|tensorflow": "--warm --engine",
     "|".join(BAD_STEPS): "--on-bad-step",
     "|".join(WITNESS): "--witness",
