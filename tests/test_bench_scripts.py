@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -59,6 +60,15 @@ def test_the_samples_of_all_ranks_are_over_the_time_of_a_step(tmp_path: Path) ->
     assert measured.unit == "samples/s" and measured.peak_bytes == 6
     assert measured.steps.speed == pytest.approx((16 + 16 + 17) / 1.5), "4 has an evaluation"
     assert measured.step_samples == pytest.approx(49 / 3) and measured.step_s == 0.5
+
+
+def test_three_steps_are_timed_if_no_more_were_asked_for(tmp_path: Path) -> None:
+    """Such a run was stopped after them: its whole time says nothing."""
+    write_steps(tmp_path, 0, [8] * 3, 0.5)
+    plan = dataclasses.replace(PLAN, steps=2, warm_up=1)
+    measured, _ = measured_script(tmp_path, tmp_path, plan, 0, None)
+    assert not isinstance(measured, str)
+    assert (measured.unit, measured.steps.speed) == ("samples/s", 16.0)
 
 
 def test_without_samples_steps_are_counted_and_nothing_is_said_of_scaling(tmp_path: Path) -> None:

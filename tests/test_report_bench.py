@@ -254,6 +254,7 @@ def test_the_page_of_a_check(door: Door, tmp_path: Path) -> None:
         (("bench", "check.json"), "benches and checks"),
         (("bench", "--trace", "trace.json"), "found: benches"),
         (("torn.json",), "no record of a check"),
+        (("edited.json",), "found: KeyError: 'file'"),
         (("old",), "schema 1"),
     ],
 )
@@ -263,6 +264,8 @@ def test_what_is_no_record_is_refused(
     write_bench(tmp_path / "bench")
     (tmp_path / "check.json").write_text(json.dumps(a_check(equal=True)))
     (tmp_path / "torn.json").write_text('{"equal": true}\n')
+    of_script = {"findings": [{}], "unwatched": [], "ranks": 2}
+    (tmp_path / "edited.json").write_text(json.dumps(of_script))
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "bench.json").write_text('{"schema": 1}')
     asked = [str(tmp_path / w) if not w.startswith("--") else w for w in words]

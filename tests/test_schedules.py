@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 import contract_tasks
+import foreign_tasks
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.torch import Trainer
@@ -190,6 +195,51 @@ def test_a_schedule_knows_the_number_of_steps(asked: int | None, total: int) -> 
         rates = [trainer.step(batch).learning_rate for batch in trainer.batches()]
         made = trainer.strategy.step.rates.initial[0]["lr"]
     assert rates == pytest.approx([made * (1 - step / total) for step in range(total)])
+
+
+class Uneven(foreign_tasks.Lengths):
+    """Some of the batches of `Lengths`: epochs differ in their number."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return islice(super().__iter__(), int(torch.randint(1, 6, ())))
+
+
+@dataclass(kw_only=True)
+class InUnevenEpochs(foreign_tasks.InBuckets):
+    epochs: int = 4
+
+    def train_data(self) -> Any:
+        loader = super().train_data()
+        return DataLoader(loader.dataset, batch_sampler=Uneven(), collate_fn=loader.collate_fn)
+
+    def schedule(self, step: int, total: int) -> float:  # type: ignore[override]
+        return 1 + total
+
+
+def test_the_total_is_the_same_after_a_resume_where_epochs_differ() -> None:
+    """It is what the data said before any was read: `len` of the sampler for each epoch."""
+    with Trainer(InUnevenEpochs()) as trainer:
+        batches = trainer.batches()
+        rate = trainer.step(next(batches)).learning_rate
+        sizes = trainer.task_data.batches.steps_per_epoch
+        while trainer.progress.epoch < 2:
+            assert trainer.step(next(batches)).learning_rate == rate
+        state = copy.deepcopy(trainer.state())
+        assert sizes != 6 != trainer.task_data.batches.steps_per_epoch
+        batches.close()
+    with Trainer(InUnevenEpochs()) as trainer:
+        made = trainer.strategy.step.rates.initial[0]["lr"]
+        trainer.load_state(state)
+        batches = trainer.batches()
+        assert trainer.step(next(batches)).learning_rate == rate == pytest.approx(made * 25)
+        batches.close()
+
+
+def test_a_total_may_be_asked_for_by_name() -> None:
+    def schedule(step: int, *, total: int) -> float:
+        return step / total
+
+    assert schedule_of(schedule, lambda: 4)(1) == 0.25
 
 
 def test_a_schedule_with_a_total_needs_one() -> None:

@@ -42,8 +42,8 @@ def asked(**given: Any) -> TorchrunFlags:
         ({"role": "trainer", "module": True}, TorchrunFlags(role_name="trainer", is_module=True)),
         ({"no_python": True}, TorchrunFlags(is_program=True)),
         (
-            {"master_addr": "[::1]", "master_port": "29500", "local_addr": "::1"},
-            TorchrunFlags(master_addr="::1", master_port=29500, local_addr="::1"),
+            {"master_addr": "[::1]", "master_port": "29500"},
+            TorchrunFlags(master_addr="::1", master_port=29500),
         ),
         ({"shutdown_timeout": "5"}, TorchrunFlags(grace_s=5.0)),
         ({"event_log_handler": "null", "logs_specs": "default"}, TorchrunFlags()),
@@ -81,6 +81,7 @@ def test_whose_output_is_shown(given: dict[str, Any], shown: str) -> None:
         ({"signals_to_handle": "SIGTERM"}, "--signals-to-handle: "),
         ({"log_dir": "logs"}, "--log-dir: the run folder is made in it"),
         ({"run_path": True}, "--run-path: "),
+        ({"local_addr": "::1"}, "--local-addr: the address of a node is found; --interface"),
         ({"rdzv_conf": "timeout=9,read_timeout=60"}, "--rdzv-conf: read_timeout"),
         ({"redirects": "1"}, "--redirects: both streams"),
         ({"tee": "0:2"}, "--tee: both streams"),

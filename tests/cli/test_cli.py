@@ -264,7 +264,7 @@ def test_a_card_says_what_each_symbol_of_its_formulas_is(door: Door, name: str) 
     symbols = set(re.findall(r"(?<![\w-])[A-Zkm](?![\w-])", formulas)) - {"A"}
     symbols |= {word for word in ("tally", "roots") if word in formulas}
     known = re.findall(r"(?:where|^)  +(\w+): ", out, re.MULTILINE)
-    known += re.findall(r"(\w+)(?: =|:|, the power| positions)", formulas)
+    known += re.findall(r"(?<![\w-])(\w+)(?: =|:|, the power| positions)", formulas)
     assert symbols <= {*known, "M", "Q", "G"}
 
 

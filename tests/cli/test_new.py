@@ -78,6 +78,12 @@ def test_help_names_every_template() -> None:
         (("plain", "there.py"), "there.py is there", "allranks new plain OTHER.py"),
         (("plian", "a.py"), "no template 'plian'", "did you mean 'plain'?"),
         (("plain", "a.txt"), "the name 'a.txt'", "a name like mytask.py"),
+        (
+            ("transformers", "transformers.py"),
+            "the name 'transformers.py'",
+            "a name like mytask.py",
+        ),
+        (("plain", "class.py"), "the name 'class.py'", "a name like mytask.py"),
         (("plain", "nowhere/a.py"), "No such file or directory", "name a file in a folder"),
     ],
 )
@@ -99,6 +105,7 @@ def test_nothing_is_overwritten_or_half_written(
 
 def test_a_module_that_is_missing_is_named_with_the_way_to_it(write: Write) -> None:
     program = Path(write("transformers"))
+    program = program.rename("no_such_library_task.py")
     program.write_text(program.read_text().replace("from transformers", "from no_such_library.a"))
     with pytest.raises(RequestError) as error:
         find_program(str(program), Task)

@@ -146,6 +146,17 @@ def test_a_command_may_have_a_task_for_every_rank_too(door: Door) -> None:
 def test_a_script_of_ones_own_is_there_and_commits_nothing(door: Door) -> None:
     code, out, err = door(*ML, "--dry-run", "--", "run", "--", "python", "-u", "gone.py", "x.py")
     assert (code, out) == (2, "") and "no file gone.py" in err
+    inside = (
+        "--container",
+        "a.sif",
+        "--dry-run",
+        "--",
+        "run",
+        "--",
+        "python",
+        "/opt/inside.py",
+    )
+    assert door(*ML, *inside)[0] == 0
     Path("here.py").write_text("")
     code, out, _ = door(*ML, "--dry-run", "--time", "60", "--", "run", "--", "python", "here.py")
     assert code == 0 and "the same signal." in out and "commit" not in out

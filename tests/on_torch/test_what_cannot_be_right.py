@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ import plain_tasks
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.torch import Trainer
+from allranks.torch.model.activation_checkpointing import _computing_again
 from conftest import Train
 
 
@@ -219,6 +221,9 @@ def test_blocks_that_are_computed_again_find_no_keys_of_their_first_time() -> No
             losses = [trainer.step(batch).loss for batch in trainer.batches()]
             assert any("use_cache" in note for note in trainer.model_notes) == computes_again
             settings = trainer.model.config
+            with trainer.whole_model() as model:
+                assert model.config.use_cache is True  # `save_pretrained` writes it
+            assert settings.use_cache is not computes_again
         ends.append(losses)
         assert settings.use_cache is True  # as the task made it
     assert ends[0] == ends[1] and len(ends[0]) == 4
@@ -226,6 +231,13 @@ def test_blocks_that_are_computed_again_find_no_keys_of_their_first_time() -> No
         with pytest.raises(RequestError, match="cache of keys and values") as raised:
             again.step(next(iter(again.batches())))
         assert "blocks(self, model)" in raised.value.do
+
+
+def test_a_device_that_fails_while_a_block_is_computed_again_is_no_cache() -> None:
+    with pytest.raises(RuntimeError, match="CUDA error"), _computing_again(nullcontext()):
+        raise RuntimeError("CUDA error: unspecified launch failure")
+    with pytest.raises(RequestError, match="then: ValueError"), _computing_again(nullcontext()):
+        raise ValueError
 
 
 @dataclass(kw_only=True)

@@ -96,7 +96,7 @@ SCRIPT = "allranks.bench.script"
 @click.option(
     "--batch-size",
     type=click.IntRange(min=1),
-    help="Samples of a batch (default: the task's).",
+    help="Samples of a batch (default: the task's); weak needs it, and takes it per rank.",
 )
 @click.option(
     "--page", type=click.Choice(["proposal"]), help=f"Also write {PAGE}, a scaling study."

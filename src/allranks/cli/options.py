@@ -108,7 +108,7 @@ RENDEZVOUS: Options = (
 )
 
 TRAINING_OPTIONS: Options = (
-    _option("--strategy", "See `allranks strategies` (default: single or ddp)."),
+    _option("--strategy", "See `allranks strategies` (default in torch: single or ddp)."),
     _option("--epochs", "Passes over the data (default: the task's).", int),
 )
 
@@ -127,7 +127,7 @@ SAFETY_OPTIONS: Options = (
     _option("--best", "Also keep the checkpoint that is best by it."),
     _option("--resume", "Start from RUN, or anew (default auto: --run-dir)."),
     _option("--max-restarts", "Restarts after a fault.", int),
-    _option("--hang-timeout", "Seconds without progress that count as a hang; 0: none.", float),
+    _option("--hang-timeout", "Seconds without progress that count as a hang; 0: never.", float),
     _option("--time-limit", "Save and stop after 30m or 1:30:00 (default none).", Duration()),
     _option("--on-bad-step", "When loss or gradient is not finite."),
     _option(
@@ -369,7 +369,7 @@ VALUES = {
     "auto|never|RUN": "--resume",
     "auto|off|N": "--first-check",
     "max|min:METRIC": "--early-stop --best",
-    "shared_memory|gloo": "--backend",
+    "shared_memory|gloo|nccl": "--backend",
     "torch|tensorflow": "--warm --engine",
     "|".join(BAD_STEPS): "--on-bad-step",
     "|".join(WITNESS): "--witness",

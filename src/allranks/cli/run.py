@@ -64,6 +64,7 @@ from allranks.launcher.scripts.run import (
 from allranks.launcher.scripts.topology import (
     DEFAULT_FAMILIES,
     DEFAULT_ROLE,
+    ON_REQUEST,
     parse_families,
     parse_roles,
 )
@@ -99,18 +100,20 @@ def run_groups() -> dict[str, tuple[str, ...]]:
 SECONDS = click.FloatRange(min=0)
 SCRIPT_OPTIONS: Options = (
     click.option(
-        "--variables", default="", help="Frameworks whose variables are set (default: all)."
+        "--variables",
+        default="",
+        help=f"Frameworks whose variables are set (default: all but {', '.join(ON_REQUEST)}).",
     ),
     click.option(
         "--local-rank-argument",
         default="",
-        help="Append this argument, --local_rank or --local-rank, to the script (default none).",
+        help="Put --local_rank=N or --local-rank=N behind the script's name (default: neither).",
     ),
     click.option(
         "--hang-timeout",
         type=SECONDS,
         default=0.0,
-        help="Time without output that counts as a hang; 0: any.",
+        help="Seconds without output that count as a hang; 0: never.",
     ),
     click.option("--time-limit", type=Duration(), help="Stop after 30m or 1:30:00 (default none)."),
     click.option("--show", default="", help="Print output of ranks 0,2, all or none (default 0)."),

@@ -117,8 +117,8 @@ def _symbols(card: Card) -> list[tuple[str, str]]:
     return [
         (symbol, meaning)
         for symbol, meaning in SYMBOLS.items()
-        if re.search(rf"\b{symbol}s?\b", formulas)
-        and not re.search(rf"\b{symbol}( =|:)|{symbol} positions", formulas)
+        if re.search(rf"(?<![\w-]){symbol}s?\b", formulas)
+        and not re.search(rf"(?<![\w-]){symbol}( =|:| has)|{symbol} positions", formulas)
     ]
 
 

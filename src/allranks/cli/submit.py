@@ -439,10 +439,14 @@ def _script(words: tuple[str, ...]) -> str:
 
 
 def _check_script(words: tuple[str, ...]) -> None:
-    """Raise for a script that is not here, where it is the first word or that behind a Python."""
+    """Raise for a script that is not here, where it is the first word or that behind a Python.
+
+    One with an absolute path may be in a container, or on the site alone.
+    """
     words = words[1:] if words[:1] == ("--",) else words
     script = words[script_position(words)] if words else ""
-    if script.endswith(".py") and not Path(script).is_file():
+    path = Path(script)
+    if path.suffix == ".py" and not path.is_absolute() and not path.is_file():
         raise RequestError(
             asked=f"allranks submit -- run -- {' '.join(words)}",
             found=f"no file {script} in {Path.cwd()}",

@@ -368,7 +368,7 @@ def _does_not_load(program: str, error: BaseException, where: str) -> RequestErr
             trace = trace.tb_next
     message = error.msg if isinstance(error, SyntaxError) else error
     missing = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
-    if missing and not where.startswith(missing):
+    if missing and not f"{where}.".startswith(f"{missing}."):
         return RequestError(
             asked=f"PROGRAM {program!r}",
             found=f"no module {missing!r} in this Python{line}",

@@ -155,14 +155,14 @@ WHOLE_PASSES = frozenset(
 class BuiltModel:
     """A model, and the one that it was made of; the names of its layers that were swapped, those of
     weights that `pretrained` does not name (`None` if there is no such thing), what takes changes
-    of its methods back, and notes for the user."""
+    of its methods back, and configs whose cache of keys and values is off while it trains."""
 
     model: nn.Module
     source: nn.Module
     swapped: dict[str, list[str]]
     not_pretrained: list[str] | None
     undo: Callable[[], None] = lambda: None
-    notes: tuple[str, ...] = ()
+    caching: tuple[Any, ...] = ()
 
 
 def build_model(
@@ -232,8 +232,8 @@ def _built(
     swap_tables(model, scope, swapped)
     built = BuiltModel(model, model, swapped, missing)
     if job.activation_checkpointing:
-        undo, notes = recompute_blocks(task, model, scope)
-        built = dataclasses.replace(built, undo=undo, notes=notes)
+        undo, caching = recompute_blocks(task, model, scope)
+        built = dataclasses.replace(built, undo=undo, caching=caching)
     return built, fill
 
 

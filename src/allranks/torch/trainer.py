@@ -40,7 +40,12 @@ from allranks.torch.data.task_data import TaskData
 from allranks.torch.keras.task import torch_task
 from allranks.torch.limits import check_limits
 from allranks.torch.machine import device_of, flip_one_bit, notes_on_sharing, notes_on_torch
-from allranks.torch.model.activation_checkpointing import OTHER_TENSORS, differs_again
+from allranks.torch.model.activation_checkpointing import (
+    CACHE_IS_OFF,
+    OTHER_TENSORS,
+    differs_again,
+    with_caches,
+)
 from allranks.torch.model.compiling import compile_passes
 from allranks.torch.model.flops import FlopsMeter, peak_of
 from allranks.torch.model.initialising import initialise
@@ -392,6 +397,7 @@ class Trainer(OnSteps):
                 weights, on = strategy.full_state(), strategy.context.precision
                 model = whole_copy(self.task, self.job, self.built, weights, on)
                 stack.close()  # the model that trains has its own weights again
+            stack.enter_context(with_caches(self.built.caching))
             stack.enter_context(evaluating(self.task, model))
             yield model
         self.heartbeat.enter(before)
@@ -504,7 +510,8 @@ class Trainer(OnSteps):
         whole = whole_norm(task, self.strategy.data, self._scope, self.built.swapped)
         if whole is not None:
             resources.on_leave(whole.leave)
-        self.model_notes = [*notes_on(self.strategy.model, task), *self.built.notes]
+        self.model_notes = notes_on(self.strategy.model, task)
+        self.model_notes += [CACHE_IS_OFF] * bool(self.built.caching)
         self.model_notes += notes_on_backend(self.comm.of_torch, job.backend) + notes_on_torch()
         self.model_notes += notes_on_update(step.optimizer, self.device)
         self.model_notes += notes_on_sharing(job)

@@ -34,11 +34,13 @@ Schedule = Callable[[int], float]
 def schedule_of(schedule: Callable[..., float], total: Callable[[], int | None]) -> Schedule:
     """`schedule` of a task as a function of the step alone; `total()` is asked for if it needs it.
 
-    It needs it if it has a second argument without a default.
+    It needs it if it has a second argument without a default, or one called `total`.
     """
-    arguments = list(inspect.signature(schedule).parameters.values())[1:2]
+    arguments = inspect.signature(schedule).parameters.values()
+    is_named = any(a.name == "total" and a.kind is a.KEYWORD_ONLY for a in arguments)
     positional = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    if not any(a.kind in positional and a.default is a.empty for a in arguments):
+    is_second = any(a.kind in positional and a.default is a.empty for a in list(arguments)[1:2])
+    if not is_named and not is_second:
         return schedule
 
     @cache
@@ -53,6 +55,8 @@ def schedule_of(schedule: Callable[..., float], total: Callable[[], int | None])
             )
         return steps
 
+    if is_named:
+        return lambda step: schedule(step, total=known())
     return lambda step: schedule(step, known())
 
 

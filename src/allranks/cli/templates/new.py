@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from keyword import iskeyword
 from pathlib import Path
 
 import click
 
 from allranks.cli.options import Verb
 from allranks.errors import RequestError, nearest, printable
+from allranks.job.engines import FOREIGN
 
+TAKEN = FOREIGN | sys.stdlib_module_names | {"allranks"}
+"""Modules that a task or its libraries import: a file of that name would hide them."""
 TEMPLATES = {
     "plain": "torch: a model, tensors, a loss",
     "images": "torch: a folder of images, or images made up",
@@ -41,6 +46,9 @@ def new(template: str, file: str) -> None:
         )
     if path.suffix != ".py" or not path.stem.isidentifier():
         why = "ranks import the file, so it is named as a Python module"
+        raise _refused(template, file, f"the name {path.name!r}", "a name like mytask.py", why)
+    if path.stem in TAKEN or iskeyword(path.stem):
+        why = "it is a keyword, or a module that tasks and their libraries import"
         raise _refused(template, file, f"the name {path.name!r}", "a name like mytask.py", why)
     text = Path(__file__).with_name(f"{template}.py.txt").read_text()
     try:

@@ -162,6 +162,7 @@ ONE_RENDEZVOUS = "the nodes meet at the first one; torch's rendezvous is not run
 AT_ONCE = "an exit is seen at once, without looking at intervals"
 NO_START = "the command is started as it is, not by multiprocessing"
 OWN_PYTHON = "every rank gets a Python of its own; --warm starts from one that has imported"
+OWN_ADDRESS = "the address of a node is found; --interface NAME says over which network"
 RUN_FOLDER = "the run folder is made in it, with the logs in its folder logs"
 SIGNALS = "SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are always passed on"
 
@@ -195,7 +196,7 @@ FLAGS = (
     Flag("--duplicate-stderr-filters", "Refused: search the logs.", NOTHING, refuse=NO_FILTER),
     Flag("--master-addr", "Address of rank 0 (default: this machine).", ADDRESS, "master_addr"),
     Flag("--master-port", "Port of rank 0 (default: a free one).", PORT, "master_port"),
-    Flag("--local-addr", "Address of this node (default: found).", TEXT, "local_addr"),
+    Flag("--local-addr", "Accepted: see --interface.", TEXT, note=OWN_ADDRESS),
     Flag("--logs-specs", "Others are refused: the run folder has the logs.", DEFAULT,
          refuse=NO_SPECS),
     Flag("--numa-binding", "Refused: use numactl.", NOTHING, refuse=NO_BINDING),
@@ -228,7 +229,6 @@ class TorchrunFlags:
     shown: str = ""
     master_addr: str = ""
     master_port: int | None = None
-    local_addr: str = ""
     grace_s: float | None = None
     notes: tuple[str, ...] = ()
 

@@ -118,7 +118,8 @@ class Batches:
         self._cuts: dict[tuple[int, ...], InputSplit] = {}
         runs = [owned_shards(self.shards, self.replicas, n) for n in self.local_replicas]
         self._mine = range(runs[0].start, runs[-1].stop)
-        if self.steps_per_epoch == 0:
+        self.expected_steps = self.steps_per_epoch  # of an epoch, before any was read
+        if self.expected_steps == 0:
             raise RequestError(
                 asked="last_batch = drop",
                 found=f"fewer than batch_size = {self.batch_size} samples",

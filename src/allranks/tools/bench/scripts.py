@@ -82,7 +82,7 @@ def measured_script(
     ranks = _steps_of_ranks(folder)
     rows = _rows(ranks)[: plan.warm_up + plan.steps]
     peak = max((int(step["host_bytes"]) for steps in ranks for step in steps), default=None)
-    if len(rows) < LEAST_STEPS:
+    if len(rows) < min(LEAST_STEPS, plan.warm_up + plan.steps):
         return _measured_whole(run_dir, turn, peak, joules)
     unit = STEPS_PER_S
     if all(row["samples"] is not None for row in rows) and any(row["samples"] for row in rows):

@@ -12,7 +12,7 @@ from allranks.errors import RequestError
 from allranks.tools.report.numbers import UNKNOWN, Series, counted
 from allranks.tools.report.page import findings_of, rendered
 from allranks.tools.report.plot import Chart, PlotLine, letter_of
-from allranks.tools.report.records import CHECK_RECORD
+from allranks.tools.report.records import CHECK_RECORD, UNREADABLE
 from allranks.tools.report.tables import LEFT, RIGHT, Table
 
 NEEDED = ("equal", "program", "strategy", "looks", "not_checked")
@@ -74,9 +74,12 @@ def page_of_checks(checks: Sequence[CheckResult]) -> str:
     several = len(checks) > 1
     views, charts = list[CheckView](), list[Chart]()
     for number, check in enumerate(checks):
-        check_charts = _charts(check)
-        numbered = tuple(enumerate(check_charts, start=len(charts)))
-        views.append(_view(check, letter_of(number) if several else "", numbered))
+        try:
+            check_charts = _charts(check)
+            numbered = tuple(enumerate(check_charts, start=len(charts)))
+            views.append(_view(check, letter_of(number) if several else "", numbered))
+        except UNREADABLE as error:
+            raise _unreadable(check.path, f"{type(error).__name__}: {error}") from error
         charts += check_charts
     programs = dict.fromkeys(_program(check.record) for check in checks)
     title = ", ".join(programs)

@@ -93,7 +93,8 @@ class GlobalBatches:
         )
         self._epoch, self._tried_collate = 0, False
         self._open: weakref.WeakSet[Generator[Batch]] = weakref.WeakSet()
-        if self.steps_per_epoch == 0:
+        self.expected_steps = self.steps_per_epoch  # of an epoch, before any was read
+        if self.expected_steps == 0:
             assert not isinstance(self.source, (StreamSource, WholeLoader))
             raise RequestError(
                 asked="last_batch = drop",

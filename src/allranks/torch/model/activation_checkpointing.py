@@ -35,8 +35,11 @@ CACHE_IS_OFF = (
 
 def recompute_blocks(
     task: Task, model: nn.Module, scope: Scope
-) -> tuple[Callable[[], None], tuple[str, ...]]:
-    """Let the blocks of `model` recompute their activations; returns what undoes it, and notes."""
+) -> tuple[Callable[[], None], tuple[Any, ...]]:
+    """Let the blocks of `model` recompute their activations.
+
+    Returns what undoes it, and the configs whose cache is off from now on.
+    """
     blocks = repeated_blocks(task, model)
     if not blocks:
         raise RequestError(
@@ -48,17 +51,30 @@ def recompute_blocks(
     for block in blocks:
         block.forward = partial(_recomputed, block.forward, Recomputed(scope))
     configs = {id(c): c for m in model.modules() if (c := vars(m).get("config")) is not None}
-    caching = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
-    for config in caching:
-        config.use_cache = False
+    caching = tuple(c for c in configs.values() if getattr(c, "use_cache", None) is True)
+    _set_caches(caching, on=False)
 
     def undo() -> None:
         for block in blocks:
             del block.forward
-        for config in caching:
-            config.use_cache = True
+        _set_caches(caching, on=True)
 
-    return undo, (CACHE_IS_OFF,) if caching else ()
+    return undo, caching
+
+
+@contextmanager
+def with_caches(configs: tuple[Any, ...]) -> Iterator[None]:
+    """Within, the cache is on, as the task made it: for `generate` and `save_pretrained`."""
+    _set_caches(configs, on=True)
+    try:
+        yield
+    finally:
+        _set_caches(configs, on=False)
+
+
+def _set_caches(configs: tuple[Any, ...], *, on: bool) -> None:
+    for config in configs:
+        config.use_cache = on
 
 
 def repeated_blocks(task: Task, model: nn.Module) -> list[nn.Module]:
@@ -110,7 +126,9 @@ def _computing_again(scope: AbstractContextManager[Any]) -> Iterator[None]:
     except (torch.OutOfMemoryError, dist.DistError):
         raise
     except (RuntimeError, ValueError, IndexError) as error:
-        raise differs_again(str(error).splitlines()[0]) from error
+        if "CUDA" in str(error) or "HIP" in str(error):  # the device failed, and not the block
+            raise
+        raise differs_again(f"{type(error).__name__}: {error}".splitlines()[0]) from error
 
 
 OTHER_TENSORS = re.compile("^torch.utils.checkpoint: (Recomputed|A different number)")

@@ -234,11 +234,14 @@ def total_steps(trainer: EngineTrainer) -> int | None:
 
 
 def scheduled_steps(trainer: EngineTrainer) -> int | None:
-    """`total_steps`, but a comparison of the first steps has the schedule of the whole training."""
-    per_epoch = trainer.task_data.batches.steps_per_epoch
-    if trainer.job.trace and per_epoch is not None:
-        return int(per_epoch * trainer.task.epochs)
-    return total_steps(trainer)
+    """`total_steps` by what the data said before any was read: a resume has the same number.
+
+    A comparison of the first steps has the schedule of the whole training.
+    """
+    per_epoch = trainer.task_data.batches.expected_steps
+    if trainer.job.steps is not None and not (trainer.job.trace and per_epoch is not None):
+        return trainer.job.steps
+    return None if per_epoch is None else int(per_epoch * trainer.task.epochs)
 
 
 # --- trainer -------------------------------------------------------------------------------------

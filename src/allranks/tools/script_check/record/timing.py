@@ -38,8 +38,8 @@ class StepTimes:
         self._optimizer: ref[Any] | None = None
         self._counts: WeakKeyDictionary[Any, LoaderCounts] = WeakKeyDictionary()
         self._latest: LoaderCounts | None = None
-        self._read: set[int] = set()
-        self._trained: set[int] = set()
+        self._read: set[LoaderCounts] = set()
+        self._trained: set[LoaderCounts] = set()
         self._samples: int | None = 0
         self._steps = 0
 
@@ -64,13 +64,13 @@ class StepTimes:
         known = size is not None and counts.pending is not None
         counts.pending = counts.pending + size if known else None  # type: ignore[operator]
         self._latest = counts
-        self._read.add(id(counts))
+        self._read.add(counts)
 
     def _backward(self, *args: Any, **kwargs: Any) -> None:
         counts = self._latest
         if counts is None:
             return
-        self._trained.add(id(counts))
+        self._trained.add(counts)
         known = self._samples is not None and counts.pending is not None
         self._samples = self._samples + counts.pending if known else None  # type: ignore[operator]
         counts.pending = 0
