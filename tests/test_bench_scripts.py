@@ -13,9 +13,10 @@ from click.testing import CliRunner
 
 from allranks.cli.main import cli
 from allranks.errors import RequestError
+from allranks.job.job_file import HIDDEN
 from allranks.tools.bench.measuring import RunSet
 from allranks.tools.bench.plan import STRONG, WEAK, BenchPlan, Combination
-from allranks.tools.bench.results import rows_of, scaling_of
+from allranks.tools.bench.results import rows_of, scaling_of, to_data
 from allranks.tools.bench.scripts import measured_script
 from allranks.tools.bench.tables import how_timed, proposal, table
 
@@ -69,6 +70,12 @@ def test_three_steps_are_timed_if_no_more_were_asked_for(tmp_path: Path) -> None
     measured, _ = measured_script(tmp_path, tmp_path, plan, 0, None)
     assert not isinstance(measured, str)
     assert (measured.unit, measured.steps.speed) == ("samples/s", 16.0)
+
+
+def test_a_key_among_the_words_of_a_script_is_not_recorded() -> None:
+    plan = dataclasses.replace(PLAN, command=("python", "t.py", "--api-key=sesame", "--lr=1"))
+    recorded = to_data(plan, [], {})["settings"]["command"]
+    assert recorded == ["python", "t.py", f"--api-key={HIDDEN}", "--lr=1"]
 
 
 def test_without_samples_steps_are_counted_and_nothing_is_said_of_scaling(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ CASES = [
     *(("Sentences", 1, "dp:replicas=3"), ("Sentences", 2, "zero1"), ("Sentences", 2, "context")),
     *(("Sentences", 4, "tensor:data=2"), ("Sentences", 4, "fsdp:tensor=2")),
     *(("Sentences", 2, "independent"), ("Sentences", 2, "local-sgd:every=2")),
+    ("Sentences", 4, "local-sgd:every=4,learners=2,inner=fsdp"),
     *(("Images", 1, "model-parallel"), ("Images", 2, "branches"), ("Images", 2, "zero-bubble")),
     *(("Images", 4, "mesh:data=2,pipeline=2"), ("Images", 2, "ps"), ("Images", 2, "decoupled")),
 ]

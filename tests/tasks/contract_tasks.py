@@ -473,10 +473,14 @@ class Wholes(Callback):
     def on_step(self, trainer: Any, batch: Any, result: Any) -> None:
         if result.batch_index == 1:
             with trainer.whole_model() as model:
+                whole = {**dict(model.named_buffers()), **model.state_dict()}
+                whole = {name: tensor.clone() for name, tensor in whole.items()}
                 if trainer.world.is_leader:
                     data = trainer.task.train_data()
                     few = tuple(d[:3] for d in data) if isinstance(data, tuple) else data[:3]
                     model(*trainer.task.inputs(few))
+            others = [n for n, t in trainer.weights() if not torch.equal(whole[n], t)]
+            assert not others or trainer.task.ema is not None
 
     def on_end(self, trainer: Any) -> None:
         with trainer.whole_model() as model:

@@ -209,7 +209,7 @@ def to_data(plan: BenchPlan, series: Sequence[RunSet], machine: dict[str, Any]) 
         for run in entry.runs
     ]
     settings = {name: value for name, value in asdict(plan).items() if name != "combinations"}
-    settings["words"] = redacted_words(plan.words)
+    settings |= {name: redacted_words(settings[name]) for name in ("words", "command")}
     data: dict[str, Any] = plain(
         {"schema": SCHEMA, "machine": machine, "settings": settings, "rows": rows, "runs": runs}
     )

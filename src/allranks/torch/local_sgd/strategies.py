@@ -90,6 +90,7 @@ class Outer(Strategy):
         self.fragments = int(self.options.get("fragments", 1))
         self._at = 0  # the last step, counted from the first in which learners train separately
         self._exchange: LearnerExchange | None = None
+        self._are_global = False
         self._requests = NOTHING
 
     def build_outer_optimizer(self) -> OuterOptimizer:
@@ -272,15 +273,20 @@ class Outer(Strategy):
 
     @contextmanager
     def evaluated_weights(self) -> Iterator[None]:
-        """Within, the live weights and buffers are the global ones. Sends nothing."""
-        if self._exchange is None:
+        """Within, the live weights and buffers are the global ones. Sends nothing.
+
+        It may be entered again within: `full_state` does so.
+        """
+        if self._exchange is None or self._are_global:
             yield
             return
         weights = self._exchange.weights
         weights.swap()
+        self._are_global = True
         try:
             yield
         finally:
+            self._are_global = False
             weights.swap()
 
     def eval_step(self, data: Any, forward: Callable[[Callable[..., Any], Any], Any]) -> Any:
