@@ -340,7 +340,7 @@ def test_facts_are_read_by_rank_and_a_cut_line_is_left_out(tmp_path: Path) -> No
 
 
 def test_without_facts_there_is_no_verdict(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="imported torch"):
+    with pytest.raises(RequestError, match=r"imported torch(.|\n)*Keras, write a task"):
         watched_in(tmp_path)
 
 
@@ -352,7 +352,8 @@ def test_what_a_person_reads(tmp_path: Path) -> None:
         "  effect: y",
         "  fix:    z",
         "not watched: Loaders.install: gone",
-        "1 finding on 2 ranks",
+        "1 finding on 2 ranks, but not all was watched: please report the lines above",
     ]
+    assert str(Watched(2, (), ())) == "nothing found on 2 ranks"
     assert text.splitlines()[0].endswith("train.py:3: a-fault (result)")
     assert found.to_data()["line"] == 3

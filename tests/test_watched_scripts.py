@@ -40,6 +40,7 @@ FAULTS = {
     "no-ddp": ("gradients-of-one-rank", "optimizer.step()"),
     "by-hand": ("weights-begin-unequal", "optimizer.step()"),
     "dropout": ("equal-random-streams", "outputs = called(inputs)"),
+    "dropout as-lightning": ("equal-random-streams", "outputs = called(inputs)"),
     "augmented": ("equal-random-streams", "DataLoader(data, batch_size=BATCH, sampler=sampler"),
     "workers-of-ranks": ("equal-random-streams", "sampler=sampler, **workers)"),
     "workers-alike": ("equal-random-streams", "sampler=sampler, **workers)"),

@@ -191,7 +191,10 @@ def main():
             torch.distributed.fsdp.fully_shard(net)
         model, parameters = net, list(net.parameters())
     else:
-        model = DDP(net, forward_sync_buffers=not has("buffers"))
+        model = DDP(module=net, forward_sync_buffers=not has("buffers"))
+        if has("as-lightning"):  # which after a validation restores the modes of the inner module
+            model.eval()
+            net.train()
         parameters = list(model.parameters())
     parameters += list(head.parameters()) if head is not None else []
     optimizer = torch.optim.SGD(parameters, lr=0.05)

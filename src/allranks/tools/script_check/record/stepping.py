@@ -300,7 +300,7 @@ class Replicas:
         wrap(ddp, "forward", running)
         note_before(ddp, "register_comm_hook", self.facts.guarded(self._hooked))
 
-    def _created(self, result: None, module: Any, *args: Any, **kwargs: Any) -> None:
+    def _created(self, result: None, module: Any, /, *args: Any, **kwargs: Any) -> None:
         number = len(self.known)
         self.known[id(module)] = replica = WatchedDDP(number, module)
         self._newest = [module]  # keeps it alive to the end, even if its function has returned
@@ -320,8 +320,8 @@ class Replicas:
         self.facts.write("hooked", id=self.known[id(module)].number, where=self.facts.where())
 
     def _forward(self, module: Any) -> dict[str, int] | None:
-        if not (module.training and self.torch.is_grad_enabled()):
-            return None
+        if not (module.module.training and self.torch.is_grad_enabled()):
+            return None  # Lightning leaves the DDP itself in eval mode after a validation
         replica = self.known[id(module)]
         replica.forwards += 1
         if len(self.progress.forwards) < MOST_IN_A_WINDOW:

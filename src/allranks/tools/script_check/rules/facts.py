@@ -118,7 +118,10 @@ def groups_that_reduce(ranks: tuple[Rank, ...]) -> list[list[Rank]]:
 
 
 LEAST_DRAWS = 2
-BY_RANK = "torch.manual_seed(seed + rank) once the model is made"
+BY_RANK = (
+    "torch.manual_seed(seed + rank) once the model is made; for a Trainer's callback, see "
+    "docs/checking.md"
+)
 States = dict[Any, dict[str, int]]
 """The states of the generators that drew, by the draw at which they are compared."""
 

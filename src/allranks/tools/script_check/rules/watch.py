@@ -319,7 +319,8 @@ class Watched:
         lines = [str(finding) for finding in self.findings]
         lines += [f"not watched: {reason}" for reason in self.unwatched]
         ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
-        return "\n".join([*lines, f"{self.summary} on {ranks}"])
+        missing = ", but not all was watched: please report the lines above"
+        return "\n".join([*lines, f"{self.summary} on {ranks}{missing if self.unwatched else ''}"])
 
     @property
     def summary(self) -> str:
@@ -334,9 +335,10 @@ def watched_in(folder: Path) -> Watched:
     if not ranks:
         raise RequestError(
             asked="to watch a script",
-            found="no process of it that imported torch in the Python of allranks",
-            why="what is watched are torch's public functions, in the processes of the ranks",
-            do="start it with the Python that has allranks and torch, without -I, -E or -S",
+            found="no process of it imported torch in the Python of allranks",
+            why="only functions of torch are watched, not those of TensorFlow, Keras on it, or JAX",
+            do="for Keras, write a task and check that: docs/tensorflow.md. For torch, start it "
+            "with the Python that has allranks and torch, without -I, -E or -S",
         )
     return Watched(len(ranks), findings_of(ranks), _unwatched(ranks))
 
