@@ -99,7 +99,9 @@ class ForkedServer(ForkServer):
             os._exit(1)
 
 
-def start_forked(words: Any, cores: Any, log: Path, verb: str = "train") -> Any:
+def start_forked(
+    words: Any, cores: Any, log: Path, verb: str = "train", environment: Any = None
+) -> Any:
     """A job of a sweep or a bench: a launch of its own, which inherits its imports."""
     parent, pid = os.getpid(), os.fork()
     if pid:
@@ -113,7 +115,13 @@ def start_forked(words: Any, cores: Any, log: Path, verb: str = "train") -> Any:
         signal.signal(number, signal.SIG_DFL)
     files = dict.fromkeys(("out", "err", "ready"), str(log))
     be_launched(
-        {"words": [verb, *words], "cwd": os.getcwd(), "groups": [], "environment": {}, **files}
+        {
+            "words": [verb, *words],
+            "cwd": os.getcwd(),
+            "groups": [],
+            "environment": dict(environment or {}),
+            **files,
+        }
     )
 
 
