@@ -48,6 +48,7 @@ def _is_equal(program: str, server: ForkServer, folder: Path, **flags: Any) -> b
 
 
 @pytest.mark.slow(but=1)
+@pytest.mark.timeout(660)  # every process of a check imports transformers
 @pytest.mark.parametrize("template", ON_TORCH)
 def test_a_template_trains_learns_and_is_equal_to_one_process(
     write: Write, train: Train, server: ForkServer, tmp_path: Path, template: str
