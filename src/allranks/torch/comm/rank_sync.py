@@ -130,9 +130,10 @@ class StoreBarrier:
         while time.monotonic() < until:  # `store.wait` warns on stderr of each wait that ends
             time.sleep(pause)
             pause = min(1.5 * pause, LATEST_S)
+            has_left = self.store.check([left_key])  # read first: a rank decides, then leaves
             if self.store.check([verdict_key]):
                 return _read(self.store.get(verdict_key))
-            if self.store.check([left_key]):
+            if has_left:
                 rank, failed, _ = json.loads(self.store.get(left_key))
                 if failed:
                     raise PeerLost(f"rank {rank} has failed, and comes not to {position.words}")
