@@ -274,6 +274,18 @@ def test_what_is_no_record_is_refused(
     assert not list(tmp_path.rglob("*.html"))
 
 
+def test_a_script_of_which_not_all_was_watched_is_not_called_good(
+    door: Door, tmp_path: Path
+) -> None:
+    record = {"findings": [], "unwatched": ["Loaders.install: gone"], "ranks": 2}
+    (tmp_path / "check.json").write_text(json.dumps({**record, "command": "python train.py"}))
+    page = tmp_path / "page.html"
+    assert door(str(tmp_path / "check.json"), "--out", str(page))[0] == 0
+    text = page.read_text()
+    assert "nothing found on 2 ranks, but not all was watched" in text
+    assert "Not watched: Loaders.install: gone." in text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
 def test_the_page_of_a_bench_in_a_browser(tmp_path: Path, width: int, dark: bool) -> None:

@@ -355,5 +355,6 @@ def test_what_a_person_reads(tmp_path: Path) -> None:
         "1 finding on 2 ranks, but not all was watched: please report the lines above",
     ]
     assert str(Watched(2, (), ())) == "nothing found on 2 ranks"
+    assert Watched(2, (), ("x: y",)).summary == "nothing found, but not all was watched"
     assert text.splitlines()[0].endswith("train.py:3: a-fault (result)")
     assert found.to_data()["line"] == 3

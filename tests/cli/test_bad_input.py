@@ -252,6 +252,16 @@ def test_loading_the_program_refuses(
     assert "Traceback" not in str(refusal)
 
 
+@pytest.mark.parametrize("makes", ["", "class Net(torch.nn.Module):\n    pass\n\n"])
+def test_a_script_is_not_run_to_find_that_it_has_no_task(
+    folder: Path, refuse: Refuse, makes: str
+) -> None:
+    script = f"import torch\n\n{makes}for step in range(3):\n    open('ran', 'w').close()\n"
+    (folder / "train.py").write_text(script)
+    assert "allranks check --ranks 2 -- python train.py" in refuse("train.py").do
+    assert not (folder / "ran").exists()
+
+
 def test_what_a_refusal_names(folder: Path, refuse: Refuse) -> None:
     (folder / "syntax.py").write_text("def broken(:\n    pass\n")
     assert refuse("syntax.py").found.endswith(f"at line 1 of {folder / 'syntax.py'}")

@@ -24,9 +24,9 @@ from allranks.cli.options import Verb
 from allranks.cli.run import request_from
 from allranks.cli.train import resolved_words
 from allranks.errors import Interrupted, ProgramError, RequestError, printable
-from allranks.job.engines import has_no_task
 from allranks.job.job import Job
 from allranks.job.place import LOCAL
+from allranks.job.program import is_script
 from allranks.job.units import format_bytes
 from allranks.launcher.places.base import NodeRequest
 from allranks.launcher.scripts.plan import redacted_words
@@ -243,7 +243,7 @@ def _typed_options(ctx: click.Context) -> list[str]:
 def _refuse_script(program: str) -> None:
     """Raise `RequestError` for a file that holds no task, before it is imported, which runs it."""
     path = Path(program.partition(":")[0])
-    if path.suffix == ".py" and has_no_task(path):
+    if path.suffix == ".py" and is_script(path):
         raise RequestError(
             asked=f"bench {program}",
             found="a script: no class in it is a task",

@@ -58,33 +58,6 @@ def check_program(engine: str, program: str) -> None:
     )
 
 
-def has_no_task(file: Path) -> bool:
-    """Whether this script, which may train when it is imported, can hold no task, by its text.
-
-    It does something, and imports nothing but Python's modules and packages in `FOREIGN`.
-    """
-    try:
-        tree = ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    nodes = list(ast.walk(tree))
-    modules = [alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names]
-    modules += [node.module or "." for node in nodes if isinstance(node, ast.ImportFrom)]
-    acts = any(isinstance(node, ast.For | ast.While | ast.With | ast.If) for node in nodes)
-    return (
-        acts and {name.partition(".")[0] for name in modules} <= FOREIGN | sys.stdlib_module_names
-    )
-
-
-FOREIGN = frozenset(
-    (
-        *("torch", "torchvision", "torchaudio", "lightning", "pytorch_lightning", "accelerate"),
-        *("transformers", "datasets", "deepspeed", "timm", "keras", "tensorflow", "jax", "flax"),
-        *("numpy", "sklearn", "PIL"),
-    )
-)
-
-
 def is_only_a_task(file: Path) -> bool:
     """Whether a script defines a task and does nothing else: run by itself it would just end."""
     try:

@@ -291,23 +291,47 @@ def _of_another_engine(module: ModuleType) -> str:
 
 
 def _check_is_no_script(path: Path, program: str) -> None:
-    """Raise for a file without any class, a training loop: importing it would run it."""
-    try:
-        tree = ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return  # what is wrong with it is said when it is loaded
-    calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
-    names = {getattr(call, "id", getattr(call, "attr", "")) for call in calls}
-    kinds = {type(node) for node in ast.walk(tree)}
-    loops, makes_classes = kinds & {ast.For, ast.While}, names & {"type", "make_dataclass"}
-    if loops and ast.ClassDef not in kinds and not makes_classes:
+    """Raise for a file that is a training loop and holds no task: importing it would run it."""
+    if is_script(path):
         raise RequestError(
             asked=f"PROGRAM {program!r}",
-            found="a script without a class, so without a task",
+            found="a script: no class in it is a task",
             why="`train` trains a task; a loop of one's own is started on all ranks by `run`",
             do=f"allranks run --ranks 2 -- python {program}, or first "
             f"allranks check --ranks 2 -- python {program}",
         )
+
+
+def is_script(path: Path) -> bool:
+    """Whether this file has a loop and, by its text, can hold no task; it is not imported.
+
+    It makes no class, or imports nothing but Python's modules and packages in `FOREIGN`.
+    """
+    try:
+        nodes = list(ast.walk(ast.parse(path.read_bytes())))
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return False  # what is wrong with it is said when it is loaded
+    kinds = {type(node) for node in nodes}
+    if not kinds & {ast.For, ast.While}:
+        return False
+    calls = (node.func for node in nodes if isinstance(node, ast.Call))
+    names = {getattr(call, "id", getattr(call, "attr", "")) for call in calls}
+    if ast.ClassDef not in kinds and not names & {"type", "make_dataclass"}:
+        return True
+    modules = [alias.name for n in nodes if isinstance(n, ast.Import) for alias in n.names]
+    modules += [
+        "." * node.level + (node.module or "") for node in nodes if isinstance(node, ast.ImportFrom)
+    ]
+    return {name.partition(".")[0] for name in modules} <= FOREIGN | sys.stdlib_module_names
+
+
+FOREIGN = frozenset(
+    (
+        *("torch", "torchvision", "torchaudio", "lightning", "pytorch_lightning", "accelerate"),
+        *("transformers", "datasets", "deepspeed", "timm", "keras", "tensorflow", "jax", "flax"),
+        *("numpy", "sklearn", "PIL"),
+    )
+)
 
 
 def _named_class(program: str, wanted: str, classes: dict[str, type], module: ModuleType) -> type:

@@ -10,7 +10,7 @@ import click
 
 from allranks.cli.options import Verb
 from allranks.errors import RequestError, nearest, printable
-from allranks.job.engines import FOREIGN
+from allranks.job.program import FOREIGN
 
 TAKEN = FOREIGN | sys.stdlib_module_names | {"allranks"}
 """Modules that a task or its libraries import: a file of that name would hide them."""

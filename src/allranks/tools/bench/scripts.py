@@ -41,7 +41,7 @@ def check_options(names: Sequence[str]) -> None:
             option = f"--{name.replace('_', '-')}"
             raise RequestError(
                 asked=f"bench {option} … -- COMMAND",
-                found="a script of its own",
+                found="a command after `--`, so a script",
                 why="a script decides itself how it trains and with which batch; "
                 f"{option} is for tasks",
                 do=f"leave {option} out, or give the script's own arguments after its name",

@@ -14,6 +14,7 @@ from allranks.tools.report.page import findings_of, rendered
 from allranks.tools.report.plot import Chart, PlotLine, letter_of
 from allranks.tools.report.records import CHECK_RECORD, UNREADABLE
 from allranks.tools.report.tables import LEFT, RIGHT, Table
+from allranks.tools.script_check.rules.facts import NOT_ALL
 
 NEEDED = ("equal", "program", "strategy", "looks", "not_checked")
 OF_SCRIPT = ("findings", "unwatched", "ranks")
@@ -149,12 +150,13 @@ def _view_of_script(check: CheckResult, letter: str) -> CheckView:
     record = check.record
     findings, ranks = findings_of(record), counted(int(record["ranks"]), "rank")
     state = counted(len(findings), "finding") if findings else "nothing found"
+    missing = NOT_ALL if record["unwatched"] else ""
     nothing = Table((), (), ())
     return CheckView(
         check,
         letter,
-        f"{state} on {ranks}",
-        "bad" if findings else "good",
+        f"{state} on {ranks}{missing}",
+        "bad" if findings or missing else "good",
         nothing,
         None,
         None,

@@ -395,6 +395,7 @@ class Outer(Strategy):
             now = self.inner.state()
             parameters = dict(zip(self.step.names, self.step.parameters, strict=True))
             of_optimizer = state["optimizer"]["state"]
+            # what this learner alone has is cut as its parameter is
             like = {n: dict.fromkeys(of_optimizer[n], parameters[n]) for n in of_optimizer}
             like |= now["optimizer"]["state"]
             optimizer = as_it_was(state["optimizer"], {**now["optimizer"], "state": like})

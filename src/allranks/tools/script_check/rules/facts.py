@@ -118,9 +118,11 @@ def groups_that_reduce(ranks: tuple[Rank, ...]) -> list[list[Rank]]:
 
 
 LEAST_DRAWS = 2
+NOT_ALL = ", but not all was watched"
+"""Follows the verdict of a watched run in which a recorder failed."""
 BY_RANK = (
-    "torch.manual_seed(seed + rank) once the model is made; for a Trainer's callback, see "
-    "docs/checking.md"
+    "torch.manual_seed(seed + rank) once the model is made; docs/checking.md says where, for each "
+    "framework"
 )
 States = dict[Any, dict[str, int]]
 """The states of the generators that drew, by the draw at which they are compared."""

@@ -22,6 +22,7 @@ from allranks.tools.script_check.rules.data import (
 from allranks.tools.script_check.rules.facts import (
     COST,
     FILES,
+    NOT_ALL,
     OUTPUT,
     RESULT,
     Fact,
@@ -319,12 +320,16 @@ class Watched:
         lines = [str(finding) for finding in self.findings]
         lines += [f"not watched: {reason}" for reason in self.unwatched]
         ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
-        missing = ", but not all was watched: please report the lines above"
-        return "\n".join([*lines, f"{self.summary} on {ranks}{missing if self.unwatched else ''}"])
+        missing = f"{NOT_ALL}: please report the lines above" if self.unwatched else ""
+        return "\n".join([*lines, f"{self._count} on {ranks}{missing}"])
 
     @property
     def summary(self) -> str:
-        """`3 findings`, or `nothing found`."""
+        """`3 findings`, or `nothing found`; and whether that is of all there is."""
+        return self._count + (NOT_ALL if self.unwatched else "")
+
+    @property
+    def _count(self) -> str:
         count = len(self.findings)
         return f"{count} finding{'s' if count > 1 else ''}" if count else "nothing found"
 
