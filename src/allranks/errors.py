@@ -20,8 +20,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 from typing import Any
 
@@ -187,12 +186,18 @@ def printable(line: str) -> str:
     return "".join(c if c.isprintable() or c == "\t" else repr(c)[1:-1] for c in line)
 
 
-@contextmanager
-def explained(pattern: re.Pattern[str], refusal: Callable[[str], RequestError]) -> Iterator[None]:
-    """A context that replaces a matching error of torch with `refusal(its first line)`."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not pattern.search(str(error)):
-            raise
-        raise refusal(str(error).splitlines()[0][:LONGEST_QUOTE]) from error
+class Explained:
+    """A context that replaces a matching error of torch with `refusal(its first line)`.
+
+    It may be entered again and again, as around every step.
+    """
+
+    def __init__(self, pattern: re.Pattern[str], refusal: Callable[[str], RequestError]) -> None:
+        self._pattern, self._refusal = pattern, refusal
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, RuntimeError) and self._pattern.search(str(error)):
+            raise self._refusal(str(error).splitlines()[0][:LONGEST_QUOTE]) from error

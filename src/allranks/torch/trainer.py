@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from allranks.checkpoint.commit import Alone
-from allranks.errors import RequestError, explained
+from allranks.errors import RequestError
 from allranks.job.faults import Faults
 from allranks.job.job import Job
 from allranks.launcher.heartbeat import Heartbeat
@@ -42,8 +42,7 @@ from allranks.torch.limits import check_limits
 from allranks.torch.machine import device_of, flip_one_bit, notes_on_sharing, notes_on_torch
 from allranks.torch.model.activation_checkpointing import (
     CACHE_IS_OFF,
-    OTHER_TENSORS,
-    differs_again,
+    RECOMPUTING,
     with_caches,
 )
 from allranks.torch.model.compiling import compile_passes
@@ -298,8 +297,7 @@ class Trainer(OnSteps):
         if self._saving is not None:
             self._saving.look_at_rates()
         self.witness.before_step(batch, self.task_data.opened, self.settle)
-        computes = explained(OTHER_TENSORS, differs_again)
-        with self.meter.watching(batch.own_samples), KERNELS, computes:
+        with self.meter.watching(batch.own_samples), KERNELS, RECOMPUTING:
             result = self._steps.make(batch, ahead=not self.witness.observes)
         if len(step.user_buffers.written) != len(self.user_buffers):
             self.user_buffers = sorted(step.user_buffers.written)

@@ -21,7 +21,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from allranks.errors import RequestError, explained
+from allranks.errors import Explained, RequestError
 from allranks.strategies.mesh import BRANCH
 from allranks.torch.branching.plan import Branch, BranchPlan, holds, plan_of
 from allranks.torch.branching.run import BranchContext, BranchExchange, Calls, real, wait_before
@@ -103,7 +103,7 @@ class Branches(Staged):
     def _whole(self, *args: Any, **keywords: Any) -> Any:
         """The output of the model, after all called branches have run."""
         self.calls.begin()
-        with explained(ELSEWHERE, _on_another_rank):
+        with Explained(ELSEWHERE, _on_another_rank):
             output = self.step.call(*args, **keywords)
             self.calls.close()
             return real(output)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from allranks.errors import RequestError
+from allranks.errors import Explained, RequestError
 from allranks.torch.model.layers import Scope
 from allranks.torch.task import Task
 
@@ -128,13 +128,10 @@ def _computing_again(scope: AbstractContextManager[Any]) -> Iterator[None]:
     except (RuntimeError, ValueError, IndexError) as error:
         if "CUDA" in str(error) or "HIP" in str(error):  # the device failed, and not the block
             raise
-        raise differs_again(f"{type(error).__name__}: {error}".splitlines()[0]) from error
+        raise _differs_again(f"{type(error).__name__}: {error}".splitlines()[0]) from error
 
 
-OTHER_TENSORS = re.compile("^torch.utils.checkpoint: (Recomputed|A different number)")
-
-
-def differs_again(text: str) -> RequestError:
+def _differs_again(text: str) -> RequestError:
     """The error for a block that computes something else in backward than in forward."""
     return RequestError(
         asked="to compute activations again in backward",
@@ -142,3 +139,8 @@ def differs_again(text: str) -> RequestError:
         why="its forward keeps something from call to call, as a cache of keys and values does",
         do="let forward keep nothing while the model trains, or name other blocks(self, model)",
     )
+
+
+RECOMPUTING = Explained(
+    re.compile("^torch.utils.checkpoint: (Recomputed|A different number)"), _differs_again
+)

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 import allranks.torch.accelerator as accelerator
-from allranks.errors import RequestError, explained
+from allranks.errors import Explained, RequestError
 from allranks.job.place import GATHERED, Placed
 from allranks.strategies.shards import Micro
 from allranks.torch.data.batch import (
@@ -271,7 +271,7 @@ class DP(Strategy):
         if self.copies:  # an optimizer, or a callback, may have added some
             engine = (*self._watching, *self.step.sparse.hooks)
             check_no_hooks(self.model, ASKED, SEES_ROWS, engine)
-        with explained(UNRELATED, lambda _: unrelated_input(ASKED)):
+        with Explained(UNRELATED, lambda _: unrelated_input(ASKED)):
             return super().forward_backward(batch)
 
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 import allranks.torch.accelerator as accelerator
-from allranks.errors import RequestError, explained
+from allranks.errors import Explained, RequestError
 from allranks.job.place import Placed
 from allranks.torch.data.batch import (
     Batch,
@@ -395,13 +395,13 @@ class ModelParallel(Single):
 
     def forward_backward(self, batch: Batch) -> Tally:
         with (
-            explained(TWO_DEVICES, _on_two_devices),
-            explained(UNRELATED, lambda _: unrelated_input(f"--strategy {self.name}")),
+            Explained(TWO_DEVICES, _on_two_devices),
+            Explained(UNRELATED, lambda _: unrelated_input(f"--strategy {self.name}")),
         ):
             return super().forward_backward(batch)
 
     def eval_step(self, data: Any, forward: Callable[[Callable[..., Any], Any], Any]) -> Any:
-        with explained(TWO_DEVICES, _on_two_devices):
+        with Explained(TWO_DEVICES, _on_two_devices):
             return super().eval_step(data, forward)
 
     def _in_pieces(self, data: Any) -> Any:
