@@ -68,6 +68,7 @@ MODULES = (
     "allranks.torch.preload",
     "allranks.programs.digits",
     "allranks.programs.synthetic",
+    "pytest",  # tasks and workers import it, a fifth of a second in each rank
 )
 
 Train = Callable[..., Result]
