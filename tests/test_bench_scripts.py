@@ -182,3 +182,4 @@ def test_a_script_without_an_end_is_stopped_after_its_steps(tmp_path: Path) -> N
     page = CliRunner().invoke(cli, ["report", str(folder)])
     text = (folder / "report.html").read_text()
     assert page.exit_code == 0 and "weak scaling" in text and "by its card" not in text
+    assert APART in text and "efficiency on 2" not in text, "two copies are no scaling"
