@@ -19,6 +19,7 @@ from allranks.tools.bench.plan import STRONG, WEAK, BenchPlan, Combination
 from allranks.tools.bench.results import rows_of, scaling_of, to_data
 from allranks.tools.bench.scripts import measured_script
 from allranks.tools.bench.tables import how_timed, proposal, table
+from allranks.tools.script_check.rules.facts import APART
 
 PLAN = BenchPlan("t.py", (), 4, 2, 1, command=("python", "t.py"))
 LOOP = """
@@ -41,7 +42,12 @@ while True:
 
 
 def write_steps(
-    folder: Path, rank: int, samples: list[int | None], seconds: float, evaluated: int = 0
+    folder: Path,
+    rank: int,
+    samples: list[int | None],
+    seconds: float,
+    evaluated: int = 0,
+    joined: bool = True,
 ) -> None:
     """The facts of a rank; before the step `evaluated` it evaluated for 10 seconds."""
     folder.mkdir(exist_ok=True)
@@ -49,7 +55,8 @@ def write_steps(
     for number, count in enumerate(samples, start=1):
         now += seconds + 10 * (number == evaluated)
         fact = {"fact": "step", "rank": rank, "step": number, "monotonic": now, "samples": count}
-        lines.append(json.dumps({**fact, "evaluated": number == evaluated, "host_bytes": 5 + rank}))
+        fact |= {"evaluated": number == evaluated, "host_bytes": 5 + rank, "joined": joined}
+        lines.append(json.dumps(fact))
     (folder / f"{rank}.jsonl").write_text("\n".join(lines) + '\n{"fact": "st')
 
 
@@ -117,6 +124,24 @@ def test_what_a_rank_reads_says_how_a_script_scales(
     assert scaling_of(rows_of(found)) == scaling
 
 
+@pytest.mark.parametrize("joined", [True, False])
+def test_the_speed_of_ranks_that_share_nothing_is_not_called_scaling(
+    joined: bool, tmp_path: Path
+) -> None:
+    """Two copies of a script of one process: twice the samples a second, and no faster."""
+    found = []
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        for rank in range(ranks):
+            write_steps(folder, rank, [8] * 6, 0.5, joined=joined)
+        runs, _ = measured_script(folder, tmp_path, PLAN, 0, None)
+        found.append(RunSet(Combination("t.py", ranks), [runs]))
+    rows = rows_of(found)
+    assert not rows[0].problem and (rows[1].problem == APART) != joined
+    assert (APART in table(rows)) != joined
+    assert ("1 rank for t.py" in proposal(PLAN, rows, "a machine")) != joined
+
+
 def refused(*words: str) -> str:
     said = CliRunner().invoke(cli, ["bench", *words])
     assert isinstance(said.exception, RequestError), said.output
@@ -147,7 +172,7 @@ def test_a_script_without_an_end_is_stopped_after_its_steps(tmp_path: Path) -> N
         cli, ["bench", *words, "--run-dir", str(folder), "--", sys.executable, str(script)]
     )
     data: dict[str, Any] = json.loads(said.stdout.splitlines()[-1])
-    assert [row["problem"] for row in data["rows"]] == ["", ""], said.output
+    assert [row["problem"] for row in data["rows"]] == ["", APART], said.output
     assert [row["unit"] for row in data["rows"]] == ["samples/s"] * 2
     assert [row["step_samples"] for row in data["rows"]] == pytest.approx([8, 32]), "of both ranks"
     assert data["settings"]["command"][-1] == str(script)
@@ -157,3 +182,4 @@ def test_a_script_without_an_end_is_stopped_after_its_steps(tmp_path: Path) -> N
     page = CliRunner().invoke(cli, ["report", str(folder)])
     text = (folder / "report.html").read_text()
     assert page.exit_code == 0 and "weak scaling" in text and "by its card" not in text
+    assert APART in text and "efficiency on 2" not in text, "two copies are no scaling"

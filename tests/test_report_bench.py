@@ -277,12 +277,12 @@ def test_what_is_no_record_is_refused(
 def test_a_script_of_which_not_all_was_watched_is_not_called_good(
     door: Door, tmp_path: Path
 ) -> None:
-    record = {"findings": [], "unwatched": ["Loaders.install: gone"], "ranks": 2}
+    record = {"findings": [], "unwatched": ["Loaders.install: gone"], "ranks": 2, "doubt": "so"}
     (tmp_path / "check.json").write_text(json.dumps({**record, "command": "python train.py"}))
     page = tmp_path / "page.html"
     assert door(str(tmp_path / "check.json"), "--out", str(page))[0] == 0
     text = page.read_text()
-    assert "nothing found on 2 ranks, but not all was watched" in text
+    assert "nothing found on 2 ranks; so, but not all was watched" in text
     assert "Not watched: Loaders.install: gone." in text
 
 

@@ -344,6 +344,29 @@ def test_without_facts_there_is_no_verdict(tmp_path: Path) -> None:
         watched_in(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ([], "no optimizer of torch made a step, so no training was watched"),
+        ([window()], "each may train a copy of its own"),
+        ([window(), {"fact": "world", "rank": 0}], ""),
+    ],
+)
+def test_a_verdict_says_if_the_ranks_did_not_train_together(
+    facts: list[dict[str, Any]], words: str, tmp_path: Path
+) -> None:
+    """As torch's DDP example, which ends without two GPUs; or a script of one process."""
+    for rank in range(2):
+        process = fact("process", rank=rank, local_rank=str(rank), group_rank="0")
+        lines = [process, *({**f, "rank": rank} for f in facts)]
+        (tmp_path / f"{rank}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    watched = watched_in(tmp_path)
+    assert (
+        words in watched.summary and words in str(watched) and words in watched.to_data()["doubt"]
+    )
+    assert bool(watched.doubt) == bool(words)
+
+
 def test_what_a_person_reads(tmp_path: Path) -> None:
     found = ScriptFinding("a-fault", "result", (str(tmp_path / "train.py"), 3), "x", "y", "z")
     text = str(Watched(2, (found,), ("Loaders.install: gone",)))

@@ -5,16 +5,21 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.scripts.on_path import path_with_hooks
 from allranks.launcher.scripts.plan import CommandRequest
 from allranks.launcher.scripts.run import run_command
+from allranks.tools.script_check.record.facts import StepCounts
+from allranks.tools.script_check.record.stepping import Replicas
 from allranks.tools.script_check.rules.facts import FACTS, watched_request
 from allranks.tools.script_check.rules.watch import Watched, watched_in
 
@@ -75,6 +80,25 @@ EXAMPLES = {
     "sharded.py": 2,
 }
 """Each with the ranks that it is for."""
+
+
+ENDLESS = """
+import os, signal
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(10**7, 1))
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+for number, (batch,) in enumerate(DataLoader(data, batch_size=4)):
+    if number == 9 and dist.get_rank() == 0:
+        os.kill(int(os.environ["LAUNCHER"]), signal.SIGTERM)
+    optimizer.zero_grad()
+    model(batch).sum().backward()
+    optimizer.step()
+"""
 
 
 def request_for(folder: Path, *words: str, script: Path = SCRIPT, ranks: int = 2) -> CommandRequest:
@@ -190,6 +214,25 @@ def test_a_script_that_fails_is_reported_as_run_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_script_without_an_end_is_stopped_and_judged(tmp_path: Path) -> None:
+    """A benchmark on made-up data, a training of weeks: what was seen until the limit counts."""
+    script = tmp_path / "endless.py"
+    script.write_text(ENDLESS)
+    words = shlex.join([*COMMAND, "--warm", "--json", "--", str(script)])
+    done = subprocess.run(
+        ["sh", "-c", f"LAUNCHER=$$ exec {words}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 130 and "interrupted (SIGTERM)" in done.stderr, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    names = [one["name"] for one in told["findings"]]
+    assert names == ["same-samples-on-ranks"], done.stderr
+
+
+@pytest.mark.slow
 def test_what_never_imports_torch_was_not_watched(tmp_path: Path) -> None:
     script = tmp_path / "plain.py"
     script.write_text("print('no torch')\n")
@@ -198,3 +241,56 @@ def test_what_never_imports_torch_was_not_watched(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert "imported torch" in done.stderr
+
+
+def test_lines_that_a_library_reads_itself_are_no_output(tmp_path: Path) -> None:
+    """dill redirects what `dis` prints, and `datasets` calls dill."""
+    code = (
+        "import contextlib, io, torch\n"
+        "from allranks.tools.script_check.record.facts import ScriptFacts, StepCounts\n"
+        "from allranks.tools.script_check.record.install import FileFacts\n"
+        f"facts = ScriptFacts({str(tmp_path)!r}, '/torch')\n"
+        "FileFacts(torch, facts, StepCounts()).install()\n"
+        "with contextlib.redirect_stdout(io.StringIO()):\n"
+        "    print('read by a library')\n"
+        "print('seen')\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    (facts,) = tmp_path.glob("*.jsonl")
+    rows = map(json.loads, facts.read_text().splitlines())
+    assert [row["text"] for row in rows if row["fact"] == "print"] == ["seen"]
+
+
+def test_the_ranks_of_a_deepspeed_engine_reduce_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its reductions are of buckets, so no gradient is seen in a collective."""
+
+    class DeepSpeedEngine:
+        data_parallel_group = "all"
+
+    engine, written = DeepSpeedEngine(), []
+    monkeypatch.setitem(sys.modules, "deepspeed.runtime.engine", SimpleNamespace(**{
+        "DeepSpeedEngine": DeepSpeedEngine}))  # fmt: skip
+    ranks_of = {"all": [0, 1]}.__getitem__
+    fake = SimpleNamespace(distributed=SimpleNamespace(get_process_group_ranks=ranks_of))
+    facts = SimpleNamespace(write=lambda kind, **values: written.append((kind, values["group"])))
+    monkeypatch.delitem(sys.modules, "torch.distributed.fsdp", raising=False)
+    Replicas(fake, facts, StepCounts()).write_sharded()  # type: ignore[arg-type]
+    assert written == [("sharded", (0, 1))] and engine.data_parallel_group
+
+
+def test_a_look_for_torch_before_its_import_does_not_end_the_wait(tmp_path: Path) -> None:
+    """As `import datasets` does, and transformers: `find_spec` finds, and imports nothing."""
+    (tmp_path / "torch.py").write_text("print('torch')\n")
+    code = (
+        "import sys, importlib.util, sitecustomize as hooks\n"
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        "hooks._change = lambda: print('patched')\n"
+        "sys.meta_path.insert(0, hooks.AfterTorch())\n"
+        "assert importlib.util.find_spec('torch') and importlib.util.find_spec('torch')\n"
+        "import torch\n"
+    )
+    environment = {"PYTHONPATH": path_with_hooks({})}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.split() == ["torch", "patched"], done.stderr

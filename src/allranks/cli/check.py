@@ -22,7 +22,14 @@ from allranks.cli.options import (
     with_options,
 )
 from allranks.cli.run import SCRIPT_OPTIONS, RankOutput, command_watcher, request_from
-from allranks.errors import EXIT_DIFFERENCE_FOUND, ProgramError, RequestError
+from allranks.errors import (
+    EXIT_DIFFERENCE_FOUND,
+    AllranksError,
+    Interrupted,
+    ProgramError,
+    RequestError,
+    Stopped,
+)
 from allranks.job.place import LOCAL
 from allranks.launcher.places.base import NodeRequest
 from allranks.launcher.scripts.plan import redacted_words
@@ -117,10 +124,10 @@ def check_script(words: tuple[str, ...], ranks: int, as_object: bool, **flags: A
     request = request_from(words, flags, TorchrunFlags(), NodeRequest(LOCAL, 1, ranks))
     request = watched_request(request, run_dir_of(request), os.environ)
     output = RankOutput(request.shown)
-    failed: ProgramError | None = None
+    failed: AllranksError | None = None
     try:
         run_command(request, watcher=command_watcher(output))
-    except ProgramError as error:
+    except (ProgramError, Interrupted, Stopped) as error:  # findings up to then
         failed = error
     finally:
         say(output.close())

@@ -64,6 +64,8 @@ def in_words(event: dict[str, Any]) -> list[str]:
         return [f"note: learner {event['learner']} joins at version {event['version']}"]
     if name == "straggler":
         return [f"note: rank {event['rank']} on {event['host']} is {_slow(event)}"]
+    if name == "done" and event.get("note"):
+        return [event["note"]]
     return []
 
 
@@ -88,6 +90,8 @@ def anomalies_in(event: dict[str, Any]) -> list[tuple[int | None, str]]:
         return [(None, _handed_out_again(event))] if event["freed"] else []
     if name == "straggler":
         return [(event["rank"], _slow(event))]
+    if name == "done" and event.get("note"):
+        return [(None, event["note"].removeprefix("note: "))]
     return []
 
 

@@ -28,6 +28,7 @@ from allranks.launcher.scripts.topology import (
     variables_for,
 )
 
+MOST_SHOWN = 80
 OPTIONS_WITH_VALUE = ("-X", "-W", "--check-hash-based-pycs")
 WARM = {"torch": ("torch", "torch.distributed"), "tensorflow": ("tensorflow",)}
 RUN_IDS = ("TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE")
@@ -73,13 +74,22 @@ class CommandRequest:
         values = dataclasses.asdict(self)
         values |= {
             "command": shlex.join(redacted_words(self.command)),
-            "program": shlex.join(redacted_words(self.command))[:80],
+            "program": self._short_command(),
             "roles": roles_as_text(self.roles),
             "families": ",".join(self.families),
         }
         for name in ("notes", "run_dir", "run_id", "environment"):
             values.pop(name)
         return {"kind": "run", **values}
+
+    def _short_command(self) -> str:
+        """The command in one line of a list: a long one without the folder of its script."""
+        words = redacted_words(self.command)
+        if len(shlex.join(words)) > MOST_SHOWN:
+            at = script_position(self.command)
+            words[at] = words[at].rpartition("/")[2]
+        text = shlex.join(words)
+        return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 2]} …"
 
 
 @dataclass(frozen=True)

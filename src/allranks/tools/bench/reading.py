@@ -43,6 +43,8 @@ class Measured:
     unit: str = SAMPLES_PER_S
     """What `steps` counts: a script without samples or steps is timed by the next larger unit."""
     step_samples: float | None = None
+    is_apart: bool = False
+    """Whether several ranks of a script trained without a process group of torch."""
 
 
 @dataclass(frozen=True)

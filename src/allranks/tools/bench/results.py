@@ -23,6 +23,7 @@ from allranks.tools.bench.reading import (
     interval,
     ratio,
 )
+from allranks.tools.script_check.rules.facts import APART
 
 SCHEMA = 2
 ENOUGH = 0.75
@@ -113,7 +114,7 @@ def _row(entry: RunSet, base: RunSet | None, ours: RunSet | None, until: str) ->
     return BenchRow(
         combination.strategy,
         combination.ranks,
-        entry.problem,
+        entry.problem or (APART if last.is_apart else ""),
         combination.is_peer,
         interval(list(speeds.values())),
         _mean(run.steps.jitter for run in runs) or 0.0,
@@ -235,7 +236,7 @@ def undecided_of(rows: Sequence[BenchRow], plan: BenchPlan) -> list[BenchRow]:
         row
         for row in rows
         if row.speed is not None
-        and not row.is_peer
+        and not (row.is_peer or row.problem)
         and verdict_of(row) is None
         and (row.ranks if plan.scaling == WEAK else row.speed.high) > least
     ]

@@ -106,6 +106,7 @@ def measured_script(
         joules=joules,
         unit=unit,
         step_samples=each,
+        is_apart=len(ranks) > 1 and not any(step["joined"] for steps in ranks for step in steps),
     )
     return measured, ()
 

@@ -136,7 +136,8 @@ def _are_of_script(rows: Sequence[BenchRow]) -> bool:
 def head_of(rows: Sequence[BenchRow]) -> tuple[str, ...]:
     """The columns of these rows."""
     names = [n for n in COLUMNS if n not in ONLY_IF or any(map(ONLY_IF[n], rows))]
-    left_out = OF_TASKS if _are_of_script(rows) else ()
+    of_tasks = any(row.card_bytes is not None or row.is_peer for row in rows)
+    left_out = () if of_tasks else OF_TASKS
     return tuple(name for name in names if name not in left_out)
 
 

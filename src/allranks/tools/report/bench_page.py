@@ -242,7 +242,7 @@ def _view(bench: Bench, letter: str, charts: tuple[tuple[int, Chart], ...]) -> B
 
 
 def _figures(bench: Bench) -> list[Figure]:
-    rows = [row for row in bench.measured if not row.is_peer]
+    rows = [row for row in bench.measured if not (row.is_peer or row.problem)]
     figures = []
     fastest = max(rows, key=lambda row: row.speed.mean if row.speed else 0.0, default=None)
     if fastest is not None and fastest.speed is not None:

@@ -150,7 +150,8 @@ def _view_of_script(check: CheckResult, letter: str) -> CheckView:
     record = check.record
     findings, ranks = findings_of(record), counted(int(record["ranks"]), "rank")
     state = counted(len(findings), "finding") if findings else "nothing found"
-    missing = NOT_ALL if record["unwatched"] else ""
+    doubt = f"; {record['doubt']}" if record.get("doubt") else ""
+    missing = doubt + (NOT_ALL if record["unwatched"] else "")
     nothing = Table((), (), ())
     return CheckView(
         check,

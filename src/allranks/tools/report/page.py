@@ -310,7 +310,7 @@ def _view(number: int, run: RecordedRun, several: bool, in_words: InWords) -> Ru
     words, watched = STATES[state], run.watched
     if watched is not None:
         words += f", {watched.summary}"
-        tone = "bad" if watched.findings or watched.unwatched else tone
+        tone = "bad" if watched.findings or watched.unwatched or watched.doubt else tone
     return RunView(
         run=run,
         letter=letter_of(number) if several else "",

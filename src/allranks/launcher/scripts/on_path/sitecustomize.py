@@ -27,22 +27,32 @@ HOOKS = {
 
 
 class AfterTorch:
-    """A finder that calls the hooks once torch has been imported."""
+    """A finder that calls the hooks once torch has been imported.
+
+    `find_spec("torch")`, by which datasets and transformers ask for it, imports nothing: so the
+    finder stays until torch is there.
+    """
+
+    asks = False
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """The spec of torch, with a loader that calls the hooks; None for all other modules."""
-        if name != "torch":
+        if name != "torch" or self.asks:
             return None
-        sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
-        spec = importlib.util.find_spec(name)
+        self.asks = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self.asks = False
         if spec is not None and spec.loader is not None:
             loader: Any = spec.loader
             load = loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
                 load(module)
+                sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
                 _change()
 
             loader.exec_module = exec_module

@@ -5,9 +5,12 @@ from __future__ import annotations
 import atexit
 import builtins
 import importlib
+import io
 import os
+import signal
 import sys
 from collections import Counter
+from contextlib import suppress
 from typing import Any
 from zlib import crc32
 
@@ -94,6 +97,8 @@ class FileFacts:
     def _printed(self, *args: Any, file: Any = None, **kwargs: Any) -> None:
         if file is not None and file is not sys.stdout and file is not sys.stderr:
             return
+        if isinstance(file or sys.stdout, io.StringIO):  # redirected: dill reads what dis prints
+            return
         where = self.facts.where()
         if self._lines[where] < MOST_OF_A_LINE and self._lines.total() < MOST_LINES:
             self._lines[where] += 1
@@ -130,15 +135,23 @@ def install(torch: Any, folder: str) -> None:
     facts.write("process", **place, torch=str(torch.__version__))
     digests = facts.guarded(replicas.finish)
 
-    def finish() -> None:
-        parts = (loaders, schedules, stepping, collectives, losses)
+    def finish(*parts: Any) -> None:
         for part in parts:
             facts.guarded(part.finish)()
-        digests()
+
+    def leave(number: int, frame: object) -> None:
+        """Write what is known, and end as without a handler; tensors may be half updated."""
+        finish(loaders, schedules, stepping, collectives)
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
 
     others = losses, Workers(torch, facts, progress), FileFacts(torch, facts, progress)
     for recorder in (loaders, replicas, stepping, schedules, *others):
         facts.guarded(recorder.install)()
     if torch.distributed.is_available():
         facts.guarded(collectives.install)(digests)
-    atexit.register(finish)
+    atexit.register(digests)
+    atexit.register(finish, loaders, schedules, stepping, collectives, losses)
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        with suppress(ValueError):  # torch is imported in a thread
+            signal.signal(signal.SIGTERM, leave)

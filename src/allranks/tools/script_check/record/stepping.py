@@ -339,18 +339,18 @@ class Replicas:
             )
 
     def write_sharded(self) -> None:
-        """Write each group over which FSDP shards modules and reduces gradients, once.
+        """Write each group over which FSDP or DeepSpeed reduces gradients, once.
 
         FSDP2 counts only with a mesh of one axis: others may belong to another parallelism.
         """
         module = sys.modules.get("torch.distributed.fsdp")
-        if module is None:
-            return
-        first, second = module.FullyShardedDataParallel, getattr(module, "FSDPModule", None)
-        groups = set()
-        for thing in instances_of(first):
-            ranks = self.torch.distributed.get_process_group_ranks(thing.process_group)
-            groups.add(tuple(ranks))
+        first, second = (
+            getattr(module, name, None) for name in ("FullyShardedDataParallel", "FSDPModule")
+        )
+        engine = getattr(sys.modules.get("deepspeed.runtime.engine"), "DeepSpeedEngine", None)
+        reducing = [thing.process_group for thing in instances_of(first)] if first else []
+        reducing += [e.data_parallel_group for e in instances_of(engine)] if engine else []
+        groups = {tuple(self.torch.distributed.get_process_group_ranks(g)) for g in reducing}
         for thing in instances_of(second) if second else ():
             meshes = {p.device_mesh for p in thing.parameters() if hasattr(p, "device_mesh")}
             groups |= {tuple(mesh.mesh.tolist()) for mesh in meshes if mesh.ndim == 1}

@@ -85,7 +85,7 @@ class StepTimes:
         self._steps += 1
         self.facts.write(
             "step",
-            rank=self._rank(),
+            **self._place(),
             step=self._steps,
             monotonic=time.monotonic(),
             samples=self._samples,
@@ -96,10 +96,12 @@ class StepTimes:
         self._read.clear()
         self._trained.clear()
 
-    def _rank(self) -> int:
+    def _place(self) -> dict[str, int | bool]:
+        """The number of this rank, and whether it has joined a process group."""
         dist = self.torch.distributed
         joined = dist.is_available() and dist.is_initialized()
-        return int(dist.get_rank() if joined else os.environ.get("RANK", 0))
+        rank = dist.get_rank() if joined else os.environ.get("RANK", 0)
+        return {"rank": int(rank), "joined": joined}
 
 
 def time_here(folder: str) -> None:

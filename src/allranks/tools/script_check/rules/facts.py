@@ -120,6 +120,8 @@ def groups_that_reduce(ranks: tuple[Rank, ...]) -> list[list[Rank]]:
 LEAST_DRAWS = 2
 NOT_ALL = ", but not all was watched"
 """Follows the verdict of a watched run in which a recorder failed."""
+APART = "the ranks made no process group of torch, so each may train a copy of its own"
+"""Of a script that several ranks run, and that does not connect them."""
 BY_RANK = (
     "torch.manual_seed(seed + rank) once the model is made; docs/checking.md says where, for each "
     "framework"

@@ -20,6 +20,7 @@ from allranks.tools.script_check.rules.data import (
     unequal_batches,
 )
 from allranks.tools.script_check.rules.facts import (
+    APART,
     COST,
     FILES,
     NOT_ALL,
@@ -310,23 +311,30 @@ class Watched:
     ranks: int
     findings: tuple[ScriptFinding, ...]
     unwatched: tuple[str, ...]
+    doubt: str = ""
+    """Why few findings mean little: the ranks did not train, or not together."""
 
     def to_data(self) -> dict[str, Any]:
         """As a mapping that JSON can carry."""
         findings = [finding.to_data() for finding in self.findings]
-        return {"ranks": self.ranks, "findings": findings, "unwatched": list(self.unwatched)}
+        words = {"unwatched": list(self.unwatched), "doubt": self.doubt}
+        return {"ranks": self.ranks, "findings": findings, **words}
 
     def __str__(self) -> str:
         lines = [str(finding) for finding in self.findings]
         lines += [f"not watched: {reason}" for reason in self.unwatched]
         ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
         missing = f"{NOT_ALL}: please report the lines above" if self.unwatched else ""
-        return "\n".join([*lines, f"{self._count} on {ranks}{missing}"])
+        return "\n".join([*lines, f"{self._count} on {ranks}{self._but}{missing}"])
 
     @property
     def summary(self) -> str:
         """`3 findings`, or `nothing found`; and whether that is of all there is."""
-        return self._count + (NOT_ALL if self.unwatched else "")
+        return self._count + self._but + (NOT_ALL if self.unwatched else "")
+
+    @property
+    def _but(self) -> str:
+        return f"; {self.doubt}" if self.doubt else ""
 
     @property
     def _count(self) -> str:
@@ -345,7 +353,7 @@ def watched_in(folder: Path) -> Watched:
             do="for Keras, write a task and check that: docs/tensorflow.md. For torch, start it "
             "with the Python that has allranks and torch, without -I, -E or -S",
         )
-    return Watched(len(ranks), findings_of(ranks), _unwatched(ranks))
+    return Watched(len(ranks), findings_of(ranks), _unwatched(ranks), _doubt(ranks))
 
 
 def findings_of(ranks: tuple[Rank, ...]) -> tuple[ScriptFinding, ...]:
@@ -354,6 +362,15 @@ def findings_of(ranks: tuple[Rank, ...]) -> tuple[ScriptFinding, ...]:
     names = {finding.name for finding in findings}
     explained = {effect for cause, effect in CAUSES.items() if cause in names}
     return in_order(finding for finding in findings if finding.name not in explained)
+
+
+def _doubt(ranks: tuple[Rank, ...]) -> str:
+    """What the facts say against a verdict as a whole; "" if nothing."""
+    if not any(rank.all("window") for rank in ranks):
+        return "no optimizer of torch made a step, so no training was watched"
+    if len(ranks) > 1 and not any(rank.all("world") for rank in ranks):
+        return APART
+    return ""
 
 
 def _unwatched(ranks: tuple[Rank, ...]) -> tuple[str, ...]:
