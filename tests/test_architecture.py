@@ -39,7 +39,7 @@ HAS_TENSORFLOW = {"tensorflow", "programs"}
 MODULES = house.MODULES
 MOST = {
     "files": 432,
-    "lines": 96_600,
+    "lines": 96_760,
     "rooms in torch/": 19,
     "imports in a circle of rooms, torch/": 62,
     "imports in a circle of rooms, launcher/": 2,
