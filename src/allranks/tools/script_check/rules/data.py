@@ -431,7 +431,7 @@ def _times_ranks(
     places = [
         line["where"]
         for line in _after(ranks, [fact["loader"], fact["number"]])
-        if any(_is_printed(line, size * mean, mean) for mean in _means_over(passes))
+        if any(_is_printed(line, size * mean, mean) for mean in (whole, *_means_over(passes)))
     ]
     if all(_are_close(row.gathered, [size * value for value in row.values]) for row in passes):
         places = [fact["where"]]
