@@ -118,8 +118,8 @@ def preload_for(program: str, engine: str = TORCH) -> tuple[str, ...]:
     return (*modules, *_large_imports(program))
 
 
-LARGE = ("transformers", "accelerate", "peft", "lightning", "torchvision", "timm", "sklearn")
-"""Packages that take long to import, and start no thread and no device when they are imported."""
+LARGE = ("transformers", "accelerate", "lightning", "sklearn")
+"""Packages that take long to import, and were seen to start no thread and no device then."""
 CHANGES_IMPORTS = re.compile(rb"environ|putenv|sys\.path")
 
 
