@@ -39,7 +39,7 @@ HAS_TENSORFLOW = {"tensorflow", "programs"}
 MODULES = house.MODULES
 MOST = {
     "files": 432,
-    "lines": 96_660,
+    "lines": 96_840,
     "rooms in torch/": 19,
     "imports in a circle of rooms, torch/": 62,
     "imports in a circle of rooms, launcher/": 2,

@@ -132,6 +132,26 @@ def test_a_check_is_refused_before_keras_is_preloaded(
         assert "pip install 'allranks[keras]'" in refused.value.do
 
 
+def test_what_takes_long_to_import_is_imported_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    task = tmp_path / "task.py"
+
+    def large(text: str) -> list[str]:
+        task.write_text(TORCH + text)
+        return [name for name in preload_for(f"{task}:Mine") if ":" in name]
+
+    models = "from transformers import GPT2Config, AutoModel\n"
+    wanted = ["transformers:__name__", "transformers:GPT2Config", "transformers:AutoModel"]
+    assert large(models) == [*wanted, "transformers:modeling_utils"]
+    assert large("import sklearn.svm, json\n") == ["sklearn:svm"]
+    assert large("def later():\n    import transformers\n") == []
+    assert large("import os\nos.environ['HF_HOME'] = '/tmp'\n" + models) == []
+    (tmp_path / "transformers.py").write_text("")  # ranks import this one
+    assert large(models) == []
+
+
 STUB = Engine(
     name="stub",
     title="Stub",

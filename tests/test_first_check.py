@@ -22,6 +22,15 @@ from allranks.launcher.describe import first_check
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.start import Result, run_job
 from allranks.tools.check import first
+from allranks.tools.check.against_single import CheckPlan
+
+
+def test_a_first_check_has_the_schedule_of_the_training(tmp_path: Path) -> None:
+    resolved = resolve("digits", {"ranks": 2, "strategy": "fsdp", "steps": 300})
+    plan = CheckPlan((2,), 2, 8)
+    check = first.FirstCheck(resolved, resolved.job, 2, tmp_path, None, plan)  # type: ignore[arg-type]
+    assert (check.job.steps, check.job.schedule_steps) == (2, 300)
+
 
 CODE = """
 import os

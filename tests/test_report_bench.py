@@ -282,7 +282,7 @@ def test_a_script_of_which_not_all_was_watched_is_not_called_good(
     page = tmp_path / "page.html"
     assert door(str(tmp_path / "check.json"), "--out", str(page))[0] == 0
     text = page.read_text()
-    assert "nothing found on 2 ranks; so, but not all was watched" in text
+    assert "undecided: nothing found on 2 ranks; so, but not all was watched" in text
     assert "Not watched: Loaders.install: gone." in text
 
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice, pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ import foreign_tasks
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.torch import Trainer
+from allranks.training.engine.between_steps import scheduled_steps
 from allranks.training.schedules import (
     Schedule,
     constant,
@@ -195,6 +197,19 @@ def test_a_schedule_knows_the_number_of_steps(asked: int | None, total: int) -> 
         rates = [trainer.step(batch).learning_rate for batch in trainer.batches()]
         made = trainer.strategy.step.rates.initial[0]["lr"]
     assert rates == pytest.approx([made * (1 - step / total) for step in range(total)])
+
+
+@pytest.mark.parametrize(
+    ("given", "per_epoch", "total"),
+    [(None, 5, 10), (300, 5, 300), (300, None, 300), (None, None, 2)],
+)
+def test_a_check_of_two_steps_has_the_total_of_the_training(
+    given: int | None, per_epoch: int | None, total: int
+) -> None:
+    data = SimpleNamespace(batches=SimpleNamespace(expected_steps=per_epoch))
+    job = Job(steps=2, trace=True, schedule_steps=given)
+    trainer = SimpleNamespace(job=job, task_data=data, task=ToTheEnd())
+    assert scheduled_steps(trainer) == total  # type: ignore[arg-type]
 
 
 class Uneven(foreign_tasks.Lengths):

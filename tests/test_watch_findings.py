@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from allranks.errors import RequestError
-from allranks.tools.script_check.rules.facts import Rank, ScriptFinding, read_ranks
+from allranks.tools.script_check.rules.facts import NOTE, Rank, ScriptFinding, read_ranks
 from allranks.tools.script_check.rules.watch import Watched, findings_of, watched_in
 
 LINE = ["train.py", 7]
@@ -50,7 +50,7 @@ SGD = fact("optimizer", id=0, name="SGD", replicas=[], outside={"head": [2]}, se
 
 
 def names(*ranks: list[dict[str, Any]]) -> list[str]:
-    return [one.name for one in of(*ranks)]
+    return [one.name for one in of(*ranks) if one.touches != NOTE]
 
 
 def of(*ranks: list[dict[str, Any]]) -> tuple[ScriptFinding, ...]:
@@ -115,6 +115,34 @@ def test_padding_is_proved_by_the_count_that_is_reduced() -> None:
     assert evaluation(10, 10) == []  # repeated samples were left out of the count
     assert evaluation(11, 10, 10) == []  # 11 is something else
     assert evaluation(1, 10) == []  # a mean: nobody knows of what
+
+
+def padded(*facts: list[dict[str, Any]], length: int = 65, **values: Any) -> list[str]:
+    """Findings and notes, these in brackets: 65 samples read as 33 and 33, and what ranks say."""
+    ids = [list(range(0, 65, 2)), [*range(1, 65, 2), 0]]
+    sizes = [[8, 4], [1, 1]]
+    passes = [one_pass(i, backwards=0, grad=False, sizes=sizes, **values) for i in ids]
+    found = of(
+        *([loader(length=length), one, *more] for one, more in zip(passes, facts, strict=True))
+    )
+    return [f"({one.name})" if one.touches == NOTE else one.name for one in found]
+
+
+def test_padding_is_proved_by_shares_of_all_samples_that_are_read() -> None:
+    assert padded([reduced(17 / 33)], [reduced(20 / 33)]) == ["padded-evaluation"]
+    gathers = [[{**reduced(share), "operation": "GATHER"}] for share in (17 / 33, 20 / 33)]
+    assert padded(*gathers) == ["padded-evaluation"]
+    assert padded([reduced(17 / 33)], [reduced(20 / 32)]) == ["(padded-evaluation)"]  # left out
+
+
+def test_padding_that_is_not_proved_is_a_note_and_no_finding() -> None:
+    right = [[reduced(17.0)], [reduced(20.0)]]  # divided by the length of the data
+    assert padded(*right) == ["(padded-evaluation)"]
+    assert padded([], []) == []  # ranks share nothing of it
+    gathered = fact("gathered", of=[0, 0], trimmed=False)
+    assert padded([gathered], [gathered]) == ["(padded-evaluation)"]
+    trimmed = {**gathered, "trimmed": True}  # by Accelerate's gather_for_metrics
+    assert padded([trimmed], [trimmed]) == []
 
 
 def test_replicas_drift_only_if_they_still_do_at_the_end() -> None:
@@ -226,6 +254,8 @@ def test_a_mean_of_batch_means_is_proved_by_what_is_reduced() -> None:
     assert both(taken, largest) == []
     equal = means(2.0, 2.0, 2.0, counts=[8, 8, 1])
     assert both(equal, reduced(2.0)) == []
+    more = means(1.0, 1.0, 1.0, counts=[8, 8, 8])  # exact on each rank, of 17 and of 24 samples
+    assert names([taken, reduced(20 / 17)], [more, reduced(1.0)]) == ["mean-of-means"]
 
 
 def test_a_mean_of_batch_means_is_proved_by_what_is_printed() -> None:
@@ -238,6 +268,36 @@ def test_a_mean_of_batch_means_is_proved_by_what_is_printed() -> None:
     assert printed(f"Test: loss {(8 * 0.7311 + 8 * 0.6502 + 0.9104) / 17:.5f}") == []
     assert printed("Test: loss 0.76") == []  # too few digits to prove anything
     assert printed("v10.76390") == printed("Test: loss 0.763901") == []
+
+
+def test_a_mean_times_the_ranks_is_proved_by_what_is_gathered_or_printed() -> None:
+    values, counts = (0.7311, 0.6502, 0.9104), [8, 8, 8]
+
+    def gathered(*factors: float) -> list[str]:
+        given = [[factor * value for value in values] for factor in factors]
+        return names(*([{**means(*values, counts=counts), "gathered": g}] for g in given))
+
+    def printed(value: float, after: list[int] | None) -> list[str]:
+        line = fact("print", text=f"eval {value:.5f}", digest=1, after=after)
+        return names([means(*values, counts=counts), line], [means(*values, counts=counts)])
+
+    assert gathered(2, 2) == ["mean-times-ranks"]
+    assert gathered(2, 1) == gathered(1, 1) == gathered(0.5, 0.5) == []
+    mean = sum(values) / 3
+    assert printed(2 * mean, [0, 0]) == ["mean-times-ranks"]
+    assert printed(mean, [0, 0]) == printed(2 * mean, [1, 0]) == printed(2 * mean, None) == []
+
+
+def test_a_mean_of_the_means_of_ranks_is_proved_by_what_is_printed() -> None:
+    taken = [means(0.71, 0.65, counts=[8, 8]), means(0.31, 0.95, counts=[8, 1])]
+    own = (0.71 + 0.65) / 2, (8 * 0.31 + 0.95) / 9
+
+    def printed(value: float) -> list[str]:
+        line = fact("print", text=f"loss {value:.5f}", digest=1, after=[0, 0])
+        return names([taken[0], line], [taken[1]])
+
+    assert printed(sum(own) / 2) == ["mean-of-means"]
+    assert printed((16 * own[0] + 9 * own[1]) / 25) == []
 
 
 def test_shares_of_ranks_that_are_averaged() -> None:
@@ -378,6 +438,17 @@ def test_what_a_person_reads(tmp_path: Path) -> None:
         "1 finding on 2 ranks, but not all was watched: please report the lines above",
     ]
     assert str(Watched(2, (), ())) == "nothing found on 2 ranks"
-    assert Watched(2, (), ("x: y",)).summary == "nothing found, but not all was watched"
+    unsure = Watched(2, (), ("x: y",))
+    assert unsure.summary == "undecided: nothing found, but not all was watched"
+    assert str(unsure).splitlines()[-1].startswith("undecided: nothing found on 2 ranks, but not")
+    assert (unsure.decided, unsure.to_data()["decided"], Watched(2, (), ()).decided) == (
+        False,
+        False,
+        True,
+    )
+    note = ScriptFinding("padded-evaluation", NOTE, None, "x", "y", "z")
+    noted = Watched(2, (), (), (note,))
+    assert str(noted).splitlines()[0] == "(no line of the script): padded-evaluation (note)"
+    assert str(noted).splitlines()[-1] == "nothing found on 2 ranks" and noted.decided
     assert text.splitlines()[0].endswith("train.py:3: a-fault (result)")
     assert found.to_data()["line"] == 3

@@ -39,6 +39,8 @@ FAULTS = {
         "DataLoader(data, batch_size=BATCH, shuffle=True)",
     ),
     "padded": ("padded-evaluation", "DistributedSampler(data, shuffle=False)"),
+    "padded-shares": ("padded-evaluation", "DistributedSampler(data, shuffle=False)"),
+    "means-times-ranks": ("mean-times-ranks", "print(f"),
     "unequal": ("mean-of-unequal-means", "return DataLoader(data, batch_size=BATCH), None"),
     "module": ("replicas-drift", "model = DDP("),
     "buffers": ("replicas-drift", "model = DDP("),
@@ -134,6 +136,12 @@ def test_the_corrected_twin_is_silent(words: str, server: ForkServer, tmp_path: 
     watched = watch(server, tmp_path, words)
     assert not watched.findings and not watched.unwatched, str(watched)
     assert watched.ranks == 2
+
+
+@pytest.mark.slow
+def test_padding_that_may_not_be_counted_is_a_note(server: ForkServer, tmp_path: Path) -> None:
+    watched = watch(server, tmp_path, "padded-note")
+    assert not watched.findings and [one.name for one in watched.notes] == ["padded-evaluation"]
 
 
 @pytest.mark.slow

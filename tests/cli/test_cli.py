@@ -28,7 +28,10 @@ from allranks.job.run_folder import JsonLines, RunFolder, rank_events_path, read
 from allranks.launcher.scripts.plan import CommandRequest, plan_command
 from allranks.launcher.scripts.run import write_job
 from allranks.launcher.scripts.topology import Host
+from allranks.launcher.start import Result
 from allranks.strategies.cards import CARDS, TAKE_WHEN
+from allranks.tools.check.verdict import Verdict
+from allranks.tools.script_check.rules.watch import Watched
 
 HOSTS = (Host("here", "127.0.0.1", "lo", 2, (2000, 2001, 2002)),)
 SUMMARY: dict[str, Any] = {
@@ -78,7 +81,64 @@ def test_help_names_every_verb_and_every_exit_code(door: Door) -> None:
     assert code == 0
     for verb, (_, meaning) in VERBS.items():
         assert verb in out and meaning.split()[0] in out
-    assert "130 interrupted" in out
+    assert "6 a check could not decide, 130 interrupted" in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    ("unwatched", "code", "words"),
+    [
+        ((), 0, "nothing found on 2 ranks"),
+        (("Loaders.install: gone",), 6, "undecided: nothing found on 2 ranks, but not all was"),
+    ],
+)
+def test_a_check_that_did_not_watch_all_is_no_pass(
+    door: Door,
+    monkeypatch: pytest.MonkeyPatch,
+    unwatched: tuple[str, ...],
+    code: int,
+    words: str,
+) -> None:
+    monkeypatch.setattr("allranks.cli.check.run_command", lambda *args, **more: None)
+    watched = Watched(2, (), unwatched)
+    monkeypatch.setattr("allranks.cli.check.watched_in", lambda folder: watched)
+    left, out, err = door("check", "--json", "--", "python", "-V")
+    assert (left, json.loads(out)["decided"]) == (code, code == 0)
+    assert words in err
+
+
+@pytest.mark.parametrize(
+    ("options", "steps", "total"),
+    [((), 20, None), (("--steps", "7"), 7, 7), (("--job", "job.toml"), 20, 300)],
+)
+def test_a_check_has_the_schedule_of_the_training(
+    door: Door,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    options: tuple[str, ...],
+    steps: int,
+    total: int | None,
+) -> None:
+    (tmp_path / "job.toml").write_text("steps = 300\n")
+    checked: list[Job] = []
+
+    def check(resolved: Resolved, *args: Any, **more: Any) -> Verdict:
+        checked.append(resolved.job)
+        return Verdict("digits", "ddp", (), (), None)
+
+    monkeypatch.setattr("allranks.cli.check.checked_in_scratch", check)
+    assert door("check", "digits", *options)[0] == 0
+    assert [(job.steps, job.schedule_steps) for job in checked] == [(steps, total)]
+
+
+def test_what_was_said_of_a_model_at_the_start_is_not_said_again(
+    door: Door, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    notes = {"model_notes": ["BatchNorm normalises every shard"], "run_dir": "runs/x"}
+    result = Result(tmp_path, {**SUMMARY, **notes})
+    monkeypatch.setattr("allranks.cli.train.run_job", lambda *args, **more: result)
+    code, out, _ = door("train", "digits")
+    assert code == 0 and "accuracy   0.9750" in out and "BatchNorm" not in out
+    assert "BatchNorm" in door("train", "digits", "--json")[1]
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -112,3 +112,7 @@ def test_a_module_that_is_missing_is_named_with_the_way_to_it(write: Write) -> N
         find_program(str(program), Task)
     assert error.value.found.startswith("no module 'no_such_library' in this Python at line ")
     assert error.value.do == "pip install no_such_library, or write its right name"
+    program.write_text("import cv2.no_such_part\n")
+    with pytest.raises(RequestError) as error:
+        find_program(str(program), Task)
+    assert error.value.do == "pip install opencv-python, or write its right name"

@@ -420,7 +420,29 @@ def test_ranks_that_never_met_are_spoken_of(tmp_path: Path, word: str, is_told: 
     assert ("no rank was ever seen connected to another" in done.stderr) == is_told
 
 
-def test_of_other_frameworks_nothing_is_said() -> None:
+@pytest.mark.parametrize(
+    ("maps", "is_told"),
+    [
+        ("/lib/libtorch_cpu.so", True),
+        ("/lib/libtensorflow_framework.so.2", True),
+        ("/lib/libtensorflow_framework.so.2 /lib/libmpi.so", False),
+        ("/lib/libc.so", False),
+    ],
+)
+def test_copies_of_every_framework_are_spoken_of(
+    monkeypatch: pytest.MonkeyPatch, maps: str, is_told: bool
+) -> None:
+    """Processes without sockets, of which `/proc` says that they have loaded this."""
+    monkeypatch.setattr("allranks.launcher.scripts.supervise._text", lambda path: maps)
+    monkeypatch.setattr("allranks.launcher.scripts.supervise._descendants", lambda pid: [])
+    monkeypatch.setattr("allranks.launcher.scripts.supervise.EVERY_S", 0.0)
+    seen = Connections()
+    for _ in range(LEAST_LOOKS):
+        seen.look([0, 2**22 + 1, 2**22 + 2], 2)
+    assert bool(seen.note(2)) == is_told
+
+
+def test_what_may_be_connected_otherwise_gets_no_note() -> None:
     seen = Connections(looks=LEAST_LOOKS)
     assert seen.note(2) and not seen.note(1)
     assert not Connections(looks=LEAST_LOOKS - 1).note(2)

@@ -7,12 +7,15 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from allranks.cli.main import main
+from allranks.launcher.slurm.request import SlurmOptions, make_request
+from allranks.launcher.slurm.site import load_site
 from fake_sbatch import read_script
 from slurm_answers import CONFIG, NODES, PARTITIONS, job_line
 
@@ -185,6 +188,26 @@ def test_lines_of_the_program(door: Door) -> None:
     _, out, _ = door(*ML, "--module", "none", "--container", "x.sif", "--dry-run", *CUDA)
     assert "module" not in out
     assert program_of(out)[:5] == ["singularity", "exec", "--nv", f"{Path.cwd()}/x.sif", "allranks"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "extra", "flag"),
+    [
+        ("--gres=gpu:a100:{count}", (), "--nv"),
+        ("--gres=gpu:mi250x:{count}", (), "--rocm"),
+        ("--gpus-per-node={count}", ("--constraint=MI300A",), "--rocm"),
+        ("--gpus-per-node={count}", ("--mail-user=amd@mi.org",), "--nv"),
+    ],
+)
+def test_a_container_sees_the_gpus_of_its_maker(
+    asked: str, extra: tuple[str, ...], flag: str
+) -> None:
+    site = load_site("template")
+    partition = replace(site.partitions["gpu"], gpu_request=asked)
+    site = replace(site, container=(), partitions={"gpu": partition})
+    options = SlurmOptions(partition="gpu", account="a", container="/x.sif", options=extra)
+    request = make_request(site, options, command=(), folder="/", run_dir="/r")
+    assert request.container == ("apptainer", "exec", flag, "/x.sif")
 
 
 def test_the_account_of_the_shell_is_written_down(

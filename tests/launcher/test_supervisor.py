@@ -315,12 +315,16 @@ def test_a_module_that_does_not_import(tmp_path: Path, capfd: pytest.CaptureFixt
 def test_the_fork_server_takes_nothing_apart_when_it_leaves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A framework needs more than a second for that, and whoever waits for it too."""
+    """A framework needs more than a second for that, and whoever waits for it too.
+
+    A name that cannot be imported from a user's file is left to the ranks.
+    """
     (tmp_path / "does_not_leave.py").write_text(
         "import atexit, os\natexit.register(os.kill, os.getpid(), 9)\n"
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
-    with ForkServer(("launch_workers", "does_not_leave")) as server:
+    names = "nowhere_at_all:Name", "launch_workers:no_such_name"
+    with ForkServer(("launch_workers", *names, "does_not_leave")) as server:
         assert codes(supervise(server, processes(tmp_path, "ends_well"))) == {0: 0}
     assert server._process.returncode == 0
 

@@ -75,7 +75,7 @@ def seed_each_epoch(worker):
 
 def evaluate(model, data):
     data = torch.utils.data.Subset(data, range(65))
-    if has("padded"):
+    if any(one.startswith("padded") for one in FAULTS):
         sampler = DistributedSampler(data, shuffle=False)
     else:
         sampler = range(dist.get_rank(), len(data), dist.get_world_size())
@@ -84,6 +84,13 @@ def evaluate(model, data):
         for inputs, labels in DataLoader(data, batch_size=BATCH, sampler=sampler):
             seen[0] += (model.module(inputs).argmax(1) == labels).sum()
             seen[1] += len(labels)
+    if has("padded-note"):
+        dist.all_reduce(seen[0])
+        return float(seen[0] / len(data))
+    if has("padded-shares"):
+        shares = [None] * dist.get_world_size()
+        dist.all_gather_object(shares, float(seen[0] / seen[1]))
+        return sum(shares) / len(shares)
     dist.all_reduce(seen)
     return float(seen[0] / seen[1])
 
@@ -121,6 +128,8 @@ def evaluate_loss(model, data):
         return
     sums = torch.stack([total, right, count])
     dist.all_reduce(sums)
+    if has("means-times-ranks"):
+        sums[0] *= dist.get_world_size()
     if dist.get_rank() == 0:
         print(f"loss {sums[0] / sums[2]:.5f} accuracy {sums[1] / sums[2]:.5f}")
 
@@ -211,7 +220,8 @@ def main():
             train_accumulated(model, optimizer, loader, 2)
         else:
             train(model, head, optimizer, scheduler, loader)
-    accuracy = evaluate(model, data) if has("padded") or has("evaluated-twin") else None
+    evaluated = any(one.startswith(("padded", "evaluated")) for one in FAULTS)
+    accuracy = evaluate(model, data) if evaluated else None
     if any(one.startswith(("means", "shares")) for one in FAULTS):
         evaluate_loss(model, data)
     folder = os.environ.get("SAVED_IN", tempfile.gettempdir())

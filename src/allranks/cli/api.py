@@ -30,7 +30,7 @@ from allranks.launcher.describe import first_check
 from allranks.launcher.processes.leftovers import belongs_to_a_job
 from allranks.launcher.signals import Signals
 from allranks.launcher.start import JobWatcher, Result, run_job
-from allranks.tools.check.against_single import options_left_out
+from allranks.tools.check.against_single import of_first_steps, options_left_out
 from allranks.tools.check.check import checked_in_scratch
 from allranks.tools.check.verdict import Verdict
 
@@ -117,7 +117,9 @@ def check(
     flags = _flags_of(task, job, "check")
     ranks_given, bounded = "ranks" in flags or "nodes" in flags, "steps" not in flags
     program, fields = prepare_program(task, Path(RUNS))
-    resolved = resolve(program, flags | options_left_out(program, flags, deep=deep))
+    options = options_left_out(program, flags, deep=deep)
+    few = options.pop("steps", None)
+    resolved = of_first_steps(resolve(program, flags | options), few)
     resolved = _with_fields(resolved, {**fields, **(settings or {})})
     folder = None if keep_runs is None else os.fspath(keep_runs)
     return checked_in_scratch(resolved, folder, explicit=ranks_given, bounded=bounded)

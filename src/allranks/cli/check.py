@@ -24,6 +24,7 @@ from allranks.cli.options import (
 from allranks.cli.run import SCRIPT_OPTIONS, RankOutput, command_watcher, request_from
 from allranks.errors import (
     EXIT_DIFFERENCE_FOUND,
+    EXIT_UNDECIDED,
     AllranksError,
     Interrupted,
     ProgramError,
@@ -35,7 +36,12 @@ from allranks.launcher.places.base import NodeRequest
 from allranks.launcher.scripts.plan import redacted_words
 from allranks.launcher.scripts.run import run_command, run_dir_of
 from allranks.launcher.scripts.torchrun import TorchrunFlags
-from allranks.tools.check.against_single import DEEP_STEPS, STEPS, options_left_out
+from allranks.tools.check.against_single import (
+    DEEP_STEPS,
+    STEPS,
+    of_first_steps,
+    options_left_out,
+)
 from allranks.tools.check.check import checked_in_scratch
 from allranks.tools.report.records import CHECK_RECORD
 from allranks.tools.script_check.rules.facts import FACTS, watched_request
@@ -81,11 +87,10 @@ def check(
     """
     ranks_given = flags["job_file"] is not None or bool(flags["ranks"] or flags["nodes"])
     bounded = flags["steps"] is None
-    if flags["job_file"] is None:
-        flags |= options_left_out(program or "", flags, deep=deep)
-    elif bounded:
-        flags["steps"] = DEEP_STEPS if deep else STEPS
-    resolved = resolved_from(program, flags)
+    options = {} if flags["job_file"] else options_left_out(program or "", flags, deep=deep)
+    few = options.pop("steps", DEEP_STEPS if deep else STEPS)
+    resolved = resolved_from(program, flags | options)
+    resolved = of_first_steps(resolved, few if bounded else None)
     announce = (lambda text: None) if as_object else say
     verdict = checked_in_scratch(
         resolved, keep_runs, explicit=ranks_given, bounded=bounded, announce=announce
@@ -117,7 +122,8 @@ def check_script(words: tuple[str, ...], ranks: int, as_object: bool, **flags: A
     allranks check --ranks 2 -- python train.py --epochs 2
 
     Any script of torch, unchanged. Each finding has its line, what it does, and the fix.
-    Exit codes: 0 nothing was found, 5 something was, 1 the script failed.
+    Exit codes: 0 nothing was found, 5 something was, 6 nothing was, but not all of the script was
+    watched, 1 it failed.
     """
     flags |= {"roles": "", "shared_memory": False, "grace": None}
     flags["warm"] = "torch" if flags["warm"] else ""
@@ -147,3 +153,5 @@ def check_script(words: tuple[str, ...], ranks: int, as_object: bool, **flags: A
         raise failed
     if watched.findings:
         sys.exit(EXIT_DIFFERENCE_FOUND)
+    if not watched.decided:
+        sys.exit(EXIT_UNDECIDED)

@@ -50,7 +50,8 @@ def cli() -> None:
     """One training program on any number of ranks, and proof that the result is the same.
 
     Exit codes: 0 done, 1 the program failed, 2 the request or the task was wrong, 3 the place
-    failed, 4 stopped early after a checkpoint, 5 a check found a difference, 130 interrupted.
+    failed, 4 stopped early after a checkpoint, 5 a check found a difference, 6 a check could not
+    decide, 130 interrupted.
     """
 
 

@@ -85,7 +85,8 @@ def train(
     finally:
         with suppress(OSError):  # nobody reads any more
             progress.close()
-    click.echo(as_json(result.summary) if as_object else in_sentences(result.summary))
+    known = {**result.summary, "model_notes": ()}  # said when the training began
+    click.echo(as_json(result.summary) if as_object else in_sentences(known))
     if result.summary.get("not_kept"):
         raise PlaceError(
             "\n".join([lost_in(result.summary), how_to_resume(result.run_dir)]).rstrip()

@@ -12,6 +12,7 @@ a file is only read.
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -60,10 +61,7 @@ def check_program(engine: str, program: str) -> None:
 
 def is_only_a_task(file: Path) -> bool:
     """Whether a script defines a task and does nothing else: run by itself it would just end."""
-    try:
-        tree = ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
+    tree = _parsed(file)
     names = {name for node in ast.walk(tree) for name in _imported(node)}
     tasks = {f"{module}.Task" for engine in ENGINES.values() for module in engine.tasks}
     texts = [n for n in tree.body if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)]
@@ -107,14 +105,46 @@ def check_installed(engine: str, program: str = "") -> None:
 
 
 def preload_for(program: str, engine: str = TORCH) -> tuple[str, ...]:
-    """Modules of ours that the fork server imports before it forks; never a user's file.
+    """What the fork server imports before it forks, once for all ranks; never a user's file.
 
-    For a Keras task that trains with torch, Keras is among them: it is imported once for all ranks.
+    These are modules of ours, Keras for a Keras task that trains with torch, and `MODULE:NAME` for
+    what a file imports of `LARGE`.
     """
     row = ENGINES[engine]
     guest = row.guests.get(engine_of_program(program))
     modules = (row.preload, row.worker, *((guest.preload,) if guest else ()))
-    return (*modules, PROGRAMS[program].partition(":")[0]) if program in PROGRAMS else modules
+    if program in PROGRAMS:
+        return (*modules, PROGRAMS[program].partition(":")[0])
+    return (*modules, *_large_imports(program))
+
+
+LARGE = ("transformers", "accelerate", "lightning", "sklearn")
+"""Packages that take long to import, and were seen to start no thread and no device then."""
+CHANGES_IMPORTS = re.compile(rb"environ|putenv|sys\.path")
+
+
+def _large_imports(program: str) -> tuple[str, ...]:
+    """What a file imports at its top of `LARGE`, unless it may mean, or set, something else."""
+    path = _file_of(program)
+    text = b"" if path is None else path.read_bytes()
+    if path is None or CHANGES_IMPORTS.search(text):
+        return ()
+    ends, folders = ("", ".py"), (path.parent, Path())
+    hidden = [p for p in LARGE for end in ends for d in folders if (d / f"{p}{end}").exists()]
+    names = [name for node in _parsed(path).body for name in _imported(node)]
+    large = [n for n in names if n.partition(".")[0] in {*LARGE} - {*hidden}]
+    if any(name.startswith("transformers.") for name in large):
+        large.append("transformers.modeling_utils")  # of every model, and loaded with the first
+    places = (name.rpartition(".") for name in dict.fromkeys(large))
+    return tuple(f"{module or name}:{name if module else '__name__'}" for module, _, name in places)
+
+
+def _parsed(file: Path) -> ast.Module:
+    """The tree of a file; an empty one if it has none: what is wrong is said when it is loaded."""
+    try:
+        return ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return ast.Module([], [])
 
 
 def _not_there(engine: str, strategy: str) -> RequestError:
@@ -135,11 +165,7 @@ def engine_of_program(program: str) -> str:
     path = _file_of(program)
     if path is None:
         return usual.name
-    try:
-        tree = ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return usual.name  # what is wrong with it is said when it is loaded
-    names = [name for node in ast.walk(tree) for name in _imported(node)]
+    names = [name for node in ast.walk(_parsed(path)) for name in _imported(node)]
     return next((engine.name for engine in others if _takes_a_task(names, engine)), usual.name)
 
 

@@ -157,6 +157,7 @@ class Tracing:
     that tells a cause: the tensors of every rank, or, in one process with `cut_for`, each part of
     the batch by itself, and the loss if `adding` ranks each added the biases in `added_by_each`.
     `brief` writes no weights at the end, and evaluates the first chunk of the data alone.
+    `schedule_steps` is the `total` of the schedule, where the training was given its steps.
     """
 
     trace: bool = False
@@ -167,6 +168,7 @@ class Tracing:
     added_by_each: tuple[str, ...] = ()
     adding: int = 1
     brief: bool = False
+    schedule_steps: int | None = None
 
 
 GROUPS: dict[str, type] = {

@@ -377,6 +377,15 @@ def _import_module(name: str, program: str) -> ModuleType:
         raise _does_not_load(program, error, name) from error
 
 
+DISTRIBUTIONS = {
+    **{"PIL": "pillow", "cv2": "opencv-python", "sklearn": "scikit-learn", "yaml": "pyyaml"},
+    **{"skimage": "scikit-image", "bs4": "beautifulsoup4", "dateutil": "python-dateutil"},
+    **{"attr": "attrs", "dotenv": "python-dotenv", "git": "gitpython", "faiss": "faiss-cpu"},
+    **{"hydra": "hydra-core", "umap": "umap-learn", "google": "protobuf", "fitz": "pymupdf"},
+}
+"""Modules whose distribution has another name."""
+
+
 def _does_not_load(program: str, error: BaseException, where: str) -> RequestError:
     if isinstance(error, RequestError):  # its own words say it
         return error
@@ -393,11 +402,12 @@ def _does_not_load(program: str, error: BaseException, where: str) -> RequestErr
     message = error.msg if isinstance(error, SyntaxError) else error
     missing = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
     if missing and not f"{where}.".startswith(f"{missing}."):
+        package = missing.partition(".")[0]
         return RequestError(
             asked=f"PROGRAM {program!r}",
             found=f"no module {missing!r} in this Python{line}",
             why="the program imports it",
-            do=f"pip install {missing.partition('.')[0]}, or write its right name",
+            do=f"pip install {DISTRIBUTIONS.get(package, package)}, or write its right name",
         )
     return RequestError(
         asked=f"PROGRAM {program!r}",

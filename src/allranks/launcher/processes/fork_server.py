@@ -221,6 +221,7 @@ def _is_closed(control: socket.socket) -> bool:
 def main() -> NoReturn:
     """Import what was asked, then serve. Run as a process of its own by `ForkServer`.
 
+    `MODULE:NAME` is what a user's file imports: if that fails, the ranks say so.
     It leaves at once: to take the framework apart would need a second or more, in which this
     process were left behind by a supervisor that was killed, and every other one waited for it.
     """
@@ -233,8 +234,10 @@ def main() -> NoReturn:
         if _is_closed(control):
             os._exit(0)
         gc.disable()  # to look through modules while they come is a fifth of the time of torch's
-        for module in sys.argv[2:]:
-            importlib.import_module(module)
+        for text in sys.argv[2:]:
+            module, _, name = text.partition(":")
+            with contextlib.suppress(Exception) if name else contextlib.nullcontext():
+                getattr(importlib.import_module(module), name or "__name__")
         remember_modules()
         gc.freeze()  # a rank that looks through what was imported would copy all of it
         gc.enable()

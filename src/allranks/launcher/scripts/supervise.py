@@ -245,17 +245,17 @@ def _size(log: Path) -> int:
 # --- connections ---------------------------------------------------------------------------------
 # Whether the ranks of a script were ever connected to each other, read from `/proc`.
 #
-# A torch script that makes no process group (`Accelerator()` on a CPU, without `cpu=True`) trains N
-# independent copies, and ends well without any message. A process group holds TCP sockets as long
-# as it lives: those of torch's store, of Gloo and of NCCL. So the processes of the ranks are
-# searched for such a socket from time to time, until one is found. Scripts that may use something
-# else (MPI, JAX, TensorFlow) get no note.
+# A script that makes no process group (`Accelerator()` on a CPU, without `cpu=True`; `fit` of Keras
+# without a strategy of several workers) trains N independent copies, and ends well without any
+# message. A process group holds TCP sockets as long as it lives: those of torch's store, of Gloo
+# and of NCCL, of the gRPC servers of TensorFlow and JAX. So the processes of the ranks are searched
+# for such a socket from time to time, until one is found. Scripts of MPI get no note.
 
 
 EVERY_S = 0.2
-LEAST_LOOKS = 10  # with torch loaded; scripts that end sooner get no note
-TORCH = "libtorch_cpu.so"
-OTHERS = ("libmpi", "jaxlib", "libtensorflow", "mpi4py", "libmxnet")
+LEAST_LOOKS = 10  # with a framework loaded; scripts that end sooner get no note
+FRAMEWORKS = ("libtorch_cpu.so", "libtensorflow", "jaxlib")
+OTHERS = ("libmpi", "mpi4py", "libmxnet")
 
 
 @dataclass
@@ -263,9 +263,9 @@ class Connections:
     """The sockets of the ranks of one attempt, all of them on this machine."""
 
     has_met: bool = False
-    looks: int = 0  # at ranks that had torch, none of which had a socket
+    looks: int = 0  # at ranks that had a framework, none of which had a socket
     _next: float = 0.0
-    _with_torch: set[int] = field(default_factory=set)
+    _loaded: set[int] = field(default_factory=set)
 
     def look(self, pids: Iterable[int], ranks: int) -> None:
         """Search for sockets if it is time; `pids` are the living ranks."""
@@ -275,18 +275,18 @@ class Connections:
         self._next = now + EVERY_S
         alive = [pid for pid in pids if pid]
         family = [process for pid in alive for process in (pid, *_descendants(pid))]
-        self.has_met = any(_has_tcp_socket(pid) for pid in family) or not self._torch_alone(alive)
-        self.looks += len(self._with_torch) == ranks == len(alive)
+        self.has_met = any(map(_has_tcp_socket, family)) or self._may_use_others(alive)
+        self.looks += len(self._loaded) == ranks == len(alive)
 
-    def _torch_alone(self, pids: list[int]) -> bool:
-        """Note which ranks have loaded torch; false if one has loaded another framework."""
+    def _may_use_others(self, pids: list[int]) -> bool:
+        """Note which ranks have loaded a framework. Whether one may be connected otherwise."""
         for pid in pids:
             maps = _text(Path(f"/proc/{pid}/maps"))
             if any(name in maps for name in OTHERS):
-                return False
-            if TORCH in maps:
-                self._with_torch.add(pid)
-        return True
+                return True
+            if any(name in maps for name in FRAMEWORKS):
+                self._loaded.add(pid)
+        return False
 
     def note(self, ranks: int) -> str:
         """The note for the end of the job; "" if it is not certain that no rank was connected."""
@@ -295,7 +295,8 @@ class Connections:
         return (
             f"note: no rank was ever seen connected to another: the {ranks} of them may have "
             "trained apart, each a copy of its own. A script has to make a process group: "
-            "Accelerator(cpu=True) on a processor, init_process_group, or a launcher's strategy"
+            "Accelerator(cpu=True) on a processor, init_process_group, or a launcher's strategy; "
+            "for `fit` of Keras, write a task: docs/tensorflow.md"
         )
 
 

@@ -22,6 +22,7 @@ from allranks.launcher.slurm.site import Partition, Site
 SIGNAL_S = 120  # before the end: long enough to commit a checkpoint, unless the job is very short
 SIGNAL_SHARE = 4  # ... of which the signal takes no more than a quarter
 MEMORY = re.compile(r"([0-9]+)\s*([KMGT]?)B?", re.IGNORECASE)
+OF_AMD = re.compile(r"(?<![a-z0-9])mi[0-9]{2,3}|gpu:amd", re.IGNORECASE)  # such as MI250X
 MB_OF_A_UNIT = {"": 1.0, "K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0**2}  # Slurm's: MB alone
 
 
@@ -157,7 +158,7 @@ def make_request(
         modules=options.modules,
         environment=site.environment,
         venv=options.venv,
-        container=_container(site, options, gpus),
+        container=_container(site, partition, options, gpus),
         command=command,
         run_dir=run_dir,
     )
@@ -235,10 +236,14 @@ def _signal_s(options: SlurmOptions) -> int:
     return SIGNAL_S if options.time_s is None else min(SIGNAL_S, options.time_s // SIGNAL_SHARE)
 
 
-def _container(site: Site, options: SlurmOptions, gpus: int) -> tuple[str, ...]:
+def _container(
+    site: Site, partition: Partition, options: SlurmOptions, gpus: int
+) -> tuple[str, ...]:
     if not options.container:
         return ()
-    sees_gpus = ("--nv",) if gpus else ()  # without it a program would train on processors
+    words_of_slurm = " ".join((partition.gpu_request, *partition.options, *options.options))
+    flag = "--rocm" if OF_AMD.search(words_of_slurm) else "--nv"
+    sees_gpus = (flag,) if gpus else ()  # without it a program would train on processors
     words = site.container or ("apptainer", "exec", *sees_gpus, "{image}")
     return tuple(word.replace("{image}", options.container) for word in words)
 

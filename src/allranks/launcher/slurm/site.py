@@ -139,9 +139,9 @@ class Site:
     """A site: its partitions by name, and the lines that a job needs there.
 
     `setup` are lines of shell and `modules` what is loaded after them; `container` are the words
-    that enter a container, with `{image}` among them (none: `apptainer exec`, and `--nv` for a job
-    with GPUs); `environment` are variables that every job
-    there should have, network interfaces for one.
+    that enter a container, with `{image}` among them (none: `apptainer exec`, and for a job with
+    GPUs `--nv`, or `--rocm` if it asks for one of AMD by name); `environment` are variables that
+    every job there should have, network interfaces for one.
     """
 
     name: str

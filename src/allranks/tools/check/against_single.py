@@ -101,6 +101,12 @@ def options_left_out(program: str, flags: Mapping[str, Any], *, deep: bool) -> d
     return {name: value for name, value in options.items() if flags.get(name) is None}
 
 
+def of_first_steps(resolved: Resolved, steps: int | None) -> Resolved:
+    """The job for so many steps (None: all that it has); its schedule stays that of the whole."""
+    job = dataclasses.replace(resolved.job, schedule_steps=resolved.job.steps)
+    return dataclasses.replace(resolved, job=dataclasses.replace(job, steps=steps or job.steps))
+
+
 def ranks_to_check(
     ranks: int, shards: int, *, explicit: bool, fits: Callable[[int], bool] = lambda ranks: True
 ) -> tuple[tuple[int, ...], int]:

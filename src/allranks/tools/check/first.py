@@ -178,6 +178,7 @@ class FirstCheck(Check):
         here = dataclasses.replace(
             undisturbed(job), nodes=1, place=LOCAL, ranks=plan.job_ranks, steps=few
         )
+        here = dataclasses.replace(here, schedule_steps=job.steps)
         super().__init__(resolved, here, folder, server, plan)
         self.deadline = float("inf")
         self.announcement = _Announcement("", lambda text: None)

@@ -14,7 +14,7 @@ from allranks.tools.report.page import findings_of, rendered
 from allranks.tools.report.plot import Chart, PlotLine, letter_of
 from allranks.tools.report.records import CHECK_RECORD, UNREADABLE
 from allranks.tools.report.tables import LEFT, RIGHT, Table
-from allranks.tools.script_check.rules.facts import NOT_ALL
+from allranks.tools.script_check.rules.facts import NOT_ALL, counted_findings
 
 NEEDED = ("equal", "program", "strategy", "looks", "not_checked")
 OF_SCRIPT = ("findings", "unwatched", "ranks")
@@ -149,7 +149,8 @@ def _view_of_script(check: CheckResult, letter: str) -> CheckView:
     """The findings of `check -- COMMAND`."""
     record = check.record
     findings, ranks = findings_of(record), counted(int(record["ranks"]), "rank")
-    state = counted(len(findings), "finding") if findings else "nothing found"
+    count = len(record["findings"])
+    state = counted_findings(count, is_all=not record["unwatched"])
     doubt = f"; {record['doubt']}" if record.get("doubt") else ""
     missing = doubt + (NOT_ALL if record["unwatched"] else "")
     nothing = Table((), (), ())
@@ -157,7 +158,7 @@ def _view_of_script(check: CheckResult, letter: str) -> CheckView:
         check,
         letter,
         f"{state} on {ranks}{missing}",
-        "bad" if findings or missing else "good",
+        "bad" if count or missing else "good",
         nothing,
         None,
         None,

@@ -337,12 +337,12 @@ def _view(number: int, run: RecordedRun, several: bool, in_words: InWords) -> Ru
 
 
 def findings_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The findings of a record of `check -- COMMAND`, each with its `place` in the script."""
+    """The findings and notes of a record of `check -- COMMAND`, each with its `place`."""
     return [
         {**finding, "place": place_of((finding["file"], finding["line"]))}
         if finding["file"] is not None
         else {**finding, "place": place_of(None)}
-        for finding in record["findings"]
+        for finding in (*record["findings"], *record.get("notes", ()))
     ]
 
 

@@ -238,10 +238,11 @@ def scheduled_steps(trainer: EngineTrainer) -> int | None:
 
     A comparison of the first steps has the schedule of the whole training.
     """
-    per_epoch = trainer.task_data.batches.expected_steps
-    if trainer.job.steps is not None and not (trainer.job.trace and per_epoch is not None):
-        return trainer.job.steps
-    return None if per_epoch is None else int(per_epoch * trainer.task.epochs)
+    job, per_epoch = trainer.job, trainer.task_data.batches.expected_steps
+    steps = job.schedule_steps if job.trace else job.steps
+    if steps is None and per_epoch is not None:
+        return int(per_epoch * trainer.task.epochs)
+    return job.steps if steps is None else steps
 
 
 # --- trainer -------------------------------------------------------------------------------------

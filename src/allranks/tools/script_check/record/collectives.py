@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,7 +37,8 @@ class ScriptCollectives:
 
     def __init__(self, torch: Any, facts: ScriptFacts, progress: StepCounts) -> None:
         self.torch, self.facts, self.progress = torch, facts, progress
-        self._written = 0
+        self._written: Counter[bool] = Counter()
+        self._gathers: list[Any] = []
 
     def install(self, ended: Callable[[], None]) -> None:
         """Wrap them; `ended` is called before a group is destroyed."""
@@ -94,30 +96,52 @@ class ScriptCollectives:
             return None
         tensors = list(tensors_in(self.torch, arguments))
         size = sum(tensor.numel() for tensor in tensors)
-        if name in GATHERING and progress.last_pass:
-            self.facts.write("gathered", after=progress.last_pass)
+        if name in GATHERING:
+            self._gathered(name, arguments[name.startswith("all_")])
             progress.last_pass = None if size > SMALL else progress.last_pass
         if size > SMALL:
             progress.large_collectives += 1
         if len(progress.data_ptrs) < MOST_SENT:
             progress.data_ptrs.update(tensor.data_ptr() for tensor in tensors)
-        if size <= SMALL and name in REDUCING and self._written < MOST_WRITTEN:
+        if size <= SMALL and name in REDUCING and self._written[True] < MOST_WRITTEN:
             return [float(value) for value in arguments.detach().reshape(-1).tolist()]
         return None
 
     def _reduced(self, name: str, tensor: Any, before: list[float], args: Any, kwargs: Any) -> None:
-        self._written += 1
         operation = args[-1] if name == "reduce" and len(args) > 1 else args[0] if args else None
         operation = kwargs.get("op", operation)
+        operation = "SUM" if operation is None else str(operation).rpartition(".")[2]
+        values = [float(value) for value in tensor.detach().reshape(-1).tolist()]
+        self._write(name, operation, before, values)
+
+    def _write(self, name: str, operation: str, before: list[float], values: list[float]) -> None:
+        self._written[bool(values)] += 1
         self.facts.write(
             "reduced",
             name=name,
-            operation="SUM" if operation is None else str(operation).rpartition(".")[2],
+            operation=operation,
             where=self.facts.where(),
             before=before,
-            values=[float(value) for value in tensor.detach().reshape(-1).tolist()],
+            values=values,
             after=self.progress.last_pass,
         )
+
+    def _gathered(self, name: str, metric: Any) -> None:
+        """Note what this rank gives: a metric of its own, or the outputs of a batch."""
+        progress, trimmed = self.progress, self.facts.is_within("gather_for_metrics")
+        kind = progress.batch and progress.batch[:2], trimmed
+        if kind not in self._gathers:
+            self._gathers.append(kind)
+            self.facts.write("gathered", of=kind[0], trimmed=trimmed)
+        if not isinstance(metric, float | self.torch.Tensor):
+            return
+        numbers = self.torch.as_tensor(metric).detach().reshape(-1)
+        means, size = progress.means, numbers.numel()
+        if size and means is not None and len(means.gathered) < len(means.values):
+            means.gathered.append(numbers[0].clone())
+        is_metric = 0 < size <= SMALL and progress.last_pass is not None and not trimmed
+        if is_metric and self._written[False] < MOST_WRITTEN:
+            self._write(name, "GATHER", [float(value) for value in numbers.tolist()], [])
 
     def finish(self) -> None:
         """Write how many there were."""
@@ -157,6 +181,8 @@ class Means:
     batches: list[int] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
     counts: list[Any] = field(default_factory=list)
+    gathered: list[Any] = field(default_factory=list)
+    """The first number that the rank gave to a gather after each of them."""
 
 
 class MeanLosses:
@@ -202,7 +228,7 @@ class MeanLosses:
         key = loader, number, where, name
         if key not in self._means and len(self._means) == MOST_LINES:
             return
-        means = self._means.setdefault(key, Means(name, where))
+        means = self.progress.means = self._means.setdefault(key, Means(name, where))
         if len(means.values) < MOST_KEPT:
             means.batches.append(index)
             means.values.append(result.detach().clone())
@@ -215,9 +241,12 @@ class MeanLosses:
         return (targets != left_out).sum()
 
     def finish(self) -> None:
-        """Write them, except for lines with several means in one batch."""
+        """Write them, except for lines with several means in a batch.
+
+        Accelerate reads one batch ahead, so the last two are taken after the last one is read.
+        """
         for (loader, number, _, name), means in self._means.items():
-            if len(set(means.batches)) == len(means.batches) < MOST_KEPT:
+            if len(means.batches) <= min(means.batches[-1], MOST_KEPT - 1):
                 self.facts.write(
                     "means",
                     loader=loader,
@@ -226,5 +255,6 @@ class MeanLosses:
                     where=means.where,
                     values=[float(value) for value in means.values],
                     counts=[int(count) for count in means.counts],
+                    gathered=[float(value) for value in means.gathered],
                 )
         self._means = {}

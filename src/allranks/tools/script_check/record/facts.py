@@ -93,6 +93,13 @@ class ScriptFacts:
             frame = frame.f_back  # type: ignore[assignment]
         return library
 
+    def is_within(self, function: str) -> bool:
+        """Whether a function of this name is being called."""
+        frame = sys._getframe(1)
+        while frame is not None and frame.f_code.co_name != function:
+            frame = frame.f_back  # type: ignore[assignment]
+        return frame is not None
+
     def _kind_of(self, name: str) -> int:
         path = os.path.abspath(name)
         if name.startswith("<") or path.startswith(self._below):
@@ -209,6 +216,8 @@ class StepCounts:
     """Loader and pass that began last: its workers are created next."""
     last_pass: tuple[int, int] | None = None
     """Loader and number of the last pass that ended."""
+    means: Any = None
+    """The last `Means` of this process."""
     scaled: bool = False
     """Whether a GradScaler multiplies the loss."""
     collectives: int = 0

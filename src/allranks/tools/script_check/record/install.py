@@ -102,8 +102,9 @@ class FileFacts:
         where = self.facts.where()
         if self._lines[where] < MOST_OF_A_LINE and self._lines.total() < MOST_LINES:
             self._lines[where] += 1
-            text = " ".join(map(str, args))
-            self.facts.write("print", where=where, text=text[:80], digest=crc32(text.encode()))
+            text, batch = " ".join(map(str, args)), self.progress.batch
+            digest, after = crc32(text.encode()), batch and batch[:2]
+            self.facts.write("print", where=where, text=text[:80], digest=digest, after=after)
 
 
 WRAPPED = (

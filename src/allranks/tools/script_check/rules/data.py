@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, repeat
 
 from allranks.tools.script_check.rules.facts import (
     BY_RANK,
+    NOTE,
     RESULT,
     Fact,
     Rank,
@@ -106,7 +107,7 @@ def samplers_of_other_ranks(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
 
 
 def padded_evaluations(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
-    """A metric whose counts include the samples that a sampler repeats as padding."""
+    """A metric that counts the samples that a sampler repeats; a note if that is not proved."""
     for loader, fact in loaders_of(ranks):
         for number in sorted({row["number"] for row in passes_of(ranks[0], loader)}):
             passes = [_numbered(rank, loader, number) for rank in ranks]
@@ -117,21 +118,39 @@ def padded_evaluations(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
             length, total = fact["length"], len(ids)
             if length is None or not length == len(set(ids)) < total < 2 * length:
                 continue
+            of = [loader, number]
+            gathers = [f["trimmed"] for f in ranks[0].all("gathered") if f["of"] == of]
+            columns = [column for _, column in _columns(ranks, of, (*ADDING, GATHER))]
             reduced = _values_after(ranks, loader, number)
-            if total not in reduced or length in reduced:
+            if length in reduced or any(gathers) or not (gathers or columns or total in reduced):
                 continue
+            proof = f"the count that was reduced is {total}" if total in reduced else ""
+            proof = proof or _counted_twice(ended, length, columns)
             yield ScriptFinding(
                 "padded-evaluation",
-                RESULT,
+                RESULT if proof else NOTE,
                 line_of(fact["sampler_where"] or fact["where"]),
                 f"{length} samples were evaluated as {total}: the {fact['sampler']} repeats "
-                f"{total - length}, and the count that was reduced is {total}",
-                f"repeated samples count twice in the metric, and it changes with the ranks "
+                f"{total - length}, and {proof or 'whether the metric counts them is not seen'}",
+                f"repeated samples that count twice make the metric change with the ranks "
                 f"(they are {len(ranks)})",
                 "evaluate range(rank, len(dataset), ranks) of it, which repeats none; or leave "
-                "repeated samples out of the counts",
+                "repeated samples out, as Accelerate's gather_for_metrics does",
             )
             break
+
+
+def _counted_twice(passes: list[Fact], length: int, columns: list[list[float]]) -> str:
+    """What proves that a number which the ranks give counts repeated samples; "" if none does."""
+    counts = [len(row["ids"]) for row in passes]
+    fewer = range(1, sum(counts) - length + 1)
+    for column in columns:
+        pairs = list(zip(column, counts, strict=True))
+        if _are_shares(column, counts, length) and not any(
+            _is_whole(value, count - less) for value, count in pairs for less in fewer
+        ):
+            return "each rank gives a share of all that it read"
+    return ""
 
 
 def unequal_batches(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
@@ -296,7 +315,7 @@ EQUAL = 1e-5
 NUMBER = re.compile(r"(?<![\w.])\d+\.\d+(?![\w.])")
 LEAST_DIGITS = 4
 ROUNDING = 1e-6
-ADDING = ("SUM", "AVG")
+ADDING, GATHER = ("SUM", "AVG"), "GATHER"
 FIX = "add up sums and counts of all batches, all_reduce both, and divide once"
 
 
@@ -306,6 +325,8 @@ class PassMeans:
 
     values: tuple[float, ...]
     counts: tuple[int, ...]
+    gathered: tuple[float, ...] = ()
+    """What the rank gathered after each."""
 
     @property
     def of_means(self) -> float:
@@ -324,16 +345,23 @@ class PassMeans:
 def means_of_batch_means(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
     """An evaluation loss that is the mean of the means of uneven batches."""
     reported: set[str] = set()
-    for fact in ranks[0].all("means"):
-        rows = [_same_line(rank, fact) for rank in ranks]
-        passes = [row for row in rows if row is not None]
-        if str(fact["where"]) in reported or len(passes) < len(ranks):
+    for fact, passes in _means_of(ranks):
+        if str(fact["where"]) in reported:
             continue
-        for finding in (_reduced(ranks, fact, passes), _printed(ranks, passes)):
-            if finding is not None:
+        for look in (_times_ranks, _reduced, _printed):
+            if finding := look(ranks, fact, passes):
                 reported.add(str(fact["where"]))
                 yield finding
                 break
+
+
+def _means_of(ranks: tuple[Rank, ...]) -> Iterator[tuple[Fact, list[PassMeans]]]:
+    """The means that all ranks took at one line in one pass."""
+    for fact in ranks[0].all("means"):
+        rows = [_same_line(rank, fact) for rank in ranks]
+        passes = [row for row in rows if row is not None]
+        if len(passes) == len(ranks):
+            yield fact, passes
 
 
 def _same_line(rank: Rank, fact: Fact) -> PassMeans | None:
@@ -342,7 +370,8 @@ def _same_line(rank: Rank, fact: Fact) -> PassMeans | None:
         if all(other[name] == fact[name] for name in names) and other["values"]:
             values = tuple(map(float, other["values"]))
             is_finite = all(map(math.isfinite, values))
-            return PassMeans(values, tuple(other["counts"])) if is_finite else None
+            gathered = tuple(other.get("gathered", ()))
+            return PassMeans(values, tuple(other["counts"]), gathered) if is_finite else None
     return None
 
 
@@ -351,34 +380,73 @@ def _reduced(ranks: tuple[Rank, ...], fact: Fact, passes: list[PassMeans]) -> Sc
     wanted = _over_all(passes)
     everywhere = [value for row in passes for value in row.values]
     sums = [math.fsum(means.values) for means in passes]
+    by_sample, by_batch = _means_over(passes)
     ways = {
-        "the mean of its batches": ([means.of_means for means in passes], _mean_of(passes)),
+        "the mean of its samples": ([means.by_size for means in passes], by_sample),
+        "the mean of its batches": ([means.of_means for means in passes], by_batch),
         "the sum of its batches' means": (sums, math.fsum(everywhere) / len(everywhere)),
     }
     for where, columns in _columns(ranks, [fact["loader"], fact["number"]]):
         for kind, (inputs, comes_out) in ways.items():
-            is_it = all(_close(a, b, EQUAL) for a, b in zip(columns, inputs, strict=True))
-            if is_it and not _close(comes_out, wanted, LEAST_ERROR):
+            if _are_close(columns, inputs) and not _close(comes_out, wanted, LEAST_ERROR):
                 says = f"each rank gives {kind}" if len(ranks) > 1 else f"it is {kind}"
                 return _mean_of_means(where, says, passes, comes_out, wanted)
     return None
 
 
-def _printed(ranks: tuple[Rank, ...], passes: list[PassMeans]) -> ScriptFinding | None:
-    """A finding if a rank prints its mean of means, equal in every digit."""
-    for rank, means in zip(ranks, passes, strict=True):
-        if _close(means.of_means, means.by_size, LEAST_ERROR):
-            continue
-        for fact in rank.all("print"):
-            for text in NUMBER.findall(fact["text"]):
-                decimals = len(text.partition(".")[2])
-                digits = len(text.replace(".", "").lstrip("0"))
-                printed = [f"{value:.{decimals}f}" for value in (means.of_means, means.by_size)]
-                if digits >= LEAST_DIGITS and text == printed[0] != printed[1]:
-                    says = "what is printed is the mean of the batches"
-                    line = line_of(fact["where"])
-                    return _mean_of_means(line, says, [means], means.of_means, means.by_size)
+def _printed(ranks: tuple[Rank, ...], fact: Fact, passes: list[PassMeans]) -> ScriptFinding | None:
+    """A finding if a rank prints its mean of means, or that of all ranks, equal in every digit."""
+    after = _after(ranks, [fact["loader"], fact["number"]])
+    looks = [(rank.all("print"), [m], m.of_means) for rank, m in zip(ranks, passes, strict=True)]
+    looks += [(after, passes, mean) for mean in _means_over(passes)]
+    for printed, means, mean in looks:
+        wanted, of = _over_all(means), "batches" if len(means) == 1 else "ranks"
+        for line in printed if not _close(mean, wanted, LEAST_ERROR) else ():
+            if _is_printed(line, mean, wanted):
+                says = f"what is printed is the mean of the {of}"
+                return _mean_of_means(line_of(line["where"]), says, means, mean, wanted)
     return None
+
+
+def _is_printed(fact: Fact, value: float, wanted: float) -> bool:
+    """Whether a number of the line is `value`, and not `wanted`, in at least four digits."""
+    for text in NUMBER.findall(fact["text"]):
+        decimals = len(text.partition(".")[2])
+        digits = len(text.replace(".", "").lstrip("0"))
+        if digits >= LEAST_DIGITS and text == f"{value:.{decimals}f}" != f"{wanted:.{decimals}f}":
+            return True
+    return False
+
+
+def _after(ranks: tuple[Rank, ...], of: list[int]) -> list[Fact]:
+    """The lines that are printed after a pass, before the next one."""
+    return [fact for rank in ranks for fact in rank.all("print") if fact.get("after") == of]
+
+
+def _times_ranks(
+    ranks: tuple[Rank, ...], fact: Fact, passes: list[PassMeans]
+) -> ScriptFinding | None:
+    """A finding if means are gathered, or printed, as many times too large as there are ranks."""
+    size, whole = len(passes), _over_all(passes)
+    places = [
+        line["where"]
+        for line in _after(ranks, [fact["loader"], fact["number"]])
+        if any(_is_printed(line, size * mean, mean) for mean in (whole, *_means_over(passes)))
+    ]
+    if all(_are_close(row.gathered, [size * value for value in row.values]) for row in passes):
+        places = [fact["where"]]
+    if size == 1 or not places:
+        return None
+    return ScriptFinding(
+        "mean-times-ranks",
+        RESULT,
+        line_of(places[0]),
+        f"the mean loss of an evaluation is {whole:.6g}, and what {size} ranks give of it is "
+        f"{size} times as large",
+        "the metric grows with the ranks",
+        "divide the sum over ranks by their number; for transformers' Trainer, "
+        "average_tokens_across_devices=False",
+    )
 
 
 def _mean_of_means(
@@ -408,7 +476,7 @@ def means_of_ranks(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
             if len(passes) < len(ranks) or len(set(counts)) == 1:
                 continue
             for where, column in _columns(ranks, [loader, number]):
-                if not _are_shares(column, counts):
+                if not _are_shares(column, counts, sum(counts)):
                     continue
                 pairs = list(zip(column, counts, strict=True))
                 wanted = math.fsum(value * count for value, count in pairs) / sum(counts)
@@ -429,20 +497,19 @@ def means_of_ranks(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
                 return
 
 
-def _are_shares(column: list[float], counts: list[int]) -> bool:
-    """Whether each is a whole count over its rank's samples, and not over all samples."""
-
-    def whole(value: float, count: int) -> bool:
-        return any(
-            abs(part - round(part)) <= ROUNDING * max(1.0, part) and 0 < round(part) < count
-            for part in (value * count, value * count / 100)
-        )
-
-    local = all(whole(value, count) for value, count in zip(column, counts, strict=True))
-    total = sum(counts)
+def _are_shares(column: list[float], counts: list[int], total: int) -> bool:
+    """Whether each is a whole count over its rank's samples, and not over all `total` samples."""
+    local = all(map(_is_whole, column, counts))
     uneven = all(float(value) != round(value) for value in column)
     fine = all(count >= 8 and not _is_simple(v) for v, count in zip(column, counts, strict=True))
-    return local and uneven and fine and not all(whole(value, total) for value in column)
+    return local and uneven and fine and not all(_is_whole(value, total) for value in column)
+
+
+def _is_whole(value: float, count: int) -> bool:
+    return any(
+        abs(part - round(part)) <= ROUNDING * max(1.0, part) and 0 < round(part) < count
+        for part in (value * count, value * count / 100)
+    )
 
 
 def _is_simple(value: float) -> bool:
@@ -455,11 +522,11 @@ def _is_simple(value: float) -> bool:
 
 
 def _columns(
-    ranks: tuple[Rank, ...], after: list[int]
+    ranks: tuple[Rank, ...], after: list[int], operations: tuple[str, ...] = ADDING
 ) -> Iterator[tuple[tuple[str, int] | None, list[float]]]:
     """The inputs of each reduction after a pass: one number per rank."""
     tables = [
-        [f for f in rank.all("reduced") if f["after"] == after and f["operation"] in ADDING]
+        [f for f in rank.all("reduced") if f["after"] == after and f["operation"] in operations]
         for rank in ranks
     ]
     for facts in zip(*tables, strict=False):
@@ -475,8 +542,14 @@ def _over_all(passes: list[PassMeans]) -> float:
     return whole / max(1, sum(counts))
 
 
-def _mean_of(passes: list[PassMeans]) -> float:
-    return math.fsum(means.of_means for means in passes) / len(passes)
+def _means_over(passes: list[PassMeans]) -> tuple[float, ...]:
+    """The mean of the ranks' means by sample, and of their means by batch."""
+    pairs = [(means.by_size, means.of_means) for means in passes]
+    return tuple(math.fsum(column) / len(pairs) for column in zip(*pairs, strict=True))
+
+
+def _are_close(values: Sequence[float], others: Sequence[float]) -> bool:
+    return len(values) == len(others) and all(map(_close, values, others, repeat(EQUAL)))
 
 
 def _close(value: float, other: float, within: float) -> bool:

@@ -122,6 +122,15 @@ NOT_ALL = ", but not all was watched"
 """Follows the verdict of a watched run in which a recorder failed."""
 APART = "the ranks made no process group of torch, so each may train a copy of its own"
 """Of a script that several ranks run, and that does not connect them."""
+
+
+def counted_findings(count: int, *, is_all: bool) -> str:
+    """`3 findings`, or `nothing found`, which is no pass if not all was watched."""
+    if count:
+        return f"{count} finding{'s' if count > 1 else ''}"
+    return "nothing found" if is_all else "undecided: nothing found"
+
+
 BY_RANK = (
     "torch.manual_seed(seed + rank) once the model is made; docs/checking.md says where, for each "
     "framework"
@@ -151,13 +160,16 @@ def equal_draws(tables: Iterable[States]) -> dict[str, int]:
 # A finding: a fault of a script, where it is, what it does to the result, and what to do.
 
 
-RESULT, FILES, COST, OUTPUT = "result", "files", "cost", "output"
-ORDER = (RESULT, FILES, COST, OUTPUT)
+RESULT, FILES, COST, OUTPUT, NOTE = "result", "files", "cost", "output", "note"
+ORDER = (RESULT, FILES, COST, OUTPUT, NOTE)
 
 
 @dataclass(frozen=True)
 class ScriptFinding:
-    """One fault of a script; `touches` is what it affects: the result, files, cost or output."""
+    """One fault of a script; `touches` is what it affects: the result, files, cost or output.
+
+    That of a note is `NOTE`: the run does not prove the fault.
+    """
 
     name: str
     touches: str

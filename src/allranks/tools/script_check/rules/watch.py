@@ -24,11 +24,13 @@ from allranks.tools.script_check.rules.facts import (
     COST,
     FILES,
     NOT_ALL,
+    NOTE,
     OUTPUT,
     RESULT,
     Fact,
     Rank,
     ScriptFinding,
+    counted_findings,
     in_order,
     line_of,
     place_of,
@@ -311,17 +313,28 @@ class Watched:
     ranks: int
     findings: tuple[ScriptFinding, ...]
     unwatched: tuple[str, ...]
+    notes: tuple[ScriptFinding, ...] = ()
     doubt: str = ""
     """Why few findings mean little: the ranks did not train, or not together."""
 
+    @property
+    def decided(self) -> bool:
+        """Whether there is a finding, or all was watched."""
+        return bool(self.findings) or not self.unwatched
+
     def to_data(self) -> dict[str, Any]:
         """As a mapping that JSON can carry."""
-        findings = [finding.to_data() for finding in self.findings]
-        words = {"unwatched": list(self.unwatched), "doubt": self.doubt}
-        return {"ranks": self.ranks, "findings": findings, **words}
+        return {
+            "ranks": self.ranks,
+            "decided": self.decided,
+            "findings": [finding.to_data() for finding in self.findings],
+            "notes": [note.to_data() for note in self.notes],
+            "unwatched": list(self.unwatched),
+            "doubt": self.doubt,
+        }
 
     def __str__(self) -> str:
-        lines = [str(finding) for finding in self.findings]
+        lines = [str(finding) for finding in (*self.findings, *self.notes)]
         lines += [f"not watched: {reason}" for reason in self.unwatched]
         ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
         missing = f"{NOT_ALL}: please report the lines above" if self.unwatched else ""
@@ -329,7 +342,7 @@ class Watched:
 
     @property
     def summary(self) -> str:
-        """`3 findings`, or `nothing found`; and whether that is of all there is."""
+        """`3 findings`, `nothing found` or `undecided`; and whether all was watched."""
         return self._count + self._but + (NOT_ALL if self.unwatched else "")
 
     @property
@@ -338,8 +351,7 @@ class Watched:
 
     @property
     def _count(self) -> str:
-        count = len(self.findings)
-        return f"{count} finding{'s' if count > 1 else ''}" if count else "nothing found"
+        return counted_findings(len(self.findings), is_all=not self.unwatched)
 
 
 def watched_in(folder: Path) -> Watched:
@@ -353,11 +365,14 @@ def watched_in(folder: Path) -> Watched:
             do="for Keras, write a task and check that: docs/tensorflow.md. For torch, start it "
             "with the Python that has allranks and torch, without -I, -E or -S",
         )
-    return Watched(len(ranks), findings_of(ranks), _unwatched(ranks), _doubt(ranks))
+    all_found = findings_of(ranks)
+    findings = tuple(finding for finding in all_found if finding.touches != NOTE)
+    notes = all_found[len(findings) :]
+    return Watched(len(ranks), findings, _unwatched(ranks), notes, _doubt(ranks))
 
 
 def findings_of(ranks: tuple[Rank, ...]) -> tuple[ScriptFinding, ...]:
-    """Every fault that the facts prove; those that change the result come first."""
+    """Every fault that the facts prove, those that change the result first; then the notes."""
     findings = [finding for look in LOOKED_FOR for finding in look(ranks)]
     names = {finding.name for finding in findings}
     explained = {effect for cause, effect in CAUSES.items() if cause in names}
