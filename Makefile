@@ -72,7 +72,8 @@ $(READY): pyproject.toml constraints.txt $(NATIVE)
 
 # allranks itself is installed: here pip adds what the extra lists, and compiles nothing again.
 # TensorFlow, for its engine, and the frameworks whose scripts tests/scripts holds. DeepSpeed comes
-# as source; it compiles nothing. pip compiles none of their modules, for most are never imported.
+# as source; it compiles nothing. pip compiles none of their modules, for most are never imported:
+# Python compiles those that are, once.
 $(SCRIPTS): $(READY)
 	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt 'allranks[scripts]'
 	$(BIN)/python -c 'import tensorflow' 2> /dev/null

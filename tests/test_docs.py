@@ -339,10 +339,11 @@ def test_every_command_that_is_shown_and_not_run_is_understood() -> None:
         for match in TYPED.finditer(prose):
             _, verb, *words = shlex.split(match[1] or match[2])
             if not {"…", "$S"} & {*words}:
-                command = cli.get_command(click.Context(cli), verb)
+                above = cli.make_context("allranks", [verb])
+                command = cli.get_command(above, verb)
                 assert command is not None, f"{document}: {match[0]}"
                 with contextlib.suppress(click.exceptions.Exit):  # of --help
-                    command.make_context(verb, words)
+                    command.make_context(verb, words, parent=above)
                 for flag, value in itertools.pairwise(words):
                     if flag == "--strategy":
                         parse_choice(value)

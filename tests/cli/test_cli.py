@@ -144,7 +144,8 @@ def test_what_was_said_of_a_model_at_the_start_is_not_said_again(
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_has_help(door: Door, verb: str) -> None:
     for word in ("--help", "-h"):
-        code, out, _ = door(verb, word)
+        code, out, err = door(verb, word)
+        assert code == 0, err
         usage = out.splitlines()[0]
         assert code == 0 and usage.startswith("Usage: ") and f" {verb} [OPTIONS]" in usage
 
