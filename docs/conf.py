@@ -16,7 +16,7 @@ from typing import Any
 SECTIONS = {
     "I have a script": """
         scripts: scripts_on_nodes
-        checking
+        checking: checking_in_detail
         words
         report
         benchmarking: benchmarking_peers
