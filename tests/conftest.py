@@ -6,7 +6,7 @@ file or setting of torch that is there after a test and was not before fails tha
 There are two tiers. `pytest` runs every test, but of large products a part in which every pair of
 values comes together (`tiers.py`: the markers `thinned` and `cases`), of ordeals a smaller number
 (the fixture `exhaustive`), and of made-up input fewer examples. `pytest --exhaustive` runs all of
-it. No test is skipped in either.
+it. No test is skipped in either. With `--tier` some tests have fewer cases (`slow(most=N)`).
 
 No bound in a test is a promise: machines that test are slow and loaded, and a wait only has to end.
 What is promised in seconds is measured in `benchmarks/`.
@@ -111,11 +111,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu") and not torch.accelerator.is_available():
             item.add_marker(pytest.mark.skip(reason="no GPU"))
-    if not config.getoption("exhaustive"):
+    tier = config.getoption("tier")
+    if tier is not None and not config.getoption("exhaustive"):
         too_many = set(more_than_most(items))
         items[:] = [item for item in items if item not in too_many]
         config.hook.pytest_deselected(items=list(too_many))
-    tier = config.getoption("tier")
     if tier is not None:
         slow = set(slow_ones(items))
         left_out = [item for item in items if (item in slow) == (tier == "quick")]

@@ -2,8 +2,9 @@
 
     @pytest.mark.slow              a test, or a module, that `make test` leaves to `make test-full`
     @pytest.mark.slow(but=3)       so many of its cases, spread evenly, are run by `make test` too
-    @pytest.mark.slow(most=8)      so many of its cases, spread evenly, are run at all without
-                                   --exhaustive: for cases that take seconds each
+    @pytest.mark.slow(most=8)      so many of its cases, spread evenly, are run with --tier: for
+                                   cases that take seconds each. Without it, as for a mutant, or
+                                   with --exhaustive all are
 
 `--tier quick` and `--tier slow` have no test in common, and leave none out. Of a product
 
@@ -39,7 +40,7 @@ MARKERS = (
     "under --exhaustive by those of `exhaustive` too",
     "gpu: needs an accelerator, and is skipped without one",
     "slow(but, most): for `make test-full`, but for so many cases; "
-    "and so many cases at all, unless --exhaustive",
+    "and so many cases in both tiers, unless --exhaustive",
 )
 TIERS = ("quick", "slow")
 
@@ -68,7 +69,7 @@ def slow_ones(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 
 def more_than_most(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Those that only --exhaustive runs: of each test the cases beyond its `most`."""
+    """Those that no tier runs without --exhaustive: of each test the cases beyond its `most`."""
     found: list[pytest.Item] = []
     for most, cases in by_test(items, "most", len(items)):
         kept = spread(cases, most)

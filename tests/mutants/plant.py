@@ -8,6 +8,9 @@ A mutant is one break of one file, and the test that must fail of it. First all 
 the tree is: one that fails without a break shows nothing. Then each mutant is planted in the copy,
 its test runs alone, and the file is put back. The tree itself is never touched: a copy has a
 virtual environment of its own, in which the package is that of the copy.
+
+Run nothing else of allranks meanwhile: each start ends what a killed job has left behind, and would
+hide a mutant that leaves something.
 """
 
 from __future__ import annotations
