@@ -1,7 +1,7 @@
 # Each target sets up what it needs in .venv; a machine needs Python >= 3.11 and make.
 PYTHON ?= python3
-# What is imported is compiled once: an image may forbid it, and then every process compiles
-# TensorFlow again, which takes three times as long as to import it.
+# Python keeps what it has compiled, even if the image forbids that: without it each process compiles
+# TensorFlow again, and its import takes three times as long.
 export PYTHONDONTWRITEBYTECODE :=
 BIN := .venv/bin
 READY := .venv/ready

@@ -29,6 +29,8 @@ def evaluate(average: bool) -> None:
     if os.environ["RANK"] == "0":
         ranks = os.environ["WORLD_SIZE"]
         print(f"{ranks} rank(s), average_tokens_across_devices={average}: eval_loss {loss:.2f}")
+    if torch.distributed.is_initialized():  # a rank that only leaves may take the other down
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
