@@ -1,0 +1,209 @@
+"""What the tasks of Hugging Face share: the model, its tokenizer, and the rows of a data set."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from allranks.errors import RequestError
+from allranks.huggingface.stages import stages_of
+from allranks.torch.task import Task
+from allranks.training import schedules
+
+IGNORED = -100
+"""The label of a token that has no loss, as in transformers."""
+
+TRAIN, VALIDATION = "train", "validation"
+PADDED = {"input_ids": 0, "attention_mask": 0, "token_type_ids": 0, "labels": IGNORED}
+"""What the parts of a sample are padded with, if the tokenizer does not say."""
+
+Row = Mapping[str, Any]
+Sample = dict[str, Any]
+
+
+@dataclass(kw_only=True)
+class HuggingFaceTask(Task):
+    """A model of transformers, trained on the rows of a data set.
+
+    `name` is a model of the hub or a folder that `save_pretrained` wrote, and `from_scratch` takes
+    its configuration alone. `dataset` and `subset` are what `datasets.load_dataset` reads; `rows`
+    may return any other data. Weights are trained in float32, whatever type the files have, unless
+    `--precision` says otherwise. The learning rate rises for `warmup` steps and falls to 0 along
+    a line.
+
+    Samples are dicts from names of arguments to tensors. `encode` makes one of a row.
+    """
+
+    name: str = ""
+    from_scratch: bool = False
+    dataset: str = ""
+    subset: str = ""
+    max_length: int = 512
+    lr: float = 5e-5
+    weight_decay: float = 0.0
+    warmup: int = 0
+
+    auto: ClassVar[str]
+    """The class of transformers that makes the model."""
+    columns: ClassVar[tuple[str, ...]]
+    """The fields that name a column of the data."""
+
+    def config(self) -> Any:
+        """The configuration of the model; of a task without `name`, write it."""
+        return transformers.AutoConfig.from_pretrained(self._named("the configuration"))
+
+    def tokenizer(self) -> Any:
+        """The tokenizer of the model, or its image processor."""
+        return transformers.AutoTokenizer.from_pretrained(self._named("the tokenizer"))
+
+    def rows(self, split: str) -> Any:
+        """The rows of `"train"` or `"validation"`: a sequence of mappings from columns to values.
+
+        The default reads `dataset` and `subset`. `None`: there are no such rows.
+        """
+        if not self.dataset:
+            raise RequestError(
+                asked=f"the rows of {split!r} of {type(self).__name__}",
+                found="no `dataset` is set, and the task has no rows(split)",
+                why="a task of Hugging Face trains on the rows of a data set",
+                do="--set dataset=NAME, or write rows(self, split)",
+            )
+        return _datasets().load_dataset(self.dataset, self.subset or None).get(split)
+
+    def encode(self, row: Row) -> Sample:
+        """A sample: tensors without a batch dimension, by the names of the model's arguments.
+
+        `labels` are what `loss` reads; the model does not get them.
+        """
+        raise NotImplementedError
+
+    # --- what the engine calls -----------------------------------------------------------------
+
+    def model(self) -> nn.Module:
+        kind = getattr(transformers, self.auto)
+        if self.from_scratch or not self.name:
+            model: nn.Module = kind.from_config(self._config)
+        else:
+            model = kind.from_pretrained(self.name, config=self._config, dtype=torch.float32)
+        return model
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return torch.optim.AdamW(trained, lr=self.lr, weight_decay=self.weight_decay)
+
+    def stages(self, model: nn.Module, count: int) -> Sequence[nn.Module]:
+        """Runs of the model's layers, as even as they can be."""
+        row = self.collate([self.train_data()[0]])
+        return stages_of(model, count, self.inputs(row))
+
+    def schedule(self, step: int, total: int) -> float:  # type: ignore[override]
+        return schedules.polynomial(total, warmup=min(self.warmup, total - 1))(step)
+
+    def train_data(self) -> Any:
+        return self._encoded(TRAIN)
+
+    def eval_data(self) -> Any:
+        return self._encoded(VALIDATION)
+
+    def collate(self, samples: list[Sample]) -> dict[str, Tensor]:
+        """Pads each part to the longest of the batch, and adds the `attention_mask`."""
+        parts = {name: [sample[name] for sample in samples] for name in samples[0]}
+        if "input_ids" in parts:
+            parts["attention_mask"] = [torch.ones_like(tokens) for tokens in parts["input_ids"]]
+        return {name: _padded(tensors, self.padding(name)) for name, tensors in parts.items()}
+
+    def padding(self, name: str) -> int:
+        """What a part of the batch is padded with."""
+        token = getattr(self._tokenizer, "pad_token_id", None) if name == "input_ids" else None
+        return PADDED.get(name, 0) if token is None else token
+
+    def inputs(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in batch.items() if name != "labels"}
+
+    # --- within --------------------------------------------------------------------------------
+
+    @cached_property
+    def _config(self) -> Any:
+        config = self.config()
+        config.use_cache = False  # of keys and values: training needs none
+        return config
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return self.tokenizer()
+
+    def _named(self, part: str) -> str:
+        if not self.name:
+            raise RequestError(
+                asked=f"{part} of {type(self).__name__}",
+                found="no `name` is set",
+                why="it is read from a model of the hub, or from a folder",
+                do="--set name=FOLDER, or write config(self) and tokenizer(self)",
+            )
+        return self.name
+
+    def _encoded(self, split: str) -> Any:
+        rows = self.rows(split)
+        if rows is None:
+            return None
+        names = getattr(rows, "column_names", None) or (list(rows[0]) if len(rows) else [])
+        for field in self.columns:
+            column = getattr(self, field)
+            if column and column not in names:
+                raise RequestError(
+                    asked=f"{field}={column!r}, a column of the {split!r} rows",
+                    found=f"columns: {', '.join(map(str, names)) or 'none'}",
+                    why=f"{type(self).__name__} reads it in every row",
+                    do=f"--set {field}=COLUMN",
+                )
+        return EncodedRows(self, rows)
+
+
+class EncodedRows:
+    """Rows as samples, encoded when they are read."""
+
+    def __init__(self, task: HuggingFaceTask, rows: Any) -> None:
+        self.task, self.rows = task, rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Sample:
+        sample = self.task.encode(self.rows[int(index)])
+        positions = getattr(self.task._config, "max_position_embeddings", None)
+        length = len(sample.get("input_ids", ()))
+        if positions and length > positions:
+            raise RequestError(
+                asked=f"row {index} as {length} tokens",
+                found=f"a model of {positions} positions",
+                why="it has no position for the others",
+                do=f"--set max_length={positions}",
+            )
+        return sample
+
+
+def _padded(tensors: Sequence[Tensor], value: int) -> Tensor:
+    """Stacked; sequences of different lengths are padded on the right."""
+    if len({tuple(tensor.shape) for tensor in tensors}) == 1:
+        return torch.stack(list(tensors))
+    return nn.utils.rnn.pad_sequence(list(tensors), batch_first=True, padding_value=value)
+
+
+def _datasets() -> Any:
+    try:
+        return importlib.import_module("datasets")
+    except ImportError as error:
+        raise RequestError(
+            asked="to read a data set of the hub",
+            found=f"datasets is not installed: {error}",
+            why="`dataset` is read by datasets.load_dataset",
+            do="pip install 'allranks[huggingface]', or write rows(self, split)",
+        ) from error

@@ -1,0 +1,249 @@
+"""Tiny models of transformers, made from configurations, on made-up texts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from allranks.huggingface import (
+    CausalLM,
+    ImageClassification,
+    MaskedLM,
+    Seq2Seq,
+    SequenceClassification,
+    TokenClassification,
+)
+
+WORDS = [f"w{i}" for i in range(40)]
+SPECIAL = {"unk_token": "[UNK]", "pad_token": "[PAD]", "mask_token": "[MASK]", "eos_token": "[EOS]"}
+
+
+def tokenizer() -> Any:
+    """Each word is a token."""
+    words = [*SPECIAL.values(), *WORDS]
+    level = models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
+    made = Tokenizer(level)
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **SPECIAL)
+
+
+def texts(split: str) -> list[dict[str, Any]]:
+    """Texts of 3 to 12 words, each with a label, tags, and another text that follows from it."""
+    random = torch.Generator().manual_seed(len(split))
+    rows = []
+    for _ in range(48 if split == "train" else 12):
+        length = int(torch.randint(3, 13, (), generator=random))
+        first, step = torch.randint(1, 39, (2,), generator=random).tolist()
+        numbers = [(first + step * i) % 40 for i in range(length)]
+        words = [WORDS[i] for i in numbers]
+        rows.append(
+            {
+                "text": " ".join(words),
+                "other": " ".join(reversed(words[1:])),
+                "label": first % 3,
+                "tokens": words,
+                "ner_tags": [(i % 5) if i % 5 < 3 else 0 for i in numbers],
+                "image": torch.randn(3, 8, 8, generator=random),
+            }
+        )
+    return rows
+
+
+SIZES = {"vocab_size": 44, "pad_token_id": 1, "eos_token_id": 3, "bos_token_id": 3}
+
+
+@dataclass(kw_only=True)
+class OfTexts:
+    batch_size: int = 12
+    lr: float = 3e-3
+    kind: str = ""
+    more: str = ""
+
+    def tokenizer(self) -> Any:
+        return tokenizer()
+
+    def rows(self, split: str) -> Any:
+        return texts(split)
+
+
+SMALL = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+@dataclass(kw_only=True)
+class GPT2(OfTexts, CausalLM):
+    dropout: float = 0.0
+    tied: bool = True
+    positions: int = 16
+
+    def config(self) -> Any:
+        p = self.dropout
+        return transformers.GPT2Config(
+            n_embd=16,
+            n_layer=3,
+            n_head=4,
+            n_positions=self.positions,
+            resid_pdrop=p,
+            embd_pdrop=p,
+            attn_pdrop=p,
+            tie_word_embeddings=self.tied,
+            **SIZES,
+        )
+
+
+@dataclass(kw_only=True)
+class LoRA(GPT2):
+    """Of its weights only the adapters are trained; no two are equal at the start."""
+
+    def model(self) -> Any:
+        kind = peft.LoraConfig(
+            r=4, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False
+        )
+        return peft.get_peft_model(super().model(), kind)
+
+
+@dataclass(kw_only=True)
+class Llama(OfTexts, CausalLM):
+    def config(self) -> Any:
+        return transformers.LlamaConfig(
+            intermediate_size=32,
+            num_key_value_heads=2,
+            max_position_embeddings=16,
+            **SMALL,
+            **SIZES,
+        )
+
+
+@dataclass(kw_only=True)
+class Qwen3(OfTexts, CausalLM):
+    """Its layers see all tokens before, the last 4, and all, in turns."""
+
+    def config(self) -> Any:
+        return transformers.Qwen3Config(
+            intermediate_size=32,
+            num_key_value_heads=2,
+            max_position_embeddings=16,
+            head_dim=4,
+            sliding_window=4,
+            use_sliding_window=True,
+            max_window_layers=0,
+            layer_types=["full_attention", "sliding_attention", "full_attention"],
+            **SMALL,
+            **SIZES,
+        )
+
+
+@dataclass(kw_only=True)
+class Mixtral(OfTexts, CausalLM):
+    def config(self) -> Any:
+        return transformers.MixtralConfig(
+            intermediate_size=32,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            max_position_embeddings=16,
+            experts_implementation="eager",
+            **SMALL,
+            **SIZES,
+        )
+
+
+@dataclass(kw_only=True)
+class Bert(OfTexts, MaskedLM):
+    def config(self) -> Any:
+        return transformers.BertConfig(
+            intermediate_size=32, max_position_embeddings=16, **NO_DROPOUT, **SMALL, **SIZES
+        )
+
+
+@dataclass(kw_only=True)
+class SameMasks(Bert):
+    """The masks follow from the text alone, for a loop by hand that cannot key its draws."""
+
+    def encode(self, row: Any) -> Any:
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(len(row["text"]))
+            return super().encode(row)
+
+
+@dataclass(kw_only=True)
+class BertLabels(OfTexts, SequenceClassification):
+    labels: int = 3
+    pair: str = "other"
+
+    def config(self) -> Any:
+        return transformers.BertConfig(
+            intermediate_size=32,
+            max_position_embeddings=32,
+            num_labels=self.labels,
+            **NO_DROPOUT,
+            **SMALL,
+            **SIZES,
+        )
+
+
+@dataclass(kw_only=True)
+class BertTags(OfTexts, TokenClassification):
+    def config(self) -> Any:
+        return transformers.BertConfig(
+            intermediate_size=32,
+            max_position_embeddings=16,
+            **NO_DROPOUT,
+            id2label={0: "O", 1: "B-X", 2: "I-X"},
+            label2id={"O": 0, "B-X": 1, "I-X": 2},
+            **SMALL,
+            **SIZES,
+        )
+
+
+@dataclass(kw_only=True)
+class T5(OfTexts, Seq2Seq):
+    source: str = "text"
+    target: str = "other"
+
+    def config(self) -> Any:
+        return transformers.T5Config(
+            d_model=16,
+            d_kv=4,
+            d_ff=32,
+            num_layers=3,
+            num_heads=4,
+            dropout_rate=0.0,
+            decoder_start_token_id=1,
+            **SIZES,
+        )
+
+
+@dataclass(kw_only=True)
+class ViT(OfTexts, ImageClassification):
+    labels: int = 3
+
+    def config(self) -> Any:
+        return transformers.ViTConfig(
+            image_size=8,
+            patch_size=4,
+            intermediate_size=32,
+            num_labels=self.labels,
+            **NO_DROPOUT,
+            **SMALL,
+        )
+
+    def encode(self, row: Any) -> Any:
+        return {"pixel_values": row["image"], "labels": self._label(row)}
+
+
+def save(model: str, data: str) -> None:
+    """Save a tiny GPT-2 with its tokenizer, and its texts, in two folders."""
+    GPT2().model().save_pretrained(model)
+    tokenizer().save_pretrained(model)
+    for split in ("train", "validation"):
+        path = Path(data, f"{split}.jsonl")
+        path.parent.mkdir(exist_ok=True)
+        rows = [json.dumps({"text": row["text"]}) for row in texts(split)]
+        path.write_text("\n".join(rows))

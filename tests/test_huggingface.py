@@ -1,0 +1,404 @@
+"""Models of transformers as tasks: equal to a loop by hand, and to one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn import functional as F
+
+import huggingface_tasks as tasks
+from allranks.errors import RequestError
+from allranks.huggingface import CausalLM, SequenceClassification
+from allranks.huggingface.labels import entities
+from allranks.huggingface.stages import stages_of
+from allranks.huggingface.task import IGNORED
+from allranks.job.job import Job
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.torch.trainer import Trainer
+from conftest import MODULES
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # peft asks it
+]
+
+MODELS = (
+    "GPT2",
+    "LoRA",
+    "Llama",
+    "Qwen3",
+    "Mixtral",
+    "Bert",
+    "BertLabels",
+    "BertTags",
+    "T5",
+    "ViT",
+)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    """A fork server that has imported these tasks once."""
+    with ForkServer((*MODULES, "huggingface_tasks:__name__")) as running:
+        yield running
+
+
+def loss_by_hand(task: Any, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The mean that transformers computes of a batch, in its own precision."""
+    given = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    logits, labels = model(**given).logits, batch["labels"]
+    if isinstance(task, tasks.CausalLM):
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED)
+
+
+IN_FLOAT32 = (
+    "Llama",
+    "Qwen3",
+    "Mixtral",
+    "T5",
+)  # their norms compute in 32 bits, whatever comes in
+
+
+@pytest.mark.parametrize("name", [*(name for name in MODELS if name != "Bert"), "SameMasks"])
+def test_a_training_is_a_loop_by_hand(name: str) -> None:
+    """20 AdamW steps on one batch of all rows, cut into shards and micro-batches."""
+    task = getattr(tasks, name)(batch_size=48, shards=6)
+    samples = task.train_data()
+    batch = task.collate([samples[i] for i in range(len(samples))])
+    job = Job(precision="fp64", strategy="single", micro_batch=5, steps=20)
+    with Trainer(task, job) as trainer:
+        model = task.model().double()
+        model.load_state_dict(trainer.model.state_dict())
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=task.lr, weight_decay=0.0)
+        for step, ours in enumerate(trainer.batches()):
+            found = trainer.step(ours).loss
+            for group in optimizer.param_groups:
+                group["lr"] = task.lr * (1 - step / 20)
+            optimizer.zero_grad()
+            wanted = loss_by_hand(task, model, batch)
+            wanted.backward()
+            optimizer.step()
+            within = 1e-8 if name in IN_FLOAT32 else 1e-12
+            assert found == pytest.approx(wanted.item(), rel=within)
+
+
+def takes(strategy: str, ranks: int, name: str) -> bool:
+    return not (strategy == "1f1b" and name == "T5")  # it has two lists of layers
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[Any, Any]:
+    return {}
+
+
+@pytest.mark.slow(most=22)
+@pytest.mark.thinned(
+    2,
+    ("strategy", ("ddp", "zero2", "fsdp", "tensor", "1f1b")),
+    ("ranks", (2, 3)),
+    ("name", MODELS),
+    where=takes,
+)
+def test_any_strategy_gives_what_one_process_gives(
+    strategy: str, ranks: int, name: str, train: Callable[..., Any], references: dict[Any, Any]
+) -> None:
+    """Six steps in float64, each batch of texts of different lengths, in micro-batches."""
+    program = f"huggingface_tasks:{name}"
+    flags: dict[str, Any] = {"precision": "fp64", "steps": 6}
+    if name not in references:
+        references[name] = train(program, strategy="single", **flags)
+    wanted, found = (
+        references[name],
+        train(program, strategy=strategy, ranks=ranks, micro_batch=3, **flags),
+    )
+    within = 1e-7 if name in IN_FLOAT32 else 1e-10
+    ours, theirs = (load_file(run.run_dir / "weights.safetensors") for run in (found, wanted))
+    assert ours.keys() == theirs.keys()
+    for key, tensor in theirs.items():
+        assert (ours[key] - tensor).norm() <= within * tensor.norm().clamp(min=1.0), key
+    assert found.summary["eval"] == pytest.approx(wanted.summary["eval"], rel=within)
+
+
+DROPPING, EXACT = ("dropout=0.1",), ("tied=False",)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "settings"),
+    [
+        ("ddp", 2, DROPPING),
+        ("ddp", 4, EXACT),
+        ("zero1", 3, DROPPING),
+        ("fsdp", 2, DROPPING),
+        ("fsdp", 4, EXACT),
+        ("1f1b", 3, EXACT),  # it refuses a weight in two stages, and dropout by function
+    ],
+)
+def test_one_digest(
+    strategy: str,
+    ranks: int,
+    settings: tuple[str, ...],
+    train: Callable[..., Any],
+    references: dict[Any, Any],
+) -> None:
+    """Each micro-batch pads its texts to a length of its own."""
+    flags: dict[str, Any] = {"bitwise": True, "steps": 3}
+    if settings not in references:
+        references[settings] = train("huggingface_tasks:GPT2", *settings, **flags)
+    found = train("huggingface_tasks:GPT2", *settings, strategy=strategy, ranks=ranks, **flags)
+    wanted = references[settings].summary["weights_sha256"]
+    assert found.summary["weights_sha256"] == wanted
+
+
+def test_masks_are_those_of_bert() -> None:
+    """Of 4,000 tokens 15 % have a loss: 80 % of them are masked, 10 % random, 10 % as they were."""
+    task = tasks.Bert()
+    row = {"text": " ".join(tasks.WORDS * 100)}
+    torch.manual_seed(0)
+    task.max_length = 10_000
+    sample = task.encode(row)
+    tokens, labels = sample["input_ids"], sample["labels"]
+    true = torch.tensor(task.tokenizer()(row["text"])["input_ids"])
+    chosen = labels != IGNORED
+    assert torch.equal(tokens[~chosen], true[~chosen])
+    assert torch.equal(labels[chosen], true[chosen])
+    masked = tokens[chosen] == task.tokenizer().mask_token_id
+    kept = tokens[chosen] == true[chosen]
+    shares = [float(part.float().mean()) for part in (chosen, masked, kept)]
+    assert shares == pytest.approx([0.15, 0.8, 0.1], abs=0.04)
+
+
+def test_scores_are_those_of_the_whole_evaluation() -> None:
+    """F1 over batches of any size is that of all predictions at once."""
+    torch.manual_seed(0)
+    logits, true = torch.randn(50, 3), torch.randint(3, (50,))
+    task = tasks.BertLabels()
+    sums: dict[str, list[float]] = {}
+    for part in (slice(0, 7), slice(7, 30), slice(30, 50)):
+        found = task.metrics({"logits": logits[part]}, {"labels": true[part]})
+        for name, (total, count) in found.items():
+            was = sums.setdefault(name, [0.0, 0.0])
+            sums[name] = [was[0] + float(total), was[1] + float(count)]
+    scores = task.finalize({name: total / count for name, (total, count) in sums.items()})
+    guessed = logits.argmax(dim=1)
+    wanted = []
+    for label in range(3):
+        both = int(((guessed == label) & (true == label)).sum())
+        precision, recall = both / int((guessed == label).sum()), both / int((true == label).sum())
+        wanted.append(2 * precision * recall / (precision + recall))
+    assert scores["f1"] == pytest.approx(sum(wanted) / 3)
+    assert scores["accuracy"] == pytest.approx(float((guessed == true).float().mean()))
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted"),
+    [
+        ("O B-X I-X O", [("X", 1, 3)]),
+        ("B-X B-X I-Y", [("X", 0, 1), ("X", 1, 2), ("Y", 2, 3)]),
+        ("I-X I-X", [("X", 0, 2)]),
+        ("O O", []),
+    ],
+)
+def test_entities(names: str, wanted: list[tuple[str, int, int]]) -> None:
+    assert list(entities(names.split())) == wanted
+
+
+@dataclass(kw_only=True)
+class Nameless(SequenceClassification):
+    pass
+
+
+class Unpadded(tasks.BertLabels):
+    def config(self) -> Any:
+        config = super().config()
+        config.pad_token_id = None
+        return config
+
+    def tokenizer(self) -> Any:
+        made = super().tokenizer()
+        made.pad_token = None
+        return made
+
+
+class Unmasked(tasks.Bert):
+    def tokenizer(self) -> Any:
+        made = super().tokenizer()
+        made.mask_token = None
+        return made
+
+
+class Named(tasks.BertLabels):
+    def rows(self, split: str) -> Any:
+        return [{**row, "label": "yes"} for row in super().rows(split)]
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        (tasks.GPT2(positions=8), "max_length=8"),
+        (Unmasked(), "without a mask token"),
+        (tasks.BertLabels(labels=2), "the model has 2 classes, 0 to 1"),
+        (Named(), "'yes'"),
+    ],
+)
+def test_a_row_that_the_model_cannot_take_is_refused(task: Any, words: str) -> None:
+    data = task.train_data()
+    with pytest.raises(RequestError, match=words):
+        [data[number] for number in range(len(data))]
+
+
+@pytest.mark.parametrize(
+    ("task", "method", "words"),
+    [
+        (Nameless(), "model", "no `name` is set"),
+        (Nameless(), "train_data", "no `dataset` is set"),
+        (tasks.GPT2(text="words"), "train_data", "columns: text, other"),
+        (Unpadded(), "model", "without a pad token"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_four_parts(task: Any, method: str, words: str) -> None:
+    with pytest.raises(RequestError, match=words) as refused:
+        getattr(task, method)()
+    assert all(f"{part}:" in str(refused.value) for part in ("asked", "found", "why", "do"))
+
+
+def test_a_model_with_two_lists_of_layers_is_not_cut() -> None:
+    with pytest.raises(RequestError, match=r"encoder.block \(3\), decoder.block \(3\)"):
+        tasks.T5().stages(tasks.T5().model(), 2)
+
+
+ODD_FORWARDS = {
+    "a norm that is made before the layers and called after them": transformers.OPTConfig(
+        hidden_size=16, word_embed_proj_dim=16, ffn_dim=32, num_attention_heads=4, vocab_size=44,
+        num_hidden_layers=3, dropout=0.0, max_position_embeddings=16,
+    ),
+    "embeddings that are scaled in place": transformers.CTRLConfig(
+        n_embd=16, dff=32, n_head=4, n_layer=3, vocab_size=44, n_positions=16,
+        embd_pdrop=0.0, resid_pdrop=0.0,
+    ),
+    "a dropout that is made after the layers and called before them": transformers.PhiConfig(
+        hidden_size=16, intermediate_size=32, num_attention_heads=4, num_hidden_layers=3,
+        vocab_size=44, max_position_embeddings=16,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD_FORWARDS)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_stages_are_the_model_whatever_its_forward_does(name: str, device: str) -> None:
+    config = ODD_FORWARDS[name]
+    config.use_cache = False
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    inputs = {"input_ids": torch.randint(4, 40, (2, 9)), "attention_mask": torch.ones(2, 9).long()}
+    if device == "meta":
+        assert len(stages_of(copy.deepcopy(model).to("meta"), 3, inputs)) == 3
+        return
+    first, middle, last = stages_of(model, 3, inputs)
+    with torch.no_grad():
+        found = last(*middle(*first(**inputs)))["logits"]
+        assert torch.equal(found, model(**inputs).logits)
+    owned = [id(p) for stage in (first, middle, last) for p in stage.parameters()]
+    assert {*owned} == {id(p) for p in model.parameters()}
+
+
+class Odd(nn.Module):
+    """Three layers, and a forward that a stage cannot have alone."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.inside = kind, nn.Linear(4, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, rows: torch.Tensor) -> Any:
+        hidden, seen = self.inside(rows) if self.kind == "tied" else rows, []
+        for number, layer in enumerate(self.layers):
+            hidden = layer(hidden)
+            if self.kind == "again" and number == 0:
+                hidden = layer(hidden)
+            if self.kind == "between" and number == 1:
+                hidden = self.inside(hidden)
+            seen.append(hidden)
+        if self.kind == "sum":
+            hidden = hidden + seen[0]
+        if self.kind == "tied":
+            hidden = hidden @ self.inside.weight
+        return SimpleNamespace(logits=hidden)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("again", "layer 0 is called in the place of layer 1"),
+        ("between", "forward computes with an output of layer 1"),
+        ("sum", "forward computes with an output of layer"),
+        ("tied", "stages that compute something else"),
+    ],
+)
+def test_a_forward_that_no_stage_can_have_is_refused(kind: str, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        stages_of(Odd(kind), 2, {"rows": torch.randn(2, 4)})
+    assert len(stages_of(Odd("none"), 2, {"rows": torch.randn(2, 4)})) == 2
+
+
+@pytest.fixture
+def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files in cache go into a folder of the test, and no thread of a progress bar stays."""
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
+    for name in ("PYTORCH_NVML_BASED_CUDA_CHECK", "KMP_DUPLICATE_LIB_OK"):
+        monkeypatch.setenv(name, "1")  # transformers and datasets set them
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_folder_is_read_in_32_bits(tmp_path: Path) -> None:
+    """A model that was saved in bfloat16 is trained in float32, with the same values."""
+    task = tasks.GPT2()
+    task.model().to(torch.bfloat16).save_pretrained(tmp_path)
+    tasks.tokenizer().save_pretrained(tmp_path)
+
+    @dataclass(kw_only=True)
+    class Saved(CausalLM):
+        def rows(self, split: str) -> Any:
+            return tasks.texts(split)
+
+    read = Saved(name=str(tmp_path)).model()
+    saved = load_file(tmp_path / "model.safetensors")
+    weights = dict(read.named_parameters())
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+    assert all(torch.equal(weights[name], tensor.float()) for name, tensor in saved.items())
+    assert len(Saved(name=str(tmp_path)).train_data()[0]["input_ids"]) > 1
+    scratch = Saved(name=str(tmp_path), from_scratch=True).model()
+    assert not torch.equal(scratch.lm_head.weight, read.lm_head.weight)
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_rows_come_from_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of two splits, as `datasets` reads it."""
+    monkeypatch.chdir(tmp_path)  # `datasets` looks for names of splits in the whole path
+    tasks.save("model", "rows")
+
+    @dataclass(kw_only=True)
+    class Read(CausalLM):
+        def config(self) -> Any:
+            return tasks.GPT2().config()
+
+        def tokenizer(self) -> Any:
+            return tasks.tokenizer()
+
+    read = Read(dataset="rows")
+    assert (len(read.train_data()), len(read.eval_data())) == (48, 12)
+    wanted = tasks.GPT2().train_data()[5]["input_ids"]
+    assert torch.equal(read.train_data()[5]["input_ids"], wanted)
+    with pytest.raises(RequestError, match="columns: text"):
+        Read(dataset="rows", text="words").train_data()
