@@ -24,7 +24,7 @@ from allranks.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_STOPPED, RequestEr
 from allranks.job.run_folder import is_in_use, rank_events_path, read_rows
 from allranks.launcher.processes import leftovers
 from allranks.launcher.processes.linux import die_with_parent
-from allranks.launcher.signals import Signals
+from allranks.launcher.supervisor import Signals
 
 LOGS, MARKER = "logs", ".sweep"
 DONE, FAILED, STOPPED, INTERRUPTED = "done", "failed", "stopped", "interrupted"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from allranks.job.job import Job
-from allranks.launcher.signals import Signals
+from allranks.launcher.supervisor import Signals
 from allranks.tools.bench.peers import JOB_FILE, peer_words
 from allranks.tools.bench.plan import BenchPlan, Combination
 from allranks.tools.bench.reading import Measured, measured_peer, measured_run

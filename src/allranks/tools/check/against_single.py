@@ -31,10 +31,10 @@ from allranks.job.config import Resolved
 from allranks.job.engines import choose_engine, default_strategy
 from allranks.job.job import Job
 from allranks.job.place import LOCAL
-from allranks.launcher.places.base import AgentPlace, find_place
+from allranks.launcher.places import AgentPlace, find_place
 from allranks.launcher.processes.fork_server_client import ForkServer
-from allranks.launcher.signals import Signals
 from allranks.launcher.start import JobWatcher, Result, run_job
+from allranks.launcher.supervisor import Signals
 from allranks.strategies.resolve import card_of, resolved_strategy
 from allranks.tools.check.causes.cause import ConfirmedCause
 from allranks.tools.check.causes.diagnose import cause_of
@@ -51,6 +51,7 @@ from allranks.tools.check.compare import (
     hint_of_number,
     noise_between,
 )
+from allranks.tools.check.operators import search_operators
 from allranks.tools.check.sizes import number_difference
 from allranks.tools.check.verdict import Look, Verdict
 
@@ -71,7 +72,7 @@ class CheckPlan:
 
     `shards` is the task's number of shards: a strategy may run each through the model by itself.
     `trace_bytes` bounds the tensors that one run writes (0: as many as the steps need); `keep`
-    leaves them in the folders of the runs.
+    leaves them in the folders of the runs. `deep` names the operator that computes something else.
     """
 
     many: tuple[int, ...]
@@ -79,6 +80,7 @@ class CheckPlan:
     shards: int
     trace_bytes: int = 0
     keep: bool = False
+    deep: bool = False
     announce: Callable[[str], None] = lambda text: None
     """Called with a line when a run of the check begins."""
 
@@ -193,6 +195,7 @@ class Check:
             if look.first is not None:
                 self.looks += self._closer_than_bits(look)
                 break
+        self.search_operators()
         return Verdict(self.job.program, self.job.strategy, tuple(self.looks), self.left_out())
 
     def _looks(self) -> Iterator[Look]:
@@ -373,6 +376,19 @@ class Check:
         cause = cause_of(first, job, in_one(job), reference.trace, look.tolerance, run)
         self.clear(*runs)
         return cause
+
+    def search_operators(self) -> None:
+        """In a deep check: name the operator that differs first, in the look that decides."""
+        verdict = Verdict("", "", tuple(self.looks))
+        if not self.plan.deep or verdict.equal is not False or verdict.first is None:
+            return
+        look, job = verdict.deciding, self.job
+        exact, shards = look.tolerance.exact, look.one_process
+        ours = dataclasses.replace(job, precision=look.precision, bitwise=exact or shards)
+        ours = in_one(ours) if shards else dataclasses.replace(ours, ranks=look.ranks)
+        single = dataclasses.replace(in_one(ours), bitwise=exact)
+        operators = search_operators(verdict.first, ours, single, look.tolerance, self.run)
+        self.looks[self.looks.index(look)] = dataclasses.replace(look, operators=operators)
 
     def run(self, name: str, job: Job) -> CheckedRun:
         job = dataclasses.replace(

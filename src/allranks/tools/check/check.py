@@ -42,13 +42,14 @@ def checked_in_scratch(
     *,
     explicit: bool,
     bounded: bool,
+    deep: bool = False,
     announce: Callable[[str], None] = lambda text: None,
 ) -> Verdict:
     """The verdict on a job; only the runs below `keep_runs`, if given, stay on disk.
 
     `explicit`: whether the user chose the number of ranks. `bounded`: whether steps may be left
-    out, so that the records of a large model do not fill the disk. `announce` is called with a line
-    when a run begins.
+    out, so that the records of a large model do not fill the disk. `deep`: whether the first
+    operator that differs is named. `announce` is called with a line when a run begins.
     """
     check_installed(resolved.job.engine, resolved.job.program)
     check_that_it_traces(resolved.job.engine)
@@ -71,7 +72,7 @@ def checked_in_scratch(
             if resolved.job.nodes > 1:
                 many = (resolved.job.ranks,)  # other numbers may not fit on the nodes
             limit = TRACE_BYTES if bounded else 0
-            plan = CheckPlan(many, job_ranks, shards, limit, keep_runs is not None, announce)
+            plan = CheckPlan(many, job_ranks, shards, limit, keep_runs is not None, deep, announce)
             return checked_in(Path(keep_runs or scratch), resolved, server, plan)
         except (Stopped, Interrupted) as error:  # what it ran goes on nowhere
             raise Interrupted("the check was stopped before it had an answer") from error
@@ -158,6 +159,7 @@ def check_approximate(
 def _at_exact_setting(check: Check, guarantee: Approximate) -> tuple[tuple[Look, ...], list[str]]:
     """The looks at that setting, and what they leave out."""
     check.looks += check.in_float64(exact_tolerance(guarantee))
+    check.search_operators()
     looks, notes = tuple(check.looks), [*check.left_out()]
     if guarantee.plain_sgd:
         notes.append(f"the optimizer of the task: its card is exact for SGD, and {SGD} was taken")

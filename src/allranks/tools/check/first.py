@@ -49,7 +49,7 @@ from allranks.launcher.describe import EqualityProof, ask_task
 from allranks.launcher.nodes.nodes import Nodes
 from allranks.launcher.plan import LaunchPlan, LocalMachine, Resources
 from allranks.launcher.processes.fork_server_client import ForkServer
-from allranks.launcher.signals import Signals
+from allranks.launcher.supervisor import Signals
 from allranks.strategies.card import Approximate, Exact
 from allranks.strategies.resolve import resolved_strategy
 from allranks.tools.check.against_single import (

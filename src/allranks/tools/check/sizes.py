@@ -8,7 +8,7 @@ count) do not enter the usual norm. Elements that are not finite must be equal.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 TINY = 1e-300
+MOST_TIMES = 16
 
 
 def norm(tensor: Array) -> float:
@@ -51,6 +52,19 @@ def number_difference(ours: Any, theirs: Any, scale: float) -> float:
     if not (math.isfinite(a) and math.isfinite(b)):
         return math.inf
     return abs(a - b) / max(abs(b), scale, TINY)
+
+
+def factors(size: int) -> Iterator[tuple[float, str]]:
+    """Numbers that a result may be multiplied by in error, and what to call them."""
+    ranks = f"{size}, the number of ranks,"
+    yield size, f"{ranks} times too large: a sum where a mean is meant, or a part counted by all"
+    yield 1 / size, f"{ranks} times too small: divided once too often, or a mean for a sum"
+    yield size**2, f"{size} x {size}, the number of ranks twice, times too large"
+    yield 1 / size**2, f"{size} x {size}, the number of ranks twice, times too small"
+    for times in range(2, MOST_TIMES + 1):
+        yield times, f"{times} times too large"
+        yield 1 / times, f"{times} times too small"
+    yield -1, "of the other sign"
 
 
 def usual_sizes(

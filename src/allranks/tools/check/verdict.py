@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from allranks.job.job import Job
 from allranks.tools.check.causes.cause import ConfirmedCause
 from allranks.tools.check.compare import Comparison, Difference, RecordedTrace, Tolerance
+from allranks.tools.check.operators import OperatorSearch
 from allranks.tools.check.sizes import norm
 
 EQUAL_BITS = "equal bits"
@@ -32,6 +33,7 @@ class Look:
 
     cause: ConfirmedCause | None = None
     """The cause, if one was confirmed."""
+    operators: OperatorSearch | None = None  # of a deep check, in the look that decides
 
     @property
     def first(self) -> Difference | None:
@@ -114,8 +116,10 @@ class Verdict:
         else:
             lines.append(f"different: {subject} on {deciding.where}")
         if deciding.first is not None:
-            lines.append(str(deciding.first) if deciding.cause is None else deciding.first.where)
+            is_explained = deciding.cause or (deciding.operators and deciding.operators.name)
+            lines.append(deciding.first.where if is_explained else str(deciding.first))
             lines += [] if deciding.cause is None else [str(deciding.cause)]
+            lines.append(str(deciding.operators or "to name the operator: --deep"))
         others = (look for look in self.looks if look is not deciding or look.first is None)
         return [*lines, *map(_line_of, others)]
 
@@ -165,6 +169,7 @@ def _data_of(look: Look) -> dict[str, Any]:
             "hint": first.hint,
         },
         "cause": None if look.cause is None else look.cause.to_data(),
+        "operators": None if look.operators is None else asdict(look.operators),
     }
 
 

@@ -21,7 +21,7 @@ from allranks.job.place import LOCAL
 from allranks.launcher.nodes.facts import facts
 from allranks.launcher.nodes.join import Expected, JoinServer, choose_addresses
 from allranks.launcher.nodes.nodes import Node, Nodes
-from allranks.launcher.places.base import AgentPlace, NodeRequest, Started, find_place
+from allranks.launcher.places import AgentPlace, NodeRequest, Started, find_place
 from allranks.launcher.plan import shares
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.process import Processes

@@ -27,8 +27,7 @@ from allranks.job.config import Resolved, resolve
 from allranks.job.engines import check_installed, preload_for
 from allranks.launcher.describe import answer_of_process
 from allranks.launcher.nodes.facts import facts
-from allranks.launcher.nodes.join import Rendezvous
-from allranks.launcher.places.base import AgentPlace, find_place
+from allranks.launcher.places import AgentPlace, Rendezvous, find_place
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.start import Result, run_job
 from allranks.tools.check.against_single import (

@@ -22,7 +22,7 @@ from allranks.catalog import TENSORFLOW
 from allranks.checkpoint.folder import FOLDER as CHECKPOINTS
 from allranks.checkpoint.folder import committed, step_of
 from allranks.errors import RequestError
-from allranks.job.job_file import SCHEMA, redacted
+from allranks.job.job import SCHEMA, redacted
 from allranks.job.place import RankPlacement, read_placements
 from allranks.job.run_folder import is_in_use, read_events, read_rows
 from allranks.launcher.heartbeat import PHASES

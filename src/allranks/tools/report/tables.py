@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from allranks.errors import RequestError
-from allranks.job.job_file import HIDDEN, write_toml
+from allranks.job.job import HIDDEN, write_toml
 from allranks.job.units import format_bytes
 from allranks.launcher.scripts.plan import CommandRequest
 from allranks.strategies.mesh import REPLICATE

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from allranks.errors import AllranksError, RequestError
-from allranks.torch.checkpoint.tree import local
+from allranks.torch.checkpoint.state import local
 from allranks.torch.data.batch import Batch, Leaf, MicroBatch
 from allranks.torch.data.batches import NO_IDS
 from allranks.torch.data.collate import copied, tensors_in

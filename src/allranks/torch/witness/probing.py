@@ -15,7 +15,8 @@ from torch import Tensor
 
 from allranks.errors import RequestError
 from allranks.torch.data.collate import DATA, map_tensors, tensors_in
-from allranks.torch.data.sources import COLLATE, Key, MapSource, drawn_from, seed_generators
+from allranks.torch.data.sources import COLLATE, Key, MapSource, drawn_from
+from allranks.torch.random.keyed_rng import seed_generators
 from allranks.training import same_data
 from allranks.training.order import random_key
 from allranks.training.same_data import DIGEST_BYTES, rows_to_compare, samples_to_compare

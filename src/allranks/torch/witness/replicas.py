@@ -20,7 +20,7 @@ from torch import Tensor
 import allranks.torch.accelerator as accelerator
 from allranks.errors import ReplicasDiffer
 from allranks.strategies.mesh import REPLICATE
-from allranks.torch.checkpoint.tree import is_dtensor, local
+from allranks.torch.checkpoint.state import local
 from allranks.torch.comm.comm import Comm
 from allranks.torch.strategies.base import Strategy
 
@@ -65,8 +65,9 @@ def verify(strategy: Strategy, causes: str = CAUSES) -> None:
     If weights are cut, ranks with the same part compare it, and all ranks compare uncut tensors.
     """
     agreement = strategy.agreement
-    with strategy.comm.reading():  # reads after this do not wait for the device
-        accelerator.synchronize([strategy.comm.device])
+    if strategy.comm.on_device:
+        with strategy.comm.reading():  # reads after this do not wait for the device
+            accelerator.synchronize([strategy.comm.device])
     if agreement.is_one_training:
         compare_replicas(replicated(strategy), strategy.axis(REPLICATE), causes)
     if agreement.weights == "sharded":
@@ -92,7 +93,7 @@ def replicated(strategy: Strategy) -> Iterator[tuple[str, Tensor]]:
 def _not_cut(strategy: Strategy) -> Iterator[tuple[str, Tensor]]:
     """If weights are cut: those, and the buffers, that every rank holds whole."""
     for name, parameter in strategy.model.named_parameters():
-        if not is_dtensor(strategy.as_saved(name, parameter.detach())):
+        if not strategy.layout.is_cut(name, parameter.detach()):
             yield name, parameter
     yield from _same_buffers(strategy)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.strategies.shards import Piece, owned_shards
-from allranks.torch.checkpoint.state import kept_random_streams, put_whole
-from allranks.torch.checkpoint.tree import is_dtensor, local
+from allranks.torch.checkpoint.state import is_dtensor, kept_random_streams, local
 from allranks.torch.data.batch import Batch, MicroBatch
 from allranks.torch.data.collate import copied
 from allranks.torch.model.layers import shard_norms
@@ -26,6 +25,8 @@ from allranks.torch.model.reals import reals
 from allranks.torch.step.losses import forward, weighted_losses
 from allranks.torch.step.step import REGULARIZER, SharedStep
 from allranks.torch.strategies.base import Strategy
+from allranks.torch.strategies.layout import put_whole
+from allranks.torch.witness.operators import recorded_operators, storable
 from allranks.torch.witness.recompute import RecomputedPart, cut_out, leaving_no_trace
 from allranks.training.record import trace
 
@@ -256,6 +257,7 @@ class RankTrace(trace.TraceWriter[Tensor]):
         self._values = 0
         self._squares: dict[str, dict[str, float]] = {}
         self._cut = self._cut_tensors()
+        self._recording = ExitStack()
         strategy.step.probe = self
 
     def begin(self, batch: Batch) -> None:
@@ -265,6 +267,9 @@ class RankTrace(trace.TraceWriter[Tensor]):
         self._passes, self._values, self._squares = [], 0, {}
         if batch.index == self.job.parts_of and self.job.cut_for:
             write_parts(self.path, self.strategy, batch, self.job)
+        if batch.index == self.job.parts_of and self.job.operators:
+            folder, model = self.path / trace.OPERATORS, self.strategy.model
+            self._recording.enter_context(recorded_operators(folder, self._copies[0], model))
 
     def losses(self, losses: Tensor) -> None:
         """The weighted losses of a micro-batch: add up their absolute values."""
@@ -283,7 +288,7 @@ class RankTrace(trace.TraceWriter[Tensor]):
                 part = local(dense.detach())
                 kind = "cut" if name in self._cut else "whole"
                 squares[kind] += 0.0 if part.is_meta else float(reals(part).double().square().sum())
-                full = self.strategy.full(name, dense.detach())
+                full = self.strategy.layout.full(name, dense.detach())
                 self.keep(0, f"{stage}/{name}", full.clone())
 
     def ids(self, batch: Batch) -> list[list[int]]:
@@ -306,6 +311,7 @@ class RankTrace(trace.TraceWriter[Tensor]):
 
     def more(self) -> dict[str, Any]:
         """The passes of the step that is over, and the squares of this rank's gradients."""
+        self._recording.close()
         passes = {"micro_batches": self._passes, "values": self._values}
         return {**passes, "own_squares": self._squares}
 
@@ -325,13 +331,13 @@ class RankTrace(trace.TraceWriter[Tensor]):
     def _state(self) -> Iterator[tuple[str, Tensor]]:
         """The weights, averages and buffers that a step reads and changes, as they are saved."""
         for kind, name, tensor in self._local_tensors():
-            saved = tensor if kind == "buffer" else self.strategy.as_saved(name, tensor)
+            saved = tensor if kind == "buffer" else self.strategy.layout.to_global(name, tensor)
             yield f"{kind}/{name}", saved
 
     def _whole(self) -> Iterator[tuple[str, Tensor]]:
         """The same, every tensor whole; every rank calls this."""
         for kind, name, tensor in self._local_tensors():
-            full = tensor if kind == "buffer" else self.strategy.full(name, tensor)
+            full = tensor if kind == "buffer" else self.strategy.layout.full(name, tensor)
             yield f"{kind}/{name}", full
 
     def _local_tensors(self) -> Iterator[tuple[str, str, Tensor]]:
@@ -352,7 +358,8 @@ class RankTrace(trace.TraceWriter[Tensor]):
         kinds = 1 if self.strategy.task.clip_norm is None else 2
         pairs = zip(step.names, step.parameters, strict=True)
         with strategy.owned():
-            trained = sum(strategy.as_saved(name, p.detach()).nbytes for name, p in pairs)
+            layout = strategy.layout
+            trained = sum(layout.full_like(name, p.detach()).nbytes for name, p in pairs)
             state = sum(tensor.nbytes for _, tensor in self._state())
         return kinds * trained + state
 
@@ -361,7 +368,7 @@ class RankTrace(trace.TraceWriter[Tensor]):
         dimensions: dict[str, int] = {}
         with self.strategy.owned():
             for name, parameter in self.strategy.model.named_parameters():
-                saved: Any = self.strategy.as_saved(name, parameter.detach())
+                saved: Any = self.strategy.layout.to_global(name, parameter.detach())
                 if is_dtensor(saved):
                     sizes = saved.device_mesh.shape
                     for place, size in zip(saved.placements, sizes, strict=True):
@@ -378,7 +385,7 @@ class RankTrace(trace.TraceWriter[Tensor]):
     @staticmethod
     def store(tensors: Mapping[str, Tensor], path: Path) -> None:
         """Write copies of tensors, those of 16 bits in 32."""
-        save_file({name: _storable(tensor) for name, tensor in tensors.items()}, path)
+        save_file({name: storable(tensor) for name, tensor in tensors.items()}, path)
 
     @torch.no_grad()
     def take_over(self, path: Path) -> None:
@@ -394,10 +401,3 @@ def has_drawn(generator: torch.Generator) -> bool:
     """Whether numbers were drawn since the generator was seeded last."""
     fresh = torch.Generator().manual_seed(generator.initial_seed())
     return not torch.equal(fresh.get_state(), generator.get_state())
-
-
-def _storable(tensor: Tensor) -> Tensor:
-    """A copy, in a type that NumPy has too."""
-    real = reals(tensor.resolve_neg())
-    short = real.dtype in (torch.bfloat16, torch.float16)
-    return real.to("cpu", torch.float32 if short else real.dtype, copy=True).contiguous()

@@ -34,7 +34,6 @@ from allranks.torch.data.batch import Batch
 from allranks.torch.data.batches import GlobalBatches
 from allranks.torch.data.loaders import WholeLoader
 from allranks.torch.data.sources import TensorSource
-from allranks.torch.step.passes import unwatched
 from allranks.torch.strategies.base import Strategy
 from allranks.torch.witness.joint_look import JointLook, why_none
 from allranks.torch.witness.observed import (
@@ -129,7 +128,8 @@ class LookBudget:
 
 
 class Witness:
-    """Checks a training; the trainer calls it around each step, on every rank.
+    """Checks a training; the trainer calls it around the steps that it `observes`, and around those
+    whose number is a multiple of `WITNESS_EVERY`, on every rank.
 
     `report(event, **values)` is called with new findings, on rank 0.
     """
@@ -146,7 +146,10 @@ class Witness:
         self._why_none = why_none(strategy) if strategy.equal_passes else ""
         self.looks_again = not self._why_none
         self.budget = LookBudget()
-        self.steps = self._at = 0
+        self.steps = self._at = 0  # only those around which it was called
+        self.every = WITNESS_EVERY
+        self.observes = self.is_on
+        """Whether the next step is one of the first steps, which are observed."""
         self._before_reading: dict[str, Token] | None = None
         self._read: Named = {}
         self._observer: Observer | None = None
@@ -218,15 +221,10 @@ class Witness:
 
     # --- around each step -------------------------------------------------------------------
 
-    @property
-    def observes(self) -> bool:
-        """Whether the next step is one of the first steps, which are observed."""
-        return self.is_on and self.steps < OBSERVED_STEPS
-
     def looks_again_at(self, batch: Batch) -> bool:
         """Whether shards of the batch are recomputed before its step, if there is time."""
         is_due = self.steps == 1 and not self._looked_before
-        is_due |= self.steps > 1 and batch.index % WITNESS_EVERY == 0
+        is_due |= self.steps > 1 and batch.index % self.every == 0
         return self.is_on and self.looks_again and is_due
 
     def before_step(
@@ -258,7 +256,8 @@ class Witness:
         if not self.is_on:
             return
         self.steps += 1
-        self.strategy.step.on_phase = unwatched
+        self.observes = self.steps < OBSERVED_STEPS
+        self.strategy.step.on_phase = None
         if self.steps <= OBSERVED_STEPS and not self._looked_before:
             verify(self.strategy, self._causes(EARLY_CAUSES))
 
@@ -280,7 +279,7 @@ class Witness:
             with self._unseen_if_it_fails():
                 self._observer.reached(where)
             return
-        self.strategy.step.on_phase = unwatched  # a bad step is recomputed after this
+        self.strategy.step.on_phase = None  # a bad step is recomputed after this
         local, self._read = {**self._read, **self._observer.findings}, {}
         gather = self.strategy.comm.gather_texts
         merged = merged_findings(local, gather)
@@ -349,7 +348,7 @@ class Witness:
         if self.testimony.found:
             self._add_findings(batch.index, [], NO_SECOND_FINDING)
             return
-        strategy, turn = self.strategy, batch.index // WITNESS_EVERY
+        strategy, turn = self.strategy, batch.index // self.every
         comm = strategy.data if strategy.equal_passes else strategy.comm
         offer = Offer.of(batch, turn)
         offers = comm.gather_texts("" if offer is None else offer.to_text())

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from weakref import ref
 
 from allranks.tools.script_check.record.facts import (
     ScriptFacts,
@@ -169,12 +170,12 @@ BY_CLASS = ("cross_entropy", "nll_loss")
 """These ignore targets equal to `ignore_index`, and may weight classes."""
 UNUSUAL = ("weight", "size_average", "reduce")
 """Options that change how the mean is taken."""
-MOST_KEPT, MOST_LINES, MOST_PASSES = 4096, 32, 3
+MOST_KEPT, MOST_LINES, MOST_PASSES, MOST_TRAINED = 4096, 32, 3, 64
 
 
 @dataclass
 class Means:
-    """The means that one line of the script computed in one pass over a loader."""
+    """The means, or sums over their elements, of one line of the script in a pass of a loader."""
 
     name: str
     where: tuple[str, int] | None
@@ -186,23 +187,29 @@ class Means:
 
 
 class MeanLosses:
-    """The losses of this process that are means, computed without gradients."""
+    """The losses of this process that are means: without gradients, or over targets of classes."""
 
     def __init__(self, torch: Any, facts: ScriptFacts, progress: StepCounts) -> None:
         self.torch, self.facts, self.progress = torch, facts, progress
         self._means: dict[tuple[Any, ...], Means] = {}
+        self._pending: list[dict[str, Any]] = []
+        self._trained: list[dict[str, Any]] = []
 
     def install(self) -> None:
         """Wrap the loss functions; compiled graphs bypass them."""
-        note = self.facts.guarded(self._note)
+        note, train = self.facts.guarded(self._note), self.facts.guarded(self._train)
         torch = self.torch
+        note_before(torch.autograd, "backward", self.facts.guarded(self._backward))
 
         def taking(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             def decorator(original: Callable[..., Any]) -> Callable[..., Any]:
                 def inner(*args: Any, **kwargs: Any) -> Any:
                     result = original(*args, **kwargs)
-                    if not torch.compiler.is_compiling() and not torch.is_grad_enabled():
-                        note(name, result, args, kwargs)
+                    if not torch.compiler.is_compiling():
+                        if not torch.is_grad_enabled():
+                            note(name, result, args, kwargs)
+                        elif name in BY_CLASS and len(self._trained) < MOST_TRAINED:
+                            train(result, *args, **kwargs)
                     return result
 
                 # TorchScript calls this, and compiles the function that it returns
@@ -218,43 +225,76 @@ class MeanLosses:
     def _note(self, name: str, result: Any, args: Any, kwargs: dict[str, Any]) -> None:
         batch = self.progress.batch
         unusual = [*args[2:], *(kwargs.get(option) for option in UNUSUAL)]
-        is_mean = kwargs.get("reduction", "mean") == "mean" and not result.dim()
-        if not is_mean or batch is None or len(args) < 2 or unusual.count(None) < len(unusual):
+        is_sum = kwargs.get("reduction") == "sum"
+        if result.dim() or batch is None or len(args) < 2 or any(o is not None for o in unusual):
             return
         loader, number, index = batch
         if number >= MOST_PASSES or hasattr(result, "to_local"):
             return
         where = self.facts.where()
-        key = loader, number, where, name
+        key = loader, number, where, name, is_sum
         if key not in self._means and len(self._means) == MOST_LINES:
             return
         means = self.progress.means = self._means.setdefault(key, Means(name, where))
         if len(means.values) < MOST_KEPT:
             means.batches.append(index)
-            means.values.append(result.detach().clone())
             means.counts.append(self._elements(name, *args[:2], **kwargs))
+            means.values.append(result.detach() / (means.counts[-1] if is_sum else 1))
 
     def _elements(self, name: str, outputs: Any, targets: Any, **options: Any) -> Any:
+        """The number of elements of a mean, or the sum of the weights of their classes."""
         if name not in BY_CLASS or targets.is_floating_point():
             return outputs.numel()
-        left_out = options.get("ignore_index", -100)
-        return (targets != left_out).sum()
+        counted, weight = targets != options.get("ignore_index", -100), options.get("weight")
+        if weight is None:
+            return counted.sum()
+        return (weight[targets.where(counted, 0)] * counted).sum()
+
+    # the order of arguments is that of cross_entropy and nll_loss
+    def _train(self, result: Any, input: Any, target: Any, weight: Any = None,
+               size_average: Any = None, ignore_index: int = -100, reduce: Any = None,
+               reduction: str = "mean", **others: Any) -> None:  # fmt: skip
+        """Remember a mean over targets until the backward pass from it; a sum as its mean."""
+        is_plain = reduction in ("mean", "sum") and size_average is reduce is None
+        if not is_plain or hasattr(result, "to_local") or target.is_floating_point():
+            return
+        options = {"weight": weight, "ignore_index": ignore_index}
+        divisor = self._elements(BY_CLASS[0], input, target, **options)
+        mean: dict[str, Any] = {"where": self.facts.where(), "step": self.progress.steps}
+        mean |= {"batch": self.progress.batch or (-1, 0, 0), "itself": ref(result)}
+        mean |= {"divisor": divisor, "factor": result.detach() / (1, divisor)[reduction == "sum"]}
+        self._pending = [*self._pending[:1], mean]
+
+    def _backward(self, root: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Keep the mean that it begins from, and by which factor, unless a hook may change it."""
+        means, self._pending = self._pending, []
+        hooked = [t for t in (root, *(mean.pop("itself")() for mean in means))
+                  if getattr(t, "_backward_hooks", None)]  # fmt: skip
+        is_one = len(means) == 1 and isinstance(root, self.torch.Tensor) and root.numel() == 1
+        if is_one and grad_tensors is None and not hooked:
+            means[0]["factor"] = root.detach().to(means[0]["factor"].device) / means[0]["factor"]
+            self._trained += means
 
     def finish(self) -> None:
         """Write them, except for lines with several means in a batch.
 
         Accelerate reads one batch ahead, so the last two are taken after the last one is read.
         """
-        for (loader, number, _, name), means in self._means.items():
+        for (loader, number, _, name, is_sum), means in self._means.items():
             if len(means.batches) <= min(means.batches[-1], MOST_KEPT - 1):
                 self.facts.write(
                     "means",
                     loader=loader,
                     number=number,
                     name=name,
+                    is_sum=is_sum,
                     where=means.where,
                     values=[float(value) for value in means.values],
                     counts=[int(count) for count in means.counts],
                     gathered=[float(value) for value in means.gathered],
                 )
         self._means = {}
+        for mean in self._trained:
+            numbers = {name: float(mean[name]) for name in ("divisor", "factor")}
+            self.facts.write("trained", **{**mean, **numbers})
+        self._trained = []

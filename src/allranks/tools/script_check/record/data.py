@@ -11,6 +11,7 @@ import os
 from array import array
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 from weakref import WeakKeyDictionary
 from zlib import crc32
@@ -153,7 +154,16 @@ class Loaders:
             batch_size=loader.batch_size,
             workers=loader.num_workers,
             seeded=loader.worker_init_fn is not None,
+            subset=self._subset_of(loader.dataset),
         )
+
+    def _subset_of(self, dataset: Any) -> int | None:
+        """A digest of the first indices that the `Subset`s of a dataset take; None without one."""
+        digest = None
+        while isinstance(dataset, self.torch.utils.data.Subset):
+            indices = array("q", map(int, islice(dataset.indices, MOST_IDS)))
+            digest, dataset = crc32(indices.tobytes(), digest or 0), dataset.dataset
+        return digest
 
     def _requested(self, index: Any, iterator: Any) -> None:
         self._of_iterator[iterator].requested.append(index)

@@ -77,8 +77,8 @@ class ScriptFacts:
 
         return safe  # type: ignore[return-value]
 
-    def where(self) -> tuple[str, int] | None:
-        """File and line of the nearest frame of user code; else of a library on top of torch."""
+    def where(self, *, nearest: bool = False) -> tuple[str, int] | None:
+        """File and line of the nearest frame of user code, else, or if nearest, of a library."""
         frame = sys._getframe(1)
         library = None
         while frame is not None:
@@ -86,7 +86,7 @@ class ScriptFacts:
             kind = self._kinds.get(name)
             if kind is None:
                 kind = self._kinds[name] = self._kind_of(name)
-            if kind == USER:
+            if kind == USER or (nearest and kind == LIBRARY):
                 return os.path.abspath(name), frame.f_lineno
             if kind == LIBRARY and library is None:
                 library = name, frame.f_lineno
@@ -158,16 +158,18 @@ def digest_of(torch: Any, tensor: Any) -> int | None:
     return crc32(memoryview(flat.view(torch.uint8).numpy())) if flat.numel() else 0
 
 
+def leaves_in(data: Any, depth: int = 3) -> Iterable[Any]:
+    """What a batch contains, in its order, within dictionaries, lists and tuples."""
+    if depth and isinstance(data, dict | list | tuple):
+        for value in data.values() if isinstance(data, dict) else data:
+            yield from leaves_in(value, depth - 1)
+    else:
+        yield data
+
+
 def tensors_in(torch: Any, data: Any, depth: int = 3) -> Iterable[Any]:
     """The tensors of a batch, in their order."""
-    if isinstance(data, torch.Tensor):
-        yield data
-    elif depth and isinstance(data, dict):
-        for value in data.values():
-            yield from tensors_in(torch, value, depth - 1)
-    elif depth and isinstance(data, list | tuple):
-        for value in data:
-            yield from tensors_in(torch, value, depth - 1)
+    return [leaf for leaf in leaves_in(data, depth) if isinstance(leaf, torch.Tensor)]
 
 
 def rows_of(torch: Any, data: Any, size: int) -> list[list[int]]:
@@ -218,8 +220,8 @@ class StepCounts:
     """Loader and number of the last pass that ended."""
     means: Any = None
     """The last `Means` of this process."""
-    scaled: bool = False
-    """Whether a GradScaler multiplies the loss."""
+    scaler: Any = None
+    """The GradScaler that multiplies the loss."""
     collectives: int = 0
     """The number of collectives that this rank has called."""
     in_subgroup: bool = False
@@ -230,8 +232,10 @@ class StepCounts:
     """Point-to-point messages, as between stages of a pipeline."""
     data_ptrs: set[int] = field(default_factory=set)
     """Addresses of the tensors in large collectives since the last step."""
-    lines: list[tuple[tuple[str, int] | None, bool]] = field(default_factory=list)
-    """For each backward since the last step: its line, and whether its loss is a plain mean."""
+    lines: list[tuple[Any, bool, Any]] = field(default_factory=list)
+    """For each backward since the last step: its line, whether its loss is a plain mean, and the
+    batch of the loader with the address of the input of the last DDP forward."""
+    input: int = 0
     forwards: list[tuple[int, bool]] = field(default_factory=list)
     """For each DDP forward since the last step: the number of the DDP, and whether it reduces."""
     last_gradient: list[float] | None = None

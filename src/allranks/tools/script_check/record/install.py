@@ -18,6 +18,12 @@ from allranks.tools.script_check.record.collectives import MeanLosses, ScriptCol
 from allranks.tools.script_check.record.data import Loaders, Workers
 from allranks.tools.script_check.record.facts import ScriptFacts, StepCounts, note_before, wrap
 from allranks.tools.script_check.record.stepping import Replicas, Schedules, Stepping
+from allranks.tools.script_check.record.steps import (
+    OPERATORS_AT,
+    STEPS_IN,
+    StepOperators,
+    StepValues,
+)
 
 # --- files ---------------------------------------------------------------------------------------
 # Files that a rank writes and reads, lines that it prints, each with the line of the script.
@@ -27,7 +33,7 @@ MOST_FILES, MOST_OF_A_FILE, MOST_OF_A_LINE, MOST_LINES = 1000, 8, 8, 200
 PASSING = ("/dev/", "/proc/", "/sys/")
 CODE = (".py", ".pyc", ".so")
 ENDINGS = (".lock", *CODE[1:], ".jsonl.part")
-LOCKS = ("fcntl.flock", "fcntl.lockf")
+LOCKS, STANDARD = ("fcntl.flock", "fcntl.lockf"), ("<stdout>", "<stderr>", 1, 2)
 
 
 class FileFacts:
@@ -97,8 +103,9 @@ class FileFacts:
     def _printed(self, *args: Any, file: Any = None, **kwargs: Any) -> None:
         if file is not None and file is not sys.stdout and file is not sys.stderr:
             return
-        if isinstance(file or sys.stdout, io.StringIO):  # redirected: dill reads what dis prints
-            return
+        stream = file or sys.stdout
+        if isinstance(stream, io.TextIOBase) and getattr(stream, "name", None) not in STANDARD:
+            return  # redirected: dill reads what dis prints, some ranks write to os.devnull
         where = self.facts.where()
         if self._lines[where] < MOST_OF_A_LINE and self._lines.total() < MOST_LINES:
             self._lines[where] += 1
@@ -127,6 +134,12 @@ def install(torch: Any, folder: str) -> None:
     loaders = Loaders(torch, facts, progress)
     replicas = Replicas(torch, facts, progress)
     stepping = Stepping(torch, facts, progress, replicas)
+    if at := int(os.environ.get(OPERATORS_AT, "0")):
+        operators = StepOperators(torch, facts, at)
+        stepping.around = [facts.guarded(operators.before), facts.guarded(operators.after)]
+        facts.guarded(stepping.install)()
+        facts.guarded(operators.install)()
+        return
     schedules = Schedules(torch, facts, stepping)
     collectives, losses = (
         ScriptCollectives(torch, facts, progress),
@@ -149,6 +162,10 @@ def install(torch: Any, folder: str) -> None:
     others = losses, Workers(torch, facts, progress), FileFacts(torch, facts, progress)
     for recorder in (loaders, replicas, stepping, schedules, *others):
         facts.guarded(recorder.install)()
+    if most := int(os.environ.get(STEPS_IN, "0")):
+        values = StepValues(torch, facts, progress, most)
+        stepping.around = [facts.guarded(values.before), facts.guarded(values.after)]
+        facts.guarded(values.install)()
     if torch.distributed.is_available():
         facts.guarded(collectives.install)(digests)
     atexit.register(digests)

@@ -19,14 +19,18 @@ from allranks.tools.script_check.record.facts import (
     StepCounts,
     digest_of,
     drawn_since,
+    leaves_in,
     note_after,
     note_before,
     random_states,
+    tensors_in,
     wrap,
 )
 
 MOST_PROBED, MOST_KINDS = 64, 200
 PROBED_NUMBERS = 16
+SCALED_LIMIT = 1000
+"""A limit of a thousandth of the scale, or more, is taken for one that is scaled, too."""
 MEAN = 1
 """The code that torch's losses save for `reduction="mean"`."""
 
@@ -43,7 +47,12 @@ class Stepping:
         self._open: list[int] = []
         self._windows: dict[tuple[Any, ...], int] = {}
         self._counts: list[int] = []
+        self._rates: dict[str, list[Any]] = {}
+        self._clip_line: tuple[str, int] | None = None
+        self._clipped, self._unscaled = set[int](), set[int]()
         self._finished = False
+        self.around: list[Callable[..., Any]] = []
+        """For `check --against`: what records the numbers before a step, and after it."""
 
     def install(self) -> None:
         """Wrap backward and GradScaler; register hooks around the steps of every optimizer."""
@@ -51,14 +60,56 @@ class Stepping:
         before, after = self.facts.guarded(self._before), self.facts.guarded(self._after)
         optimizer.register_optimizer_step_pre_hook(before)
         optimizer.register_optimizer_step_post_hook(after)
+        for holder in (optimizer.Optimizer, self.torch.nn.Module):
+            note_before(holder, "zero_grad", lambda *a, **k: self.progress.lines.clear())
         note_before(self.torch.autograd, "backward", self.facts.guarded(self._begun))
         note_after(self.torch.autograd, "backward", self.facts.guarded(self._backward_done))
         scaler = getattr(getattr(self.torch, "amp", None), "GradScaler", None)
         if scaler is not None:
             note_before(scaler, "scale", self.facts.guarded(self._scaled))
+            note_before(scaler, "unscale_", self.facts.guarded(self._unscale))
+            note_before(scaler, "step", self.facts.guarded(self._step_scaled))
+            module = sys.modules["torch.nn.utils.clip_grad"]
+            for name in ("clip_grad_norm_", "clip_grad_value_"):
+                wrap(module, name, self._clipping)
+                setattr(self.torch.nn.utils, name, getattr(module, name))
+
+    def _clipping(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        clip = self.facts.guarded(self._clip)
+
+        def inner(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+            is_one = isinstance(parameters, self.torch.Tensor)
+            parameters = [parameters] if is_one else list(parameters)  # it may be a generator
+            norm = original(parameters, *args, **kwargs)
+            clip(parameters, norm, *args, **kwargs)
+            return norm
+
+        return inner
+
+    def _clip(self, parameters: list[Any], norm: Any, *args: Any, **kwargs: Any) -> None:
+        """Note scaled gradients that a limit has changed, unless the limit is scaled, too."""
+        scaler, scaled = self.progress.scaler, {id(p) for p in parameters} - self._unscaled
+        if scaler is None or not scaled:
+            return
+        limit: Any = args[0] if args else kwargs.get("max_norm", kwargs.get("clip_value"))
+        if limit * SCALED_LIMIT < scaler.get_scale() and (norm is None or norm > limit):
+            self._clip_line = self.facts.where()
+            self._clipped |= scaled
+
+    def _unscale(self, scaler: Any, optimizer: Any) -> None:
+        self._unscaled |= _ids_of(optimizer)
+
+    def _step_scaled(self, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """Write the first clip of gradients that were still scaled before this step."""
+        ids = _ids_of(optimizer) if self._clipped or self._unscaled else set()
+        is_plain = type(scaler).unscale_ is self.torch.amp.GradScaler.unscale_  # else not seen
+        if is_plain and ids & self._clipped and (scale := scaler.get_scale()) != 1:
+            self.facts.write("clipped", where=self._clip_line, scale=scale)
+        self._unscaled -= ids
+        self._clipped -= ids
 
     def _scaled(self, scaler: Any, *args: Any, **kwargs: Any) -> None:
-        self.progress.scaled |= scaler.is_enabled()
+        self.progress.scaler = scaler if scaler.is_enabled() else self.progress.scaler
 
     def number_of(self, optimizer: Any) -> int:
         """The number of an optimizer, in the order of first steps or schedules."""
@@ -67,8 +118,12 @@ class Stepping:
     def _begun(self, tensors: Any, *args: Any, **kwargs: Any) -> None:
         root = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
         self.progress.backwards += 1
-        if len(self.progress.lines) < MOST_IN_A_WINDOW:  # a script may never step
-            self.progress.lines.append((self.facts.where(), is_plain_mean(root)))
+        lines, is_probed = self.progress.lines, sum(self._counts) < MOST_PROBED
+        if lines and is_probed and self.progress.probes and not any(self._probe() or ()):
+            lines.clear()  # gradients were cleared by hand
+        if len(lines) < MOST_IN_A_WINDOW:  # a script may never step
+            part = self.progress.batch and (*self.progress.batch, self.progress.input)
+            lines.append((self.facts.where(), is_plain_mean(root), part))
 
     def _backward_done(self, *args: Any, **kwargs: Any) -> None:
         progress = self.progress
@@ -82,20 +137,20 @@ class Stepping:
                 numbers += parameter.grad.detach().reshape(-1)[:PROBED_NUMBERS].tolist()
         return numbers or None
 
-    def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _before(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         number = self.number_of(optimizer)
         if number in self._open:  # its last step raised
             self._open = self._open[: self._open.index(number)]
         self._open.append(number)
         if len(self._open) > 1:  # an optimizer within another, as in ZeroRedundancyOptimizer
-            return
+            return None
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.progress.probes = [parameters[0], parameters[-1]]
         if self.progress.steps == 0:
             self.facts.guarded(self.replicas.write_sharded)()
         if self.steps[number] == 0:
             self._write_optimizer(number, optimizer, parameters)
-        self._write_window(number)
+        return self.around[0](number, optimizer, args, kwargs) if self.around else None
 
     def _write_optimizer(self, number: int, optimizer: Any, parameters: list[Any]) -> None:
         loose = self.replicas.outside(number, parameters)
@@ -114,17 +169,19 @@ class Stepping:
 
     def _write_window(self, number: int) -> None:
         progress = self.progress
-        lines = [where for where, _ in progress.lines]
-        accumulated = len(lines) > 1 and len(set(lines)) == 1
-        is_mean = bool(lines) and all(mean for _, mean in progress.lines)
-        gradients = [p.grad for p in progress.probes if p.grad is not None]
+        lines = [where for where, *_ in progress.lines]
         probed = progress.last_gradient
-        unchanged = probed is not None and probed == self._probe() if accumulated else None
+        parts = {part for *_, part in progress.lines}
+        is_split = len(parts) > 1 or None in parts  # else there are several tasks
+        accumulated = len(lines) > 1 == len(set(lines)) and is_split and probed is not None
+        is_mean = bool(lines) and all(mean for _, mean, _ in progress.lines)
+        gradients = [p.grad for p in progress.probes if p.grad is not None]
+        unchanged = probed == self._probe() if accumulated else None
         kind = (
             number,
             len(lines),
             accumulated,
-            is_mean and not progress.scaled,
+            is_mean and progress.scaler is None,
             unchanged,
             tuple(progress.forwards[:64]),
             any(gradient.data_ptr() in progress.data_ptrs for gradient in gradients),
@@ -157,7 +214,11 @@ class Stepping:
             self._open = self._open[: self._open.index(number)]
         if self._open:
             return
+        self._write_window(number)  # not before: a closure may have made the last backward
+        if self.around:
+            self.around[1](number, optimizer)
         self.steps[number] += 1
+        self._rates[str(number)] = [group.get("lr", 0.0) for group in optimizer.param_groups]
         self.progress.steps += 1
         self.progress.new_window()
         if is_looked_at(self.steps[number]):
@@ -171,8 +232,14 @@ class Stepping:
         if not self._finished:
             self._finished = True
             steps = {str(number): count for number, count in self.steps.items()}
-            scaled = self.progress.scaled
-            self.facts.write("counts", windows=self._counts, steps=steps, scaled=scaled)
+            scaled = self.progress.scaler is not None
+            rates = {key: [float(rate) for rate in row] for key, row in self._rates.items()}
+            counts = {"steps": steps, "scaled": scaled, "rates": rates}
+            self.facts.write("counts", windows=self._counts, **counts)
+
+
+def _ids_of(optimizer: Any) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 class Schedules:
@@ -219,9 +286,11 @@ class Schedules:
         counts = self._by_scheduler.get(scheduler)
         if counts is None:
             counts = {"name": name, "optimizer": optimizer, "where": self.facts.where()}
-            counts |= {"between": Counter(), "last": 0, "run": 0, "first": 0}
+            counts |= {"between": Counter(), "last": 0, "run": 0, "first": 0, "wrapped": True}
             self._by_scheduler[scheduler] = counts
             self._all.append(counts)
+        if counts["wrapped"]:
+            counts["wrapped"] = self.facts.where(nearest=True) != self.facts.where()
         now = self.stepping.steps[optimizer]
         if now == 0:
             counts["first"] += 1
@@ -237,8 +306,8 @@ class Schedules:
             if counts["run"]:
                 counts["between"][counts["run"]] += 1
             between = {str(run): count for run, count in counts["between"].items()}
-            values = {name: counts[name] for name in ("name", "optimizer", "where", "first")}
-            self.facts.write("scheduler", id=number, between=between, **values)
+            del counts["last"], counts["run"]
+            self.facts.write("scheduler", id=number, **{**counts, "between": between})
         self._all = []
 
 
@@ -259,7 +328,7 @@ def is_plain_mean(root: Any) -> bool:
 # Their digests are taken after steps 1, 8, 64, … and at the end: replicas must have equal ones.
 
 
-MOST_DRAWS = 8
+MOST_DRAWS, MOST_INPUTS, LEAST_INPUT = 8, 4, 17
 EVERY_POWER_OF = 8
 END = -1
 
@@ -270,6 +339,7 @@ class WatchedDDP:
     def __init__(self, number: int, module: Any) -> None:
         self.number, self.module, self.forwards, self.ended = number, ref(module), 0, False
         self.parameters = {id(p): name for name, p in module.module.named_parameters()}
+        self.reduced = {id(p) for p in module.module.parameters() if p.requires_grad}
 
 
 class Replicas:
@@ -288,7 +358,7 @@ class Replicas:
 
         def running(original: Callable[..., Any]) -> Callable[..., Any]:
             def inner(self: Any, *args: Any, **kwargs: Any) -> Any:
-                before = forward(self)
+                before = forward(self, (args, kwargs))
                 result = original(self, *args, **kwargs)
                 if before:
                     drawn(self, before)
@@ -299,6 +369,8 @@ class Replicas:
         note_after(ddp, "__init__", self.facts.guarded(self._created))
         wrap(ddp, "forward", running)
         note_before(ddp, "register_comm_hook", self.facts.guarded(self._hooked))
+        join = sys.modules["torch.distributed.algorithms.join"].Join
+        note_before(join, "__enter__", lambda join: self.facts.write("joined"))
 
     def _created(self, result: None, module: Any, /, *args: Any, **kwargs: Any) -> None:
         number = len(self.known)
@@ -319,7 +391,7 @@ class Replicas:
     def _hooked(self, module: Any, *args: Any, **kwargs: Any) -> None:
         self.facts.write("hooked", id=self.known[id(module)].number, where=self.facts.where())
 
-    def _forward(self, module: Any) -> dict[str, int] | None:
+    def _forward(self, module: Any, inputs: Any) -> dict[str, int] | None:
         if not (module.module.training and self.torch.is_grad_enabled()):
             return None  # Lightning leaves the DDP itself in eval mode after a validation
         replica = self.known[id(module)]
@@ -327,6 +399,17 @@ class Replicas:
         if len(self.progress.forwards) < MOST_IN_A_WINDOW:
             reduces = bool(module.require_backward_grad_sync)
             self.progress.forwards.append((replica.number, reduces))
+        leaves = list(leaves_in(inputs, 4))
+        tensors = [t for t in tensors_in(self.torch, leaves) if not hasattr(t, "to_local")]
+        self.progress.input = tensors[0].data_ptr() if tensors else 0
+        if replica.forwards <= MOST_INPUTS:
+            kinds = self.torch.Tensor, int, float, str, type(None)
+            is_open = all(isinstance(leaf, kinds) for leaf in leaves)
+            tensors = [t for t in tensors if is_open and t.dim() and t.numel() >= LEAST_INPUT]
+            digests = [digest_of(self.torch, tensor) for tensor in tensors]
+            messages = self.progress.large_collectives + self.progress.to_one
+            values = {"digests": digests, "sent": messages, "where": self.facts.where()}
+            self.facts.write("inputs", id=replica.number, **values)
         watched = replica.forwards <= MOST_DRAWS
         return random_states(self.torch, _device_of(module)) if watched else None
 
@@ -383,14 +466,17 @@ class Replicas:
         if module is None:
             return
         buffers = {} if module.broadcast_buffers else dict(module.module.named_buffers())
+        named, reduced = dict(module.module.named_parameters()), replica.reduced
+        unreduced = [name for name, p in named.items() if p.requires_grad and id(p) not in reduced]
         self.facts.write(
             "digest",
             of="replica",
             id=replica.number,
             step=step,
-            parameters=self._digests(dict(module.module.named_parameters())),
+            parameters=self._digests(named),
             buffers=self._digests(buffers),
             forwards=replica.forwards,
+            unreduced=unreduced,
         )
 
     def digest_loose(self, optimizer: int, step: int) -> None:

@@ -5,23 +5,19 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 
 from allranks.tools.script_check.rules.facts import (
-    BY_RANK,
     NOTE,
     RESULT,
     Fact,
     Rank,
     ScriptFinding,
-    States,
-    equal_draws,
     groups_of_replicas,
     groups_that_reduce,
     line_of,
-    names_among,
 )
 
 DISTRIBUTED = "DistributedSampler"
@@ -126,14 +122,17 @@ def padded_evaluations(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
                 continue
             proof = f"the count that was reduced is {total}" if total in reduced else ""
             proof = proof or _counted_twice(ended, length, columns)
+            means = [m for f, m in _means_of(ranks) if [f["loader"], f["number"]] == of]
+            if any(_losses_of_all(mean, ended, columns) for mean in means):
+                proof = proof or "each rank gives the losses of all that it read"
             yield ScriptFinding(
                 "padded-evaluation",
                 RESULT if proof else NOTE,
                 line_of(fact["sampler_where"] or fact["where"]),
                 f"{length} samples were evaluated as {total}: the {fact['sampler']} repeats "
                 f"{total - length}, and {proof or 'whether the metric counts them is not seen'}",
-                f"repeated samples that count twice make the metric change with the ranks "
-                f"(they are {len(ranks)})",
+                "a metric that counts repeated samples twice changes with the number of ranks "
+                f"(here {len(ranks)})",
                 "evaluate range(rank, len(dataset), ranks) of it, which repeats none; or leave "
                 "repeated samples out, as Accelerate's gather_for_metrics does",
             )
@@ -151,6 +150,51 @@ def _counted_twice(passes: list[Fact], length: int, columns: list[list[float]]) 
         ):
             return "each rank gives a share of all that it read"
     return ""
+
+
+def split_by_each_rank(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
+    """A dataset that is shared by its numbers, though a number is another sample on each rank."""
+    for group in groups_that_reduce(ranks):
+        for loader, fact in loaders_of(tuple(group)):
+            facts = [rank.by_id("loader", "loader")[loader] for rank in group]
+            passes = [row for rank in group if (row := _first(rank, loader))]
+            if fact["sampler"] != DISTRIBUTED or not len(group) == len(passes) == fact["replicas"]:
+                continue
+            shared = ""
+            if len({row.get("subset") for row in facts}) > 1:
+                shared = "the Subset behind the sampler takes other samples on each rank"
+            elif (count := _renumbered([_rows(rank, loader) for rank in group])) >= LEAST_SAMPLES:
+                shared = f"{count} numbers are other samples on another rank, which has these "
+                shared += "samples under other numbers"
+            if shared:
+                where = line_of(fact["where"])
+                effect = "samples are trained on twice or never, also those that a rank holds out"
+                fix = "split, shuffle and filter by one seed on all ranks: "
+                fix += "random_split(…, generator=torch.Generator().manual_seed(seed))"
+                yield ScriptFinding("split-of-each-rank", RESULT, where, shared, effect, fix)
+                return
+
+
+def _rows(rank: Rank, loader: int) -> dict[str, tuple[int, ...]]:
+    """The rows of each sample, by its number, in all passes with a backward pass."""
+    passes = [row for row in passes_of(rank, loader) if row["backwards"]]
+    return {i: tuple(row) for fact in passes for i, row in fact["rows"].items() if row}
+
+
+def _renumbered(tables: list[dict[str, tuple[int, ...]]]) -> int:
+    """How many numbers of the first rank are another sample on a rank that has both elsewhere.
+
+    0 if a rank repeats rows itself. Rows under other numbers alone may be repeated in the data.
+    """
+    rows = [set(table.values()) for table in tables]
+    if any(len(row) < len(table) for row, table in zip(rows, tables, strict=True)):
+        return 0
+    first, *others = tables
+    return sum(
+        row in known and table.get(i, row) != row
+        for table, known in zip(others, rows[1:], strict=True)
+        for i, row in first.items()
+    )
 
 
 def unequal_batches(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
@@ -177,6 +221,69 @@ def unequal_batches(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
             "equal batches (DistributedSampler, drop_last=True); or the sum of losses times ranks "
             "over the samples of all ranks",
         )
+
+
+def _losses_of_all(means: list[PassMeans], passes: list[Fact], columns: list[list[float]]) -> bool:
+    """Whether each rank gives the sum, or the mean, of the losses of all samples that it read."""
+    counts = [sum(mean.counts) for mean in means]
+    per_sample = {n / len(row["ids"]) for n, row in zip(counts, passes, strict=True)}
+    if len(per_sample) > 1 or not per_sample.pop().is_integer():
+        return False  # some samples, maybe the repeated ones, have no loss
+    means_of_ranks = [mean.by_size for mean in means]
+    sums = [mean * n for mean, n in zip(means_of_ranks, counts, strict=True)]
+    return any(_are_close(column, by) for column in columns for by in (means_of_ranks, sums))
+
+
+LEAST_UNEQUAL, SAME_FACTOR = 1.01, 1.001
+"""How much larger one divisor is than another: what is less no one would see."""
+
+
+def means_of_unequal_targets(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
+    """A mean of means over unequal targets, or class weights, unless unequal factors correct it."""
+    if any(True for _ in unequal_batches(ranks)) or any(rank.all("hooked") for rank in ranks):
+        return
+    for group in groups_that_reduce(ranks) or [list(ranks[:1])]:
+        tables = [_trained_means(rank) for rank in group]
+        steps = [[table.get(key, []) for table in tables] for key in tables[0]]
+        unequal = [(rows[0][0], pair) for rows in steps if (pair := _unequal_divisors(rows))]
+        if len(unequal) * 4 > len(steps):  # more than the last batch of an epoch
+            fact, divisors = unequal[0]
+            yield ScriptFinding(
+                "mean-of-unequal-means",
+                RESULT,
+                line_of(fact["where"]),
+                f"means over {' and '.join(f'{value:g}' for value in divisors)} targets, or sums "
+                f"of class weights, count the same in step {fact['step'] + 1}; so do means in "
+                f"{len(unequal)} of {len(steps)} steps",
+                "targets of ranks and micro-batches that have few of them count for more",
+                "reduction='sum', times the ranks over all targets, or class weights, of the step",
+            )
+            return
+
+
+def _trained_means(rank: Rank) -> dict[tuple[int, str], list[Fact]]:
+    table = defaultdict[tuple[int, str], list[Fact]](list)
+    for fact in rank.all("trained"):
+        table[fact["step"], str(fact["where"])].append(fact)
+    return table
+
+
+def _unequal_divisors(rows: list[list[Fact]]) -> list[float]:
+    """The divisors of means of one step that count the same, and differ.
+
+    They are of the ranks, or of the micro-batches of one: other batches of one loader.
+    """
+    columns = [list(column) for column in zip(*rows, strict=False)]
+    for row in rows:
+        batches = {tuple(fact["batch"]) for fact in row}
+        is_of_one = len({loader for loader, *_ in batches}) == 1
+        columns += [row] * (len(batches) == len(row) and is_of_one)
+    for column in columns if len(set(map(len, rows))) == 1 else ():
+        factors, divisors = ([fact[name] for fact in column] for name in ("factor", "divisor"))
+        same = min(factors) > 0 and max(factors) <= SAME_FACTOR * min(factors)
+        if same and max(divisors) > LEAST_UNEQUAL * min(divisors):
+            return divisors
+    return []
 
 
 def loaders_of(ranks: tuple[Rank, ...]) -> list[tuple[int, Fact]]:
@@ -227,79 +334,6 @@ def _values_after(ranks: tuple[Rank, ...], loader: int, number: int) -> set[floa
         if fact["after"] == [loader, number]
         for value in fact["values"]
     }
-
-
-# --- workers -------------------------------------------------------------------------------------
-# Faults of random numbers in the workers of a loader: identical streams.
-
-
-BY_WORKER = (
-    "let worker_init_fn seed by torch.initial_seed() % 2**32: another number in every worker, rank "
-    "and epoch"
-)
-
-
-def equal_draws_of_workers(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
-    """Workers, ranks or epochs whose augmentation draws the same numbers."""
-    groups = groups_that_reduce(ranks)
-    for loader, fact in loaders_of(ranks):
-        if not any(row["backwards"] for row in passes_of(ranks[0], loader)):
-            continue
-        fix = BY_WORKER if fact.get("seeded") else BY_RANK
-        among_workers = equal_draws(_by(ranks[0], loader, "worker").values())
-        among_ranks: dict[str, int] = {}
-        for group in groups:
-            among_ranks |= equal_draws(_whole(rank, loader) for rank in group)
-        if among_workers:
-            effect = "augmentation draws the same numbers in every worker, so samples of several "
-            effect += "batches are changed alike"
-            yield _equal_draws_finding(
-                "equal-random-streams", fact, among_workers, "workers", effect, fix
-            )
-        elif among_ranks:
-            effect = f"augmentation draws the same numbers on all {len(ranks)} ranks, which have "
-            effect += "the variety of one"
-            yield _equal_draws_finding(
-                "equal-random-streams", fact, among_ranks, "ranks", effect, fix
-            )
-        among_passes = equal_draws(_by(ranks[0], loader, "pass").values())
-        if among_passes:
-            effect = "augmentation changes each sample in one way for ever, if its place is the "
-            effect += "same, and else repeats its numbers in another order"
-            yield _equal_draws_finding(
-                "same-draws-each-epoch", fact, among_passes, "epochs", effect, BY_WORKER
-            )
-
-
-def _equal_draws_finding(
-    name: str, fact: Fact, generators: Iterable[str], among: str, effect: str, fix: str
-) -> ScriptFinding:
-    return ScriptFinding(
-        name,
-        RESULT,
-        line_of(fact["where"]),
-        f"the {fact['workers']} workers of the loader drew from {names_among(generators)}, each "
-        f"time in one state in all {among}",
-        effect,
-        fix,
-    )
-
-
-def _whole(rank: Rank, loader: int) -> States:
-    return {
-        (fact["pass"], fact["worker"], fact["number"]): fact["before"]
-        for fact in rank.all("worker")
-        if fact["loader"] == loader
-    }
-
-
-def _by(rank: Rank, loader: int, name: str) -> dict[int, States]:
-    """A table for each worker, or for each pass; its keys contain the other of the two."""
-    tables: dict[int, States] = defaultdict(dict)
-    place = ("pass", "worker").index(name)
-    for key, before in _whole(rank, loader).items():
-        tables[key[place]][key[:place] + key[place + 1 :]] = before
-    return tables
 
 
 # --- evaluations ---------------------------------------------------------------------------------
@@ -365,9 +399,9 @@ def _means_of(ranks: tuple[Rank, ...]) -> Iterator[tuple[Fact, list[PassMeans]]]
 
 
 def _same_line(rank: Rank, fact: Fact) -> PassMeans | None:
-    names = ("loader", "number", "name", "where")
+    names = ("loader", "number", "name", "is_sum", "where")
     for other in rank.all("means"):
-        if all(other[name] == fact[name] for name in names) and other["values"]:
+        if all(other.get(name) == fact.get(name) for name in names) and other["values"]:
             values = tuple(map(float, other["values"]))
             is_finite = all(map(math.isfinite, values))
             gathered = tuple(other.get("gathered", ()))
@@ -435,7 +469,7 @@ def _times_ranks(
     ]
     if all(_are_close(row.gathered, [size * value for value in row.values]) for row in passes):
         places = [fact["where"]]
-    if size == 1 or not places:
+    if size == 1 or not places or fact.get("is_sum"):
         return None
     return ScriptFinding(
         "mean-times-ranks",

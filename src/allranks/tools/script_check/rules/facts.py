@@ -13,6 +13,7 @@ from typing import Any
 
 from allranks.launcher.scripts.on_path import path_with_hooks
 from allranks.launcher.scripts.plan import WATCHED_IN, CommandRequest
+from allranks.tools.script_check.record.steps import OPERATORS_AT, STEPS_IN
 
 Fact = Mapping[str, Any]
 WORKERS = "workers"
@@ -38,7 +39,7 @@ class Rank:
     def last(self, kind: str, name: str, default: Any) -> Any:
         """A value of the last fact of a kind."""
         facts = self.all(kind)
-        return facts[-1][name] if facts else default
+        return facts[-1].get(name, default) if facts else default
 
 
 def read_ranks(folder: Path) -> tuple[Rank, ...]:
@@ -132,8 +133,8 @@ def counted_findings(count: int, *, is_all: bool) -> str:
 
 
 BY_RANK = (
-    "torch.manual_seed(seed + rank) once the model is made; docs/checking.md says where, for each "
-    "framework"
+    "torch.manual_seed(seed + rank) once the model is made; docs/checking_in_detail.md says where, "
+    "for each framework"
 )
 States = dict[Any, dict[str, int]]
 """The states of the generators that drew, by the draw at which they are compared."""
@@ -219,14 +220,18 @@ FACTS = "facts"
 
 
 def watched_request(
-    request: CommandRequest, run_dir: str, inherited: Mapping[str, str]
+    request: CommandRequest, run_dir: str, inherited: Mapping[str, str], steps: int = 0, at: int = 0
 ) -> CommandRequest:
     """The same command in `run_dir`, whose processes write facts to its folder `facts`.
 
-    `inherited` is their environment; the entries of its PYTHONPATH are kept.
+    `inherited` is their environment; the entries of its PYTHONPATH are kept. The numbers of the
+    first `steps` steps are recorded, for `check --against`; or, with `--deep`, nothing but the
+    operators of step `at`, without torch.compile.
     """
     environment = (
         *request.environment,
+        *(((STEPS_IN, str(steps)),) if steps else ()),
+        *(((OPERATORS_AT, str(at)), ("TORCHDYNAMO_DISABLE", "1")) if at else ()),
         ("PYTHONPATH", path_with_hooks(inherited)),
         (WATCHED_IN, os.path.join(run_dir, FACTS)),
     )

@@ -10,13 +10,14 @@ from typing import Any
 
 from allranks.errors import RequestError
 from allranks.tools.script_check.rules.data import (
-    equal_draws_of_workers,
     means_of_batch_means,
     means_of_ranks,
+    means_of_unequal_targets,
     orders_that_never_change,
     padded_evaluations,
     samplers_of_other_ranks,
     samples_of_several_ranks,
+    split_by_each_rank,
     unequal_batches,
 )
 from allranks.tools.script_check.rules.facts import (
@@ -37,8 +38,11 @@ from allranks.tools.script_check.rules.facts import (
     read_ranks,
 )
 from allranks.tools.script_check.rules.replicas import (
+    equal_batches,
+    equal_draws_of_workers,
     equal_random_streams,
     parameters_outside,
+    ranks_that_step_unequally,
     replicas_that_drift,
     weights_that_begin_unequal,
 )
@@ -170,8 +174,8 @@ def schedules_too_fast(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
         often = {run: count for run, count in runs.items() if run > 1}
         if not often or sum(often.values()) * 2 <= sum(runs.values()):
             continue
-        if sum(runs.values()) < 2 and _scaled(ranks):
-            continue
+        if (sum(runs.values()) < 2 and _scaled(ranks)) or fact.get("wrapped"):
+            continue  # a library steps on purpose, as Accelerate does once for each rank
         run = max(often, key=lambda length: often[length])
         by_ranks = f", as many as there are ranks ({len(ranks)})" if run == len(ranks) else ""
         yield ScriptFinding(
@@ -199,6 +203,19 @@ def schedules_ahead(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
                 "the first value of the schedule is never used, and all others come one step early",
                 "optimizer.step() first, then scheduler.step()",
             )
+
+
+def clips_of_scaled_gradients(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
+    """Gradients that are clipped before GradScaler has unscaled them."""
+    for fact in ranks[0].all("clipped")[:1]:
+        yield ScriptFinding(
+            "clip-before-unscale",
+            RESULT,
+            line_of(fact["where"]),
+            f"gradients were clipped while they were scaled by {fact['scale']:g}",
+            "the limit holds for scaled gradients: steps are as many times shorter",
+            "scaler.unscale_(optimizer) before the clip",
+        )
 
 
 def undivided_accumulation(ranks: tuple[Rank, ...]) -> Iterator[ScriptFinding]:
@@ -284,9 +301,13 @@ LOOKED_FOR = (
     samples_of_several_ranks,
     samplers_of_other_ranks,
     padded_evaluations,
+    split_by_each_rank,
+    equal_batches,
     unequal_batches,
+    means_of_unequal_targets,
     means_of_batch_means,
     means_of_ranks,
+    ranks_that_step_unequally,
     replicas_that_drift,
     parameters_outside,
     weights_that_begin_unequal,
@@ -294,6 +315,7 @@ LOOKED_FOR = (
     equal_draws_of_workers,
     schedules_too_fast,
     schedules_ahead,
+    clips_of_scaled_gradients,
     undivided_accumulation,
     unreduced_steps,
     needless_reductions,
@@ -302,7 +324,11 @@ LOOKED_FOR = (
     lines_of_all_ranks,
     lines_of_each_node,
 )
-CAUSES = {"step-without-reduction": "replicas-drift"}
+CAUSES = {
+    "step-without-reduction": "replicas-drift",
+    "unequal-steps": "replicas-drift",
+    "same-samples-on-ranks": "equal-batches",
+}
 """A finding that explains another, which is then left out."""
 
 

@@ -1,0 +1,164 @@
+"""The operators of one step of a rank, with their inputs and outputs: what `check --deep` compares.
+
+An operator is what reaches torch's dispatcher, but no view, and nothing that neither a module nor
+the user's code calls (buckets, sums over ranks). In backward it has the module and line whose
+forward made its node of the graph. Calls of modules, and both passes of an `autograd.Function`, are
+recorded too, in case the operators within have no counterpart. They are wrapped for the step:
+torch's hooks of all modules miss keywords, and functions have no hooks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+import allranks
+from allranks.torch.checkpoint.state import local
+from allranks.torch.model.reals import reals
+
+MOST_BYTES = 2**29  # of the values of one rank; operators beyond are counted, not recorded
+OURS = (str(path) for path in Path(allranks.__file__).parent.iterdir() if path.name != "programs")
+LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(torch.__file__).parents[1]), *OURS, "<")
+
+
+def storable(tensor: Tensor) -> Tensor:
+    """A copy, in a type that NumPy has too."""
+    real = reals(tensor.resolve_neg())
+    short = real.dtype in (torch.bfloat16, torch.float16)
+    return real.to("cpu", torch.float32 if short else real.dtype, copy=True).contiguous()
+
+
+@contextmanager
+def recorded_operators(folder: Path, rank: int, model: nn.Module) -> Iterator[None]:
+    """Within, the operators of this process are recorded; `model` names the modules."""
+    recorder, call, apply = _Recorder(), nn.Module.__call__, Function.__dict__["apply"]
+    names = {id(module): name for name, module in model.named_modules()}
+
+    def call_recorded(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        recorder.modules.append(names.get(id(module), type(module).__name__))
+        try:
+            return recorder.call("module", call, (module, *args), kwargs)
+        finally:
+            recorder.modules.pop()
+
+    def apply_recorded(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        output = recorder.call(f"{cls.__name__}.forward", apply.__func__, (cls, *args), kwargs)
+        recorder.watch_backward(f"{cls.__name__}.backward", output)
+        return output
+
+    nn.Module.__call__ = call_recorded  # type: ignore[method-assign]
+    Function.apply = classmethod(apply_recorded)  # type: ignore[assignment]
+    try:
+        with recorder:
+            yield
+    finally:
+        nn.Module.__call__, Function.apply = call, apply  # type: ignore[method-assign]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"rank-{rank:03d}.json").write_text(json.dumps(recorder.record))
+    save_file(recorder.values, folder / f"rank-{rank:03d}.safetensors")
+
+
+class _Recorder(TorchDispatchMode):
+    """The record: rows of operators, as they end, and the nodes that backward comes to."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.record: dict[str, list[Any]] = {"rows": [], "reached": []}
+        self.values: dict[str, Tensor] = {}
+        self.modules: list[str] = []
+        self._origins: dict[int, tuple[str, str] | None] = {}
+        self._bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        origin, node = self._origin()
+        if origin is None or func.is_view or {*types} - {Tensor, nn.Parameter}:
+            return func(*args, **(kwargs or {}))
+        inputs = self._tensors((args, kwargs))
+        output = func(*args, **(kwargs or {}))
+        if func._schema.name.startswith(("aten::empty", "aten::new_empty")):
+            output.zero_()  # what its memory held before is no input of what is written to it
+        pairs = zip(func._schema.arguments, args, strict=False)
+        written = [a for kind, a in pairs if kind.alias_info and kind.alias_info.is_write]
+        more = {"writes": bool(written), "numbers": _numbers((args, kwargs))}
+        self._row(str(func), origin, inputs, [output, written], node=node, **more)
+        return output
+
+    def call(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call, and record the call like an operator."""
+        (origin, _), inputs = self._origin(), self._tensors((args, kwargs))
+        output = call(*args, **kwargs)
+        self._row(name, origin, inputs, output, numbers=_numbers((args, kwargs)))
+        return output
+
+    def watch_backward(self, name: str, output: Any) -> None:
+        """Record backward of the function that has made `output`."""
+        origin, _ = self._origin()
+        nodes: set[Any] = {getattr(tensor, "grad_fn", None) for tensor in tree_leaves(output)}
+        for node in nodes - {None}:
+            inputs: list[Any] = []
+            node.register_prehook(lambda gradients, to=inputs: to.append(self._tensors(gradients)))
+            node.register_hook(lambda grads, _, of=inputs: self._row(name, origin, of.pop(), grads))
+
+    def _origin(self) -> tuple[tuple[str, str] | None, int | None]:
+        """Module and user's line of what runs now, in backward those of its node; its new node."""
+        if (running := torch._C._current_autograd_node()) is not None:
+            nodes: list[Any] = [running]
+            while nodes:
+                node = nodes.pop()
+                if (number := node._sequence_nr()) not in self.record["reached"]:
+                    self.record["reached"].append(number)
+                    nodes += [following for following, _ in node.next_functions if following]
+            if not self.modules:
+                return self._origins.get(running._sequence_nr()), None
+        frame: Any = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename.startswith(LIBRARIES):
+            frame = frame.f_back
+        line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else ""
+        module = f"{frame.f_code.co_qualname}()" if frame else None
+        module = self.modules[-1] if self.modules else module
+        origin = None if module is None else (module, line)
+        last = torch._C._autograd._get_sequence_nr() - 1
+        is_new = last not in self._origins or not torch.is_grad_enabled()
+        self._origins.setdefault(last, origin)
+        return origin, last if is_new else None
+
+    def _row(self, name: str, origin: Any, inputs: Any, outputs: Any, **more: Any) -> None:
+        if origin is None or not inputs:
+            return
+        tensors = {"inputs": inputs, "outputs": self._tensors(outputs)}
+        tensors = tensors if self._bytes <= MOST_BYTES else {"inputs": [], "outputs": []}
+        phase = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
+        row = {"name": name, "module": origin[0], "line": origin[1], "phase": phase, **tensors}
+        self.record["rows"].append({"node": None, "writes": True, "numbers": [], **row, **more})
+
+    def _tensors(self, tree: Any) -> list[tuple[str, list[int]]]:
+        """Digest and shape of each tensor, whose values are kept."""
+        tensors = []
+        with torch.no_grad(), _disable_current_modes():
+            for tensor in tree_leaves(tree):
+                if isinstance(tensor, Tensor) and not tensor.is_meta:
+                    part = storable(local(tensor.detach().to_dense()))
+                    digest = f"{hashlib.sha256(part.numpy().tobytes()).hexdigest()} {part.dtype}"
+                    if digest not in self.values and self._bytes <= MOST_BYTES:
+                        self.values[digest] = part.view(-1)
+                        self._bytes += part.nbytes
+                    tensors.append((digest, list(part.shape)))
+        return tensors
+
+
+def _numbers(tree: Any) -> list[str]:
+    """Arguments that are numbers, such as the divisor of a mean, in words."""
+    return [repr(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, int | float)]
