@@ -31,8 +31,7 @@ from allranks.tools.doctor import gpus
 from allranks.tools.doctor.gpus import Machine, Promise, RowResult, is_cuda, rows_of
 from allranks.torch import Trainer
 from allranks.torch.comm import subgroups as flattened
-from allranks.torch.comm.comm import Comm
-from allranks.torch.comm.subgroups import TIMEOUT
+from allranks.torch.comm.comm import TIMEOUT, Comm
 
 NO_TIME = "times of a rehearsal say nothing"
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from harness import RECORDS, finish_record, order_of, ratio, start_record
 
-from allranks.launcher.messages.connection import Connection
+from allranks.launcher.messages import Connection
 
 
 def main() -> None:

@@ -29,6 +29,7 @@ BENCHMARKS = (
     "restart",
     "witness",
     "watched",
+    "side-by-side",
     "strategies",
     "memory",
     "branches",

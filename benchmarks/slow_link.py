@@ -62,8 +62,7 @@ from allranks.job.faults import Fault
 from allranks.job.job import Job
 from allranks.launcher.heartbeat import HeartbeatTable
 from allranks.launcher.nodes.cluster import Cluster, gathered
-from allranks.launcher.nodes.join import Rendezvous
-from allranks.launcher.places.base import NodeRequest
+from allranks.launcher.places import NodeRequest, Rendezvous
 from allranks.launcher.plan import RankPlan, Shape
 from allranks.launcher.processes.fork_server import LISTENER_FD
 from allranks.launcher.processes.process import Process

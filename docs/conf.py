@@ -17,6 +17,7 @@ SECTIONS = {
     "I have a script": """
         scripts: scripts_on_nodes
         checking: checking_in_detail
+        testing
         words
         report
         benchmarking: benchmarking_peers
@@ -26,6 +27,7 @@ SECTIONS = {
         tasks: task_models task_losses task_training own_loop
         data: ready_made
         running: notebooks
+        huggingface
         precision
         checkpoints: checkpoints_in_detail
         tensorflow: tensorflow_in_detail
@@ -51,6 +53,7 @@ SECTIONS = {
     "Why it is right": """
         correctness: correctness_mechanisms correctness_checks correctness_limits
         found
+        suites
         ../benchmarks/README: ../benchmarks/LOG
     """,
     "Change it": """

@@ -38,8 +38,7 @@ from allranks.job.config import resolve
 from allranks.job.engines import preload_for
 from allranks.job.job import Job
 from allranks.launcher.nodes.cluster import Cluster, gathered
-from allranks.launcher.nodes.join import Rendezvous
-from allranks.launcher.places.base import NodeRequest
+from allranks.launcher.places import NodeRequest, Rendezvous
 from allranks.launcher.plan import Shape
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.linux import state_of
@@ -69,7 +68,11 @@ MODULES = (
     "allranks.programs.digits",
     "allranks.programs.synthetic",
     "pytest",  # tasks and workers import it, a fifth of a second in each rank
+    "resume_tasks",  # with contract_tasks: most tests train theirs, and it is a fifth of a rank
 )
+
+# `make test` has no transformers; `make test-full` installs it.
+collect_ignore = [] if find_spec("transformers") else ["test_huggingface.py"]
 
 Train = Callable[..., Result]
 PATIENT = Rendezvous(node_timeout_s=1e6)
@@ -327,7 +330,7 @@ def _snapshot() -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves anything behind."""
-    for shared in {"server", "nodes", "tf_server"} & set(request.fixturenames):
+    for shared in {"server", "nodes", "tf_server", "ranks_server"} & set(request.fixturenames):
         request.getfixturevalue(shared)
     before = _snapshot()
     yield

@@ -14,7 +14,7 @@ from allranks.catalog import REDUCERS
 from allranks.strategies.card import Card
 from allranks.strategies.cards import CARDS
 from allranks.strategies.reduction_tree import Span
-from allranks.torch.comm.subgroups import Pending
+from allranks.torch.comm.comm import Pending
 from allranks.torch.parallel.data.reducer import Bucket, Reducer
 
 NAME, GRAIN = "fake-coarse", 1 / 64

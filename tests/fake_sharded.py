@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.hooks import RemovableHandle
 
 from allranks.catalog import STRATEGIES, TORCH
@@ -30,12 +28,11 @@ from allranks.strategies.mesh import REPLICATE, SHARD, Agreement, Mesh
 from allranks.strategies.reduction_tree import Span
 from allranks.torch.data.batch import Batch
 from allranks.torch.step.gradients import Gradients, gradients_of
-from allranks.torch.step.losses import forward
 from allranks.torch.step.tally import Tally
 from allranks.torch.strategies.base import Strategy
+from allranks.torch.strategies.layout import Cut, Layout, mesh_of
 
 NAME, TENSOR = "fake-sharded", "tensor"
-AXES = ("copies", "halves")
 HALVES = 2
 
 
@@ -66,6 +63,7 @@ def _bytes(work: Workload, options: Mapping[str, Any]) -> int:
 CARD = Card(
     name=NAME,
     summary="Every weight in two halves, gathered for each pass.",
+    take_when="a test needs a strategy that cuts.",
     guarantee=Exact(),
     bytes_sent=_bytes,
     bytes_formula="weights/2 + gradients/2 + 2(P-1)/P gradients/2 + 2(N-1)/N tally, P = N/2",
@@ -100,15 +98,13 @@ class FakeSharded(Strategy):
     def make_groups(self) -> None:
         self.both_read = self.context.options["data"] == "each"
         self.pair = self.axis(SHARD if self.both_read else TENSOR)
-        self.device_mesh: Any = None
-        if self.comm.size > 1:
-            sizes = [size for _, size in self.mesh.axes]
-            groups = [self.axis(name).counting_group("control") for name, _ in self.mesh.axes]
-            grid = torch.arange(self.comm.size).view(sizes)
-            self.device_mesh = DeviceMesh.from_group(groups, "cpu", grid, mesh_dim_names=AXES)
+        axes = [(name, self.axis(name)) for name, _ in self.mesh.axes]
+        self.device_mesh = mesh_of(self.comm, axes) if self.comm.size > 1 else None
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         self.shapes = {name: p.shape for name, p in model.named_parameters()}
+        cuts = {n: Cut(torch.empty(shape, device="meta")) for n, shape in self.shapes.items()}
+        self.layout = Layout(self.pair, cuts, self.device_mesh)
         self.names_of = {
             alias: name
             for name, one in model.named_parameters()
@@ -128,12 +124,6 @@ class FakeSharded(Strategy):
                     module._parameters[attribute] = held[name]
         self.held = held
         return model
-
-    def place(self, name: str, part: Tensor, whole: Tensor) -> None:
-        super().place(name, part, self._half(whole) if name in self.held else whole)
-
-    def prepare(self) -> None:
-        self.step.forward = self._forward
 
     def watch_gradients(
         self, parameters: list[nn.Parameter], mark: Callable[[int], None]
@@ -158,18 +148,19 @@ class FakeSharded(Strategy):
         self.axis(REPLICATE).all_reduce(own).wait()
         return own
 
-    def messages(self) -> tuple[int, ...]:
+    def workload(self) -> Workload:
         item = next(iter(self.held.values())).element_size()
         trained = [n for n, half in self.held.items() if half.requires_grad]
         sizes = {name: HALVES * self._rows_of(name) * _width(s) for name, s in self.shapes.items()}
         tally = self.step.layout.size * 8
-        return item * sum(sizes.values()), item * sum(sizes[name] for name in trained), tally
+        messages = item * sum(sizes.values()), item * sum(sizes[name] for name in trained), tally
+        return Workload(messages, self.comm.size, self.task.shards)
 
     # --- whole weights --------------------------------------------------------------------
 
-    def _forward(self, data: Any) -> Any:
+    def forward(self, data: Any) -> Any:
         with self.gathered(sums=self.both_read, kind="gradients"):
-            return forward(self.task, self.step.call, data)
+            return super().forward(data)
 
     def eval_step(self, data: Any, forward: Callable[[Callable[..., Any], Any], Any]) -> Any:
         with self.gathered(sums=False, kind="control"):
@@ -216,24 +207,6 @@ class FakeSharded(Strategy):
         flat = half.new_zeros(self._rows_of(name) * _width(self.shapes[name]))
         flat[: half.numel()] = half.detach().flatten()
         return flat
-
-    # --- what a state holds ---------------------------------------------------------------
-
-    def as_saved(self, name: str, tensor: Tensor) -> Tensor:
-        if self.device_mesh is None:
-            return tensor
-        shape = self.shapes[self.names_of[name]]
-        return DTensor.from_local(
-            tensor,
-            self.device_mesh,
-            [Replicate(), Shard(0)],
-            run_check=False,
-            shape=shape,
-            stride=torch.empty(shape, device="meta").stride(),
-        )
-
-    def as_held(self, name: str, saved: Tensor) -> Tensor:
-        return saved.to_local() if isinstance(saved, DTensor) else self._half(saved)
 
 
 class Halved(Gradients):

@@ -4,8 +4,9 @@
     python tests/house.py --trips    also the files that a step, a save and a launch run through
 
 A trip is counted with a profile function in the thread that makes it: files of this package, and
-calls into them. The step is the third one of `ddp` on two ranks, on rank 0. The launch is
-`allranks train digits --ranks 2` in the process of the command, from its words to its end.
+calls into them. A step is the third one of a strategy on two ranks, on rank 0; the save follows
+under `ddp`. The launch is `allranks train digits --ranks 2` in the process of the command, from its
+words to its end. `--list` names the files of each trip.
 """
 
 from __future__ import annotations
@@ -142,6 +143,9 @@ def figures() -> dict[str, Any]:
 # --- trips -----------------------------------------------------------------------------------
 
 
+STRATEGIES = ("ddp", "zero2", "fsdp", "gpipe")
+
+
 @contextmanager
 def trip(about: dict[str, Any], name: str) -> Iterator[None]:
     """Counts the files of ours that run meanwhile, and the calls into them."""
@@ -157,10 +161,12 @@ def trip(about: dict[str, Any], name: str) -> Iterator[None]:
     finally:
         sys.setprofile(None)
         about[f"{name}: files"], about[f"{name}: calls"] = len(files), sum(files.values())
+        about["lists"] = about.get("lists", {})
+        about["lists"][name] = sorted(str(Path(file).relative_to(SOURCE)) for file in files)
 
 
 def train_as_a_rank(folder: Path) -> None:
-    """In each of two ranks: the third step of a small MLP under `ddp`, and a save."""
+    """In each of two ranks: the third step of a small MLP under each strategy, and a save."""
     import torch  # noqa: PLC0415
     from torch import Tensor, nn  # noqa: PLC0415
 
@@ -182,15 +188,18 @@ def train_as_a_rank(folder: Path) -> None:
             return nn.functional.cross_entropy(output, batch[1], reduction="none")
 
     about: dict[str, Any] = {}
-    with Trainer(Small(), Job(strategy="ddp", run_dir=str(folder / "run"))) as trainer:
-        for number, batch in enumerate(trainer.batches(steps=4)):
-            if number == 2:
-                with trip(about, "a step of ddp"):
+    for strategy in STRATEGIES:
+        job = Job(strategy=strategy, run_dir=str(folder / f"run-{strategy}"))
+        with Trainer(Small(), job) as trainer:
+            for number, batch in enumerate(trainer.batches(steps=4)):
+                if number == 2:
+                    with trip(about, f"a step of {strategy}"):
+                        trainer.step(batch)
+                else:
                     trainer.step(batch)
-            else:
-                trainer.step(batch)
-        with trip(about, "a save"):
-            trainer.save(wait=True)
+            if strategy == "ddp":
+                with trip(about, "a save"):
+                    trainer.save(wait=True)
     if trainer.world.rank == 0:
         (folder / "trips.json").write_text(json.dumps(about))
 
@@ -219,14 +228,18 @@ def trips() -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trips", action="store_true", help="also count the files of trips")
+    parser.add_argument("--list", action="store_true", help="also name the files of trips")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
         train_as_a_rank(Path(options.rank))
         return
-    rows = figures() | (trips() if options.trips else {})
+    rows = figures() | (trips() if options.trips or options.list else {})
+    lists = rows.pop("lists", {})
     for name, value in rows.items():
         print(f"{value:>8,}  {name}")
+    for name in lists if options.list else ():
+        print(f"\n{name}", *lists[name], sep="\n    ")
 
 
 if __name__ == "__main__":

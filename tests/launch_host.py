@@ -40,7 +40,7 @@ from allranks.job.run_folder import read_rows
 from allranks.launcher.processes import fork_server, leftovers
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.linux import die_with_parent, started_at, state_of
-from allranks.launcher.signals import Signals
+from allranks.launcher.supervisor import Signals
 
 PLACE = "x" * 80
 PATIENCE_S = 200
@@ -290,6 +290,7 @@ class Host:
         if "code" in message:
             self.codes[message["pid"]] = message["code"]
         if "launched" in message:
+            self.codes.pop(message["launched"], None)  # of an earlier launch with the same id
             self._launched.append(message["launched"])
         return message
 

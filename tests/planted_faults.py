@@ -87,7 +87,7 @@ PLANTED = {
     "a norm of one stage": Planted(
         line(
             (
-                "torch/parallel/pipeline/gradients.py",
+                "torch/parallel/sharded/gradients.py",
                 "norms = self._norms(None)",
                 "norms = self.local_norms()[0].tolist()",
             ),
@@ -106,12 +106,12 @@ PLANTED = {
         line(
             (
                 PASSES,
-                "        self.user_buffers.end(batch)\n",
-                "        self.user_buffers.end(batch)\n"
+                '        if self.on_phase is not None:\n            self.tell("end")\n',
                 f"        if {RANKS} > 1:\n"
                 "            own = [p.grad for p in self.parameters]\n"
                 "            own = torch.nn.utils.get_total_norm(own)\n"
-                "            torch.nn.utils.clip_grads_with_norm_(self.parameters, 0.1, own)\n",
+                "            torch.nn.utils.clip_grads_with_norm_(self.parameters, 0.1, own)\n"
+                '        if self.on_phase is not None:\n            self.tell("end")\n',
             ),
             AT_ONCE,
             *("--set", "clip_norm=0.1"),

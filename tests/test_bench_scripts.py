@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from allranks.cli.main import cli
 from allranks.errors import RequestError
-from allranks.job.job_file import HIDDEN
+from allranks.job.job import HIDDEN
 from allranks.tools.bench.measuring import RunSet
 from allranks.tools.bench.plan import STRONG, WEAK, BenchPlan, Combination
 from allranks.tools.bench.results import rows_of, scaling_of, to_data

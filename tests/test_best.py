@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from allranks.training.evaluation_plan import Best
+from allranks.training.engine.trainer import Best
 
 
 @pytest.mark.parametrize(

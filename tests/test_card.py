@@ -13,6 +13,7 @@ from allranks.strategies.card import Approximate, Card, Exact, Option, Picked, R
 CARD = Card(
     name="made-up",
     summary="One option of each type.",
+    take_when="a test needs a card.",
     guarantee=Exact(),
     bytes_sent=lambda work, options: 0,
     bytes_formula="0",

@@ -39,7 +39,7 @@ def check(server: ForkServer, tmp_path: Path) -> Check:
     ("strategy", "exact_at"),
     [
         ("local-sgd:every=4", "local-sgd:every=1"),
-        ("diloco:every=4,fragments=2", "diloco:every=1,lr=1,momentum=0,bits=0"),
+        ("diloco:every=4,fragments=2", "diloco:every=1,lr=1,momentum=0,bits=0,mix=0"),
         ("slowmo:every=3", "slowmo:every=1,alpha=1,beta=0"),
         ("block-momentum:every=3", "block-momentum:every=1,momentum=0,block_rate=1"),
         ("sparse-loco:every=3", "sparse-loco:every=1,keep=4096,chunk=4096,bits=0,decay=1,lr=1"),

@@ -30,8 +30,7 @@ from allranks.cli.main import main
 from allranks.errors import AllranksError, RequestError, printable
 from allranks.job import faults
 from allranks.job.config import resolve
-from allranks.job.job import Job
-from allranks.job.job_file import read_job_file, redacted, write_toml
+from allranks.job.job import Job, read_job_file, redacted, write_toml
 from allranks.job.program import find_program
 from allranks.job.run_folder import RunFolder, read_events
 from allranks.job.units import parse_duration
@@ -161,9 +160,11 @@ FORBIDDEN_ENDS = {
 }
 
 
-OF_THE_USER = {  # the script that was to be run, and the class that a notebook launches
+OF_THE_USER = {  # the script that was to be run, the class of a notebook, the body of a test
     "launcher/scripts/exec_command.py": ["exec", "compile"],
     "cli/by_value.py": ["pickle", "cloudpickle"],
+    "testing/on_rank.py": ["pickle"],
+    "testing/worlds.py": ["marshal", "pickle", "cloudpickle"],
 }
 
 

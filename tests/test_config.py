@@ -14,8 +14,15 @@ from hypothesis import strategies as st
 
 from allranks.errors import RequestError
 from allranks.job.config import Resolved, resolve, threads_per_rank
-from allranks.job.job import GROUPS, Job, names_in
-from allranks.job.job_file import FOR_CHECK, NOT_SETTABLE, read_job_file, write_toml
+from allranks.job.job import (
+    FOR_CHECK,
+    GROUPS,
+    NOT_SETTABLE,
+    Job,
+    names_in,
+    read_job_file,
+    write_toml,
+)
 from allranks.job.run_folder import RunFolder
 
 PLAIN = st.text() | st.integers() | st.booleans() | st.floats(allow_nan=False)

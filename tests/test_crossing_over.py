@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from allranks.checkpoint.export import TensorFiles
 from allranks.checkpoint.folder import committed
-from allranks.checkpoint.format import TensorFiles, read_manifest
+from allranks.checkpoint.format import read_manifest
 from conftest import Train
 
 CHAIN = [

@@ -13,9 +13,9 @@ import pytest
 from allranks.errors import RequestError
 from allranks.job.config import Resolved, resolve
 from allranks.job.deepspeed.sections import KEYS, DeepSpeedBatch, batch_of
+from allranks.job.recipes import factor_of
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.start import run_job
-from allranks.training.schedules import factor_of
 from conftest import Train
 
 ADAMW = {"type": "AdamW", "params": {"lr": 0.01, "betas": [0.8, 0.99], "weight_decay": 0.1}}

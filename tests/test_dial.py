@@ -13,7 +13,7 @@ from allranks.errors import RequestError
 from allranks.job.config import resolve
 from allranks.job.run_folder import read_rows
 from allranks.launcher.describe import link_of
-from allranks.launcher.nodes.join import Rendezvous
+from allranks.launcher.places import Rendezvous
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.start import plan_only
 from allranks.strategies import auto as cost

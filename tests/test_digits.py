@@ -46,6 +46,18 @@ def test_bitwise_gives_equal_bits_on_1_to_8_ranks(train: Train, exhaustive: bool
 
 
 @pytest.mark.slow
+def test_bitwise_between_hosts_gives_the_bits_of_one(train: Train) -> None:
+    """On Gloo, as between hosts, ranks pair up: two ranks of four shards, four of two, twice."""
+    digests = {
+        train("digits", ranks=ranks, backend="gloo", bitwise=True, steps=3).summary[
+            "weights_sha256"
+        ]
+        for ranks in (1, 2, 4)
+    }
+    assert len(digests) == 1
+
+
+@pytest.mark.slow
 def test_bitwise_with_messages_that_go_in_chunks(train: Train) -> None:
     """Above 2 MiB ranks exchange chunks instead of pairing up; the bits are the same."""
     digests = {

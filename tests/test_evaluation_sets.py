@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from allranks.errors import RequestError
-from allranks.training.evaluation_plan import sets_of
+from allranks.training.engine.trainer import sets_of
 from conftest import Train
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -49,6 +50,34 @@ def test_a_loop_of_ones_own_and_the_same_as_a_task(folder: Path, host: Host) -> 
     one = load_file(folder / "own_loop.safetensors")
     two = load_file(folder / "run" / "weights.safetensors")
     assert one.keys() == two.keys() and all(torch.equal(one[n], two[n]) for n in one)
+
+
+@pytest.mark.slow
+def test_an_adapter_is_trained_on_two_ranks_and_read_by_peft(folder: Path, host: Host) -> None:
+    """On `fsdp`; the model is a tiny one in a folder, and peft puts the adapter onto it again."""
+    made = subprocess.run(
+        [sys.executable, "-c", "import huggingface_tasks as t; t.save('model', 'texts')"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "tests" / "tasks")},
+        capture_output=True,
+    )
+    assert made.returncode == 0, made.stderr
+    settings = [w for s in ("name=model", "dataset=texts", "batch_size=12") for w in ("--set", s)]
+    words = ("train", "fine_tune_lora.py", *settings, "--ranks", "2", "--strategy", "fsdp")
+    trained = host.launch(folder, *words, "--run-dir", "run")
+    assert trained.wait() == 0, trained.err
+    weights = load_file(folder / "run" / "weights.safetensors")
+    adapter = load_file(folder / "adapter" / "adapter_model.safetensors")
+    assert adapter and all(torch.equal(weights[saved_name(n)], adapter[n]) for n in adapter)
+    assert any(tensor.any() for name, tensor in adapter.items() if "lora_B" in name)
+    base = load_file(folder / "model" / "model.safetensors")
+    frozen = "transformer.h.0.ln_1.weight"
+    assert torch.equal(weights[f"base_model.model.{frozen}"], base[frozen])
+
+
+def saved_name(name: str) -> str:
+    """The name that the model has for a weight of a file of peft."""
+    return name.replace(".weight", ".default.weight")
 
 
 @pytest.mark.slow

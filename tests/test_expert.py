@@ -111,6 +111,7 @@ def test_ties_go_to_the_lower_expert_and_first_choices_before_second_ones() -> N
     assert route(choose(logits, 2, None), [3], None).counts.tolist() == [3, 3, 0]
     two_groups = route(choose(torch.zeros(6, 4), 2, None), [4, 2], 1.0)
     assert two_groups.counts.tolist() == [3, 3, 0, 0]  # 2 rows of the first group, 1 of the second
+    assert int(two_groups.is_kept.sum()) == 6
 
 
 def test_nothing_is_dropped_in_evaluation() -> None:

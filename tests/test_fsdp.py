@@ -20,6 +20,16 @@ DEEP = "fsdp_tasks:Deep"
 FP64: dict[str, Any] = {"precision": "fp64"}
 
 
+@pytest.mark.slow
+def test_ranks_with_fewer_chunks_of_an_evaluation_pass_for_the_others(train: Train) -> None:
+    """Ten samples by three are four chunks, for three ranks."""
+    one, three = (
+        train("contract_tasks:Images", strategy="fsdp", ranks=ranks, precision="fp64", steps=1)
+        for ranks in (1, 3)
+    )
+    assert three.summary["eval"] == pytest.approx(one.summary["eval"], rel=1e-10)
+
+
 @pytest.mark.slow(most=1)
 @pytest.mark.cases("task", ["Words", "Uneven"], exhaustive=["Images", "Experts", "Pairs"])
 def test_the_bits_of_one_process(task: str, train: Train) -> None:

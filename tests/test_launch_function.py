@@ -36,7 +36,7 @@ from allranks.job.run_folder import read_events
 from allranks.launcher import start
 from allranks.launcher.processes import leftovers
 from allranks.launcher.processes.fork_server_client import ForkServer
-from allranks.launcher.signals import Signals
+from allranks.launcher.supervisor import Signals
 from conftest import Train
 from launch_host import until
 from resume_tasks import Rates

@@ -19,17 +19,19 @@ from allranks.checkpoint.folder import committed, prune, set_aside, sweep, verif
 from allranks.checkpoint.format import (
     NAME,
     BadCheckpoint,
+    FileTensor,
     Manifest,
     SavedFile,
     SavedTensor,
     TensorBox,
     digest,
+    lay_out,
+    read_layout,
     read_manifest,
     seal,
     step_folder,
     write_manifest,
 )
-from allranks.checkpoint.tensor_file import FileTensor, lay_out, read_layout
 from counting import calls_of
 
 FILE = "rank-000-of-001.a0.safetensors"

@@ -214,6 +214,16 @@ def test_what_one_learner_alone_has_updated_is_saved_and_restored(
 
 
 @pytest.mark.slow
+def test_learners_of_two_ranks_resume(train: Train) -> None:
+    """The ranks of the second learner, 2 and 3, find their parts of the weights, too."""
+    strategy = "local-sgd:every=2,learners=2,inner=tensor"
+    first, wanted = weights(train, "Sentences", strategy, ranks=4, steps=4, checkpoint_every=2)
+    half = next(first.run_dir.glob("checkpoints/step-*2"))
+    _, found = weights(train, "Sentences", strategy, ranks=4, steps=4, resume=str(half))
+    assert difference(found, wanted) == 0
+
+
+@pytest.mark.slow
 def test_a_training_goes_on_with_other_learners(train: Train, tmp_path: Path) -> None:
     """From its last meeting, under `ddp` or with more learners; and back."""
     first, _ = weights(train, "Images", "diloco:every=4", ranks=2, steps=8, checkpoint_every=8)

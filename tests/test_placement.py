@@ -17,9 +17,8 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import contract_tasks
 import placement_tasks
-from allranks.cli.display.placement import as_data, table
+from allranks.cli.display.placement import as_data, place_ranks, table
 from allranks.cli.main import main
-from allranks.cli.train import place_ranks
 from allranks.job.config import resolve
 from allranks.job.job import Job
 from allranks.job.place import Placed, RankPlacement, read_placements, write_placement

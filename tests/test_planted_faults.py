@@ -91,13 +91,13 @@ FAULTS = {
     ),
     "clip before reduce": Fault(
         "torch/step/passes.py",
-        "        self.user_buffers.end(batch)\n",
-        "        self.user_buffers.end(batch)\n"
+        '        if self.on_phase is not None:\n            self.tell("end")\n',
         "        torch.nn.utils.clip_grads_with_norm_(\n"
         "            self.parameters,\n"
         "            0.1,\n"
         "            torch.nn.utils.get_total_norm([p.grad for p in self.parameters]),\n"
-        "        )\n",
+        "        )\n"
+        '        if self.on_phase is not None:\n            self.tell("end")\n',
         step=0,
         stage="gradient",
         tensor="0.weight",
@@ -116,7 +116,7 @@ FAULTS = {
     ),
     "norm of one rank's rows": Fault(
         "torch/parallel/sharded/gradients.py",
-        "self._everywhere(squares).sum().sqrt()",
+        "rows_of_ranks(self.comm, squares).sum().sqrt()",
         "squares.sum().sqrt()",
         step=0,
         stage="gradient norm",
@@ -146,7 +146,7 @@ FAULTS = {
     ),
     "norm of the parts of one rank": Fault(
         "torch/parallel/sharded/gradients.py",
-        "self._everywhere(squares).sum().sqrt()",
+        "rows_of_ranks(self.comm, squares).sum().sqrt()",
         "squares.sum().sqrt()",
         step=0,
         stage="gradient norm",
@@ -282,7 +282,7 @@ FAULTS = {
     ),
     "what all tensor ranks hold counted by each": Fault(
         "torch/parallel/sharded/fsdp.py",
-        "self.copies = {id(p) for name, p in names if name not in self.cut.dims}",
+        "self.copies = {id(p) for name, p in names if name not in self.cut.cuts}",
         "self.copies = {id(p) for name, p in names if name is None}",
         step=0,
         stage="gradient norm",
@@ -346,7 +346,7 @@ FAULTS = {
         program="context_tasks:Sentences",
     ),
     "a norm undercounted over a mesh": Fault(
-        "torch/parallel/pipeline/gradients.py",
+        "torch/parallel/sharded/gradients.py",
         '                self.parts.all_reduce(squares, "control").wait()\n',
         "",
         step=0,
@@ -425,9 +425,9 @@ FAULTS = {
         program="expert_tasks:Alike",
     ),
     "equal shards of what is set": Fault(
-        "torch/checkpoint/state.py",
-        "dtensor.to_local().copy_(placed.to_local())",
-        "dtensor.to_local().copy_(value[: dtensor.to_local().shape[0]])",
+        "torch/strategies/layout.py",
+        "target.to_local().copy_(placed.to_local())",
+        "target.to_local().copy_(value[: target.to_local().shape[0]])",
         step=0,
         stage="loss",
         tensor=None,

@@ -14,7 +14,8 @@ import pytest
 from allranks.checkpoint.files import as_json, write_whole
 from allranks.cli.display.progress import lost_in
 from allranks.errors import PlaceError, RequestError
-from allranks.job.job_file import read_job_file
+from allranks.job import run_folder
+from allranks.job.job import read_job_file
 from allranks.job.run_folder import (
     JsonLines,
     RunFolder,
@@ -24,7 +25,6 @@ from allranks.job.run_folder import (
     read_events,
     read_rows,
 )
-from allranks.launcher import attempts
 from conftest import Train
 
 HOLDER = """
@@ -219,7 +219,7 @@ def test_what_goes_while_a_job_trains_is_said(
     train: Train, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
     """A log that is gone ends no training; a run folder that is gone does, at once."""
-    monkeypatch.setattr(attempts, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(run_folder, "LOOK_EVERY_S", 0.0)
     run = tmp_path / "run"
     more = {"run_dir": str(run), "ranks": 2, "steps": 40, "hang_timeout": 60.0}
     if not name:

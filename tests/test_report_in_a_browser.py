@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from allranks.cli.display.event_text import in_words
+from allranks.cli.display.following import in_words
 from allranks.tools.report.page import page_of
 from allranks.tools.report.records import read_run
 from report_runs import write_phases, write_run

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from allranks.cli.main import main
-from allranks.job.job_file import write_toml
+from allranks.job.job import write_toml
 from allranks.job.run_folder import read_rows
 from allranks.launcher.scripts.plan import CommandRequest
 from allranks.launcher.start import Result

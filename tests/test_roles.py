@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from allranks.cli.display.event_text import anomalies_in, in_words
-from allranks.cli.train import place_ranks
+from allranks.cli.display.following import anomalies_in, in_words
+from allranks.cli.display.placement import place_ranks
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.launcher.plan import Seat, Shape, for_all_processes, plan_of, shares

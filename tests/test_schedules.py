@@ -21,7 +21,7 @@ import foreign_tasks
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.torch import Trainer
-from allranks.training.engine.between_steps import scheduled_steps
+from allranks.training.engine.trainer import scheduled_steps
 from allranks.training.schedules import (
     Schedule,
     constant,

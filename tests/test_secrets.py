@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from allranks import launch
-from allranks.job.job_file import HIDDEN, redacted
+from allranks.job.job import HIDDEN, redacted
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.ports import Reservation
 from allranks.launcher.scripts import topology

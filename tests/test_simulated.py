@@ -25,7 +25,8 @@ from allranks.job.config import resolve
 from allranks.job.place import Network
 from allranks.job.run_folder import read_events
 from allranks.launcher.nodes.cluster import Cluster
-from allranks.launcher.nodes.join import Rendezvous, Ticket
+from allranks.launcher.nodes.join import Ticket
+from allranks.launcher.places import Rendezvous
 from allranks.launcher.places.simulated import SimulatedNodes
 from allranks.launcher.plan import Shape
 from allranks.launcher.processes.fork_server_client import ForkServer

@@ -184,6 +184,20 @@ def test_small_layers_by_themselves_are_whole_where_they_save_little() -> None:
     assert set(default_plan(alone, 2).cuts) == {"2"}  # else there would be nothing
 
 
+def test_a_weight_stays_whole_where_it_is_tied_to_a_layer_that_does() -> None:
+    """As in the head of BERT: the bias belongs to the layer above, the weight to the embedding."""
+
+    class Head(nn.Module):
+        def __init__(self, tokens: nn.Embedding) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 40)
+            self.linear.weight, self.bias = tokens.weight, self.linear.bias
+
+    tokens = nn.Embedding(40, 8)
+    model = nn.ModuleDict({"tokens": tokens, "head": Head(tokens), "other": nn.Linear(64, 64)})
+    assert set(default_plan(model, 2).cuts) == {"other"}
+
+
 @pytest.mark.slow
 def test_micro_batches_that_cut_a_shard_draw_what_one_process_draws(
     train: Train, references: dict[str, Any]

@@ -230,6 +230,142 @@ def test_means_of_unequal_batches() -> None:
     assert names(*ranks(False)) == []
 
 
+def trained(divisor: float, factor: float = 1.0, step: int = 0, **micro: int) -> dict[str, Any]:
+    batch = [micro.get("loader", 0), 0, micro.get("batch", 1)]
+    return fact("trained", step=step, batch=batch, divisor=divisor, factor=factor)
+
+
+def test_means_over_unequal_targets_need_one_factor() -> None:
+    def ranks(one: float, other: float, factor: float = 1.0) -> list[str]:
+        return names([REPLICA, trained(one)], [REPLICA, trained(other, factor)])
+
+    assert ranks(40, 30) == ["mean-of-unequal-means"]
+    assert ranks(40, 40) == ranks(4000, 4001) == []
+    assert ranks(40, 30, 30 / 40) == []  # each is multiplied by its part of all targets
+    hooked = [[REPLICA, fact("hooked", id=0), trained(n)] for n in (40, 30)]
+    assert names(*hooked) == []
+    alone = [[trained(n)] for n in (40, 30)]  # no ranks that reduce together
+    assert names(*alone) == []
+
+
+def test_means_over_unequal_targets_of_micro_batches() -> None:
+    def one(*facts: dict[str, Any]) -> list[str]:
+        return names(list(facts))
+
+    assert one(trained(40), trained(30, batch=2)) == ["mean-of-unequal-means"]
+    assert one(trained(40), trained(30, loader=1)) == []  # two tasks
+    assert one(trained(40), trained(30)) == []  # two losses, or tasks, of one batch
+    last = [trained(n, step=i // 2, batch=i + 1) for i, n in enumerate([8] * 9 + [3])]
+    assert one(*last) == []  # 1 step of 5: the last batch of an epoch
+
+
+def test_unequal_steps_are_of_ranks_that_do_not_wait() -> None:
+    optimizer = {**SGD, "replicas": [0], "outside": {}}
+
+    def ranks(one: int, other: int, *more: dict[str, Any], scaled: bool = False) -> list[str]:
+        counts = [fact("counts", windows=[], steps={"0": n}, scaled=scaled) for n in (one, other)]
+        return names(*([REPLICA, optimizer, *more, row] for row in counts))
+
+    assert ranks(12, 9) == ["unequal-steps"]
+    assert ranks(12, 11) == ranks(12, 12) == []  # stopped between two
+    assert ranks(12, 0) == []  # that rank wrote no counts
+    assert ranks(12, 9, fact("joined")) == ranks(12, 9, scaled=True) == []
+
+
+def test_equal_batches_are_equal_on_all_ranks_and_unlike_each_other() -> None:
+    def ranks(*tables: list[int], sent: int = 0) -> list[str]:
+        return names(*(
+            [REPLICA, *(fact("inputs", id=0, digests=[n], sent=sent * n) for n in table)]
+            for table in tables
+        ))  # fmt: skip
+
+    assert ranks([1, 2, 3, 4], [1, 2, 3, 4]) == ["equal-batches"]
+    assert ranks([1, 2, 3, 4], [1, 2, 3, 5]) == []
+    assert ranks([1, 1, 1, 1], [1, 1, 1, 1]) == []  # a constant
+    assert ranks([1, 2, 3], [1, 2, 3]) == []  # too few
+    assert ranks([1, 2, 3, 4], [1, 2, 3, 4], sent=1) == []  # they exchange parts of a sequence
+
+
+def test_a_split_of_each_rank_is_seen_by_its_subset_or_by_rows() -> None:
+    def ranks(rows: list[list[list[int]]], subsets: tuple[Any, Any], **values: Any) -> list[str]:
+        return names(*(
+            [
+                REPLICA,
+                loader(subset=subset, **values),
+                one_pass([2 * i + rank for i in range(16)])
+                | {"rows": {str(2 * i + rank): row for i, row in enumerate(rows[rank])}},
+            ]
+            for rank, subset in enumerate(subsets)
+        ))  # fmt: skip
+
+    apart = [[[100 * rank + i, 7] for i in range(16)] for rank in (0, 1)]
+    assert ranks(apart, (1, 1)) == ranks(apart, (None, None)) == []
+    assert ranks(apart, (1, 2)) == ["split-of-each-rank"]
+    assert ranks(apart, (1, 2), sampler="RandomSampler") == []  # each rank has a part of its own
+    assert ranks(apart, (1, 2), replicas=1) != ["split-of-each-rank"]
+    twice = [[[i, 7] for i in range(16)]] * 2  # each sample is in the data twice
+    assert ranks(twice, (None, None)) == []
+
+
+def test_a_split_of_each_rank_is_seen_by_numbers_that_are_other_samples() -> None:
+    def ranks(*tables: list[int]) -> list[str]:
+        """One table for each rank: the row of each number, over the epochs."""
+        return names(*(
+            [REPLICA, loader(), *(
+                one_pass(ids, number) | {"rows": {str(i): [table[i]] for i in ids}}
+                for number, ids in enumerate((evens, odds)[:: 1 - 2 * rank])
+            )]
+            for rank, table in enumerate(tables)
+        ))  # fmt: skip
+
+    evens, odds, ordered = list(range(0, 16, 2)), list(range(1, 16, 2)), list(range(16))
+    assert ranks(ordered, ordered[::-1]) == ["split-of-each-rank"]
+    assert ranks(ordered, ordered) == []
+    assert ranks(ordered, [*ordered[:9], *ordered[:8:-1]]) == []  # 6 numbers: too few
+    assert ranks(ordered, [100 + i for i in ordered]) == []  # changed by augmentation
+    assert ranks([0, *ordered[:15]], ordered) == []  # the data have equal rows
+
+
+def test_a_sum_of_losses_with_repeated_samples_is_proved_by_what_is_given() -> None:
+    def ranks(*given: float, counts: tuple[int, int] = (33, 33)) -> list[str]:
+        losses = [{**means(0.5, counts=[n]), "is_sum": True} for n in counts]
+        rows = [{**reduced(value), "operation": "GATHER"} for value in given]
+        return padded(*([*pair] for pair in zip(losses, rows, strict=True)))
+
+    assert ranks(16.5, 16.5) == ranks(0.5, 0.5) == ["padded-evaluation"]
+    assert ranks(16.5, 16.0) == ["(padded-evaluation)"]
+    assert ranks(16.5, 16.0, counts=(33, 32)) == ["(padded-evaluation)"]  # one was left out
+
+
+def test_the_causes_of_a_drift_are_those_that_the_facts_show() -> None:
+    optimizer = {**SGD, "replicas": [0], "outside": {}}
+
+    def drift(forwards: int, rates: list[float], **values: Any) -> str:
+        facts = []
+        for i, rate in enumerate(rates):
+            counts = fact("counts", windows=[], steps={"0": 3}, scaled=False, rates={"0": [rate]})
+            last = {**digest(-1, forwards=forwards, w=i), **values}
+            facts.append([REPLICA, optimizer, counts, last])
+        (drifting,) = of(*facts)
+        assert drifting.name == "replicas-drift"
+        return f"{drifting.found} | {drifting.fix}"
+
+    assert "no cause was seen | look" in drift(3, [0.1, 0.1])
+    rates = drift(3, [0.1, 0.2])
+    assert "the learning rates of the ranks are 0.1 and 0.2 at the end | step" in rates
+    assert "no forward of the DDP ran in training, for 3 steps | call" in drift(0, [0.1, 0.1])
+    assert "only 2 forwards of the DDP ran" in drift(2, [0.1, 0.1])
+    unreduced = drift(3, [0.1, 0.1], unreduced=["w"])
+    assert "DDP does not reduce w" in unreduced and "| wrap the model" in unreduced
+    assert "no cause" not in drift(2, [0.1, 0.2])
+
+
+def test_a_library_that_steps_the_schedule_does_it_on_purpose() -> None:
+    steps = {"name": "StepLR", "optimizer": 0, "between": {"2": 9}, "first": 0}
+    assert both(fact("scheduler", id=0, **steps, wrapped=False)) == ["schedule-too-fast"]
+    assert both(fact("scheduler", id=0, **steps, wrapped=True)) == []
+
+
 def means(*values: float, counts: list[int]) -> dict[str, Any]:
     pairs = {"values": list(values), "counts": counts}
     return fact("means", loader=0, number=0, name="cross_entropy", **pairs)

@@ -49,7 +49,9 @@ def parametrize(metafunc: pytest.Metafunc, exhaustive: bool) -> None:
     """Give a test the cases that its markers ask for."""
     for mark in metafunc.definition.iter_markers("cases"):
         names, values = mark.args
-        metafunc.parametrize(names, [*values, *(mark.kwargs["exhaustive"] if exhaustive else ())])
+        metafunc.parametrize(
+            names, [*values, *(mark.kwargs.get("exhaustive", ()) if exhaustive else ())]
+        )
     for mark in metafunc.definition.iter_markers("thinned"):
         together, *factors = mark.args
         found = product([values for _, values in factors], mark.kwargs.get("where"))

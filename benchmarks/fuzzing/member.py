@@ -19,8 +19,8 @@ from allranks.job.job import Job, with_settings
 from allranks.launcher.world import World
 from allranks.torch import Trainer
 from allranks.torch.checkpoint.state import saved_names
-from allranks.torch.data.sources import seed_generators
 from allranks.torch.model.weights import weights_sha256
+from allranks.torch.random.keyed_rng import seed_generators
 from allranks.training.rank_program import fit
 
 TRAINED, REFUSED, BROKEN = "trained", "refused", "broken"

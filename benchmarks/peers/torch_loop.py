@@ -22,7 +22,8 @@ from torch.optim import Optimizer
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.torch.data.open_data import open_data
-from allranks.torch.data.sources import MapSource, TensorSource, seed_generators
+from allranks.torch.data.sources import MapSource, TensorSource
+from allranks.torch.random.keyed_rng import seed_generators
 from allranks.torch.task import Task
 from allranks.training.task_fields import task_of
 

@@ -81,7 +81,7 @@ ENGINES = {
         title="torch",
         worker="allranks.torch.worker",
         preload="allranks.torch.preload",
-        tasks=("allranks.torch", "allranks.torch.task"),
+        tasks=("allranks.torch", "allranks.torch.task", "allranks.huggingface"),
         task="a torch task",
         models="models of torch",
         alone="single",
@@ -180,7 +180,7 @@ REDUCERS = {
 }
 
 PLACES = {
-    "local": "allranks.launcher.places.base:ThisMachine",
+    "local": "allranks.launcher.places:ThisMachine",
     "hosts": "allranks.launcher.places.ssh:SshHosts",
     "simulated": "allranks.launcher.places.simulated:Simulated",
     "slurm": "allranks.launcher.places.slurm:SlurmJob",
@@ -188,12 +188,11 @@ PLACES = {
 BY_HAND = "allranks.launcher.places.ssh:ManualNodes"
 """Nodes that a user starts one by one: --rendezvous asks for them, and no name of --place."""
 
-PLACE_CHECK = "allranks.launcher.places.base:check_job"
+PLACE_CHECK = "allranks.launcher.places:check_job"
 FIRST_CHECK = "allranks.tools.check.first:first_check"
 
-PLANNER = "allranks.torch.checkpoint.saving"
-DTENSORS = "allranks.torch.parallel.sharded.state"
-"""What only jobs pay for whose ranks hold parts of tensors: importing it takes a second."""
+NODES = "allranks.launcher.nodes.cluster"
+"""What only jobs on several nodes load."""
 
 PROGRAMS = {
     "cifar10": "allranks.programs.cifar10:Cifar10",

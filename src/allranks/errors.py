@@ -168,6 +168,11 @@ class Interrupted(AllranksError):
     exit_code = EXIT_INTERRUPTED
 
 
+def stopped_by(reason: str, text: str) -> Stopped | Interrupted:
+    """The error of a job that stopped early with its state saved: `Interrupted` after Ctrl-C."""
+    return Interrupted(text) if reason == "SIGINT" else Stopped(text)
+
+
 def _one_line(part: str) -> str:
     """One part of a message, shortened and printable: users may write anything."""
     cut = part if len(part) <= LONGEST_PART else f"{part[:LONGEST_PART]}… ({len(part)} characters)"
@@ -200,5 +205,10 @@ class Explained:
         pass
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, RuntimeError) and self._pattern.search(str(error)):
+        if isinstance(error, RuntimeError):
+            self.explain(error)
+
+    def explain(self, error: RuntimeError) -> None:
+        """Raise the refusal if the error matches."""
+        if self._pattern.search(str(error)):
             raise self._refusal(str(error).splitlines()[0][:LONGEST_QUOTE]) from error

@@ -13,8 +13,7 @@ from contextlib import closing, suppress
 
 import pytest
 
-from allranks.launcher.messages.answering import Answering
-from allranks.launcher.messages.connection import Connection, connect_to
+from allranks.launcher.messages import Answering, Connection, connect_to
 from allranks.launcher.nodes import channel as admission
 from allranks.launcher.nodes.channel import (
     LARGEST_FROM_STRANGERS,

@@ -165,7 +165,7 @@ def test_the_rank_that_failed_is_named(run: Run, tmp_path: Path) -> None:
 def test_a_victim_is_not_named_though_it_ends_first(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("allranks.launcher.scripts.supervise.GRACE_S", PATIENCE_S)
+    monkeypatch.setattr("allranks.launcher.supervisor.GRACE_S", PATIENCE_S)
     script = """
     import pathlib, signal
     if os.environ["RANK"] == "0":

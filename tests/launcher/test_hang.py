@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from allranks.launcher.fault_report import hang_report
-from allranks.launcher.hang import Hang, find_hang, ranks_waited_for
 from allranks.launcher.heartbeat import PHASES, Beat
 from allranks.launcher.processes.fork_server_client import stacks_of
 from allranks.launcher.processes.linux import state_of
 from allranks.launcher.processes.process import ProcessState
+from allranks.launcher.supervisor import Hang, find_hang, ranks_waited_for
 
 TIMEOUT_S = 10.0
 

@@ -9,8 +9,13 @@ import pytest
 from allranks.errors import RequestError
 from allranks.job.config import resolve
 from allranks.job.run_folder import read_events
-from allranks.launcher.processes.fork_server_client import ForkServer
-from allranks.launcher.processes.process import VARIABLE, Process, check_hash_seed, hash_seed
+from allranks.launcher.processes.fork_server_client import (
+    HASH_SEED,
+    ForkServer,
+    check_hash_seed,
+    hash_seed,
+)
+from allranks.launcher.processes.process import Process
 from allranks.launcher.start import run_job
 from allranks.launcher.supervisor import supervise
 
@@ -41,18 +46,18 @@ def test_two_servers_give_a_set_one_order(
 
 @pytest.fixture
 def no_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(HASH_SEED, raising=False)
 
 
 def test_the_users_own_is_respected_and_random_is_one_number(no_seed: None) -> None:
-    assert hash_seed({}) == hash_seed({VARIABLE: ""}) == "0"
-    assert hash_seed({VARIABLE: "7"}) == "7"
-    assert hash_seed({VARIABLE: "random"}).isdecimal()
+    assert hash_seed({}) == hash_seed({HASH_SEED: ""}) == "0"
+    assert hash_seed({HASH_SEED: "7"}) == "7"
+    assert hash_seed({HASH_SEED: "random"}).isdecimal()
 
 
 def test_a_node_with_another_seed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for given in ("", "random", "7"):
-        monkeypatch.setenv(VARIABLE, given)
+        monkeypatch.setenv(HASH_SEED, given)
         check_hash_seed("7")
     with pytest.raises(RequestError, match="sets of texts would have another order"):
         check_hash_seed("0")
@@ -70,8 +75,8 @@ def test_class_numbers_from_a_set_are_those_of_the_last_run(
 
     usual = train("one")
     assert train("two") == usual
-    monkeypatch.setenv(VARIABLE, "12")
+    monkeypatch.setenv(HASH_SEED, "12")
     assert train("other") != usual
     for name, seed in (("one", "0"), ("other", "12")):
         started = next(e for e in read_events(tmp_path / name) if e["event"] == "started")
-        assert started["environment"][VARIABLE] == seed
+        assert started["environment"][HASH_SEED] == seed

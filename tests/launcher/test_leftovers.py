@@ -256,7 +256,9 @@ def test_what_loader_processes_of_the_dead_kept_is_found_by_the_notes_in_a_folde
 
 STARTS = """
 import sys
+from allranks.launcher.processes import leftovers
 from allranks.launcher.processes.fork_server_client import ForkServer
+leftovers.owner = lambda: "nobody"  # a sweep by another test would end it
 server = ForkServer(("imports_for_ever",))  # it ends as soon as nobody holds it
 print(server._process.pid, flush=True)
 sys.stdin.read()
@@ -279,12 +281,13 @@ def test_a_fork_server_that_still_imports_ends_with_its_owner(tmp_path: Path) ->
     try:
         until(lambda: (tmp_path / "begun").exists(), "the import to begin")
         owner.kill()
-        owner.communicate()
+        owner.wait()  # not for the end of its output, which the fork server holds too
         until(lambda: state_of(pid) in ("", "Z"), "the end of the fork server", 60)
     finally:
         owner.kill()
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+        owner.communicate()
 
 
 @pytest.mark.slow

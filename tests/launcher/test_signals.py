@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from allranks.launcher.signals import Signals
+from allranks.launcher.supervisor import Signals
 
 
 @pytest.mark.parametrize("number", Signals.STOP, ids=lambda n: n.name)

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from allranks.job.run_folder import JsonLines, read_rows
-from allranks.launcher.hang import FEWEST_STEPS, LEAST_S, Stragglers, slower
 from allranks.launcher.heartbeat import PHASES, Beat, Heartbeat, HeartbeatTable
+from allranks.launcher.supervisor import FEWEST_STEPS, LEAST_S, Stragglers, slower
 
 STEPS = 10
 HOSTS = ("node0", "")  # "": this one
@@ -76,7 +76,7 @@ def test_only_ranks_slower_than_the_usual_one_are_named(spent: list[float]) -> N
 
 def test_each_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("allranks.launcher.hang.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("allranks.launcher.supervisor.time.monotonic", lambda: now[0])
     monkeypatch.setattr("allranks.launcher.heartbeat.time.monotonic", lambda: now[0])
     path = tmp_path / "events.jsonl"
     with closing(HeartbeatTable(2)) as heartbeats, JsonLines(path) as events:
@@ -100,7 +100,7 @@ def test_steps_that_are_longer_than_the_looks_are_compared_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr("allranks.launcher.hang.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("allranks.launcher.supervisor.time.monotonic", lambda: now[0])
     monkeypatch.setattr("allranks.launcher.heartbeat.time.monotonic", lambda: now[0])
     path = tmp_path / "events.jsonl"
     with closing(HeartbeatTable(2)) as heartbeats, JsonLines(path) as events:

@@ -113,6 +113,17 @@ def test_a_fault_after_somebody_asked_to_stop_starts_no_second_end() -> None:
     assert ended.reason == "node n2 got SIGTERM"
 
 
+def test_a_script_that_was_told_to_stop_is_not_told_again_when_another_ends() -> None:
+    """A second SIGTERM would end it in the middle of what it does at the first."""
+    server = Fake([[(0, 1)], [(1, -signal.SIGTERM)], [], [(2, 0)]])
+    ended = attended(server, evidence_s=0.0)
+    assert [(look, number) for look, ticket, number in server.sent if ticket == 2] == [
+        (1, signal.SIGTERM),
+        (1, signal.SIGCONT),
+    ]
+    assert ended.stopped == {1, 2}
+
+
 def test_servers_end_when_those_whom_they_serve_are_done() -> None:
     server = Fake([[(0, 0)], []])
     ended = attended(server, ranks=2, deciding=frozenset({0}), leaving=frozenset({1}))

@@ -17,9 +17,8 @@ from allranks.job.place import read_placements
 from allranks.job.run_folder import read_events, read_rows
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.process import Process
-from allranks.launcher.signals import Signals
 from allranks.launcher.start import JobWatcher, Result, run_job
-from allranks.launcher.supervisor import supervise
+from allranks.launcher.supervisor import Signals, supervise
 from conftest import TASKS, Train
 from tf_runs import difference
 

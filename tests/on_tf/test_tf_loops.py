@@ -42,7 +42,8 @@ def test_a_loop_gives_the_same_on_two_ranks(tf_server: ForkServer, tmp_path: Pat
         assert one["eval"] == pytest.approx(alone["eval"], rel=1e-12)
 
 
-def test_two_trainers_share_a_process(tf_server: ForkServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("worker", ["two_in_one_process", "without_evaluations"])
+def test_a_loop_of_one_process(worker: str, tf_server: ForkServer, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    process = Process(0, "tf_loops:two_in_one_process", {}, {}, log)
+    process = Process(0, f"tf_loops:{worker}", {}, {}, log)
     assert supervise(tf_server, [process]).exits[0].code == 0, log.read_text()

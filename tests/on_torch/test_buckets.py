@@ -186,12 +186,13 @@ def test_a_section_holds_the_rows_of_its_rank(ranks: int) -> None:
     bucket, gradients = packed_example(ranks)
     flat = bucket.packed(gradients)
     dense = [None if g is None else reals(g.to_dense()) for g in gradients]
-    assert bucket.packed_at_once(dense).equal(flat)
+    for pack in (bucket.packed_at_once, bucket.packed_one_by_one):
+        assert pack(dense).equal(flat)
     for rank, section in enumerate(flat.view(ranks, -1)):
         for (parameter, part), gradient in zip(bucket.parts(section, rank), gradients, strict=True):
             rows = own_rows(parameter if gradient is None else gradient.to_dense(), ranks, rank)
             assert part.equal(rows)
-    for unpack in (bucket.unpack, bucket.unpack_at_once):
+    for unpack in (bucket.unpack, bucket.unpack_at_once, bucket.unpack_one_by_one):
         for parameter in bucket.parameters:
             parameter.detach().zero_()
         unpack(flat)
@@ -207,8 +208,8 @@ def test_packing_calls_no_function_for_a_rank() -> None:
     def calls(parameters: int, ranks: int, *, at_once: bool) -> int:
         made = [nn.Parameter(torch.randn(64, 2)) for _ in range(parameters)]
         bucket = PackedBucket(made, ranks)
-        pack = bucket.packed_at_once if at_once else bucket.packed
-        unpack = bucket.unpack_at_once if at_once else bucket.unpack
+        pack = bucket.packed_at_once if at_once else bucket.packed_one_by_one
+        unpack = bucket.unpack_at_once if at_once else bucket.unpack_one_by_one
 
         def act() -> None:
             flat = pack([parameter.detach() for parameter in made])

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from allranks.checkpoint.checkpointer import Loaded
-from allranks.checkpoint.format import NAME, About, digest, read_manifest, step_folder
-from allranks.checkpoint.tensor_file import read_layout
+from allranks.checkpoint.format import NAME, About, digest, read_layout, read_manifest, step_folder
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.torch import Task, Trainer

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from allranks.checkpoint.commit import ALONE
 from allranks.errors import RequestError
-from allranks.torch.checkpoint import saving as dcp
 from allranks.torch.checkpoint.plan import (
     ELSEWHERE,
     Planner,
@@ -23,6 +22,7 @@ from allranks.torch.checkpoint.plan import (
     WritePart,
     _global,
     _read_parts,
+    dtensor_plan,
 )
 from counting import calls_of
 
@@ -51,7 +51,7 @@ def test_each_part_is_written_once_as_the_planner_of_torch_has_it(
         [*shared, *(whole(f"own/{rank}/{n}", shape) for n, shape in enumerate(own))]
         for rank in range(ranks)
     ]
-    ours, theirs = planned(held), dcp.global_parts(held)
+    ours, theirs = planned(held), dtensor_plan(held)
     written = [part for parts in ours for part in parts]
     assert sorted(written, key=str) == sorted((p for parts in theirs for p in parts), key=str)
     assert all(part in held[rank] for rank, parts in enumerate(ours) for part in parts)

@@ -18,7 +18,7 @@ from torch import Tensor
 from allranks.checkpoint.export import model_name
 from allranks.checkpoint.format import BadCheckpoint, unflatten
 from allranks.errors import RequestError
-from allranks.torch.checkpoint.tree import DTYPES, flatten
+from allranks.torch.checkpoint.state import DTYPES, flatten
 
 KEYS = st.one_of(
     st.integers(), st.text(max_size=4), st.sampled_from(["", "0", "-1", "$tensor", "a/b", "a~1b@"])

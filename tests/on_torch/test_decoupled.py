@@ -20,12 +20,12 @@ from safetensors.numpy import load_file
 from torch import nn
 
 import contract_tasks
-from allranks.cli.display.event_text import anomalies_in, in_words
+from allranks.cli.display.following import anomalies_in, in_words
 from allranks.errors import ProgramError, RequestError
 from allranks.job.config import resolve
 from allranks.job.job import Job
 from allranks.job.run_folder import rank_events_path, read_events, read_rows
-from allranks.launcher.messages.connection import AHEAD, MARK, Connection
+from allranks.launcher.messages import AHEAD, MARK, Connection
 from allranks.launcher.nodes.channel import Disconnected
 from allranks.launcher.nodes.cluster import Cluster
 from allranks.launcher.start import run_job

@@ -12,7 +12,7 @@ import torch
 from allranks.errors import ProgramError, RequestError
 from allranks.strategies.card import Reference
 from allranks.strategies.cards import CARDS
-from allranks.torch.parallel.data.ddp import PendingGradient
+from allranks.torch.parallel.data.late_ddp import PendingGradient
 from conftest import Train
 
 

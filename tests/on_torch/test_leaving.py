@@ -25,8 +25,7 @@ from allranks.torch import Trainer
 from allranks.torch.comm import counting_group as counting
 from allranks.torch.comm import join as joining
 from allranks.torch.comm import subgroups as lent
-from allranks.torch.comm.comm import CPU, Comm
-from allranks.torch.comm.subgroups import TIMEOUT
+from allranks.torch.comm.comm import CPU, TIMEOUT, Comm
 from allranks.torch.model.layers import Swapped
 
 OnRanks = Callable[..., Any]

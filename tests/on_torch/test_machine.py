@@ -17,7 +17,7 @@ from allranks.errors import RequestError
 from allranks.job.config import resolve
 from allranks.job.job import Job
 from allranks.job.run_folder import rank_events_path, read_rows
-from allranks.launcher.nodes.join import Rendezvous
+from allranks.launcher.places import Rendezvous
 from allranks.launcher.start import plan_only
 from allranks.launcher.world import World
 from allranks.torch import worker

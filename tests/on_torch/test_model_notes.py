@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 import kinds_tasks
-from allranks.cli.display.event_text import in_words
+from allranks.cli.display.following import in_words
 from allranks.cli.display.progress import in_sentences
 from allranks.job.run_folder import rank_events_path, read_rows
 from allranks.torch.model.placement import notes_on

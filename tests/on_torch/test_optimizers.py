@@ -13,8 +13,12 @@ from torch.optim import SGD, Optimizer
 
 from allranks.checkpoint.format import unflatten
 from allranks.errors import RequestError
-from allranks.torch.checkpoint.state import hyper_parameters, load_optimizer_state, optimizer_state
-from allranks.torch.checkpoint.tree import flatten
+from allranks.torch.checkpoint.state import (
+    flatten,
+    hyper_parameters,
+    load_optimizer_state,
+    optimizer_state,
+)
 from allranks.torch.optimizers.layerwise import LAMB, LARS
 from conftest import Train
 

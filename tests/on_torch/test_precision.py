@@ -238,6 +238,19 @@ def test_a_device_without_memory_says_what_it_holds(monkeypatch: pytest.MonkeyPa
     assert first.startswith("held on NVIDIA H200: 6") and second.startswith("  2 × 3")
 
 
+def test_two_types_that_do_not_go_together_are_noted_with_that_of_the_job() -> None:
+    class Mixes(trainer_tasks.Worse):
+        def loss(self, output: Any, batch: Any) -> Any:
+            return super().loss(output @ torch.eye(output.shape[1], dtype=torch.float64), batch)
+
+    with Trainer(Mixes()) as trainer:
+        for run in (trainer.rehearse, lambda: trainer.step(next(iter(trainer.batches())))):
+            with pytest.raises(RuntimeError, match="dtype") as error:
+                run()
+            (note,) = error.value.__notes__
+            assert note.startswith("This job computes in torch.float32: weights and batches")
+
+
 def test_pretrained_weights_of_64_bits_are_not_rounded_to_32() -> None:
     given = {"0.weight": contract_tasks.made(8, 4, seed=3)}
     task = type("Filled", (contract_tasks.Plain,), {"pretrained": lambda self: given})()

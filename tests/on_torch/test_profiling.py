@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from allranks.cli.display.event_text import in_words
+from allranks.cli.display.following import in_words
 from allranks.errors import RequestError
 from allranks.job.config import resolve
 from allranks.job.run_folder import read_events

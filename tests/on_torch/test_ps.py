@@ -374,7 +374,7 @@ def served(stack: ExitStack, keeper: Any) -> tuple[Any, list[Server]]:
         assert layout.nbytes
 
     def links(worker: int, digest: str = keeper.digest) -> tuple[Links, int, dict[str, Any]]:
-        made = Links(addresses, "secret", keeper.messages())
+        made = Links(addresses, "secret", keeper.workload().messages)
         stack.callback(made.close)
         return made, 0, {"role": "worker", "index": worker, "digest": digest}
 

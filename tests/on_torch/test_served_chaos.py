@@ -21,7 +21,9 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
+from allranks.checkpoint.format import read_manifest
 from allranks.job.run_folder import read_events
+from allranks.training.work_queue import Ledger
 from conftest import Train
 from test_every_strategy import difference
 
@@ -138,7 +140,10 @@ def test_each_batch_counts_once_whoever_dies(
 
 @pytest.mark.parametrize("mode", ["async", "delta,every=4,pipeline=yes"])
 def test_a_signal_loses_no_row_of_a_step_that_is_in_the_weights(tmp_path: Path, mode: str) -> None:
-    """What workers are at when it comes is counted, in rows as well, before it is saved."""
+    """What workers are at when it comes is counted, in rows as well, before it is saved.
+
+    The queue that is saved has no step as done that was not counted.
+    """
     command = [
         *(sys.executable, "-m", "allranks.cli.main", "train", "decoupled_tasks:Plain"),
         *("--strategy", f"ps:mode={mode}", "--ranks", "3", "--steps", "4000"),
@@ -157,7 +162,10 @@ def test_a_signal_loses_no_row_of_a_step_that_is_in_the_weights(tmp_path: Path, 
     stopped = next(e for e in read_events(tmp_path) if e["event"] == "stopped" and not e["rank"])
     rows = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert [row["step"] for row in rows if "loss" in row] == list(range(stopped["step"]))
-    assert (tmp_path / "checkpoints" / f"step-{stopped['step']:08d}" / "manifest.json").exists()
+    manifest = read_manifest(tmp_path / "checkpoints" / f"step-{stopped['step']:08d}")
+    queue = Ledger(steps=4000, every=1, parts=1)
+    queue.load_state(manifest.values["common"]["handed"])
+    assert queue.steps_done == stopped["step"]
 
 
 def test_a_worker_joins_again_after_strangers_have_come_and_gone(tmp_path: Path) -> None:

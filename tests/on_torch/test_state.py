@@ -17,6 +17,7 @@ from allranks.checkpoint.format import unflatten
 from allranks.errors import RequestError
 from allranks.torch.checkpoint.state import (
     TrainedSet,
+    flatten,
     hyper_parameters,
     kept_random_streams,
     load_model_state,
@@ -27,7 +28,6 @@ from allranks.torch.checkpoint.state import (
     random_streams,
     set_random_streams,
 )
-from allranks.torch.checkpoint.tree import flatten
 from resume_tasks import Odd
 
 CPU = torch.device("cpu")

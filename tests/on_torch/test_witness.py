@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import witness_tasks
-from allranks.cli.display.event_text import in_words
+from allranks.cli.display.following import in_words
 from allranks.cli.display.progress import follows_ranks, in_sentences
 from allranks.errors import AllranksError, ProgramError, RequestError
 from allranks.job.job import Job

@@ -27,8 +27,7 @@ from allranks.torch.optimizers.elementwise import (
     groups_of_whole,
 )
 from allranks.torch.optimizers.layerwise import LAMB, LARS
-from allranks.torch.parallel.sharded.state import with_parameters
-from allranks.torch.parallel.sharded.whole_optimizers import Divided
+from allranks.torch.strategies.layout import Cut, with_parameters
 from conftest import Train
 from tensor_tasks import OfAll
 from test_every_strategy import STEPS, difference, reference_for, references
@@ -390,7 +389,7 @@ def test_a_rule_by_the_size_of_a_weight_is_asked_in_the_parts_of_the_job(
     monkeypatch.setattr(BySize, "bound", bound)
     weights = [nn.Parameter(torch.randn(shape)) for shape in ((16, 16), (2**13, 2**7))]
     optimizer = BySize([{"params": [one]} for one in weights], lr=0.1)
-    cuts = {id(p): Divided(p, p.shape).cut(n) for p, n in zip(weights, (3, 2), strict=True)}
+    cuts = {id(p): Cut(p.detach()).parts(n) for p, n in zip(weights, (3, 2), strict=True)}
     assert groups_of_whole(optimizer, "--strategy zero1", cuts) == whole
 
 

@@ -20,19 +20,19 @@ from allranks.catalog import BY_HAND, PLACES, load
 from allranks.errors import PlaceError, RequestError
 from allranks.job.config import resolve
 from allranks.job.faults import parse
-from allranks.launcher.nodes.cluster import gathered
-from allranks.launcher.nodes.join import Rendezvous, Ticket
-from allranks.launcher.places.agents import AGENT, Agents, listen_to_all, ticket_for
-from allranks.launcher.places.base import (
+from allranks.launcher.nodes.cluster import foreseen_hosts, gathered
+from allranks.launcher.nodes.join import Ticket
+from allranks.launcher.places import (
     AgentPlace,
     NodeRequest,
     Place,
+    Rendezvous,
     Started,
     check_request,
     find_place,
-    foreseen_hosts,
     seats_on,
 )
+from allranks.launcher.places.agents import AGENT, Agents, listen_to_all, ticket_for
 from allranks.launcher.plan import Seat
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.ports import Reservation

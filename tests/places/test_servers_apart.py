@@ -13,7 +13,7 @@ from allranks.errors import PlaceError, RequestError
 from allranks.job.config import resolve
 from allranks.job.run_folder import read_events
 from allranks.launcher.nodes.cluster import Cluster
-from allranks.launcher.nodes.join import Rendezvous
+from allranks.launcher.places import Rendezvous
 from allranks.launcher.start import plan_only, run_job
 from conftest import Train
 from test_every_strategy import difference

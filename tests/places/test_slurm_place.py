@@ -12,10 +12,8 @@ import pytest
 
 from allranks.errors import RequestError
 from allranks.launcher.attempts import Attempts
-from allranks.launcher.nodes.join import Rendezvous
-from allranks.launcher.places import slurm
+from allranks.launcher.places import NodeRequest, Rendezvous, chosen_place, slurm
 from allranks.launcher.places.agents import AGENT
-from allranks.launcher.places.base import NodeRequest, chosen_place
 from allranks.launcher.slurm.allocation import Allocation
 from allranks.launcher.supervisor import COMMIT_S
 

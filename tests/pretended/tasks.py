@@ -22,12 +22,12 @@ SAMPLES = 29  # the last batch of an epoch is smaller, and some ranks have none 
 
 
 class Net(nn.Module):
-    def __init__(self, depth: int = 1) -> None:
+    def __init__(self, depth: int = 1, width: int = 8) -> None:
         super().__init__()
         self.convolution, self.norm = nn.Conv2d(2, 6, 3, padding=1), nn.BatchNorm2d(6)
-        self.dropout, self.wide = nn.Dropout(0.2), nn.Linear(6 * 16, 8)
-        layers = [layer for _ in range(depth) for layer in (nn.Linear(8, 8), nn.ReLU())]
-        self.blocks = nn.Sequential(*layers, nn.Linear(8, 5))
+        self.dropout, self.wide = nn.Dropout(0.2), nn.Linear(6 * 16, width)
+        layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU())]
+        self.blocks = nn.Sequential(*layers, nn.Linear(width, 5))
 
     def forward(self, image: Tensor) -> Tensor:
         found = functional.relu(self.norm(self.convolution(image)))
@@ -64,10 +64,11 @@ class Small(Task):
     samples: int = SAMPLES
     optimizer_name: str = "sgd"
     depth: int = 1
+    width: int = 8
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
-        return Net(self.depth)
+        return Net(self.depth, self.width)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """The kernels of a list, on both devices: on a CPU torch takes others by default."""

@@ -15,7 +15,7 @@ WAITS = {
     **{"ddp-plain": 2, "independent": 1, "sparse-loco:every=50": 1},
 }
 """Until all numbers are there; where passes wait for no other rank, until they are over before."""
-READS = {"torch/step/deferred_results.py", "torch/comm/subgroups.py"}
+READS = {"torch/step/deferred_results.py", "torch/comm/comm.py"}
 TASKS = {"interleaved": "Chain", "tensor": "Chain", "expert": "Mixture"}
 
 

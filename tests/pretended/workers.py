@@ -23,8 +23,8 @@ from allranks.strategies.shards import Piece
 from allranks.torch import Trainer
 from allranks.torch.batchnorm import by_library
 from allranks.torch.build import swap_layers
+from allranks.torch.comm.comm import Pending
 from allranks.torch.comm.join import join
-from allranks.torch.comm.subgroups import Pending
 from allranks.torch.data.copying import Copying
 from allranks.torch.model.layers import Scope
 from allranks.torch.model.weights import weights_sha256
@@ -301,7 +301,9 @@ def steps_of_a_worker(argument: dict[str, Any], device: str) -> list[Any]:
             servers.append(server)
         side = Exchange(strategy_of_worker)
         strategy_of_worker.side = side
-        links = Links([("127.0.0.1", server.port) for server in servers], "", made.messages())
+        links = Links(
+            [("127.0.0.1", server.port) for server in servers], "", made.workload().messages
+        )
         hello = {"role": "worker", "index": 0, "digest": made.digest}
         side.link(links, 0, hello, shares=argument["shares"])
         stack.callback(side.unlink)

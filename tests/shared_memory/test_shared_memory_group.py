@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -38,6 +39,14 @@ def test_a_monitored_barrier_says_who_did_not_come_as_gloo_says_it(
     on_ranks: Callable[..., Any],
 ) -> None:
     on_ranks(3, "shared_memory_workers:barriers_that_fail", None)
+
+
+@pytest.mark.slow
+def test_a_rank_may_end_its_program_as_soon_as_it_has_a_group(on_ranks: Callable[..., Any]) -> None:
+    """As Accelerate's `test_ops` does where it takes each rank for a program of its own."""
+    with closing(socket.create_server(("localhost", 0))) as server:
+        port = server.getsockname()[1]
+    on_ranks(2, "shared_memory_workers:rank_0_ends_at_once", port)
 
 
 @pytest.mark.slow

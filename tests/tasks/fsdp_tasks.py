@@ -19,9 +19,9 @@ from allranks.job.job import Job
 from allranks.launcher.world import World
 from allranks.strategies.mesh import SHARD, TENSOR
 from allranks.torch import Task, Trainer
-from allranks.torch.checkpoint.tree import local
+from allranks.torch.checkpoint.state import local
 from allranks.torch.optimizers.layerwise import LAMB, LARS
-from allranks.torch.parallel.sharded.state import mesh_over
+from allranks.torch.strategies.layout import mesh_over
 from allranks.training.callback import Callback
 
 OPTIMIZERS = {

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from torch.nn.utils import prune
 
 from allranks.torch import MixtureOfExperts, Task
-from allranks.torch.witness import witness
 from allranks.training.callback import Callback
 from allranks.training.same_data import samples_to_compare
 
@@ -54,7 +53,7 @@ class ClockOfEachRank(Callback):
     """A look takes no time on rank 0, and ever more on the others; looks are near each other."""
 
     def on_start(self, trainer: Any) -> None:
-        witness.WITNESS_EVERY = 4
+        trainer.witness.every = 4
         is_leader = trainer.comm.rank == 0
         ticks = count()
         trainer.witness.budget.clock = (lambda: 0.0) if is_leader else (lambda: next(ticks) ** 3.0)

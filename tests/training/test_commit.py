@@ -11,17 +11,19 @@ from typing import Any
 
 import pytest
 
-from allranks.checkpoint.commit import Commit, Rules, Save
+from allranks.checkpoint.commit import Commit, Planned, Rules, Save
 from allranks.checkpoint.format import (
+    FileLayout,
+    FileTensor,
     SavedTensor,
     TensorBox,
     digest,
+    lay_out,
     nothing,
     rank_file,
     read_manifest,
     step_folder,
 )
-from allranks.checkpoint.tensor_file import FileTensor, Layout, lay_out
 
 FINE = {"error": "", "own": None, "bytes": 100, "blake2b": digest(b"theirs")}
 
@@ -43,7 +45,7 @@ class Told:
 class Numbers:
     """A snapshot of two numbers."""
 
-    layout: Layout = dataclasses.field(
+    layout: FileLayout = dataclasses.field(
         default_factory=lambda: lay_out({"w": FileTensor("F32", (2,))})
     )
     data: memoryview = dataclasses.field(default_factory=lambda: memoryview(b"12345678"))
@@ -62,9 +64,8 @@ def commit(
         return {"w": SavedTensor("F32", (2,), (TensorBox(files[0], (0,), (2,)),))}
 
     (tmp_path / "checkpoints").mkdir(exist_ok=True)
-    save = Save(
-        7, ranks.size, tensors, Numbers(), {}, None, {"job": {}}, time.monotonic(), 0.0, failed
-    )
+    planned = Planned({}, None, tensors, Numbers())
+    save = Save(7, ranks.size, planned, lambda: {"job": {}}, time.monotonic(), 0.0, failed)
     rules = Rules(tmp_path / "checkpoints", 3, "", 0, reach, report)
     stands = Commit(rules, ranks, save).run()
     return stands, told, step_folder(tmp_path / "checkpoints", 7)

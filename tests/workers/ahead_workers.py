@@ -118,8 +118,9 @@ def trained(
     """A training whose steps of these numbers are poisoned."""
     results, unread, rows = [], [], []
     with Trainer(task, Job(threads=1, **job), world=World.from_environment()) as trainer:
-        send = trainer._steps.rows.send
-        trainer._steps.rows.send = lambda *of: rows.append(send(*of)) or rows[-1]  # type: ignore
+        if (deferred := trainer.strategy.step.deferred) is not None:
+            send = deferred.send
+            deferred.send = lambda *of: rows.append(send(*of)) or rows[-1]  # type: ignore
         for batch in trainer.batches(steps=number):
             if batch.index in bad:
                 trainer.strategy.step.poison_next()

@@ -157,6 +157,7 @@ class Halves:
     comm: Comm
     parts: dict[str, DTensor]
     agreement: Agreement = SHARDED
+    has_own_state: bool = True
 
     def own_state(self) -> dict[str, Any]:
         return {}

@@ -366,6 +366,11 @@ def barriers_that_fail(argument: None) -> None:
                 with pytest.raises(RuntimeError, match="Ranks 1, 2 failed to pass monitoredBar"):
                     alone.monitored_barrier(0.1, wait_all_ranks=True)
             dist.barrier()
+            pair: Any = dist.new_group([0, 1], backend=name, timeout=TIMEOUT)
+            if rank == 0:
+                with pytest.raises(RuntimeError, match="Ranks 1 failed to pass monitoredBarrier"):
+                    pair.monitored_barrier(timedelta(seconds=0.1), wait_all_ranks=True)
+            dist.barrier()
         lost: Any = dist.new_group(backend=backend.BACKEND, timeout=TIMEOUT)
         if rank == 1:
             lost.shutdown()
@@ -519,6 +524,28 @@ def a_wait_ends(argument: None) -> None:
             dist.group.WORLD._store.get("waited")
             dist.all_reduce(tensor)
         assert tensor.tolist() == [size, size]
+
+
+class SlowStore(dist.PrefixStore):  # type: ignore[misc]
+    """It reads what rank 0 has written long after that is there."""
+
+    def get(self, key: str) -> bytes:
+        if key == "attached/0":
+            time.sleep(PAUSED_S)
+        value: bytes = super().get(key)
+        return value
+
+
+def rank_0_ends_at_once(port: int) -> None:
+    """Its program, which serves the store, ends as soon as it has its group."""
+    rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+    store: Any = dist.TCPStore("localhost", port, size, rank == 0, timeout=TIMEOUT)
+    store = (SlowStore if rank else dist.PrefixStore)("", store)
+    group, choice = backend.make_group(store, rank, size, TIMEOUT, range(size))
+    assert choice.did == backend.SHARED
+    if rank == 0:
+        os._exit(0)
+    group.shutdown()
 
 
 def nothing_is_left(argument: None) -> None:

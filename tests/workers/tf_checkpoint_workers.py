@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from allranks.checkpoint.array_snapshot import ArrayCopies
-from allranks.checkpoint.checkpointer import Checkpointer
-from allranks.checkpoint.commit import ALONE, LeaderAlone, Ranks
+from allranks.checkpoint.checkpointer import Checkpointer, LeaderAlone
+from allranks.checkpoint.commit import ALONE, Ranks
 from allranks.checkpoint.format import About
 from allranks.job.faults import POINTS as ALL_POINTS
 from allranks.job.faults import Faults

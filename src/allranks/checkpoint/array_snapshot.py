@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from allranks.checkpoint import format as tree
-from allranks.checkpoint.checkpointer import Loaded, Planned, is_below, values_of
-from allranks.checkpoint.commit import Ranks
-from allranks.checkpoint.format import Manifest, SavedTensor, TensorBox, TensorFiles, refused
-from allranks.checkpoint.tensor_file import FileTensor, lay_out
+from allranks.checkpoint.checkpointer import Loaded, is_below, values_of
+from allranks.checkpoint.commit import Planned, Ranks
+from allranks.checkpoint.export import TensorFiles
+from allranks.checkpoint.format import FileTensor, Manifest, SavedTensor, TensorBox, lay_out
 from allranks.errors import RequestError
 
 Array = NDArray[Any]
@@ -86,7 +86,7 @@ def _array_of(value: Any, path: str) -> Array | None:
     if not isinstance(value, (np.ndarray, np.generic)):
         return None
     if value.dtype.name not in NAMES:
-        raise refused(path, f"an array of {value.dtype}")
+        raise tree.refused(path, f"an array of {value.dtype}")
     return np.asarray(value)
 
 

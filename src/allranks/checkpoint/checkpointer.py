@@ -2,20 +2,22 @@
 
 A save blocks training for one copy in memory; then a thread writes (`commit`). Two parts depend on
 the engine: how a state is copied to memory and read again (`Copies`), and which ranks write
-(`writers`).
+(`Writers`).
 """
 
 from __future__ import annotations
 
 import json
+import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from allranks.checkpoint import folder as checkpoint_folder
-from allranks.checkpoint.commit import Commit, Ranks, Rules, Save, TensorSnapshot, Writers, named
+from allranks.checkpoint.commit import ALONE, Commit, Planned, Ranks, Rules, Save, named
 from allranks.checkpoint.folder import candidates, verify_files
 from allranks.checkpoint.format import (
     NAME,
@@ -23,7 +25,6 @@ from allranks.checkpoint.format import (
     BadCheckpoint,
     Manifest,
     Reach,
-    SavedTensor,
     check_best,
     nothing,
     read_manifest,
@@ -31,21 +32,7 @@ from allranks.checkpoint.format import (
     step_folder,
 )
 from allranks.checkpoint.format import digest as digest_of
-from allranks.errors import AllranksError, RequestError
-
-
-@dataclass(frozen=True)
-class Planned:
-    """The part of a state that one rank writes: `take` copies its tensors into the `snapshot`.
-
-    The other fields are as in `Save`.
-    """
-
-    common: Any
-    rank_state: Any
-    tensors: Callable[[list[str]], dict[str, SavedTensor]]
-    snapshot: TensorSnapshot
-    take: Callable[[], None]
+from allranks.errors import AllranksError, PeerLost, RequestError
 
 
 class Copies(Protocol):
@@ -86,7 +73,7 @@ class Checkpointer:
         self._rules = Rules(folder, keep, best, attempt, reach, report)
         self.writers, self._copies = writers, copies
         self._under_way: int | None = None
-        self._committed = True
+        self._committed, self._is_swept = True, False
         self._done_step = -1
 
     def save(
@@ -162,10 +149,18 @@ class Checkpointer:
         self.writers.leave(failed=failed)
 
     def _ready(self) -> Ranks:
-        """The ranks that agree; the first call removes the remains of dead attempts."""
-        return self.writers.ready(lambda: checkpoint_folder.sweep(self._rules.folder))
+        """The ranks that plan and search; at first the leader removes what dead attempts left.
 
-    def _take(self, step: int, planned: Planned, about: dict[str, Any], begun: float) -> Save:
+        Its first message to the others comes after that, and before it they touch no file.
+        """
+        if not self._is_swept and self.writers.ranks.rank == 0 and self._rules.folder.is_dir():
+            checkpoint_folder.sweep(self._rules.folder)
+        self._is_swept = True
+        return self.writers.planning
+
+    def _take(
+        self, step: int, planned: Planned, about: Callable[[], dict[str, Any]], begun: float
+    ) -> Save:
         """The save after its snapshot; a lack of memory or space is recorded, not raised."""
         failed = ""
         try:
@@ -173,19 +168,158 @@ class Checkpointer:
             planned.take()
         except (OSError, MemoryError) as error:
             failed = named(error)
-        save = Save(
+        return Save(
             step=step,
             ranks=self.writers.ranks.size,
-            tensors=planned.tensors,
-            snapshot=planned.snapshot,
-            common=planned.common,
-            rank_state=planned.rank_state,
+            planned=planned,
             about=about,
             begun=begun,
-            stall_s=0.0,
+            stall_s=time.monotonic() - begun,
             failed=failed,
         )
-        return replace(save, stall_s=time.monotonic() - begun)
+
+
+# --- writers -------------------------------------------------------------------------------------
+# The threads that write a checkpoint while training goes on: of every rank, or of the leader.
+#
+# If every rank writes its part (`EveryRank`), their threads exchange texts over their own
+# communicator. If all ranks hold the same (`LeaderAlone`), the leader's thread writes for all, and
+# sends nothing; the training threads exchange the result when they wait.
+
+
+class BackgroundThread:
+    """Runs one function at a time in a thread; its errors are raised by `wait`."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def start(self, act: Callable[[], None]) -> None:
+        """Start `act` in a thread, after `wait` has returned for the one before it."""
+        assert self._thread is None
+        self._thread = threading.Thread(
+            target=self._guarded, args=(act,), name="checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for the thread; raises its error, once."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _guarded(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except BaseException as error:
+            self._error = error
+
+
+class Writers(ABC):
+    """The writing part of `ranks`, which train together, as one of them sees it.
+
+    `planning` are the same ranks as they plan a save and find a checkpoint, `committing` those that
+    the threads write with.
+    """
+
+    def __init__(self, ranks: Ranks, planning: Ranks, committing: Ranks) -> None:
+        self.ranks, self.planning, self.committing = ranks, planning, committing
+        self.thread, self._stands = BackgroundThread(), False
+
+    @property
+    @abstractmethod
+    def writes(self) -> bool:
+        """Whether this rank writes."""
+
+    def begin(self, commit: Callable[[Ranks], bool]) -> None:
+        """Start `commit` in the thread of a writing rank; it returns whether the save succeeded."""
+
+        def act() -> None:
+            self._stands = commit(self.committing)
+
+        self.thread.start(act)
+
+    @abstractmethod
+    def outcome(self, step: int) -> bool:
+        """Wait for the save of `step`; returns whether it is committed, the same on every rank.
+
+        Raises the error of the thread, and `PeerLost` if another rank's thread raised one.
+        """
+
+    @abstractmethod
+    def close(self, *, failed: bool) -> None:
+        """Wait for the thread; not if this rank `failed` and the thread may wait for other ranks.
+
+        Raises the error of the thread.
+        """
+
+    def leave(self, *, failed: bool) -> None:
+        """Leave the communicator of the threads, if there is one."""
+
+    def _pop_outcome(self) -> bool:
+        """The result of the thread, once."""
+        stands, self._stands = self._stands, False
+        return stands
+
+
+class Sides(Ranks, Protocol):
+    """A communicator in addition to the one that trains."""
+
+    def leave(self, *, failed: bool = False) -> None:
+        """Leave the others."""
+        ...
+
+
+class EveryRank(Writers):
+    """Each rank writes its part; their threads exchange the results over `second`."""
+
+    writes = True
+
+    def __init__(self, ranks: Ranks, second: Sides) -> None:
+        super().__init__(ranks, second, second)
+        self._second = second
+
+    def outcome(self, step: int) -> bool:
+        self.thread.wait()
+        return self._pop_outcome()
+
+    def close(self, *, failed: bool) -> None:
+        if not failed or self.ranks.size == 1:
+            self.thread.wait()
+
+    def leave(self, *, failed: bool) -> None:
+        self._second.leave(failed=failed)
+
+
+class LeaderAlone(Writers):
+    """The leader writes the state of all ranks; the training threads exchange the result."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__(ranks, ranks, ALONE)
+
+    @property
+    def writes(self) -> bool:
+        return self.ranks.rank == 0
+
+    def outcome(self, step: int) -> bool:
+        error: Exception | None = None
+        try:
+            self.thread.wait()
+        except Exception as raised:
+            error = raised
+        answer = json.dumps([self._pop_outcome(), "" if error is None else named(error)])
+        stands, failure = json.loads(self.ranks.gather_texts(answer)[0])
+        if error is not None:
+            raise error
+        if failure:
+            raise PeerLost(f"the checkpoint of step {step} failed on rank 0: {failure}")
+        return bool(stands)
+
+    def close(self, *, failed: bool) -> None:
+        self.thread.wait()
 
 
 # --- newest --------------------------------------------------------------------------------------

@@ -10,12 +10,11 @@ framework; what it says is checked before it is believed, for a folder may come 
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
-import mmap
 import os
 import re
+import struct
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,9 +23,18 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from allranks.checkpoint.files import as_json, fsync_folder
-from allranks.checkpoint.tensor_file import ITEM_BYTES, Layout, as_written, read_layout
 from allranks.errors import RequestError
 
+ITEM_BYTES = {
+    **{"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "U16": 2, "I16": 2, "F16": 2},
+    **{"BF16": 2, "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8, "C64": 8},
+    **{"C128": 16},
+}
+PAIR = {"C128": "F64"}
+"""What the format has no name for: it is written as pairs, (…, 2), of these."""
+COMPLEX = "complex"
+"""Where the metadata of a file of weights lists its tensors that are such pairs, as JSON."""
+HEADER_LIMIT = 100_000_000
 SCHEMA = 1
 NAME = "manifest.json"
 DIGEST_BYTES = 32
@@ -306,24 +314,116 @@ def _edges(row: tuple[tuple[int, int], list[TensorBox]]) -> tuple[int, int]:
     return row[0]
 
 
+# --- tensor files --------------------------------------------------------------------------------
+# One safetensors file: 8 bytes of length, a JSON header, the data. Here is its layout alone.
+#
+# Tensors of large elements come first, so that each is aligned to its elements without a hole; the
+# format allows none.
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """One tensor of a file: `begin` and `end` count bytes from the end of the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int = 0
+    end: int = 0
+
+    @property
+    def size(self) -> int:
+        return ITEM_BYTES[self.dtype] * math.prod(self.shape)
+
+
+def as_written(dtype: str, shape: tuple[int, ...]) -> FileTensor:
+    """The piece that a tensor becomes in a file."""
+    return FileTensor(PAIR[dtype], (*shape, 2)) if dtype in PAIR else FileTensor(dtype, shape)
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """The header of a file, and where each tensor lies after it. `data_bytes` is without header."""
+
+    header: bytes
+    pieces: dict[str, FileTensor]
+    data_bytes: int
+
+
+def lay_out(pieces: dict[str, FileTensor], metadata: dict[str, str] | None = None) -> FileLayout:
+    """Give every piece its place; the header is padded so that the data starts at 8 bytes."""
+    order = sorted(pieces, key=lambda name: (-ITEM_BYTES[pieces[name].dtype], name))
+    placed, at = {}, 0
+    for name in order:
+        piece = pieces[name]
+        begin, at = at, at + piece.size
+        placed[name] = FileTensor(piece.dtype, piece.shape, begin, at)
+    entries: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    entries |= {
+        name: {"dtype": p.dtype, "shape": list(p.shape), "data_offsets": [p.begin, p.end]}
+        for name, p in placed.items()
+    }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return FileLayout(struct.pack("<Q", len(text)) + text, placed, at)
+
+
+def read_layout(path: Path) -> FileLayout:
+    """The layout of a file that is there; raises ValueError if it is not one of tensors."""
+    with open(path, "rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else HEADER_LIMIT + 1
+        if length > HEADER_LIMIT:
+            raise ValueError(f"{path.name}: no header of a tensor file")
+        text = file.read(length)
+        total = os.fstat(file.fileno()).st_size
+    try:
+        pieces = {n: _piece(e) for n, e in json.loads(text).items() if n != "__metadata__"}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path.name}: its header cannot be read: {error!r}") from None
+    _check_pieces(path.name, pieces.values(), total - 8 - length)
+    return FileLayout(start + text, pieces, total - 8 - length)
+
+
+def _piece(entry: dict[str, object]) -> FileTensor:
+    shape, offsets = entry["shape"], entry["data_offsets"]
+    if not isinstance(shape, list) or not isinstance(offsets, list):
+        raise TypeError("shape and data_offsets are lists")
+    if not all(type(n) is int and n >= 0 for n in (*shape, *offsets)):
+        raise TypeError("shape and data_offsets are whole numbers")
+    begin, end = offsets
+    return FileTensor(str(entry["dtype"]), tuple(shape), begin, end)
+
+
+def _check_pieces(name: str, pieces: Iterable[FileTensor], data_bytes: int) -> None:
+    for piece in pieces:
+        if piece.dtype not in ITEM_BYTES:
+            raise ValueError(f"{name}: a type of number that is not known: {piece.dtype!r}")
+        if piece.end - piece.begin != piece.size or piece.end > data_bytes:
+            raise ValueError(f"{name}: a tensor that does not fit into the file")
+
+
 # --- about ---------------------------------------------------------------------------------------
 # What the manifest of a checkpoint says beside the state, and the rule for which one is best.
 
 
 @dataclass(frozen=True)
 class About:
-    """What the manifest says beside the state. The leader's is written; all of it is plain JSON."""
+    """What the manifest says beside the state. The leader's is written; all of it is plain JSON.
+
+    `slow` returns those fields that no step changes: the thread that writes calls it.
+    """
 
     job: dict[str, Any] = field(default_factory=dict)
     progress: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    slow: Callable[[], dict[str, Any]] = dict
 
-    def frozen(self) -> dict[str, Any]:
-        """A copy that later changes do not reach."""
-        names = ("job", "progress", "facts", "metrics")
-        copy: dict[str, Any] = json.loads(as_json({name: getattr(self, name) for name in names}))
-        return copy
+    def frozen(self) -> Callable[[], dict[str, Any]]:
+        """A function that returns the fields as they are now; later changes do not reach them."""
+        names, slow = ("job", "progress", "facts", "metrics"), self.slow
+        copy = json.dumps({name: getattr(self, name) for name in names})
+        return lambda: json.loads(as_json({**json.loads(copy), **slow()}))
 
 
 def check_best(best: str) -> None:
@@ -349,6 +449,7 @@ def check_best(best: str) -> None:
 
 
 Tensor = TypeVar("Tensor")
+PLAIN = {str, int, bool, type(None)}
 
 
 def flatten(
@@ -398,30 +499,36 @@ class _Apart(Generic[Tensor]):
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     def to_json(self, value: Any, path: str) -> Any:
-        tensor = self.tensor_of(value, path)
-        if tensor is not None:
+        kind = type(value)
+        if kind in PLAIN:
+            return value
+        if kind is dict or kind is OrderedDict:
+            return self._dict(value, path)
+        if kind is list or kind is tuple:
+            items = list(value)
+            for i, item in enumerate(items):
+                if type(item) not in PLAIN:
+                    items[i] = self.to_json(item, f"{path}/{i}")
+            return items if kind is list else {"$tuple": items}
+        if kind is not float and (tensor := self.tensor_of(value, path)) is not None:
             self.tensors[path] = tensor
             return {"$tensor": path}
-        if value is None or isinstance(value, (bool, int, str)):
-            return _plain(value)
         if isinstance(value, float):
             return float(value) if math.isfinite(value) else {"$float": str(float(value))}
-        if type(value) in (list, tuple):
-            items = [self.to_json(item, f"{path}/{i}") for i, item in enumerate(value)]
-            return items if type(value) is list else {"$tuple": items}
-        if type(value) in (dict, OrderedDict):
-            items = [[_key(k, path), self.to_json(v, below(path, k))] for k, v in value.items()]
-            if any(not isinstance(key, str) or key.startswith("$") for key, _ in items):
-                return {"$dict": items}
-            return dict(items)
-        raise refused(path, f"a value of type {type(value).__qualname__}")
+        if isinstance(value, (int, str)):  # an enumeration, or a number of numpy
+            return int(value) if isinstance(value, int) else str.__str__(value)
+        raise refused(path, f"a value of type {kind.__qualname__}")
 
-
-def _plain(value: bool | int | str | None) -> bool | int | str | None:
-    """A subclass (an enumeration, a number of numpy) becomes the plain value that it equals."""
-    if value is None or isinstance(value, bool):
-        return value
-    return int(value) if isinstance(value, int) else str.__str__(value)
+    def _dict(self, value: dict[Any, Any], path: str) -> dict[str, Any]:
+        items, has_names = [], True
+        for key, item in value.items():
+            if type(key) is str and key.isidentifier():  # most are
+                place = f"{path}/{key}"
+            else:
+                key, place = _key(key, path), below(path, key)
+                has_names = has_names and isinstance(key, str) and not key.startswith("$")
+            items.append([key, item if type(item) in PLAIN else self.to_json(item, place)])
+        return dict(items) if has_names else {"$dict": items}
 
 
 def _key(key: Any, path: str) -> str | int:
@@ -446,68 +553,3 @@ def refused(path: str, found: str) -> RequestError:
         why="it cannot be checkpointed without pickle, and a pickle can run any program",
         do="keep it in the state as tensors, numbers, text, lists and dicts",
     )
-
-
-# --- tensors -------------------------------------------------------------------------------------
-# The tensors of a checkpoint as bytes: each put together from the chunks that ranks wrote.
-#
-# Needs no framework. What is read is held against the manifest, not against its digests.
-
-
-class TensorFiles:
-    """The files of the checkpoint `folder`, mapped when they are needed."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._open: dict[str, tuple[Layout, mmap.mmap]] = {}
-
-    def __enter__(self) -> TensorFiles:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for _layout, mapped in self._open.values():
-            mapped.close()
-
-    def bytes_of(self, path: str, tensor: SavedTensor) -> bytes | bytearray:
-        """The bytes of a whole tensor, row by row; raises `BadCheckpoint`."""
-        if len(tensor.chunks) == 1:
-            return self._chunk(path, tensor, tensor.chunks[0])
-        whole = bytearray(tensor.size)
-        for chunk in tensor.chunks:
-            _put(whole, self._chunk(path, tensor, chunk), tensor, chunk)
-        return whole
-
-    def _chunk(self, path: str, tensor: SavedTensor, chunk: TensorBox) -> bytes:
-        name = piece_name(path, tensor.shape, chunk.offsets, chunk.sizes)
-        layout, mapped = self._file(chunk.file)
-        piece = layout.pieces.get(name)
-        wanted = as_written(tensor.dtype, chunk.sizes)
-        if piece is None or (piece.dtype, piece.shape) != (wanted.dtype, wanted.shape):
-            raise BadCheckpoint(f"{chunk.file}: {name} is not in it as the manifest says")
-        start = len(layout.header)
-        return mapped[start + piece.begin : start + piece.end]
-
-    def _file(self, name: str) -> tuple[Layout, mmap.mmap]:
-        if name not in self._open:
-            try:
-                layout = read_layout(self.folder / name)
-                with open(self.folder / name, "rb") as file:
-                    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            except (OSError, ValueError) as error:
-                raise BadCheckpoint(f"{name}: {error}") from None
-            self._open[name] = layout, mapped
-        return self._open[name]
-
-
-def _put(whole: bytearray, data: bytes, tensor: SavedTensor, chunk: TensorBox) -> None:
-    """Put a box into its place: run by run along the last axis."""
-    if not data:
-        return
-    item = ITEM_BYTES[tensor.dtype]
-    run = chunk.sizes[-1] * item
-    strides = [math.prod(tensor.shape[axis + 1 :]) for axis in range(len(tensor.shape))]
-    rows = itertools.product(*(range(size) for size in chunk.sizes[:-1]))
-    for number, row in enumerate(rows):
-        index = zip((*row, 0), chunk.offsets, strides, strict=True)
-        at = item * sum((i + offset) * stride for i, offset, stride in index)
-        whole[at : at + run] = data[number * run : (number + 1) * run]

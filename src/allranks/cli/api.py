@@ -24,12 +24,11 @@ from allranks.cli.display.live import NotebookDisplay, has_outputs, shell
 from allranks.cli.display.progress import ProgressDisplay, in_sentences, lost_in, progress_here
 from allranks.errors import Interrupted, PlaceError, RequestError, nearest
 from allranks.job.config import Resolved, resolve
-from allranks.job.job import Job, read_value
-from allranks.job.job_file import NOT_SETTABLE
+from allranks.job.job import NOT_SETTABLE, Job, read_value
 from allranks.launcher.describe import first_check
 from allranks.launcher.processes.leftovers import belongs_to_a_job
-from allranks.launcher.signals import Signals
 from allranks.launcher.start import JobWatcher, Result, run_job
+from allranks.launcher.supervisor import Signals
 from allranks.tools.check.against_single import of_first_steps, options_left_out
 from allranks.tools.check.check import checked_in_scratch
 from allranks.tools.check.verdict import Verdict
@@ -107,7 +106,7 @@ def check(
 
     `task`, `settings` and the keywords are those of `allranks.launch`; what they leave out is as in
     `allranks check`: the strategy that its engine has for many ranks, float64 on 2 and 3 ranks and
-    then `precision`, 20 steps, or 100 if `deep`.
+    then `precision`, 20 steps. If `deep`, 100, and the operator that differs first is named.
     `keep_runs` is a folder for the runs and their traces. `verdict.equal` says whether there was no
     difference, `print(verdict)` what was found, `verdict.to_data()` the same as data.
 
@@ -122,7 +121,7 @@ def check(
     resolved = of_first_steps(resolve(program, flags | options), few)
     resolved = _with_fields(resolved, {**fields, **(settings or {})})
     folder = None if keep_runs is None else os.fspath(keep_runs)
-    return checked_in_scratch(resolved, folder, explicit=ranks_given, bounded=bounded)
+    return checked_in_scratch(resolved, folder, explicit=ranks_given, bounded=bounded, deep=deep)
 
 
 def _check_that_this_is_no_rank(task: Any) -> None:

@@ -28,7 +28,7 @@ from allranks.job.job import Job
 from allranks.job.place import LOCAL
 from allranks.job.program import is_script
 from allranks.job.units import format_bytes
-from allranks.launcher.places.base import NodeRequest
+from allranks.launcher.places import NodeRequest
 from allranks.launcher.scripts.plan import redacted_words
 from allranks.launcher.scripts.run import name_of
 from allranks.launcher.scripts.torchrun import TorchrunFlags

@@ -32,7 +32,7 @@ import cloudpickle
 from allranks.catalog import ENGINES
 from allranks.checkpoint.files import write_whole
 from allranks.errors import RequestError
-from allranks.job.job_file import HIDDEN, redacted
+from allranks.job.job import HIDDEN, redacted
 
 PYTHON = ".".join(map(str, sys.version_info[:2]))
 NAMESPACE, UNTRACKED = "namespace", "untracked"

@@ -29,8 +29,7 @@ from allranks.checkpoint.format import NAME, BadCheckpoint, read_manifest
 from allranks.cli.options import Verb
 from allranks.errors import EXIT_DIFFERENCE_FOUND, RequestError, printable
 from allranks.job.engines import check_installed
-from allranks.job.job import Job
-from allranks.job.job_file import HIDDEN
+from allranks.job.job import HIDDEN, Job
 from allranks.job.program import file_sha256
 from allranks.job.resume import find_base
 from allranks.job.units import format_bytes

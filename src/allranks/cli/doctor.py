@@ -21,8 +21,8 @@ from allranks.cli.display.progress import say
 from allranks.cli.options import PLACES, Verb, rendezvous_from, rendezvous_options, words_of
 from allranks.errors import EXIT_PLACE_FAILED, RequestError, printable
 from allranks.job.config import resolve
-from allranks.launcher.nodes.cluster import is_head, take_part
-from allranks.launcher.places.base import NodeRequest
+from allranks.launcher.nodes.cluster import take_part
+from allranks.launcher.places import NodeRequest, is_head
 from allranks.tools.doctor.cleaning import Cleaned, Leftover, clean
 from allranks.tools.doctor.doctor import diagnose
 from allranks.tools.doctor.folder import WORKS

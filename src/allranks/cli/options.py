@@ -10,30 +10,30 @@ import click
 
 from allranks.errors import RequestError
 from allranks.job.config import Resolved, resolve
-from allranks.job.job import BAD_STEPS, GROUPS, LOGS, PRECISIONS, WITNESS, Job, names_in
-from allranks.job.job_file import redacted
+from allranks.job.job import BAD_STEPS, GROUPS, LOGS, PRECISIONS, WITNESS, Job, names_in, redacted
 from allranks.job.place import LOCAL
 from allranks.job.units import parse_duration
-from allranks.launcher.nodes.join import Rendezvous
-from allranks.launcher.places.base import chosen_place
+from allranks.launcher.places import Rendezvous, chosen_place
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 Options = tuple[Decorator, ...]
 PLACES = "local, slurm or simulated[:link=1gbit] (default local)."
 
 
-class Duration(click.ParamType):  # type: ignore[type-arg]
-    """Seconds, or a text like 30m, 1h30m or 1:30:00."""
+class Parsed(click.ParamType):  # type: ignore[type-arg]
+    """A value that `parse` reads, or refuses by `None`; `refusal` says what to write."""
 
-    name = "time"
+    def __init__(self, name: str, parse: Callable[[str], Any], refusal: str) -> None:
+        self.name, self.parse, self.refusal = name, parse, refusal
 
-    def convert(self, value: Any, param: Any, ctx: Any) -> float:
-        seconds = parse_duration(str(value))
-        if seconds is None:
-            self.fail(f"{value!r} is no duration: write 90, 90s, 30m, 1h30m or 1:30:00")
-        return seconds
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        parsed = self.parse(str(value))
+        if parsed is None:
+            self.fail(f"{value!r} is {self.refusal}")
+        return parsed
 
 
+DURATION = Parsed("time", parse_duration, "no duration: write 90, 90s, 30m, 1h30m or 1:30:00")
 DEFAULTS = {f.name: f.default for kind in (Job, Rendezvous) for f in dataclasses.fields(kind)}
 
 
@@ -102,8 +102,8 @@ RENDEZVOUS: Options = (
     ),
     _option("--hosts", "A file of hosts, which are reached by ssh."),
     _option("--interface", "Network interface between the nodes (default: found)."),
-    _option("--join-timeout", "Wait so long until all nodes are there.", Duration()),
-    _option("--node-timeout", "A node silent for so long is lost.", Duration()),
+    _option("--join-timeout", "Wait so long until all nodes are there.", DURATION),
+    _option("--node-timeout", "A node silent for so long is lost.", DURATION),
     _switch("--per-rank", "Under Slurm: one task per rank, not per node."),
 )
 
@@ -128,7 +128,7 @@ SAFETY_OPTIONS: Options = (
     _option("--resume", "Start from RUN, or anew (default auto: --run-dir)."),
     _option("--max-restarts", "Restarts after a fault.", int),
     _option("--hang-timeout", "Seconds without progress that count as a hang; 0: never.", float),
-    _option("--time-limit", "Save and stop after 30m or 1:30:00 (default none).", Duration()),
+    _option("--time-limit", "Save and stop after 30m or 1:30:00 (default none).", DURATION),
     _option("--on-bad-step", "When loss or gradient is not finite."),
     _option(
         "--spike",
@@ -382,7 +382,7 @@ def _values(option: click.Option, ctx: click.Context) -> str:
     name = max(option.opts, key=len)
     if isinstance(option.type, click.Choice):
         return "|".join(map(str, option.type.choices))
-    if option.metavar or isinstance(option.type, Duration):
+    if option.metavar or option.type is DURATION:
         return option.make_metavar(ctx)
     is_whole = isinstance(option.type, type(click.INT))
     return "N" if is_whole else METAVARS.get(name, name.rpartition("-")[2].upper())

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from allranks.checkpoint.files import as_json
-from allranks.cli.display.event_text import in_words
+from allranks.cli.display.following import in_words
 from allranks.cli.options import Verb
 from allranks.errors import RequestError, printable
 from allranks.tools.report.bench_page import page_of_benches, read_bench

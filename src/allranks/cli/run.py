@@ -8,6 +8,7 @@ import re
 import select
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -20,9 +21,9 @@ import click
 from allranks.checkpoint.files import as_json
 from allranks.cli.display.progress import say
 from allranks.cli.options import (
+    DURATION,
     PLACES,
     RENDEZVOUS_NAMES,
-    Duration,
     Options,
     Verb,
     network_options,
@@ -34,15 +35,9 @@ from allranks.errors import RequestError, nearest, printable
 from allranks.job.engines import is_only_a_task
 from allranks.job.place import LOCAL
 from allranks.job.run_folder import rank_log_path
-from allranks.launcher.nodes.cluster import gathered, is_head, take_part
+from allranks.launcher.nodes.cluster import foreseen_hosts, gathered, take_part
 from allranks.launcher.nodes.facts import gpus_of_driver
-from allranks.launcher.places.base import (
-    AgentPlace,
-    NodeRequest,
-    check_request,
-    find_place,
-    foreseen_hosts,
-)
+from allranks.launcher.places import AgentPlace, NodeRequest, check_request, find_place, is_head
 from allranks.launcher.scripts.plan import (
     WARM,
     CommandPlan,
@@ -115,7 +110,7 @@ SCRIPT_OPTIONS: Options = (
         default=0.0,
         help="Seconds without output that count as a hang; 0: never.",
     ),
-    click.option("--time-limit", type=Duration(), help="Stop after 30m or 1:30:00 (default none)."),
+    click.option("--time-limit", type=DURATION, help="Stop after 30m or 1:30:00 (default none)."),
     click.option("--show", default="", help="Print output of ranks 0,2, all or none (default 0)."),
     click.option("--run-dir", default="", help="The run folder (default runs/SCRIPT-TIME)."),
 )
@@ -368,15 +363,18 @@ def _in_log_dir(log_dir: str, command: tuple[str, ...]) -> str:
     return str(Path(log_dir, Path(new_run_dir(name_of(command))).name)) if log_dir else ""
 
 
-def command_watcher(output: RankOutput) -> CommandWatcher:
-    """Shows the output of the ranks, the run folder, and reports of the launcher."""
+def command_watcher(output: RankOutput, side: str = "") -> CommandWatcher:
+    """Shows the output of the ranks, the run folder, and reports of the launcher.
+
+    `side` stands before the ranks of one of two commands.
+    """
 
     def started(plan: CommandPlan, run_dir: Path) -> None:
-        output.started(plan, run_dir)
+        output.started(plan, run_dir, side)
         ranks = plan.topology.world_size
         others = ranks > 1 and plan.request.shown == CommandRequest.shown
         how = "; rank 0 is shown, --show all shows every rank" if others else ""
-        say(f"{ranks} rank{'s' if ranks > 1 else ''}: {run_dir}{how}")
+        say(f"{side}{ranks} rank{'s' if ranks > 1 else ''}: {run_dir}{how}")
 
     return CommandWatcher(started, output.tick, say)
 
@@ -412,31 +410,34 @@ class RankOutput:
     def __init__(self, shown: str) -> None:
         """`shown` are local ranks: "0,2", "all" or "none"."""
         self._shown = shown
-        self._tails: dict[int, _LogTail] = {}
+        self._tails: dict[str, _LogTail] = {}
+        self._lock = threading.RLock()  # two commands may run side by side
         self._with_rank = False
         self._rest = b""
         self._is_open = sys.stdout is not None  # a job may be started without one
 
-    def started(self, plan: CommandPlan, run_dir: Path) -> None:
+    def started(self, plan: CommandPlan, run_dir: Path, side: str = "") -> None:
         """An attempt is about to start: from here on its output is shown."""
         wanted = {int(part) for part in self._shown.split(",") if part.isdigit()}
         for member in plan.topology.members:
             if self._shown == "all" or member.local_rank in wanted:
-                self._tails.setdefault(member.rank, _LogTail(rank_log_path(run_dir, member.rank)))
-        self._with_rank = len(self._tails) > 1
+                log = _LogTail(rank_log_path(run_dir, member.rank))
+                self._tails.setdefault(f"{side}rank {member.rank}", log)
+        self._with_rank = bool(side) or len(self._tails) > 1
 
     def tick(self) -> None:
         """Show what is new, as far as the reader takes it now; does not go on for long."""
         until = time.monotonic() + A_MOMENT_S
-        while self._write() and self._read() and time.monotonic() < until:
-            pass
-        self._write()
+        with self._lock:
+            while self._write() and self._read() and time.monotonic() < until:
+                pass
+            self._write()
 
     def _read(self) -> bool:
         """Take what is new from the logs; whether there was any."""
         before = len(self._rest)
-        for rank, tail in self._tails.items():
-            self._add(rank, tail.lines())
+        for name, tail in list(self._tails.items()):
+            self._add(name, tail.lines())
         return len(self._rest) > before
 
     def close(self) -> str:
@@ -455,10 +456,10 @@ class RankOutput:
                 select.select([], [sys.stdout], [], 0.1)
         return "" if not self._is_open else "nobody read all of the output: it stands in the logs"
 
-    def _add(self, rank: int, lines: list[str]) -> None:
+    def _add(self, name: str, lines: list[str]) -> None:
         if not self._is_open:
             return
-        prefix = f"[rank {rank}] " if self._with_rank else ""
+        prefix = f"[{name}] " if self._with_rank else ""
         encoding = sys.stdout.encoding or "utf-8"
         text = "".join(f"{prefix}{line}\n" for line in lines)
         self._rest += text.encode(encoding, errors="replace")

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from allranks.checkpoint.files import as_json
-from allranks.cli.display.event_text import anomalies_in
+from allranks.cli.display.following import anomalies_in
 from allranks.cli.display.placement import as_data, table
 from allranks.cli.display.progress import in_sentences
 from allranks.errors import RequestError, printable

@@ -14,7 +14,7 @@ import click
 from allranks.checkpoint.files import as_json
 from allranks.cli.options import Verb
 from allranks.strategies.card import Approximate, Card, Guarantee, Option
-from allranks.strategies.cards import CARDS, SYMBOLS, TAKE_WHEN
+from allranks.strategies.cards import CARDS, SYMBOLS
 from allranks.strategies.resolve import card_of
 
 
@@ -66,7 +66,7 @@ def _list(cards: list[Card]) -> Iterator[str]:
         yield f"{heading}: {kind}"
         for card in members:
             yield from _wrapped(f"  {card.name:<{width}}  ", card.summary)
-            yield from _wrapped(" " * (width + 4), f"Take it when {TAKE_WHEN[card.name]}")
+            yield from _wrapped(" " * (width + 4), f"Take it when {card.take_when}")
             if exceptions := _exceptions(card, kind):
                 yield from _wrapped(" " * (width + 4), exceptions)
         yield ""
@@ -136,7 +136,7 @@ def _as_data(card: Card) -> dict[str, Any]:
     return {
         "name": card.name,
         "summary": card.summary,
-        "take_it_when": TAKE_WHEN[card.name],
+        "take_it_when": card.take_when,
         "guarantee": str(card.guarantee),
         "bytes_per_step": card.bytes_formula,
         "memory": card.memory,
@@ -163,8 +163,7 @@ def _whole(card: Card) -> str:
 
 def _fields(card: Card) -> Iterator[str]:
     """What a card says, a paragraph for each thing that stands by itself."""
-    if card.name in TAKE_WHEN:
-        yield from _field("take it", f"when {TAKE_WHEN[card.name]}")
+    yield from _field("take it", f"when {card.take_when}")
     yield from _field("engine", " or ".join(card.engines))
     yield from _field("guarantee", str(card.guarantee))
     for settings, guarantee in _guarantees(card).items():

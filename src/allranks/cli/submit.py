@@ -6,7 +6,6 @@ import dataclasses
 import os
 import shlex
 import sys
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,67 +16,26 @@ from click.core import ParameterSource
 from allranks.catalog import PROGRAMS, VERBS, load
 from allranks.checkpoint.files import as_json
 from allranks.cli.display.progress import say
-from allranks.cli.options import Verb, resolved_from
+from allranks.cli.options import Parsed, Verb, resolved_from
 from allranks.errors import PlaceError, RequestError, nearest, printable
 from allranks.job.config import Resolved
-from allranks.job.job import Job
-from allranks.job.job_file import read_job_file
+from allranks.job.job import Job, read_job_file
 from allranks.job.place import place_spec
 from allranks.job.run_folder import is_in_use
 from allranks.job.units import parse_slurm_time
 from allranks.launcher.places.slurm import SlurmJob
 from allranks.launcher.scripts.plan import script_position
-from allranks.launcher.slurm import commands
-from allranks.launcher.slurm.limits import check_device, check_request
-from allranks.launcher.slurm.request import (
-    SlurmOptions,
-    SlurmRequest,
-    make_request,
-    parse_memory_mb,
-)
-from allranks.launcher.slurm.script import render
-from allranks.launcher.slurm.site import Site, load_site
+from allranks.launcher.slurm.commands import NONE, SlurmScript, SlurmSubmitter
+from allranks.launcher.slurm.request import SlurmOptions, parse_memory_mb
+from allranks.launcher.slurm.site import Site
 from allranks.launcher.start import new_run_dir
 from allranks.strategies.resolve import strategy_spec
 
 ACCOUNT_VARIABLES = ("SBATCH_ACCOUNT", "SLURM_ACCOUNT")
-SCRIPT_MODE = 0o600  # the words of a command may hold what others should not read
-NONE = "none"
 POSITIVE = click.IntRange(min=1)
-
-
-class Memory(click.ParamType):  # type: ignore[type-arg]
-    """MB, as Slurm reads a plain number, or a text like 64G."""
-
-    name = "memory"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> int:
-        megabytes = parse_memory_mb(str(value))
-        if megabytes is None:
-            self.fail(f"{value!r} is no memory: write 64G, 512M or a number of MB above 0")
-        return megabytes
-
-
-class TimeLimit(click.ParamType):  # type: ignore[type-arg]
-    """A time limit as sbatch reads it, where a plain number is minutes, or a text like 2h."""
-
-    name = "time limit"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> float:
-        seconds = parse_slurm_time(str(value))
-        if seconds is None:
-            self.fail(f"{value!r} is no time limit: write 20 (minutes), 2:00:00, 1-12, 90m or 2d")
-        return seconds
-
-
-@dataclass(frozen=True)
-class Submission:
-    """A request, its script, and where that will be written. Nothing of it exists yet."""
-
-    site: Site
-    request: SlurmRequest
-    text: str
-    script: Path
+MEMORY = Parsed("memory", parse_memory_mb, "no memory: write 64G, 512M or a number of MB above 0")
+NO_TIME_LIMIT = "no time limit: write 20 (minutes), 2:00:00, 1-12, 90m or 2d"
+TIME_LIMIT = Parsed("time limit", parse_slurm_time, NO_TIME_LIMIT)
 
 
 @click.command(cls=Verb, context_settings={"allow_interspersed_args": False})
@@ -86,15 +44,15 @@ class Submission:
 @click.option("--partition", default="", help="Partition (default: the site's usual one).")
 @click.option("--account", default="", help="Project that pays (default: Slurm's own).")
 @click.option(
-    "--time", "time_s", type=TimeLimit(), help="20 (minutes), 2:00:00 or 2d (default: the site's)."
+    "--time", "time_s", type=TIME_LIMIT, help="20 (minutes), 2:00:00 or 2d (default: the site's)."
 )
 @click.option("--nodes", type=POSITIVE, help="Nodes (default 1).")
 @click.option("--ranks-per-node", type=POSITIVE, help="Ranks on each node (default: one per GPU).")
 @click.option("--gpus-per-node", type=click.IntRange(min=0), help="GPUs (default: one per rank).")
 @click.option("--cpus-per-task", type=POSITIVE, help="CPUs of each rank (default: its share).")
-@click.option("--mem", type=Memory(), help="Memory of a node (default: the job's share).")
-@click.option("--mem-per-cpu", type=Memory(), help="Or per CPU, if the site wants it so.")
-@click.option("--mem-per-gpu", type=Memory(), help="Or per GPU.")
+@click.option("--mem", type=MEMORY, help="Memory of a node (default: the job's share).")
+@click.option("--mem-per-cpu", type=MEMORY, help="Or per CPU, if the site wants it so.")
+@click.option("--mem-per-gpu", type=MEMORY, help="Or per GPU.")
 @click.option(
     "--signal",
     "signal_s",
@@ -128,20 +86,20 @@ def submit(
         train mytask.py --device cuda
     allranks submit --requeue --follow -- run -- python train.py
     """
-    submission = plan_submission(words, _site(cluster), flags)
-    facts = _facts(submission)
+    submitter = SlurmSubmitter.of(cluster)
+    script = plan_submission(words, submitter, flags)
+    facts = script.facts()
     if dry_run:
-        click.echo(as_json(facts | {"text": submission.text}) if as_object else submission.text)
+        click.echo(as_json(facts | {"text": script.text}) if as_object else script.text)
         return
-    _check_here(submission.request)
-    job_id = _send(submission)
-    output = submission.request.output.replace("%j", str(job_id))
+    job_id = submitter.submit(script)
+    output = script.request.output.replace("%j", str(job_id))
     say(f"job {job_id}: sent; output in {output}")
     facts |= {"job_id": job_id, "output": output}
-    state = _follow(job_id, Path(output)) if follow else None
-    code = commands.exit_code_of(state) if follow else 0
+    code: int | None = 0
     if follow:
-        facts |= {"state": None if state is None else state.state, "exit_code": code}
+        state, code = _follow(submitter, job_id, Path(output))
+        facts |= {"state": state, "exit_code": code}
     if as_object:
         click.echo(as_json(facts))
     elif not follow:
@@ -151,29 +109,23 @@ def submit(
     sys.exit(code)
 
 
-def plan_submission(words: tuple[str, ...], site: Site, flags: dict[str, Any]) -> Submission:
-    """Everything up to the script, which is not written; raises `RequestError`."""
+def plan_submission(
+    words: tuple[str, ...], submitter: SlurmSubmitter, flags: dict[str, Any]
+) -> SlurmScript:
+    """Everything up to the script, which is not on disk yet; raises `RequestError`."""
     submitted = read_words(words)
     nodes, ranks_per_node = nodes_and_ranks(submitted, flags["nodes"], flags["ranks_per_node"])
     run_dir = os.path.abspath(
         flags["run_dir"] or submitted.run_dir or new_run_dir(submitted.program)
     )
-    options = _asked(submitted, site, flags)
-    options = dataclasses.replace(options, nodes=nodes, ranks_per_node=ranks_per_node)
-    request = make_request(site, options, command=(), folder=os.getcwd(), run_dir=run_dir)
-    check_request(site, options, request)
-    check_device(site, request, submitted.device)
-    command = complete(
-        submitted,
-        nodes=nodes,
-        ranks=request.ranks,
-        run_dir=run_dir,
-        per_rank=flags["per_rank"],
-    )
+    flags = flags | {"nodes": nodes, "ranks_per_node": ranks_per_node}
+    options = _asked(submitted, submitter.site, flags)
+    request = submitter.check(options, submitted.device, run_dir)
+    where: dict[str, Any] = {"nodes": nodes, "ranks": request.ranks, "run_dir": run_dir}
+    command = complete(submitted, **where, per_rank=flags["per_rank"])
     check_run_dir(run_dir)
-    check_job(submitted, nodes=nodes, ranks=request.ranks, run_dir=run_dir)
-    request = dataclasses.replace(request, command=command)
-    return Submission(site, request, render(request), Path(f"{run_dir}.sbatch"))
+    check_job(submitted, **where)
+    return submitter.write(dataclasses.replace(request, command=command))
 
 
 def _asked(submitted: Submitted, site: Site, flags: dict[str, Any]) -> SlurmOptions:
@@ -185,7 +137,6 @@ def _asked(submitted: Submitted, site: Site, flags: dict[str, Any]) -> SlurmOpti
     options = {name: value for name, value in flags.items() if name in names}
     options |= {
         "account": account,
-        "nodes": 1,
         "time_s": None if flags["time_s"] is None else int(flags["time_s"]),
         "modules": _modules(flags["modules"], site),
         "venv": _venv(flags["venv"], flags["container"]),
@@ -204,9 +155,7 @@ def _asked(submitted: Submitted, site: Site, flags: dict[str, Any]) -> SlurmOpti
 
 
 def _modules(names: tuple[str, ...], site: Site) -> tuple[str, ...]:
-    if names == (NONE,):
-        return ()
-    return names or site.modules
+    return () if names == (NONE,) else names or site.modules
 
 
 def _venv(path: str, container: str) -> str:
@@ -223,84 +172,8 @@ def _path(path: str) -> str:
     return path if not path or "://" in path else os.path.abspath(path)
 
 
-def _site(cluster: str) -> Site:
-    if cluster:
-        return load_site(cluster)
-    if commands.is_here():
-        return commands.discover()
-    raise RequestError(
-        asked="allranks submit without --cluster",
-        found="no Slurm on this machine",
-        why="what may be asked for differs from site to site",
-        do="type this on a login node, or add --cluster NAME --dry-run to see the script; "
-        "`allranks cluster list` has the names",
-    )
-
-
-def _check_here(request: SlurmRequest) -> None:
-    """Raise for files that the job would miss; they can be checked here where files are shared."""
-    image = request.container[-1] if request.container else ""
-    for option, path in (("--venv", request.venv), ("--container", image)):
-        file = Path(path, "bin", "activate") if option == "--venv" else Path(path)
-        if path and "://" not in path and not file.exists():
-            raise RequestError(
-                asked=f"{option} {path}",
-                found=f"no {file}",
-                why="the job would fail for want of it, after its time in the queue",
-                do="check the path" + (f"; or {option} {NONE}" if option == "--venv" else ""),
-            )
-
-
-def _send(submission: Submission) -> int:
-    """Write the script, readable by its owner alone, and send it; remove it if it is refused."""
-    path = submission.script
-    created = [parent for parent in path.parents if not parent.exists()]
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        before = path.read_bytes() if path.exists() else None
-        _write(path, submission.text.encode())
-    except OSError as error:
-        raise RequestError(
-            asked=f"--run-dir {submission.request.run_dir}",
-            found=str(error),
-            why=f"the batch script is written beside it, as {path.name}",
-            do="name a folder that can be written",
-        ) from None
-    try:
-        return commands.send(path)
-    except BaseException:
-        path.unlink()
-        if before is not None:
-            _write(path, before)
-        with suppress(OSError):  # another process may use them by now
-            for parent in created:
-                parent.rmdir()
-        raise
-
-
-def _write(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, SCRIPT_MODE)
-    with os.fdopen(file, "wb") as script:
-        script.write(content)
-    os.replace(temporary, path)
-
-
-def _facts(submission: Submission) -> dict[str, Any]:
-    request = submission.request
-    return {
-        "cluster": submission.site.name,
-        "partition": request.partition,
-        "nodes": request.nodes,
-        "ranks": request.ranks,
-        "script": str(submission.script),
-        "output": request.output,
-        "run_dir": request.run_dir,
-        "job_id": None,
-    }
-
-
-def _follow(job_id: int, output: Path) -> commands.JobState | None:
+def _follow(submitter: SlurmSubmitter, job_id: int, output: Path) -> tuple[str | None, int | None]:
+    """Print the job's output, line by line; returns its last state and its exit code."""
     tail = b""
 
     def write(chunk: bytes) -> None:
@@ -310,7 +183,7 @@ def _follow(job_id: int, output: Path) -> commands.JobState | None:
             click.echo(printable(line.decode(errors="replace")))
 
     try:
-        return commands.follow(job_id, output, write, say)
+        return submitter.follow(job_id, output, write, say)
     except KeyboardInterrupt:
         say(f"job {job_id} goes on; scancel {job_id} ends it")
         raise

@@ -19,8 +19,7 @@ from allranks.cli.options import COMMON, Verb, option_groups, training_options
 from allranks.cli.train import resolved_words
 from allranks.errors import Interrupted, ProgramError, RequestError, Stopped, printable
 from allranks.job.config import threads_per_rank
-from allranks.job.job import Job, Numerics, Training, names_in
-from allranks.job.job_file import read_job_file, redacted
+from allranks.job.job import Job, Numerics, Training, names_in, read_job_file, redacted
 from allranks.job.limits import devices_of
 from allranks.job.program import PROGRAM, file_sha256
 from allranks.job.run_folder import rank_events_path, read_rows

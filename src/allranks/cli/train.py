@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-import secrets
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import click
 
-from allranks.catalog import ENGINES
+from allranks.catalog import NODES, load
 from allranks.checkpoint.files import as_json
-from allranks.cli.display.placement import as_data, table
 from allranks.cli.display.progress import in_sentences, lost_in, progress_here, say
 from allranks.cli.options import (
     COMMON,
@@ -27,22 +23,15 @@ from allranks.cli.options import (
     training_options,
     words_of,
 )
-from allranks.errors import Interrupted, PlaceError, RequestError
+from allranks.errors import PlaceError, RequestError
 from allranks.job.config import Resolved
-from allranks.job.place import RankPlacement, read_placements
 from allranks.job.resume import how_to_resume
-from allranks.job.run_folder import rank_log_path
 from allranks.launcher.describe import first_check
-from allranks.launcher.fault_report import first_fault, user_error
-from allranks.launcher.nodes.cluster import is_head, take_part
-from allranks.launcher.nodes.join import Rendezvous
-from allranks.launcher.places.base import AgentPlace, find_place
-from allranks.launcher.plan import STORE, LaunchPlan, RankPlan
-from allranks.launcher.processes.fork_server_client import ForkServer
-from allranks.launcher.processes.leftovers import scratch_folder
-from allranks.launcher.processes.process import Process
+from allranks.launcher.places import AgentPlace, Rendezvous, find_place, is_head
 from allranks.launcher.start import JobWatcher, plan_only, run_job
-from allranks.launcher.supervisor import supervise
+
+PLACEMENT = "allranks.cli.display.placement:placement_of"
+"""Loaded only if --placement asks for it."""
 
 
 @click.command(cls=Verb, groups=option_groups(), common=COMMON)
@@ -69,7 +58,7 @@ def train(
     words = words_of(flags, "train", program or "")
     rendezvous, implied = rendezvous_from(flags)
     if not is_head(rendezvous):
-        sys.exit(take_part(rendezvous, words, program or ""))
+        sys.exit(load(NODES).take_part(rendezvous, words, program or ""))
     resolved = resolved_from(program, {**flags, **implied})
     _check_placement(placement, dry_run)
     if dry_run:
@@ -124,55 +113,8 @@ def _print_plan(
             do="the same with --place local: every rank holds the same there",
         )
     with plan_only(resolved, rendezvous) as (plan, server):
-        placements = place_ranks(plan, server) if placement else []
-    mesh = plan.job.strategy_spec.mesh
-    if as_object:
-        data = {**plan.to_data(), "sources": resolved.sources}
-        more = {"placement": as_data(placements, mesh)} if placement else {}
-        click.echo(as_json({**data, **more}))
-    else:
-        shown = f"\n\n{table(placements, mesh)}" if placement else ""
-        click.echo(f"{plan}{shown}")
-
-
-# --- placement -----------------------------------------------------------------------------------
-# What every rank of a plan would hold, found by setting all ranks up without training.
-#
-# The ranks join, build the model and create the optimizer, in a temporary folder.
-
-
-def place_ranks(plan: LaunchPlan, server: ForkServer) -> list[RankPlacement]:
-    """What each rank holds; raises the errors of a job whose ranks cannot be set up."""
-    if not plan.process_set.are_all_trainers:
-        raise RequestError(
-            asked=f"--placement with --strategy {plan.job.strategy}",
-            found=str(plan.process_set),
-            why="ranks are asked what they hold, and here servers hold it, which only serve",
-            do="leave --placement out: "
-            "a run writes which server has what into placement/ of its folder",
-        )
-    with scratch_folder() as scratch:
-        run_dir = Path(scratch)
-        (run_dir / "logs").mkdir()
-        secret = secrets.token_hex(32)
-        ended = supervise(server, [_process(plan, rank, run_dir, secret) for rank in plan.ranks])
-        if ended.interrupted:
-            raise Interrupted("interrupted while the ranks were set up; nothing was trained")
-        fault = first_fault(ended, run_dir)
-        if fault is not None:
-            raise user_error(fault, ended, run_dir)
-        placements = read_placements(run_dir, plan.job.ranks)
-    if len(placements) < plan.job.ranks:
-        raise PlaceError(f"{plan.job.ranks} ranks ended well, {len(placements)} wrote placements")
-    return placements
-
-
-def _process(plan: LaunchPlan, rank: RankPlan, run_dir: Path, secret: str) -> Process:
-    job = dataclasses.replace(plan.job, run_dir=str(run_dir))
-    store = str(run_dir / STORE) if rank.world.store else ""
-    world = dataclasses.replace(rank.world, store=store, secret=secret)
-    environment = {**rank.environment, **world.variables()}
-    log = rank_log_path(run_dir, world.rank)
-    target = f"{ENGINES[job.engine].worker}:place"
-    argument = job.to_data()
-    return Process(world.rank, target, argument, environment, log, defaults=rank.defaults)
+        data, shown = {**plan.to_data(), "sources": resolved.sources}, str(plan)
+        if placement:
+            data["placement"], text = load(PLACEMENT)(plan, server)
+            shown += f"\n\n{text}"
+    click.echo(as_json(data) if as_object else shown)

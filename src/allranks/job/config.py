@@ -15,12 +15,12 @@ from allranks.catalog import PLACES, TORCH, load
 from allranks.errors import RequestError
 from allranks.job.deepspeed.sections import read_deepspeed
 from allranks.job.engines import check_program, choose_engine, default_strategy
-from allranks.job.job import Job
-from allranks.job.job_file import HIDDEN, NOT_SETTABLE, read_given, read_job_file
+from allranks.job.job import HIDDEN, NOT_SETTABLE, Job, read_given, read_job_file
 from allranks.job.limits import checked
 from allranks.job.place import place_spec
 from allranks.job.resume import Base, changed, find_base
-from allranks.strategies.auto import DialRequest, check_dial, is_auto, parse_dial
+from allranks.strategies.auto import DialRequest, check_dial, parse_dial
+from allranks.strategies.choice import is_auto
 
 
 @dataclass(frozen=True)

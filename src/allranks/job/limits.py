@@ -13,7 +13,6 @@ from difflib import get_close_matches
 from allranks.catalog import ENGINES, PLACE_CHECK, TORCH, load
 from allranks.errors import RequestError, nearest
 from allranks.job import faults
-from allranks.job.deepspeed.recipe import check_recipe
 from allranks.job.engines import trained_also_by
 from allranks.job.job import (
     BAD_STEPS,
@@ -25,6 +24,7 @@ from allranks.job.job import (
     Job,
 )
 from allranks.job.loss_scale import parse_loss_scale
+from allranks.job.recipes import check_recipe
 from allranks.strategies.resolve import StrategySpec, resolved_strategy
 from allranks.strategies.roles import EVALUATOR, ProcessSet
 
@@ -63,11 +63,13 @@ def checked(job: Job) -> Job:
             raise _out_of_range(name, value, f"at least {least}" if inclusive else f"over {least}")
     if job.seed >= 2**63:
         raise _out_of_range("seed", job.seed, "below 2**63")
-    faults.parse(job.inject)
+    if job.inject:
+        faults.parse(job.inject)
     _check_names(job)
     load(PLACE_CHECK)(job)
     _check_arithmetic(job)
-    check_recipe(job.optimizer, job.schedule)
+    if job.optimizer or job.schedule:
+        check_recipe(job.optimizer, job.schedule)
     check_engine(job)
     _check_course(job)
     per_node = 0 if job.ranks % job.nodes else job.ranks // job.nodes
@@ -222,15 +224,16 @@ def _check_arithmetic(job: Job) -> None:
             why="TF32 is a mode of the tensor cores of NVIDIA's GPUs",
             do="--precision fp32 or bf16, or --device cuda",
         )
-    scale = parse_loss_scale(job.loss_scale)
-    if job.precision != "fp16" and job.loss_scale != Job.loss_scale:
-        raise RequestError(
-            asked=f"--loss-scale {job.loss_scale} --precision {job.precision}",
-            found=f"a scale of {scale.value:g}",
-            why=f"the exponents of {job.precision} reach as far as those of fp32: "
-            "nothing underflows",
-            do="--precision fp16, or leave --loss-scale out",
-        )
+    if job.loss_scale != Job.loss_scale:
+        scale = parse_loss_scale(job.loss_scale)
+        if job.precision != "fp16":
+            raise RequestError(
+                asked=f"--loss-scale {job.loss_scale} --precision {job.precision}",
+                found=f"a scale of {scale.value:g}",
+                why=f"the exponents of {job.precision} reach as far as those of fp32: "
+                "nothing underflows",
+                do="--precision fp16, or leave --loss-scale out",
+            )
 
 
 def check_engine(job: Job) -> None:

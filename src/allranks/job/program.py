@@ -13,7 +13,6 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Mapping
 from importlib.util import source_from_cache
-from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -94,23 +93,23 @@ def _modules_besides(program: Path) -> dict[str, str]:
 
 
 def _take_digests() -> None:
-    for name, module in _imported_since():
+    modules = list(sys.modules.items())  # at once: another thread may import one meanwhile
+    for name, module in _imported_since(modules):
         path = _file_of_a_user(module)
         if path is None or name == "__main__" or name in _digests:
             continue
         if path.is_file():
             _digests[name] = path, hashlib.sha256(path.read_bytes()).hexdigest()
     _looked_at.clear()
-    _looked_at[next(reversed(sys.modules))] = len(sys.modules)
+    _looked_at[modules[-1][0]] = len(modules)
 
 
-def _imported_since() -> list[tuple[str, ModuleType]]:
-    """The modules since the last look, here or in the fork server; at first, all of them."""
+def _imported_since(modules: list[tuple[str, ModuleType]]) -> list[tuple[str, ModuleType]]:
+    """Those since the last look, here or in the fork server; at first, all of them."""
     for last, count in _looked_at.items():
-        new = list(islice(reversed(sys.modules.items()), max(0, len(sys.modules) - count) + 1))
-        if new[-1][0] == last:
-            return new
-    return list(sys.modules.items())
+        if count <= len(modules) and modules[count - 1][0] == last:
+            return modules[count - 1 :]
+    return modules
 
 
 def _file_of_a_user(module: ModuleType) -> Path | None:

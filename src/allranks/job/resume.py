@@ -22,8 +22,18 @@ from typing import Any
 from allranks.checkpoint.folder import FOLDER, committed, step_of
 from allranks.checkpoint.format import BadCheckpoint, read_manifest
 from allranks.errors import RequestError
-from allranks.job.job import Job, Looking, Safety, Where, names_in
-from allranks.job.job_file import FOR_CHECK, job_values, read_given, read_job_file, redacted
+from allranks.job.job import (
+    FOR_CHECK,
+    Job,
+    Looking,
+    Safety,
+    Where,
+    job_values,
+    names_in,
+    read_given,
+    read_job_file,
+    redacted,
+)
 from allranks.strategies.card import APART
 from allranks.strategies.cards.data_parallel import is_late
 from allranks.strategies.resolve import card_of, strategy_spec

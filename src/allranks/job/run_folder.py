@@ -37,9 +37,10 @@ from allranks.checkpoint.files import as_json, write_whole
 from allranks.checkpoint.folder import FOLDER, FULL, committed, give_back, reserve, take
 from allranks.errors import PlaceError, RequestError
 from allranks.job.config import Resolved
-from allranks.job.job_file import FOR_CHECK, SCHEMA, redacted, write_toml
+from allranks.job.job import FOR_CHECK, SCHEMA, redacted, write_toml
 
 FLUSH_EVERY_S = 0.25
+LOOK_EVERY_S = 1.0
 RESERVED_BYTES = 64 << 10  # for the summary of a job, or the report of its end
 FIRST_BYTES = 8 << 10  # for the first events of a process, or the report that it has failed
 FIRST_FILES = 3  # names beside events and logs: that by which ranks meet, metrics, what is renamed
@@ -81,6 +82,7 @@ class RunFolder:
             self._undo(".lock", "events.jsonl")
             raise _not_written(path, error) from None
         self._job_written: bytes | None = None
+        self._looked_at = time.monotonic()
         self.removed = dict[str, str]()
         """The files that somebody has removed while the job ran, with what is lost."""
 
@@ -162,11 +164,17 @@ class RunFolder:
         if self._job_before not in (None, _content(self.path / "job.toml")):
             write_whole(self.path / "job.toml", self._job_before)
 
+    def look_if_due(self) -> None:
+        """Call `look` if `LOOK_EVERY_S` have passed since the last time."""
+        if time.monotonic() - self._looked_at > LOOK_EVERY_S:
+            self.look()
+
     def look(self) -> None:
         """See that the folder is still there; raises `PlaceError` where it was removed.
 
         `job.toml`, without which no run can be resumed, is written again, and events go on.
         """
+        self._looked_at = time.monotonic()
         if self.events.is_unlinked and os.fstat(self._lock).st_nlink == 0:
             raise PlaceError(
                 f"the run folder {self.path} was removed while the job ran, with its checkpoints "

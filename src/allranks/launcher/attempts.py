@@ -26,6 +26,7 @@ from allranks.errors import (
     ProgramError,
     RequestError,
     Stopped,
+    stopped_by,
 )
 from allranks.job.program import MODULES, PROGRAM, by_name
 from allranks.job.resume import CHECKPOINTS, checkpoint_folders, how_to_resume, resume_command
@@ -42,14 +43,20 @@ from allranks.launcher.fault_report import (
     skipped_collective,
     user_error,
 )
-from allranks.launcher.hang import Stragglers
 from allranks.launcher.heartbeat import Beat, HeartbeatTable
 from allranks.launcher.plan import STORE, LaunchPlan, RankPlan, Resources
 from allranks.launcher.processes.fork_server import HEARTBEAT_FD, LISTENER_FD, SEGMENT_FD
 from allranks.launcher.processes.linux import Kills
 from allranks.launcher.processes.process import Exit, Process
-from allranks.launcher.signals import Signals
-from allranks.launcher.supervisor import COMMIT_S, NEVER, Ended, WatchPolicy, supervise
+from allranks.launcher.supervisor import (
+    COMMIT_S,
+    NEVER,
+    Ended,
+    Signals,
+    Stragglers,
+    WatchPolicy,
+    supervise,
+)
 from allranks.strategies.roles import LEADER
 
 # --- rejoining -----------------------------------------------------------------------------------
@@ -201,7 +208,6 @@ def _shown(digest: object) -> str:
     return str(digest)[:SHOWN] if digest else "none"
 
 
-LOOK_EVERY_S = 1.0
 SAME_FAULT_TWICE = "not started again: the same fault came twice, with no step between"
 
 
@@ -312,31 +318,26 @@ class Attempts:
         job, process_set, rejoining = self.plan.job, self.plan.process_set, self._rejoining
         rejoining.begin(self.plan, partial(self._process, target=target, attempt=attempt))
         policy = WatchPolicy(
-            heartbeats,
-            job.hang_timeout,
-            self._stop_at(),
-            self.resources.evidence_s,
-            lambda rank: ended_well(events_of(self.folder.path, rank, attempt)),
-            lambda rank, remaining: (
+            heartbeats=heartbeats,
+            hang_timeout_s=job.hang_timeout,
+            stop_at=self._stop_at(),
+            evidence_s=self.resources.evidence_s,
+            ended_well=lambda rank: ended_well(events_of(self.folder.path, rank, attempt)),
+            may_lose=lambda rank, remaining: (
                 (rejoining.has_begun or heartbeats.read()[LEADER].step >= 0)
                 and rejoining.may_pass(self.folder.path, rank, attempt)
                 and process_set.survives_loss_of(rank, remaining)
             ),
-            process_set.outlive_nodes,
-            partial(rejoining.again, self.folder.path, attempt),
-            partial(self._record_lost, attempt),
-            process_set.helpers,
+            outlive_nodes=process_set.outlive_nodes,
+            again=partial(rejoining.again, self.folder.path, attempt),
+            on_lost=partial(self._record_lost, attempt),
+            helpers=process_set.helpers,
         )
         hosts = [rank.host for rank in self.plan.ranks]
         stragglers = Stragglers(heartbeats, self.folder.events, hosts)
 
-        looked_at = time.monotonic()
-
         def tick() -> None:
-            nonlocal looked_at
-            if time.monotonic() - looked_at > LOOK_EVERY_S:
-                looked_at = time.monotonic()
-                self.folder.look()
+            self.folder.look_if_due()
             if not process_set.outlive_nodes:  # else no rank waits for the slowest
                 stragglers.look()
             self.resources.inject_due_faults(heartbeats.read())
@@ -422,7 +423,7 @@ class Attempts:
         again = resume_command(path)
         text = f"stopped ({ended.reason}) after step {stop['step']}, which is committed; {again}"
         self.folder.events.event("stopped", exits=exits, reason=ended.reason, step=stop["step"])
-        return Interrupted(text) if ended.reason == "SIGINT" else Stopped(text)
+        return stopped_by(ended.reason, text)
 
     def _error(
         self, ended: Ended, fault: RankFault | None, attempt: int, beats: Sequence[Beat]

@@ -19,8 +19,7 @@ from allranks.launcher.fault_report import first_fault, user_error
 from allranks.launcher.plan import LaunchPlan, Resources, Shape, backend_of_keras, devices_seen
 from allranks.launcher.processes.leftovers import scratch_folder
 from allranks.launcher.processes.process import Process, Processes
-from allranks.launcher.signals import Signals
-from allranks.launcher.supervisor import supervise
+from allranks.launcher.supervisor import Signals, supervise
 from allranks.launcher.world import Visible
 from allranks.strategies.auto import Candidate, Decision, DialRequest, LinkSpeed, ModelFacts, choose
 

@@ -15,8 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from allranks.errors import RequestError, printable
 from allranks.job.config import threads_per_rank
-from allranks.job.job import Job
-from allranks.job.job_file import redacted
+from allranks.job.job import Job, redacted
 from allranks.job.limits import devices_of
 from allranks.launcher.heartbeat import Beat
 from allranks.launcher.processes.fork_server_client import ForkServer
@@ -197,9 +196,9 @@ def _notes(job: Job, shape: Shape) -> tuple[str, ...]:
             do=f"{fits}, or --set shards={workers} (another job: it changes "
             "what BatchNorm and dropout see)",
         )
-    busy = busy_fraction(shape.shards, workers)
-    if busy == 1:
+    if shape.shards % workers == 0:
         return roles
+    busy = busy_fraction(shape.shards, workers)
     return (
         *roles,
         f"{workers} {unit}s on {shape.shards} shards: {unit}s are busy {busy:.0%} of the time; "

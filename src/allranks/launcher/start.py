@@ -15,26 +15,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from allranks.catalog import ENGINES
+from allranks.catalog import ENGINES, NODES, load
 from allranks.checkpoint.folder import committed
 from allranks.errors import Interrupted, RequestError
 from allranks.job.config import Resolved
 from allranks.job.engines import check_installed, preload_for
-from allranks.job.job import Job
-from allranks.job.job_file import redacted
+from allranks.job.job import Job, redacted
 from allranks.job.limits import checked
 from allranks.job.resume import CHECKPOINTS, changed, changed_fields
 from allranks.job.run_folder import RunFolder, read_rows
 from allranks.launcher.attempts import Attempts
 from allranks.launcher.describe import EqualityProof, chosen_by_dial, describe, note_of
-from allranks.launcher.nodes.cluster import gathered
-from allranks.launcher.nodes.join import Rendezvous
-from allranks.launcher.places.base import AgentPlace, NodeRequest, check_server_nodes, find_place
+from allranks.launcher.places import (
+    AgentPlace,
+    NodeRequest,
+    Rendezvous,
+    check_server_nodes,
+    find_place,
+)
 from allranks.launcher.plan import LaunchPlan, LocalMachine, PlannedNodes, Resources, Shape
-from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.processes.fork_server_client import HASH_SEED, ForkServer
 from allranks.launcher.processes.leftovers import sweep
-from allranks.launcher.processes.process import VARIABLE as HASH_SEED
-from allranks.launcher.signals import Signals
+from allranks.launcher.supervisor import Signals
 from allranks.strategies.auto import Decision
 
 SETTINGS = ("CUDA_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_", "MKL_")
@@ -179,7 +181,7 @@ def resources_for(
 
     request = _nodes_for(job, rendezvous, words, modules)
     sweep(request.shared)
-    with gathered(request, interrupted) as cluster:
+    with load(NODES).gathered(request, interrupted) as cluster:
         cluster.plant(job.inject)
         yield cluster
 

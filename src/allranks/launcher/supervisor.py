@@ -3,23 +3,28 @@
 The first failure or a hang stops all ranks, except roles the job can lose (`WatchPolicy.may_lose`).
 Ctrl-C, SIGTERM and the time limit ask ranks with a heartbeat to commit a checkpoint and leave, and
 stop the others. Processes that only serve the leader are ended when it is done. It returns when
-every process has ended. `fault_report` decides which rank failed first.
+every process has ended. `fault_report` decides which rank failed first. Below the watch itself: the
+signals that it obeys, which rank a hang waits for, and which rank is slower than the others.
 """
 
 from __future__ import annotations
 
+import re
 import signal
+import socket
+import statistics
+import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Any, Self
 
 from allranks.errors import PlaceError
-from allranks.launcher.hang import Hang, find_hang
-from allranks.launcher.heartbeat import HeartbeatTable
+from allranks.job.run_folder import JsonLines
+from allranks.launcher.heartbeat import Beat, HeartbeatTable
 from allranks.launcher.processes.process import Exit, Process, Processes, ProcessState
-from allranks.launcher.signals import Signals
 from allranks.strategies.roles import LEADER
 
 TICK_S = 0.1
@@ -29,11 +34,12 @@ HELPERS_S = 1.0  # for helpers to write their last events and end, after their l
 COMMIT_S = 120.0
 SUSPENDED_S = 1.0
 NEVER = float("inf")
+MESSAGES = (signal.SIGUSR1, signal.SIGUSR2)  # they ask scripts for no stop
 
 
 @dataclass(frozen=True)
 class WatchPolicy:
-    """How processes with a heartbeat are watched.
+    """How processes are watched. The default is that of processes without a heartbeat.
 
     `hang_timeout_s` 0 waits for ever; `stop_at` is on the monotonic clock. `ended_well(rank)` says
     whether a process with a bad exit code had completed its work. After the first fault the
@@ -45,7 +51,7 @@ class WatchPolicy:
     `helpers` never end by themselves: they are ended when rank 0 has ended well.
     """
 
-    heartbeats: HeartbeatTable
+    heartbeats: HeartbeatTable | None = None
     hang_timeout_s: float = 0.0
     stop_at: float = NEVER
     evidence_s: float = EVIDENCE_S
@@ -94,48 +100,49 @@ def supervise(
 
     `signals` are the caller's handlers; without it they are installed meanwhile.
     """
+    watch = _RankWatch(server, policy or WatchPolicy())
     with ExitStack() as stack:
-        signals = signals or stack.enter_context(Signals())
-        watch = stack.enter_context(_WatchedProcesses(server, policy))
-        for process in processes:
-            watch.start(process)
-        while watch.alive:
-            watch.take_exits()
-            on_tick()
-            watch.look_for_a_hang()
-            watch.handle_signals(signals)
-            watch.kill_if_due()
+        watch.run(processes, on_tick, signals or stack.enter_context(Signals()))
     names = {process.rank: process.name for process in processes if process.name}
     stopped = watch.stopped | watch.dismissed
     return Ended(watch.exits, stopped, watch.reason, watch.hang, watch.spared, names, watch.stands)
 
 
-@dataclass
-class _WatchedProcesses:
-    """The processes of one `supervise`, and the deadlines for stopping and killing them."""
+class Watch:
+    """The loop that every job runs in, and the deadlines for stopping and killing its processes.
 
-    server: Processes
-    policy: WatchPolicy | None
-    alive: dict[int, int] = field(default_factory=dict)  # ticket -> rank
-    exits: dict[int, Exit] = field(default_factory=dict)
-    stopped: frozenset[int] = frozenset()
-    dismissed: frozenset[int] = frozenset()
-    spared: frozenset[int] = frozenset()
-    reason: str = ""
-    hang: Hang | None = None
-    stalled: dict[int, str | None] = field(default_factory=dict)
-    stands: Mapping[int, ProcessState] = field(default_factory=dict)
-    stop_at: float = NEVER
-    kill_at: float = NEVER
-    dismiss_at: float = NEVER
+    A subclass says which exits stop the others, how processes are asked to stop, and when they
+    hang. They are told to stop once, by `stop_signal`; those that do not end are killed.
+    `time_limit_at` is on the monotonic clock.
+    """
 
-    def __post_init__(self) -> None:
-        self.awake_since = self.looked_at = time.monotonic()
+    stop_signal = signal.SIGTERM
+
+    def __init__(self, server: Processes, time_limit_at: float) -> None:
+        self.server, self.time_limit_at = server, time_limit_at
+        self.alive: dict[int, int] = {}  # ticket -> rank
+        self.exits: dict[int, Exit] = {}
+        self.stopped: frozenset[int] = frozenset()
+        self.reason = ""
+        self.stop_at = self.kill_at = NEVER
+
+    def run(self, processes: list[Process], on_tick: Callable[[], None], signals: Signals) -> None:
+        """Run all `processes` to their end. None is left when this returns or raises."""
+        try:
+            for process in processes:
+                self.start(process)
+            while self.alive:
+                self.take_exits()
+                on_tick()
+                self.handle_signals(signals)
+                self.look_for_a_hang()
+                self.stop_if_due()
+        except BaseException:
+            self._kill_all()
+            raise
 
     def start(self, process: Process) -> None:
-        heartbeats = None if self.policy is None else self.policy.heartbeats
-        ticket = self.server.spawn(process, heartbeats)
-        self.alive[ticket] = process.rank
+        self.alive[self.server.spawn(process)] = process.rank
 
     def take_exits(self) -> None:
         """Wait briefly for exits; after a fault the others are stopped soon."""
@@ -146,19 +153,114 @@ class _WatchedProcesses:
             if ended.ticket not in self.alive:
                 continue
             rank = self.alive.pop(ended.ticket)
-            ended = replace(ended, memory=self.stalled.pop(rank, ended.memory))
             self.exits[rank] = ended
-            is_spared = self._is_fine(rank, ended) or self._restarts(rank, ended)
-            if not (is_spared or self._tolerates_exit(rank, ended)):
-                if ended.code == -signal.SIGABRT and self.policy is not None and not self.stands:
-                    self.stands = self.server.stands({r: t for t, r in self.alive.items()})
-                evidence_s = EVIDENCE_S if self.policy is None else self.policy.evidence_s
-                self.stop_at = min(self.stop_at, time.monotonic() + evidence_s)
+            wait_s = self.stops_others_after_s(rank, ended)
+            self.stop_at = min(self.stop_at, time.monotonic() + wait_s)
+
+    def stops_others_after_s(self, rank: int, ended: Exit) -> float:
+        """How long after this exit the others are stopped; `NEVER` if they go on."""
+        raise NotImplementedError
+
+    def handle_signals(self, signals: Signals) -> None:
+        """React to signals, here and on other nodes, and to the time limit. A second Ctrl-C kills.
+
+        Only the first reason counts.
+        """
+        self.pass_on(signals)
+        reason = signals.reason or self.server.stop_reason()
+        if not reason and time.monotonic() >= self.time_limit_at:
+            reason = "time limit"
+        if reason and not self.reason:
+            self.reason = reason
+            self.ask_to_stop(signals)
+        if signals.insists:
+            self.kill_at = 0.0
+
+    def pass_on(self, signals: Signals) -> None:
+        """Tell processes of signals that ask for no stop."""
+        raise NotImplementedError
+
+    def ask_to_stop(self, signals: Signals) -> None:
+        """Ask all processes to leave, and set the time until they are stopped or killed."""
+        raise NotImplementedError
+
+    def look_for_a_hang(self) -> None:
+        """Stop all processes if they make no progress."""
+        raise NotImplementedError
+
+    def stop_if_due(self) -> None:
+        now = time.monotonic()
+        if now >= self.stop_at and not self.stopped:
+            self._signal(self.stop_signal)
+            self._kill_after(GRACE_S)
+        if now >= self.kill_at:
+            self.stopped = self.stopped or frozenset(self.alive.values())
+            self._signal(signal.SIGKILL)
+            self.kill_at = now + GRACE_S
+
+    def _kill_after(self, seconds: float) -> None:
+        """Note that all were told to stop; those that still live after `seconds` are killed."""
+        self.stopped = frozenset(self.alive.values())
+        self.stop_at, self.kill_at = NEVER, time.monotonic() + seconds
+
+    def _signal(self, number: int, ranks: Collection[int] | None = None) -> None:
+        """Send a signal to those of `ranks` that are alive (`None`: to all).
+
+        Halted processes are continued, unless it is only a message.
+        """
+        for ticket, rank in self.alive.items():
+            if ranks is None or rank in ranks:
+                self.server.signal(ticket, number)
+                if number not in MESSAGES:
+                    self.server.signal(ticket, signal.SIGCONT)
+
+    def _kill_all(self) -> None:
+        """Kill all, and wait for their ends. If the server has died, they have died with it."""
+        with suppress(PlaceError):
+            for ticket in self.alive:
+                self.server.signal(ticket, signal.SIGKILL)
+            while self.alive:
+                for ended in self.server.exits(TICK_S):
+                    self.alive.pop(ended.ticket, None)
+
+
+class _RankWatch(Watch):
+    """Ranks of a task. A heartbeat asks them to stop, and shows whether they hang.
+
+    Ranks with a heartbeat ignore SIGTERM: to stop them means to kill them.
+    """
+
+    def __init__(self, server: Processes, policy: WatchPolicy) -> None:
+        super().__init__(server, policy.stop_at)
+        self.policy = policy
+        self.dismissed: frozenset[int] = frozenset()
+        self.dismiss_at = NEVER
+        self.spared: frozenset[int] = frozenset()
+        self.hang: Hang | None = None
+        self.stalled: dict[int, str | None] = {}
+        self.stands: Mapping[int, ProcessState] = {}
+        self.awake_since = self.looked_at = time.monotonic()
+        if policy.heartbeats is not None:
+            self.stop_signal = signal.SIGKILL
+
+    def start(self, process: Process) -> None:
+        self.alive[self.server.spawn(process, self.policy.heartbeats)] = process.rank
+
+    def stops_others_after_s(self, rank: int, ended: Exit) -> float:
+        if rank in self.stalled:
+            ended = self.exits[rank] = replace(ended, memory=self.stalled.pop(rank))
+        is_spared = self._is_fine(rank, ended) or self._restarts(rank, ended)
+        if is_spared or self._tolerates_exit(rank, ended):
+            return NEVER
+        has_stacks = self.policy.heartbeats is not None and not self.stands
+        if ended.code == -signal.SIGABRT and has_stacks:
+            self.stands = self.server.stands({r: t for t, r in self.alive.items()})
+        return self.policy.evidence_s
 
     def _is_fine(self, rank: int, ended: Exit) -> bool:
         """Whether this process ended well; if it is the leader, its helpers are dismissed."""
-        if self.policy is None or rank in self.dismissed:
-            return self.policy is not None or ended.code == 0
+        if rank in self.dismissed:
+            return True
         if rank != LEADER or not self.policy.helpers:
             return ended.code == 0 or self.policy.ended_well(rank)
         if not self.policy.ended_well(rank):  # failed, even with exit code 0
@@ -169,7 +271,7 @@ class _WatchedProcesses:
 
     def _restarts(self, rank: int, ended: Exit) -> bool:
         """Start a process in the place of a failed one, if the policy has one; whether it did."""
-        if self.policy is None or ended.lost or self.stopped or self.reason:
+        if ended.lost or self.stopped or self.reason:
             return False
         process = self.policy.again(rank, ended)
         if process is not None:
@@ -184,7 +286,7 @@ class _WatchedProcesses:
         lost nodes themselves are in `outlive_nodes`.
         """
         remaining = frozenset(self.alive.values())
-        if self.policy is None or (ended.lost and rank not in self.policy.outlive_nodes):
+        if ended.lost and rank not in self.policy.outlive_nodes:
             return False
         if not self.policy.may_lose(rank, remaining):
             return False
@@ -192,6 +294,17 @@ class _WatchedProcesses:
             self.spared |= {rank}
             self.policy.on_lost(rank, ended)
         return True
+
+    def pass_on(self, signals: Signals) -> None:
+        if self.policy.heartbeats is not None and signals.take_saves():
+            self.policy.heartbeats.ask_to_save()
+
+    def ask_to_stop(self, signals: Signals) -> None:
+        """Ranks with a heartbeat have time to commit a checkpoint; others are stopped now."""
+        self.stop_at = time.monotonic()
+        if self.policy.heartbeats is not None:
+            self.policy.heartbeats.ask_to_stop()
+            self.stop_at += COMMIT_S
 
     def look_for_a_hang(self) -> None:
         """If the ranks make no progress, record the stack of each and kill them all.
@@ -202,28 +315,21 @@ class _WatchedProcesses:
         if now - self.looked_at > SUSPENDED_S:
             self.awake_since = now
         self.looked_at = now
-        if self.policy is None or not self.policy.hang_timeout_s or self.hang or self.stopped:
+        heartbeats, timeout_s = self.policy.heartbeats, self.policy.hang_timeout_s
+        if heartbeats is None or not timeout_s or self.hang or self.stopped:
             return
         if self.server.is_silent():  # ranks that wait for a lost node do not hang: report the node
             return
         there = {rank: t for t, rank in self.alive.items() if self.server.started(t)}
         there = {rank: t for rank, t in there.items() if rank not in self.stalled}
-        self.hang = find_hang(
-            self.policy.heartbeats.read(),
-            there,
-            self.policy.hang_timeout_s,
-            self.awake_since,
-            lambda: self.server.stands(there),
-        )
-        if self.hang is not None and self._tolerates_hang(self.hang):
-            self.hang = None
-        if self.hang is not None:
-            self.stopped = frozenset(self.alive.values())
-            self.kill_at = 0.0
+        beats, stands = heartbeats.read(), lambda: self.server.stands(there)
+        hang = find_hang(beats, there, timeout_s, self.awake_since, stands)
+        if hang is not None and not self._tolerates_hang(hang):
+            self.hang = hang
+            self._kill_after(0.0)
 
     def _tolerates_hang(self, hang: Hang) -> bool:
         """Whether the job can go on without the hung ranks; if so, kill only those."""
-        assert self.policy is not None
         remaining = frozenset(self.alive.values()) - set(hang.missing)
         may_lose = self.policy.may_lose
         if not hang.missing or not all(may_lose(rank, remaining) for rank in hang.missing):
@@ -233,60 +339,259 @@ class _WatchedProcesses:
         self._signal(signal.SIGKILL, hang.missing)
         return True
 
-    def handle_signals(self, signals: Signals) -> None:
-        """React to signals and the time limit: ask ranks with a heartbeat first, then stop all."""
-        now = time.monotonic()
-        if self.policy is not None and signals.take_saves():
-            self.policy.heartbeats.ask_to_save()
-        reason = signals.reason or self.server.stop_reason()
-        if not reason and self.policy is not None and now >= self.policy.stop_at:
-            reason = "time limit"
-        if reason and not self.reason:
-            self.reason = reason
-            self.stop_at = now
-            if self.policy is not None:
-                self.policy.heartbeats.ask_to_stop()
-                self.stop_at = now + COMMIT_S
-        if signals.insists:
-            self.stop_at = 0.0
-
-    def kill_if_due(self) -> None:
-        now = time.monotonic()
-        if now >= self.stop_at and not self.stopped:
-            self.stopped = frozenset(self.alive.values())
-            # ranks with a heartbeat were asked through it, or are victims: they ignore SIGTERM
-            self._signal(signal.SIGTERM if self.policy is None else signal.SIGKILL)
-            self.stop_at, self.kill_at = NEVER, now + GRACE_S
-        if now >= self.kill_at:
-            self._signal(signal.SIGKILL)
-            self.kill_at = now + GRACE_S
-        if now >= self.dismiss_at:
+    def stop_if_due(self) -> None:
+        super().stop_if_due()
+        if time.monotonic() >= self.dismiss_at:
             self._signal(signal.SIGKILL, self.dismissed)
             self.dismiss_at = NEVER
 
-    def _signal(self, number: int, ranks: Collection[int] | None = None) -> None:
-        """Send a signal to those of `ranks` that are alive; `None`: to all."""
-        for ticket, rank in self.alive.items():
-            if ranks is None or rank in ranks:
-                self.server.signal(ticket, number)
-                self.server.signal(ticket, signal.SIGCONT)
+
+# --- signals -------------------------------------------------------------------------------------
+# The signals that the supervisor obeys: noted while a job runs, never raised in mid-message.
+
+
+class Signals:
+    """Between entering and leaving, these signals are noted for the supervisor to ask about.
+
+    SIGINT, SIGTERM, SIGHUP and SIGUSR1 (what schedulers send before the time is over) ask to stop;
+    SIGINT a second time insists. SIGUSR2 asks for a checkpoint. Only the main thread of a process
+    can take signals; elsewhere nothing is changed.
+    """
+
+    STOP: tuple[signal.Signals, ...] = (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+        signal.SIGUSR1,
+    )
+    reason = ""
+    insists = False
+
+    def __init__(self) -> None:
+        self._received: deque[int] = deque()
 
     def __enter__(self) -> Self:
+        self._before: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            for number in (*Signals.STOP, signal.SIGUSR2):
+                before = signal.getsignal(number)
+                if before is None:
+                    continue  # it is not Python's, which could not give it back
+                if number == signal.SIGHUP and before == signal.SIG_IGN:
+                    continue  # nohup: the job is to outlive its terminal
+                self._before[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, tb: object) -> None:
-        reap(self.server, self.alive, kill=error is not None)
+    def _note(self, number: int, frame: object) -> None:
+        self._received.append(number)
+        self.insists |= number == signal.SIGINT and self.reason != ""
+        if number in self.STOP:
+            self.reason = self.reason or signal.Signals(number).name
+
+    def received(self) -> list[int]:
+        """Signals received since the last call."""
+        return [self._received.popleft() for _ in range(len(self._received))]
+
+    def take_saves(self) -> bool:
+        """Whether a checkpoint was asked for since the last call."""
+        return signal.SIGUSR2 in self.received()
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
 
-def reap(server: Processes, alive: dict[int, int], *, kill: bool) -> None:
-    """Wait until the processes `alive` (ticket -> rank) have ended; `kill` them first if asked.
+# --- hang ----------------------------------------------------------------------------------------
+# Which rank the others wait for, from heartbeats and stacks.
+#
+# A rank in a collective waits for others. The missing ranks are those that do not wait. If all
+# wait, they are the ranks whose user code called a collective while the others are in one of the
+# engine, or else the ranks whose count of collectives does not fit their step. The ranks write
+# their stacks themselves.
 
-    If the server has died, its processes have died with it.
+
+STATES = {
+    "T": "stopped by a signal",
+    "t": "held by a debugger",
+    "R": "running: computing, or in an endless loop",
+    "D": "waiting for a disk or a network file system",
+    "S": "sleeping",
+}
+
+
+@dataclass(frozen=True)
+class Hang:
+    """Every rank's last beat and stack, and which ranks are missing."""
+
+    timeout_s: float
+    when: float
+    beats: dict[int, Beat]
+    missing: tuple[int, ...]
+    states: dict[int, str]
+    stacks: dict[int, str]
+
+    def describe(self, rank: int) -> str:
+        """Where one rank is, in a sentence without its stack."""
+        beat = self.beats[rank]
+        where = f"`{beat.phase}`" + (f" of step {beat.step}" if beat.step >= 0 else "")
+        state = STATES.get(self.states[rank], f"state {self.states[rank]}")
+        since = self.when - beat.since
+        place = place_of_users_collective(self.stacks[rank])
+        called = f"; called by {place}" if place else ""
+        text = f"in {where} for {since:.1f} s, after {beat.collectives} collectives; {state}"
+        return text + called
+
+    def __str__(self) -> str:
+        """All ranks with their stacks, the missing ones first."""
+        others = [rank for rank in sorted(self.beats) if rank not in self.missing]
+        parts = [
+            f"rank {rank}{' (missing)' if rank in self.missing else ''}: {self.describe(rank)}\n"
+            f"{self.stacks[rank] or 'it wrote no stack'}"
+            for rank in (*self.missing, *others)
+        ]
+        return "\n".join(parts)
+
+
+def find_hang(
+    beats: list[Beat],
+    ranks: Collection[int],
+    timeout_s: float,
+    awake_since: float,
+    stands: Callable[[], dict[int, ProcessState]],
+) -> Hang | None:
+    """The hang of the living `ranks`, or `None` if there is none.
+
+    A job hangs if a rank outside a collective has made no progress for `timeout_s`, or if no rank
+    has. Time before `awake_since` does not count. `stands` asks the ranks for their stacks.
     """
-    with suppress(PlaceError):
-        if kill:
-            for ticket in alive:
-                server.signal(ticket, signal.SIGKILL)
-        while alive:
-            for ended in server.exits(TICK_S):
-                alive.pop(ended.ticket, None)
+    now = time.monotonic()
+    living = {beat.rank: beat for beat in beats if beat.rank in ranks}
+    still = {
+        rank for rank, beat in living.items() if now - max(beat.since, awake_since) > timeout_s
+    }
+    at_fault = {rank for rank in still if not _waits(living[rank])}
+    if not living or not (at_fault or len(still) == len(living)):
+        return None
+    states_of = stands()
+    states = {rank: states_of[rank].state if rank in states_of else "" for rank in living}
+    stacks = {rank: states_of[rank].stacks if rank in states_of else "" for rank in living}
+    called = {rank for rank, stack in stacks.items() if place_of_users_collective(stack)}
+    if at_fault or len(called) == len(living):
+        called = set()
+    missing = ranks_waited_for(living, at_fault or called)
+    return Hang(timeout_s, now, living, missing, states, stacks)
+
+
+def _waits(beat: Beat) -> bool:
+    """Whether a rank waits for others, itself or in its thread that saves."""
+    return beat.phase == "exchange" or (beat.phase == "save" and beat.save_waits)
+
+
+def ranks_waited_for(beats: dict[int, Beat], at_fault: set[int]) -> tuple[int, ...]:
+    """The ranks that the others wait for: those `at_fault`, or those that skipped a collective."""
+    if at_fault:
+        return tuple(sorted(at_fault))
+    fewest = min(beat.collectives for beat in beats.values())
+    behind = [beat for beat in beats.values() if beat.collectives == fewest]
+    furthest = max(beat.step for beat in behind)  # same count at a later step: one was skipped
+    awaited = sorted(beat.rank for beat in behind if beat.step == furthest)
+    return tuple(awaited) if len(awaited) < len(beats) else ()
+
+
+_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>\S+)', re.M)
+_THREAD = re.compile(r"^(?:Current t|T)hread 0x", re.M)
+_PACKAGE_FOLDER = __file__.rpartition("/launcher/")[0] + "/"
+_PUBLIC = re.compile(r"/(?:trainer|comm)\.py$")  # what a task may call, of this package
+_CALLS_A_MODULE = "/torch/nn/modules/module.py"
+_INSTALLED = ("/site-packages/", "/dist-packages/", "/lib/python", "<frozen")
+
+
+def place_of_users_collective(stack: str) -> str:
+    """`mytask.py line 14 in loss`: the user's line that called a collective; "" if none did.
+
+    It is a collective of torch, or a method of the trainer that all ranks call. A collective in
+    the forward pass of a module counts as the engine's.
+    """
+    for thread in _THREAD.split(stack):
+        frames = [match.groupdict() for match in _FRAME.finditer(thread)]
+        if "most recent call last" in thread:
+            frames.reverse()
+        has_torch, inner = False, ""
+        for frame in frames:
+            file = frame["file"]
+            has_torch = has_torch or "/torch/distributed/" in file
+            if file.endswith(_CALLS_A_MODULE):
+                break
+            if not (file.startswith(_PACKAGE_FOLDER) or any(p in file for p in _INSTALLED)):
+                is_own = inner.startswith(_PACKAGE_FOLDER)
+                if _PUBLIC.search(inner) if is_own else has_torch:
+                    return f"{file} line {frame['line']} in {frame['name']}"
+                break
+            inner = file
+    return ""
+
+
+# --- straggler -----------------------------------------------------------------------------------
+# Stragglers: ranks that work longer on each step than the others, which wait for them.
+#
+# In synchronous training every rank's step takes as long as the slowest one. The heartbeat counts
+# how much of it a rank works and how much it waits.
+
+
+EVERY_S = 5.0
+FEWEST_STEPS = 5
+TIMES_SLOWER = 2.0
+LEAST_S = 0.005  # per step; smaller differences are noise of a busy machine
+WORK = ("data", "compute")
+
+
+class Stragglers:
+    """Compares the heartbeats of one attempt every few seconds; reports each straggler once."""
+
+    def __init__(self, heartbeats: HeartbeatTable, events: JsonLines, hosts: Sequence[str]) -> None:
+        self.heartbeats, self.events, self.hosts = heartbeats, events, hosts
+        self._before = heartbeats.read()
+        self._next = time.monotonic() + EVERY_S
+        self._reported: set[tuple[int, str]] = set()
+
+    def look(self) -> None:
+        """If it is time, compare the ranks' work per step since the last look."""
+        if len(self._before) < 2 or time.monotonic() < self._next:
+            return
+        now, self._next = self.heartbeats.read(), time.monotonic() + EVERY_S
+        if steps_between(self._before, now) < FEWEST_STEPS:
+            return  # long steps: compare over a longer interval
+        for rank, phase, own_s, usual_s in slower(self._before, now):
+            if (rank, phase) not in self._reported:
+                self._reported.add((rank, phase))
+                self.events.event(
+                    "straggler",
+                    rank=rank,
+                    host=self.hosts[rank] or socket.gethostname(),
+                    phase=phase,
+                    seconds_per_step=own_s,
+                    usual_seconds_per_step=usual_s,
+                )
+        self._before = now
+
+
+def steps_between(before: list[Beat], now: list[Beat]) -> int:
+    """The steps that every rank has completed since."""
+    return min(n.step - max(b.step, 0) for b, n in zip(before, now, strict=True))
+
+
+def slower(before: list[Beat], now: list[Beat]) -> list[tuple[int, str, float, float]]:
+    """(rank, phase, its seconds per step, the median of the others') for each that is slower."""
+    steps = steps_between(before, now)
+    if steps < FEWEST_STEPS:
+        return []
+    stragglers = []
+    for phase in WORK:
+        spent = [
+            (n.seconds[phase] - b.seconds[phase]) / steps for b, n in zip(before, now, strict=True)
+        ]
+        for rank, seconds in enumerate(spent):
+            usual = statistics.median(spent[:rank] + spent[rank + 1 :])
+            if seconds > TIMES_SLOWER * usual and seconds - usual > LEAST_S:
+                stragglers.append((rank, phase, seconds, usual))
+    return stragglers

@@ -16,7 +16,7 @@ from itertools import takewhile
 from typing import Any, ClassVar
 
 from allranks.errors import RequestError
-from allranks.launcher.slurm.allocation import Allocation, first_port, step_of
+from allranks.launcher.slurm.allocation import STEP_VARIABLES, Allocation, first_port, step_of
 from allranks.strategies.roles import TRAINER
 
 # --- other launchers -----------------------------------------------------------------------------
@@ -90,7 +90,7 @@ def launched_by(environment: Environment) -> Launched | None:
 
     Raises `RequestError` for variables that are no numbers, are missing or cannot be together.
     """
-    step = _in_step(environment)
+    step = _in_step(environment) if environment.keys() & set(STEP_VARIABLES) else None
     for launcher in LAUNCHERS:
         rank = _number(environment, launcher.rank, launcher.name)
         size = _number(environment, launcher.size, launcher.name)

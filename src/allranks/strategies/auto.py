@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from allranks.errors import RequestError, nearest
 from allranks.strategies.card import Exact, Workload
-from allranks.strategies.choice import TRUTH, parse_choice
+from allranks.strategies.choice import AUTO, TRUTH, parse_choice
 from allranks.strategies.compressed import four_bit_bytes
 from allranks.strategies.resolve import StrategySpec, strategy_spec
 
@@ -449,7 +449,6 @@ def _bytes(count: float) -> str:
 # `auto:link=100mbit,delay=1ms,exact=yes`: what is asked of the dial, checked. Pure.
 
 
-AUTO = "auto"
 OPTIONS = ("link", "delay", "exact")
 
 
@@ -460,11 +459,6 @@ class DialRequest:
     text: str
     link: LinkSpeed | None = None
     exact: bool = False
-
-
-def is_auto(text: str) -> bool:
-    """Whether a text of `--strategy` leaves the choice to the dial."""
-    return text.partition(":")[0].partition("(")[0] == AUTO
 
 
 def parse_dial(text: str) -> DialRequest:

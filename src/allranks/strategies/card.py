@@ -68,7 +68,8 @@ class Workload:
     of BatchNorm. `gradients` (how many numbers) and `tally` (its bytes) tell the two apart, for
     reducers that send gradients in another type; `shapes`, those of the gradients of each message,
     are for reducers that send matrices in another form. `passes` are the backward passes of the
-    rank with the most, where each of them sends.
+    rank with the most, where each of them sends. `messages` that differ from step to step are the
+    sums of `steps`.
     """
 
     messages: tuple[int, ...]
@@ -78,6 +79,7 @@ class Workload:
     tally: int = 0
     passes: int = 1
     shapes: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    steps: int = 1
 
 
 @dataclass(frozen=True)
@@ -248,6 +250,8 @@ class Card:
 
     name: str
     summary: str
+    take_when: str
+    """When to take it: by the memory of a rank, the link, and the shape of the model."""
     guarantee: Guarantee
     bytes_sent: Callable[[Workload, Mapping[str, Any]], int]
     bytes_formula: str

@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 
 from allranks.errors import RequestError
 
+AUTO = "auto"
+"""What `--strategy` says to leave the choice to the dial."""
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -68,6 +71,11 @@ def split_outside_brackets(text: str) -> list[str]:
 
 class _Unreadable(ValueError):
     """What is wrong with a text."""
+
+
+def is_auto(text: str) -> bool:
+    """Whether a text of `--strategy` leaves the choice to the dial."""
+    return text.partition(":")[0].partition("(")[0] == AUTO
 
 
 _EXAMPLES = {

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from typing import Literal
 
@@ -113,12 +114,12 @@ class Agreement:
     lockstep: bool = True
     cuts_optimizer: bool = False
 
-    @property
+    @cached_property
     def is_one_training(self) -> bool:
         """Whether all ranks train one model, whoever holds it."""
         return self.weights != "own"
 
-    @property
+    @cached_property
     def cuts_state(self) -> bool:
         """Whether no rank has the whole state of the training."""
         return self.weights in ("sharded", "staged") or self.cuts_optimizer

@@ -176,7 +176,8 @@ def resolved_strategy(
         more = groups_of_nodes(reduce, per_node, ranks)
         choice = Choice(choice.name, {**choice.options, **more})
         spec = _spec(str(choice), choice, ranks)
-    if per_node is not None and (more := of_nodes(spec.options, per_node, ranks)):
+    has_learners = "learners" in spec.options
+    if per_node is not None and has_learners and (more := of_nodes(spec.options, per_node, ranks)):
         choice = Choice(choice.name, {**choice.options, **more})
         spec = _spec(str(choice), choice, ranks)
     if not bitwise:

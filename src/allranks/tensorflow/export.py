@@ -16,9 +16,9 @@ import keras
 
 from allranks.checkpoint.array_snapshot import read_arrays
 from allranks.checkpoint.checkpointer import values_of
-from allranks.checkpoint.export import MODEL, check_free, refused
+from allranks.checkpoint.export import MODEL, TensorFiles, check_free, refused
 from allranks.checkpoint.files import fsync_folder
-from allranks.checkpoint.format import TensorFiles, read_manifest, unflatten
+from allranks.checkpoint.format import read_manifest, unflatten
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.job.run_folder import JsonLines, rank_events_path

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from allranks.errors import PeerLost, RequestError
-from allranks.launcher.messages.connection import LOCALHOST, address_of_rank_0, listen
+from allranks.launcher.messages import LOCALHOST, address_of_rank_0, listen
 from allranks.launcher.nodes.channel import (
     Admission,
     Channel,

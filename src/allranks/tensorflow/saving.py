@@ -17,8 +17,8 @@ import keras
 import tensorflow as tf
 
 from allranks.checkpoint.array_snapshot import ArrayCopies, flatten
-from allranks.checkpoint.checkpointer import Checkpointer, Loaded
-from allranks.checkpoint.commit import LeaderAlone, Ranks
+from allranks.checkpoint.checkpointer import Checkpointer, LeaderAlone, Loaded
+from allranks.checkpoint.commit import Ranks
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.job.program import program_facts
@@ -108,7 +108,7 @@ class TensorFlowSaving:
         reach: Callable[[str, int], None],
         report: Callable[..., None],
     ) -> None:
-        self.saved = SavedJob(task, job, facts, DECIDES_BITS, attempt, reach, report)
+        self.saved = SavedJob(task.as_written, job, facts, DECIDES_BITS, attempt, reach, report)
         self.comm, self.state = comm, state
         own_folder, *_ = self.saved.sources
         self.checkpointer = Checkpointer(
@@ -131,24 +131,13 @@ class TensorFlowSaving:
         """Nothing: the first save takes the memory that all use."""
 
     def load(self, load_other_state: Callable[[dict[str, Any]], None]) -> int | None:
-        """Take up the newest good checkpoint; returns its step, if there is one.
-
-        Raises `RequestError` if it is of another job.
-        """
+        """Load the newest good checkpoint; returns its step, if there is one."""
 
         def take(loaded: Loaded) -> None:
-            self.saved.check(loaded)
             self.state.load(loaded.common)
             load_other_state({**loaded.common, "step": loaded.step})
 
-        loaded = self.checkpointer.load(self.saved.sources, take=take)
-        if loaded is None:
-            self.saved.check_not_asked_for()
-            return None
-        if self.comm.rank == 0:
-            has_streams = "random" in loaded.common
-            self.saved.resumed(loaded, random_streams_restored=has_streams)
-        return loaded.step
+        return self.saved.load(self.checkpointer, self.comm.rank, take)
 
 
 def facts(job: Job) -> dict[str, Any]:

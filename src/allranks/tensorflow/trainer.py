@@ -14,17 +14,15 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import tensorflow as tf
 from numpy.typing import NDArray
 
 from allranks.catalog import STRATEGIES, TENSORFLOW, load
 from allranks.job.engines import default_strategy
-from allranks.job.faults import Faults
 from allranks.job.job import Job
 from allranks.job.limits import check_engine
-from allranks.launcher.heartbeat import Heartbeat
 from allranks.launcher.world import World
 from allranks.strategies.resolve import resolved_strategy
 from allranks.strategies.roles import TRAINER
@@ -47,14 +45,13 @@ from allranks.tensorflow.strategies.base import (
     TensorFlowStrategy,
 )
 from allranks.training.callback import Callback, around_evaluation
-from allranks.training.engine.between_steps import (
-    BetweenSteps,
+from allranks.training.engine.saved_job import CallbackStates
+from allranks.training.engine.trainer import (
+    EngineTrainer,
     StopAgreement,
     scheduled_steps,
-    total_steps,
+    warn_ignored,
 )
-from allranks.training.engine.saved_job import CallbackStates
-from allranks.training.evaluation_plan import EvaluationPlan
 from allranks.training.keras_task import Task
 from allranks.training.order import random_key
 from allranks.training.progress import Progress, RankRequests, StepResult
@@ -94,7 +91,7 @@ class WrittenVariables:
         self._before.clear()
 
 
-class Trainer:
+class Trainer(EngineTrainer[ReplicaBatch]):
     """Trains `task` as `job` says, on the ranks that the environment describes (or `world`).
 
     Every rank makes one and calls the same methods in the same order. Making it takes devices,
@@ -103,7 +100,10 @@ class Trainer:
     before those of the task.
     """
 
-    model_notes: Sequence[str] = ()
+    task: Task
+    built: BuiltKerasModel
+    task_data: KerasTaskData
+    _saving: TensorFlowSaving | None = None
 
     def __init__(
         self,
@@ -115,24 +115,20 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
     ) -> None:
         check_backend()
-        self.world = World.from_environment() if world is None else world
-        self.task, self.job = task, _for_world(job or Job(), self.world)
+        world = World.from_environment() if world is None else world
+        job = _for_world(job or Job(), world)
         check_task(task, type(task).__name__)
-        check_engine(self.job)
+        check_engine(job)
         check_task_limits(task)
-        self.progress, self.evaluation_plan = Progress(), EvaluationPlan(self.job, task.plateau())
+        super().__init__(task, job, world, callbacks)
+        self.progress = Progress()
         self._schedule = schedule_of(task.schedule, partial(scheduled_steps, self))
-        self.callbacks = [*callbacks, *task.callbacks()]
-        self.heartbeat = Heartbeat(
-            self.world.heartbeat, self.world.local_rank, self.world.local_size
-        )
-        self.faults = Faults.of(self.job.inject, self.world.rank, self.world.restarts)
         self._poison = 1.0
         self._undo = set_arithmetic(self.job)
         try:
             self.strategy = _make_strategy(task, self.job, self.world)
             self.comm = self.strategy.comm
-            self.built: BuiltKerasModel = build(task, self.job, self.strategy)
+            self.built = build(task, self.job, self.strategy)
             self.strategy.check(self.built)
             self.results = StepResultBuilder(self.job, "rank" if self.comm.size > 1 else "replica")
             self.graphs = self._make_graphs()
@@ -141,11 +137,9 @@ class Trainer:
             self.faults.corrupt = lambda: flip_one_bit(self.built.model.trainable_variables[0])
             self.faults.poison = self._poison_next
             self._saving = self._make_saving(report) if self.job.run_dir else None
-            stopping, results = StopAgreement(self.comm, lockstep=True), self.results
-            states = CallbackStates(self.callbacks, self.comm, digest_of_state)
-            self._between = BetweenSteps(
-                self._saving, stopping, results.guard, results.loss_scale, states
-            )
+            self._ending = StopAgreement(self.comm, lockstep=True)
+            self.guard, self._loss_scale = self.results.guard, self.results.loss_scale
+            self._callback_states = CallbackStates(self.callbacks, self.comm, digest_of_state)
         except BaseException:
             self._undo()
             raise
@@ -173,28 +167,6 @@ class Trainer:
         )
 
     # --- the loop -------------------------------------------------------------------------
-
-    def batches(
-        self, epochs: int | None = None, steps: int | None = None
-    ) -> Iterator[ReplicaBatch]:
-        """This rank's part of the global batches that come next, up to the end of the training.
-
-        `epochs` and `steps` count from the start of the job; the defaults are the task's epochs
-        and the job's steps. Give each batch to `step` before asking for the next.
-        """
-        limit = self.job.steps if steps is None else steps
-        last_epoch = self.task.epochs if epochs is None else epochs
-        if limit is not None and epochs is None:
-            last_epoch = 2**31  # steps were asked for: epochs do not end them
-        self._between.begin()
-        upcoming = self.task_data.batches.after(self.progress, last_epoch, limit)
-        self.task_data.compare()
-        while not self.evaluation_plan.is_over:
-            self.heartbeat.enter("data")
-            batch = next(upcoming, None)
-            if batch is None:
-                return
-            yield batch
 
     def calls(self) -> Iterator[list[ReplicaBatch]]:
         """The batches that come next, in groups for one call of TensorFlow (`--steps-per-call`).
@@ -247,6 +219,7 @@ class Trainer:
         if before:
             self.heartbeat.enter(before)
         self.written.after_step()
+        self.user_buffers = self.written.names
         results = [self._judge(b, f) for b, f in zip(batches, sums, strict=True)]
         for batch in batches:
             self.faults.reach("stepped", batch.index)
@@ -300,23 +273,9 @@ class Trainer:
         self.heartbeat.enter(before)
         return metrics
 
-    def evaluate_if_due(self) -> dict[str, float] | None:
-        """After a step: evaluate where the job asks for it; `None` where it does not."""
-        return self._between.evaluate_if_due(self)
-
-    @property
-    def total_steps(self) -> int | None:
-        """The optimizer steps of the whole job; `None` where the data does not say its length."""
-        return total_steps(self)
-
     def rehearse(self) -> None:
         """Open the data and evaluate a few samples, so that errors show before the first update."""
         self.task_data.rehearse()
-
-    @property
-    def user_buffers(self) -> list[str]:
-        """The variables that forward itself has written."""
-        return self.written.names
 
     @property
     def model(self) -> Any:
@@ -328,33 +287,6 @@ class Trainer:
         variables = names_of(self.built.model)
         for name in sorted(variables):
             yield name, value_of(variables[name])
-
-    # --- checkpoints ----------------------------------------------------------------------
-
-    def save(self, *, wait: bool = True, evaluate: bool = True) -> bool:
-        """Save a checkpoint into the run folder of the job; every rank calls this.
-
-        Training waits for a copy in memory; a thread of the leader writes, and with `wait` its end
-        is waited for. Returns whether what was waited for is committed. Where the job keeps the
-        best checkpoint it evaluates first, if `evaluate`.
-        """
-        return self._between.save(self, wait=wait, evaluate=evaluate)
-
-    def resume(self) -> int | None:
-        """Resume from the newest good checkpoint; every rank calls this, before the first step.
-
-        Returns the global batches that are done, or `None` where there is no checkpoint. Raises
-        `RequestError` if it belongs to another job.
-        """
-        return self._between.resume(self)
-
-    def save_if_due(self, result: StepResult) -> bool:
-        """After a step: save where the job or a signal asks for it. Returns whether to stop now."""
-        return self._between.save_if_due(self, result)
-
-    def finish(self) -> bool:
-        """After the last step: save, where checkpoints are made. Returns whether it is a stop."""
-        return self._between.finish(self)
 
     def close(self) -> None:
         """Leave the other ranks, and give model and process back as they were."""
@@ -369,12 +301,10 @@ class Trainer:
         let_sum_again(self.built.optimizer)
         self._undo()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, kind: object, error: BaseException | None, tb: object) -> None:
         if error is None:
             self.close()
+            warn_ignored(self.job, self._called, self.progress)
         else:  # the others need not wait for one that comes no further
             self._give_back()
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from allranks.checkpoint.array_snapshot import ArraySnapshot
-from allranks.checkpoint.tensor_file import digest_of_weights
+from allranks.checkpoint.export import digest_of_weights
 from allranks.job.job import Job
 from allranks.job.place import BUFFER, OPTIMIZER, PARAMETER, Placed, write_placement
 from allranks.job.run_folder import JsonLines

@@ -30,7 +30,6 @@ from allranks.torch.accelerator import is_accelerator
 from allranks.torch.batchnorm.shard import ShardBatchNorm
 from allranks.torch.checkpoint.state import kept_random_streams, model_state
 from allranks.torch.comm.comm import Comm
-from allranks.torch.data.sources import seed_generators
 from allranks.torch.keras.shards import (
     check_keras,
     check_types,
@@ -60,7 +59,7 @@ from allranks.torch.model.reals import TensorFile
 from allranks.torch.model.weights import digest_of
 from allranks.torch.parallel.expert.mixture import MixtureOfExperts, ShardMixture
 from allranks.torch.random.dropout import DROPOUTS, ShardDropout
-from allranks.torch.random.keyed_rng import slot_of
+from allranks.torch.random.keyed_rng import seed_generators, slot_of
 from allranks.torch.random.torch_functions import catch
 from allranks.torch.strategies.base import Strategy, StrategyContext
 from allranks.torch.task import Task
@@ -144,11 +143,6 @@ def restore_layers(model: nn.Module) -> None:
             module.__class__ = own_kind(module)
             for name in OF_SWAPPED:
                 vars(module).pop(name, None)
-
-
-WHOLE_PASSES = frozenset(
-    ("single", "ddp-plain", "ddp", "independent", "zero1", "zero2", "fsdp", "hsdp", "mesh")
-)
 
 
 @dataclass(frozen=True)
@@ -371,13 +365,13 @@ def build_strategy(task: Task, job: Job, comm: Comm, scope: Scope) -> Strategy:
         parse_loss_scale(job.loss_scale) if job.precision == "fp16" else None,
     )
     strategy: Strategy = load(STRATEGIES[TORCH][spec.name])(context)
-    if draws_by_function(job, comm.device):
+    if draws_by_function(job, strategy, comm.device):
         scope.keys.by_function = True
         catch()
     return strategy
 
 
-def draws_by_function(job: Job, device: torch.device) -> bool:
+def draws_by_function(job: Job, strategy: Strategy, device: torch.device) -> bool:
     """Whether what a forward pass draws without a layer of its own is keyed by its samples.
 
     It needs whole activations of whole passes, in one thread. Where each shard goes through alone,
@@ -390,4 +384,4 @@ def draws_by_function(job: Job, device: torch.device) -> bool:
     if spec.name == "tensor":  # it says itself where activations are parts
         return not spec.options["sequence"]
     is_cut = spec.mesh.ranks != spec.mesh.size(DATA) or spec.mesh.size(EXPERT) > 1
-    return spec.name in WHOLE_PASSES and not is_cut
+    return strategy.has_whole_passes and not is_cut

@@ -239,7 +239,7 @@ def _two_modes(task: Task, job: Job, strategy: Strategy) -> RequestError | None:
     optimizer = strategy.learner.step.optimizer
     if not TwoModes.are_in(optimizer):
         return None
-    parts = bool(getattr(strategy, "kept_whole", None))
+    parts = bool(strategy.layout.kept_whole)
     conflicts = {
         "ema": (task.ema is not None, "two averages of the weights would each be evaluated"),
         "learners": (

@@ -13,7 +13,7 @@ from allranks.job.job import Job
 from allranks.job.program import program_facts
 from allranks.launcher.world import World
 from allranks.strategies.roles import TRAINER
-from allranks.torch.checkpoint.tree import local
+from allranks.torch.checkpoint.state import local
 
 OF_THE_HOST = ("torch", "cpu_capability", "threads", "deterministic")
 DECIDES_BITS = (*OF_THE_HOST, *accelerator.DECIDES_BITS)

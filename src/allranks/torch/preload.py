@@ -14,9 +14,11 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.optim import SGD
 
 from allranks.catalog import REDUCERS, STRATEGIES, TORCH, load
+from allranks.torch.shared_memory.backend import register
 
 SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
 for path in (*STRATEGIES[TORCH].values(), *REDUCERS.values()):
     load(path)
+register()  # looks through all modules for functions of torch that it replaces
 with suppress(OSError):  # that import makes a cache; who compiles makes it again
     os.rmdir(default_cache_dir())

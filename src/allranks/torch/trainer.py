@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -23,15 +23,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from allranks.checkpoint.commit import Alone
+from allranks.checkpoint.format import nothing
 from allranks.errors import RequestError
-from allranks.job.faults import Faults
 from allranks.job.job import Job
-from allranks.launcher.heartbeat import Heartbeat
 from allranks.launcher.world import Visible, World, tasks_not_started
 from allranks.torch.batchnorm.across_ranks import whole_norm
 from allranks.torch.build import BuiltModel, build_model, build_strategy, job_for, whole_copy
 from allranks.torch.checkpoint.saving import Saving, contents_of, digest_of_state
 from allranks.torch.checkpoint.state import copied, random_streams, set_random_streams
+from allranks.torch.comm.comm import Comm
 from allranks.torch.comm.join import join
 from allranks.torch.comm.rank_sync import AT_THE_END, EVALUATE, WHOLE_MODEL
 from allranks.torch.data.batch import Batch
@@ -40,40 +40,37 @@ from allranks.torch.data.task_data import TaskData
 from allranks.torch.keras.task import torch_task
 from allranks.torch.limits import check_limits
 from allranks.torch.machine import device_of, flip_one_bit, notes_on_sharing, notes_on_torch
-from allranks.torch.model.activation_checkpointing import (
-    CACHE_IS_OFF,
-    RECOMPUTING,
-    with_caches,
-)
+from allranks.torch.model.activation_checkpointing import CACHE_IS_OFF, with_caches
 from allranks.torch.model.compiling import compile_passes
 from allranks.torch.model.flops import FlopsMeter, peak_of
 from allranks.torch.model.initialising import initialise
 from allranks.torch.model.layers import Scope
 from allranks.torch.model.placement import notes_on
-from allranks.torch.model.precision import KERNELS, set_kernels
+from allranks.torch.model.precision import explain, explaining, set_kernels
 from allranks.torch.optimizers.made import with_recipe
 from allranks.torch.shared_memory.backend import notes_on_backend
 from allranks.torch.step.bad_step import guard_of
 from allranks.torch.step.deferred_results import notes_on_update
-from allranks.torch.step.in_flight import InFlightSteps, OnSteps
+from allranks.torch.step.in_flight import steps_of
 from allranks.torch.step.trainable import check_no_scheduler
 from allranks.torch.step.user_buffers import written_in_forward
 from allranks.torch.task import Task, task_of_parts
 from allranks.torch.witness.replicas import verify
 from allranks.torch.witness.witness import Witness, say_what_matters
 from allranks.training.callback import Callback, around_evaluation
-from allranks.training.engine.between_steps import (
-    BetweenSteps,
+from allranks.training.engine.saved_job import CallbackStates
+from allranks.training.engine.trainer import (
+    EngineTrainer,
     StopAgreement,
     scheduled_steps,
-    total_steps,
+    warn_ignored,
 )
-from allranks.training.engine.saved_job import CallbackStates
-from allranks.training.evaluation_plan import EvaluationPlan
 from allranks.training.keras_task import Task as KerasTask
 from allranks.training.progress import Progress, RankRequests, StepResult
 from allranks.training.schedules import schedule_of
 from allranks.training.task_fields import check_task
+
+NO_CONTEXT = nullcontext()
 
 # --- loop ----------------------------------------------------------------------------------------
 # What goes wrong in a loop of one's own over a `Trainer`, and what there is to say then.
@@ -116,26 +113,6 @@ def tell_alone() -> None:
         )
 
 
-def warn_ignored(job: Job, called: Set[str], done: Progress) -> None:
-    """Warn of options of a job that a custom training loop has ignored."""
-    options: dict[str, dict[str, Any]] = {
-        "evaluate_if_due": {
-            "eval_every": job.eval_every,
-            "early_stop": job.early_stop,
-            "until": job.until,
-        },
-        "save_if_due": {"checkpoint_every": job.checkpoint_every},
-    }
-    for method, values in options.items():
-        ignored = [f"{name}={value!r}" for name, value in values.items() if value]
-        if ignored and method not in called and done.batch_index:
-            warnings.warn(
-                f"Job({', '.join(ignored)}) did nothing in this loop, which never called "
-                f"trainer.{method}(…) after a step",
-                stacklevel=3,
-            )
-
-
 def no_batch(value: Any) -> RequestError:
     """The error for a batch that does not come from `trainer.batches()`."""
     return RequestError(
@@ -144,17 +121,6 @@ def no_batch(value: Any) -> RequestError:
         why="which samples a step uses, and which rank has which of them, is decided by the engine",
         do="for batch in trainer.batches(): trainer.step(batch); "
         "the data is what train_data() gives",
-    )
-
-
-def nothing_left(limits: Sequence[str], done: Progress) -> RequestError:
-    """The error for batches that have been trained already."""
-    return RequestError(
-        asked=f"batches({', '.join(limits)})",
-        found=f"a training that has made {done.batch_index} steps, and is in epoch {done.epoch}",
-        why="epochs and steps count from the start of the job, so that one that was stopped ends "
-        "where it would have",
-        do="one loop over batches() for all of it, or batches(epochs=1), then batches(epochs=2), …",
     )
 
 
@@ -189,7 +155,7 @@ class ResourceStack:
         self._stack.close()
 
 
-class Trainer(OnSteps):
+class Trainer(EngineTrainer[Batch]):
     """Trains `task` as `job` says, on the ranks that the environment describes (or `world`).
 
     Every rank makes one and calls the same methods in the same order. The constructor joins the
@@ -197,6 +163,12 @@ class Trainer(OnSteps):
     trained. `report(event, **values)` is called for checkpoints, also from another thread, and for
     findings of the witness. `fit` calls `callbacks` before those of the task.
     """
+
+    task: Task
+    comm: Comm
+    built: BuiltModel
+    task_data: TaskData
+    _saving: Saving | None = None
 
     def __init__(
         self,
@@ -212,17 +184,12 @@ class Trainer(OnSteps):
             tell_alone()
         if world is None and job is not None:
             check_own_loop(job, self.world.size)
-        self.job = job_for(job or Job(), self.world)
+        job = job_for(job or Job(), self.world)
         check_task(task, type(task).__name__)
-        self.task = task = with_recipe(torch_task(task, self.job.precision), self.job)
-        self.device = device_of(self.job, self.world)
-        self.evaluation_plan = EvaluationPlan(self.job, task.plateau())
-        self.callbacks, self.user_buffers = [*callbacks, *task.callbacks()], list[str]()
-        self._has_given, self._came_to_an_end, self._called = False, True, set[str]()
-        here = self.world
-        self.heartbeat = Heartbeat(here.heartbeat, here.local_rank, here.local_size)
-        self.faults = Faults.of(self.job.inject, self.world.rank, self.world.restarts)
-        self.meter = FlopsMeter(self.job, peak_of(self.job, self.device))
+        self.task = task = with_recipe(torch_task(task, job.precision), job)
+        self.device = device_of(job, self.world)
+        super().__init__(task, job, self.world, callbacks)
+        self.meter = FlopsMeter(job, peak_of(job, self.device))
         self._resources = ResourceStack()
         try:
             self._set_up(report)
@@ -251,77 +218,79 @@ class Trainer(OnSteps):
 
     # --- the loop -------------------------------------------------------------------------
 
-    def batches(self, epochs: int | None = None, steps: int | None = None) -> Iterator[Batch]:
-        """This rank's part of the next global batches, up to the end of the training.
+    def _next_batch(self, upcoming: Iterator[Batch]) -> Batch | None:
+        if not self.witness.observes:
+            return next(upcoming, None)
+        self.witness.before_reading(self.task_data.batches)
+        batch = next(upcoming, None)
+        self.witness.after_reading(self.task_data.batches)
+        return batch
 
-        `epochs` and `steps` count from the start of the job; the defaults are the task's epochs
-        and the job's steps. Pass each batch to `step` before you request the next.
-        """
-        limit = self.job.steps if steps is None else steps
-        last_epoch = self.task.epochs if epochs is None else epochs
-        if limit is not None and epochs is None:
-            last_epoch = 2**31  # steps were asked for: epochs do not end them
-        limits, gave = [f"{n}={v}" for n, v in (("epochs", epochs), ("steps", steps)) if v], False
-        self._between.begin()
-        upcoming = self.task_data.batches.after(self.progress, last_epoch, limit)
-        if self.strategy.agreement.lockstep:
-            self.task_data.compare_training()
-        while not self.evaluation_plan.is_over:
-            self.heartbeat.enter("data")
-            self.witness.before_reading(self.task_data.batches)
-            batch = next(upcoming, None)
-            self.witness.after_reading(self.task_data.batches)
-            if batch is None:
-                if limits and self._has_given and not gave:
-                    raise nothing_left(limits, self.progress)
-                break
-            gave, self._has_given, self._came_to_an_end = True, True, False
-            yield batch
-        self._came_to_an_end = True
+    def _end_batches(self) -> None:
         self.settle()
         if self.strategy.finish():
             self.evaluation_plan.forget()
 
     def step(self, batch: Batch) -> StepResult:
-        """One optimizer step on one global batch; all ranks call this. Sends what the card says."""
+        """One optimizer step on one global batch; all ranks call this.
+
+        The card of the strategy says what is communicated.
+        """
         if not isinstance(batch, Batch):
             raise no_batch(batch)
         self.heartbeat.at_step(batch.index)
         self.heartbeat.enter("compute")
-        self.faults.reach("step", batch.index)
-        done = self.progress
-        if not done.batch_index and self.task.overrides("initialise"):
-            initialise(self.strategy, batch)
-        step = self.strategy.step
+        if self.faults.faults:
+            self.faults.reach("step", batch.index)
+        step, steps, witness = self.strategy.step, self._steps, self.witness
+        if not steps.progress.batch_index and self.task.overrides("initialise"):
+            with explaining(step.precision):
+                initialise(self.strategy, batch)
         step.requests = RankRequests.of(self.heartbeat.wants_stop, self.heartbeat.wants_save())
-        if self._saving is not None:
+        if self._saving is not None and step.rates.are_set_by_others():
             self._saving.look_at_rates()
-        self.witness.before_step(batch, self.task_data.opened, self.settle)
-        with self.meter.watching(batch.own_samples), KERNELS, RECOMPUTING:
-            result = self._steps.make(batch, ahead=not self.witness.observes)
+        is_witnessed = witness.observes or batch.index % witness.every == 0
+        if is_witnessed:
+            witness.before_step(batch, self.task_data.opened, self.settle)
+        try:
+            with self.meter.watching(batch.own_samples) if self.meter.waits else NO_CONTEXT:
+                result = steps.make(batch, ahead=not witness.observes)
+        except RuntimeError as error:
+            explain(error, step.precision)
+            raise
         if len(step.user_buffers.written) != len(self.user_buffers):
             self.user_buffers = sorted(step.user_buffers.written)
             if self.job.bitwise:
                 raise written_in_forward(self.user_buffers)
         if batch.sizes is None and not result.taken:  # a stream has ended, on all ranks alike
             self.task_data.batches.exhausted = True
-            self.progress = self.progress.at_epoch(self.progress.epoch + 1)
+            steps.progress = steps.progress.at_epoch(steps.progress.epoch + 1)
             return result
-        self.progress = done = self.progress.after(result, batch.epoch, batch.step_in_epoch)
-        self.witness.after_step()
+        steps.progress = done = steps.progress.after(result, batch.epoch, batch.step_in_epoch)
+        if is_witnessed:
+            witness.after_step()
         every = self.job.verify_every
         if every is not None and done.batch_index % every == 0:
             verify(self.strategy.learner)
-        self.faults.reach("stepped", batch.index)
+        if self.faults.faults:
+            self.faults.reach("stepped", batch.index)
         return result
 
-    def calls(self) -> Iterator[list[Batch]]:
-        """The batches that come next, as the loop `fit` takes them: one at a time."""
-        return ([batch] for batch in self.batches())
+    @property
+    def progress(self) -> Progress:
+        """How far the training is; reading the numbers of an unread step waits for them."""
+        return self._steps.progress
 
-    def steps(self, batches: list[Batch]) -> list[StepResult]:
-        """Several steps, one after the other."""
-        return [self.step(batch) for batch in batches]
+    @progress.setter
+    def progress(self, progress: Progress) -> None:
+        self._steps.progress = progress
+
+    def settle(self) -> None:
+        """Read the unread step: afterwards the weights are those of the last step.
+
+        Every rank calls this. Does nothing on a CPU.
+        """
+        self._steps.settle()
 
     def evaluate(self, data: Any = None) -> dict[str, float]:
         """The metrics over `data` (the task's own if `None`), exact; every rank calls this."""
@@ -330,25 +299,17 @@ class Trainer(OnSteps):
         self.settle()
         if self.strategy.agreement.is_one_training:
             self.comm.meet(EVALUATE)
-        with around_evaluation(self), self.strategy.evaluated_weights(), KERNELS:
+        precision = self.strategy.step.precision
+        with around_evaluation(self), self.strategy.evaluated_weights(), explaining(precision):
             metrics = self.task_data.evaluate(data)
         self.heartbeat.enter(before)
         return metrics
 
-    def evaluate_if_due(self) -> dict[str, float] | None:
-        """After a step: evaluate where the job asks for it; `None` where it does not."""
-        self._called.add("evaluate_if_due")
-        return self._between.evaluate_if_due(self)
-
-    @property
-    def total_steps(self) -> int | None:
-        """The optimizer steps of the whole job; `None` for a stream that is read to its end."""
-        return total_steps(self)
-
     def rehearse(self) -> None:
         """Open the data and evaluate a few samples, so that errors show before the first update."""
         before = self.heartbeat.enter("data")
-        self.task_data.rehearse()
+        with explaining(self.strategy.step.precision):
+            self.task_data.rehearse()
         self.heartbeat.enter(before)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -406,56 +367,17 @@ class Trainer(OnSteps):
         self.settle()
         state = {"strategy": self.strategy.state(), "own": self.strategy.own_state()}
         random = {"ranks": self.comm.size, **random_streams(self.device)}
-        return {**copied(state), "random": random, **copied(self._between.other_state(self))}
+        return {**copied(state), "random": random, **copied(self._other_state())}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Resume from a state that `state` returned, on any number of ranks; all call this."""
         _ = self.task_data.batches
         self._steps.begin_anew()
         self.strategy.load_state(copied(state["strategy"]))
-        self._between.load_other_state(self, state)
+        self._load_other_state(state)
         if state["random"]["ranks"] == self.comm.size:
             set_random_streams(state["random"], self.device)
             self.strategy.load_own_state(state.get("own", {}))
-
-    # --- checkpoints ----------------------------------------------------------------------
-
-    def save(self, *, wait: bool = True, evaluate: bool = True) -> bool:
-        """Save a checkpoint into the run folder of the job; every rank calls this.
-
-        Training waits for a copy in memory; a thread writes, and with `wait` its end is waited for.
-        Returns whether what was waited for is committed: a full disk costs a checkpoint, not the
-        training. Where the job keeps the best checkpoint it evaluates first, if `evaluate`.
-        """
-        self.settle()
-        return self._between.save(self, wait=wait, evaluate=evaluate)
-
-    def resume(self) -> int | None:
-        """Resume from the newest good checkpoint; every rank calls this, before the first step.
-
-        That of the job's run folder, else that which the job says to start from. Returns the
-        global batches that are done, or `None` where there is no checkpoint. Raises `RequestError`
-        if it belongs to another job.
-        """
-        return self._between.resume(self)
-
-    def save_if_due(self, result: StepResult) -> bool:
-        """After a step: save where the job or a signal asks for it. Returns whether to stop now.
-
-        Ranks that train apart do not hear of each other's signals with the step, so they agree to
-        stop together after the last of the steps that they have reached.
-        """
-        self._called.add("save_if_due")
-        return self._between.save_if_due(self, result)
-
-    def finish(self) -> bool:
-        """After the last step: save, where checkpoints are made. Returns whether it is a stop.
-
-        It is one if ranks that train apart were asked to stop before they came to theirs: all ranks
-        save then, and all end as stopped.
-        """
-        self.settle()
-        return self._between.finish(self)
 
     def close(self, *, failed: bool = False) -> None:
         """Leave the other ranks, and give model and process back as they were.
@@ -463,9 +385,6 @@ class Trainer(OnSteps):
         A rank that has `failed` waits for no other: they stand in a collective for it.
         """
         self._resources.close_all(failed=failed)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, tb: object) -> None:
         failed = True
@@ -503,7 +422,9 @@ class Trainer(OnSteps):
         step, plan = self.strategy.step, self.evaluation_plan
         written = task.as_written.schedule
         step.rates.schedule = schedule_of(written, partial(scheduled_steps, self))
-        self._steps = InFlightSteps(self.strategy, job, lambda: plan.rate_factor)
+        if task.overrides("plateau"):
+            step.rates.factor = lambda: plan.rate_factor
+        self._steps = steps_of(self.strategy, job)
         check_limits(task, job, self.strategy)
         whole = whole_norm(task, self.strategy.data, self._scope, self.built.swapped)
         if whole is not None:
@@ -520,16 +441,19 @@ class Trainer(OnSteps):
         self.task_data = TaskData(task, job, self.strategy)
         resources.on_close(self.task_data.close)
         self.witness = Witness(self.strategy.learner, job, report, self.world)
-        self._saving: Saving | None = None
+        self._watch = self.witness
         if job.run_dir:
-            attempt, reach = self.world.attempt, self.faults.reach
+            attempt = self.world.attempt
+            reach = self.faults.reach if self.faults.faults else nothing
             self._saving = Saving(task, job, self.strategy, attempt, reach, report)
             resources.on_leave(self._saving.checkpointer.close)
-        ending, scale = StopAgreement(self.comm, self.strategy.agreement.lockstep), step.loss_scale
+        self._ending = StopAgreement(self.comm, self.strategy.agreement.lockstep)
+        self._loss_scale = step.loss_scale
         kept_by = partial(contents_of, model=self.strategy.model)
         ranks = self.comm if self.strategy.agreement.is_one_training else Alone(self.comm.rank)
-        states = CallbackStates(self.callbacks, ranks, digest_of_state, kept_by, report)
-        self._between = BetweenSteps(self._saving, ending, self.guard, scale, states, self.witness)
+        self._callback_states = CallbackStates(
+            self.callbacks, ranks, digest_of_state, kept_by, report
+        )
 
     def _place_model(self) -> BuiltModel:
         """Build the model, and set the strategy up."""

@@ -26,7 +26,6 @@ from allranks.strategies.cards.learners import SYNCHRONIZER
 from allranks.strategies.cards.parameter_server import SCHEDULER, SERVER
 from allranks.strategies.roles import EVALUATOR, LEARNER, WORKER
 from allranks.torch.accelerator import peak_bytes, synchronize
-from allranks.torch.data.sources import seed_generators
 from allranks.torch.elastic.learner import learn
 from allranks.torch.elastic.trainer import SynchronizerTrainer
 from allranks.torch.keras.task import torch_task
@@ -36,6 +35,7 @@ from allranks.torch.model.weights import WeightsFile, weights_sha256
 from allranks.torch.parameter_server.scheduler import SchedulerTrainer
 from allranks.torch.parameter_server.server import ServedTrainer, evaluate_checkpoints, serve
 from allranks.torch.parameter_server.worker import work
+from allranks.torch.random.keyed_rng import seed_generators
 from allranks.torch.shared_memory.backend import backend_record
 from allranks.torch.task import Task
 from allranks.torch.trainer import Trainer
@@ -310,7 +310,7 @@ class TorchRank(RankProgram[Trainer]):
     def _write(self, name: str, trainer: Trainer, keeping: Keeping) -> None:
         weights = trainer.weights()
         if self.world.is_leader:
-            file = WeightsFile(trainer.strategy.model, trainer.strategy.as_saved)
+            file = WeightsFile(trainer.strategy.model, trainer.strategy.layout.full_like)
             keeping.whole(name, lambda paths: file.write(paths, weights))
         for _ in weights:
             pass

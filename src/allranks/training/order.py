@@ -10,12 +10,14 @@ from __future__ import annotations
 import hashlib
 import struct
 import weakref
-from collections.abc import Callable, Mapping, ValuesView
+from collections.abc import Callable, Iterator, Mapping, ValuesView
 from functools import cache
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+from allranks.training.progress import Progress
 
 DEEPEST = 16  # data sets within each other: an object that has any attribute would have no end
 
@@ -37,6 +39,10 @@ class Order:
         self._epoch = -1
         self._order: NDArray[np.int64] = np.empty(0, np.int64)
 
+    def steps_in(self, epoch: int) -> int:
+        """The batches of an epoch: all have as many."""
+        return self.steps_per_epoch
+
     def batch(self, epoch: int, step: int) -> NDArray[np.int64]:
         """The samples of step `step` of `epoch`: (batch,) indices into the data set."""
         if not self.shuffles:
@@ -46,6 +52,22 @@ class Order:
             generator = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
             self._epoch, self._order = epoch, generator.permutation(self.samples)
         return self._order[step * self.batch_size : (step + 1) * self.batch_size]
+
+
+def places_after(
+    done: Progress, epochs: int, steps: int | None, steps_in: Callable[[int], int]
+) -> Iterator[tuple[int, int, int]]:
+    """Of each batch after `done`: its index in the job, its epoch, and its step in the epoch.
+
+    To the end of `epochs` epochs or of `steps` steps; epoch `e` has `steps_in(e)` steps.
+    """
+    epoch, step, index = done.epoch, done.step_in_epoch, done.batch_index
+    while epoch < epochs and (steps is None or index < steps):
+        if step >= steps_in(epoch):
+            epoch, step = epoch + 1, 0
+            continue
+        yield index, epoch, step
+        step, index = step + 1, index + 1
 
 
 def random_key(*parts: int) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Progress:
     """How far a job is. All counts belong to the job; a skipped update moves only the first four.
 
@@ -36,7 +36,7 @@ class Progress:
     def after(self, result: StepResult, epoch: int, step_in_epoch: int) -> Progress:
         """The progress once the step with number `step_in_epoch` of `epoch` has given `result`."""
         if not result.is_read:
-            return UnreadProgress(self, result, epoch, step_in_epoch)
+            return PendingProgress(self, result, epoch, step_in_epoch)
         before = self if epoch == self.epoch and self.step_in_epoch > 0 else Progress()
         loss, weight = (result.loss * result.weight, result.weight) if result.updated else (0, 0)
         return Progress(
@@ -84,7 +84,7 @@ class RankRequests:
 NOTHING = RankRequests()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """One step of the job, the same on every rank. `loss` is the mean over the global batch.
 
@@ -122,72 +122,83 @@ class StepResult:
         return True
 
 
-class UnreadResult(StepResult):
-    """A pending result: reading a field blocks until the device has finished the step.
+class PendingStep(StepResult):
+    """A step whose result is still on the device: reading a field waits for it.
 
-    `asked` holds the requests that came with the step before. `read` returns the numbers, without
+    `asked` holds the requests that came with the step before. `result` returns the numbers, without
     communication. For a step that the device has skipped, it returns what is known so far; the
     final numbers come with the next step of all ranks (`take`).
     """
 
+    __slots__ = ("_change", "_is_known", "read_row")
+
     def __init__(
-        self, batch_index: int, epoch: int, learning_rate: float, read: Callable[[], StepResult]
+        self, batch_index: int, epoch: int, learning_rate: float, read_row: Callable[[], StepResult]
     ) -> None:
-        known = {"batch_index": batch_index, "epoch": epoch, "learning_rate": learning_rate}
-        vars(self).update(known, asked=NOTHING, _read=read, _change=None)
+        _set(self, batch_index=batch_index, epoch=epoch, learning_rate=learning_rate)
+        _set(self, asked=NOTHING, read_row=read_row, _change=None, _is_known=False)
 
-    def __getattribute__(self, name: str) -> Any:
-        known = super().__getattribute__("__dict__")
-        if name in LATER and name not in known:
-            self.take(self.read())
-        return super().__getattribute__(name)
+    def __getattr__(self, name: str) -> Any:  # of a field that has no value yet
+        if name not in LATER:
+            raise AttributeError(name)
+        self.take(self.result())
+        return getattr(self, name)
 
-    def read(self) -> StepResult:
+    def result(self) -> StepResult:
         """Wait for the numbers, and return them."""
-        result: StepResult = vars(self)["_read"]()
-        change = vars(self)["_change"]
-        return result if change is None else change(result)
+        result: StepResult = self.read_row()
+        return result if self._change is None else self._change(result)
 
     def then(self, change: Callable[[StepResult], StepResult]) -> None:
         """Apply `change` to the numbers of the device when they are read."""
-        vars(self).update(_change=change)
+        _set(self, _change=change)
 
     def take(self, result: StepResult) -> None:
         """Set the final numbers."""
-        vars(self).update({name: getattr(result, name) for name in LATER})
+        _set(self, **{name: getattr(result, name) for name in LATER}, _is_known=True)
+
+    def ask(self, requests: RankRequests) -> None:
+        """Set the requests that came with the step before."""
+        _set(self, asked=requests)
 
     @property
     def is_read(self) -> bool:
-        return "loss" in vars(self)
+        return bool(self._is_known)
 
     @property
     def taken(self) -> bool:
         return True  # the end of a stream is read at once
 
 
-class UnreadProgress(Progress):
-    """The progress after an unread step: which step it is, is known; other numbers are read."""
+class PendingProgress(Progress):
+    """The progress after a pending step: which step it is, is known; other numbers are read."""
+
+    __slots__ = ("_before", "_step")
 
     def __init__(self, before: Progress, result: StepResult, epoch: int, step_in_epoch: int):
-        known = {"epoch": epoch, "step_in_epoch": step_in_epoch + 1}
-        known["batch_index"] = before.batch_index + 1
-        vars(self).update(known, _before=before, _step=(result, epoch, step_in_epoch))
+        _set(self, epoch=epoch, step_in_epoch=step_in_epoch + 1)
+        _set(self, batch_index=before.batch_index + 1)
+        _set(self, _before=before, _step=(result, epoch, step_in_epoch))
 
-    def __getattribute__(self, name: str) -> Any:
-        if name in ("samples_seen", "updates", "loss_sum", "weight_sum"):
-            return getattr(self.settled(), name)
-        return super().__getattribute__(name)
+    def __getattr__(self, name: str) -> Any:  # of a field that has no value yet
+        if name not in ("samples_seen", "updates", "loss_sum", "weight_sum"):
+            raise AttributeError(name)
+        return getattr(self.settled(), name)
 
     @property
     def updates_unless_bad(self) -> int:
-        before: Progress = vars(self)["_before"]
-        return before.updates_unless_bad + 1
+        return int(self._before.updates_unless_bad) + 1
 
     def settled(self) -> Progress:
-        result, *where = vars(self)["_step"]
+        result, *where = self._step
         result.loss  # noqa: B018  this reads it
-        before: Progress = vars(self)["_before"]
-        return before.settled().after(result, *where)
+        settled: Progress = self._before.settled().after(result, *where)
+        return settled
+
+
+def _set(frozen: Any, **fields: Any) -> None:
+    for name, value in fields.items():
+        object.__setattr__(frozen, name, value)
 
 
 LATER = {f.name for f in dataclasses.fields(StepResult)} - {

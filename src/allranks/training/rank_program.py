@@ -25,8 +25,8 @@ from allranks.job.run_folder import JsonLines, rank_events_path
 from allranks.launcher.processes.process import exit_code_of, failure_of
 from allranks.launcher.world import World
 from allranks.training.callback import Callback
-from allranks.training.engine.between_steps import EngineTrainer, Loop
 from allranks.training.engine.saved_job import check_ends_later
+from allranks.training.engine.trainer import EngineTrainer
 from allranks.training.progress import StepResult
 from allranks.training.record.logs import (
     End,
@@ -47,7 +47,7 @@ from allranks.training.task_fields import TaskFields, task_shape
 # A custom loop may leave out calls that it does not need; every call here is public.
 
 
-def fit(trainer: Loop) -> bool:
+def fit(trainer: EngineTrainer[Any]) -> bool:
     """The loop of `allranks train`; returns False if it was asked to stop before the end."""
     finished = _fit(trainer)
     for callback in trainer.callbacks:
@@ -55,7 +55,7 @@ def fit(trainer: Loop) -> bool:
     return finished
 
 
-def _fit(trainer: Loop) -> bool:
+def _fit(trainer: EngineTrainer[Any]) -> bool:
     callbacks = trainer.callbacks
     for callback in callbacks:
         callback.on_start(trainer)
@@ -101,7 +101,7 @@ class RankRecord(Callback):
         self._reached_s: float | None = None
         self._looked_at = time.monotonic()
 
-    def open(self, trainer: EngineTrainer, resumed_from: int | None) -> None:
+    def open(self, trainer: EngineTrainer[Any], resumed_from: int | None) -> None:
         """Before the first step: the leader's files, without what came after the checkpoint."""
         agreement = trainer.job.strategy_spec.card.agreement
         self._trains_apart = not agreement.is_one_training
@@ -116,7 +116,7 @@ class RankRecord(Callback):
         """The time of the training counts from here."""
         self._began_at = self._last_step_at = time.perf_counter()
 
-    def on_start(self, trainer: EngineTrainer) -> None:
+    def on_start(self, trainer: EngineTrainer[Any]) -> None:
         """Watch the phases of the steps, if the job asks for that."""
         if PHASES in logs_of(self.job):
             world = self.world
@@ -141,14 +141,14 @@ class RankRecord(Callback):
         """After a failure: flush the logs, without waiting for an unread step."""
         self._logs.fail()
 
-    def on_save(self, trainer: EngineTrainer) -> None:
+    def on_save(self, trainer: EngineTrainer[Any]) -> None:
         """Before a save: write all metrics up to this step."""
         self._write()
         if self._metrics is not None:
             self._metrics.flush()
         self._logs.flush()
 
-    def on_evaluation(self, trainer: EngineTrainer, metrics: dict[str, float]) -> None:
+    def on_evaluation(self, trainer: EngineTrainer[Any], metrics: dict[str, float]) -> None:
         """Record an evaluation on the way: the leader's, or each rank's own."""
         self._write()
         step, best = trainer.progress.batch_index, trainer.evaluation_plan.is_best
@@ -158,7 +158,7 @@ class RankRecord(Callback):
             self.events.event("evaluated", step=step, metrics=metrics, best=best)
         self._logs.evaluation(step, metrics)
 
-    def on_step(self, trainer: EngineTrainer, batch: Any, result: StepResult) -> None:
+    def on_step(self, trainer: EngineTrainer[Any], batch: Any, result: StepResult) -> None:
         """Record a step, and the one before it if that was unread, without waiting."""
         self._write()
         self._last_step_at = time.perf_counter()
@@ -194,7 +194,7 @@ class RankRecord(Callback):
                 file.was_removed = False
                 self.keeping.removed(file.path.name)
 
-    def samples_per_s(self, trainer: EngineTrainer) -> float | None:
+    def samples_per_s(self, trainer: EngineTrainer[Any]) -> float | None:
         """The samples of all ranks in a second, up to the last step; every rank calls this."""
         samples = trainer.progress.samples_seen - self._seen_before
         if self._trains_apart:  # each rank has counted its own
@@ -202,7 +202,7 @@ class RankRecord(Callback):
         return samples / (self._last_step_at - self._began_at) if samples else None
 
     def summary(
-        self, trainer: EngineTrainer, evaluation: dict[str, float], sha256: str | None
+        self, trainer: EngineTrainer[Any], evaluation: dict[str, float], sha256: str | None
     ) -> dict[str, Any]:
         """What the event `done` says of a training, whatever engine made it."""
         return {
@@ -227,7 +227,7 @@ class RankRecord(Callback):
             **self.keeping.to_data(),
         }
 
-    def _until(self, trainer: EngineTrainer) -> dict[str, Any] | None:
+    def _until(self, trainer: EngineTrainer[Any]) -> dict[str, Any] | None:
         """When `--until` was reached, in seconds since the first step began.
 
         Evaluations until then are in it. A training that was resumed does not know the seconds.
@@ -240,7 +240,7 @@ class RankRecord(Callback):
 
 DIGEST_LIMIT_BYTES = 16 * 2**30
 
-T = TypeVar("T", bound=EngineTrainer)
+T = TypeVar("T", bound=EngineTrainer[Any])
 Role = Callable[[Job, World, JsonLines], None]
 FactsOf = Callable[[Job], dict[str, Any]]
 

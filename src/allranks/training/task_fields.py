@@ -11,7 +11,7 @@ import difflib
 import dis
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any, ClassVar, Literal, TypeVar
@@ -90,9 +90,10 @@ class TaskFields:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        fields = {name for base in cls.__mro__[1:-1] for name in inspect.get_annotations(base)}
+        bases = [base for base in cls.__mro__[1:] if dataclasses.is_dataclass(base)]
+        fields = {field.name for base in bases for field in dataclasses.fields(base)}
         annotated = inspect.get_annotations(cls)
-        for name in sorted(fields - {"loss_over", "required", "training"}):
+        for name in sorted(fields):
             if name in cls.__dict__ and name not in annotated:
                 value = cls.__dict__[name]
                 kind = type(value).__name__ if isinstance(value, (int, float, str)) else "TYPE"
@@ -116,6 +117,29 @@ class TaskFields:
         """Whether this task has a `method` of its own."""
         is_set = method in vars(self)  # on this object, as a job does that names another one
         return is_set or getattr(type(self), method) is not getattr(self.engines_own(), method)
+
+
+def metric_pairs(metrics: Mapping[str, Any], total: str) -> dict[str, tuple[Any, Any]]:
+    """What `metrics(output, batch)` of a task gave; `total` is a sum in the engine's words."""
+    for name, pair in metrics.items():
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise RequestError(
+                asked="metrics(output, batch) of the task",
+                found=f"{name} = {pair!r}"[:200],
+                why="a metric is a pair (sum, count) over the samples of the batch",
+                do=f"return for example {{'accuracy': ({total}, len(hits))}}",
+            )
+    return dict(metrics)
+
+
+def other_metrics(found: str) -> RequestError:
+    """The error for metrics that are not the same for all batches."""
+    return RequestError(
+        asked="metrics(output, batch) of the task",
+        found=found[:300],
+        why="sums are kept by name, so every batch must give the same metrics in one order",
+        do="return every metric for every batch, with (0, 0) where there is nothing",
+    )
 
 
 Kind = TypeVar("Kind", bound=TaskFields)
@@ -142,12 +166,16 @@ def task_of(job: Job, *kinds: type[Kind]) -> Kind:
 def plain_fields(task: TaskFields) -> dict[str, Any]:
     """The fields of a task that text can carry."""
     task = task.as_written
-    values = {f.name: getattr(task, f.name) for f in dataclasses.fields(task)}
+    return plain_values({f.name: getattr(task, f.name) for f in dataclasses.fields(task)})
+
+
+def plain_values(values: dict[str, Any]) -> dict[str, Any]:
+    """Those that text can carry."""
     return {name: value for name, value in values.items() if isinstance(value, PLAIN)}
 
 
 def task_shape(task: TaskFields) -> dict[str, Any]:
-    """What a place must know of a task (`places.base.Shape`)."""
+    """What a place must know of a task (`launcher.plan.Shape`)."""
     return {
         "fields": plain_fields(task),
         "batch_size": task.batch_size,

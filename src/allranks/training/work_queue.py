@@ -15,6 +15,7 @@ dies, and the end of an epoch does not wait for the slowest. Pure arithmetic, no
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -26,6 +27,7 @@ from allranks.checkpoint.checkpointer import read_as
 from allranks.checkpoint.folder import committed, step_of, verify_files
 from allranks.checkpoint.format import NAME, BadCheckpoint, Manifest, digest, read_manifest
 from allranks.errors import RequestError
+from allranks.job.job import Job
 from allranks.job.resume import CHECKPOINTS
 from allranks.job.run_folder import JsonLines, rank_events_path, read_rows
 from allranks.launcher.heartbeat import Heartbeat
@@ -233,6 +235,28 @@ def checkpoints_to_evaluate(
         if is_last:
             return
         time.sleep(LOOK_S)
+
+
+def evaluate_checkpoints(
+    job: Job,
+    world: World,
+    heartbeat: Heartbeat,
+    events: JsonLines,
+    read: Callable[[Path, Manifest], T],
+    evaluate: Callable[[int, T], dict[str, float]],
+) -> None:
+    """Run an evaluator until the leader of `job` has ended; `evaluate(step, value)` gives metrics.
+
+    It does not communicate, so no process waits for it, and its death costs only time.
+    """
+    events.event("ready", host=socket.gethostname(), role=world.role, index=world.role_index)
+    evaluated = 0
+    checkpoints = checkpoints_to_evaluate(Path(job.run_dir), world, heartbeat, read, events)
+    for judged, value in checkpoints:
+        metrics = evaluate(judged.step, value)
+        events.event("evaluated", **judged._asdict(), metrics=metrics, best=False)
+        evaluated += 1
+    events.event("done", evaluated=evaluated)
 
 
 class CheckpointWatch:

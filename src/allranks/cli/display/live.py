@@ -26,8 +26,7 @@ from rich.segment import Segment, Segments
 from rich.text import Text
 
 from allranks.catalog import load
-from allranks.cli.display.event_text import evaluation_in_words
-from allranks.cli.display.following import Anomaly, FollowedJob, Follower
+from allranks.cli.display.following import Anomaly, FollowedJob, Follower, evaluation_in_words
 from allranks.cli.display.progress import MOST_OF_A_LINE, Paced, opening_words
 from allranks.errors import printable
 from allranks.job.units import format_count

@@ -1,14 +1,28 @@
-"""The placement of a job as a table: what several ranks or replicas hold alike is one line."""
+"""The placement of a job as a table: what several ranks or replicas hold alike is one line.
+
+Of a job that is only planned, all ranks are set up to find it, without training.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from allranks.errors import printable
-from allranks.job.place import PARAMETER, Placed, PlacementTotals, RankPlacement
+from allranks.catalog import ENGINES
+from allranks.errors import Interrupted, PlaceError, RequestError, printable
+from allranks.job.place import PARAMETER, Placed, PlacementTotals, RankPlacement, read_placements
+from allranks.job.run_folder import rank_log_path
 from allranks.job.units import format_bytes, format_count
+from allranks.launcher.fault_report import first_fault, user_error
+from allranks.launcher.plan import STORE, LaunchPlan, RankPlan
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.processes.leftovers import scratch_folder
+from allranks.launcher.processes.process import Process
+from allranks.launcher.supervisor import supervise
 from allranks.strategies.mesh import DATA, REPLICATE, SHARD, Mesh
 
 UNKNOWN = "unknown"
@@ -24,6 +38,12 @@ class Holder:
     replica: int
     part: int
     device: str
+
+
+def placement_of(plan: LaunchPlan, server: ForkServer) -> tuple[list[dict[str, Any]], str]:
+    """What each rank of a plan would hold, as data and as a table: none of them trains."""
+    placements, mesh = place_ranks(plan, server), plan.job.strategy_spec.mesh
+    return as_data(placements, mesh), table(placements, mesh)
 
 
 def as_data(placements: Sequence[RankPlacement], mesh: Mesh) -> list[dict[str, Any]]:
@@ -145,3 +165,46 @@ def _aligned(rows: list[list[str]], right: set[int]) -> list[str]:
         ]
         lines.append(printable("  ".join(cells).rstrip()))
     return lines
+
+
+# --- ranks ---------------------------------------------------------------------------------------
+# What every rank of a plan would hold, found by setting all ranks up without training.
+#
+# The ranks join, build the model and create the optimizer, in a temporary folder.
+
+
+def place_ranks(plan: LaunchPlan, server: ForkServer) -> list[RankPlacement]:
+    """What each rank holds; raises the errors of a job whose ranks cannot be set up."""
+    if not plan.process_set.are_all_trainers:
+        raise RequestError(
+            asked=f"--placement with --strategy {plan.job.strategy}",
+            found=str(plan.process_set),
+            why="ranks are asked what they hold, and here servers hold it, which only serve",
+            do="leave --placement out: "
+            "a run writes which server has what into placement/ of its folder",
+        )
+    with scratch_folder() as scratch:
+        run_dir = Path(scratch)
+        (run_dir / "logs").mkdir()
+        secret = secrets.token_hex(32)
+        ended = supervise(server, [_process(plan, rank, run_dir, secret) for rank in plan.ranks])
+        if ended.interrupted:
+            raise Interrupted("interrupted while the ranks were set up; nothing was trained")
+        fault = first_fault(ended, run_dir)
+        if fault is not None:
+            raise user_error(fault, ended, run_dir)
+        placements = read_placements(run_dir, plan.job.ranks)
+    if len(placements) < plan.job.ranks:
+        raise PlaceError(f"{plan.job.ranks} ranks ended well, {len(placements)} wrote placements")
+    return placements
+
+
+def _process(plan: LaunchPlan, rank: RankPlan, run_dir: Path, secret: str) -> Process:
+    job = dataclasses.replace(plan.job, run_dir=str(run_dir))
+    store = str(run_dir / STORE) if rank.world.store else ""
+    world = dataclasses.replace(rank.world, store=store, secret=secret)
+    environment = {**rank.environment, **world.variables()}
+    log = rank_log_path(run_dir, world.rank)
+    target = f"{ENGINES[job.engine].worker}:place"
+    argument = job.to_data()
+    return Process(world.rank, target, argument, environment, log, defaults=rank.defaults)

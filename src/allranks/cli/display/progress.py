@@ -16,8 +16,7 @@ from typing import Any, Protocol
 import click
 
 from allranks.catalog import load
-from allranks.cli.display.event_text import NOT_SEEN, not_in_the_run_folder
-from allranks.cli.display.following import FollowedJob, Follower
+from allranks.cli.display.following import NOT_SEEN, FollowedJob, Follower, not_in_the_run_folder
 from allranks.errors import printable
 from allranks.job.run_folder import REMOVED
 from allranks.job.units import format_bytes, format_count

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from allranks.errors import RequestError
-from allranks.job.deepspeed.recipe import KIND
+from allranks.job.recipes import KIND, REQUIRED, SCHEDULES
 from allranks.strategies.cards import CARDS
 
 # --- batch ---------------------------------------------------------------------------------------
@@ -371,23 +371,8 @@ AS_ALWAYS: Mapping[str, Mapping[str, Any]] = {
 """Parameters that can have one value here, which changes nothing; by our name."""
 KERNELS = {"adamw": ("fused", "foreach", "capturable"), "sgd": ("fused", "foreach")}
 MODES = ("torch_adam", "adam_w_mode")
-RATES = {"warmup_min_lr": "lowest", "warmup_max_lr": "highest"}
-WARMUP = {"warmup_num_steps": "steps", "warmup_type": "kind"}
-TOTAL = {"total_num_steps": "total"}
-SCHEDULERS: dict[str, tuple[str, Mapping[str, str], tuple[str, ...]]] = {
-    "WarmupLR": ("warmup-lr", {**RATES, **WARMUP}, ("warmup_max_lr",)),
-    "WarmupDecayLR": (
-        "warmup-decay-lr",
-        {**RATES, **WARMUP, **TOTAL},
-        ("warmup_max_lr", "total_num_steps"),
-    ),
-    "WarmupCosineLR": (
-        "warmup-cosine-lr",
-        {"warmup_min_ratio": "lowest_ratio", "cos_min_ratio": "end_ratio", **WARMUP, **TOTAL},
-        ("total_num_steps",),
-    ),
-}
-"""Its name -> ours, its parameters -> ours, and those that must be said."""
+SCHEDULERS = {known.deepspeed: name for name, known in SCHEDULES.items() if known.deepspeed}
+"""Its name -> ours."""
 
 
 def optimizer_text(refuse: Refuse, section: dict[str, Any]) -> str | None:
@@ -458,9 +443,9 @@ def schedule_text(refuse: Refuse, section: dict[str, Any]) -> str | None:
         )
     if _is_auto(refuse, "scheduler", params):
         return None
-    name, known, needed = SCHEDULERS[kind]
-    for param in needed:
-        if param not in params:
+    name, known = SCHEDULERS[kind], SCHEDULES[SCHEDULERS[kind]].params
+    for param in REQUIRED:
+        if param in known and param not in params:
             raise refuse(
                 f"scheduler.params.{param}",
                 None,

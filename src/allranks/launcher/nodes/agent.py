@@ -41,10 +41,9 @@ from allranks.launcher.nodes.channel import (
 from allranks.launcher.nodes.facts import Doorbell, Ringing, candidates, digest_of, facts
 from allranks.launcher.nodes.join import ANY, Ticket
 from allranks.launcher.nodes.nodes import NodeRanks
-from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.processes.fork_server_client import ForkServer, check_hash_seed
 from allranks.launcher.processes.linux import die_with_parent
 from allranks.launcher.processes.ports import Reservation
-from allranks.launcher.processes.process import check_hash_seed
 from allranks.launcher.world import World
 
 TICK_S = 0.1

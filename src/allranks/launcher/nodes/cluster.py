@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,9 +21,9 @@ from allranks.job.faults import MEND
 from allranks.job.job import Job
 from allranks.launcher.heartbeat import Beat
 from allranks.launcher.nodes.agent import serve
-from allranks.launcher.nodes.join import ANY, Expected, JoinServer, Rendezvous, Ticket, preflight
+from allranks.launcher.nodes.join import ANY, Expected, JoinServer, Ticket, preflight
 from allranks.launcher.nodes.nodes import Node, Nodes
-from allranks.launcher.places.base import AgentPlace, NodeRequest, Started, find_place
+from allranks.launcher.places import AgentPlace, NodeRequest, Rendezvous, Started, find_place
 from allranks.launcher.plan import (
     LaunchPlan,
     Seat,
@@ -167,6 +166,16 @@ class Cluster:
         self._to_do += [fault for fault in faults.parse(text) if fault.action in faults.NODE_FAULTS]
 
 
+def foreseen_hosts(seats: Sequence[Seat]) -> tuple[Host, ...]:
+    """The table of nodes that have not joined: with names as addresses, and made-up ports."""
+    hosts: dict[str, Host] = {}
+    for seat in seats:
+        before = hosts[seat.host].processes if seat.host in hosts else 0
+        ports = tuple(range(1, before + 3))
+        hosts[seat.host] = Host(seat.host, seat.host, seat.interface, before + 1, ports)
+    return tuple(hosts.values())
+
+
 @contextmanager
 def gathered(
     request: NodeRequest, interrupted: Callable[[], None] = lambda: None
@@ -228,17 +237,6 @@ def _removed_if_empty(folder: Path | None) -> Iterator[None]:
         for path in absent:
             with suppress(OSError):  # not empty, or never created
                 path.rmdir()
-
-
-def is_head(rendezvous: Rendezvous) -> bool:
-    """Whether this is node 0 of nodes started by hand: by `--node-rank`, or as it can listen."""
-    if not rendezvous.by_hand or rendezvous.node_rank is not None:
-        return not rendezvous.node_rank
-    try:
-        socket.create_server(rendezvous.address).close()
-    except OSError:
-        return False
-    return True
 
 
 def take_part(rendezvous: Rendezvous, words: tuple[str, ...], program: str = "") -> int:

@@ -23,9 +23,9 @@ from allranks.errors import PlaceError
 from allranks.launcher.heartbeat import HeartbeatTable
 from allranks.launcher.nodes.channel import Channel, Disconnected, Message, wait_for
 from allranks.launcher.nodes.facts import Interface, NodeFacts
-from allranks.launcher.processes.fork_server_client import ForkServer, checked_size
+from allranks.launcher.processes.fork_server_client import ForkServer, checked_size, hash_seed
 from allranks.launcher.processes.linux import Kills
-from allranks.launcher.processes.process import Exit, Process, ProcessState, hash_seed
+from allranks.launcher.processes.process import Exit, Process, ProcessState
 from allranks.launcher.world import World
 
 ALIVE_EVERY_S = 1.0

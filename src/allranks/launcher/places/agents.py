@@ -15,8 +15,8 @@ from typing import IO
 
 from allranks.errors import PlaceError
 from allranks.launcher.nodes.facts import candidates
-from allranks.launcher.nodes.join import Rendezvous, Ticket
-from allranks.launcher.places.base import NodeRequest
+from allranks.launcher.nodes.join import Ticket
+from allranks.launcher.places import NodeRequest, Rendezvous
 from allranks.launcher.processes import leftovers
 
 END_TIMEOUT_S = 5.0

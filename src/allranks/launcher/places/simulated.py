@@ -20,8 +20,8 @@ from allranks.errors import PlaceError, RequestError
 from allranks.job.faults import MEND, Fault
 from allranks.job.place import NODE_ETH, Network, NodeLink, parse_network
 from allranks.launcher.nodes.join import Ticket
+from allranks.launcher.places import AgentPlace, NodeRequest, Started, shared_out
 from allranks.launcher.places.agents import ticket_for
-from allranks.launcher.places.base import AgentPlace, NodeRequest, Started, shared_out
 from allranks.launcher.plan import Seat
 from allranks.launcher.processes import leftovers
 from allranks.strategies.auto import parse_rate

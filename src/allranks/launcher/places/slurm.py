@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from allranks.errors import PlaceError, RequestError
+from allranks.launcher.places import AgentPlace, NodeRequest, Started, seats_on
 from allranks.launcher.places.agents import AGENT, Agents, listen_to_all, ticket_for
-from allranks.launcher.places.base import AgentPlace, NodeRequest, Started, seats_on
 from allranks.launcher.plan import Seat
 from allranks.launcher.slurm.allocation import HETEROGENEOUS, Allocation
 from allranks.launcher.slurm.commands import end_time_of

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from allranks.errors import PlaceError, RequestError
 from allranks.launcher.nodes.facts import candidates, interfaces
+from allranks.launcher.places import AgentPlace, NodeRequest, Started, seats_on
 from allranks.launcher.places.agents import AGENT, Agents, listen_to_all, ticket_for
-from allranks.launcher.places.base import AgentPlace, NodeRequest, Started, seats_on
 from allranks.launcher.plan import Seat
 
 # --- hostfile ------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
 import select
 import signal
 import socket
@@ -19,8 +20,7 @@ from allranks.launcher.heartbeat import HeartbeatTable
 from allranks.launcher.processes import leftovers
 from allranks.launcher.processes.fork_server import MESSAGE_LIMIT, STACKS_SIGNAL
 from allranks.launcher.processes.linux import state_of
-from allranks.launcher.processes.process import VARIABLE as HASH_SEED
-from allranks.launcher.processes.process import Exit, Process, ProcessState, hash_seed
+from allranks.launcher.processes.process import Exit, Process, ProcessState
 
 # --- stacks --------------------------------------------------------------------------------------
 # The stacks of running ranks, written by themselves at a signal, from wherever they stand.
@@ -245,3 +245,40 @@ class ForkServer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+# --- hash seed -----------------------------------------------------------------------------------
+# One hash seed for all processes of a job: the order of a set of texts is the same in each.
+#
+# Python hashes texts with a seed of its own in each process, so what is made in the order of a set
+# (class numbers, layers) differs from process to process and from run to run. Every fork server, on
+# whatever node, is started with the same `PYTHONHASHSEED`, and what it forks inherits it.
+
+
+HASH_SEED = "PYTHONHASHSEED"
+USUAL = "0"
+RANDOM = "random"
+SEEDS = 2**32
+
+
+def hash_seed(environment: Mapping[str, str] | None = None) -> str:
+    """That of a job started in this environment: its own number, or 0.
+
+    `PYTHONHASHSEED=random` asks for another one with each call; the job still has one.
+    """
+    seed = (os.environ if environment is None else environment).get(HASH_SEED, "")
+    if seed == RANDOM:
+        return str(random.SystemRandom().randrange(1, SEEDS))
+    return seed or USUAL
+
+
+def check_hash_seed(wanted: str) -> None:
+    """Raise `RequestError` if the environment of this node says another one than the job has."""
+    seed = os.environ.get(HASH_SEED, "")
+    if seed not in ("", RANDOM, wanted):
+        raise RequestError(
+            asked=f"{HASH_SEED}={seed} on this node",
+            found=f"{HASH_SEED}={wanted} where the job was started",
+            why="sets of texts would have another order on this node than on the others",
+            do=f"set {HASH_SEED} to the same number on all nodes, or on none",
+        )

@@ -6,8 +6,6 @@ an agent on every node (`nodes.Nodes`). The supervisor does not know which.
 
 from __future__ import annotations
 
-import os
-import random
 import re
 import socket
 import traceback
@@ -182,43 +180,6 @@ def kind_said_in(text: str) -> FaultKind:
     """The kind of fault in a message; a lost peer is recognised by its collective instead."""
     kinds = (FaultKind.OUT_OF_MEMORY, FaultKind.CHILD_KILLED)
     return next((kind for kind in kinds if is_said(kind, text)), FaultKind.PROGRAM)
-
-
-# --- hash seed -----------------------------------------------------------------------------------
-# One hash seed for all processes of a job: the order of a set of texts is the same in each.
-#
-# Python hashes texts with a seed of its own in each process, so what is made in the order of a set
-# (class numbers, layers) differs from process to process and from run to run. Every fork server, on
-# whatever node, is started with the same `PYTHONHASHSEED`, and what it forks inherits it.
-
-
-VARIABLE = "PYTHONHASHSEED"
-USUAL = "0"
-RANDOM = "random"
-SEEDS = 2**32
-
-
-def hash_seed(environment: Mapping[str, str] | None = None) -> str:
-    """That of a job started in this environment: its own number, or 0.
-
-    `PYTHONHASHSEED=random` asks for another one with each call; the job still has one.
-    """
-    seed = (os.environ if environment is None else environment).get(VARIABLE, "")
-    if seed == RANDOM:
-        return str(random.SystemRandom().randrange(1, SEEDS))
-    return seed or USUAL
-
-
-def check_hash_seed(wanted: str) -> None:
-    """Raise `RequestError` if the environment of this node says another one than the job has."""
-    seed = os.environ.get(VARIABLE, "")
-    if seed not in ("", RANDOM, wanted):
-        raise RequestError(
-            asked=f"{VARIABLE}={seed} on this node",
-            found=f"{VARIABLE}={wanted} where the job was started",
-            why="sets of texts would have another order on this node than on the others",
-            do=f"set {VARIABLE} to the same number on all nodes, or on none",
-        )
 
 
 # --- failure -------------------------------------------------------------------------------------

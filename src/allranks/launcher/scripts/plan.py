@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from allranks.errors import RequestError, printable
-from allranks.job.job_file import HIDDEN, redacted
+from allranks.job.job import HIDDEN, redacted
 from allranks.launcher.scripts.topology import (
     DEFAULT_FAMILIES,
     DEFAULT_ROLE,

@@ -18,6 +18,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -31,11 +32,12 @@ from allranks.errors import (
     ProgramError,
     RequestError,
     Stopped,
+    stopped_by,
 )
-from allranks.job.job_file import SCHEMA, write_toml
+from allranks.job.job import SCHEMA, write_toml
 from allranks.job.run_folder import RunFolder, rank_log_path, read_rows
 from allranks.job.units import format_bytes
-from allranks.launcher.fault_report import LastWords, last_words, stacks_in
+from allranks.launcher.fault_report import LastWords, last_words, listed, name_of_signal, stacks_in
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.linux import Kills
 from allranks.launcher.processes.ports import Reservation
@@ -139,11 +141,11 @@ def first_fault_report(
     if fault.exit.lost:
         host = fault.exit.host
         on_it = [rank for rank, e in ended.exits.items() if e.lost and e.host == host]
-        lines = [f"node {fault.exit.host} is lost, with rank {_listed(on_it)}: {fault.exit.lost}"]
+        lines = [f"node {fault.exit.host} is lost, with rank {listed(*on_it)}: {fault.exit.lost}"]
     if fault.words.is_victim and fault.ended_before:
-        lines[0] += f"; it lost rank {_listed(fault.ended_before)}, which had left with exit code 0"
+        lines[0] += f"; it lost rank {listed(*fault.ended_before)}, which had left with exit code 0"
         lines.append(
-            f"rank {_listed(fault.ended_before)} ended its program while rank {fault.rank} went "
+            f"rank {listed(*fault.ended_before)} ended its program while rank {fault.rank} went "
             "on: does it stop early by a number of its own, or have fewer batches?"
         )
     if fault.words.text:
@@ -153,7 +155,7 @@ def first_fault_report(
     others = {rank: exit_ for rank, exit_ in ended.exits.items() if rank != fault.rank}
     victims = [rank for rank, exit_ in others.items() if exit_.code != 0]
     if victims:
-        lines.append(f"stopped because of it: rank {_listed(victims)}")
+        lines.append(f"stopped because of it: rank {listed(*victims)}")
     lines.append(f"its output: {logs[fault.rank][0]}")
     return "\n".join(lines)
 
@@ -217,18 +219,7 @@ def _end_of(ended: Exit) -> str:
     return f"killed by {name_of_signal(-ended.code)} ({peak})"
 
 
-def name_of_signal(number: int) -> str:
-    """`SIGKILL`, or `signal 35`."""
-    known = {s.value: s.name for s in signal.Signals}
-    return known.get(number, f"signal {number}")
-
-
-def _listed(ranks: tuple[int, ...] | list[int]) -> str:
-    return ", ".join(map(str, sorted(ranks)))
-
-
 LOCALHOST = "127.0.0.1"
-LOOK_EVERY_S = 1.0
 COMMAND, WARM_SCRIPT = (
     "allranks.launcher.scripts.exec_command:main",
     "allranks.launcher.scripts.exec_command:run_script",
@@ -307,6 +298,37 @@ def run_command(
         return CommandResult(folder.path, runs.run())
 
 
+def run_side_by_side(sides: Sequence[tuple[CommandRequest, CommandWatcher]]) -> None:
+    """Run commands at the same time to their ends; the first that fails stops the others.
+
+    Raises its error. Each has its own fork server and run folder, and gets all signals.
+    """
+    errors: list[BaseException] = []
+    with _RelayedSignals(len(sides)) as signals, ThreadPoolExecutor(len(sides)) as pool:
+        running = [
+            pool.submit(run_command, request, watcher=watcher, signals=relay)
+            for (request, watcher), relay in zip(sides, signals.relays, strict=True)
+        ]
+        for future in as_completed(running):
+            if error := future.exception():
+                errors.append(error)
+                signals._note(signal.SIGTERM, None)
+    if errors:
+        raise errors[0]
+
+
+class _RelayedSignals(ForwardedSignals):
+    """Signals to this process, which pass to the supervisors of several commands."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.relays = [ForwardedSignals() for _ in range(count)]
+
+    def _note(self, number: int, frame: object) -> None:
+        for relay in self.relays:
+            relay._note(number, frame)
+
+
 def run_dir_of(request: CommandRequest) -> str:
     """The absolute path of the run folder; a new one if none was given."""
     return os.path.abspath(request.run_dir or new_run_dir(name_of(request.command)))
@@ -326,7 +348,6 @@ class _ScriptAttempts:
 
     def __post_init__(self) -> None:
         self._connections = Connections()
-        self._looked_at = time.monotonic()
 
     def run(self) -> dict[str, Any]:
         """Run attempts until one ends well; returns the summary, or raises the error."""
@@ -404,9 +425,7 @@ class _ScriptAttempts:
             self.watcher.report(f"collectives: {outcome['did']}, because {outcome['why']}")
 
     def _tick(self) -> None:
-        if time.monotonic() - self._looked_at > LOOK_EVERY_S:
-            self._looked_at = time.monotonic()
-            self.folder.look()
+        self.folder.look_if_due()
         if isinstance(self.server, ForkServer) and not self.request.roles:
             self._connections.look(self.server.pids(), self.request.processes)
         with suppress(OSError, ValueError):  # a display must not end the job
@@ -437,7 +456,7 @@ class _ScriptAttempts:
             f"stopped ({reason}), and left with exit code 0; the same command goes on in\n"
             f"run folder {self.folder.path}"
         )
-        return Interrupted(text) if reason == "SIGINT" else Stopped(text)
+        return stopped_by(reason, text)
 
     def _raise_if_stopped(
         self, ended: ScriptsEnded, exits: dict[int, int], attempt: int, number: int

@@ -10,19 +10,20 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
 
 from allranks.launcher.processes.process import Exit, Process, Processes
-from allranks.launcher.signals import Signals
-from allranks.launcher.supervisor import EVIDENCE_S, GRACE_S, NEVER, SUSPENDED_S, TICK_S, reap
+from allranks.launcher.supervisor import (
+    EVIDENCE_S,
+    NEVER,
+    SUSPENDED_S,
+    Signals,
+    Watch,
+)
 
-ASK_TO_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-MESSAGES = (signal.SIGUSR1, signal.SIGUSR2)
 LINGER_S = 2.0
 STACKS_S = 3.0
 LOOK_EVERY_S = 0.5
@@ -34,21 +35,7 @@ class ForwardedSignals(Signals):
     SIGUSR1 and SIGUSR2 are messages, and end no script. A second SIGINT kills all.
     """
 
-    def __init__(self) -> None:
-        self._received: deque[int] = deque()
-
-    def _note(self, number: int, frame: object) -> None:
-        self._received.append(number)
-        self.insists |= number == signal.SIGINT and self.reason != ""
-        if number in ASK_TO_STOP:
-            self.reason = self.reason or signal.Signals(number).name
-
-    def received(self) -> list[int]:
-        """Signals received since the last call."""
-        signals = []
-        while self._received:
-            signals.append(self._received.popleft())
-        return signals
+    STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -94,95 +81,56 @@ def supervise_script(
     on_tick: Callable[[], None],
 ) -> ScriptsEnded:
     """Run all `processes` to their end. None is left when this returns or raises."""
-    with _ScriptWatch(server, policy) as watch:
-        for process in processes:
-            watch.start(process)
-        while watch.alive:
-            watch.take_exits()
-            on_tick()
-            watch.forward(forwarded)
-            watch.check_time_limit()
-            watch.check_silence()
-            watch.stop_if_due()
-    return watch.ended()
+    watch = _ScriptWatch(server, policy, [process.log for process in processes])
+    watch.run(processes, on_tick, forwarded)
+    return ScriptsEnded(
+        watch.exits,
+        watch.stopped,
+        watch.reason,
+        frozenset(watch.passed_on),
+        watch.silent,
+        watch.done,
+    )
 
 
-@dataclass
-class _ScriptWatch:
-    server: Processes
-    policy: StopPolicy
-    alive: dict[int, int] = field(default_factory=dict)  # ticket -> rank
-    exits: dict[int, Exit] = field(default_factory=dict)
-    stopped: frozenset[int] = frozenset()
-    reason: str = ""
-    passed_on: set[int] = field(default_factory=set)
-    silent: bool = False
-    done: bool = False
-    done_at: float = NEVER
-    term_at: float = NEVER
-    kill_at: float = NEVER
-
-    def __post_init__(self) -> None:
-        self._logs: list[Path] = []
+class _ScriptWatch(Watch):
+    def __init__(self, server: Processes, policy: StopPolicy, logs: list[Path]) -> None:
+        super().__init__(server, policy.stop_at)
+        self.policy = policy
+        self.passed_on: set[int] = set()
+        self.silent = self.done = False
+        self._done_at = NEVER
+        self._logs = logs
         self._sizes: list[int] = []
         self._output_at = self._looked_at = time.monotonic()
 
-    def start(self, process: Process) -> None:
-        self.alive[self.server.spawn(process)] = process.rank
-        self._logs.append(process.log)
-
     def take_exits(self) -> None:
-        """Wait briefly for exits. After a fault the others are stopped soon."""
-        exits = self.server.exits(TICK_S)
-        if not exits:
-            self.server.wake()
-        now = time.monotonic()
-        for ended in exits:
-            if ended.ticket not in self.alive:
-                continue
-            rank = self.alive.pop(ended.ticket)
-            self.exits[rank] = ended
-            if ended.code != 0 and not (self.reason or self.silent):
-                victim = self.policy.is_victim(rank)
-                evidence_s = LINGER_S if victim else self.policy.evidence_s
-                self.term_at = min(self.term_at, now + evidence_s)
-        codes = {rank: ended.code for rank, ended in self.exits.items()}
-        if not self.done and all(codes.get(rank) == 0 for rank in self.policy.deciding):
-            self.done, self.done_at = True, now
+        """As for all jobs; when the deciding ranks are done, the others are stopped."""
+        super().take_exits()
+        ended_well = {rank for rank, ended in self.exits.items() if ended.code == 0}
+        if not self.done and self.policy.deciding <= ended_well:
+            self.done, self._done_at = True, time.monotonic()
         if self.done and not self.stopped:
             leave = self.policy.leaving & set(self.alive.values())
-            self.term_at = self.done_at + (self.policy.grace_s if leave else LINGER_S)
+            self.stop_at = self._done_at + (self.policy.grace_s if leave else LINGER_S)
 
-    def forward(self, forwarded: ForwardedSignals) -> None:
-        """Forward received signals; those that ask to stop start the grace period."""
-        for number in forwarded.received():
+    def stops_others_after_s(self, rank: int, ended: Exit) -> float:
+        if ended.code == 0:
+            return NEVER
+        return LINGER_S if self.policy.is_victim(rank) else self.policy.evidence_s
+
+    def pass_on(self, signals: Signals) -> None:
+        for number in (*signals.received(), *self.server.messages()):
             self._signal(number)
             self.passed_on.add(number)
-            if number in ASK_TO_STOP:
-                self._ask(signal.Signals(number).name)
-        for number in self.server.messages():
-            self._signal(number)
-            self.passed_on.add(number)
-        elsewhere = self.server.stop_reason()
-        if elsewhere and not self.reason:
+
+    def ask_to_stop(self, signals: Signals) -> None:
+        """Start the grace period. A signal of this process was passed on, and is not repeated."""
+        if not signals.reason:
             self._signal(signal.SIGTERM)
-            self._ask(elsewhere)
-        if forwarded.insists:
-            self.kill_at = 0.0
+        self._kill_after(self.policy.grace_s)
 
-    def check_time_limit(self) -> None:
-        if time.monotonic() >= self.policy.stop_at and not self.reason:
-            self._signal(signal.SIGTERM)
-            self._ask("time limit")
-
-    def _ask(self, reason: str) -> None:
-        """Start the grace period, in which processes get no further SIGTERM."""
-        if not self.reason:
-            self.reason = reason
-            self.stopped = frozenset(self.alive.values())
-            self.term_at, self.kill_at = NEVER, time.monotonic() + self.policy.grace_s
-
-    def check_silence(self) -> None:
+    def look_for_a_hang(self) -> None:
         """After `silence_s` without output, end all by SIGABRT, so that Python writes its stacks.
 
         Time in which this machine was suspended does not count.
@@ -196,43 +144,8 @@ class _ScriptWatch:
         self._looked_at = now
         if now - self._output_at > self.policy.silence_s:
             self.silent = True
-            self.stopped = frozenset(self.alive.values())
             self._signal(signal.SIGABRT)
-            self.term_at, self.kill_at = NEVER, now + STACKS_S
-
-    def stop_if_due(self) -> None:
-        now = time.monotonic()
-        if now >= self.term_at:
-            self.stopped = self.stopped or frozenset(self.alive.values())
-            self._signal(signal.SIGTERM)
-            self.term_at, self.kill_at = NEVER, min(self.kill_at, now + GRACE_S)
-        if now >= self.kill_at:
-            self.stopped = self.stopped or frozenset(self.alive.values())
-            self._signal(signal.SIGKILL)
-            self.kill_at = now + GRACE_S
-
-    def _signal(self, number: int) -> None:
-        """Send a signal to all; continue halted processes first, unless it is only a message."""
-        for ticket in self.alive:
-            self.server.signal(ticket, number)
-            if number not in MESSAGES:
-                self.server.signal(ticket, signal.SIGCONT)
-
-    def ended(self) -> ScriptsEnded:
-        return ScriptsEnded(
-            self.exits,
-            self.stopped,
-            self.reason,
-            frozenset(self.passed_on),
-            self.silent,
-            self.done,
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, tb: object) -> None:
-        reap(self.server, self.alive, kill=error is not None)
+            self._kill_after(STACKS_S)
 
 
 def _size(log: Path) -> int:

@@ -23,6 +23,7 @@ HETEROGENEOUS = (
     "supported; start each component's command with srun --het-group=N"
 )
 
+STEP_VARIABLES = ("SLURM_STEP_ID", "SLURM_STEPID")
 FIRST_SPECIAL_STEP = 4294967000  # the batch script, a shell of salloc, prologues: no step of srun
 MOST_NODES = 100_000  # no machine has more; a folded list of a few letters may claim to
 FIRST_PORT, PORTS = 15_000, 16_381  # up to 31380: below the ports that Linux gives to clients
@@ -100,7 +101,7 @@ class Allocation:
 
 def step_of(environment: Environment) -> int | None:
     """The step of srun that this process is a task of; `None` in a batch script, or a shell."""
-    step_id = _number(environment, "SLURM_STEP_ID", "SLURM_STEPID")
+    step_id = _number(environment, *STEP_VARIABLES)
     return None if step_id is None or step_id >= FIRST_SPECIAL_STEP else step_id
 
 

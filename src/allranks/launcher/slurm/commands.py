@@ -1,4 +1,4 @@
-"""Talking to Slurm: what this site has, sending a job, following it to its end.
+"""Talking to Slurm: what this site has, submitting a job, following it to its end.
 
 Every command of Slurm runs through `call`, with a time-out; what goes wrong there is a `PlaceError`
 that says which command it was and what it answered.
@@ -13,15 +13,20 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
+from allranks.checkpoint.files import write_whole
 from allranks.errors import EXIT_INTERRUPTED, EXIT_PLACE_FAILED, PlaceError, RequestError
-from allranks.job.job_file import write_toml
+from allranks.job.job import write_toml
 from allranks.launcher.slurm.allocation import expand_nodes
-from allranks.launcher.slurm.limits import slurm_time
-from allranks.launcher.slurm.site import NumberSource, Partition, Site, parse_seconds
+from allranks.launcher.slurm.limits import check_device, check_request, slurm_time
+from allranks.launcher.slurm.request import SlurmOptions, SlurmRequest, make_request
+from allranks.launcher.slurm.script import render
+from allranks.launcher.slurm.site import NumberSource, Partition, Site, load_site, parse_seconds
 
 # --- live ----------------------------------------------------------------------------------------
 # A site as Slurm describes itself: the text of `scontrol show`, parsed. Pure.
@@ -193,6 +198,8 @@ JOB_ID = re.compile(r"([0-9]+)(?:;[^\s;]+)?")
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
 ACTIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT")
 UNKNOWN_JOB = "Invalid job id"
+Write = Callable[[bytes], None]
+Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -302,8 +309,8 @@ def end_time_of(job_id: int) -> float | None:
 def follow(
     job_id: int,
     output: Path,
-    write: Callable[[bytes], None],
-    tell: Callable[[str], None],
+    write: Write,
+    tell: Tell,
     *,
     poll_s: float = POLL_S,
     after_end_s: float = AFTER_END_S,
@@ -358,7 +365,7 @@ def _tail(path: Path) -> Iterator[bytes]:
         yield new
 
 
-def _drain(tail: Iterator[bytes], write: Callable[[bytes], None]) -> None:
+def _drain(tail: Iterator[bytes], write: Write) -> None:
     while new := next(tail):
         write(new)
 
@@ -369,3 +376,124 @@ def _in_words(job_id: int, state: JobState | None) -> str:
     why = f" ({state.reason})" if state.reason not in ("", "None") else ""
     again = f", start {state.restarts + 1}" if state.restarts else ""
     return f"job {job_id}: {state.state.lower()}{why}{again}"
+
+
+# --- submitting ----------------------------------------------------------------------------------
+# A job from its request to its end.
+
+
+NONE = "none"  # of an option: not even what stands for it otherwise
+SCRIPT_MODE = 0o600  # the words of a command may hold what others should not read
+
+
+@dataclass(frozen=True)
+class SlurmScript:
+    """A request, its batch script, and where `submit` writes that."""
+
+    site: Site
+    request: SlurmRequest
+    text: str
+    path: Path
+
+    def facts(self) -> dict[str, Any]:
+        """What `allranks submit --json` tells of it."""
+        return {
+            "cluster": self.site.name,
+            "partition": self.request.partition,
+            "nodes": self.request.nodes,
+            "ranks": self.request.ranks,
+            "script": str(self.path),
+            "output": self.request.output,
+            "run_dir": self.request.run_dir,
+            "job_id": None,
+        }
+
+
+@dataclass(frozen=True)
+class SlurmSubmitter:
+    """Submits jobs to one site. `allranks submit` calls nothing else of a scheduler.
+
+    `check` and `write` are pure; another scheduler is another class with these four methods.
+    """
+
+    site: Site
+
+    @classmethod
+    def of(cls, cluster: str) -> SlurmSubmitter:
+        """That of a known site, or of this machine's Slurm where `cluster` is empty."""
+        if cluster:
+            return cls(load_site(cluster))
+        if is_here():
+            return cls(discover())
+        raise RequestError(
+            asked="allranks submit without --cluster",
+            found="no Slurm on this machine",
+            why="what may be asked for differs from site to site",
+            do="type this on a login node, or add --cluster NAME --dry-run to see the script; "
+            "`allranks cluster list` has the names",
+        )
+
+    def check(self, options: SlurmOptions, device: str, run_dir: str) -> SlurmRequest:
+        """What the job asks for, without its command; raises if the site cannot give it."""
+        request = make_request(self.site, options, command=(), folder=os.getcwd(), run_dir=run_dir)
+        check_request(self.site, options, request)
+        check_device(self.site, request, device)
+        return request
+
+    def write(self, request: SlurmRequest) -> SlurmScript:
+        """The batch script, as text; its place is beside the run folder."""
+        return SlurmScript(self.site, request, render(request), Path(f"{request.run_dir}.sbatch"))
+
+    def submit(self, script: SlurmScript) -> int:
+        """Put the script on the disk and send it; returns the job's number.
+
+        Only its owner can read it. It is removed if Slurm refuses it.
+        """
+        _check_files(script.request)
+        path = script.path
+        created = [parent for parent in path.parents if not parent.exists()]
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            before = path.read_bytes() if path.exists() else None
+            write_whole(path, script.text.encode(), SCRIPT_MODE)
+        except OSError as error:
+            raise RequestError(
+                asked=f"--run-dir {script.request.run_dir}",
+                found=str(error),
+                why=f"the batch script is written beside it, as {path.name}",
+                do="name a folder that can be written",
+            ) from None
+        try:
+            return send(path)
+        except BaseException:
+            path.unlink()
+            if before is not None:
+                write_whole(path, before, SCRIPT_MODE)
+            with suppress(OSError):  # another process may use them by now
+                for parent in created:
+                    parent.rmdir()
+            raise
+
+    def follow(
+        self, job_id: int, output: Path, write: Write, tell: Tell
+    ) -> tuple[str | None, int | None]:
+        """Hand on output and states until the job has ended; returns its state and exit code.
+
+        Both are `None` if Slurm has forgotten how it ended.
+        """
+        state = follow(job_id, output, write, tell)
+        return None if state is None else state.state, exit_code_of(state)
+
+
+def _check_files(request: SlurmRequest) -> None:
+    """Raise for files that the job would miss; they can be checked here where files are shared."""
+    image = request.container[-1] if request.container else ""
+    for option, path in (("--venv", request.venv), ("--container", image)):
+        file = Path(path, "bin", "activate") if option == "--venv" else Path(path)
+        if path and "://" not in path and not file.exists():
+            raise RequestError(
+                asked=f"{option} {path}",
+                found=f"no {file}",
+                why="the job would fail for want of it, after its time in the queue",
+                do="check the path" + (f"; or {option} {NONE}" if option == "--venv" else ""),
+            )

@@ -40,41 +40,6 @@ CARDS = {
     )
 }
 
-TAKE_WHEN = {
-    "single": "there is one device, or as the reference for others.",
-    "dp": "one process has several devices, and ranks are not wanted.",
-    "model-parallel": "the model is too large for one device, and one process has several.",
-    "ddp-plain": "the code of `ddp` is in doubt: it is slower.",
-    "ddp": "the model fits on every rank. On a slow link: reduce=power-sgd, late=1.",
-    "context": "sequences are so long that their activations do not fit.",
-    "zero1": "the model fits, but its optimizer state does not.",
-    "zero2": "gradients do not fit either; every pass of a step then sends.",
-    "expert": "the model is a mixture of experts.",
-    "fsdp": "the weights do not fit on a rank, and the link is fast.",
-    "hsdp": "weights do not fit, and links within a node are much faster.",
-    "branches": "the model has towers or paths that do not need each other.",
-    "tensor": "single layers are too large, and the link is very fast (within a node).",
-    "gpipe": "the model is a deep stack that does not fit, and the link is slow.",
-    "1f1b": "`gpipe` keeps too many activations.",
-    "interleaved": "`1f1b` waits too long, and the link is fast.",
-    "zero-bubble": "`1f1b` waits too long, and there is memory to spare.",
-    "mesh": "neither `tensor` nor a pipeline alone is enough.",
-    "local-sgd": "the link is slow, and a result that depends on the ranks is accepted.",
-    "slowmo": "the plain means of `local-sgd` lose accuracy.",
-    "block-momentum": "`local-sgd` on many ranks learns too slowly.",
-    "diloco": "ranks are far apart: they meet every 50 steps.",
-    "sparse-loco": "the link is too slow even for `diloco`.",
-    "independent": "the highest possible throughput is to be measured.",
-    "decoupled": "learners are slow or come and go.",
-    "ps": "workers differ much in speed (mode=async).",
-    "mirrored": "one TensorFlow process has several devices.",
-    "multi-worker-mirrored": "the model fits on every rank: the default on several.",
-    "central-storage": "devices have little memory for variables.",
-    "parameter-server": "workers differ in speed, or come and go.",
-    "tpu": "you have a TPU to try it on: until then it is refused.",
-}
-"""When to take a strategy: by the memory of a rank, the link, and the shape of the model."""
-
 SYMBOLS = {
     "N": "ranks",
     "K": "ranks that hold one model together",

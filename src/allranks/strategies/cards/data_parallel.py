@@ -188,8 +188,10 @@ def groups_of_nodes(reduce: Picked, per_node: int, ranks: int) -> dict[str, str]
 
 def _check_compressed(reduce: Picked, options: Mapping[str, Any]) -> None:
     """Raise `RequestError` for chunks that cannot be indexed, or a gradient compressed and late."""
+    if reduce.name not in compressed.CHOICES:
+        return
     compressed.check_codes(reduce)
-    if reduce.name in compressed.CHOICES and is_late(options):
+    if is_late(options):
         raise RequestError(
             asked=f"ddp:reduce={reduce},late=1",
             found="a gradient that is compressed and late",
@@ -255,6 +257,7 @@ DATA_PARALLEL_CARDS = (
     Card(
         name="single",
         summary="One process does all the work. What every other strategy is compared with.",
+        take_when="there is one device, or as the reference for others.",
         guarantee=Exact(),
         bytes_sent=no_bytes,
         bytes_formula="0",
@@ -266,6 +269,7 @@ DATA_PARALLEL_CARDS = (
     Card(
         name="dp",
         summary="One process, a replica of the model per device, a thread for each.",
+        take_when="one process has several devices, and ranks are not wanted.",
         guarantee=Exact(),
         bytes_sent=no_bytes,
         bytes_formula="0 (between the devices: (replicas - 1) · (weights + buffers + "
@@ -282,6 +286,7 @@ DATA_PARALLEL_CARDS = (
     Card(
         name="ddp-plain",
         summary="All-reduce each gradient after backward: the specification of `ddp`.",
+        take_when="the code of `ddp` is in doubt: it is slower.",
         guarantee=Exact(),
         bytes_sent=ring_bytes,
         bytes_formula=RING,
@@ -292,6 +297,7 @@ DATA_PARALLEL_CARDS = (
     Card(
         name="ddp",
         summary="Gradients in buckets, each sent as soon as backward has finished it.",
+        take_when="the model fits on every rank. On a slow link: reduce=power-sgd, late=1.",
         guarantee=Exact(),
         bytes_sent=reduced_bytes,
         bytes_formula=FORMULAS,
@@ -312,6 +318,7 @@ DATA_PARALLEL_CARDS = (
     Card(
         name="independent",
         summary="No exchange: each rank trains alone on its own shards. The upper bound.",
+        take_when="the highest possible throughput is to be measured.",
         guarantee=Reference(
             "N separate trainings, rank r on its own shards only; `single` when N = 1"
         ),

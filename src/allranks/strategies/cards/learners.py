@@ -104,12 +104,12 @@ def near_of(ranks: int, options: Mapping[str, Any]) -> int:
 
 
 def of_nodes(options: Mapping[str, Any], per_node: int, ranks: int) -> dict[str, str]:
-    """What is left open and follows from `per_node`, how many ranks each node has (0: unlike).
+    """What learners leave open and follows from `per_node`, the ranks of each node (0: unlike).
 
     A learner of several ranks is a node, and learners of one node are near each other.
     """
     options_of_nodes: dict[str, str] = {}
-    if "learners" not in options or per_node in (0, ranks):
+    if per_node in (0, ranks):
         return options_of_nodes
     learners = int(options["learners"]) or ranks
     if learner_options(options).name != ALONE and not options["learners"]:
@@ -195,6 +195,7 @@ OUTER_CARDS = (
     Card(
         name="local-sgd",
         summary="Learners train apart, and take the mean of their weights every few steps.",
+        take_when="the link is slow, and a result that depends on the ranks is accepted.",
         bytes_formula=FORMULA,
         guarantee=_exact_at("every=1", {}),
         stored=_stored(0),
@@ -206,6 +207,7 @@ OUTER_CARDS = (
     Card(
         name="slowmo",
         summary="local-sgd whose means move the global weights with a slow momentum.",
+        take_when="the plain means of `local-sgd` lose accuracy.",
         bytes_formula=FORMULA,
         guarantee=_exact_at("every=1, alpha=1, beta=0", {"alpha": "1", "beta": "0"}),
         stored=_stored(1),
@@ -223,6 +225,7 @@ OUTER_CARDS = (
     Card(
         name="block-momentum",
         summary="BMUF: the mean step of a block moves the global weights with momentum.",
+        take_when="`local-sgd` on many ranks learns too slowly.",
         bytes_formula=FORMULA,
         guarantee=_exact_at(
             "every=1, momentum=0, block_rate=1", {"momentum": "0", "block_rate": "1"}
@@ -248,10 +251,12 @@ OUTER_CARDS = (
     Card(
         name="diloco",
         summary="Learners make many steps apart; SGD with Nesterov momentum joins what they found.",
+        take_when="ranks are far apart: they meet every 50 steps.",
         bytes_formula=f"{FORMULA}; bits=4: instead of weights (L-1) times half a byte of each "
         "number, and a scale for each 512, every time",
         guarantee=_exact_at(
-            "every=1, lr=1, momentum=0, bits=0", {"lr": "1", "momentum": "0", "bits": "0"}
+            "every=1, lr=1, momentum=0, bits=0, mix=0",
+            {"lr": "1", "momentum": "0", "bits": "0", "mix": "0"},
         ),
         stored=_stored(1, coded="4"),
         options=(
@@ -272,6 +277,7 @@ OUTER_CARDS = (
     Card(
         name="sparse-loco",
         summary="Of what learners found, the largest numbers in 2 bits; what was not sent is kept.",
+        take_when="the link is too slow even for `diloco`.",
         bytes_formula="those of `inner` + ((L-1) · message + 2(L-1)/L · (buffers + 56))/every; a "
         "message has 1.5 bytes and `bits` for each number that is kept, and a scale for each chunk",
         guarantee=_exact_at(
@@ -316,6 +322,7 @@ def _learner_roles(ranks: int, options: Mapping[str, Any]) -> tuple[Role, ...]:
 DECOUPLED_CARD = Card(
     name="decoupled",
     summary="Learners train on their own; a synchronizer merges what a quorum of them has found.",
+    take_when="learners are slow or come and go.",
     guarantee=Reference(
         "a loop in one process that takes the same chunks, pushes and merges in the same order; "
         "`single` when N = 1, every = 1, quorum = 1, lr = 1, momentum = 0 and the optimizer is SGD"

@@ -48,6 +48,7 @@ PLACED_CARDS = (
     Card(
         name="model-parallel",
         summary="One process, layers of one model on several devices, inputs in flight.",
+        take_when="the model is too large for one device, and one process has several.",
         guarantee=Exact(),
         bytes_sent=no_bytes,
         bytes_formula="0 (between the devices: what goes from part to part, and its gradient)",
@@ -74,6 +75,7 @@ PLACED_CARDS = (
     Card(
         name="branches",
         summary="Towers, paths or heads of one model on different ranks at the same time.",
+        take_when="the model has towers or paths that do not need each other.",
         guarantee=Exact(),
         bytes_sent=_branches,
         bytes_formula="(N-1)/N · outputs of all branches + 2(N-1)/N · (gradients of what they are "
@@ -111,6 +113,7 @@ def _expert(work: Workload, options: Mapping[str, Any]) -> int:
 EXPERT_CARD = Card(
     name="expert",
     summary="Each rank holds some experts of every MixtureOfExperts, and the rest whole.",
+    take_when="the model is a mixture of experts.",
     guarantee=Exact(),
     bytes_sent=_expert,
     bytes_formula="rows routed to other ranks and back, in forward and backward "
@@ -189,6 +192,7 @@ def _cut_layers(has: Contents, options: Mapping[str, Any]) -> float:
 TENSOR_CARD = Card(
     name="tensor",
     summary="Each rank holds and computes a part of every Linear and Embedding that can be cut.",
+    take_when="single layers are too large, and the link is very fast (within a node).",
     guarantee=Exact(),
     bytes_sent=_tensor_bytes,
     bytes_formula="2(T-1)/T · activations all-reduced + (T-1)/T · activations and weights gathered "
@@ -230,6 +234,7 @@ def _context_bytes(work: Workload, options: Mapping[str, Any]) -> int:
 CONTEXT_CARD = Card(
     name="context",
     summary="Each rank has some positions of every sequence in the repeated blocks.",
+    take_when="sequences are so long that their activations do not fit.",
     guarantee=Exact(),
     bytes_sent=_context_bytes,
     bytes_formula="per attention and sample, A = T/P · width · bytes of a number: ulysses "

@@ -106,6 +106,7 @@ def _roles(ranks: int, options: Mapping[str, Any]) -> tuple[Role, ...]:
 PARAMETER_SERVER_CARD = Card(
     name="ps",
     summary="Servers hold the weights; workers pull them and push gradients, in step or out of it.",
+    take_when="workers differ much in speed (mode=async).",
     guarantee=Exact(),
     bytes_sent=_pulled_or_pushed,
     bytes_formula="in step: the larger of (N - backup) · the weights of a server, and the weights "

@@ -62,6 +62,7 @@ PIPELINE_CARDS = (
     Card(
         name="gpipe",
         summary="Layers on ranks; all forward passes of a step, then all backward passes.",
+        take_when="the model is a deep stack that does not fit, and the link is slow.",
         memory=f"{MEMORY} all m micro-batches; waits (N-1)/(m+N-1) of the time",
         paper="Huang et al. 2019, GPipe, arXiv 1811.06965",
         **EVERYWHERE,
@@ -69,6 +70,7 @@ PIPELINE_CARDS = (
     Card(
         name="1f1b",
         summary="Layers on ranks; forward and backward passes in turn, so less is kept.",
+        take_when="`gpipe` keeps too many activations.",
         memory=f"{MEMORY} min(m, N - rank) micro-batches; waits (N-1)/(m+N-1) of the time",
         paper="Narayanan et al. 2019, PipeDream; 2021, Megatron-LM, arXiv 2104.04473",
         **EVERYWHERE,
@@ -76,6 +78,7 @@ PIPELINE_CARDS = (
     Card(
         name="interleaved",
         summary="`1f1b` with several runs of layers on each rank: waits less, sends more.",
+        take_when="`1f1b` waits too long, and the link is fast.",
         memory=f"{MEMORY} up to m micro-batches; waits (N-1)/(vm+N-1) of the time, v = chunks",
         paper="Narayanan et al. 2021, Megatron-LM, arXiv 2104.04473",
         **{**EVERYWHERE, "options": (CHUNKS, BY)},
@@ -83,6 +86,7 @@ PIPELINE_CARDS = (
     Card(
         name="zero-bubble",
         summary="`1f1b` with gradients of weights apart from those of inputs, made in waits.",
+        take_when="`1f1b` waits too long, and there is memory to spare.",
         memory=f"{MEMORY} min(m, N) micro-batches, and gradients of up to `rank` of them; "
         "waits (N-1)/(3m+N-1) of the time",
         paper="Qi et al. 2023, Zero Bubble Pipeline Parallelism (ZB-H1), arXiv 2401.10241",
@@ -149,6 +153,7 @@ def _own_part(has: Contents, options: Mapping[str, Any]) -> float:
 MESH_CARD = Card(
     name="mesh",
     summary="Layers cut over `tensor`, stages along `pipeline`, copies of both along `data`.",
+    take_when="neither `tensor` nor a pipeline alone is enough.",
     guarantee=Exact(),
     bytes_sent=_of_three_axes,
     bytes_formula="busiest rank: what `1f1b` sends of its samples + what `tensor` sends of its "

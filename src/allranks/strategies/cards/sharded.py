@@ -64,6 +64,7 @@ ZERO_CARDS = (
     Card(
         name="zero1",
         summary="The optimizer's state in parts: each rank updates its own rows of every weight.",
+        take_when="the model fits, but its optimizer state does not.",
         bytes_formula="2(N-1)/N · (weights + tally); tree: (roots + 1)(N-1)/N · weights + tally",
         memory="weights + gradients + optimizer/N; tree: roots + 2 more gradients",
         **BOTH,
@@ -71,6 +72,7 @@ ZERO_CARDS = (
     Card(
         name="zero2",
         summary="As zero1, and the gradients in parts too: scattered after every backward pass.",
+        take_when="gradients do not fit either; every pass of a step then sends.",
         bytes_formula="(passes + 1)(N-1)/N · weights + 2(N-1)/N · tally; tree: as zero1",
         memory="weights + gradients/N + two buckets + optimizer/N; tree: as zero1",
         **BOTH,
@@ -269,6 +271,7 @@ FSDP_CARDS = (
     Card(
         name="fsdp",
         summary="A part of every weight on each rank, gathered block by block when it is needed.",
+        take_when="the weights do not fit on a rank, and the link is fast.",
         guarantee=Exact(),
         bytes_sent=_bytes,
         bytes_formula=f"K = N/T, T = tensor: {GATHERED}; 2(N-1)/N · tally. reduce=tree: a pass for "
@@ -297,6 +300,7 @@ FSDP_CARDS = (
     Card(
         name="hsdp",
         summary="Parts of every weight on K ranks, as in `fsdp`, and N/K such groups.",
+        take_when="weights do not fit, and links within a node are much faster.",
         guarantee=Exact(),
         bytes_sent=_bytes,
         bytes_formula=f"{GATHERED}; 2(1-K/N) · gradients/K per pass; 2(N-1)/N · tally. "

@@ -32,6 +32,7 @@ TENSORFLOW_CARDS = (
     Card(
         name="mirrored",
         summary="One process, a replica of the model per device: tf.distribute.MirroredStrategy.",
+        take_when="one TensorFlow process has several devices.",
         guarantee=Exact(),
         bytes_sent=no_bytes,
         bytes_formula=f"0 (between the devices: {RING}, N replicas)",
@@ -44,6 +45,7 @@ TENSORFLOW_CARDS = (
     Card(
         name="multi-worker-mirrored",
         summary="A replica on every rank, summed by collectives: MultiWorkerMirroredStrategy.",
+        take_when="the model fits on every rank: the default on several.",
         guarantee=Exact(),
         bytes_sent=ring_bytes,
         bytes_formula=RING,
@@ -59,6 +61,7 @@ TENSORFLOW_CARDS = (
     Card(
         name="central-storage",
         summary="One process, the weights in host memory, a replica of the work on every device.",
+        take_when="devices have little memory for variables.",
         guarantee=Exact(),
         bytes_sent=no_bytes,
         bytes_formula="0 (between host and devices: N · (weights + gradients))",
@@ -71,6 +74,7 @@ TENSORFLOW_CARDS = (
     Card(
         name="parameter-server",
         summary="Weights on servers; workers pull and push on their own: ParameterServerStrategy.",
+        take_when="workers differ in speed, or come and go.",
         guarantee=Reference(
             "a loop that takes the gradient of each batch at weights that lack up to "
             "(N - 1) + (in_flight · N - 1) of the updates before it, and applies them one by one; "
@@ -110,6 +114,7 @@ TENSORFLOW_CARDS = (
     Card(
         name="tpu",
         summary="A replica on every core of a TPU: tf.distribute.TPUStrategy. Needs a TPU.",
+        take_when="you have a TPU to try it on: until then it is refused.",
         guarantee=Reference("nothing: it is refused, as no TPU was at hand to try it"),
         bytes_sent=no_bytes,
         bytes_formula="0 over the network of the hosts",

@@ -28,7 +28,7 @@ from allranks.strategies.shards import Micro, even_sizes, micro_batches, owned_s
 from allranks.tensorflow.data.nested import arrays_in, joined, mapped
 from allranks.tensorflow.data.tf_dataset import WholeDataset
 from allranks.tensorflow.step.inputs import InputSplit
-from allranks.training.order import Epochs, Order, random_key
+from allranks.training.order import Epochs, Order, places_after, random_key
 from allranks.training.prefetch import staged
 from allranks.training.progress import Progress
 
@@ -167,16 +167,11 @@ class Batches:
         self, order: Order, done: Progress, epochs: int, steps: int | None
     ) -> Iterator[ReplicaBatch]:
         """The batches without their data: arithmetic only."""
-        epoch, step, index = done.epoch, done.step_in_epoch, done.batch_index
-        while epoch < epochs and (steps is None or index < steps):
-            if step >= order.steps_per_epoch:
-                epoch, step = epoch + 1, 0
-                continue
+        for index, epoch, step in places_after(done, epochs, steps, order.steps_in):
             samples = order.batch(epoch, step)
             sizes = even_sizes(len(samples), self.shards)
             start, stop = self._span(sizes)
             yield ReplicaBatch(index, epoch, step, sizes, self.cut(sizes), samples[start:stop])
-            step, index = step + 1, index + 1
 
     def _span(self, sizes: tuple[int, ...]) -> tuple[int, int]:
         """The range of this process's samples in a batch: its shards are contiguous."""

@@ -25,7 +25,7 @@ from allranks.tensorflow.machine import described
 from allranks.tensorflow.step.layers import InGraph
 from allranks.tensorflow.step.step import full, weighted_losses
 from allranks.tensorflow.strategies.base import TensorFlowStrategy
-from allranks.training.evaluation_plan import check_metrics, sets_of
+from allranks.training.engine.trainer import check_metrics, sets_of
 from allranks.training.keras_task import Task
 from allranks.training.same_data import (
     check_same,
@@ -34,6 +34,7 @@ from allranks.training.same_data import (
     rows_to_compare,
     samples_to_compare,
 )
+from allranks.training.task_fields import metric_pairs, other_metrics
 
 # --- evaluate ------------------------------------------------------------------------------------
 # Exact evaluation: every sample once, nothing padded, the same numbers on any number of replicas.
@@ -145,21 +146,10 @@ class Evaluator:
         output = self.model(task.inputs(batch), training=False)
         losses, weight = weighted_losses(task, output, batch, samples, kind)
         pairs: dict[str, tuple[Any, Any]] = {"loss": (tf.reduce_sum(losses), weight)}
-        for name, pair in task.metrics(full(output, kind), batch).items():
-            if not isinstance(pair, tuple) or len(pair) != 2:
-                raise RequestError(
-                    asked="metrics(output, batch) of the task",
-                    found=f"{name} = {pair!r}"[:200],
-                    why="a metric is a pair (sum, count) over the samples of the batch",
-                    do="return for example {'accuracy': (ops.sum(hits), len(hits))}",
-                )
-            pairs[name] = pair
+        pairs |= metric_pairs(task.metrics(full(output, kind), batch), "ops.sum(hits)")
         if self._names and list(pairs) != self._names:
-            raise RequestError(
-                asked="metrics(output, batch) of the task",
-                found=f"{list(pairs)} for one part of the data, {self._names} for another",
-                why="sums are kept by name, so every batch must give the same metrics in one order",
-                do="return every metric for every batch, with (0, 0) where there is nothing",
+            raise other_metrics(
+                f"{list(pairs)} for one part of the data, {self._names} for another"
             )
         self._names = list(pairs)
         numbers = [tf.cast(tf.convert_to_tensor(n), tf.float64) for p in pairs.values() for n in p]
@@ -223,12 +213,12 @@ class KerasTaskData:
         Sends a digest of the data, once.
         """
         evaluated = self._evaluated()
-        self.compare()
+        self.compare_training()
         self._check_same("eval_data", evaluated)
         names = {} if evaluated is None else self._evaluator.rehearse(evaluated)
         check_metrics(self.job, names, self.task.plateau())
 
-    def compare(self) -> None:
+    def compare_training(self) -> None:
         """Raise where ranks have other training data; once. Every rank calls this."""
         if not self._compared:
             self._check_same("train_data", self.batches.source)

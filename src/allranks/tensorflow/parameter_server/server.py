@@ -35,8 +35,8 @@ from allranks.tensorflow.machine import set_arithmetic, take_devices
 from allranks.tensorflow.rendezvous import meet
 from allranks.tensorflow.strategies.base import TensorFlowContext
 from allranks.tensorflow.strategies.one_process import OneDevice
+from allranks.training import work_queue
 from allranks.training.keras_task import Task
-from allranks.training.work_queue import checkpoints_to_evaluate
 
 CHIEF, SERVER = "chief", "server"
 TENSORFLOW_JOB_NAMES = {CHIEF: "chief", WORKER: "worker", SERVER: "ps"}
@@ -117,16 +117,13 @@ def evaluate_checkpoints(task: Task, job: Job, world: World, events: JsonLines) 
     alone = OneDevice(TensorFlowContext(task, job, world, {}))
     built = build(task, job, alone)
     data = KerasTaskData(task, job, alone, built.model)
-    events.event("ready", host=socket.gethostname(), role=world.role, index=world.role_index)
-    evaluated = 0
-    checkpoints = checkpoints_to_evaluate(Path(job.run_dir), world, heartbeat, _weights, events)
-    for (step, digest), weights in checkpoints:
+
+    def evaluate(step: int, weights: Any) -> dict[str, float]:
         set_weights(built.model, weights)
-        metrics = data.evaluate(partial(heartbeat.enter, "evaluate"))
-        events.event("evaluated", step=step, digest=digest, metrics=metrics, best=False)
-        evaluated += 1
+        return data.evaluate(partial(heartbeat.enter, "evaluate"))
+
+    work_queue.evaluate_checkpoints(job, world, heartbeat, events, _weights, evaluate)
     data.close()
-    events.event("done", evaluated=evaluated)
 
 
 def _weights(folder: Path, manifest: Manifest) -> Any:

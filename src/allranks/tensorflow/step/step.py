@@ -457,18 +457,18 @@ class StepResultBuilder:
         elif scale is not None and updated:
             scale.went_well()
         return StepResult(
-            batch.index,
-            batch.epoch,
-            sums.loss,
-            sums.samples,
-            sums.weight,
-            sums.rate,
-            updated,
-            sums.norm,
-            RankRequests(sums.stop, sums.save),
-            text,
-            used,
-            overflow,
+            batch_index=batch.index,
+            epoch=batch.epoch,
+            loss=sums.loss,
+            samples=sums.samples,
+            weight=sums.weight,
+            learning_rate=sums.rate,
+            updated=updated,
+            grad_norm=sums.norm,
+            asked=RankRequests(sums.stop, sums.save),
+            bad=text,
+            loss_scale=used,
+            overflow=overflow,
         )
 
     def _who(self, batch: Any, spiked: bool) -> tuple[BadStepFinding, ...]:

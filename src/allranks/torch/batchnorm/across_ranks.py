@@ -24,8 +24,7 @@ from torch.nn import functional as F
 
 from allranks.errors import RequestError
 from allranks.torch.batchnorm.shard import no_variance
-from allranks.torch.comm.comm import Comm
-from allranks.torch.comm.subgroups import Pending
+from allranks.torch.comm.comm import Comm, Pending
 from allranks.torch.model.layers import Normalising, Scope, full_type
 from allranks.torch.task import Task
 

@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from allranks.errors import Explained, RequestError
+from allranks.strategies.card import Workload
 from allranks.strategies.mesh import BRANCH
 from allranks.torch.branching.plan import Branch, BranchPlan, holds, plan_of
 from allranks.torch.branching.run import BranchContext, BranchExchange, Calls, real, wait_before
@@ -58,7 +59,7 @@ class Branches(Staged):
             ]
             for branch in self.plan.branches
         }
-        self.hold(model, holders)
+        self.hold(model, holders, self.layout)
         self.exchange = BranchExchange(self.line)
         scope, exchange = self.context.scope, self.exchange
         self.calls = Calls(BranchContext(exchange, scope, shared, self._running, self._is_apart))
@@ -97,8 +98,8 @@ class Branches(Staged):
         finally:
             scope.moments = before
 
-    def prepare(self) -> None:
-        self.step.forward = lambda data: forward(self.task, self._whole, data)
+    def forward(self, data: Any) -> Any:
+        return forward(self.task, self._whole, data)
 
     def _whole(self, *args: Any, **keywords: Any) -> Any:
         """The output of the model, after all called branches have run."""
@@ -126,7 +127,7 @@ class Branches(Staged):
         for parameter in self.local_params:
             parameter.grad = None
         tally = self._tally = self.step.layout.tally()
-        self.step.accumulate(batch, lambda leaf: tally)
+        self.step.accumulate(batch, tally)
         return tally
 
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
@@ -137,11 +138,12 @@ class Branches(Staged):
         """The output for data that all ranks have; every rank calls this."""
         return forward(self._whole, data)
 
-    def messages(self) -> tuple[int, ...]:
+    def workload(self) -> Workload:
         """Bytes of a step: outputs of branches, gradients of their inputs, the tally."""
         layout, exchange, steps = self.step.layout, self.exchange, max(1, self.steps)
         tally = layout.size * layout.like.element_size()
-        return round(exchange.broadcast_bytes / steps), round(exchange.reduced_bytes / steps), tally
+        nbytes = round(exchange.broadcast_bytes / steps), round(exchange.reduced_bytes / steps)
+        return Workload((*nbytes, tally), self.comm.size, self.task.shards)
 
     def close(self) -> None:
         """Restore the user's model."""

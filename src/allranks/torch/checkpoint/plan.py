@@ -2,8 +2,8 @@
 
 Every rank plans its tensors, the plans are gathered as text, and every rank computes the same
 global plan from them: a tensor that several ranks hold is written by one of them, balanced by
-bytes. torch.distributed.checkpoint (`dcp`) plans a state with DTensors, each rank its part. For
-whole tensors, the plain plan here is the same, without a second of imports.
+bytes. torch.distributed.checkpoint plans a state with DTensors, each rank its part. For whole
+tensors, the plain plan here is the same, and faster.
 
 A snapshot lies in one buffer of the host as the file will have it, so that training waits for one
 copy in memory and no more; the buffer is kept from save to save.
@@ -15,6 +15,7 @@ import json
 import math
 import mmap
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -23,16 +24,33 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import allranks.torch.accelerator as accelerator
-from allranks.catalog import PLANNER, load
 from allranks.checkpoint.commit import Ranks
-from allranks.checkpoint.format import BadCheckpoint, SavedTensor, TensorBox, piece_name, refused
-from allranks.checkpoint.tensor_file import ITEM_BYTES, PAIR, as_written, lay_out
+from allranks.checkpoint.format import (
+    ITEM_BYTES,
+    PAIR,
+    BadCheckpoint,
+    SavedTensor,
+    TensorBox,
+    as_written,
+    lay_out,
+    piece_name,
+    refused,
+)
 from allranks.errors import RequestError
-from allranks.torch.checkpoint.tree import DTYPES, NAMES, is_dtensor
+from allranks.torch.checkpoint.state import DTYPES, NAMES, is_dtensor
 from allranks.torch.model.reals import reals
 
 # --- parts ---------------------------------------------------------------------------------------
@@ -145,7 +163,7 @@ def _local_parts(tensors: dict[str, Tensor]) -> dict[WritePart, Tensor]:
     if any(is_dtensor(tensor) for tensor in tensors.values()):
         present = {path: tensor for path, tensor in tensors.items() if not tensor.is_meta}
         absent = {_whole(path, t): t for path, t in tensors.items() if t.is_meta}
-        return {**load(PLANNER).local_parts(present), **absent}
+        return {**_dtensor_parts(present), **absent}
     return {_whole(path, tensor): tensor for path, tensor in tensors.items()}
 
 
@@ -162,7 +180,7 @@ def _global(ranks: list[list[WritePart]]) -> WritePlan:
     if all(part.kind == WHOLE for parts in ranks for part in parts):
         shared_out = _shared_out(ranks)
     else:
-        shared_out = load(PLANNER).global_parts(ranks)
+        shared_out = dtensor_plan(ranks)
     return WritePlan(tuple(tuple(parts) for parts in shared_out))
 
 
@@ -223,8 +241,7 @@ def load_plan(saved: dict[str, SavedTensor], targets: dict[str, Tensor]) -> list
     targets = {path: target for path, target in targets.items() if not target.is_meta}
     saved = {path: saved[path] for path in targets}
     if any(is_dtensor(target) for target in targets.values()):
-        reads: list[Read] = load(PLANNER).reads(saved, targets)
-        return reads
+        return _dtensor_reads(saved, targets)
     return [
         Read(path, chunk, tuple(slice(0, n) for n in chunk.sizes), _box(targets[path], chunk))
         for path, tensor in saved.items()
@@ -243,8 +260,6 @@ def _box(target: Tensor, chunk: TensorBox) -> Tensor:
 #
 #     rows of one weight      q q q q k k k k v v v v
 #     on rank 0 of 2          q q     k k     v v          three runs, side by side in its memory
-#
-# Loaded only for a state with DTensors.
 
 
 Box = tuple[int, ...]
@@ -271,13 +286,13 @@ class RowRun:
         return tuple(there), self.rows[tuple(here)]
 
 
-def is_in_runs(tensor: Tensor) -> bool:
+def _is_in_runs(tensor: Tensor) -> bool:
     """Whether ranks hold several runs of rows each."""
     placements: Any = getattr(tensor, "placements", ()) if is_dtensor(tensor) else ()
     return any(isinstance(place, _StridedShard) for place in placements)
 
 
-def runs_of(tensor: Any) -> list[RowRun]:
+def _runs_of(tensor: Any) -> list[RowRun]:
     """The runs that this rank holds of a DTensor that is cut along dimension 0 alone."""
     rows = torch.arange(tensor.shape[0])
     mesh = tensor.device_mesh
@@ -307,6 +322,98 @@ def _chunk(rows: Tensor, ranks: int, rank: int) -> Tensor:
     return rows[most * rank : most * (rank + 1)]
 
 
+# --- parts of dtensors ---------------------------------------------------------------------------
+# Plans of states with DTensors, by the planner of torch.distributed.checkpoint. Only its planner is
+# used; nothing of it reads, writes or pickles.
+#
+# That planner supports one box of each tensor on a rank. If a rank has several runs of rows, as of
+# query, key and value in one weight, each run is a part by itself.
+
+
+KINDS = {WHOLE: WriteItemType.TENSOR, SHARD: WriteItemType.SHARD}
+
+
+def _dtensor_parts(tensors: dict[str, Tensor]) -> dict[WritePart, Tensor]:
+    """The parts that this rank holds."""
+    in_runs = {path: tensor for path, tensor in tensors.items() if _is_in_runs(tensor)}
+    planner = _save_planner({path: t for path, t in tensors.items() if path not in in_runs})
+    parts: dict[WritePart, Any] = {
+        _part(item): planner.resolve_data(item) for item in planner.create_local_plan().items
+    }
+    for path, tensor in in_runs.items():
+        dtype, shape = NAMES[tensor.dtype], tuple(tensor.shape)
+        for run in _runs_of(tensor):
+            sizes = tuple(run.rows.shape)
+            parts[WritePart(path, dtype, shape, run.offsets, sizes, SHARD)] = run.rows
+    return {part: tensor.detach() for part, tensor in parts.items()}
+
+
+def dtensor_plan(ranks: list[list[WritePart]]) -> list[list[WritePart]]:
+    """The parts that each rank writes, from the parts of all. The same on every rank."""
+    plans = [SavePlan([_item(part) for part in parts]) for parts in ranks]
+    finished, _ = _save_planner({}).create_global_plan(plans)
+    return [[_part(item) for item in plan.items] for plan in finished]
+
+
+def _dtensor_reads(saved: dict[str, SavedTensor], targets: dict[str, Tensor]) -> list[Read]:
+    """The reads that fill `targets`, each from one chunk."""
+    in_runs = {path: target for path, target in targets.items() if _is_in_runs(target)}
+    local_reads = [
+        Read(path, chunk, *overlap)
+        for path, target in in_runs.items()
+        for chunk in filter(holds, saved[path].chunks)
+        for run in _runs_of(target)
+        if (overlap := run.overlap(chunk.offsets, chunk.sizes)) is not None
+    ]
+    targets = {path: target for path, target in targets.items() if path not in in_runs}
+    metadata = Metadata({path: _metadata(saved[path]) for path in targets})
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(targets), metadata)
+    for item in planner.create_local_plan().items:
+        path, at = item.storage_index.fqn, tuple(item.storage_index.offset or ())
+        chunk = next(c for c in saved[path].chunks if c.offsets == at and holds(c))
+        lengths = zip(item.storage_offsets, item.lengths, strict=True)
+        part = tuple(slice(start, start + length) for start, length in lengths)
+        local_reads.append(Read(path, chunk, part, planner.resolve_tensor(item)))
+    return local_reads
+
+
+def _save_planner(tensors: dict[str, Tensor]) -> DefaultSavePlanner:
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(tensors), is_coordinator=True)
+    return planner
+
+
+def _part(item: WriteItem) -> WritePart:
+    data = item.tensor_data
+    assert data is not None, "tree.flatten lets tensors through, and nothing else"
+    kind = next(name for name, value in KINDS.items() if value == item.type)
+    dtype = NAMES[data.properties.dtype]
+    offsets, sizes = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+    return WritePart(item.index.fqn, dtype, tuple(data.size), offsets, sizes, kind)
+
+
+def _item(part: WritePart) -> WriteItem:
+    data = TensorWriteData(
+        ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes)),
+        TensorProperties(dtype=DTYPES[part.dtype]),
+        torch.Size(part.shape),
+    )
+    index = MetadataIndex(part.path, list(part.offsets))
+    return WriteItem(index, KINDS[part.kind], tensor_data=data)
+
+
+def _metadata(tensor: SavedTensor) -> TensorStorageMetadata:
+    boxes: list[Any] = [
+        ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+        for chunk in tensor.chunks
+        if holds(chunk)
+    ]
+    return TensorStorageMetadata(
+        TensorProperties(dtype=DTYPES[tensor.dtype]), torch.Size(tensor.shape), boxes
+    )
+
+
 class TorchSnapshot:
     """Copies of tensors, laid out as their file. Taking another one writes over the last."""
 
@@ -327,11 +434,12 @@ class TorchSnapshot:
         for place, (part, tensor) in zip(self._places, tensors.items(), strict=True):
             written = reals(tensor) if part.dtype in PAIR else tensor
             place.copy_(written, non_blocking=on_gpu)
-        accelerator.synchronize({tensor.device for tensor in tensors.values()})
+        if on_gpu:
+            accelerator.synchronize({tensor.device for tensor in tensors.values()})
 
     def make_room(self, tensors: dict[WritePart, Tensor]) -> bool:
         """Take the memory for copies of these tensors; returns whether any is on a GPU."""
-        on_gpu = any(map(accelerator.holds, tensors.values()))
+        on_gpu = not all([tensor.is_cpu for tensor in tensors.values()])
         parts = list(tensors)
         if parts != self._parts:
             self._lay_out(parts, on_gpu)
@@ -354,11 +462,12 @@ class TorchSnapshot:
 
 def _memory(size: int, *, pin: bool) -> Tensor:
     """So many bytes of the host; where none can be pinned, such as take a slower copy."""
+    if pin:
+        with suppress(RuntimeError):
+            return accelerator.pinned_zeros(size, torch.uint8, pin=True)
     try:
-        return accelerator.pinned_zeros(size, torch.uint8, pin=pin)
+        return torch.zeros(size, dtype=torch.uint8)
     except RuntimeError as error:  # torch's way to say so
-        if pin:
-            return _memory(size, pin=False)
         raise MemoryError(f"no memory for a copy of {size} bytes") from error
 
 

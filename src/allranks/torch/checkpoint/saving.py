@@ -21,36 +21,25 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from allranks.checkpoint import checkpointer
-from allranks.checkpoint.checkpointer import Loaded, Planned, is_below, values_of
-from allranks.checkpoint.commit import EveryRank, Ranks
+from allranks.checkpoint.checkpointer import EveryRank, Loaded, is_below, values_of
+from allranks.checkpoint.commit import Planned, Ranks
 from allranks.checkpoint.format import Manifest, SavedTensor, refused, unflatten
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.torch.checkpoint.plan import (
-    SHARD,
-    WHOLE,
     Planner,
-    Read,
     TorchSnapshot,
-    WritePart,
-    holds,
-    is_in_runs,
     read_files,
-    runs_of,
 )
-from allranks.torch.checkpoint.state import random_streams, set_random_streams
-from allranks.torch.checkpoint.tree import DTYPES, NAMES, flatten, is_dtensor
+from allranks.torch.checkpoint.state import (
+    DTYPES,
+    flatten,
+    is_dtensor,
+    random_streams,
+    set_random_streams,
+)
 from allranks.torch.comm.comm import Comm
 from allranks.torch.machine import DECIDES_BITS, facts
 from allranks.torch.step.trainable import check_no_scheduler
@@ -105,100 +94,6 @@ def _does_not_fit(folder: Path, path: str, saved: str, target: Tensor) -> Reques
     )
 
 
-# --- dcp -----------------------------------------------------------------------------------------
-# Plans of states with DTensors, by the planner of torch.distributed.checkpoint.
-#
-# Loaded only for such a state (`plan`): the import takes a second, which a launch with whole
-# weights should not pay. Only its planner is used; nothing of it reads, writes or pickles.
-#
-# That planner supports one box of each tensor on a rank. If a rank has several runs of rows, as of
-# query, key and value in one weight, each run is a part by itself.
-
-
-KINDS = {WHOLE: WriteItemType.TENSOR, SHARD: WriteItemType.SHARD}
-
-
-def local_parts(tensors: dict[str, Tensor]) -> dict[WritePart, Tensor]:
-    """The parts that this rank holds."""
-    in_runs = {path: tensor for path, tensor in tensors.items() if is_in_runs(tensor)}
-    planner = _save_planner({path: t for path, t in tensors.items() if path not in in_runs})
-    parts: dict[WritePart, Any] = {
-        _part(item): planner.resolve_data(item) for item in planner.create_local_plan().items
-    }
-    for path, tensor in in_runs.items():
-        dtype, shape = NAMES[tensor.dtype], tuple(tensor.shape)
-        for run in runs_of(tensor):
-            sizes = tuple(run.rows.shape)
-            parts[WritePart(path, dtype, shape, run.offsets, sizes, SHARD)] = run.rows
-    return {part: tensor.detach() for part, tensor in parts.items()}
-
-
-def global_parts(ranks: list[list[WritePart]]) -> list[list[WritePart]]:
-    """The parts that each rank writes, from the parts of all. The same on every rank."""
-    plans = [SavePlan([_item(part) for part in parts]) for parts in ranks]
-    finished, _ = _save_planner({}).create_global_plan(plans)
-    return [[_part(item) for item in plan.items] for plan in finished]
-
-
-def reads(saved: dict[str, SavedTensor], targets: dict[str, Tensor]) -> list[Read]:
-    """The reads that fill `targets`, each from one chunk."""
-    in_runs = {path: target for path, target in targets.items() if is_in_runs(target)}
-    local_reads = [
-        Read(path, chunk, *overlap)
-        for path, target in in_runs.items()
-        for chunk in filter(holds, saved[path].chunks)
-        for run in runs_of(target)
-        if (overlap := run.overlap(chunk.offsets, chunk.sizes)) is not None
-    ]
-    targets = {path: target for path, target in targets.items() if path not in in_runs}
-    metadata = Metadata({path: _metadata(saved[path]) for path in targets})
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(targets), metadata)
-    for item in planner.create_local_plan().items:
-        path, at = item.storage_index.fqn, tuple(item.storage_index.offset or ())
-        chunk = next(c for c in saved[path].chunks if c.offsets == at and holds(c))
-        lengths = zip(item.storage_offsets, item.lengths, strict=True)
-        part = tuple(slice(start, start + length) for start, length in lengths)
-        local_reads.append(Read(path, chunk, part, planner.resolve_tensor(item)))
-    return local_reads
-
-
-def _save_planner(tensors: dict[str, Tensor]) -> DefaultSavePlanner:
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(tensors), is_coordinator=True)
-    return planner
-
-
-def _part(item: WriteItem) -> WritePart:
-    data = item.tensor_data
-    assert data is not None, "tree.flatten lets tensors through, and nothing else"
-    kind = next(name for name, value in KINDS.items() if value == item.type)
-    dtype = NAMES[data.properties.dtype]
-    offsets, sizes = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
-    return WritePart(item.index.fqn, dtype, tuple(data.size), offsets, sizes, kind)
-
-
-def _item(part: WritePart) -> WriteItem:
-    data = TensorWriteData(
-        ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes)),
-        TensorProperties(dtype=DTYPES[part.dtype]),
-        torch.Size(part.shape),
-    )
-    index = MetadataIndex(part.path, list(part.offsets))
-    return WriteItem(index, KINDS[part.kind], tensor_data=data)
-
-
-def _metadata(tensor: SavedTensor) -> TensorStorageMetadata:
-    boxes: list[Any] = [
-        ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
-        for chunk in tensor.chunks
-        if holds(chunk)
-    ]
-    return TensorStorageMetadata(
-        TensorProperties(dtype=DTYPES[tensor.dtype]), torch.Size(tensor.shape), boxes
-    )
-
-
 # --- checkpointer --------------------------------------------------------------------------------
 # The checkpoints of a training with torch: every rank writes its part of the common plan.
 #
@@ -247,12 +142,12 @@ class TensorCopies:
 class TorchCheckpointer(checkpointer.Checkpointer):
     """The checkpoints of one run of torch; `rules` are those of all engines.
 
-    A thread of each rank has its own communicator, separate from `comm`.
+    A thread of each rank has its own communicator, separate from `comm`: every rank makes one.
     """
 
     def __init__(self, folder: Path, comm: Comm, **rules: Any) -> None:
         self._tensors = TensorCopies()
-        super().__init__(folder, EveryRank(comm), self._tensors, **rules)
+        super().__init__(folder, EveryRank(comm, comm.aside()), self._tensors, **rules)
 
     def prepare(self, common: Any, rank_state: Any) -> None:
         """Plan, and allocate the snapshot, so that the first save is like all others.
@@ -284,7 +179,7 @@ class Saving:
         reach: Callable[[str, int], None],
         report: Callable[..., None],
     ) -> None:
-        self.saved = SavedJob(task, job, facts, DECIDES_BITS, attempt, reach, report)
+        self.saved = SavedJob(task.as_written, job, facts, DECIDES_BITS, attempt, reach, report)
         self.strategy, self._told_of_rates = strategy, False
         own_folder, *_ = self.saved.sources
         self.checkpointer = TorchCheckpointer(own_folder, strategy.comm, **self.saved.rules)
@@ -312,7 +207,7 @@ class Saving:
         other_state = dict(other_state)
         rank_state = {
             "random": random_streams(self.strategy.comm.device),
-            "strategy": self.strategy.own_state(),
+            "strategy": self.strategy.own_state() if self.strategy.has_own_state else {},
             OF_RANK: other_state.pop(OF_RANK, {}),
         }
         state = {**self.strategy.state(), **other_state}
@@ -327,8 +222,7 @@ class Saving:
         checkpoint of another job.
         """
 
-        def load_state(loaded: Loaded) -> None:
-            self.saved.check(loaded)
+        def take(loaded: Loaded) -> None:
             state, rank_state = self._state_in(loaded), loaded.rank_state or {}
             self.strategy.load_state(state)
             self.strategy.load_own_state(rank_state.get("strategy", {}))
@@ -336,14 +230,7 @@ class Saving:
             if (random := rank_state.get("random")) is not None:
                 set_random_streams(random, self.strategy.comm.device)
 
-        loaded = self.checkpointer.load(self.saved.sources, self._templates(), load_state)
-        if loaded is None:
-            self.saved.check_not_asked_for()
-            return None
-        if self.strategy.comm.rank == 0:
-            has_streams = (loaded.rank_state or {}).get("random") is not None
-            self.saved.resumed(loaded, random_streams_restored=has_streams)
-        return loaded.step
+        return self.saved.load(self.checkpointer, self.strategy.comm.rank, take, self._templates())
 
     def _templates(self) -> dict[str, Tensor]:
         """The target for this rank's part of each tensor that is not whole on every rank, by path.

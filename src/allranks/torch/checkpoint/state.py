@@ -1,7 +1,8 @@
 """The state of a training, in the parts that torch does not name: optimizer, buffers, randomness.
 
 Torch numbers the parameters in the state of an optimizer; here they have their names. So another
-rank, another strategy, or another order of parameters can load the state.
+rank, another strategy, or another order of parameters can load the state. A state is taken apart
+and put together by `allranks.checkpoint.format`; what is torch's of that is at the end.
 """
 
 from __future__ import annotations
@@ -19,10 +20,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import allranks.torch.accelerator as accelerator
-from allranks.catalog import DTENSORS, load
+from allranks.checkpoint import format as tree
+from allranks.checkpoint.format import refused
 from allranks.errors import RequestError
-from allranks.torch.checkpoint.tree import is_dtensor
-from allranks.torch.model.reals import reals
 
 
 def copied(state: Any) -> Any:
@@ -39,22 +39,6 @@ def copied(state: Any) -> Any:
 def model_state(model: nn.Module) -> dict[str, Any]:
     """Parameters and buffers by name, those that are not persistent too."""
     return {**dict(model.named_buffers()), **model.state_dict()}
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """The whole tensor, of which ranks may hold parts; all of those ranks call this."""
-    return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
-
-
-def put_whole(target: Tensor, value: Tensor) -> None:
-    """Write a whole tensor into `target`: its part of it, if it is a part. No communication."""
-    if not is_dtensor(target):
-        reals(target).copy_(value)
-        return
-    dtensor: Any = target
-    cut = load(DTENSORS).distribute_tensor
-    placed = cut(value, dtensor.device_mesh, dtensor.placements, src_data_rank=None)
-    dtensor.to_local().copy_(placed.to_local())
 
 
 def not_persistent(model: nn.Module) -> list[str]:
@@ -291,7 +275,7 @@ def random_streams(device: torch.device) -> dict[str, Any]:
         ],
         "torch": torch.get_rng_state(),
     }
-    if accelerator.is_accelerator(device):
+    if device.type not in accelerator.NO_ACCELERATORS:
         streams[device.type] = accelerator.rng_state(device)
     return streams
 
@@ -315,3 +299,48 @@ def kept_random_streams(device: torch.device) -> Iterator[None]:
         yield
     finally:
         set_random_streams(streams, device)
+
+
+# --- tensors -------------------------------------------------------------------------------------
+# What a tensor of a state may be, and how the manifest calls its type of number.
+
+
+DTYPES = {
+    **{"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16},
+    **{"U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "I32": torch.int32},
+    **{"I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32},
+    **{"F64": torch.float64, "C64": torch.complex64, "C128": torch.complex128},
+    **{"F8_E5M2": torch.float8_e5m2, "F8_E4M3": torch.float8_e4m3fn},
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor; asked by name, because importing the type takes a second."""
+    return type(tensor).__module__.startswith("torch.distributed.tensor")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: its own memory, not a copy. No communication."""
+    return tensor.detach().to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def flatten(state: Any, prefix: str) -> tuple[Any, dict[str, Tensor]]:
+    """The state as JSON values, and its tensors by path; every path begins with `prefix`.
+
+    The tensors are those of the state, not copies; a meta tensor stands for one that another rank
+    holds. Raises `RequestError` for what cannot be saved.
+    """
+    return tree.flatten(state, prefix, _tensor_of)
+
+
+def _tensor_of(value: Any, path: str) -> Tensor | None:
+    return _saveable(value, path) if isinstance(value, Tensor) else None
+
+
+def _saveable(tensor: Tensor, path: str) -> Tensor:
+    if tensor.dtype not in NAMES or tensor.layout != torch.strided:
+        raise refused(path, f"a tensor of {tensor.dtype}, {tensor.layout}")
+    if is_dtensor(tensor) and any(place.is_partial() for place in tensor.placements):  # type: ignore[attr-defined]
+        raise refused(path, "a DTensor whose sum over the ranks was not taken")
+    return tensor.detach().resolve_conj().resolve_neg()

@@ -7,19 +7,22 @@ raises `PeerLost`: this rank is a victim, and its error never hides the first fa
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # before any group: its defaults would keep that one
 from torch import Tensor
 
-from allranks.errors import PeerLost
+from allranks.errors import FaultKind, PeerLost
 from allranks.launcher.heartbeat import Heartbeat, SaveThreadHeartbeat
+from allranks.launcher.processes.process import is_said
 from allranks.torch.accelerator import is_accelerator
 from allranks.torch.comm.counting_group import (
     all_gather_single,
@@ -27,19 +30,14 @@ from allranks.torch.comm.counting_group import (
     leave_counting_group,
     reduce_scatter_single,
 )
-from allranks.torch.comm.rank_sync import StoreBarrier
+from allranks.torch.comm.rank_sync import LASTS, StoreBarrier
 from allranks.torch.comm.subgroups import (
-    TIMEOUT,
-    Pending,
     borrow,
     end,
     give_back,
-    in_exchange,
     messages_of,
     new_group,
     packed,
-    texts_of_all,
-    translated,
     unpack,
 )
 from allranks.torch.comm.through_host import goes_through_host
@@ -51,6 +49,116 @@ NOTHING = nullcontext()
 KINDS = ("gradients", "outputs", "batchnorm", "rows", "control")
 
 
+# --- pending -------------------------------------------------------------------------------------
+# A collective in flight, and the meaning of its errors.
+
+
+TIMEOUT = timedelta(minutes=40)  # longer than most --hang-timeouts, which name missing ranks
+
+
+@contextmanager
+def in_exchange(
+    heartbeat: Heartbeat | SaveThreadHeartbeat | None, computed: Any = None
+) -> Iterator[None]:
+    """Around a read of sums of all ranks: phase `exchange`, once `computed` has passed."""
+    if computed is not None:
+        computed.synchronize()
+    before = "" if heartbeat is None else heartbeat.enter("exchange")
+    try:
+        yield
+    finally:
+        if heartbeat is not None:
+            heartbeat.enter(before)
+
+
+def translated(error: RuntimeError) -> RuntimeError | PeerLost:
+    """Translate the error of a failed collective; Gloo names neither rank nor reason."""
+    message = str(error)
+    if is_said(FaultKind.TIMED_OUT, message):
+        waited = f"{TIMEOUT.total_seconds():.0f} s"
+        return PeerLost(
+            f"another rank did not take part in a collective within {waited}: {message}"
+        )
+    return PeerLost(message) if is_said(FaultKind.PEER_LOST, message) else error
+
+
+@dataclass
+class Pending:
+    """A collective in flight; `wait` returns when its result is available.
+
+    With `store_barrier` a long wait checks there whether all ranks will join. `then` is called
+    after the wait to compute the result.
+    """
+
+    work: Any = None
+    heartbeat: Heartbeat | SaveThreadHeartbeat | None = None
+    store_barrier: StoreBarrier | None = None
+    then: Callable[[], object] | None = None
+
+    def wait(self) -> None:
+        if self.work is None:
+            return
+        before = self.heartbeat.enter("exchange") if self.heartbeat is not None else ""
+        try:
+            if self.store_barrier is None:
+                self.work.wait()
+            else:
+                self._wait_and_look(self.store_barrier, before)
+        except RuntimeError as error:
+            raise translated(error) from error
+        if self.then is not None:
+            self.then()
+        if self.heartbeat is not None:
+            self.heartbeat.enter(before)
+
+    def _wait_and_look(self, store_barrier: StoreBarrier, phase: str) -> None:
+        while not self.work.is_completed():
+            begun = time.monotonic()
+            try:
+                self.work.wait(LASTS)
+                return
+            except RuntimeError as error:  # a long wait, unless the collective itself has failed
+                if self.work.is_completed():
+                    break
+                is_early = time.monotonic() - begun < LASTS.total_seconds() / 2
+                if is_early and isinstance(translated(error), PeerLost):
+                    raise  # Gloo's reduce-scatter fails without being completed
+            step = self.heartbeat.step if isinstance(self.heartbeat, Heartbeat) else -1
+            store_barrier.look(f"in `{phase or 'exchange'}` of step {step}")
+        self.work.wait()
+
+
+# --- texts ---------------------------------------------------------------------------------------
+# Texts of all ranks, gathered as tensors.
+
+
+class Gathers(Protocol):
+    """Every rank's `part`, in rank order, into `whole`."""
+
+    def __call__(self, whole: Tensor, part: Tensor) -> Pending: ...
+
+
+def texts_of_all(text: str, size: int, device: torch.device, gather: Gathers) -> list[str]:
+    """The text of each of `size` ranks, in order; every rank calls this.
+
+    Gathers the sizes, and then the texts, padded to the longest.
+    """
+    data = text.encode()
+    sizes = torch.zeros(size, dtype=torch.int64, device=device)
+    gather(sizes, torch.tensor([len(data)], device=device)).wait()
+    part = torch.zeros(max(1, int(sizes.max())), dtype=torch.uint8, device=device)
+    encoded = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)
+    part[: len(data)] = encoded[: len(data)]
+    whole = part.new_empty(size * part.numel())
+    gather(whole, part).wait()
+    rows = whole.cpu().numpy().reshape(size, -1)
+    return [bytes(row[:length]).decode() for row, length in zip(rows, sizes.tolist(), strict=True)]
+
+
+# --- comm ----------------------------------------------------------------------------------------
+# The ranks of a group.
+
+
 @dataclass
 class Comm:
     """A group of ranks, and this rank's place in it. With `size` 1 nothing is ever sent.
@@ -58,7 +166,7 @@ class Comm:
     `sent_bytes` is by kind: `gradients` (the data of a step and the tally with it), `outputs` (of a
     loss over the batch), `batchnorm` (statistics over the whole batch), `rows` (of tables with a
     `max_norm`), `control` (everything else). `members` are the ranks of this group in the job, if
-    it does not have all of them.
+    it does not have all of them. `on_device`: their tensors lie on accelerators.
     """
 
     rank: int = 0
@@ -73,11 +181,12 @@ class Comm:
     skips_next: bool = False
     _counting: list[Any] = field(default_factory=list, init=False)
     _borrowed: list[Any] = field(default_factory=list, init=False)
+    on_device: bool = field(default=False, init=False)
     _waits_on_device: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        through_host = goes_through_host(self.of_torch)
-        self._waits_on_device = is_accelerator(self.device) and not through_host
+        self.on_device = is_accelerator(self.device)
+        self._waits_on_device = self.on_device and not goes_through_host(self.of_torch)
 
     def skip_next_collective(self) -> None:
         """Inject a fault: skip the next collective."""
@@ -122,7 +231,9 @@ class Comm:
             return Pending()
         self._count(kind, 2 * (self.size - 1) / self.size * tensor.nbytes)
         in_place = sum_in_place(self.of_torch, tensor)
-        return self._begin(in_place) if in_place else self._begin(dist.all_reduce, reals(tensor))
+        if in_place is not None:
+            return self._begin(in_place)
+        return self._begin(dist.all_reduce, reals(tensor) if tensor.is_complex() else tensor)
 
     def begin_sum(self, collective: Callable[..., Any], sent_bytes: float) -> Pending:
         """Begin a collective of all these ranks that is not torch's own; every rank calls this."""
@@ -360,7 +471,7 @@ class Comm:
         heartbeat = (
             self.heartbeat.for_save_thread() if isinstance(self.heartbeat, Heartbeat) else None
         )
-        group = self._new_group("gloo" if is_accelerator(self.device) else None)
+        group = self._new_group("gloo" if self.on_device else None)
         return Comm(self.rank, self.size, CPU, owns_group=True, group=group, heartbeat=heartbeat)
 
     def _new_group(self, backend: str | None = None) -> Any:

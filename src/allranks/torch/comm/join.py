@@ -27,9 +27,8 @@ from allranks.errors import RequestError
 from allranks.launcher.heartbeat import Heartbeat
 from allranks.launcher.world import World, master_endpoint
 from allranks.strategies.roles import TRAINER
-from allranks.torch.comm.comm import Comm
+from allranks.torch.comm.comm import TIMEOUT, Comm, translated
 from allranks.torch.comm.rank_sync import StoreBarrier
-from allranks.torch.comm.subgroups import TIMEOUT, translated
 from allranks.torch.machine import check_own_device
 
 PATIENCE_S = 5.0

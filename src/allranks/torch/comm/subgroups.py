@@ -10,24 +10,17 @@ exists.
 from __future__ import annotations
 
 import hashlib
-import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
-
-from allranks.errors import FaultKind, PeerLost
-from allranks.launcher.heartbeat import Heartbeat, SaveThreadHeartbeat
-from allranks.launcher.processes.process import is_said
-from allranks.torch.comm.rank_sync import LASTS, StoreBarrier
 
 Key = tuple[tuple[int, ...], str | None]
 
@@ -170,109 +163,3 @@ def unpack(message: Tensor, tensors: Sequence[Tensor]) -> None:
             if stride == 0:  # expanded: each element in memory is written once
                 tensor, part = tensor.narrow(dim, 0, 1), part.narrow(dim, 0, 1)
         tensor.copy_(part)
-
-
-# --- pending -------------------------------------------------------------------------------------
-# A collective in flight, and the meaning of its errors.
-
-
-TIMEOUT = timedelta(minutes=40)  # longer than most --hang-timeouts, which name missing ranks
-
-
-@contextmanager
-def in_exchange(
-    heartbeat: Heartbeat | SaveThreadHeartbeat | None, computed: Any = None
-) -> Iterator[None]:
-    """Around a read of sums of all ranks: phase `exchange`, once `computed` has passed."""
-    if computed is not None:
-        computed.synchronize()
-    before = "" if heartbeat is None else heartbeat.enter("exchange")
-    try:
-        yield
-    finally:
-        if heartbeat is not None:
-            heartbeat.enter(before)
-
-
-def translated(error: RuntimeError) -> RuntimeError | PeerLost:
-    """Translate the error of a failed collective; Gloo names neither rank nor reason."""
-    message = str(error)
-    if is_said(FaultKind.TIMED_OUT, message):
-        waited = f"{TIMEOUT.total_seconds():.0f} s"
-        return PeerLost(
-            f"another rank did not take part in a collective within {waited}: {message}"
-        )
-    return PeerLost(message) if is_said(FaultKind.PEER_LOST, message) else error
-
-
-@dataclass
-class Pending:
-    """A collective in flight; `wait` returns when its result is available.
-
-    With `store_barrier` a long wait checks there whether all ranks will join. `then` is called
-    after the wait to compute the result.
-    """
-
-    work: Any = None
-    heartbeat: Heartbeat | SaveThreadHeartbeat | None = None
-    store_barrier: StoreBarrier | None = None
-    then: Callable[[], object] | None = None
-
-    def wait(self) -> None:
-        if self.work is None:
-            return
-        before = self.heartbeat.enter("exchange") if self.heartbeat is not None else ""
-        try:
-            if self.store_barrier is None:
-                self.work.wait()
-            else:
-                self._wait_and_look(self.store_barrier, before)
-        except RuntimeError as error:
-            raise translated(error) from error
-        if self.then is not None:
-            self.then()
-        if self.heartbeat is not None:
-            self.heartbeat.enter(before)
-
-    def _wait_and_look(self, store_barrier: StoreBarrier, phase: str) -> None:
-        while not self.work.is_completed():
-            begun = time.monotonic()
-            try:
-                self.work.wait(LASTS)
-                return
-            except RuntimeError as error:  # a long wait, unless the collective itself has failed
-                if self.work.is_completed():
-                    break
-                is_early = time.monotonic() - begun < LASTS.total_seconds() / 2
-                if is_early and isinstance(translated(error), PeerLost):
-                    raise  # Gloo's reduce-scatter fails without being completed
-            step = self.heartbeat.step if isinstance(self.heartbeat, Heartbeat) else -1
-            store_barrier.look(f"in `{phase or 'exchange'}` of step {step}")
-        self.work.wait()
-
-
-# --- texts ---------------------------------------------------------------------------------------
-# Texts of all ranks, gathered as tensors.
-
-
-class Gathers(Protocol):
-    """Every rank's `part`, in rank order, into `whole`."""
-
-    def __call__(self, whole: Tensor, part: Tensor) -> Pending: ...
-
-
-def texts_of_all(text: str, size: int, device: torch.device, gather: Gathers) -> list[str]:
-    """The text of each of `size` ranks, in order; every rank calls this.
-
-    Gathers the sizes, and then the texts, padded to the longest.
-    """
-    data = text.encode()
-    sizes = torch.zeros(size, dtype=torch.int64, device=device)
-    gather(sizes, torch.tensor([len(data)], device=device)).wait()
-    part = torch.zeros(max(1, int(sizes.max())), dtype=torch.uint8, device=device)
-    encoded = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)
-    part[: len(data)] = encoded[: len(data)]
-    whole = part.new_empty(size * part.numel())
-    gather(whole, part).wait()
-    rows = whole.cpu().numpy().reshape(size, -1)
-    return [bytes(row[:length]).decode() for row, length in zip(rows, sizes.tolist(), strict=True)]

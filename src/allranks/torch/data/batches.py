@@ -35,10 +35,10 @@ from allranks.torch.data.sources import (
     StreamSource,
     TensorSource,
     drawn_from,
-    seed_generators,
 )
 from allranks.torch.model.precision import Precision
-from allranks.training.order import Order, random_key
+from allranks.torch.random.keyed_rng import seed_generators
+from allranks.training.order import Order, places_after, random_key
 from allranks.training.prefetch import one_ahead
 from allranks.training.progress import Progress
 
@@ -149,10 +149,8 @@ class GlobalBatches:
         return batches
 
     def _next_epoch(self, done: Progress) -> int:
-        in_epoch = self._own_order().steps_per_epoch
-        if self.order is not None:
-            in_epoch = self.order.steps_in(done.epoch)
-        return done.epoch + (done.step_in_epoch >= in_epoch)
+        order = self.order or self._own_order()
+        return done.epoch + (done.step_in_epoch >= order.steps_in(done.epoch))
 
     def close(self) -> None:
         """End what is being read, with the threads and processes that read it."""
@@ -231,14 +229,9 @@ class GlobalBatches:
 
     def plans(self, done: Progress, epochs: int, steps: int | None) -> Iterator[Batch]:
         """The batches without their data: arithmetic only, except for draws of a sampler."""
-        fixed = self._own_order()
-        epoch, step, index = done.epoch, done.step_in_epoch, done.batch_index
-        while epoch < epochs and (steps is None or index < steps):
-            in_epoch = fixed.steps_per_epoch if self.order is None else self.order.steps_in(epoch)
-            if step >= in_epoch:
-                epoch, step = epoch + 1, 0
-                continue
-            chosen = (self.order or fixed).batch(epoch, step)
+        order = self.order or self._own_order()
+        for index, epoch, step in places_after(done, epochs, steps, order.steps_in):
+            chosen = order.batch(epoch, step)
             sizes, first, rows = self.cutting.cut(len(chosen))
             own_ids = chosen[first : first + rows]
             if (spare := self.cutting.spare(sizes)) is not None:
@@ -246,7 +239,6 @@ class GlobalBatches:
             where = index, epoch, step, len(chosen), sizes
             passes = self.cutting.passes(sizes)
             yield Batch(*where, self.cutting.leaves(sizes), own_ids, passes, spare)
-            step, index = step + 1, index + 1
 
     def _filled(self, plan: Batch, data: Iterator[Any]) -> Batch:
         """The batch with its data, which is read in order."""

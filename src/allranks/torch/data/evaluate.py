@@ -22,13 +22,15 @@ from allranks.errors import RequestError, printable
 from allranks.torch.comm.comm import Comm
 from allranks.torch.data.collate import copied
 from allranks.torch.data.copying import Copying
-from allranks.torch.data.sources import Source, seed_generators
+from allranks.torch.data.sources import Source
+from allranks.torch.random.keyed_rng import seed_generators
 from allranks.torch.step.losses import forward, weighted_losses
 from allranks.torch.step.user_buffers import UserBuffers, put_back
 from allranks.torch.strategies.base import Strategy
 from allranks.torch.task import Task
 from allranks.torch.witness.observed import PlainStateCopy, roots_of_model
 from allranks.training.order import random_key
+from allranks.training.task_fields import metric_pairs, other_metrics
 
 Number = float | Tensor
 Pair = tuple[Number, Number]
@@ -66,7 +68,7 @@ def evaluate(
             names = names or list(pairs)
             if list(pairs) != names:
                 found = f"{list(pairs)} for one part of the data, {names} for another"
-                raise _other_metrics(found)
+                raise other_metrics(found)
             if number in chunks_here:
                 rows[number] = list(pairs.values())
     _same_names_everywhere(comm, names)
@@ -100,7 +102,8 @@ def try_evaluation(
         )
     with _leaving_no_trace(task, strategy), evaluating(task, strategy.model):
         pairs = _pairs(task, strategy, data, samples)
-    means = [name for name, (_, count) in pairs.items() if count == 1 and name != "loss"]
+    means = [name for name, (total, count) in pairs.items() if count == 1 and total != 0]
+    means = [name for name in means if name != "loss"]  # 0 of 1 may be a count of something rare
     if means and samples > 1:
         notes.append(
             f"metrics() counts 1 for {samples} samples in {printable(', '.join(means))}: that is "
@@ -173,16 +176,7 @@ def _same_names_everywhere(comm: Comm, names: list[str]) -> None:
     with comm.reading():
         differ = len(set(checks.tolist())) > 1
     if differ:
-        raise _other_metrics(f"{names} on rank {comm.rank}, others on another rank")
-
-
-def _other_metrics(found: str) -> RequestError:
-    return RequestError(
-        asked="metrics(output, batch) of the task",
-        found=found[:300],
-        why="sums are kept by name, so every batch must give the same metrics in one order",
-        do="return every metric for every batch, with (0, 0) where there is nothing",
-    )
+        raise other_metrics(f"{names} on rank {comm.rank}, others on another rank")
 
 
 def _check_counts(table: Tensor, names: list[str]) -> None:
@@ -231,15 +225,7 @@ def _pairs(task: Task, strategy: Strategy, data: Any, samples: int) -> dict[str,
             count = losses.numel() if weights is None else weights.sum()
             pairs["loss"] = (losses.sum(), count)
         metrics = task.metrics(output, data)
-    for name, pair in metrics.items():
-        if not isinstance(pair, tuple) or len(pair) != 2:
-            raise RequestError(
-                asked="metrics(output, batch) of the task",
-                found=f"{name} = {pair!r}"[:200],
-                why="a metric is a pair (sum, count) over the samples of the batch",
-                do="return for example {'accuracy': (hits.sum(), len(hits))}",
-            )
-        pairs[name] = pair
+    pairs |= metric_pairs(metrics, "hits.sum()")
     return {name: (_number(total), _number(count)) for name, (total, count) in pairs.items()}
 
 

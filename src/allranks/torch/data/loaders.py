@@ -36,7 +36,8 @@ from torch.utils.data import (
 from allranks.errors import RequestError
 from allranks.torch.checkpoint.state import kept_random_streams
 from allranks.torch.data.collate import structure_of, tensors_in
-from allranks.torch.data.sources import Ids, seed_generators
+from allranks.torch.data.sources import Ids
+from allranks.torch.random.keyed_rng import seed_generators
 from allranks.torch.task import Task
 from allranks.training.order import Epochs, random_key
 

@@ -22,6 +22,7 @@ from allranks.errors import RequestError
 from allranks.launcher.processes.leftovers import note_names
 from allranks.launcher.processes.linux import die_with_parent
 from allranks.torch.data.collate import map_tensors, tensors_in
+from allranks.torch.random.keyed_rng import seed_generators
 from allranks.torch.task import Task
 from allranks.training.order import Epochs, random_key
 from allranks.training.prefetch import staged
@@ -32,8 +33,6 @@ Wanted = Iterable[tuple[int, Ids]]  # (epoch, sample numbers) of each batch
 Place = Callable[[Any], Any]
 DEFAULT_PREFETCH = 2  # batches, where nobody says how many
 COLLATE = -1  # what the generators are keyed for, beside samples
-_pythons: Any = random.seed.__self__  # type: ignore[attr-defined]
-_seed_python = super(random.Random, _pythons).seed
 
 
 def as_it_is(data: Any) -> Any:
@@ -75,17 +74,6 @@ class TensorSource:
                 return tensor.index_select(0, index if tensor.is_cpu else index.to(tensor.device))
 
             yield place(map_tensors(chosen, self.tensors))
-
-
-def seed_generators(seed: int) -> None:
-    """Key every generator that user code may draw from: Python's, NumPy's and torch's own.
-
-    In every step twice, so Python's without what `random.seed` asks of a seed first.
-    """
-    _seed_python(seed)
-    _pythons.gauss_next = None
-    np.random.seed(seed & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(seed)
 
 
 class MapSource:

@@ -20,12 +20,12 @@ from allranks.torch.data.sources import (
     StreamSource,
     TensorRows,
     TensorSource,
-    seed_generators,
 )
+from allranks.torch.random.keyed_rng import seed_generators
 from allranks.torch.strategies.base import Strategy
 from allranks.torch.task import Task
 from allranks.torch.witness.probing import Probed, digest_of_rows, probe
-from allranks.training.evaluation_plan import check_metrics, named, sets_of
+from allranks.training.engine.trainer import check_metrics, named, sets_of
 from allranks.training.same_data import HASHES, check_same, digest_of, identity
 
 COLLATE_DRAWS_IN_EVALUATION = (

@@ -35,12 +35,10 @@ from torch import Tensor
 
 from allranks.checkpoint.format import unflatten
 from allranks.errors import RequestError
-from allranks.launcher.messages.answering import ANSWER_S, Answering
-from allranks.launcher.messages.connection import Buffer, Connection, Place, connect
+from allranks.launcher.messages import ANSWER_S, Answering, Buffer, Connection, Place, connect
 from allranks.launcher.nodes.channel import Disconnected, Message, Refused
 from allranks.launcher.world import World
-from allranks.torch.checkpoint.state import copied
-from allranks.torch.checkpoint.tree import DTYPES, NAMES, flatten
+from allranks.torch.checkpoint.state import DTYPES, NAMES, copied, flatten
 from allranks.torch.elastic.merge import Merged, Merging, Work
 from allranks.torch.elastic.strategy import FlatModel, Numbers
 from allranks.torch.strategies.base import Strategy

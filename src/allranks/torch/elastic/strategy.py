@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from allranks.launcher.messages.connection import Buffer
+from allranks.launcher.messages import Buffer
 from allranks.strategies.card import Workload
 from allranks.torch.data.batch import Batch
 from allranks.torch.local_sgd.strategies import refuse_without_whole_steps
@@ -175,14 +175,10 @@ class Decoupled(Strategy):
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
         return local, Gradients(self.step.parameters)
 
-    def messages(self) -> tuple[int, ...]:
+    def workload(self) -> Workload:
         flat = FlatModel(self.model)
         weights = flat.parameters * flat.type.itemsize
-        return weights, flat.nbytes - weights
-
-    def promised_bytes(self) -> int:
-        work = Workload(self.messages(), self.learners, self.task.shards)
-        return self.card.bytes_sent(work, self.context.options)
+        return Workload((weights, flat.nbytes - weights), self.learners, self.task.shards)
 
     def state(self) -> dict[str, Any]:
         state = super().state()

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from allranks.launcher.messages.connection import listen
+from allranks.launcher.messages import listen
 from allranks.strategies.shards import even_sizes, owned_shards
 from allranks.torch.elastic.merge import Merged, Merging
 from allranks.torch.elastic.service import LearnerService, owes
@@ -76,12 +76,12 @@ class SynchronizerTrainer(Trainer):
         done, per_epoch = self.progress, self._per_epoch
         epoch = max(0, merged.steps - 1) // per_epoch
         result = StepResult(
-            max(0, merged.steps - 1),
-            epoch,
-            merged.loss / merged.weight if merged.weight else float("nan"),
-            merged.samples,
-            merged.weight,
-            merged.rate,
+            batch_index=max(0, merged.steps - 1),
+            epoch=epoch,
+            loss=merged.loss / merged.weight if merged.weight else float("nan"),
+            samples=merged.samples,
+            weight=merged.weight,
+            learning_rate=merged.rate,
             updated=True,
             asked=requests,
         )

@@ -18,8 +18,7 @@ from torch import Tensor
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.strategies.mesh import LEARNER
-from allranks.torch.comm.comm import Comm
-from allranks.torch.comm.subgroups import Pending
+from allranks.torch.comm.comm import Comm, Pending
 from allranks.torch.compression.codecs import Codec, ErrorFeedback
 from allranks.torch.local_sgd.global_weights import FlatWeights, GlobalWeights
 from allranks.torch.model.layers import normalising_layers
@@ -201,7 +200,7 @@ class LearnerExchange:
     ) -> None:
         self.comm, self.weights, self.every = comm, weights, every
         self.sums: Sums = Sums(comm) if codec is None else CodedSums(comm, weights, codec, decay)
-        self.overlap, self.mix = overlap, mix if overlap else 0.0
+        self.overlap, self.mix = overlap, mix
         self._moved = moved
         self._trained, self._seen = [0.0] * len(weights.fragments), 0
         self._under_way: list[UnderWay] = []
@@ -237,7 +236,15 @@ class LearnerExchange:
         Returns whether the weights have changed.
         """
         moved = self._apply_due(at + self.overlap) is not None
-        nothing = StepResult(at, 0, nan, 0, 0.0, rate, updated=False)
+        nothing = StepResult(
+            batch_index=at,
+            epoch=0,
+            loss=nan,
+            samples=0,
+            weight=0.0,
+            learning_rate=rate,
+            updated=False,
+        )
         for number in range(len(self._trained)):
             if at and number not in self._due(at):
                 self._send(number, at, nothing, NOTHING)

@@ -29,9 +29,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from allranks.catalog import DTENSORS, load
-from allranks.torch.checkpoint.tree import is_dtensor, local
+from allranks.torch.checkpoint.state import is_dtensor, local
 from allranks.torch.model.reals import reals
+from allranks.torch.strategies.layout import dtensor
 
 PAPER, CLASSICAL, CNTK = "paper", "classical", "cntk"
 FORMS = (PAPER, CLASSICAL, CNTK)
@@ -299,7 +299,7 @@ def as_it_was(parts: Any, like: Any) -> Any:
         if not (isinstance(like, Tensor) and is_dtensor(like)) or local(like).shape != parts.shape:
             return parts
         placed: Any = like
-        return load(DTENSORS).dtensor(parts, placed.device_mesh, placed.placements, placed)
+        return dtensor(parts, placed.device_mesh, placed.placements, placed)
     if isinstance(parts, dict):
         named = like if isinstance(like, dict) else {}
         return {name: as_it_was(value, named.get(name)) for name, value in parts.items()}

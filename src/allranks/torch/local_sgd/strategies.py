@@ -21,7 +21,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -33,8 +33,7 @@ from allranks.job.place import GLOBAL, Placed
 from allranks.strategies.card import Workload
 from allranks.strategies.cards.learners import learner_options, near_of
 from allranks.strategies.mesh import LEARNER, Agreement
-from allranks.torch.checkpoint.state import copied
-from allranks.torch.checkpoint.tree import local
+from allranks.torch.checkpoint.state import copied, local
 from allranks.torch.compression.codecs import Codec, FourBit, TopK
 from allranks.torch.data.batch import Batch
 from allranks.torch.local_sgd.exchange import (
@@ -63,7 +62,7 @@ from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.tally import Tally
 from allranks.torch.step.trainable import unfrozen_on_the_way
 from allranks.torch.strategies.base import MakeOptimizer, Strategy, StrategyContext
-from allranks.training.progress import NOTHING, RankRequests, StepResult, UnreadResult
+from allranks.training.progress import NOTHING, PendingStep, RankRequests, StepResult
 
 OF_THE_INNER = (
     *("built_with", "equal_passes", "passes_meet_readers", "counts_passes", "cuts_by_shard"),
@@ -101,7 +100,7 @@ class Outer(Strategy):
         """The codec that compresses deltas; `None` sends them uncompressed."""
         return None
 
-    @property
+    @cached_property
     def agreement(self) -> Agreement:
         return self.inner.agreement
 
@@ -159,7 +158,7 @@ class Outer(Strategy):
         if self.step.names != self._names:
             raise unfrozen_on_the_way(self.name)
         self.step.user_buffers.write_into(self._buffers)
-        if isinstance(result, UnreadResult):
+        if isinstance(result, PendingStep):
             self._at = batch.index + 1 - self.after
             result.then(partial(_of_all, batch, report=None, totals=None))
             return result
@@ -212,16 +211,15 @@ class Outer(Strategy):
         self.inner.make_groups()
 
     def parallelize(self, model: nn.Module) -> nn.Module:
-        return self.inner.parallelize(model)
-
-    def place(self, name: str, part: Tensor, whole: Tensor) -> None:
-        self.inner.place(name, part, whole)
+        model = self.inner.parallelize(model)
+        self.layout = self.inner.layout
+        return model
 
     def setup(self, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         inner = self.inner
         inner.setup(model, make_optimizer)
         self.model, self.step, self.initial_set = inner.model, inner.step, inner.initial_set
-        self.kept_whole, self._names = inner.kept_whole, list(inner.step.names)
+        self.layout, self._names = inner.layout, list(inner.step.names)
         self.learners = self.axis(LEARNER)
         overlaps = int(self.options.get("overlap", 0)) and self.learners.size > 1
         self._meeting = self.learners.duplicate() if overlaps else self.learners
@@ -304,33 +302,25 @@ class Outer(Strategy):
         ]
         return [*self.inner.placement(updated=updated), *more]
 
-    def messages(self) -> tuple[int, ...]:
+    def workload(self) -> Workload:
         """Bytes of a learner per step; of deltas, uncompressed and compressed; of reports."""
         parameters, buffers = (sum(t.nbytes for _, t in named) for named in self._agreed())
         within, report_bytes = self.inner.promised_bytes(), REPORT_BYTES * self.fragments
         codec = self.build_codec()
         if codec is None:
-            return within, parameters + buffers, 0, report_bytes
+            messages = within, parameters + buffers, 0, report_bytes
+            return Workload(messages, self.comm.size, self.task.shards)
         cut = in_fragments(self._agreed()[0], self.fragments)
         flats = [[reals(t) for _, t in same] for named in cut for same in by_type(named)]
         sizes = [(sum(t.numel() for t in flat), flat[0].itemsize) for flat in flats]
         coded = sum(codec.size_bytes(*size) + WEIGHT_BYTES for size in sizes)
-        return within, buffers, coded, report_bytes
-
-    def promised_bytes(self) -> int:
-        work = Workload(self.messages(), self.comm.size, self.task.shards)
-        return self.card.bytes_sent(work, self.options)
+        messages = within, buffers, coded, report_bytes
+        return Workload(messages, self.comm.size, self.task.shards)
 
     # --- state ----------------------------------------------------------------------------
 
     def owned(self, *, writes: bool = False) -> AbstractContextManager[None]:
         return self.inner.owned(writes=writes)
-
-    def as_saved(self, name: str, tensor: Tensor) -> Tensor:
-        return self.inner.as_saved(name, tensor)
-
-    def full(self, name: str, tensor: Tensor) -> Tensor:
-        return self.inner.full(name, tensor)
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
         with self.evaluated_weights():
@@ -499,7 +489,7 @@ class Independent(Strategy):
     """Forward, backward and update on every rank separately. Sends nothing."""
 
     name = "independent"
-    can_run_ahead = True
+    can_run_ahead = has_whole_passes = True
 
     def reads_at_once(self, batch: Batch) -> bool:
         return not batch.own_samples

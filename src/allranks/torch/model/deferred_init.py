@@ -36,9 +36,9 @@ from allranks.launcher.heartbeat import Heartbeat, SaveThreadHeartbeat
 from allranks.launcher.processes.linux import control_groups
 from allranks.launcher.world import World, master_endpoint
 from allranks.torch.checkpoint.state import kept_random_streams
-from allranks.torch.comm.subgroups import in_exchange
-from allranks.torch.data.sources import seed_generators
+from allranks.torch.comm.comm import in_exchange
 from allranks.torch.model.weights import digest_of
+from allranks.torch.random.keyed_rng import seed_generators
 from allranks.training.order import random_key
 
 CPU = torch.device("cpu")

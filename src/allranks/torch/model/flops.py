@@ -69,15 +69,16 @@ class FlopsMeter:
         hidden = (
             job.compile or job.activation_checkpointing or job.strategy_spec.devices_of_a_rank > 1
         )
-        self._waits = peak is not None and not hidden
+        self.waits = peak is not None and not hidden
+        """Whether it counts the next step that has samples."""
 
     def watching(self, samples: int) -> AbstractContextManager[None]:
         """Around a step of this rank with so many samples; counts the first one that has any."""
-        return self._counting(samples) if self._waits and samples else NOT_COUNTED
+        return self._counting(samples) if self.waits and samples else NOT_COUNTED
 
     @contextmanager
     def _counting(self, samples: int) -> Iterator[None]:
-        self._waits = False
+        self.waits = False
         with FlopCounterMode(display=False) as counter:
             yield
         self.flops_per_sample = counter.get_total_flops() / samples

@@ -14,7 +14,7 @@ from allranks.errors import RequestError
 from allranks.torch.checkpoint.state import kept_random_streams
 from allranks.torch.data.batch import Batch
 from allranks.torch.data.collate import gathered, own_rows, rows_of_ranks
-from allranks.torch.data.sources import seed_generators
+from allranks.torch.random.keyed_rng import seed_generators
 from allranks.torch.strategies.base import Strategy
 from allranks.training.order import random_key
 

@@ -27,8 +27,7 @@ from torch import Tensor, nn
 import allranks.torch.accelerator as accelerator
 from allranks.errors import RequestError
 from allranks.strategies.shards import Micro, Runs, runs_of
-from allranks.torch.data.sources import seed_generators
-from allranks.torch.random.keyed_rng import Keys, rows_per_sample
+from allranks.torch.random.keyed_rng import Keys, rows_per_sample, seed_generators
 from allranks.training.order import random_key
 
 

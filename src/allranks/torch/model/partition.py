@@ -25,9 +25,9 @@ from allranks.torch.data.batch import MicroBatch
 from allranks.torch.data.batches import GlobalBatches
 from allranks.torch.data.collate import copied, map_arguments, tensors_of_arguments
 from allranks.torch.data.open_data import open_data
-from allranks.torch.data.sources import seed_generators
 from allranks.torch.model.layers import Moment, Scope
 from allranks.torch.model.precision import Precision
+from allranks.torch.random.keyed_rng import seed_generators
 from allranks.torch.step.losses import forward
 from allranks.torch.step.user_buffers import UserBuffers, put_back
 from allranks.torch.task import Task

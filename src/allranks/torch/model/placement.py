@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from allranks.job.place import AVERAGE, BUFFER, OPTIMIZER, PARAMETER, Placed, write_placement
 from allranks.strategies.shards import largest_shard
-from allranks.torch.checkpoint.tree import local
+from allranks.torch.checkpoint.state import local
 from allranks.torch.data.collate import tensors_of_arguments
 from allranks.torch.model.layers import normalising_layers, own_kind
 from allranks.torch.step.ema import MovingAverage

@@ -12,8 +12,8 @@ Micikevicius et al. 2017, Mixed Precision Training, arXiv 1710.03740.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,6 +30,7 @@ from allranks.job.job import Job
 from allranks.launcher.plan import WORKSPACE_OF_CUBLAS
 from allranks.launcher.processes.process import classify, is_said
 from allranks.torch.data.collate import map_to_device
+from allranks.torch.model.activation_checkpointing import RECOMPUTING
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WHOLE = (torch.int64, torch.int32, torch.uint8, torch.bool)  # types that stay what they are
@@ -55,7 +56,7 @@ class Precision:
     def autocast(self) -> AbstractContextManager[Any]:
         """Within, forward passes and losses are computed as the job says."""
         if self.compute is None:
-            return _Explained(self.parameters)
+            return nullcontext()
         return torch.autocast(self.device.type, self.compute)
 
     def to_device(self, data: Any) -> Any:
@@ -119,49 +120,40 @@ def _plain_where_it_ends(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tens
     return first.contiguous(), *others
 
 
-class _Explained:
-    """Within, an error of torch over two types is noted with what usually made the other one.
+def explain(error: RuntimeError, precision: Precision) -> None:
+    """Say what an error of torch means: in a note, or as a `RequestError` that is raised.
 
-    Entered twice in every micro-batch: as a generator it would take 2 us each time.
+    Two types that do not go together are noted with what usually made the other one; an allocation
+    that fails, with what the device holds. A kernel without a deterministic form is refused, and so
+    is a block that computes something else when its activations are recomputed.
     """
-
-    def __init__(self, kind: torch.dtype) -> None:
-        self.kind = kind
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, _: object) -> None:
-        if isinstance(error, RuntimeError) and is_said(FaultKind.TWO_TYPES, str(error)):
-            error.add_note(
-                f"This job computes in {self.kind}: weights and batches are of that type. A tensor "
-                "that forward or loss makes itself is not, unless it says so: x.new_zeros(…), "
-                "torch.randn_like(x), or torch.tensor(…, dtype=x.dtype)."
-            )
-
-
-class _OfKernels:
-    """Within, torch's refusal of a kernel that has no deterministic form is a `RequestError`, and
-    an allocation that fails is noted with what the device holds."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        if not isinstance(error, RuntimeError):
-            return
-        if classify(error) == FaultKind.OUT_OF_MEMORY and (report := accelerator.memory_report()):
-            error.add_note(report)
-        if is_said(FaultKind.NOT_DETERMINISTIC, str(error)):
-            raise RequestError(
-                asked="--bitwise",
-                found=str(error).partition(", but you set")[0].partition(". ")[0],
-                why="its sums would come in another order, and to other bits, each time",
-                do="compute it by another operation, or leave --bitwise out",
-            ) from error
+    text = str(error)
+    if precision.compute is None and is_said(FaultKind.TWO_TYPES, text):
+        error.add_note(
+            f"This job computes in {precision.parameters}: weights and batches are of that type. A "
+            "tensor that forward or loss makes itself is not, unless it says so: x.new_zeros(…), "
+            "torch.randn_like(x), or torch.tensor(…, dtype=x.dtype)."
+        )
+    if classify(error) == FaultKind.OUT_OF_MEMORY and (report := accelerator.memory_report()):
+        error.add_note(report)
+    if is_said(FaultKind.NOT_DETERMINISTIC, text):
+        raise RequestError(
+            asked="--bitwise",
+            found=text.partition(", but you set")[0].partition(". ")[0],
+            why="its sums would come in another order, and to other bits, each time",
+            do="compute it by another operation, or leave --bitwise out",
+        ) from error
+    RECOMPUTING.explain(error)
 
 
-KERNELS = _OfKernels()
+@contextmanager
+def explaining(precision: Precision) -> Iterator[None]:
+    """Within, errors of torch are explained."""
+    try:
+        yield
+    except RuntimeError as error:
+        explain(error, precision)
+        raise
 
 
 def set_kernels(job: Job) -> Callable[[], None]:

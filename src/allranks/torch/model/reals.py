@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from allranks.checkpoint.tensor_file import COMPLEX
+from allranks.checkpoint.format import COMPLEX
 
 
 def real_type(kind: torch.dtype) -> torch.dtype:

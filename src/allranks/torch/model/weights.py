@@ -17,30 +17,29 @@ from typing import BinaryIO
 import torch
 from torch import Tensor, nn
 
-from allranks.checkpoint.tensor_file import (
+from allranks.checkpoint.export import digest_of_weights
+from allranks.checkpoint.format import (
     COMPLEX,
     PAIR,
     FileTensor,
     as_written,
-    digest_of_weights,
     lay_out,
 )
 from allranks.errors import RequestError
-from allranks.torch.checkpoint.state import saved_names
-from allranks.torch.checkpoint.tree import NAMES
+from allranks.torch.checkpoint.state import NAMES, saved_names
 from allranks.training.record.logs import write_where_room_is
 
 
 class WeightsFile:
     """Where the weights of `model` go; `write` is called by the rank that writes it.
 
-    `whole(name, parameter)` has the shape of the whole of which the model holds `parameter`.
+    `full_like(name, parameter)` has the full shape, if the model holds a part.
     """
 
     def __init__(
-        self, model: nn.Module, whole: Callable[[str, Tensor], Tensor] = lambda name, part: part
+        self, model: nn.Module, full_like: Callable[[str, Tensor], Tensor] = lambda name, part: part
     ) -> None:
-        parameters = {name: whole(name, p.detach()) for name, p in model.named_parameters()}
+        parameters = {name: full_like(name, p.detach()) for name, p in model.named_parameters()}
         named = {**parameters, **dict(model.named_buffers())}
         self.names = saved_names(model)
         tensors = {name: named[first] for first, names in self.names.items() for name in names}

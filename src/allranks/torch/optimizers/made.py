@@ -32,14 +32,12 @@ from torch.utils._python_dispatch import TorchDispatchMode  # public: the docs n
 
 from allranks.alive import instances_of
 from allranks.errors import RequestError
-from allranks.job.deepspeed.recipe import OPTIMIZERS, read_recipe
 from allranks.job.job import Job
-from allranks.torch.checkpoint.state import random_streams, set_random_streams
-from allranks.torch.checkpoint.tree import local
+from allranks.job.recipes import OPTIMIZERS, factor_of, read_recipe
+from allranks.torch.checkpoint.state import local, random_streams, set_random_streams
 from allranks.torch.data.collate import tensors_of_arguments
 from allranks.torch.model.weights import digest_of
 from allranks.torch.task import Task
-from allranks.training.schedules import factor_of
 
 SHAPE = Tensor.shape.__get__  # type: ignore[attr-defined]
 

@@ -23,20 +23,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from allranks.job.place import Placed
+from allranks.strategies.card import Workload
 from allranks.strategies.mesh import REPLICATE, TENSOR
 from allranks.torch.data.batch import Batch
 from allranks.torch.optimizers.elementwise import check_elementwise
 from allranks.torch.parallel.context.blocks import blocks_of
 from allranks.torch.parallel.context.sequence import refused as not_cut
 from allranks.torch.parallel.data.tree import Tree, TreeSum
-from allranks.torch.parallel.pipeline.gradients import StagedGradients
 from allranks.torch.parallel.pipeline.staged import not_alike
 from allranks.torch.parallel.pipeline.strategy import Pipeline
-from allranks.torch.parallel.sharded.gradients import check_no_hooks
-from allranks.torch.parallel.sharded.state import device_mesh, dtensor, shard_of
+from allranks.torch.parallel.sharded.gradients import StagedGradients, check_no_hooks
 from allranks.torch.parallel.tensor.cutting import CutModel, cut_model, nothing_to_cut
 from allranks.torch.parallel.tensor.passes import CutPasses, exchange_of
 from allranks.torch.parallel.tensor.plan import CutPlan, default_plan, explicit_plan, refused
@@ -44,6 +41,7 @@ from allranks.torch.parallel.tensor.strategy import sum_over_copies
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.tally import Tally
 from allranks.torch.strategies.base import StrategyContext
+from allranks.torch.strategies.layout import Layout, mesh_of
 
 ASKED = "--strategy mesh"
 
@@ -52,6 +50,7 @@ class ThreeAxes(Pipeline):
     """Pipelines of cut stages, in copies. Sends what pipelines and tensor parallelism send."""
 
     name = "mesh"
+    has_whole_passes = True
 
     def __init__(self, context: StrategyContext) -> None:
         super().__init__(context)
@@ -74,18 +73,18 @@ class ThreeAxes(Pipeline):
         self.tree = Tree(self.copies, self.task.shards)
         return super().parallelize(model)
 
-    def cut_stages(self, model: nn.Module) -> None:
+    def cut_stages(self, model: nn.Module) -> Layout:
         """Every rank cuts all stages, so that all know the shapes of other ranks' parts."""
         ranks = self.exchange.comm.size
-        if ranks > 1:
-            self._cut_layers(model, ranks)
+        layout = self._cut_layers(model, ranks) if ranks > 1 else self.layout
         how = self.context.precision, self.context.scope
         self.cut_passes = CutPasses(self.cut, self.exchange, model, self.blocks, *how)
         inside = [set(stage.modules()) for stage in self.stages.modules]
         blocks = set(self.blocks.values())
         self.cut_passes.stages = [at for at, modules in enumerate(inside) if blocks & modules]
+        return layout
 
-    def _cut_layers(self, model: nn.Module, ranks: int) -> None:
+    def _cut_layers(self, model: nn.Module, ranks: int) -> Layout:
         check_no_hooks(model, ASKED)
         if self.context.options["sequence"]:
             self.blocks = self._blocks_in_stages(model)
@@ -94,7 +93,8 @@ class ThreeAxes(Pipeline):
         if not plan.cuts:
             raise nothing_to_cut(ASKED, ranks)
         self.cut = cut_model(stages, plan, self.exchange, model)
-        self.parts = device_mesh(self.exchange.comm, TENSOR)
+        mesh = mesh_of(self.exchange.comm, [(TENSOR, self.exchange.comm)])
+        return Layout(self.exchange.comm, self.cut.cuts, mesh, self.exchange.all)
 
     def _blocks_in_stages(self, model: nn.Module) -> dict[str, nn.Module]:
         """The blocks that are completely in one stage."""
@@ -107,14 +107,11 @@ class ThreeAxes(Pipeline):
             raise not_cut(asked, "nothing to cut", found=found)
         return blocks
 
-    def whole_shapes(self) -> dict[int, torch.Size]:
-        return self.cut.whole_shapes(self.model)
-
     def check_updates(self) -> None:
         super().check_updates()
-        if self.cut.dims:
-            cuts = self.cut.cuts(self.model, self.exchange.comm.size)
-            check_elementwise(self.step.optimizer, ASKED, cuts)
+        if self.cut.cuts:
+            parts = self.layout.weight_parts(self.model)
+            check_elementwise(self.step.optimizer, ASKED, parts)
 
     # --- a step ---------------------------------------------------------------------------
 
@@ -143,7 +140,7 @@ class ThreeAxes(Pipeline):
         return local, self.gradients()
 
     def gradients(self) -> StagedGradients:
-        cut = [at for at, name in enumerate(self.step.names) if name in self.cut.dims]
+        cut = [at for at, name in enumerate(self.step.names) if name in self.cut.cuts]
         return StagedGradients(
             self.local_params,
             self._counted,
@@ -180,43 +177,15 @@ class ThreeAxes(Pipeline):
         self.cut_passes.close()
         super().close()
 
-    # --- whole tensors and state ----------------------------------------------------------
-
-    def full(self, name: str, tensor: Tensor) -> Tensor:
-        """Gathered along the tensor axis of its home, then broadcast along the line."""
-        along = self.cut.dims.get(name)
-        if along is not None:
-            shape = self.cut.shapes[name]
-            if self.home[name] == self.line.rank:
-                tensor = self.exchange.all(tensor.detach(), along, shape[along.dim])
-            else:
-                tensor = torch.empty(shape, dtype=tensor.dtype, device="meta")
-        return super().full(name, tensor)
-
     def whole_weight(self, name: str, parameter: nn.Parameter) -> Tensor:
-        weight, along = super().whole_weight(name, parameter), self.cut.dims.get(name)
-        if along is None or name not in self.local_names:
+        weight, cut = super().whole_weight(name, parameter), self.layout.cuts.get(name)
+        if cut is None or name not in self.local_names:
             return weight
-        return self.exchange.whole(parameter, along, self.cut.shapes[name][along.dim])
-
-    def as_saved(self, name: str, tensor: Tensor) -> Tensor:
-        along = self.cut.dims.get(name)
-        if along is None:
-            return tensor
-        whole = torch.empty(self.cut.shapes[name], dtype=tensor.dtype, device="meta")
-        return whole if tensor.is_meta else dtensor(tensor, self.parts, [shard_of(along)], whole)
-
-    def as_held(self, name: str, saved: Tensor) -> Tensor:
-        if isinstance(saved, DTensor):
-            return saved.to_local()
-        return self.cut.part_of(name, super().as_held(name, saved), self.exchange)
-
-    def placement(self, *, updated: bool) -> list[Placed]:
-        return self.cut.placed(super().placement(updated=updated))
+        return self.exchange.whole(parameter, cut.along, cut.shape[cut.along.dim])
 
     # --- bytes ----------------------------------------------------------------------------
 
-    def messages(self) -> tuple[int, ...]:
+    def workload(self) -> Workload:
         """Bytes that each rank sends in a step, by axis; then those of the tally, for copies and
         for a line; every rank calls this."""
         crossed, steps = self.crossed(), max(1, self.steps)
@@ -231,7 +200,8 @@ class ThreeAxes(Pipeline):
         rows = map(json.loads, self.comm.gather_texts(json.dumps(local_bytes)))
         tally = self.step.layout.size * self.step.layout.like.element_size()
         along = self.tally_bytes() if self.shard_alone else tally
-        return (*(round(nbytes) for row in rows for nbytes in row), tally, along)
+        messages = *(round(nbytes) for row in rows for nbytes in row), tally, along
+        return Workload(messages, self.comm.size, self.task.shards)
 
 
 def _plan_of(

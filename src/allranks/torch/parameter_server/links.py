@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
-from allranks.launcher.messages.answering import ANSWER_S
-from allranks.launcher.messages.connection import Buffer, Connection, Place, connect_to, new_memory
+from allranks.launcher.messages import ANSWER_S, Buffer, Connection, Place, connect_to, new_memory
 from allranks.launcher.nodes.channel import Disconnected, Message
 from allranks.torch.parameter_server.flat import ALIGNED, FlatLayout
 from allranks.torch.shared_memory.segment import Segment, host_identity

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from allranks.errors import PeerLost, RequestError
-from allranks.launcher.messages.connection import listen
+from allranks.launcher.messages import listen
 from allranks.launcher.nodes.channel import Disconnected, Message
 from allranks.torch.data.batch import Batch
-from allranks.torch.model.precision import KERNELS
+from allranks.torch.model.precision import explaining
 from allranks.torch.parameter_server.flat import Flat
 from allranks.torch.parameter_server.links import Links
 from allranks.torch.parameter_server.served_tables import (
@@ -131,7 +131,7 @@ class SyncScheduler(AsyncScheduler):
     def forward_backward(self, batch: Batch) -> Tally:
         """The tallies of all parts, in their order."""
         step = self.strategy.step
-        step.begin(batch)
+        step.prepare(batch)
         self._service.go_on()
         results = self._service.step()
         self._findings = tuple(
@@ -320,7 +320,7 @@ class SchedulerTrainer(Trainer):
         self.heartbeat.at_step(batch.index)
         self.heartbeat.enter("exchange")
         self.faults.reach("step", batch.index)
-        with KERNELS:
+        with explaining(self.strategy.step.precision):
             result = self._steps.make(batch)
         requests = RankRequests.of(self.heartbeat.wants_stop, self.heartbeat.wants_save())
         result = dataclasses.replace(result, asked=requests)
@@ -344,12 +344,12 @@ class SchedulerTrainer(Trainer):
             self.service.publish({}, self.strategy.statistics())
         epoch = chunk_result.chunk.first // self._per_epoch
         result = StepResult(
-            done.batch_index,
-            epoch,
-            float(report["loss"]),
-            totals.samples,
-            totals.weight,
-            float(report["rate"]),
+            batch_index=done.batch_index,
+            epoch=epoch,
+            loss=float(report["loss"]),
+            samples=totals.samples,
+            weight=totals.weight,
+            learning_rate=float(report["rate"]),
             updated=bool(report["updated"]),
             grad_norm=report["grad_norm"],
             asked=requests,

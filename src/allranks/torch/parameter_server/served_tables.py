@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from allranks.errors import RequestError
-from allranks.launcher.messages.connection import Buffer
+from allranks.launcher.messages import Buffer
 from allranks.launcher.nodes.channel import Message
 from allranks.torch.parameter_server.links import Links, Stale
 from allranks.torch.parameter_server.pulled_tables import Lookups, find_tables

@@ -43,15 +43,13 @@ from allranks.checkpoint.checkpointer import is_below, values_of
 from allranks.checkpoint.format import Manifest, unflatten
 from allranks.job.job import Job
 from allranks.job.run_folder import JsonLines
-from allranks.launcher.messages.answering import ANSWER_S, Answering
-from allranks.launcher.messages.connection import Connection, connect
+from allranks.launcher.messages import ANSWER_S, Answering, Connection, connect
 from allranks.launcher.nodes.channel import Disconnected, Message
 from allranks.launcher.world import World
 from allranks.strategies.cards.parameter_server import SERVER
 from allranks.torch.build import BuiltModel
 from allranks.torch.checkpoint.plan import read_files
-from allranks.torch.checkpoint.state import load_model_state
-from allranks.torch.checkpoint.tree import DTYPES
+from allranks.torch.checkpoint.state import DTYPES, load_model_state
 from allranks.torch.parameter_server.flat import Flat
 from allranks.torch.parameter_server.links import SharedNumbers, largest_message
 from allranks.torch.parameter_server.served_tables import ServedTables, numbers_of
@@ -59,7 +57,7 @@ from allranks.torch.parameter_server.shard import Shard
 from allranks.torch.parameter_server.state import packed, unpacked
 from allranks.torch.parameter_server.strategy import ParameterServer
 from allranks.torch.trainer import Trainer
-from allranks.training.work_queue import checkpoints_to_evaluate
+from allranks.training import work_queue
 
 SCHEDULER_ID = 1 << 30
 OVER = "over"
@@ -353,23 +351,14 @@ MODEL = "common/model"
 
 
 def evaluate_checkpoints(trainer: Trainer, job: Job, world: World, events: JsonLines) -> None:
-    """Run the evaluator: evaluate the checkpoints of `job` until its scheduler is done.
+    """Evaluate the checkpoints of `job` in this process alone, until its scheduler is done."""
 
-    It evaluates the newest checkpoint in this process alone, each sample once, and writes the event
-    `evaluated`. It does not communicate, so no process waits for it, and its death costs only time.
-    `training/work_queue.py` selects the checkpoints.
-    """
-    events.event("ready", host=socket.gethostname(), role=world.role, index=world.role_index)
-    model, evaluated = trainer.strategy.model, 0
-    run_dir, heartbeat = Path(job.run_dir), trainer.heartbeat
-    checkpoints = checkpoints_to_evaluate(run_dir, world, heartbeat, _model_state, events)
-    for (step, digest), state in checkpoints:
+    def evaluate(step: int, state: dict[str, Any]) -> dict[str, float]:
         trainer.faults.reach("step", step)
-        load_model_state(model, state)
-        metrics = trainer.evaluate()
-        events.event("evaluated", step=step, digest=digest, metrics=metrics, best=False)
-        evaluated += 1
-    events.event("done", evaluated=evaluated)
+        load_model_state(trainer.strategy.model, state)
+        return trainer.evaluate()
+
+    work_queue.evaluate_checkpoints(job, world, trainer.heartbeat, events, _model_state, evaluate)
     trainer.heartbeat.enter("done")
 
 

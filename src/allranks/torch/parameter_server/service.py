@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from allranks.errors import PeerLost
-from allranks.launcher.messages.answering import Answering
-from allranks.launcher.messages.connection import Connection
+from allranks.launcher.messages import Answering, Connection
 from allranks.launcher.nodes.channel import Disconnected, Message
 from allranks.strategies.cards.parameter_server import ANY, SERVER
 from allranks.torch.parameter_server.links import Address

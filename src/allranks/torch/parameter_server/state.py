@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from allranks.errors import RequestError
-from allranks.launcher.messages.connection import Buffer
-from allranks.torch.checkpoint.tree import DTYPES, NAMES
+from allranks.launcher.messages import Buffer
+from allranks.torch.checkpoint.state import DTYPES, NAMES
 from allranks.torch.parameter_server.flat import ALIGNED, WeightPiece, cut
 
 PieceState = dict[str, Any]

@@ -260,17 +260,14 @@ class ParameterServer(Strategy):
 
     # --- what it costs --------------------------------------------------------------------
 
-    def messages(self) -> tuple[int, ...]:
-        return tuple(layout.nbytes for layout in self.layouts)
+    def workload(self) -> Workload:
+        messages = tuple(layout.nbytes for layout in self.layouts)
+        return Workload(messages, self.workers, self.task.shards)
 
     def most(self) -> tuple[int, ...]:
         """The largest message to or from each server, without the optimizer state."""
         rows = most_bytes(self.tables, len(self.layouts)) if self.tables else 0
         return tuple(layout.nbytes + rows for layout in self.layouts)
-
-    def promised_bytes(self) -> int:
-        work = Workload(self.messages(), self.workers, self.task.shards)
-        return self.card.bytes_sent(work, self.context.options)
 
     @property
     def parts(self) -> int:

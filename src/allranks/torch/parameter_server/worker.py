@@ -23,14 +23,13 @@ from typing import Any
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.job.run_folder import JsonLines
-from allranks.launcher.messages.answering import ANSWER_S
-from allranks.launcher.messages.connection import Buffer, Connection, connect
+from allranks.launcher.messages import ANSWER_S, Buffer, Connection, connect
 from allranks.launcher.nodes.channel import Disconnected, Refused
 from allranks.launcher.processes.linux import keep_freed_memory
 from allranks.launcher.world import World
 from allranks.strategies.roles import WORKER
 from allranks.torch.data.batch import Batch
-from allranks.torch.model.precision import KERNELS
+from allranks.torch.model.precision import explaining
 from allranks.torch.parameter_server.exchange import Changes, Exchange
 from allranks.torch.parameter_server.links import Links
 from allranks.torch.parameter_server.server import OVER
@@ -193,7 +192,8 @@ class Worker:
         self.exchange.pull(chunk.first)
         trainer.heartbeat.enter("compute")
         trainer.faults.reach("step", chunk.first)
-        with trainer.meter.watching(batch.own_samples), KERNELS:
+        precision = self.strategy.step.precision
+        with trainer.meter.watching(batch.own_samples), explaining(precision):
             tally = self.exchange.compute(batch)
             self.exchange.check_gradients(tally)
         if self.strategy.step.user_buffers.written:

@@ -18,6 +18,7 @@ with another number of samples that contradicts it is refused, and so is an ambi
 from __future__ import annotations
 
 import json
+import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -208,6 +209,21 @@ def _unclear(asked: str, found: str) -> UnclearDraw:
         do="draw with the samples first, (samples, …), or in a shape without them; draw from a "
         "torch.Generator of your own; or --bitwise",
     )
+
+
+_pythons: Any = random.seed.__self__  # type: ignore[attr-defined]
+_seed_python = super(random.Random, _pythons).seed
+
+
+def seed_generators(seed: int) -> None:
+    """Key every generator that user code may draw from: Python's, NumPy's and torch's own.
+
+    In every step twice, so Python's without what `random.seed` asks of a seed first.
+    """
+    _seed_python(seed)
+    _pythons.gauss_next = None
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(seed)
 
 
 CPU = torch.device("cpu")

@@ -232,6 +232,10 @@ def _attached(
     except (OSError, RuntimeError) as error:
         failed = f"rank {ranks[rank]}: {error}"
     errors = exchange_texts(store, "attached", rank, len(cards), failed)
+    if store.add("attached-read", 1) == len(cards):
+        store.set("attached-by-all", "")
+    if rank == 0:  # often it serves the store: its program may end while others still read
+        store.wait(["attached-by-all"])
     if attached is not None:
         attached.segment.hide()
     why = next((text for text in errors if text), "")

@@ -28,11 +28,10 @@ from allranks.torch.shared_memory.operands import (
     operation_of,
     overlap,
     root_of,
-    seconds_in,
     write,
 )
 from allranks.torch.shared_memory.posting import Named, Posting, collective, untraced_methods
-from allranks.torch.shared_memory.work import SAYS, SharedMemoryWork
+from allranks.torch.shared_memory.work import SAYS, SharedMemoryWork, seconds_in
 
 # mypy: disable-error-code="override, assignment, attr-defined"
 
@@ -427,7 +426,7 @@ class Messages(Posting):
                 break
         if missing:
             names = ", ".join(str(self.ranks[rank]) for rank in missing)
-            ranks = "Ranks" if len(missing) > 1 else "Rank"
+            ranks = "Ranks" if wait_all_ranks else "Rank"  # as Gloo names them
             raise RuntimeError(
                 f"{SAYS}{ranks} {names} failed to pass monitoredBarrier in {took}: Timed out"
             )

@@ -37,7 +37,6 @@ from allranks.torch.shared_memory.operands import (
     of_truth,
     operation_of,
     root_of,
-    seconds_in,
     write,
 )
 from allranks.torch.shared_memory.posting import (
@@ -46,7 +45,7 @@ from allranks.torch.shared_memory.posting import (
     gloo_group,
     untraced_methods,
 )
-from allranks.torch.shared_memory.work import FOR_EVER, SAYS, begin_event, future_of
+from allranks.torch.shared_memory.work import FOR_EVER, SAYS, begin_event, future_of, seconds_in
 
 LEADER = 0  # index among the ranks of a host
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cache
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from allranks.strategies.reduction_tree import merges
+from allranks.strategies.reduction_tree import Span, merges
 from allranks.torch.shared_memory.collectives import SharedMemoryGroup
 from allranks.torch.shared_memory.segment import Segment
 from allranks.torch.shared_memory.work import SharedMemoryWork
@@ -108,10 +109,12 @@ def sum_in_place(group: Any, tensor: Tensor) -> Callable[..., Any] | None:
     where = addresses_of(group, tensor)
     if not where:
         return None
-    ranks = range(len(where))
-    return plan_of_sum(
-        group, tensor, where, merges(tuple((rank, rank + 1) for rank in ranks), len(where))
-    )
+    return plan_of_sum(group, tensor, where, merges(_one_leaf_each(len(where)), len(where)))
+
+
+@cache
+def _one_leaf_each(ranks: int) -> tuple[Span, ...]:
+    return tuple((rank, rank + 1) for rank in range(ranks))
 
 
 def plan_of_sum(

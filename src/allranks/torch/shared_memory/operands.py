@@ -108,11 +108,6 @@ def root_of(options: Any, ranks: int) -> int:
     return root
 
 
-def seconds_in(timeout: timedelta | float) -> float:
-    """A timeout in seconds: like torch's C++ this accepts a number for a `timedelta`."""
-    return timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-
-
 def seconds_of(options: Any, default: float) -> float:
     """The timeout of a call: that of its options, or the group's default."""
     timeout: timedelta | None = getattr(options, "timeout", None)

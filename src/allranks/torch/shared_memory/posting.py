@@ -33,11 +33,10 @@ from allranks.torch.shared_memory.operands import (
     ProcessCard,
     have_one_file,
     in_one_form,
-    seconds_in,
     seconds_of,
 )
 from allranks.torch.shared_memory.segment import Segment, library
-from allranks.torch.shared_memory.work import SharedMemoryWork, at_rest, end_soon
+from allranks.torch.shared_memory.work import SharedMemoryWork, at_rest, end_soon, seconds_in
 
 NO_FILE = -1
 ONLY_OURS = 2  # references: the attribute, and the argument of getrefcount

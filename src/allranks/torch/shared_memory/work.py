@@ -19,8 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from allranks.torch.shared_memory.operands import seconds_in
-
 LOOK_S = 0.02  # the longest delay of a future which is done while the thread waits for another
 LINGER_S = 2.0  # the next training step has futures again, and a thread takes time to start
 NAME = "allranks-shared-memory-futures"
@@ -146,6 +144,11 @@ def begin_event(title: str) -> Callable[[], object]:
         thread.join()
 
     return end
+
+
+def seconds_in(timeout: timedelta | float) -> float:
+    """A timeout in seconds: like torch's C++ this accepts a number for a `timedelta`."""
+    return timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
 
 
 class SharedMemoryWork(dist.Work):

@@ -150,7 +150,7 @@ def _set_aside(step: SharedStep) -> Iterator[None]:
     """Within, buffers are as before the step; at the end, everything is restored."""
     gradients = [parameter.grad for parameter in step.parameters]
     on_gradient, step.on_gradient = step.on_gradient, None
-    forward, step.forward = step.forward, None  # by this model alone: it is the one that is watched
+    run_model, step.run_model = step.run_model, step.model_alone  # it is the one that is watched
     used, buffers = list(step.used), step.user_buffers.copies()
     step.user_buffers.undo()
     _forget_gradients(step)
@@ -164,7 +164,7 @@ def _set_aside(step: SharedStep) -> Iterator[None]:
         step.scope.moments.clear()
         step.scope.shortens = shortens
         put_back(buffers)
-        step.used[:], step.on_gradient, step.forward = used, on_gradient, forward
+        step.used[:], step.on_gradient, step.run_model = used, on_gradient, run_model
         for parameter, gradient in zip(step.parameters, gradients, strict=True):
             parameter.grad = gradient
 

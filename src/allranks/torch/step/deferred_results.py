@@ -23,7 +23,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 import allranks.torch.accelerator as accelerator
 from allranks.launcher.heartbeat import Heartbeat, SaveThreadHeartbeat
 from allranks.torch.accelerator import is_accelerator
-from allranks.torch.comm.subgroups import in_exchange
+from allranks.torch.comm.comm import in_exchange
 from allranks.torch.data.batch import Batch
 from allranks.torch.step.tally import TallyLayout, Totals
 from allranks.training.progress import StepResult
@@ -174,14 +174,14 @@ class PendingResult:
         skip, loss, norm, _, _, weight, samples, *_ = self._numbers()
         bad = f"step {self.batch.index}: {SKIPPED}" if skip else ""
         return StepResult(
-            self.batch.index,
-            self.batch.epoch,
-            loss,
-            int(samples),
-            weight,
-            self.rate,
-            not skip,
-            norm,
+            batch_index=self.batch.index,
+            epoch=self.batch.epoch,
+            loss=loss,
+            samples=int(samples),
+            weight=weight,
+            learning_rate=self.rate,
+            updated=not skip,
+            grad_norm=norm,
             bad=bad,
             loss_scale=self.loss_scale,
         )

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from allranks.torch.checkpoint.tree import local
+from allranks.torch.checkpoint.state import local
 from allranks.torch.step.gradients import multiply_
 
 

@@ -25,8 +25,9 @@ class Gradients:
     """The gradient of a step, summed over all ranks, in the `.grad` of `parameters`.
 
     `flats`, if any, hold the same numbers and nothing else, in fewer tensors. The norm that clips
-    is `exact` where bits must not follow how many ranks hold the gradient. Every rank makes the
-    same calls, because those of a strategy that cuts its weights communicate.
+    is `exact` where bits must not follow how many ranks hold the gradient. With `are_dense` each
+    parameter has a gradient, and it is dense. Every rank makes the same calls, because those of a
+    strategy that cuts its weights communicate.
     """
 
     def __init__(
@@ -35,14 +36,17 @@ class Gradients:
         flats: Sequence[Tensor] = (),
         *,
         exact: bool = False,
+        are_dense: bool = False,
     ) -> None:
         self.parameters, self.flats, self.exact = parameters, list(flats), exact
+        self._are_dense = are_dense
 
     def settle(self, unused: Sequence[int]) -> None:
         """Let every parameter have a gradient, but the `unused` ones."""
         for position in unused:  # as in one process: no gradient, not one of zeros
             self.parameters[position].grad = None
-        make_dense(self.parameters, len(unused))
+        if not self._are_dense:
+            make_dense(self.parameters, len(unused))
 
     def follow(self, parameters: list[nn.Parameter]) -> None:
         """Be the gradient of these: other ones are trained than the step began with."""
@@ -68,7 +72,8 @@ class Gradients:
     def norm(self, *, clips: bool, left_out: bool) -> float:
         """Its length, the same on every rank; not finite exactly if one of its elements is not.
 
-        `clips` asks for what torch clips by; `left_out` says that flats hold what is no gradient.
+        `clips` asks for what torch clips by. With `left_out` some gradients may not be in `flats`,
+        so the norm is that of the parameters' gradients.
         """
         if clips and self.exact:
             return exact_norm(gradients_of(self.parameters))

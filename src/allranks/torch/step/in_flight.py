@@ -13,21 +13,20 @@ step was bad, and that a rank was requested to stop or to save.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from allranks.job.job import Job
 from allranks.torch.accelerator import is_accelerator
-from allranks.torch.checkpoint.tree import is_dtensor
+from allranks.torch.checkpoint.state import is_dtensor
 from allranks.torch.data.batch import Batch
 from allranks.torch.model.reals import real_type
 from allranks.torch.optimizers.made import hook_of
 from allranks.torch.step.deferred_results import DeferredResults, PendingResult, can_skip_on_device
-from allranks.torch.strategies.base import Strategy
-from allranks.training.progress import NOTHING, Progress, RankRequests, StepResult, UnreadResult
+from allranks.torch.strategies.base import Steps, Strategy
+from allranks.training.progress import NOTHING, PendingStep, Progress, RankRequests, StepResult
 
 DIVISOR_BYTES = 4  # of what a fused kernel divides by: too short for gradients of 64 bits
 READ_AT_ONCE = {"cpu"}
@@ -42,34 +41,25 @@ class InFlightStep:
     before: Progress
     requests: RankRequests
     loss_scale: dict[str, Any] | None
-    result: UnreadResult
-    pending: PendingResult
+    result: PendingStep
+
+    @property
+    def pending(self) -> PendingResult:
+        row: Any = self.result.read_row
+        return cast(PendingResult, row)
 
 
-class InFlightSteps:
-    """Runs the steps of a training; every rank makes the same calls.
+class InFlightSteps(Steps):
+    """Steps whose results may stay on the device, each read with the next one."""
 
-    `progress` is how far it is. `rate_factor()` multiplies the rates of the schedule.
-    """
-
-    def __init__(self, strategy: Strategy, job: Job, rate_factor: Callable[[], float]) -> None:
-        self.strategy, self.progress, self._rate_factor = strategy, Progress(), rate_factor
+    def __init__(self, strategy: Strategy, rows: DeferredResults) -> None:
+        super().__init__(strategy)
+        self.rows = strategy.step.deferred = rows
         self._last: InFlightStep | None = None
         self._requests: RankRequests = NOTHING
-        step = strategy.step
-        is_fused, device = can_skip_on_device(step.optimizer), strategy.comm.device
-        self.rows = DeferredResults(device, updates_wait=not is_fused)
-        if can_read_at_end(strategy, job):
-            is_short = all(real_type(p.dtype).itemsize <= DIVISOR_BYTES for p in step.parameters)
-            is_plain = not any(is_dtensor(p) for p in step.parameters)  # others: not tried
-            step.update_divides = is_fused and is_accelerator(device) and is_short and is_plain
-            if device.type not in READ_AT_ONCE:
-                step.rows = self.rows
 
     def make(self, batch: Batch, *, ahead: bool = False) -> StepResult:
         """Run one step, which may stay unread if `ahead`; reads the step before it."""
-        if self.strategy.step.rows is None:
-            return self._train_with_rates(batch)
         ahead = ahead and self._can_stay_unread(batch)
         if self.rows.updates_wait:
             return self._read_before_update(batch) if ahead else self._train(batch, ahead=False)
@@ -81,8 +71,8 @@ class InFlightSteps:
             result = self._train(batch, ahead and self._can_stay_unread(batch))
         self.progress = self.progress.settled()
         requests, self._requests = self._requests, NOTHING
-        if isinstance(result, UnreadResult):
-            vars(result).update(asked=requests)
+        if isinstance(result, PendingStep):
+            result.ask(requests)
             self._last = self._in_flight(batch, result)
         elif requests is not NOTHING:
             now = result.asked
@@ -93,12 +83,12 @@ class InFlightSteps:
     def _read_before_update(self, batch: Batch) -> StepResult:
         """Run a step whose numbers are read in one wait; a bad step runs again, read at once."""
         result = self._train(batch, ahead=True)
-        assert isinstance(result, UnreadResult)
+        assert isinstance(result, PendingStep)
         step = self._in_flight(batch, result)
         if step.pending.is_skipped:
             self._undo(step)
             return self._train(batch, ahead=False)
-        return dataclasses.replace(result.read(), asked=self._requests_with(step))
+        return dataclasses.replace(result.result(), asked=self._requests_with(step))
 
     def settle(self) -> None:
         """Read the unread step, and run it again if it was skipped; every rank calls this."""
@@ -106,16 +96,6 @@ class InFlightSteps:
         if last is not None:
             self._is_again(last)
             self.progress = self.progress.settled()
-
-    def begin_anew(self) -> None:
-        """Settle before a state is loaded, whose optimizer may be empty; every rank calls this."""
-        self.settle()
-        self.strategy.step.layout.was_updated = False
-
-    def _train_with_rates(self, batch: Batch) -> StepResult:
-        rates = self.strategy.step.rates
-        rates.set(self.progress.updates_unless_bad, self._rate_factor())
-        return self.strategy.train_step(batch)
 
     def _can_stay_unread(self, batch: Batch) -> bool:
         step = self.strategy.step
@@ -130,13 +110,13 @@ class InFlightSteps:
         self._scale_was = None if step.loss_scale is None else step.loss_scale.state()
         self.rows.is_on = ahead
         try:
-            return self._train_with_rates(batch)
+            return super().make(batch)
         finally:
             self.rows.is_on = False
 
-    def _in_flight(self, batch: Batch, result: UnreadResult) -> InFlightStep:
-        requests, pending = self.strategy.step.requests, vars(result)["_read"]
-        return InFlightStep(batch, self.progress, requests, self._scale_was, result, pending)
+    def _in_flight(self, batch: Batch, result: PendingStep) -> InFlightStep:
+        requests = self.strategy.step.requests
+        return InFlightStep(batch, self.progress, requests, self._scale_was, result)
 
     def _is_again(self, last: InFlightStep) -> bool:
         """Read the row of a step; returns whether it ran again, so that its successor must too."""
@@ -173,26 +153,18 @@ class InFlightSteps:
         self._requests = RankRequests.of(now.stop or requests.stop, now.save or requests.save)
 
 
-class OnSteps:
-    """The part of a trainer that shows its steps."""
-
-    _steps: InFlightSteps
-
-    @property
-    def progress(self) -> Progress:
-        """How far the training is; reading the numbers of an unread step waits for them."""
-        return self._steps.progress
-
-    @progress.setter
-    def progress(self, progress: Progress) -> None:
-        self._steps.progress = progress
-
-    def settle(self) -> None:
-        """Read the unread step: afterwards the weights are those of the last step.
-
-        Every rank calls this. Does nothing on a CPU.
-        """
-        self._steps.settle()
+def steps_of(strategy: Strategy, job: Job) -> Steps:
+    """The steps of a training: in flight where the host would wait for a device, else plain."""
+    step, device = strategy.step, strategy.comm.device
+    if not can_read_at_end(strategy, job):
+        return Steps(strategy)
+    is_fused = can_skip_on_device(step.optimizer)
+    is_short = all(real_type(p.dtype).itemsize <= DIVISOR_BYTES for p in step.parameters)
+    is_plain = not any(is_dtensor(p) for p in step.parameters)  # others: not tried
+    step.update_divides = is_fused and is_accelerator(device) and is_short and is_plain
+    if device.type in READ_AT_ONCE:
+        return Steps(strategy)
+    return InFlightSteps(strategy, DeferredResults(device, updates_wait=not is_fused))
 
 
 def can_read_at_end(strategy: Strategy, job: Job) -> bool:

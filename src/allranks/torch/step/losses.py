@@ -50,9 +50,12 @@ def forward(task: Task, model: Callable[..., Any], data: Any) -> Any:
 
 
 def weighted_losses(
-    task: Task, output: Any, data: Any, samples: int
+    task: Task, output: Any, data: Any, samples: int, *, may_weigh: bool = True
 ) -> tuple[Tensor, Tensor | None]:
-    """The losses of a batch times their weights, and the weights; `None` where all are 1."""
+    """The losses of a batch times their weights, and the weights; `None` where all are 1.
+
+    `may_weigh` is false if the task has no `weight` of its own.
+    """
     losses = task.loss(output, data)
     if not isinstance(losses, Tensor) or losses.ndim == 0 or losses.shape[0] != samples:
         raise _not_per_sample(losses, samples, output)
@@ -60,7 +63,7 @@ def weighted_losses(
         raise _without_gradient(losses)
     if losses.dtype in (torch.float16, torch.bfloat16):
         losses = losses.float()  # they are summed over samples: 16 bits would not hold that
-    weight = task.weight(data)
+    weight = task.weight(data) if may_weigh else None
     if weight is None:
         return losses, None
     if not isinstance(weight, Tensor) or weight.shape != losses.shape:
@@ -89,7 +92,8 @@ class UnweightedLosses:
     def see(self, losses: Tensor, data: Any) -> None:
         """Check the losses of a micro-batch without weights; raises `RequestError`."""
         if losses.ndim == 1:
-            self._check(1.0)
+            if self._values != 1.0:
+                self._check(1.0)
             return
         self._check(losses.numel() / losses.shape[0])
         if self._looks:

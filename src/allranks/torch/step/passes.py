@@ -1,9 +1,9 @@
 """Forward and backward of a rank's part of the global batch, whatever the strategy.
 
-The engine owns the division. Losses are per sample: what is differentiated is their weighted sum
-over the nominal samples of the global batch, so a plain sum over micro-batches and ranks is the
-mean already wherever all weights are 1. Other weights are put right after the sum, once, by the
-ratio samples / weight, which is the same number on every rank (`step`).
+The engine owns the division. Each rank differentiates the sum of its weighted losses, divided by
+`nominal`, the expected samples of the global batch. After the sum over all ranks, all multiply by
+`nominal / weight` (`step`), where `weight` is the sum of the weights of all values of the loss.
+That is the weighted mean, however unevenly the samples lie on the ranks.
 """
 
 from __future__ import annotations
@@ -263,6 +263,7 @@ class StepParts:
     """
 
     comm: Comm
+    forward: Callable[[Any], Any]
     sum_apart: Callable[[list[tuple[Span, Tensor]]], Tensor]
     lay_out: Callable[[], None]
     watch_gradients: Callable[[list[nn.Parameter], Callable[[int], None]], list[RemovableHandle]]
@@ -277,18 +278,17 @@ class StepParts:
     tally_type: torch.dtype | None = None
 
 
-def unwatched(where: str) -> None:
-    """The default of `on_phase`: does nothing."""
-
-
 class Passes:
     """The passes of one rank through the model, and what it must know of its parameters.
 
+    `leaves` makes the passes of a step. A strategy whose sums overlap with backward, as `ddp`,
+    makes them itself in the same order.
+
     `parameters` are those that the optimizer updates, in the order of the model. `on_gradient`,
     if set, is called with the position of each whose gradient a backward pass has finished.
-    `requests` are sent to all ranks with the next step. Forward passes run through `call`: the
-    model, or its compiled form. If a strategy sets `forward`, that is called instead, with the data
-    of a micro-batch. `on_phase` is called with the name of each phase of a step.
+    `requests` are sent to all ranks with the next step. `call` is the model, or its compiled form,
+    and `run_model` the strategy's `forward`, which calls it with the data of a micro-batch.
+    `on_phase`, if set, is called with the name of each phase of a step.
     """
 
     def __init__(
@@ -302,12 +302,13 @@ class Passes:
     ) -> None:
         self.task, self.model, self.optimizer = task, model, optimizer
         self.call: Callable[..., Any] = model
-        self.forward: Callable[[Any], Any] | None = None
+        self.run_model = parts.forward
         self.share = 1.0
         self.scope, self.precision = scope, precision
+        self.autocast = precision.autocast if precision.compute is not None else nullcontext
         self.loss_scale: LossScale | None = None
         self.probe: StepProbe | None = None
-        self.on_phase: Callable[[str], None] = unwatched
+        self.on_phase: Callable[[str], None] | None = None
         self.requests = NOTHING
         self.on_gradient: Callable[[int], None] | None = None
         self.parts, self.comm = parts, parts.comm
@@ -319,8 +320,10 @@ class Passes:
         self.regularizers = Regularizer(task, parts.whole_weights)
         self._poison_next = self._poisoned = False
         self._poisoned_at: set[int] = set()
+        self._micro_step: MicroStep
         self.has_loss = True  # of a pipeline, the last stage alone
         self.stage = 0  # of a pipeline, that which is passed next
+        self._may_weigh = task.overrides("weight")
         self._unweighted: UnweightedLosses | None = None
         self.batch_loss = (
             BatchLoss(task, self.comm, precision) if task.loss_over == "batch" else None
@@ -368,51 +371,62 @@ class Passes:
         for hook in self._hooks:
             hook.remove()
 
-    def mark(self, position: int) -> None:
-        """A pass has finished the gradient of a parameter."""
+    def mark(self, position: int, _: object = None) -> None:
+        """A pass has finished the gradient of a parameter (called during backward)."""
         if self.user_backward.is_on:
             return
         self.used[position] = True
         if self.on_gradient is not None:
             self.on_gradient(position)
 
-    def accumulate(
-        self,
-        batch: Batch,
-        tally_of: Callable[[Leaf], Tally],
-        leaf_done: Callable[[Leaf], None] = lambda leaf: None,
-        before_last: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Forward and backward of every micro-batch; gradients add up in `.grad`.
+    # --- the passes of a step -------------------------------------------------------------
 
-        For each leaf, the tally that `tally_of` gives is filled and then `leaf_done` is called.
-        `before_last` is called before the last backward pass of the last leaf, if that leaf has
-        any: gradients that finish after it may be sent.
-        """
+    def leaves(self, batch: Batch, tally: Tally) -> Iterator[Leaf]:
+        """Make the passes of all leaves; yields each when its gradients are in `.grad`."""
         self.begin(batch)
-        take = self.take(batch)
         for leaf in batch.leaves:
-            tally = tally_of(leaf)
-            self.used[:] = [False] * len(self.used)
-            self.sparse.forget()
+            self.begin_leaf()
             for micro in leaf.micros:
-                loss, weight, backward = take(micro)
-                if self.parts.counts_samples:
-                    tally.add(loss, weight, micro.samples, self.scope)
-                else:
-                    self.scope.moments.clear()
-                if leaf is batch.leaves[-1] and micro is leaf.micros[-1]:
-                    before_last()
-                calls = dict(self.scope.calls)
-                backward()
-                self.parts.after_backward()
-                if self.scope.moments or self.scope.calls != calls:
-                    raise computed_again()
-            self.close_leaf(batch, leaf, tally)
-            leaf_done(leaf)
+                self.backward(self.forward(micro, tally))
+            self.end_leaf(batch, leaf, tally)
+            yield leaf
         self.end(batch)
 
-    def close_leaf(self, batch: Batch, leaf: Leaf, tally: Tally) -> None:
+    def accumulate(self, batch: Batch, tally: Tally) -> None:
+        """The same without a stop: the gradients of all leaves add up in `.grad`."""
+        for _ in self.leaves(batch, tally):
+            pass
+
+    def begin(self, batch: Batch) -> None:
+        """Begin the passes of a step; of a loss over the batch, run all forward passes."""
+        self.prepare(batch)
+        self._micro_step = self.take(batch)
+
+    def begin_leaf(self) -> None:
+        """Begin a leaf: its passes have used no parameter yet."""
+        self.used[:] = [False] * len(self.used)
+        if self.sparse.positions:
+            self.sparse.forget()
+
+    def forward(self, micro: MicroBatch, tally: Tally) -> Callable[[], None]:
+        """Forward and loss of a micro-batch, added to the tally. Returns its backward pass."""
+        loss, weight, run_backward = self._micro_step(micro)
+        if self.parts.counts_samples:
+            tally.add(loss, weight, micro.samples, self.scope)
+        else:
+            self.scope.moments.clear()
+        return run_backward
+
+    def backward(self, run_backward: Callable[[], None]) -> None:
+        """Run the backward pass of the last forward pass."""
+        scope = self.scope
+        calls = dict(scope.calls)
+        run_backward()
+        self.parts.after_backward()
+        if scope.calls != calls or scope.moments:
+            raise computed_again()
+
+    def end_leaf(self, batch: Batch, leaf: Leaf, tally: Tally) -> None:
         """The passes of a leaf are over; `used` are the parameters that they used."""
         with self.parts.held_weights():
             tally.close(
@@ -424,7 +438,18 @@ class Passes:
                 touched=self.sparse.touched,
             )
 
-    def begin(self, batch: Batch) -> None:
+    def end(self, batch: Batch) -> None:
+        """Run the passes for other ranks; then the passes of the step are over."""
+        if self.parts.equal_passes:
+            uses = None if self.batch_loss is None else self.batch_loss.uses
+            self.for_others.finish(batch, uses)
+        self.scope.leave()
+        if self.user_buffers.are_there:
+            self.user_buffers.end(batch)
+        if self.on_phase is not None:
+            self.tell("end")
+
+    def prepare(self, batch: Batch) -> None:
         """Prepare the passes of a step, and clear what the last one has counted."""
         if self.probe is not None:
             with self.parts.held_weights():
@@ -433,36 +458,32 @@ class Passes:
             self._poisoned_at.add(batch.index)
             self._poison_next = False
         self._poisoned = batch.index in self._poisoned_at  # also where it is made again
-        self.user_buffers.begin()
+        if self.user_buffers.are_there:
+            self.user_buffers.begin()
         with self.parts.held_weights():
             self.changes.begin()
-        self.user_backward.late, self._rows = self.changes.late, self.sparse
-        for marks in self.scope.looked_up.values():
-            marks.zero_()
+        self.user_backward.late, self._sparse_of_step = self.changes.late, self.sparse
+        if self.scope.looked_up:
+            for marks in self.scope.looked_up.values():
+                marks.zero_()
         if self.scope.whole is not None:
             self.scope.whole.begin(batch.own_samples)
-        self.for_others.begin(batch)
-        self.tell("begin")
-
-    def end(self, batch: Batch) -> None:
-        """Run the passes for other ranks; then the passes of the step are over."""
-        uses = None if self.batch_loss is None else self.batch_loss.uses
-        self.for_others.finish(batch, uses)
-        self.scope.leave()
-        self.user_buffers.end(batch)
-        self.tell("end")
+        if self.parts.equal_passes:
+            self.for_others.begin(batch)
+        if self.on_phase is not None:
+            self.tell("begin")
 
     def tell(self, where: str) -> None:
         """Call `on_phase`, within the weights that this rank holds."""
-        if self.on_phase is not unwatched:
-            with self.parts.held_weights():
-                self.on_phase(where)
+        assert self.on_phase is not None
+        with self.parts.held_weights():
+            self.on_phase(where)
 
     @contextmanager
     def recomputing(self, probe: StepProbe) -> Iterator[None]:
         """Within, passes belong to no step, and only `probe` observes them."""
         before = self.probe, self.on_phase, self._unweighted
-        self.probe, self.on_phase, self._unweighted = probe, unwatched, NotCompared()
+        self.probe, self.on_phase, self._unweighted = probe, None, NotCompared()
         try:
             yield
         finally:
@@ -474,20 +495,29 @@ class Passes:
 
     def output(self, batch: Batch, micro: MicroBatch) -> Any:
         """The output of the model for a micro-batch of a step; reproducible at any time."""
-        self.tell("enter")
+        watched = self.on_phase is not None
+        if watched:
+            self.tell("enter")
         self.scope.enter(batch.index, micro.pieces, micro.samples, self.stage)
-        self.tell("entered")
-        with self.precision.autocast():
-            output = (self.forward or partial(forward, self.task, self.call))(micro.data)
-        self.tell("forward")
+        if watched:
+            self.tell("entered")
+        with self.autocast():
+            output = self.run_model(micro.data)
+        if watched:
+            self.tell("forward")
         if self._poisoned and (self.batch_loss is not None or not self.has_loss):
             return map_tensors(lambda t: t * math.nan if t.is_floating_point() else t, output)
         return output
 
+    def model_alone(self, data: Any) -> Any:
+        """The output of the model for the data of a micro-batch, whatever the strategy."""
+        return forward(self.task, self.call, data)
+
     def losses_of(self, output: Any, micro: MicroBatch) -> tuple[Tensor, Tensor | None]:
         """The weighted losses of a micro-batch, a row per sample, and their weights."""
-        with self.precision.autocast():
-            return weighted_losses(self.task, output, micro.data, micro.samples)
+        with self.autocast():
+            task, samples, may_weigh = self.task, micro.samples, self._may_weigh
+            return weighted_losses(task, output, micro.data, samples, may_weigh=may_weigh)
 
     def losses(self, batch: Batch, micro: MicroBatch) -> tuple[Tensor, Tensor | None]:
         """The same for a micro-batch that this call runs through the model, as part of the step."""
@@ -505,26 +535,23 @@ class Passes:
         """A function that runs forward and loss of a micro-batch, and returns its backward."""
         if self.batch_loss is not None:
             return self._take_batch_losses(batch, self.batch_loss)
-        return self._take_sample_losses(batch)
+        return partial(self._sample_losses, batch)
 
-    def _take_sample_losses(self, batch: Batch) -> MicroStep:
-        def take(micro: MicroBatch) -> MicroLoss:
-            losses, weights = self.losses(batch, micro)
-            total = losses.sum()
-            if weights is None:
-                self._unweighted = self._unweighted or UnweightedLosses()
-                self._unweighted.see(losses, micro.data)
-            weight = losses.numel() if weights is None else weights.sum()
-            scale = self.scale(batch.nominal, total)
-            return total.detach(), weight, Backward((total,), (scale,))
-
-        return take
+    def _sample_losses(self, batch: Batch, micro: MicroBatch) -> MicroLoss:
+        losses, weights = self.losses(batch, micro)
+        total = losses.sum()
+        if weights is None:
+            self._unweighted = self._unweighted or UnweightedLosses()
+            self._unweighted.see(losses, micro.data)
+        weight = losses.numel() if weights is None else weights.sum()
+        scale = self.scale(batch.nominal, total)
+        return total.detach(), weight, Backward((total,), (scale,))
 
     def scale(self, nominal: int, like: Tensor) -> Tensor:
-        """The factor on the sum of losses before any exchange: 1 / nominal.
+        """The gradient that backward starts from: 1 / nominal.
 
-        Times the share of this rank, and under fp16 times the loss scale, by which the gradients
-        are divided again after the exchange.
+        Times the `share` of this rank in the loss, where ranks split a sequence, and under fp16
+        times the loss scale, by which the gradients are divided again after the exchange.
         """
         factor = self.share * self._loss_scale / nominal
         key = factor, like.dtype

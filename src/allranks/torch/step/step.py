@@ -1,8 +1,8 @@
 """What every step shares, whatever the strategy: written once here, called by each of them.
 
-forward and backward of every micro-batch                              `accumulate` (`passes`)
+forward and backward of every micro-batch        `begin`, `forward`, `backward`, … (`passes`)
 (the strategy sums gradients and tally over all ranks)
-division by the weight, regularizer, guard, clipping, update, BatchNorm      `apply`
+division by the weight, regularizer, guard, clipping, update, BatchNorm        `apply`
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from allranks.errors import RequestError
 from allranks.torch.accelerator import is_accelerator, recorded_event
 from allranks.torch.checkpoint.state import hyper_parameters
-from allranks.torch.comm.subgroups import in_exchange
+from allranks.torch.comm.comm import in_exchange
 from allranks.torch.data.batch import Batch, Leaf
 from allranks.torch.model.max_norm import sync_max_norm
 from allranks.torch.optimizers.made import hook_of
@@ -34,10 +34,10 @@ from allranks.torch.step.ema import MovingAverage
 from allranks.torch.step.gradients import Gradients, multiplied
 from allranks.torch.step.passes import Passes
 from allranks.torch.step.tally import Tally, Totals
-from allranks.torch.step.trainable import update
+from allranks.torch.step.trainable import has_scheduler, update
 from allranks.torch.task import Task
 from allranks.training.guard import Bad, Guard, StepVerdict, is_finite, weightless
-from allranks.training.progress import StepResult, UnreadResult
+from allranks.training.progress import PendingStep, StepResult
 
 # --- rates ---------------------------------------------------------------------------------------
 # The learning rates of each update: the initial rates of the groups, times the task's schedule.
@@ -56,14 +56,15 @@ class Rates:
     def __init__(self, task: Task, optimizer: Optimizer) -> None:
         self.task, self.optimizer = task, optimizer
         self.schedule: Callable[[int], float] = task.schedule  # a trainer adds the total
+        self.factor: Callable[[], float] | None = None  # on those of the schedule, by evaluations
         self.initial = hyper_parameters(optimizer)
         self.warning = ""
         self._are_scheduled = task.overrides("schedule") or task.overrides("plateau")
         self._is_first = True
         self._known = self._rates()
 
-    def set(self, update: int, times: float = 1.0) -> None:
-        """Set the rates for update number `update` of the job: `times` those of the schedule.
+    def set(self, update: int) -> None:
+        """Set the rates for update number `update` of the job.
 
         A group that was added later keeps its own initial rate. Raises `RequestError` if the task
         has a schedule and others have set rates.
@@ -79,10 +80,14 @@ class Rates:
         self._is_first = False
         self._known = rates
         if self._are_scheduled:
-            factor = float(self.schedule(update)) * times
+            factor = float(self.schedule(update)) * (1.0 if self.factor is None else self.factor())
             for group, initial in zip(groups, self.initial, strict=True):
                 group["lr"] = float(initial["lr"]) * factor
             self.see()
+
+    def are_set_by_others(self) -> bool:
+        """Whether rates were set by others, or a scheduler of torch is on the optimizer."""
+        return bool(self.warning) or has_scheduler(self.optimizer)
 
     def see(self) -> None:
         """Accept the current rates: the engine, a checkpoint or the optimizer has set them."""
@@ -133,7 +138,7 @@ class SharedStep(Passes):
     """The parts of a step that all strategies share: its passes, and then the update."""
 
     def set_up(self) -> None:
-        self.rows: DeferredResults | None = None  # where steps may stay unread
+        self.deferred: DeferredResults | None = None  # where steps may stay unread (`in_flight`)
         self.update_divides = False  # the kernel of the update takes the mean, and clips
         self._computed: Any = None  # the event at which this rank's own passes are over
         self._uses_all = True  # since the last update this rank's leaves used all parameters
@@ -146,21 +151,25 @@ class SharedStep(Passes):
     def apply(self, batch: Batch, tally: Tally, gradients: Gradients) -> StepResult:
         """The update, from gradients and tally that are summed over all ranks.
 
-        Communicates only the looked-up rows of tables with a `max_norm`, if there are such tables;
-        `gradients` may communicate.
+        A usual step communicates nothing here but what `gradients` and `updating` of the strategy
+        do. Collective are also the rows of tables with a `max_norm`, newly trained parameters, and
+        the search for the cause of a bad step: all ranks read the same sums, and enter them alike.
         """
         if self.scope.looked_up:
             sync_max_norm(self.model, self.scope, self.comm)
         uses_all, self._uses_all = self._uses_all, True
-        if self.rows is not None and self.rows.is_on:
+        if self.deferred is not None and self.deferred.is_on:
             unused = () if uses_all else tally.unused()
-            return self._apply_unread(self.rows, batch, tally, gradients, unused)
+            return self._apply_unread(self.deferred, batch, tally, gradients, unused)
         totals = self._read(tally, batch)
-        self.on_phase("finish")
+        if self.on_phase is not None:
+            self.on_phase("finish")
         weight, samples = totals.weight, totals.samples
-        where, rate = (batch.index, batch.epoch), float(self.optimizer.param_groups[0]["lr"])
+        known: dict[str, Any] = {"batch_index": batch.index, "epoch": batch.epoch}
+        known |= {"samples": samples, "weight": weight, "asked": totals.requests}
+        known["learning_rate"] = float(self.optimizer.param_groups[0]["lr"])
         if not self.is_taken(batch, samples):
-            return StepResult(*where, math.nan, samples, weight, rate, False, asked=totals.requests)
+            return StepResult(**known, loss=math.nan, updated=False)
         self.check(batch, totals, self.regularizers.was)
         self._settle(batch, totals, gradients)
         loss_scale = None if self.loss_scale is None else self.loss_scale.value
@@ -177,7 +186,7 @@ class SharedStep(Passes):
         verdict = StepVerdict(update=not overflow)
         if overflow:
             self.user_buffers.undo()
-        elif (bad := self.guard.judge(loss, norm)) is not None:
+        elif (bad := self._judged(loss, norm)) is not None:
             verdict = self._decide(batch, bad)
         if verdict.update:
             self._update(batch, norm, tally, gradients, factor)
@@ -188,9 +197,16 @@ class SharedStep(Passes):
         if totals.changed:
             self.parts.lay_out()
         self._adapt_loss_scale(overflow, verdict.update)
-        sums, judged = (*where, loss, samples, weight, rate), (verdict.text, loss_scale, overflow)
-        done = verdict.update, norm, totals.requests
-        return StepResult(*sums, *done, *judged, verdict.culprits)
+        return StepResult(
+            **known,
+            loss=loss,
+            updated=verdict.update,
+            grad_norm=norm,
+            bad=verdict.text,
+            loss_scale=loss_scale,
+            overflow=overflow,
+            culprits=verdict.culprits,
+        )
 
     def _apply_unread(
         self,
@@ -225,7 +241,7 @@ class SharedStep(Passes):
         self._adapt_loss_scale(overflow=False, updated=True)
         rate = float(self.optimizer.param_groups[0]["lr"])
         pending = PendingResult(row, self.layout, batch, rate, loss_scale, self.comm.heartbeat)
-        return UnreadResult(batch.index, batch.epoch, rate, pending)
+        return PendingStep(batch.index, batch.epoch, rate, pending)
 
     def _read(self, tally: Tally, batch: Batch) -> Totals:
         """Read the tally; a wait for the device counts as a wait for the other ranks."""
@@ -237,16 +253,20 @@ class SharedStep(Passes):
         return in_exchange(self.comm.heartbeat, computed) if self._is_awaited else NOTHING
 
     def check(self, batch: Batch, totals: Totals, regularizer: float | Tensor) -> None:
-        """Raise for sums that are no mean; `regularizer` is this rank's own value of it."""
+        """Raise if no mean can be taken; `regularizer` is this rank's own value of it.
+
+        The weight is not positive, samples differ in their number of values, or ranks differ in
+        their regularizer.
+        """
         if self._unweighted is not None:
             self._unweighted.sum_up(totals.samples, totals.weight)
         if totals.weight <= 0:
             raise weightless(batch, totals.weight)
         self.regularizers.check(totals.regularizer, self.layout.like.dtype, float(regularizer))
 
-    def close_leaf(self, batch: Batch, leaf: Leaf, tally: Tally) -> None:
-        super().close_leaf(batch, leaf, tally)
-        if self.rows is not None:
+    def end_leaf(self, batch: Batch, leaf: Leaf, tally: Tally) -> None:
+        super().end_leaf(batch, leaf, tally)
+        if self.deferred is not None:
             owned = self.own_positions
             used = self.used if owned is None else [self.used[position] for position in owned]
             self._uses_all = self._uses_all and all(used)
@@ -258,7 +278,8 @@ class SharedStep(Passes):
             self._computed = recorded_event(self.scope.device)
 
     def is_taken(self, batch: Batch, samples: int) -> bool:
-        """Whether so many samples of all ranks make a step, or are the end of a stream."""
+        """Whether this is a step. It is not if a stream has ended: no rank had a sample, or too few
+        of them, and the last batch is dropped."""
         drops = batch.sizes is None and self.task.last_batch == "drop"
         return samples > 0 and not (drops and samples < batch.nominal)
 
@@ -272,7 +293,7 @@ class SharedStep(Passes):
     def _divide(
         self, gradients: Gradients, batch: Batch, weight: float | Tensor
     ) -> float | Tensor | None:
-        """Turn sums over the nominal samples into the mean over the weight, and unscale them.
+        """Multiply the gradients by `nominal / weight`, and divide them by the loss scale.
 
         Returns the remaining factor if the kernel of the update multiplies by it.
         """
@@ -314,6 +335,12 @@ class SharedStep(Passes):
         if self.average is not None:
             self.average.add(self.names, self.parameters)
 
+    def _judged(self, loss: float, norm: float) -> Bad | None:
+        """The problem of a step; almost every one is plainly good."""
+        guard, both_finite = self.guard, math.isfinite(loss) and math.isfinite(norm)
+        is_usual = both_finite and guard.spike is None and not guard.skipped_in_a_row
+        return None if is_usual else guard.judge(loss, norm)
+
     def _decide(self, batch: Batch, bad: Bad) -> StepVerdict:
         """Decide about a bad step; without an update, buffers are put back as they were."""
         update = False
@@ -342,7 +369,7 @@ class SharedStep(Passes):
                 times = None if divisor is None else 1.0 / divisor
                 clipped = multiplied(gradients.tensors(), times)
                 self.probe.gradients("clipped gradient", self.names, clipped)
-        self._rows.hand_over([tally.tensor[where] for where in tally.layout.rows])
+        self._sparse_of_step.hand_over([tally.tensor[where] for where in tally.layout.rows])
         self.scope.key(batch.index, UPDATE)
         with self.parts.updating(gradients):
             if skip is None and divisor is None:
@@ -351,7 +378,7 @@ class SharedStep(Passes):
                 with fused_update(self.optimizer, skip=skip, divisor=divisor):
                     update(self.optimizer)
             self.rates.see()
-        rows = self.rows
+        rows = self.deferred
         if self.average is not None:  # it rounds alike where a step is read at once, and late
             self.average.update(None if rows is None or rows.updates_wait else rows.skip)
 

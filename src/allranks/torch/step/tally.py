@@ -7,10 +7,11 @@
 It is sent with the gradients, so a step needs no message for bookkeeping. After the step every
 rank knows the loss and the weight of the whole global batch, whether any rank had a sample, which
 parameters any rank used, whether any rank shall stop or save, and the moments for the running
-statistics. `position` is the place of each leaf in the job: it shows at once if a rank left out a
-collective, so that its step was added to another step of the other ranks. `changed` counts the
-leaves with other trained parameters than the step was laid out for (`changes`). `regularizer` is
-the value of the regularizer on each rank in the step before.
+statistics. `weight` is a sum over the values of the loss. `position` is the number of the step
+modulo 16: a sum that does not fit shows that a rank left out a collective, so that its step was
+added to another step of the other ranks. `changed` counts the leaves with other trained parameters
+than the step was laid out for (`changes`). `regularizer` is the value of the regularizer on each
+rank in the step before.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 from allranks.errors import FaultKind, ProgramError
 from allranks.torch.batchnorm.shard import RunningStatistics
-from allranks.torch.checkpoint.tree import local
+from allranks.torch.checkpoint.state import local
 from allranks.torch.model.layers import Scope, shard_norms
 from allranks.torch.model.reals import reals
 from allranks.training.progress import NOTHING, RankRequests
@@ -88,7 +89,7 @@ class TallyLayout:
             start, self.size = self.size, self.size + count
             self.rows.append(slice(start, self.size))
         self.leaves: float | None = None  # of all ranks, as the first step had them
-        self.was_updated = False  # with a gradient for each parameter
+        self.was_updated = False  # whether the last update had a gradient for each parameter
         self._cache: dict[Hashable, Tensor] = {}
 
     def totals(self, numbers: Sequence[float], step: int) -> Totals:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,10 +27,17 @@ from allranks.torch.step.gradients import wanting_rows
 LABELLED = Optimizer.profile_hook_step(Optimizer.step).__code__  # of what torch puts around a step
 
 
+def has_scheduler(optimizer: Optimizer) -> bool:
+    """Whether a scheduler of torch sets the rates."""
+    for group in optimizer.param_groups:
+        if "initial_lr" in group:
+            return True
+    return hasattr(optimizer.step, "_wrapped_by_lr_sched")
+
+
 def check_no_scheduler(optimizer: Optimizer, asked: str) -> None:
     """Raise `RequestError` if a torch scheduler sets the rates: no checkpoint would hold it."""
-    has_one = hasattr(optimizer.step, "_wrapped_by_lr_sched")
-    if has_one or any("initial_lr" in group for group in optimizer.param_groups):
+    if has_scheduler(optimizer):
         raise RequestError(
             asked=asked,
             found="a scheduler of torch.optim.lr_scheduler on the optimizer",
@@ -112,6 +120,13 @@ def trainable(model: nn.Module, optimizer: Optimizer) -> tuple[list[str], list[n
 Gradients = dict[int, Tensor]
 """By the id of the parameter."""
 
+_requires_grad = attrgetter("requires_grad")
+
+
+def trained_flags(parameters: list[nn.Parameter]) -> list[bool]:
+    """Whether each parameter is trained. Looked up twice in every step, so without a loop."""
+    return list(map(_requires_grad, parameters))
+
 
 class TrainableChanges:
     """The parameters that the optimizer updates now, and those the step was built for."""
@@ -127,7 +142,8 @@ class TrainableChanges:
         """Lay out the next steps for the parameters that are trained now."""
         before = self.parameters
         self.names, self.parameters = trainable(self.model, self.optimizer)
-        self._laid = self._key()
+        groups = self.optimizer.param_groups
+        self._laid = [(list(map(id, g["params"])), trained_flags(g["params"])) for g in groups]
         self.late = []
         trained = {id(parameter) for parameter in self.parameters}
         for parameter in before:
@@ -136,11 +152,14 @@ class TrainableChanges:
 
     def have_come(self) -> bool:
         """Whether the optimizer updates other parameters than the step was laid out for."""
-        return self._key() != self._laid
-
-    def _key(self) -> list[int]:
         groups = self.optimizer.param_groups
-        return [id(p) for group in groups for p in group["params"] if p.requires_grad]
+        if len(groups) != len(self._laid):
+            return True
+        for group, (ids, flags) in zip(groups, self._laid, strict=True):
+            parameters = group["params"]
+            if list(map(id, parameters)) != ids or trained_flags(parameters) != flags:
+                return True
+        return False
 
     def begin(self) -> None:
         """Begin a step: newly trained parameters have no gradient yet."""

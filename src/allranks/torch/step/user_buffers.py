@@ -29,7 +29,7 @@ class UserBuffers:
     """`begin` and `end` enclose the forward passes of a step; `undo` restores what they wrote.
 
     A buffer that is first written in a later step is restored only from the step after it on.
-    Costs nothing in a model whose buffers are all the engine's.
+    Where none `are_there` but the engine's own, they need not be called.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -40,6 +40,7 @@ class UserBuffers:
             for name, buffer in holder.items()
             if buffer is not None and id(buffer) not in own_ids
         ]
+        self.are_there = bool(self._slots)
         self.written: set[str] = set()
         self._watched = self._slots
         self._kept: Copies = []
@@ -58,16 +59,12 @@ class UserBuffers:
 
     def begin(self) -> None:
         """A step begins."""
-        if not self._slots:
-            return
         self._kept = _copies(self._watched)
         self._versions = {id(buffer): buffer._version for _, _, buffer, _ in self._kept}
         self._before = [_version(holder, name) for _, holder, name in self._slots]
 
     def end(self, batch: Batch) -> None:
         """The forward passes of the step are done."""
-        if not self._slots:
-            return
         for (full, holder, name), (buffer, version) in zip(self._slots, self._before, strict=True):
             if holder[name] is not buffer or _version(holder, name)[1] != version:
                 self.written.add(full)

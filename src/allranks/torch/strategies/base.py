@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from types import MappingProxyType
+from functools import cached_property, partial
 from typing import Any, ClassVar, final
 
 import torch
@@ -32,8 +32,6 @@ from allranks.torch.checkpoint.state import (
     model_state,
     not_persistent,
     optimizer_state,
-    put_whole,
-    whole,
 )
 from allranks.torch.comm.comm import Comm
 from allranks.torch.data.batch import Batch
@@ -43,16 +41,17 @@ from allranks.torch.model.precision import Precision
 from allranks.torch.optimizers.made import made_on_parts
 from allranks.torch.parallel.data.tree import TreeSum
 from allranks.torch.parallel.sharded.gradients import refuse_copies
-from allranks.torch.parallel.sharded.state import with_parameters
 from allranks.torch.step.ema import MovingAverage, TwoModes
 from allranks.torch.step.gradients import Gradients
+from allranks.torch.step.losses import forward
 from allranks.torch.step.passes import StepParts
 from allranks.torch.step.step import SharedStep
 from allranks.torch.step.tally import Tally
 from allranks.torch.step.trainable import unfrozen_on_the_way
+from allranks.torch.strategies.layout import Layout, put_whole
 from allranks.torch.task import Task
 from allranks.torch.witness.same_model import check_same_groups
-from allranks.training.progress import RankRequests, StepResult
+from allranks.training.progress import Progress, RankRequests, StepResult
 
 # --- traits --------------------------------------------------------------------------------------
 # Properties of a strategy that other rooms need: how it runs the model, and what a rank holds.
@@ -76,6 +75,10 @@ class Traits:
     """
     computes_alone: bool = False
     """Whether forward and backward never wait for messages of other ranks."""
+    has_whole_passes: bool = False
+    """Whether a pass holds whole activations: draws as `F.dropout` can be keyed by the samples."""
+    has_own_state: bool = True
+    """Whether a rank may have a state of its own, as residuals."""
     passes_meet_readers: bool = True
     """Whether a pass communicates with ranks that read other samples."""
     counts_passes: bool = False
@@ -85,8 +88,6 @@ class Traits:
     """Whether each shard is a micro-batch, unless `--micro-batch` is set."""
     tally_type: torch.dtype | None = None
     """The dtype of the tally, if it is a separate message; else it is sent with gradients."""
-    kept_whole: Mapping[str, bool] = MappingProxyType({})
-    """Parameters that are each updated in full by one rank: whether this rank does."""
     builds_in_turn: bool = False
     """Whether the ranks of a node build the model one after the other and keep their parts.
 
@@ -119,8 +120,9 @@ MakeOptimizer = Callable[[nn.Module], Optimizer]
 class Strategy(Traits, ABC):
     """One optimizer step on one global batch, made by all ranks.
 
-    A step is `forward_backward`, then `reduce`,
-    then `SharedStep.apply`, which all strategies share.
+    A step is `forward_backward`, then `reduce`, then `SharedStep.apply`, which all strategies
+    share. `layout` says which parts of the parameters this rank holds. A strategy of whole weights
+    needs a `name` and `reduce`.
     """
 
     two_modes: TwoModes | None = None
@@ -132,12 +134,13 @@ class Strategy(Traits, ABC):
         self.built_with = context.precision  # the device on which the full model is built
         self.mesh = self.card.mesh(self.comm.size, context.options)
         self._axes: dict[str, Comm] = {}
+        self.layout = Layout(self.comm)  # of ranks with all parameters in full
 
-    @property
+    @cached_property
     def card(self) -> Card:
         return CARDS[self.name]
 
-    @property
+    @cached_property
     def agreement(self) -> Agreement:
         return self.card.agreement
 
@@ -163,8 +166,25 @@ class Strategy(Traits, ABC):
 
     @property
     def shard_alone(self) -> bool:
-        """Whether every shard is a pass of its own, and a leaf of the sum."""
+        """Whether gradients of each shard are computed and added separately (`--bitwise`)."""
         return self.context.bitwise
+
+    # --- life: these calls, in this order -------------------------------------------------
+
+    def make_groups(self) -> None:
+        """Make the groups for `parallelize` with `builds_in_turn`; every rank calls this."""
+
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        """Turn the full model, the same on all ranks, into this rank's part of it.
+
+        The optimizer is made for the parameters of the returned model. Sets `layout`, if ranks hold
+        parts.
+        """
+        return model
+
+    def place(self, name: str, part: Tensor, whole: Tensor) -> None:
+        """Write this rank's part of `whole` into `part`, for `builds_in_turn`. Sends nothing."""
+        put_whole(part, self.layout.part(name, whole))
 
     def setup(self, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         """Set up steps of `model`, which `parallelize` returned; every rank calls this."""
@@ -177,6 +197,7 @@ class Strategy(Traits, ABC):
         context, one_training = self.context, self.agreement.is_one_training
         parts = StepParts(
             comm=self.data if one_training else Comm(device=self.comm.device),
+            forward=self.forward,
             sum_apart=self.sum_apart,
             lay_out=self.lay_out,
             watch_gradients=self.watch_gradients,
@@ -196,40 +217,77 @@ class Strategy(Traits, ABC):
         if (decay := self.task.ema) is not None:
             self.step.average = MovingAverage(decay, self.owned)
         self.initial_set = TrainedSet.of(model, optimizer)
+        self.has_own_state = type(self).own_state is not Strategy.own_state
         self.prepare()
         self.lay_out()
         if self.step.average is not None:
             self.step.average.add(self.step.names, self.step.parameters)
 
-    def make_groups(self) -> None:
-        """Make the groups for `parallelize` with `builds_in_turn`; every rank calls this."""
-
-    def parallelize(self, model: nn.Module) -> nn.Module:
-        """Turn the full model, the same on all ranks, into this rank's part of it.
-
-        The optimizer is made for the parameters of the returned model.
-        """
-        return model
-
-    def place(self, name: str, part: Tensor, whole: Tensor) -> None:
-        """Write this rank's part of `whole` into `part`, for `builds_in_turn`. Sends nothing."""
-        put_whole(part, whole)
-
     def make_optimizer(self, make: MakeOptimizer) -> Optimizer:
         """Make the optimizer of the task as in one process; `self.model` is set."""
         if self.agreement.weights in ("replicated", "own") or self.comm.size == 1:
             return make(self.model)
-        return made_on_parts(make, self.model, self.whole_shapes(), f"--strategy {self.name}")
-
-    def whole_shapes(self) -> dict[int, torch.Size]:
-        """Full shapes, by the `id` of each parameter that has the shape of a part."""
-        return {}
+        return made_on_parts(
+            make, self.model, self.layout.full_shapes(self.model), f"--strategy {self.name}"
+        )
 
     def prepare(self) -> None:
         """Set up the strategy; `self.model` and `self.step` are set."""
 
     def lay_out(self) -> None:
         """Set up what depends on the trained parameters; called again when these change."""
+
+    def finish(self) -> bool:
+        """Called after the last step by all ranks. Returns whether it has changed the weights."""
+        return False
+
+    def close(self) -> None:
+        """Release the resources of the strategy."""
+        self.step.close()
+
+    def leave(self, *, failed: bool = False) -> None:
+        """Leave the groups of the axes. Always called."""
+        for comm in self._axes.values():
+            if comm is not self.comm:
+                comm.leave(failed=failed)
+
+    # --- a step ---------------------------------------------------------------------------
+
+    @final
+    def train_step(self, batch: Batch) -> StepResult:
+        """One step; every rank calls this with its part of the global batch."""
+        local = self.forward_backward(batch)
+        sums, gradients = self.reduce(batch, local)
+        return self.after_update(batch, self.step.apply(batch, sums, gradients))
+
+    def forward_backward(self, batch: Batch) -> Tally:
+        """Forward and backward of this rank's part; leaves gradients in `.grad`."""
+        for parameter in self.step.parameters:
+            parameter.grad = None
+        tally = self.step.layout.tally()
+        self.step.accumulate(batch, tally)
+        return tally
+
+    def forward(self, data: Any) -> Any:
+        """The output of the model for the data of a micro-batch, on all its ranks."""
+        return forward(self.task, self.step.call, data)
+
+    def watch_gradients(
+        self, parameters: list[nn.Parameter], mark: Callable[..., None]
+    ) -> list[RemovableHandle]:
+        """Call `mark(position, …)` for each parameter that a pass of this rank has used."""
+
+        return [
+            parameter.register_post_accumulate_grad_hook(partial(mark, position))
+            for position, parameter in enumerate(parameters)
+        ]
+
+    def after_backward(self) -> None:
+        """Called after each backward pass of the step."""
+
+    @abstractmethod
+    def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
+        """The sums over all ranks of the tally and of the gradients; every rank calls this."""
 
     def sum_apart(self, leaves: list[tuple[Span, Tensor]]) -> Tensor:
         """Sum gradients of parameters that are new in this step, outside the buckets.
@@ -249,73 +307,9 @@ class Strategy(Traits, ABC):
             self.comm.all_reduce(flat).wait()
         return flat
 
-    def watch_gradients(
-        self, parameters: list[nn.Parameter], mark: Callable[[int], None]
-    ) -> list[RemovableHandle]:
-        """Call `mark` with the position of each parameter that a pass of this rank has used."""
-
-        def watch(position: int, parameter: nn.Parameter) -> RemovableHandle:
-            hook: RemovableHandle = parameter.register_post_accumulate_grad_hook(
-                lambda _: mark(position)
-            )
-            return hook
-
-        return [watch(*pair) for pair in enumerate(parameters)]
-
-    def whole_weights(self) -> AbstractContextManager[None]:
-        """Within, the parameters of the model are full, for a loss that every rank computes."""
-        return nullcontext()
-
-    def held_weights(self) -> AbstractContextManager[None]:
-        """Within, also in a pass, the parameters of the model are this rank's parts."""
-        return NOTHING
-
-    def evaluated_weights(self) -> AbstractContextManager[None]:
-        """Within, the model has the weights for evaluation: their average, if there is one."""
-        if self.two_modes is not None:
-            return self.two_modes.in_place()
-        average = self.step.average
-        return NOTHING if average is None else average.in_place()
-
-    def owned(self, *, writes: bool = False) -> AbstractContextManager[None]:
-        """Within, each parameter is the part that this rank updates, in the memory of the whole.
-
-        With `writes`, every rank enters this, and afterwards has the parts that all have written.
-        """
-        return NOTHING
-
     def updating(self, gradients: Gradients) -> AbstractContextManager[None]:
         """Within, the optimizer sees the parts and gradients to update; every rank enters this."""
         return NOTHING
-
-    def after_backward(self) -> None:
-        """Called after each backward pass of the step."""
-
-    @final
-    def train_step(self, batch: Batch) -> StepResult:
-        """One step; every rank calls this with its part of the global batch."""
-        local = self.forward_backward(batch)
-        sums, gradients = self.reduce(batch, local)
-        return self.after_update(batch, self.step.apply(batch, sums, gradients))
-
-    def forward_backward(self, batch: Batch) -> Tally:
-        """Forward and backward of this rank's part; leaves gradients in `.grad`."""
-        for parameter in self.step.parameters:
-            parameter.grad = None
-        tally = self.step.layout.tally()
-        self.step.accumulate(batch, lambda leaf: tally)
-        return tally
-
-    def recompute(self, batch: Batch) -> Tally:
-        """The passes of a batch outside of steps; every rank calls this.
-
-        Leaves gradients in `.grad`, uncompressed, and summed only where passes sum them.
-        """
-        return Strategy.forward_backward(self, batch)
-
-    @abstractmethod
-    def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
-        """The sums over all ranks of the tally and of the gradients; every rank calls this."""
 
     def after_update(self, batch: Batch, result: StepResult) -> StepResult:
         """Called after the update of the weights; every rank calls this."""
@@ -335,9 +329,38 @@ class Strategy(Traits, ABC):
         """
         return requests
 
-    def finish(self) -> bool:
-        """Called after the last step by all ranks. Returns whether it has changed the weights."""
-        return False
+    def recompute(self, batch: Batch) -> Tally:
+        """The passes of a batch outside of steps; every rank calls this.
+
+        Leaves gradients in `.grad`, uncompressed, and summed only where passes sum them.
+        """
+        return Strategy.forward_backward(self, batch)
+
+    # --- which weights the model has ------------------------------------------------------
+
+    def whole_weights(self) -> AbstractContextManager[None]:
+        """Within, the parameters of the model are full, for a loss that every rank computes."""
+        return nullcontext()
+
+    def held_weights(self) -> AbstractContextManager[None]:
+        """Within, also in a pass, the parameters of the model are this rank's parts."""
+        return NOTHING
+
+    def owned(self, *, writes: bool = False) -> AbstractContextManager[None]:
+        """Within, each parameter is the part that this rank updates, in the memory of the whole.
+
+        With `writes`, every rank enters this, and afterwards has the parts that all have written.
+        """
+        return NOTHING
+
+    def evaluated_weights(self) -> AbstractContextManager[None]:
+        """Within, the model has the weights for evaluation: their average, if there is one."""
+        if self.two_modes is not None:
+            return self.two_modes.in_place()
+        average = self.step.average
+        return NOTHING if average is None else average.in_place()
+
+    # --- evaluation -----------------------------------------------------------------------
 
     def eval_step(self, data: Any, forward: Callable[[Callable[..., Any], Any], Any]) -> Any:
         """The output of the model for evaluation data of this rank. No communication."""
@@ -347,38 +370,28 @@ class Strategy(Traits, ABC):
         """Around `eval_step` and the loss and metrics of its output."""
         return NOTHING
 
-    def messages(self) -> tuple[int, ...]:
-        """The sizes in bytes of the sums over the ranks in a step, with the tally."""
-        layout = self.step.layout
-        tally = layout.size * layout.like.element_size()
-        return (sum(p.nbytes for p in self.step.parameters) + tally,)
+    # --- cost -----------------------------------------------------------------------------
 
+    def workload(self) -> Workload:
+        """What the bytes of a step depend on: by default one sum of the gradients and the tally."""
+        gradients, tally = (p.nbytes for p in self.step.parameters), self.step.layout
+        summed = sum(gradients) + tally.size * tally.like.element_size()
+        return Workload((summed,), self.comm.size, self.task.shards)
+
+    @final
     def promised_bytes(self) -> int:
         """The bytes that the busiest rank sends in a step, according to the card."""
-        work = Workload(self.messages(), self.comm.size, self.task.shards)
-        return self.card.bytes_sent(work, self.context.options)
+        work = self.workload()
+        return round(self.card.bytes_sent(work, self.context.options) / work.steps)
+
+    # --- state ----------------------------------------------------------------------------
 
     def placement(self, *, updated: bool) -> list[Placed]:
         """The tensors of this rank and their devices;
         optimizer state is unknown before the first update (`updated`)."""
         step = self.step
         parts = self.model, step.names, step.optimizer, step.average
-        return list(placed_tensors(*parts, updated=updated))
-
-    def as_saved(self, name: str, tensor: Tensor) -> Tensor:
-        """The tensor of a state for a local parameter, or for optimizer state of its shape.
-
-        A DTensor, if this rank holds a part of it.
-        """
-        return tensor
-
-    def as_held(self, name: str, saved: Tensor) -> Tensor:
-        """The inverse of `as_saved`."""
-        return saved
-
-    def full(self, name: str, tensor: Tensor) -> Tensor:
-        """A full parameter, or gradient; every rank calls this."""
-        return whole(self.as_saved(name, tensor))
+        return self.layout.placed(placed_tensors(*parts, updated=updated))
 
     def state(self) -> dict[str, Any]:
         """The state that a step depends on, without data: weights, buffers, optimizer."""
@@ -397,21 +410,7 @@ class Strategy(Traits, ABC):
                 state["average"] = self.step.average.state()
             if self.two_modes is not None:
                 state["evaluated"] = self.two_modes.state(self.model)
-            return self._with_parameters(state, self.as_saved)
-
-    def _with_parameters(
-        self, state: dict[str, Any], change: Callable[[str, Tensor], Tensor]
-    ) -> dict[str, Any]:
-        if not self.agreement.cuts_state:
-            return state
-        return with_parameters(state, self.model, change, self.kept_whole)
-
-    def own_state(self) -> dict[str, Any]:
-        """The state of this rank alone; lost when another number of ranks resumes."""
-        return {}
-
-    def load_own_state(self, state: dict[str, Any]) -> None:
-        """Load what `own_state` returned, on the same number of ranks."""
+            return self.layout.saved(state, self.model) if self.agreement.cuts_state else state
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Load what `state` returned; every rank calls this."""
@@ -421,13 +420,21 @@ class Strategy(Traits, ABC):
             step.rates.initial[groups:] = state["optimizer"]["made"][groups:]
         step.follow_changes()
         state = {name: value for name, value in state.items() if name != "evaluated"}
-        state = self._with_parameters(state, self.as_held)
+        if self.agreement.cuts_state:
+            state = self.layout.loaded(state, self.model)
         with self.owned(writes=True):
             load_model_state(self.model, state["model"])
             load_optimizer_state(self.model, step.optimizer, state["optimizer"], step.rates.initial)
             step.rates.see()
             if step.average is not None:
                 step.average.load_state(self.model, state.get("average"))
+
+    def own_state(self) -> dict[str, Any]:
+        """The state of this rank alone; lost when another number of ranks resumes."""
+        return {}
+
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        """Load what `own_state` returned, on the same number of ranks."""
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
         """Every full parameter and buffer, by name in sorted order, one at a time.
@@ -437,16 +444,29 @@ class Strategy(Traits, ABC):
         parameters, buffers = dict(self.model.named_parameters()), dict(self.model.named_buffers())
         for name in sorted({**parameters, **buffers}):
             if name in parameters:
-                yield name, self.full(name, parameters[name].detach())
+                yield name, self.layout.full(name, parameters[name].detach())
             else:
                 yield name, buffers[name].detach()
 
-    def close(self) -> None:
-        """Release the resources of the strategy."""
-        self.step.close()
 
-    def leave(self, *, failed: bool = False) -> None:
-        """Leave the groups of the axes. Always called."""
-        for comm in self._axes.values():
-            if comm is not self.comm:
-                comm.leave(failed=failed)
+class Steps:
+    """The steps of a training, each of which is read at once; every rank makes the same calls.
+
+    `progress` is how far it is.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy, self.progress = strategy, Progress()
+
+    def make(self, batch: Batch, *, ahead: bool = False) -> StepResult:
+        """Run one step. `ahead` lets its result stay on the device, where steps are in flight."""
+        self.strategy.step.rates.set(self.progress.updates_unless_bad)
+        return self.strategy.train_step(batch)
+
+    def settle(self) -> None:
+        """Read the unread step, if there is one; every rank calls this."""
+
+    def begin_anew(self) -> None:
+        """Settle before a state is loaded, whose optimizer may be empty; every rank calls this."""
+        self.settle()
+        self.strategy.step.layout.was_updated = False

@@ -234,7 +234,6 @@ class DP(Strategy):
             devices = [torch.device(device.type, number) for number in range(count)]
         self.first = Replica(0, devices[0], self.model, self.context.scope)
         self.copies = [self._copied(k, devices[k]) for k in range(1, count)]
-        self.step.forward = self._forward
         self._hooks: list[RemovableHandle] = []
         self._weights_are_out = False
         self._gathered_rows = [Placed(GATHERED, NAME, str(devices[0]), "unknown", None, None)]
@@ -280,7 +279,7 @@ class DP(Strategy):
             _add_gradients(self.step, replica.model)
         return local, Gradients(self.step.parameters)
 
-    def _forward(self, data: Any) -> Any:
+    def forward(self, data: Any) -> Any:
         """The output of a micro-batch on the first device, computed by all replicas."""
         self._send_weights()
         scope = self.context.scope

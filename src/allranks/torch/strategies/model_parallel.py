@@ -238,7 +238,7 @@ class ModelParallel(Single):
     """Place parts of the model on devices; move activations; split micro-batches."""
 
     name = "model-parallel"
-    can_be_compiled = can_run_ahead = False
+    can_be_compiled = can_run_ahead = has_whole_passes = False
 
     def __init__(self, context: StrategyContext) -> None:
         super().__init__(context)
@@ -390,8 +390,6 @@ class ModelParallel(Single):
     def prepare(self) -> None:
         for piece in self._pieces:
             piece.scope.looked_up = self.context.scope.looked_up
-        if self.cuts_micro_batches:
-            self.step.forward = self._in_pieces
 
     def forward_backward(self, batch: Batch) -> Tally:
         with (
@@ -404,13 +402,13 @@ class ModelParallel(Single):
         with Explained(TWO_DEVICES, _on_two_devices):
             return super().eval_step(data, forward)
 
-    def _in_pieces(self, data: Any) -> Any:
-        """The output of a micro-batch in pieces: by threads on CPU, by launches on CUDA."""
+    def forward(self, data: Any) -> Any:
+        """The output of a micro-batch, perhaps in pieces: threads on CPU, launches on CUDA."""
         scope, first = self.context.scope, self.devices[0]
         moment = scope.moment()
-        shares = shares_of(scope.pieces, self.split)
-        if len(shares) == 1:
-            return forward(self.task, self.step.call, data)
+        shares = shares_of(scope.pieces, self.split) if self.cuts_micro_batches else ()
+        if len(shares) <= 1:
+            return super().forward(data)
         parts = scattered(data, moment.samples, shares, [first] * len(shares), CUT)
         if self._pieces:
             outputs = self._threaded(shares, parts)

@@ -5,26 +5,26 @@ Each engine saves and loads its own state; here are the other fields, and the re
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from allranks.checkpoint.checkpointer import Loaded
+from allranks.checkpoint.checkpointer import Checkpointer, Loaded
 from allranks.checkpoint.commit import Ranks
 from allranks.checkpoint.format import About, Reach
 from allranks.errors import RequestError
-from allranks.job.job import Job
-from allranks.job.job_file import redacted
+from allranks.job.job import Job, redacted
 from allranks.job.program import by_name
 from allranks.job.resume import CHECKPOINTS, Base, changed, changed_fields, checkpoint_folders
 from allranks.training.callback import Callback
-from allranks.training.task_fields import TaskFields, plain_fields
+from allranks.training.task_fields import TaskFields, plain_fields, plain_values
 
 
 @dataclass(frozen=True)
 class SavedJob:
-    """A job with a run folder, seen from one rank.
+    """A job with a run folder, seen from one rank; `task` is as its user has written it.
 
     `facts(job)` is what decides which bits come out beside it, and `deciding` names those of which
     the bits of a step follow. `attempt`, `reach` and `report` are those of its `Checkpointer`.
@@ -52,8 +52,13 @@ class SavedJob:
 
     def about(self, other_state: dict[str, Any], metrics: dict[str, float]) -> About:
         """The fields of a manifest besides the state; `other_state` has the progress."""
-        of_job = {**self.job.to_data(), "task": redacted(plain_fields(self.task))}
-        return About(of_job, other_state["progress"], self.facts(self.job), metrics)
+        fields = {f.name: getattr(self.task, f.name) for f in dataclasses.fields(self.task)}
+
+        def slow() -> dict[str, Any]:
+            task = redacted(plain_values(fields))
+            return {"job": {**self.job.to_data(), "task": task}, "facts": self.facts(self.job)}
+
+        return About(progress=other_state["progress"], metrics=metrics, slow=slow)
 
     def check(self, loaded: Loaded) -> ResumeChanges:
         """What has changed since; raises `RequestError` for the checkpoint of another job."""
@@ -63,28 +68,45 @@ class SavedJob:
         facts = self.facts(self.job)
         return ResumeChanges(of_job, differing(saved.facts, facts, self.deciding, self.job.bitwise))
 
-    def check_not_asked_for(self) -> None:
-        """No checkpoint holds: raise `RequestError` if the job says to start from one."""
-        if self.job.resume:
+    def load(
+        self,
+        checkpointer: Checkpointer,
+        rank: int,
+        take: Callable[[Loaded], None],
+        templates: Any = None,
+    ) -> int | None:
+        """Load the newest good checkpoint; returns its step, or `None`. The leader reports it.
+
+        `take` loads what was read; `templates` are tensors to fill in place. Raises `RequestError`
+        for the checkpoint of another job, and if the job starts from one and none holds.
+        """
+
+        def take_checked(loaded: Loaded) -> None:
+            self.check(loaded)
+            take(loaded)
+
+        loaded = checkpointer.load(self.sources, templates, take_checked)
+        if loaded is None and self.job.resume:
             raise RequestError(
                 asked=f"--resume {self.job.resume}",
                 found="no checkpoint in it whose digests hold",
                 why="starting anew instead would pass over what was asked",
                 do="see `allranks checkpoints verify` for what is wrong with each",
             )
-
-    def resumed(self, loaded: Loaded, *, random_streams_restored: bool) -> None:
-        """Tell that the training goes on; the leader calls this."""
-        changes = self.check(loaded)
-        self.report(
-            "resumed",
-            step=loaded.step,
-            path=str(loaded.path),
-            ranks_were=loaded.manifest.ranks,
-            changes=changes.job,
-            differs=changes.facts,
-            random_streams_restored=random_streams_restored,
-        )
+        if loaded is None:
+            return None
+        if rank == 0:
+            changes = self.check(loaded)
+            self.report(
+                "resumed",
+                step=loaded.step,
+                path=str(loaded.path),
+                ranks_were=loaded.manifest.ranks,
+                changes=changes.job,
+                differs=changes.facts,
+                random_streams_restored=(loaded.rank_state or {}).get("random") is not None,
+            )
+        return loaded.step
 
 
 # --- callback states -----------------------------------------------------------------------------
@@ -123,6 +145,7 @@ class CallbackStates:
                 self._stateful[_unused(kind.__qualname__, self._stateful)] = callback
             elif not kind.__module__.startswith("allranks."):
                 self._others.append(callback)
+        self.is_empty = not (self._stateful or self._others)
         self._at_start: list[dict[str, Any]] | None = None
         self._loaded: dict[str, Any] | None = None
 

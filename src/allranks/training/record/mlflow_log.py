@@ -22,7 +22,7 @@ from mlflow.entities import Metric
 from mlflow.tracking import MlflowClient
 
 from allranks.checkpoint.folder import FULL
-from allranks.job.job_file import redacted
+from allranks.job.job import redacted
 from allranks.job.run_folder import rank_events_path, read_rows
 from allranks.training.record.logs import End, counted
 

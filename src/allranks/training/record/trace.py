@@ -4,6 +4,7 @@
     trace/tensors/step-SSSSSSSS.safetensors    the tensors themselves, written by the leader
     trace/tensors/rank-RRR/step-…     those of other ranks, of the step that the job's `parts_of` is
     trace/parts/step-…                what the parts of its batch give one by one
+    trace/operators/rank-RRR…         the operators of that step, if the job asks for them
 
 Stages, in the order in which a step makes them: `gradient` (summed over all ranks, divided,
 regularizer added), `clipped gradient`, `weight` (after the update), `average` (of the weights,
@@ -29,6 +30,7 @@ from allranks.training.callback import Callback
 from allranks.training.progress import StepResult
 
 START = -1
+OPERATORS = "operators"
 FEWEST_STEPS = 3  # traced, however large the model is
 MOVED = ("weight/", "average/")
 

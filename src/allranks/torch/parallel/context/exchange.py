@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from allranks.errors import RequestError
-from allranks.torch.comm.comm import Comm
-from allranks.torch.comm.subgroups import Pending
-from allranks.torch.parallel.tensor.exchange import TensorExchange, part_sizes
+from allranks.torch.comm.comm import Comm, Pending
+from allranks.torch.parallel.tensor.exchange import TensorExchange
+from allranks.torch.strategies.layout import part_sizes
 
 HEADS, ROWS = 1, 2  # dimensions of the inputs of attention: (sample, head, position, feature)
 POSITIONS = 1  # dimension of the input of a block: (sample, position, feature)

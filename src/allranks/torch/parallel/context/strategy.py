@@ -27,7 +27,6 @@ from allranks.torch.parallel.context.attention import Intercepted, attention_of
 from allranks.torch.parallel.context.blocks import CutBlocks, blocks_of
 from allranks.torch.parallel.context.exchange import ContextExchange, Span
 from allranks.torch.parallel.data.ddp import DDP
-from allranks.torch.step.losses import forward
 from allranks.torch.step.tally import Tally
 
 
@@ -35,7 +34,7 @@ class ContextParallel(DDP):
     """Cut sequences over the axis `context`. Sends activations, and sums gradients as `ddp`."""
 
     name = "context"
-    can_be_compiled = computes_alone = False
+    can_be_compiled = computes_alone = has_whole_passes = False
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         folds = self.context.options["attention"] == "zig-zag"
@@ -68,10 +67,10 @@ class ContextParallel(DDP):
         super().prepare()
         if self.blocks is not None:
             self.step.share = 1 / self.exchange.comm.size
-            self.step.forward = self._forward
 
-    def _forward(self, data: Any) -> Any:
-        return self._passed(partial(forward, self.task, self.step.call, data))
+    def forward(self, data: Any) -> Any:
+        run = partial(super().forward, data)
+        return run() if self.blocks is None else self._passed(run)
 
     def _passed(self, run: Callable[[], Any]) -> Any:
         assert self.blocks is not None
@@ -87,15 +86,12 @@ class ContextParallel(DDP):
         run = partial(super().eval_step, data, forward)
         return run() if self.blocks is None else self._passed(run)
 
-    def messages(self) -> tuple[int, ...]:
+    def workload(self) -> Workload:
         """Bytes swapped, gathered, all-reduced, passed on; of gradients, tally: of all steps."""
-        exchange, flats = self.exchange, max(1, self.steps) * sum(super().messages())
-        return exchange.swapped, exchange.gathered, exchange.reduced, exchange.passed_on, flats
-
-    def promised_bytes(self) -> int:
-        """The mean over the steps that were made."""
-        work = Workload(self.messages(), self.comm.size, self.task.shards)
-        return round(self.card.bytes_sent(work, self.context.options) / max(1, self.steps))
+        exchange, steps = self.exchange, max(1, self.steps)
+        nbytes = exchange.swapped, exchange.gathered, exchange.reduced, exchange.passed_on
+        flats = steps * sum(super().workload().messages)
+        return Workload((*nbytes, flats), self.comm.size, self.task.shards, steps=steps)
 
     def close(self) -> None:
         if self.blocks is not None:

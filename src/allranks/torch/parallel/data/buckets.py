@@ -1,12 +1,14 @@
-"""Gradients in a few flat buckets, in the order in which backward finishes them.
+"""Gradients in a few flat buckets, in the reverse order of the parameters.
 
-The `.grad` of every parameter is a view into its bucket, so nothing is copied to be sent. The tally
-is at the end of the bucket that is launched last. Every view begins at a multiple of 128 bytes, as
-a separate gradient would: results of kernels depend on alignment, to the last bit. Buckets are
-launched in one fixed order on all ranks, each as soon as it and those before it are finished.
+That is roughly the order in which backward finishes them. The `.grad` of every parameter is a view
+into its bucket. The tally is at the end of the bucket that is launched last. Every view begins at a
+multiple of 128 bytes, as a separate gradient would: results of kernels depend on alignment, to the
+last bit. Buckets are launched in index order on all ranks, each as soon as it and all before it are
+finished; the last one after backward, because of the tally. So a single bucket overlaps with
+nothing, and a parameter without a gradient delays its bucket, and all later ones, to the end.
 
 Backward accumulates into an existing `.grad`, so a bucket begins as zeros. With `moves`, backward
-makes large gradients anew, and they are moved into the bucket (`Moved`).
+makes large gradients anew, and each is copied into its view, which is faster (`Moved`).
 """
 
 from __future__ import annotations
@@ -49,7 +51,10 @@ class Moved:
             parameter.grad = None
 
     def finished(self, position: int) -> None:
-        """Backward has finished a gradient (called during backward): the first one is moved."""
+        """Backward has finished a gradient (called during backward): the first one is moved.
+
+        Later passes accumulate in the bucket.
+        """
         if position in self._awaited:
             self._move(*self._awaited.pop(position))
 
@@ -88,12 +93,11 @@ class InOrder:
     ) -> None:
         self._bucket_of, self._leave = bucket_of, leave
         self._buckets = max(bucket_of, default=-1) + 1
-        self._members = [0] * self._buckets
-        for bucket in bucket_of:
-            self._members[bucket] += 1
+        self._members: list[set[int]] = [set() for _ in range(self._buckets)]
+        for position, bucket in enumerate(bucket_of):
+            self._members[bucket].add(position)
         self._may_leave = self._buckets - held_back
-        self._pending: list[int] = []
-        self._finished: set[int] = set()
+        self._pending: list[set[int]] = []
         self._is_open = False
         self._launched = 0
 
@@ -103,24 +107,24 @@ class InOrder:
 
     def release(self) -> None:
         """Let buckets leave as soon as the next backward pass has finished them."""
-        self._is_open, self._pending = True, list(self._members)
-        self._finished.clear()
+        self._is_open, self._pending = True, list(map(set.copy, self._members))
 
     def finished(self, position: int) -> None:
         """Backward has finished the gradient of a parameter (called during backward)."""
         if not self._is_open:
             return
-        if position in self._finished:
+        pending = self._pending[self._bucket_of[position]]
+        if position not in pending:
             raise RequestError(
                 asked="one backward pass",
                 found="it finished the gradient of a parameter twice",
                 why="its bucket may have left after the first time",
                 do="use checkpoint(…, use_reentrant=False)",
             )
-        self._finished.add(position)
-        self._pending[self._bucket_of[position]] -= 1
-        while self._launched < self._may_leave and self._pending[self._launched] == 0:
-            self._launch_next()
+        pending.remove(position)
+        if not pending:
+            while self._launched < self._may_leave and not self._pending[self._launched]:
+                self._launch_next()
 
     def finish(self) -> None:
         """Let the remaining buckets leave."""
@@ -137,9 +141,11 @@ ALIGNED_BYTES = 128
 
 
 class Buckets:
-    """The buckets of one model on one rank. A step calls `begin`, `release` and `finish`.
+    """The buckets of one model on one rank.
 
-    With `moves` the caller calls `gradient_finished` in every backward pass of a step.
+    A step calls `begin`, `add_leaf` after each leaf but the last, `release` before the last
+    backward pass, and `finish`. `gradient_finished` is called in every backward pass; without
+    `moves` the last one is enough.
     """
 
     def __init__(
@@ -156,7 +162,7 @@ class Buckets:
         self.buckets: list[Bucket] = []
         self._views: list[tuple[nn.Parameter, Tensor]] = []
         moved: dict[int, tuple[nn.Parameter, Tensor]] = {}
-        self._zeroed: list[Tensor] = []
+        self._zeroed: list[Tensor] = []  # parts that `begin` clears: all but moved gradients
         self._bucket_of = [0] * len(parameters)
         groups = grouped(parameters, bucket_bytes)
         for bucket, positions in enumerate(groups):

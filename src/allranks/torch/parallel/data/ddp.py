@@ -1,204 +1,42 @@
 """Data parallelism with buckets: the sum of gradients overlaps with backward.
 
-Gradients are views of a few flat buckets, in the order in which backward finishes them. As soon as
-the last backward pass of a step has filled a bucket, its sum over all ranks begins. The tally is
-sent with the last bucket. Li et al. 2020, PyTorch Distributed, arXiv 2006.15704. The reducer sums
-buckets: `reduce=tree` gives equal bits on any ranks, `bf16` or `fp16` send half the bytes, and
-others, as `ring`, are algorithms of point-to-point messages.
-
-Gradients one step late: while a step computes, the gradient of the step before is summed.
-
-    step n:  g_n = gradient of batch n at w_n      w_{n+1} = update(w_n, G_{n-1})
-             G_n = mean of g_n over the batch, with its regularizer; available in step n+1
-
-Step 0 has no G and updates nothing. With `after=k` steps 0 to k - 1 apply their own G, and step k
-updates nothing: stale gradients hurt most while a model changes fast. Clipping, learning rates and
-optimizer state belong to the step that applies G. The last G of a training is never applied: it
-stays in the checkpoint, and a resumed training begins with it. tf_cnn_benchmarks calls this
-`relaxed` consistency. Two sets of buckets alternate. The tally is never late: it is a message of
-its own.
+Gradients are views of a few flat buckets, the last parameters first. In the last backward pass of a
+step a bucket is launched as soon as it and all buckets before it are full. The last one waits for
+the end of backward, because the tally is at its end. Li et al. 2020, PyTorch Distributed, arXiv
+2006.15704. The reducer sums buckets: `reduce=tree` gives equal bits on any ranks, `bf16` or `fp16`
+send half the bytes, and others, as `ring`, are algorithms of point-to-point messages. `late=1`
+applies gradients one step late: `late_ddp`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from allranks.catalog import REDUCERS, load
-from allranks.errors import BadStep, RequestError
 from allranks.strategies.card import Picked, Workload
 from allranks.strategies.cards.data_parallel import is_late
 from allranks.strategies.compressed import SIGNED
 from allranks.strategies.reduction_tree import Span
-from allranks.torch.data.batch import Batch, Leaf
+from allranks.torch.data.batch import Batch
 from allranks.torch.parallel.data.buckets import Buckets
 from allranks.torch.parallel.data.compressed.gathered import shapes_of
-from allranks.torch.parallel.data.reducer import Bucket, Mean, Reducer
-from allranks.torch.parallel.data.tree import Tree
+from allranks.torch.parallel.data.reducer import Reducer
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.tally import Tally
 from allranks.torch.strategies.base import Strategy, StrategyContext
-
-
-@dataclass
-class PendingGradient:
-    """A gradient whose sum is in flight, and what is applied to the sum."""
-
-    buckets: Buckets
-    step: int
-    factor: float | Tensor = 1.0
-    unused: tuple[int, ...] = ()
-    regularizer: list[Tensor | None] = field(default_factory=list)
-    whole: dict[str, Tensor] | None = None
-
-    def wait(self, names: list[str]) -> dict[str, Tensor]:
-        """Wait for the sum; returns the gradients by parameter name."""
-        if self.whole is None:
-            self.buckets.reducer.finish()
-            for flat in self.buckets.gradients:
-                flat.mul_(self.factor)
-            self.whole = self._put_together(names)
-        return self.whole
-
-    def _put_together(self, names: list[str]) -> dict[str, Tensor]:
-        views = views_of(self.buckets)
-        gradients = {name: views[name] for i, name in enumerate(names) if i not in self.unused}
-        for name, added in zip(names, self.regularizer, strict=False):
-            if added is not None:
-                gradients[name] = gradients[name].add_(added) if name in gradients else added
-        return gradients
-
-
-def views_of(buckets: Buckets) -> dict[str, Tensor]:
-    """The view of each gradient, by the name of its parameter."""
-    return {name: view for bucket in buckets.buckets for name, view in bucket.views.items()}
-
-
-class Late:
-    """The two sets of buckets of one model on one rank, and the gradient in flight."""
-
-    def __init__(
-        self,
-        make: Callable[[], Buckets],
-        names: list[str],
-        parameters: list[nn.Parameter],
-        after: int,
-        *,
-        exact: bool,
-    ) -> None:
-        self.filling, self._other = make(), make()
-        self.names, self.parameters, self.exact = names, parameters, exact
-        self._after = after
-        self.on_its_way: PendingGradient | None = None
-
-    def swap(self, leaving: PendingGradient, shards: range) -> PendingGradient | None:
-        """Launch the gradient of this step; returns the gradient that this step applies."""
-        came = self.on_its_way
-        self.wait()
-        self.filling.leave(shards)
-        self.filling, self._other = self._other, self.filling
-        if leaving.step < self._after:
-            self.on_its_way = None
-            return leaving
-        self.on_its_way = leaving
-        return came
-
-    def drop(self, shards: range) -> None:
-        """The step was no step: sum its empty gradients, and drop them."""
-        self.wait()
-        self.filling.finish(shards)
-
-    def wait(self) -> None:
-        """Wait for the gradient in flight."""
-        if self.on_its_way is not None:
-            self.on_its_way.wait(self.names)
-
-    def state(self) -> dict[str, Any]:
-        """The gradient that the next step applies, and its step; nothing before the first step."""
-        if self.on_its_way is None:
-            return {}
-        whole = self.on_its_way.wait(self.names)
-        gradient = {name: tensor.detach().clone() for name, tensor in whole.items()}
-        return {"step": self.on_its_way.step, "gradient": gradient}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Load what `state` returned."""
-        self.wait()
-        self.on_its_way = None
-        if state:
-            views = views_of(self._other)
-            if not state["gradient"].keys() <= views.keys():
-                raise changed_while_late()
-            whole = {name: views[name].copy_(g) for name, g in state["gradient"].items()}
-            self.on_its_way = PendingGradient(self._other, int(state["step"]), whole=whole)
-
-
-class LateGradients(Gradients):
-    """Records what is done to the gradient of this step; then becomes the one to apply."""
-
-    def __init__(self, late: Late, step: int, shards: range) -> None:
-        super().__init__(late.parameters, exact=late.exact)
-        self.late, self.step, self.shards = late, step, shards
-        self._leaving = PendingGradient(late.filling, step)
-
-    def settle(self, unused: Sequence[int]) -> None:
-        self._leaving.unused = tuple(unused)
-
-    def follow(self, parameters: list[nn.Parameter]) -> None:
-        raise changed_while_late()
-
-    def add(self, value: Tensor) -> None:
-        grads = [parameter.grad for parameter in self.parameters]
-        for parameter in self.parameters:
-            parameter.grad = None
-        value.backward()
-        self._leaving.regularizer = [parameter.grad for parameter in self.parameters]
-        for parameter, gradient in zip(self.parameters, grads, strict=True):
-            parameter.grad = gradient
-
-    def scale_(self, factor: float | Tensor) -> None:
-        self._leaving.factor *= factor
-
-    def norm(self, *, clips: bool, left_out: bool) -> float:
-        """Launch the gradient of this step; from here on `.grad` is the one to apply."""
-        came = self.late.swap(self._leaving, self.shards)
-        gradients = {} if came is None else came.wait(self.late.names)
-        for name, parameter in zip(self.late.names, self.parameters, strict=True):
-            parameter.grad = gradients.get(name)
-        if came is None:
-            return 0.0
-        norm = super().norm(clips=clips, left_out=left_out)
-        if not math.isfinite(norm):
-            where = "" if came.step == self.step else f", which is seen in step {self.step}"
-            raise BadStep(
-                f"step {came.step}: the gradient is not finite{where}, where it is applied. "
-                "Nothing was updated: without late=1 a job says which samples brought it in."
-            )
-        return norm
-
-
-def changed_while_late() -> RequestError:
-    """The error for parameters that differ from those of the gradient in flight."""
-    return RequestError(
-        asked="ddp:late=1 with parameters that are unfrozen or added in mid-training",
-        found="other parameters than the gradient on its way is of",
-        why="it was summed for those of the step before",
-        do="unfreeze them in model(), or leave late out",
-    )
 
 
 class DDP(Strategy):
     """Sum buckets of gradients over all ranks, overlapped with backward."""
 
     name = "ddp"
-    computes_alone = True
+    computes_alone = has_whole_passes = True
 
-    @property
+    @cached_property
     def reduced_by(self) -> Picked:
         """The reducer, with its options."""
         picked: Picked = self.context.options.get("reduce", Picked("mean"))
@@ -215,8 +53,9 @@ class DDP(Strategy):
 
     def prepare(self) -> None:
         self.reducer = self._build_reducer()
-        self.can_run_ahead = type(self.reducer).state is Reducer.state  # without residuals
-        self._not_sent: dict[str, Any] | None = None
+        self.has_own_state = type(self.reducer).state is not Reducer.state  # residuals
+        self.can_run_ahead = not self.has_own_state
+        self._not_sent: dict[str, Any] | None = None  # residuals, while buckets are laid out anew
 
     def _build_buckets(self, tally_size: int, reducer: Reducer, *, moves: bool) -> Buckets:
         return Buckets(
@@ -250,42 +89,45 @@ class DDP(Strategy):
         if saved.get("name") == self.reduced_by.name:  # not residuals of another reducer
             self.reducer.load_state(saved["state"])
 
-    def messages(self) -> tuple[int, ...]:
-        return tuple(flat.nbytes for flat in self.buckets.flats)
-
-    def promised_bytes(self) -> int:
-        gradients = sum(gradients.numel() for gradients in self.buckets.gradients)
-        work = Workload(
-            self.messages(),
-            self.comm.size,
-            self.task.shards,
-            gradients=gradients,
-            tally=self.buckets.tally.nbytes,
-            shapes=tuple(shapes_of(bucket) for bucket in self.buckets.buckets),
+    def workload(self) -> Workload:
+        buckets = self.buckets
+        return Workload(
+            messages=tuple(flat.nbytes for flat in buckets.flats),
+            ranks=self.comm.size,
+            shards=self.task.shards,
+            gradients=sum(gradients.numel() for gradients in buckets.gradients),
+            tally=buckets.tally.nbytes,
+            shapes=tuple(shapes_of(bucket) for bucket in buckets.buckets),
         )
-        return self.card.bytes_sent(work, self.context.options)
 
     def forward_backward(self, batch: Batch) -> Tally:
-        self.buckets.begin()
-        last = batch.leaves[-1]
+        """Run all micro-batches; buckets are launched during the last backward pass.
 
-        def leaf_done(leaf: Leaf) -> None:
+        There is one leaf, with all shards of this rank, except with `reduce=tree`, where each shard
+        is a leaf. A rank without samples releases nothing: `reduce` launches its zeros.
+        """
+        step, buckets, last = self.step, self.buckets, batch.leaves[-1]
+        buckets.begin()
+        step.begin(batch)
+        for leaf in batch.leaves:
+            step.begin_leaf()
+            for micro in leaf.micros:
+                backward = step.forward(micro, self.tally)
+                if leaf is last and micro is leaf.micros[-1]:
+                    buckets.release(leaf.shards)  # each is summed as soon as it is finished
+                step.backward(backward)
+            step.end_leaf(batch, leaf, self.tally)
             if leaf is not last:
-                self.buckets.add_leaf(leaf.shards)
-
-        self.step.accumulate(
-            batch,
-            lambda leaf: self.tally,
-            leaf_done,
-            before_last=lambda: self.buckets.release(last.shards),
-        )
+                buckets.add_leaf(leaf.shards)
+        step.end(batch)
         return self.tally
 
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
         self.buckets.finish(batch.leaves[-1].shards)
-        # by shards the norm must be equal to the bit on any ranks: not the norm of buckets
-        flats = [] if self.shard_alone else self.buckets.gradients
-        return local, Gradients(self.step.parameters, flats, exact=self.shard_alone)
+        # along the tree the norm must not depend on the buckets, so it is taken by parameter
+        is_exact = self.shard_alone
+        flats = [] if is_exact else self.buckets.gradients
+        return local, Gradients(self.step.parameters, flats, exact=is_exact, are_dense=True)
 
     def updating(self, gradients: Gradients) -> AbstractContextManager[None]:
         if self.reduced_by.name in SIGNED:
@@ -293,86 +135,10 @@ class DDP(Strategy):
         return super().updating(gradients)
 
 
-class LateDDP(DDP):
-    """`late=1`: a step applies the gradient of the step before, which was summed meanwhile.
-    The first `after` steps apply their own.
-
-    A step waits only for the tally, which is summed along the tree if gradients are.
-    """
-
-    late: Late
-
-    def prepare(self) -> None:
-        kind = Tree if self.shard_alone else Mean
-        self.counts: Reducer = kind(self.comm, self.task.shards)
-
-    def lay_out(self) -> None:
-        before = self.late.state() if hasattr(self, "late") else {}
-        self.late = Late(
-            lambda: self._build_buckets(0, self._build_reducer(), moves=False),
-            self.step.names,
-            self.step.parameters,
-            self.context.options["late"].options["after"],
-            exact=self.shard_alone,
-        )
-        self.late.load_state(before)
-        layout = self.step.layout
-        flat = self.counts.room(layout.size, layout.like)
-        self.counts.prepare([Bucket(flat, flat[:0])])
-        self.tally = layout.tally(flat[: layout.size])
-
-    def sum_apart(self, leaves: list[tuple[Span, Tensor]]) -> Tensor:
-        raise changed_while_late()
-
-    def messages(self) -> tuple[int, ...]:
-        flats = (flat.nbytes for flat in self.late.filling.flats)
-        return (*flats, self.counts.buckets[0].flat.nbytes)
-
-    def promised_bytes(self) -> int:
-        *_, tally = messages = self.messages()
-        numbers = sum(part.numel() for part in self.late.filling.gradients)
-        work = Workload(messages, self.comm.size, self.task.shards, gradients=numbers, tally=tally)
-        return self.card.bytes_sent(work, self.context.options)
-
-    def forward_backward(self, batch: Batch) -> Tally:
-        self.late.filling.begin()
-        self.counts.buckets[0].flat.zero_()
-        last = batch.leaves[-1]
-
-        def leaf_done(leaf: Leaf) -> None:
-            if leaf is not last:
-                self.late.filling.add_leaf(leaf.shards)
-            self.counts.launch(0, (leaf.shards.start, leaf.shards.stop), last=leaf is last)
-
-        self.step.accumulate(batch, lambda leaf: self.tally, leaf_done)
-        return self.tally
-
-    def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
-        self.counts.finish()
-        shards = batch.leaves[-1].shards
-        if not self.step.is_taken(batch, local.totals(batch.index).samples):
-            self.late.drop(shards)
-        return local, LateGradients(self.late, batch.index, shards)
-
-    def own_state(self) -> dict[str, Any]:
-        return {}
-
-    def load_own_state(self, state: dict[str, Any]) -> None:
-        """There is no state of this rank alone."""
-
-    def state(self) -> dict[str, Any]:
-        return {**super().state(), "late": self.late.state()}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        super().load_state(state)
-        self.late.load_state(state.get("late", {}))
-
-    def leave(self, *, failed: bool = False) -> None:
-        if not failed and hasattr(self, "late"):
-            self.late.wait()
-        super().leave(failed=failed)
+LATE = "allranks.torch.parallel.data.late_ddp:LateDDP"
 
 
 def ddp(context: StrategyContext) -> DDP:
     """The strategy `ddp` with the options in `context`."""
-    return LateDDP(context) if is_late(context.options) else DDP(context)
+    kind: type[DDP] = load(LATE) if is_late(context.options) else DDP
+    return kind(context)

@@ -19,13 +19,13 @@ class DDPPlain(Strategy):
     """All-reduce every gradient. Sends 2(N-1)/N of the gradients and the tally."""
 
     name = "ddp-plain"
-    computes_alone = can_run_ahead = True
+    computes_alone = can_run_ahead = has_whole_passes = True
 
     def forward_backward(self, batch: Batch) -> Tally:
         for parameter in self.step.parameters:
             parameter.grad = torch.zeros_like(parameter)
         tally = self.step.layout.tally()
-        self.step.accumulate(batch, lambda leaf: tally)
+        self.step.accumulate(batch, tally)
         return tally
 
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:

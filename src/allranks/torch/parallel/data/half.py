@@ -30,8 +30,7 @@ from torch import Tensor, nn
 from allranks.strategies.reduction_tree import Span
 from allranks.strategies.shards import rows_of
 from allranks.torch.accelerator import is_accelerator
-from allranks.torch.comm.comm import Comm
-from allranks.torch.comm.subgroups import Pending
+from allranks.torch.comm.comm import Comm, Pending
 from allranks.torch.model.reals import reals
 from allranks.torch.parallel.data.buckets import ALIGNED_BYTES, grouped
 from allranks.torch.parallel.data.reducer import Bucket, Reducer

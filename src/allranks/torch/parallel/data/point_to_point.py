@@ -15,8 +15,7 @@ from torch import Tensor
 
 from allranks.strategies.reduction_schedules import SCHEDULES, Part, Turn, chunks_of, cut
 from allranks.strategies.reduction_tree import Span
-from allranks.torch.comm.comm import Comm
-from allranks.torch.comm.subgroups import Pending
+from allranks.torch.comm.comm import Comm, Pending
 from allranks.torch.parallel.data.reducer import Reducer
 
 

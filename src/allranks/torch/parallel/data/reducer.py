@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from allranks.strategies.reduction_tree import Span
-from allranks.torch.comm.comm import Comm
-from allranks.torch.comm.subgroups import Pending
+from allranks.torch.comm.comm import Comm, Pending
 from allranks.torch.model.reals import reals
 
 
@@ -25,8 +24,8 @@ from allranks.torch.model.reals import reals
 class Bucket:
     """A flat tensor that is summed in one message; it begins with the gradients of parameters.
 
-    `views` are these gradients in the shape of their parameters, by name. After them, `flat` holds
-    the tally: numbers that must never be rounded.
+    `views` are these gradients in the shape of their parameters, by name. In the last bucket the
+    tally follows, whose numbers must never be rounded. A bucket may end with padding.
     """
 
     flat: Tensor

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from allranks.torch.data.batch import Batch, Leaf
+from allranks.torch.data.batch import Batch
 from allranks.torch.parallel.data.tree import TreeSum
 from allranks.torch.step.gradients import Gradients, all_gradients
 from allranks.torch.step.tally import Tally
@@ -19,7 +19,7 @@ class Single(Strategy):
     """Forward, backward, update. Sends nothing."""
 
     name = "single"
-    can_run_ahead = True
+    can_run_ahead = has_whole_passes = True
 
     def forward_backward(self, batch: Batch) -> Tally:
         return self._along_the_tree(batch) if self.shard_alone else super().forward_backward(batch)
@@ -29,21 +29,20 @@ class Single(Strategy):
 
     def _along_the_tree(self, batch: Batch) -> Tally:
         """Leave in `.grad` the sum of the shards' gradients; returns the sum of their tallies."""
-        tree = TreeSum(self.task.shards)
-        tally = self.step.layout.tally()
-
-        def start(leaf: Leaf) -> Tally:
+        step, tree, tally = self.step, TreeSum(self.task.shards), self.step.layout.tally()
+        step.begin(batch)
+        for leaf in batch.leaves:
             tally.tensor.zero_()
-            for parameter in self.step.parameters:
+            for parameter in step.parameters:
                 parameter.grad = torch.zeros_like(parameter, requires_grad=False)
-            return tally
-
-        def add(leaf: Leaf) -> None:
-            gradients = all_gradients(self.step.parameters)
+            step.begin_leaf()
+            for micro in leaf.micros:
+                step.backward(step.forward(micro, tally))
+            step.end_leaf(batch, leaf, tally)
+            gradients = all_gradients(step.parameters)
             tree.add((leaf.shards.start, leaf.shards.stop), [*gradients, tally.tensor])
-
-        self.step.accumulate(batch, start, add)
+        step.end(batch)
         *gradients, total = tree.total()
-        for parameter, gradient in zip(self.step.parameters, gradients, strict=True):
+        for parameter, gradient in zip(step.parameters, gradients, strict=True):
             parameter.grad = gradient
-        return self.step.layout.tally(total)
+        return step.layout.tally(total)

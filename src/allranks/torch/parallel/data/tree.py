@@ -32,8 +32,7 @@ from allranks.strategies.reduction_tree import (
     uses_pairs,
 )
 from allranks.strategies.shards import owned_shards
-from allranks.torch.comm.comm import Comm
-from allranks.torch.comm.subgroups import Pending
+from allranks.torch.comm.comm import Comm, Pending
 from allranks.torch.data.batch import Batch
 from allranks.torch.parallel.data.half import PackedBucket
 from allranks.torch.parallel.data.reducer import Bucket, Reducer
@@ -197,8 +196,9 @@ class Tree(Reducer):
         elif self._in_place and self._in_place.has(bucket):
             exchange = _TreeExchange(flat, flat, self._in_place.begin(bucket, roots), is_whole=True)
         elif self._pairs and uses_pairs(self.shards, self.comm.size, flat.nbytes):
-            first = self.comm.add_in_pair(roots[0], self._pairs[0])
-            exchange = _TreeExchange(flat, roots[0], first, in_pairs=True, is_whole=True)
+            # this rank has one root, completed by the last leaf, whose memory is the bucket
+            first = self.comm.add_in_pair(flat, self._pairs[0])
+            exchange = _TreeExchange(flat, flat, first, in_pairs=True, is_whole=True)
         else:
             exchange = _TreeExchange(flat, *self._chunks.send_roots(roots))
         self._under_way.append(exchange)
@@ -218,8 +218,6 @@ class Tree(Reducer):
                 exchange.pending.wait()
         for exchange in self._under_way:
             exchange.pending.wait()
-            if exchange.in_pairs and exchange.local is not exchange.flat:
-                exchange.flat.copy_(exchange.local)
         self._under_way.clear()
 
 

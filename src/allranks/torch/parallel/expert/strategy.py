@@ -13,29 +13,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from allranks.errors import RequestError
+from allranks.strategies.card import Workload
 from allranks.strategies.mesh import EXPERT, REPLICATE
-from allranks.torch.checkpoint.tree import is_dtensor
 from allranks.torch.data.batch import Batch
-from allranks.torch.optimizers.elementwise import WeightParts, check_elementwise
+from allranks.torch.optimizers.elementwise import check_elementwise
 from allranks.torch.optimizers.made import OptimizerArguments
 from allranks.torch.parallel.data.buckets import Buckets
 from allranks.torch.parallel.data.reducer import Mean
 from allranks.torch.parallel.expert.mixture import OF_EXPERTS, ExpertExchange, MixtureOfExperts
 from allranks.torch.parallel.sharded.gradients import SomeCut, check_no_hooks
-from allranks.torch.parallel.sharded.state import Replicate, Shard, dtensor, mesh_of
 from allranks.torch.parallel.tensor.cutting import local_parameter
-from allranks.torch.parallel.tensor.exchange import Along, TensorExchange
+from allranks.torch.parallel.tensor.exchange import TensorExchange
 from allranks.torch.step.gradients import Gradients
-from allranks.torch.step.losses import forward
 from allranks.torch.step.tally import Tally
 from allranks.torch.strategies.base import Strategy
+from allranks.torch.strategies.layout import ROWS, Cut, Layout, mesh_of
 
 NAME = "--strategy expert"
 
@@ -52,7 +50,7 @@ class Experts(Strategy):
         self.exchange = ExpertExchange(axis, lambda: self.step.for_others.is_on)
         self.weights = TensorExchange(axis)  # to gather experts, for a regularizer
         self.steps = 0
-        self.whole: dict[str, Tensor] = {}  # full shapes of cut weights, on meta
+        self.cuts: dict[str, Cut] = {}
         self.slots: list[tuple[nn.Module, str, int]] = []
         if self.comm.size == 1:
             return model
@@ -60,10 +58,9 @@ class Experts(Strategy):
         self._check(model, mixtures)
         if axis.size == 1:
             return model
-        self.device_mesh = mesh_of(
-            [(name, self.axis(name)) for name in (REPLICATE, EXPERT)], self.comm.size
-        )
+        mesh = mesh_of(self.comm, [(name, self.axis(name)) for name in (REPLICATE, EXPERT)])
         self._cut(model, list(mixtures.values()))
+        self.layout = Layout(axis, self.cuts, mesh)
         return model
 
     def _check(self, model: nn.Module, mixtures: dict[str, MixtureOfExperts]) -> None:
@@ -98,32 +95,24 @@ class Experts(Strategy):
                     continue
                 if id(whole) not in done:
                     done[id(whole)] = local_parameter(whole, 0, self.weights)
-                    self.whole[names[id(whole)]] = torch.empty_like(whole, device="meta")
+                    self.cuts[names[id(whole)]] = Cut(torch.empty_like(whole, device="meta"))
                 mixture._parameters[name] = done[id(whole)]
                 self.slots.append((mixture, name, mixture.experts))
         self.cut = {id(part) for part in done.values()}
         self.exchange.room = max(mixture.experts for mixture in mixtures)
 
-    def whole_shapes(self) -> dict[int, torch.Size]:
-        params = dict(self.model.named_parameters())
-        return {id(params[name]): whole.shape for name, whole in self.whole.items()}
-
     def prepare(self) -> None:
-        if self.whole:
-            self.step.forward = self._forward
+        if self.cuts:
             self.optimizer_arguments = OptimizerArguments(self.step.optimizer)
             self._check_updates()
 
     def _check_updates(self) -> None:
-        if self.whole and self.optimizer_arguments.is_new():
-            parts = partial(Along(0).parts, self.axis(EXPERT).size)
-            params, whole = dict(self.model.named_parameters()), self.whole.items()
-            cuts = {id(params[name]): WeightParts(tuple(w.shape), parts) for name, w in whole}
-            check_elementwise(self.step.optimizer, NAME, cuts)
+        if self.cuts and self.optimizer_arguments.is_new():
+            check_elementwise(self.step.optimizer, NAME, self.layout.weight_parts(self.model))
 
     def lay_out(self) -> None:
         """Gradients of experts are summed over their copies, others over all ranks."""
-        cut = self.cut if self.whole else set()
+        cut = self.cut if self.cuts else set()
         named = list(zip(self.step.names, self.step.parameters, strict=True))
         others = [(name, p) for name, p in named if id(p) not in cut]
         experts = [(name, p) for name, p in named if id(p) in cut]
@@ -148,7 +137,7 @@ class Experts(Strategy):
         for buckets in filter(None, (self.shared, self.expert_buckets)):
             buckets.begin()
         with self.exchange.opened("gradients"):
-            self.step.accumulate(batch, lambda leaf: self.tally)
+            self.step.accumulate(batch, self.tally)
         self.steps += 1
         return self.tally
 
@@ -156,9 +145,10 @@ class Experts(Strategy):
         with self.exchange.opened("control"):
             return super().recompute(batch)
 
-    def _forward(self, data: Any) -> Any:
-        output = forward(self.task, self.step.call, data)
-        self.exchange.close_pass()
+    def forward(self, data: Any) -> Any:
+        output = super().forward(data)
+        if self.cuts:
+            self.exchange.close_pass()
         return output
 
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
@@ -169,14 +159,14 @@ class Experts(Strategy):
             buckets.finish(shards)
         if self.shared is None:
             self.comm.all_reduce(local.tensor).wait()
-        cut = self.cut if self.whole else ()
+        cut = self.cut if self.cuts else ()
         return local, SomeCut(self.step.parameters, self.axis(EXPERT), cut, exact=False)
 
     def eval_step(self, data: Any, forward: Callable[[Callable[..., Any], Any], Any]) -> Any:
         """All ranks call this equally often: rows are sent to the ranks of their experts."""
         with self.exchange.opened("control"):
             output = super().eval_step(data, forward)
-            if self.whole:
+            if self.cuts:
                 self.exchange.close_pass()
         return output
 
@@ -187,7 +177,7 @@ class Experts(Strategy):
         with self.weights.remembered():
             for module, name, experts in self.slots:
                 part: Any = module._parameters[name]
-                gathered: Any = self.weights.whole_weight(part, Along(0), experts)
+                gathered: Any = self.weights.whole_weight(part, ROWS, experts)
                 module._parameters[name] = gathered
         try:
             yield
@@ -195,31 +185,16 @@ class Experts(Strategy):
             for (module, name, _), parameter in zip(self.slots, parts, strict=True):
                 module._parameters[name] = parameter
 
-    def messages(self) -> tuple[int, ...]:
+    def workload(self) -> Workload:
         """Bytes of rows to other ranks, of sums over all ranks, and of sums over copies.
 
         Of all steps: the first depend on the choices of the router.
         """
         tally = self.tally.tensor.nbytes if self.shared is None else 0
         shared, experts = tally + _bytes_of(self.shared), _bytes_of(self.expert_buckets)
-        return self.exchange.exchanged, self.steps * shared, self.steps * experts
-
-    def promised_bytes(self) -> int:
-        """The mean over the steps that were made."""
-        return round(super().promised_bytes() / max(1, self.steps))
-
-    # --- what a state holds ---------------------------------------------------------------
-
-    def as_saved(self, name: str, tensor: Tensor) -> Tensor:
-        if name not in self.whole:
-            return tensor
-        return dtensor(tensor, self.device_mesh, [Replicate(), Shard(0)], self.whole[name])
-
-    def as_held(self, name: str, saved: Tensor) -> Tensor:
-        if is_dtensor(saved):
-            local: Tensor = saved.to_local()  # type: ignore[attr-defined]
-            return local
-        return self.weights.local_part(saved, 0).contiguous() if name in self.whole else saved
+        messages = self.exchange.exchanged, self.steps * shared, self.steps * experts
+        steps = max(1, self.steps)
+        return Workload(messages, self.comm.size, self.task.shards, steps=steps)
 
 
 def _bytes_of(buckets: Buckets | None) -> int:

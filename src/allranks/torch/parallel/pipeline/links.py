@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 
 from allranks.errors import RequestError
-from allranks.torch.checkpoint.tree import DTYPES, NAMES
-from allranks.torch.comm.comm import Comm
-from allranks.torch.comm.subgroups import Pending
+from allranks.torch.checkpoint.state import DTYPES, NAMES
+from allranks.torch.comm.comm import Comm, Pending
 from allranks.torch.data.collate import tensors_in
 
 TENSOR = "tensor"

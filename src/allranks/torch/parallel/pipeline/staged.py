@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from allranks.errors import RequestError
-from allranks.job.place import Placed
+from allranks.strategies.card import Workload
 from allranks.strategies.shards import balanced_ends
 from allranks.torch.comm.comm import Comm
 from allranks.torch.model.layers import OfShard, Scope, Swapped, is_chain, own_kind
@@ -30,12 +30,12 @@ from allranks.torch.model.partition import seconds_of
 from allranks.torch.model.precision import Precision
 from allranks.torch.optimizers.elementwise import check_by_parameter
 from allranks.torch.optimizers.made import OptimizerArguments
-from allranks.torch.parallel.pipeline.gradients import StagedGradients
-from allranks.torch.parallel.sharded.state import known_to_all
+from allranks.torch.parallel.sharded.gradients import StagedGradients
 from allranks.torch.random.dropout import DROPOUTS
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.user_buffers import written_in_forward
 from allranks.torch.strategies.base import Strategy
+from allranks.torch.strategies.layout import Layout, StageLayout
 from allranks.torch.task import Task
 
 # --- balance -------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ class Staged(Strategy):
         seconds = measured(model, self.task, scope, precision, self.comm, self.name)
         costs = seconds if self.context.options["by"] == "cost" else bytes_of
         self.stages = stages_of(self.task, model, self.last + 1, asked, costs)
-        self.cut_stages(model)
+        parts = self.cut_stages(model)
         ranks_of = {
             name: sorted({stage % self.line.size for stage in self.stages.holders(parameter)})
             for name, parameter in model.named_parameters()
@@ -252,20 +252,22 @@ class Staged(Strategy):
         self._tied = {n: f"tied {r}" for n, r in meeting.items() if self.line.rank in r}
         for ranks in {r for r in meeting.values() if self.line.rank in r}:
             self._axes[f"tied {ranks}"] = not_alike(self.line.subgroup(ranks), self.line)
-        self.hold(model, ranks_of)
+        self.hold(model, ranks_of, parts)
         return model
 
-    def hold(self, model: nn.Module, ranks_of: Mapping[str, Sequence[int]]) -> None:
+    def hold(self, model: nn.Module, ranks_of: Mapping[str, Sequence[int]], parts: Layout) -> None:
         """Keep the weights of this rank; the home of a weight is the first rank that holds it."""
         self.home = {name: ranks[0] for name, ranks in ranks_of.items()}
         self.local_names = {n for n, ranks in ranks_of.items() if self.line.rank in ranks}
         self._ranks_of = ranks_of
+        self.layout = StageLayout(parts, self.line, self.home, self.local_names)
         _replace_by_meta(model, self.local_names)
         self._crossed: dict[int, int] = {}
         self.steps = 0
 
-    def cut_stages(self, model: nn.Module) -> None:
+    def cut_stages(self, model: nn.Module) -> Layout:
         """Cut the weights of all stages, if several ranks hold a stage together."""
+        return self.layout
 
     def check_task(self, asked: str) -> None:
         """Raise `RequestError` for features that stages do not support."""
@@ -375,46 +377,8 @@ class Staged(Strategy):
 
     def whole_weight(self, name: str, parameter: nn.Parameter) -> Tensor:
         """A full weight, for a loss that every rank computes; every rank calls this."""
-        tensor = self.full(name, parameter.detach())
+        tensor = self.layout.full(name, parameter.detach())
         return parameter if name in self.local_names else _like(parameter, tensor)
-
-    # --- whole tensors and state ----------------------------------------------------------
-
-    def full(self, name: str, tensor: Tensor) -> Tensor:
-        """A full parameter, or gradient, from its home rank."""
-        if self.line.size == 1:
-            return tensor
-        home = self.home[name]
-        whole = tensor.detach().contiguous() if home == self.line.rank else None
-        if whole is None:
-            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.line.device)
-        self.line.broadcast(whole, source=home)
-        return whole
-
-    def as_held(self, name: str, saved: Tensor) -> Tensor:
-        return saved if name in self.local_names else torch.empty_like(saved, device="meta")
-
-    def state(self) -> dict[str, Any]:
-        """The state of one process, with meta tensors for other ranks; every rank calls this."""
-        state = super().state()
-        states = state["optimizer"]["state"]
-        home_names = [name for name in states if self.home[name] == self.line.rank]
-        here = {name: values for name, values in states.items() if name in self.local_names}
-        known = known_to_all(here, home_names, self.line)
-        order = [name for name, _ in self.model.named_parameters() if name in known]
-        state["optimizer"] = {
-            **state["optimizer"],
-            "state": {name: known[name] for name in order},
-        }
-        return state
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        optimizer = state["optimizer"]
-        states = {n: values for n, values in optimizer["state"].items() if n in self.local_names}
-        super().load_state({**state, "optimizer": {**optimizer, "state": states}})
-
-    def placement(self, *, updated: bool) -> list[Placed]:
-        return [row for row in super().placement(updated=updated) if row.device != "meta"]
 
     # --- bytes ----------------------------------------------------------------------------
 
@@ -441,12 +405,13 @@ class Staged(Strategy):
         numbers = self.step.layout.size + 2 * len(self.step.parameters)
         return numbers * torch.float64.itemsize
 
-    def messages(self) -> tuple[int, ...]:
+    def workload(self) -> Workload:
         """Bytes between stages, then summed; a tied weight counts as if all ranks summed it."""
         ranks, summed = self.line.size, float(self.tally_bytes())
         for parameter, comm in self._summed:
             summed += parameter.nbytes * (1 - 1 / comm.size) / (1 - 1 / ranks)
-        return (*map(round, self.crossed()), round(summed))
+        messages = *map(round, self.crossed()), round(summed)
+        return Workload(messages, self.comm.size, self.task.shards)
 
 
 def not_alike(some: Comm, ranks: Comm) -> Comm:

@@ -78,7 +78,6 @@ class Pipeline(Staged):
         return self.name, int(self.context.options.get("chunks", 1))
 
     def prepare(self) -> None:
-        self.step.forward = self._forward
         self.step.has_loss = self.last in self.own_stages
 
     def lay_out(self) -> None:
@@ -110,7 +109,7 @@ class Pipeline(Staged):
         """Run the schedule for the micro-batches of a batch."""
         for parameter in self.local_params:
             parameter.grad = None
-        self.step.begin(batch)
+        self.step.prepare(batch)
         self.passes = _Passes(self, batch)
         actions = self.schedule(len(batch.micros))[self.line.rank]
         # the first messages of a pair may block the host until both ranks have begun them
@@ -125,7 +124,7 @@ class Pipeline(Staged):
         self.step.end(batch)
         return tally
 
-    def _forward(self, data: Any) -> Any:
+    def forward(self, data: Any) -> Any:
         """Run a stage in place of the model; `Passes.output` calls it."""
         return self.passes.through(data)
 
@@ -350,7 +349,7 @@ class _Passes:
         step, leaves = self.step, self.batch.leaves
         for leaf, tally, used in zip(leaves, self.tallies, self.used, strict=True):
             step.used = used
-            step.close_leaf(self.batch, leaf, tally)
+            step.end_leaf(self.batch, leaf, tally)
         if not self.strategy.shard_alone:
             (tally,) = self.tallies
             return tally

@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from allranks.errors import RequestError
 from allranks.strategies.card import Picked
 from allranks.strategies.compressed import PIECES, SIGNED
-from allranks.torch.checkpoint.tree import local
+from allranks.torch.checkpoint.state import local
 from allranks.torch.comm.comm import Comm
 from allranks.torch.compression.codecs import Codec, ErrorFeedback, codec_of
 from allranks.torch.data.batch import Batch

@@ -13,26 +13,32 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from allranks.errors import RequestError
 from allranks.strategies.card import Workload
 from allranks.strategies.mesh import REPLICATE, SHARD, TENSOR
 from allranks.strategies.reduction_tree import Span
 from allranks.torch.accelerator import is_accelerator
-from allranks.torch.checkpoint.state import put_whole
-from allranks.torch.data.batch import Batch, Leaf
+from allranks.torch.data.batch import Batch
 from allranks.torch.model.deferred_init import move
 from allranks.torch.model.precision import Casts
-from allranks.torch.optimizers.elementwise import check_fused, check_no_step_hooks
+from allranks.torch.optimizers.elementwise import (
+    WeightParts,
+    check_fused,
+    check_no_step_hooks,
+    groups_of_whole,
+)
 from allranks.torch.optimizers.layerwise import Layerwise
+from allranks.torch.optimizers.made import OptimizerArguments
 from allranks.torch.parallel.context.blocks import blocks_of
 from allranks.torch.parallel.data.reducer import Mean
 from allranks.torch.parallel.data.single import Single
@@ -48,8 +54,7 @@ from allranks.torch.parallel.sharded.collectives import (
 )
 from allranks.torch.parallel.sharded.gradients import SideMessage, SomeCut, check_no_hooks
 from allranks.torch.parallel.sharded.slots import Slots, WeightGuard, is_cut
-from allranks.torch.parallel.sharded.state import TwoAxes, device_mesh, mesh_of
-from allranks.torch.parallel.sharded.whole_optimizers import Divided, WholeUpdates
+from allranks.torch.parallel.sharded.whole_optimizers import WholeUpdates
 from allranks.torch.parallel.sharded.wrap import (
     Outputs,
     check_can_be_cut,
@@ -62,10 +67,10 @@ from allranks.torch.parallel.sharded.wrap import (
 from allranks.torch.parallel.tensor.cutting import CutModel, cut_layers
 from allranks.torch.parallel.tensor.passes import CutPasses, exchange_of
 from allranks.torch.step.gradients import Gradients, tables_of
-from allranks.torch.step.losses import forward
 from allranks.torch.step.tally import Tally
 from allranks.torch.step.trainable import unfrozen_on_the_way
 from allranks.torch.strategies.base import StrategyContext
+from allranks.torch.strategies.layout import Cut, TwoAxes, UnitLayout, mesh_of, ranks_of
 
 CPU = torch.device("cpu")
 
@@ -95,20 +100,25 @@ class FSDP(Single):
         self.order = CallOrder(f"--strategy {self.name}")
         self.trail = CallTrail(f"--strategy {self.name}", self.comm.store_barrier)
         self.cut, self.two_axes = CutModel(), cast("TwoAxes | None", None)
+        self.optimizer_arguments: OptimizerArguments | None = None
         self.fillings: list[Filling] = []  # for each unit, if torch is older than 2.13
         self._hooks: list[RemovableHandle] = []
 
-    @property
+    @cached_property
     def shard_alone(self) -> bool:
         return str(self.context.options.get("reduce")) == "tree"
 
     def make_groups(self) -> None:
-        axes, options = (self.axis(SHARD), self.axis(REPLICATE)), self.context.options
+        both, options = (self.axis(SHARD), self.axis(REPLICATE)), self.context.options
         across = self.name == HSDP.name
-        self.sums = UnitSums(options["reduce"], self.comm, self.task.shards, axes, across=across)
+        self.sums = UnitSums(options["reduce"], self.comm, self.task.shards, both, across=across)
         if self.is_cut:
-            self.axis(TENSOR)
+            shards, tensor = self.axis(SHARD), self.axis(TENSOR)
             self.device_mesh = self._device_mesh()
+            if tensor.size > 1:  # the tensor axis varies fastest
+                grid = ranks_of(self.comm).view(shards.size, -1).t().contiguous()
+                axes = (TENSOR, tensor), (SHARD, shards)
+                self.state_mesh = mesh_of(self.comm, axes, grid=grid)
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         check_can_be_cut(model, self.name)
@@ -146,6 +156,10 @@ class FSDP(Single):
         self._hooks.append(model.register_forward_hook(self._free_after_forward))
         if casts is not None:
             self._hooks += casts.follow_passes(model)
+        self.layout = UnitLayout(model, shards)
+        if (axis := self.exchange.comm).size > 1:
+            cuts, gather = self.cut.cuts, self.exchange.all
+            self.layout = self.two_axes = TwoAxes(model, axis, cuts, self.state_mesh, gather)
         return model
 
     def _cut_layers(self, model: nn.Module, units: list[nn.Module]) -> None:
@@ -190,28 +204,23 @@ class FSDP(Single):
         """The mesh for `fully_shard`, without the tensor axis."""
         over_both = self.mesh.size(REPLICATE) > 1 and self.sums.replicas is None
         axes = [(n, self.axis(n)) for n in ((REPLICATE, SHARD) if over_both else (SHARD,))]
-        if len(axes) == 1:
-            return device_mesh(axes[0][1], SHARD)
-        return mesh_of(axes, self.comm.size, {REPLICATE: "gradients"})
-
-    def whole_shapes(self) -> dict[int, torch.Size]:
-        return self.cut.whole_shapes(self.model)
+        return mesh_of(self.comm, axes, {REPLICATE: "gradients"})
 
     def prepare(self) -> None:
         if not self.is_cut:
             return
         self.reducer = (Tree if self.shard_alone else Mean)(self.comm, self.task.shards)
-        if self.exchange.comm.size > 1:
-            self.two_axes = TwoAxes(self.cut, self.exchange, self.axis(SHARD))
         optimizer, asked = self.step.optimizer, f"--strategy {self.name}"
         check_fused(optimizer, asked)
         if self.passes.blocks is None:  # their first check reads weights in a pass
             self.guard.is_on = self._is_task_on
         named = self.model.named_parameters()
-        cut = {name: Divided(p, p.shape) for name, p in named if isinstance(p, DTensor)}
+        params = {name: p for name, p in named if isinstance(p, DTensor)}
+        cuts = {name: Cut(torch.empty(p.shape, device="meta")) for name, p in params.items()}
         if self.two_axes is not None:
-            self.step.forward, cut = self._forward, {}
-        self.wholes = WholeUpdates(self.axis(SHARD), optimizer, cut, asked)
+            cuts = {}
+        self.wholes = WholeUpdates(self.axis(SHARD), optimizer, params, cuts, asked)
+        self.layout.kept_whole = self.wholes.here
         if self.step.sparse.positions or self.context.scope.looked_up:
             raise rows_apart(self.name)
 
@@ -221,29 +230,61 @@ class FSDP(Single):
         is_on = over_batch is not None and over_batch.is_on
         return self._evaluates or self.step.user_backward.is_on or is_on
 
-    def _forward(self, data: Any) -> Any:
-        return self.passes.passed(partial(forward, self.task, self.step.call, data))
+    def forward(self, data: Any) -> Any:
+        run = partial(super().forward, data)
+        return run() if self.two_axes is None else self.passes.passed(run)
 
     def lay_out(self) -> None:
         if not self.is_cut:
             return
         if self.two_axes is not None:
-            self._check_updates(self.two_axes)
+            self._check_updates()
         elif self.shard_alone or not isinstance(self.step.optimizer, Layerwise):
-            self.kept_whole = self.wholes.find()  # `Layerwise` has full norms, but not bit for bit
+            self.wholes.find()  # `Layerwise` has full norms, but not bit for bit
         else:
             check_no_step_hooks(self.step.optimizer, f"--strategy {self.name}")
         if self.exchange.comm.rank > 0:
             names = zip(self.step.names, self.step.parameters, strict=True)
-            self.copies = {id(p) for name, p in names if name not in self.cut.dims}
+            self.copies = {id(p) for name, p in names if name not in self.cut.cuts}
         step = self.step
         self.sums.lay_out(step.names, step.parameters)
         scattered = {id(p) for p in self.passes.see_positions(step.names, step.parameters)}
         copies = self.copies - scattered
         self.side_message = SideMessage(self.reducer, step.layout, step.parameters, copies)
 
-    def _check_updates(self, two_axes: TwoAxes) -> None:
-        two_axes.check_updates(self.step.optimizer, self.model, f"--strategy {self.name}:tensor")
+    def _check_updates(self) -> None:
+        """Raise `RequestError` for an optimizer that needs parameters which are cut twice.
+
+        It is examined at the first call, and when its hyper-parameters have changed.
+        """
+        optimizer, asked = self.step.optimizer, f"--strategy {self.name}:tensor"
+        arguments = self.optimizer_arguments = self.optimizer_arguments or OptimizerArguments(
+            optimizer
+        )
+        if arguments.is_new() and groups_of_whole(optimizer, asked, self._cut_twice()):
+            raise RequestError(
+                asked=f"{asked} with {type(optimizer).__name__}",
+                found="the update of some rows is another one by themselves",
+                why="a parameter is cut over two axes, and nobody gathers it over both",
+                do="--strategy fsdp or tensor, or an optimizer that updates every number by itself",
+            )
+
+    def _cut_twice(self) -> dict[int, WeightParts]:
+        """The cuts of every parameter: along the tensor axis, then each part by rows."""
+        shards = self.axis(SHARD).size
+
+        def by_rows(parts: Callable[[Tensor], list[Tensor]], whole: Tensor) -> list[Tensor]:
+            return [rows for part in parts(whole) for rows in part.chunk(shards)]
+
+        every = {
+            id(p): WeightParts(tuple(p.shape), lambda whole: [whole])
+            for p in self.model.parameters()
+        }
+        return {
+            key: WeightParts(cut.shape, partial(by_rows, cut.parts))
+            for key, cut in {**every, **self.layout.weight_parts(self.model)}.items()
+            if cut.shape
+        }
 
     def sum_apart(self, leaves: list[tuple[Span, Tensor]]) -> Tensor:
         if self.is_cut:
@@ -283,8 +324,12 @@ class FSDP(Single):
         self.sums.begin(batch)
         with self.exchange.opened("gradients"):
             tally = self.side_message.tally
-            self.step.accumulate(batch, lambda leaf: tally, partial(self._leaf_done, batch))
-            self.passes.sum_over_positions(self.step.names, self.step.parameters)
+            for leaf in self.step.leaves(batch, tally):
+                self.side_message.move_gradients()
+                if leaf is not batch.leaves[-1]:
+                    self.side_message.leaf_done((leaf.shards.start, leaf.shards.stop))
+            if self.passes.summed:
+                self.passes.sum_over_positions(self.step.names, self.step.parameters)
         self.sums.end()
         self.guard.check()
         self.guard.compares = False
@@ -303,17 +348,13 @@ class FSDP(Single):
         self.order.note(number)
         self.exchange.refuses_parts = True  # torch itself reads shards before its first pass
 
-    def _leaf_done(self, batch: Batch, leaf: Leaf) -> None:
-        self.side_message.move_gradients()
-        if leaf is not batch.leaves[-1]:
-            self.side_message.leaf_done((leaf.shards.start, leaf.shards.stop))
-
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
         if not self.is_cut:
             return super().reduce(batch, local)
         last = batch.leaves[-1].shards
         with self.trail.at(THE_SUM):
-            unread = self.step.rows is not None and self.step.rows.is_on
+            deferred = self.step.deferred
+            unread = deferred is not None and deferred.is_on
             span, ranks = (last.start, last.stop), self.comm.size
             self.side_message.sum_up(span, self.order, ranks, unread=unread)
         holders = self.axis(SHARD) if self.two_axes is None else self.comm
@@ -323,30 +364,23 @@ class FSDP(Single):
     def updating(self, gradients: Gradients) -> AbstractContextManager[None]:
         self.sums.before_update(gradients)
         if self.two_axes is not None:
-            self._check_updates(self.two_axes)
+            self._check_updates()
         return self.wholes.gathered() if self.is_cut else super().updating(gradients)
 
-    def messages(self) -> tuple[int, ...]:
+    def workload(self) -> Workload:
         """Bytes of the root, of all other units, of trained weights, of the side message, and to
-        owners and back.
-
-        With a tensor axis also bytes all-reduced and all-gathered there: the mean of all steps.
+        owners and back; with a tensor axis also bytes all-reduced and all-gathered there, the mean
+        of all steps. For a step with the largest number of passes so far.
         """
         sizes = sizes_of(self.unit_params, self.axis(SHARD).size)
         side_bytes = self.side_message.flat.nbytes if self.is_cut else 0
         moved = self.wholes.most_sent() if self.is_cut else 0
-        if self.two_axes is None:
-            return *sizes, side_bytes, moved
-        along = self.exchange.reduced, self.exchange.gathered
-        return *sizes, side_bytes, moved, *(round(size / max(1, self.steps)) for size in along)
-
-    def promised_bytes(self) -> int:
-        """For a step with the largest number of passes so far."""
-        ranks, shards = self.comm.size, self.task.shards
+        along = (self.exchange.reduced, self.exchange.gathered) if self.two_axes else ()
+        messages = *sizes, side_bytes, moved, *(round(n / max(1, self.steps)) for n in along)
         units = ([p for p in unit if p.requires_grad] for unit in self.unit_params)
         shapes = tuple(tuple(tuple(p.shape) for p in unit) for unit in units)
-        work = Workload(self.messages(), ranks, shards, passes=self.most_passes, shapes=shapes)
-        return self.card.bytes_sent(work, self.context.options)
+        ranks, passes = self.comm.size, self.most_passes
+        return Workload(messages, ranks, self.task.shards, passes=passes, shapes=shapes)
 
     # --- whole weights --------------------------------------------------------------------
 
@@ -397,27 +431,6 @@ class FSDP(Single):
             return
         with self.slots.whole(self.comm.device), self.exchange.opened("control"):
             yield
-
-    def place(self, name: str, part: Tensor, whole: Tensor) -> None:
-        put_whole(part, self.cut.part_of(name, whole, self.exchange))
-
-    def as_saved(self, name: str, tensor: Tensor) -> Tensor:
-        return tensor if self.two_axes is None else self.two_axes.to_global(name, tensor)
-
-    def full(self, name: str, tensor: Tensor) -> Tensor:
-        whole = super().full if self.two_axes is None else self.two_axes.full
-        return whole(name, tensor.to(self.comm.device))  # where ranks exchange it
-
-    def as_held(self, name: str, saved: Tensor) -> Tensor:
-        local = dict(self.model.named_parameters())[name]
-        if isinstance(local, DTensor) and self.two_axes is not None:
-            return self.two_axes.to_local(name, saved, local)
-        if not isinstance(local, DTensor) or isinstance(saved, DTensor):
-            return saved
-        return distribute_tensor(saved, local.device_mesh, local.placements, src_data_rank=None)
-
-    def state(self) -> dict[str, Any]:
-        return self.wholes.complete_state(super().state()) if self.is_cut else super().state()
 
     def own_state(self) -> dict[str, Any]:
         return self.sums.own_state()

@@ -1,4 +1,4 @@
-"""The gradients of a step, sharded over ranks."""
+"""The gradients of a step of which each rank holds parts, or those of its stages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -16,12 +16,19 @@ from torch.utils.hooks import RemovableHandle
 from allranks.errors import RequestError
 from allranks.strategies.reduction_tree import Span
 from allranks.torch.accelerator import is_accelerator
-from allranks.torch.checkpoint.tree import local
+from allranks.torch.checkpoint.state import local
 from allranks.torch.comm.comm import Comm
-from allranks.torch.model.reals import reals
+from allranks.torch.model.reals import real_type, reals
 from allranks.torch.parallel.data.reducer import Bucket, Reducer, exact_norm
 from allranks.torch.parallel.sharded.call_order import NUMBERS, CallOrder
-from allranks.torch.step.gradients import ROW, Gradients, as_tensor, gradients_of, multiply_
+from allranks.torch.step.gradients import (
+    ROW,
+    Gradients,
+    as_tensor,
+    gradients_of,
+    make_dense,
+    multiply_,
+)
 from allranks.torch.step.tally import Tally, TallyLayout
 
 TOGETHER_BYTES = 2**26  # assumed, not measured
@@ -74,34 +81,26 @@ class PartsOfRanks(Gradients):
         Sends 8 bytes to each other rank, as `control`; five numbers for an exact norm.
         """
         if clips and self.exact:
-            return exact_norm(self.counted(), self._everywhere)
+            return exact_norm(self.counted(), partial(rows_of_ranks, self.comm))
         norm = float(self.norm_unread(clips=clips, left_out=left_out))
         return norm if math.isfinite(norm) else self._norm_of_doubles(self.counted())
 
     def _norm_of_doubles(self, counted: Sequence[Tensor]) -> float:
         """The same if squares may be too large for the dtype of the gradient."""
         wide = [part.to(torch.promote_types(part.dtype, torch.float64)) for part in counted]
-        return math.sqrt(self._everywhere(squares_of(wide, self.comm.device)).sum())
+        return math.sqrt(rows_of_ranks(self.comm, squares_of(wide, self.comm.device)).sum())
 
     def norm_unread(self, *, clips: bool, left_out: bool) -> Tensor:
         if self.squares is not None:
             return self.squares.sum().sqrt()
         counted = self.counted_for_norm(clips=clips, left_out=left_out)
         squares = squares_of(counted, self.comm.device)
-        return self._everywhere(squares).sum().sqrt()
+        return rows_of_ranks(self.comm, squares).sum().sqrt()
 
     def clip_(self, limit: float, norm: float | Tensor) -> None:
         total = as_tensor(norm, self.parameters[0])
         factor = (limit / (total + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
         multiply_(self.flats or self.local_parts(), factor)
-
-    def _everywhere(self, row: Tensor) -> Tensor:
-        """The rows of all ranks, (ranks, row)."""
-        if self.comm.size == 1:
-            return row[None]
-        rows = row.new_empty(self.comm.size * row.numel())
-        self.comm.all_gather(rows, row, "control").wait()
-        return rows.view(self.comm.size, -1)
 
 
 class SomeCut(PartsOfRanks):
@@ -180,6 +179,148 @@ class GradientParts(PartsOfRanks):
         if clips or left_out or not self.flats:
             return self.counted()
         return [flat for flat in self.flats if flat.ndim or self.comm.rank == 0]
+
+
+def rows_of_ranks(comm: Comm, row: Tensor) -> Tensor:
+    """The rows of all ranks, (ranks, row); every rank of `comm` calls this."""
+    row = row.to(comm.device)
+    if comm.size == 1:
+        return row[None]
+    rows = row.new_empty(comm.size * row.numel())
+    comm.all_gather(rows, row, "control").wait()
+    return rows.view(comm.size, -1)
+
+
+class StagedGradients(Gradients):
+    """The gradients of this rank's parameters, with one norm for the whole model.
+
+    Every rank contributes the norm of each of its gradients. Then all have the norms of one
+    process, in the order of the model, and combine them as one process does. `counted` are the
+    positions that this rank contributes, as several ranks of the `line` may hold a parameter. Of
+    those at the positions `cut`, the ranks of `parts` hold a part each. `norm_rows` caches the rows
+    that were summed, until gradients change.
+    """
+
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        counted: Sequence[tuple[int, nn.Parameter]],
+        everywhere: list[nn.Parameter],
+        line: Comm,
+        *,
+        exact: bool = False,
+        parts: Comm | None = None,
+        cut: Sequence[int] = (),
+    ) -> None:
+        super().__init__(parameters, exact=exact)
+        self.parts, self.cut = parts, tuple(cut)
+        self.counted, self.everywhere, self.line = list(counted), everywhere, line
+        self.norm_rows: Tensor | None = None
+
+    def scale_(self, factor: float | Tensor) -> None:
+        super().scale_(factor)
+        self.norm_rows = None
+
+    def follow(self, parameters: list[nn.Parameter]) -> None:
+        super().follow(parameters)
+        self.norm_rows = None
+
+    def add(self, value: Tensor) -> None:
+        super().add(value)
+        self.norm_rows = None
+
+    def settle(self, unused: Sequence[int]) -> None:
+        if self.norm_rows is not None and unused:
+            self.norm_rows[:, list(unused)] = 0
+        gone = {id(self.everywhere[position]) for position in unused}
+        without = [p for p in self.parameters if id(p) in gone]
+        for parameter in without:
+            parameter.grad = None
+        make_dense(self.parameters, len(without))
+
+    def tensors(self) -> list[Tensor | None]:
+        """The gradients of this rank, with meta tensors for those of others.
+
+        Sends two numbers for each parameter of the model (`control`).
+        """
+        _, there = self._norms_and_flags(None)
+        pairs = zip(self.everywhere, there, strict=True)
+        return [
+            p.grad if p.grad is not None else p.detach() if is_there else None
+            for p, is_there in pairs
+        ]
+
+    def norm(self, *, clips: bool, left_out: bool) -> float:
+        """Sends two numbers for each parameter of the model (`control`)."""
+        if clips and self.exact:
+            return exact_norm(
+                [p.grad for _, p in self.counted if p.grad is not None],
+                partial(rows_of_ranks, self.line),
+            )
+        if is_accelerator(self.line.device):  # by the device, as without a wait
+            norm = float(self.norm_unread(clips=clips, left_out=left_out))
+            return norm if math.isfinite(norm) else math.hypot(*self._norms(torch.float64))
+        norms = self._norms(None)
+        if clips:
+            kind = real_type(self.everywhere[0].dtype)
+            norm = float(torch.linalg.vector_norm(torch.tensor(norms, dtype=kind)))
+        else:
+            norm = math.hypot(*norms)
+        return norm if math.isfinite(norm) else math.hypot(*self._norms(torch.float64))
+
+    def norm_unread(self, *, clips: bool, left_out: bool) -> Tensor:
+        """The same, with zeros for missing gradients."""
+        norms = self._rows_of_all(None)[0]
+        if clips:
+            norms = norms.to(real_type(self.everywhere[0].dtype))
+        norm: Tensor = torch.linalg.vector_norm(norms).double()
+        return norm
+
+    def _norms(self, kind: torch.dtype | None) -> list[float]:
+        """The norm of every gradient of the model, each computed in dtype `kind` if set."""
+        norms, there = self._norms_and_flags(kind)
+        return [norm for norm, is_there in zip(norms, there, strict=True) if is_there]
+
+    def _norms_and_flags(self, kind: torch.dtype | None) -> tuple[list[float], list[float]]:
+        """For each parameter of the model, the norm of its gradient and whether it has one."""
+        norms, there = self._rows_of_all(kind).tolist()
+        return norms, there
+
+    def _rows_of_all(self, kind: torch.dtype | None) -> Tensor:
+        """The same as two rows, summed over the line."""
+        rows = self.norm_rows
+        if rows is None or kind is not None:
+            rows = self.local_norms(kind)
+            if self.parts is not None and self.cut:
+                where = _positions(self.cut, rows.device)
+                squares = rows[0].index_select(0, where).square()
+                self.parts.all_reduce(squares, "control").wait()
+                rows[0].index_copy_(0, where, squares.sqrt())
+            self.line.all_reduce(rows, "control").wait()
+        return rows
+
+    def local_norms(self, kind: torch.dtype | None = None) -> Tensor:
+        """This rank's contribution: a row of norms, and a row with 1 for each gradient."""
+        present = [(at, p.grad) for at, p in self.counted if p.grad is not None]
+        rows = torch.zeros(2, len(self.everywhere), dtype=torch.float64, device=self.line.device)
+        if present:
+            gradients = [g.to_dense() if g.is_sparse else g for _, g in present]
+            if kind is not None:
+                gradients = [g.to(torch.promote_types(g.dtype, kind)) for g in gradients]
+            where = _positions(tuple([at for at, _ in present]), rows.device)
+            rows[0].index_copy_(0, where, torch.stack(torch._foreach_norm(gradients)).double())
+            rows[1].index_fill_(0, where, 1)
+        return rows
+
+    def clip_(self, limit: float, norm: float | Tensor) -> None:
+        if self.parameters:
+            super().clip_(limit, norm)
+
+
+@lru_cache(maxsize=64)
+def _positions(places: tuple[int, ...], device: torch.device) -> Tensor:
+    """Positions as a tensor; cached, because the copy to a device makes the host wait."""
+    return torch.tensor(places, device=device)
 
 
 def squares_of(parts: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from allranks.errors import RequestError
-from allranks.torch.checkpoint.tree import local
+from allranks.torch.checkpoint.state import local
 from allranks.torch.data.collate import tensors_in
 from allranks.torch.model.precision import Casts, with_casts
 from allranks.torch.parallel.sharded.collectives import Filling

@@ -14,61 +14,40 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from allranks.errors import RequestError
-from allranks.torch.checkpoint.tree import local
+from allranks.torch.checkpoint.state import local
 from allranks.torch.comm.comm import Comm
 from allranks.torch.model.reals import real_type, reals
-from allranks.torch.optimizers.elementwise import WeightParts, groups_of_whole
+from allranks.torch.optimizers.elementwise import groups_of_whole
 from allranks.torch.optimizers.made import OptimizerArguments
-from allranks.torch.parallel.sharded.state import known_to_all
-from allranks.torch.parallel.tensor.exchange import Along, part_sizes
-
-ROWS = Along(0)
-
-
-@dataclass(frozen=True)
-class Divided:
-    """A parameter with this full `shape`, of which ranks hold parts, cut as by torch.chunk."""
-
-    parameter: nn.Parameter
-    shape: torch.Size
-    along: Along = ROWS
-
-    def part(self, whole: Tensor, ranks: int, rank: int) -> Tensor:
-        """The part of a `rank`: a view, in the order of the local parameter."""
-        return self.along.local_view(whole, ranks, rank)
-
-    def cut(self, ranks: int) -> WeightParts:
-        """The parts for so many ranks."""
-        return WeightParts(tuple(self.shape), partial(self.along.parts, ranks))
-
-    def part_nbytes(self, ranks: int, rank: int) -> int:
-        dim, runs = self.along
-        rows = runs * part_sizes(self.shape[dim] // runs, ranks)[rank]
-        of_a_row = self.shape.numel() // max(1, self.shape[dim])
-        return rows * of_a_row * self.parameter.element_size()
+from allranks.torch.strategies.layout import Cut
 
 
 class WholeUpdates:
-    """The `divided` parameters that are each updated in full by one rank of `comm`.
+    """Those of the `named` parameters that are each updated in full by one rank of `comm`.
+
+    The ranks hold them in parts, by `cuts`.
 
     `here` maps the name of each to whether this rank updates it. All ranks of `comm` construct
     this, and call every method that communicates.
     """
 
     def __init__(
-        self, comm: Comm, optimizer: Optimizer, divided: Mapping[str, Divided], request: str
+        self,
+        comm: Comm,
+        optimizer: Optimizer,
+        named: Mapping[str, nn.Parameter],
+        cuts: Mapping[str, Cut],
+        request: str,
     ) -> None:
-        self.comm, self.optimizer, self.divided, self.request = comm, optimizer, divided, request
-        self.owners = _owners(divided, optimizer, comm.size)
+        self.comm, self.optimizer, self.cuts, self.request = comm, optimizer, cuts, request
+        self.named = {name: named[name] for name in cuts}
+        self.owners = _owners(self.named, cuts, optimizer, comm.size)
         self.here: dict[str, bool] = {}
         self._arguments: OptimizerArguments | None = None
 
@@ -80,16 +59,16 @@ class WholeUpdates:
         if self._arguments is None:
             self._arguments = OptimizerArguments(self.optimizer)
         self._arguments.is_new()
-        ranks, divided = self.comm.size, self.divided.values()
-        cuts = {id(weight.parameter): weight.cut(ranks) for weight in divided}
+        ranks, named = self.comm.size, self.named.items()
+        cuts = {id(parameter): self.cuts[name].parts(ranks) for name, parameter in named}
         groups = groups_of_whole(self.optimizer, self.request, cuts)
         needed = {id(p) for n in groups for p in self.optimizer.param_groups[n]["params"]}
         known = dict(self.here)
         self.here.clear()
-        for name, weight in self.divided.items():
-            if name in known or id(weight.parameter) in needed:
+        for name, parameter in self.named.items():
+            if name in known or id(parameter) in needed:
                 self.here[name] = self.owners[name] == self.comm.rank
-                if name not in known and self.optimizer.state.get(weight.parameter):
+                if name not in known and self.optimizer.state.get(parameter):
                     raise _kept_already(self.request, self.optimizer, name)
         return self.here
 
@@ -102,21 +81,21 @@ class WholeUpdates:
         """
         if self._arguments is not None and self._arguments.is_new():
             self.find()
-        used = [name for name in self.here if self.divided[name].parameter.grad is not None]
+        used = [name for name in self.here if self.named[name].grad is not None]
         if not used:
             yield
             return
         whole = self._gather(used)
-        gradients = {name: self.divided[name].parameter.grad for name in used}
+        gradients = {name: self.named[name].grad for name in used}
         for name in used:
-            self.divided[name].parameter.grad = None
-        self._put({self.divided[n].parameter: stand_in for n, stand_in in whole.items()})
+            self.named[name].grad = None
+        self._put({self.named[n]: stand_in for n, stand_in in whole.items()})
         try:
             yield
         finally:
-            self._put({stand_in: self.divided[n].parameter for n, stand_in in whole.items()})
+            self._put({stand_in: self.named[n] for n, stand_in in whole.items()})
             for name in used:
-                self.divided[name].parameter.grad = gradients[name]
+                self.named[name].grad = gradients[name]
         self._scatter(used, whole)
 
     @torch.no_grad()
@@ -126,18 +105,18 @@ class WholeUpdates:
         incoming: list[list[Tensor]] = [[] for _ in range(self.comm.size)]
         whole: dict[str, nn.Parameter] = {}
         for name in used:
-            w = self.divided[name]
-            part, gradient = local(w.parameter.detach()), w.parameter.grad
+            parameter, shape = self.named[name], self.cuts[name].shape
+            part, gradient = local(parameter.detach()), parameter.grad
             assert gradient is not None, "gathered() asks for those that have one"
             outgoing[self.owners[name]] += [part, local(gradient)]
             if self.here[name]:
-                whole[name] = nn.Parameter(part.new_empty(w.shape))
-                whole[name].grad = part.new_empty(w.shape)
-                attributes = {n: v for n, v in vars(w.parameter).items() if not n.startswith("_")}
+                whole[name] = nn.Parameter(part.new_empty(shape))
+                whole[name].grad = part.new_empty(shape)
+                attributes = {n: v for n, v in vars(parameter).items() if not n.startswith("_")}
                 vars(whole[name]).update(attributes)  # attributes that a task has set on it
                 for rank, row in enumerate(incoming):
                     pair = whole[name].detach(), whole[name].grad
-                    row += [w.part(t, self.comm.size, rank) for t in pair if t is not None]
+                    row += [self._part(name, t, rank) for t in pair if t is not None]
         self._exchange(outgoing, incoming)
         return whole
 
@@ -146,16 +125,19 @@ class WholeUpdates:
         outgoing: list[list[Tensor]] = [[] for _ in range(self.comm.size)]
         incoming: list[list[Tensor]] = [[] for _ in range(self.comm.size)]
         for name in used:
-            weight = self.divided[name]
-            incoming[self.owners[name]].append(local(weight.parameter.detach()))
+            incoming[self.owners[name]].append(local(self.named[name].detach()))
             if self.here[name]:
                 for rank, row in enumerate(outgoing):
-                    row.append(weight.part(whole[name].detach(), self.comm.size, rank))
+                    row.append(self._part(name, whole[name].detach(), rank))
         self._exchange(outgoing, incoming)
+
+    def _part(self, name: str, whole: Tensor, rank: int) -> Tensor:
+        """The part of a `rank`: a view, in the order of its local parameter."""
+        return self.cuts[name].along.local_view(whole, self.comm.size, rank)
 
     def _exchange(self, outgoing: Sequence[list[Tensor]], incoming: Sequence[list[Tensor]]) -> None:
         """Send `outgoing[r]` to each rank r, and receive into `incoming[r]`."""
-        kinds = {self.divided[name].parameter.dtype for name in self.here}
+        kinds = {self.named[name].dtype for name in self.here}
         for dtype in sorted(kinds, key=str):
             parts = [[reals(t) for t in row if t.dtype == dtype] for row in outgoing]
             wanted = [[reals(t) for t in row if t.dtype == dtype] for row in incoming]
@@ -179,35 +161,24 @@ class WholeUpdates:
             if parameter in self.optimizer.state:
                 self.optimizer.state[other] = self.optimizer.state.pop(parameter)
 
-    def complete_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A training state with meta tensors for optimizer state that other ranks own.
-
-        Every rank calls this; sends names and shapes.
-        """
-        if not self.here:
-            return state
-        optimizer = state["optimizer"]
-        local_names = [name for name, is_here in self.here.items() if is_here]
-        known = known_to_all(optimizer["state"], local_names, self.comm)
-        order = [name for group in optimizer["param_groups"] for name in group["params"]]
-        ordered = {name: known[name] for name in order if name in known}
-        return {**state, "optimizer": {**optimizer, "state": ordered}}
-
     def most_sent(self) -> int:
         """The bytes that the busiest rank sends for one update of all trained parameters."""
         ranks, sent_bytes = self.comm.size, [0] * self.comm.size
         for name in self.here:
-            weight, owner = self.divided[name], self.owners[name]
-            if weight.parameter.requires_grad:
+            parameter, owner = self.named[name], self.owners[name]
+            if parameter.requires_grad:
                 for rank in range(ranks):
-                    part = weight.part_nbytes(ranks, rank)
+                    numel = self.cuts[name].part_numel(ranks, rank)
+                    part = numel * parameter.element_size()
                     if rank != owner:
                         sent_bytes[rank] += 2 * part
                         sent_bytes[owner] += part
         return max(sent_bytes)
 
 
-def _owners(divided: Mapping[str, Divided], optimizer: Optimizer, ranks: int) -> dict[str, int]:
+def _owners(
+    named: Mapping[str, nn.Parameter], cuts: Mapping[str, Cut], optimizer: Optimizer, ranks: int
+) -> dict[str, int]:
     """Assign each parameter to the rank with the fewest numbers; frozen parameters come last.
 
     The same on every rank, and in every job with the same model and optimizer.
@@ -216,12 +187,11 @@ def _owners(divided: Mapping[str, Divided], optimizer: Optimizer, ranks: int) ->
     loads, owners = [0] * ranks, {}
 
     def turn(name: str) -> tuple[bool, int]:
-        weight = divided[name]
-        return id(weight.parameter) not in trained, -weight.shape.numel()
+        return id(named[name]) not in trained, -cuts[name].shape.numel()
 
-    for name in sorted(divided, key=turn):
+    for name in sorted(named, key=turn):
         owners[name] = min(range(ranks), key=lambda rank: loads[rank])
-        loads[owners[name]] += divided[name].shape.numel()
+        loads[owners[name]] += cuts[name].shape.numel()
     return owners
 
 

@@ -14,19 +14,17 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from allranks.catalog import DTENSORS, REDUCERS, load
+from allranks.catalog import REDUCERS, load
 from allranks.errors import RequestError
 from allranks.job.place import Placed
 from allranks.strategies.card import Workload
 from allranks.strategies.mesh import SHARD
 from allranks.strategies.reduction_tree import Span
-from allranks.torch.checkpoint.tree import is_dtensor
-from allranks.torch.comm.subgroups import Pending
+from allranks.torch.comm.comm import Pending
 from allranks.torch.data.batch import Batch, Leaf
 from allranks.torch.model.reals import reals
 from allranks.torch.parallel.data.buckets import InOrder
@@ -34,17 +32,18 @@ from allranks.torch.parallel.data.half import OwnRows, PackedBucket, own_rows, p
 from allranks.torch.parallel.data.reducer import Bucket, Reducer
 from allranks.torch.parallel.data.tree import IN_FLIGHT, MeanSections, Sections, TreeSections
 from allranks.torch.parallel.sharded.gradients import GradientParts
-from allranks.torch.parallel.sharded.whole_optimizers import Divided, WholeUpdates
+from allranks.torch.parallel.sharded.whole_optimizers import WholeUpdates
 from allranks.torch.step.gradients import Gradients
 from allranks.torch.step.tally import Tally
 from allranks.torch.strategies.base import Strategy
+from allranks.torch.strategies.layout import Cut, Layout, mesh_of
 
 
 class ZeRO1(Strategy):
     """Reduce-scatter the gradients, update own rows, all-gather the weights."""
 
     name = "zero1"
-    can_run_ahead = True
+    can_run_ahead = has_whole_passes = True
 
     @property
     def shard_alone(self) -> bool:
@@ -58,12 +57,12 @@ class ZeRO1(Strategy):
     def parallelize(self, model: nn.Module) -> nn.Module:
         self._is_cut, self.passes = False, 1
         self.buckets: list[PackedBucket] = []
-        self._device_mesh: Any = None
         self._with_rows = {n: p for n, p in model.named_parameters() if p.ndim}
         self._owned = OwnRows(list(self._with_rows.values()), self._own)
-        self._like = {
-            name: torch.empty_like(p.detach(), device="meta") for name, p in self._with_rows.items()
-        }
+        named = self._with_rows.items()
+        cuts = {name: Cut(torch.empty_like(p.detach(), device="meta")) for name, p in named}
+        mesh = mesh_of(self.comm, [(SHARD, self.comm)]) if self.comm.size > 1 else None
+        self.layout = Layout(self.comm, cuts, mesh)
         return model
 
     def prepare(self) -> None:
@@ -72,9 +71,10 @@ class ZeRO1(Strategy):
         self.summed: Reducer = summed(self.comm, self.task.shards)
         sections = TreeSections if self.shard_alone else MeanSections
         self.sections: Sections = sections(self.comm, self.task.shards)
-        cut = {n: Divided(p, self._like[n].shape) for n, p in self._with_rows.items()}
-        asked = f"--strategy {self.name}"
-        self.wholes = WholeUpdates(self.comm, self.step.optimizer, cut, asked)
+        named, asked = self._with_rows, f"--strategy {self.name}"
+        cuts = self.layout.cuts
+        self.wholes = WholeUpdates(self.comm, self.step.optimizer, named, cuts, asked)
+        self.layout.kept_whole = self.wholes.here
 
     def _cut_optimizer_state(self) -> None:
         """Cut optimizer state that exists from the start to this rank's rows."""
@@ -86,7 +86,7 @@ class ZeRO1(Strategy):
     def lay_out(self) -> None:
         """Parameters with rows are cut; scalars are summed in full, like the tally."""
         if self.comm.size > 1:  # groups may have been added
-            self.kept_whole = self.wholes.find()
+            self.wholes.find()
             self._check_bits()
         parameters, layout = self.step.parameters, self.step.layout
         self._laid_out = parameters
@@ -142,12 +142,19 @@ class ZeRO1(Strategy):
         self._order.begin()
         if self.each_pass:
             self._order.release()
-        self.step.accumulate(
-            batch,
-            lambda leaf: self.tally,
-            lambda leaf: None if leaf is batch.leaves[-1] else self._launch_leaf(leaf),
-            before_last=lambda: None if self.each_pass else self._order.release(),
-        )
+        step, last = self.step, batch.leaves[-1]
+        step.begin(batch)
+        for leaf in batch.leaves:
+            step.begin_leaf()
+            for micro in leaf.micros:
+                backward = step.forward(micro, self.tally)
+                if leaf is last and micro is leaf.micros[-1] and not self.each_pass:
+                    self._order.release()
+                step.backward(backward)
+            step.end_leaf(batch, leaf, self.tally)
+            if leaf is not last:
+                self._launch_leaf(leaf)
+        step.end(batch)
         while self.each_pass and self.passes < batch.passes:  # other ranks have more of them
             self.after_backward()
         if self.each_pass:
@@ -273,46 +280,22 @@ class ZeRO1(Strategy):
 
     # --- bytes and state ------------------------------------------------------------------
 
-    def messages(self) -> tuple[int, ...]:
+    def workload(self) -> Workload:
         """Bytes of buckets with padding, of full sums, and of parts to owners and back."""
-        cut, whole = (
-            sum(bucket.nbytes for bucket in self.buckets),
-            sum(f.nbytes for f in self._whole),
-        )
-        return cut, whole, self.wholes.most_sent()
-
-    def promised_bytes(self) -> int:
+        cut = sum(bucket.nbytes for bucket in self.buckets)
+        messages = cut, sum(flat.nbytes for flat in self._whole), self.wholes.most_sent()
         passes = self.passes if self.each_pass else 1
-        work = Workload(self.messages(), self.comm.size, self.task.shards, passes=passes)
-        return self.card.bytes_sent(work, self.context.options)
+        return Workload(messages, self.comm.size, self.task.shards, passes=passes)
 
     def placement(self, *, updated: bool) -> list[Placed]:
         rows = super().placement(updated=updated)
         return rows if not self.each_pass else [self._without_whole_gradient(row) for row in rows]
 
     def _without_whole_gradient(self, row: Placed) -> Placed:
-        if not row.gradient_bytes or row.name not in self._like:
+        cut = self.layout.cuts.get(row.name)
+        if not row.gradient_bytes or cut is None:
             return row
-        return replace(row, gradient_bytes=self._own(self._like[row.name]).nbytes)
-
-    def as_saved(self, name: str, tensor: Tensor) -> Tensor:
-        if self.comm.size == 1 or name not in self._like:
-            return tensor
-        dtensors = load(DTENSORS)
-        if self._device_mesh is None:
-            self._device_mesh = dtensors.device_mesh(self.comm, SHARD)
-        rows = [dtensors.Shard(0)]
-        saved: Tensor = dtensors.dtensor(tensor, self._device_mesh, rows, self._like[name])
-        return saved
-
-    def as_held(self, name: str, saved: Tensor) -> Tensor:
-        if is_dtensor(saved):
-            local: Tensor = saved.to_local()  # type: ignore[attr-defined]
-            return local
-        return self._own(saved) if name in self._like else saved
-
-    def state(self) -> dict[str, Any]:
-        return self.wholes.complete_state(super().state())
+        return replace(row, gradient_bytes=self._own(cut.like).nbytes)
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
         tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}

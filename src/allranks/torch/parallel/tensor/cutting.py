@@ -17,9 +17,8 @@ arXiv 1909.08053, section 3.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,11 +27,9 @@ from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from allranks.errors import RequestError
-from allranks.job.place import Placed
 from allranks.torch.model.layers import own_kind
-from allranks.torch.optimizers.elementwise import WeightParts
 from allranks.torch.parallel.sharded.gradients import check_no_hooks
-from allranks.torch.parallel.tensor.exchange import Along, Joined, TensorExchange
+from allranks.torch.parallel.tensor.exchange import Joined, TensorExchange
 from allranks.torch.parallel.tensor.layers import (
     Between,
     ByLeaves,
@@ -60,6 +57,7 @@ from allranks.torch.parallel.tensor.plan import (
 from allranks.torch.parallel.tensor.scattered import ScatteredExchange
 from allranks.torch.random.dropout import ShardDropout
 from allranks.torch.random.torch_functions import bernoulli_of_part
+from allranks.torch.strategies.layout import Along, Cut
 from allranks.torch.task import Task
 
 BATCHED = 3  # dimensions of (sample, position, feature)
@@ -310,8 +308,7 @@ KINDS: dict[tuple[str, type[nn.Module]], type[nn.Module]] = {
 class CutModel:
     """The cut of a model: by name, how each parameter is cut."""
 
-    dims: dict[str, Along] = field(default_factory=dict)
-    shapes: dict[str, torch.Size] = field(default_factory=dict)
+    cuts: dict[str, Cut] = field(default_factory=dict)
     regions: list[Region] = field(default_factory=list)
     layers: list[CutLayer] = field(default_factory=list)
 
@@ -327,31 +324,6 @@ class CutModel:
     def ids(self) -> set[int]:
         """The ids of the parameters that are now in the places of the cut ones."""
         return {id(layer.local_param(name)) for layer in self.layers for name in layer.dims}
-
-    def part_of(self, name: str, whole: Tensor, exchange: TensorExchange) -> Tensor:
-        """This rank's part of a full parameter: all of it, if it is not cut."""
-        along = self.dims.get(name)
-        return whole if along is None else exchange.local_part(whole, along).contiguous()
-
-    def cuts(self, model: nn.Module, ranks: int) -> dict[int, WeightParts]:
-        """The cuts of the parameters of a model, by `id`."""
-        params = dict(model.named_parameters())
-        return {
-            id(params[name]): WeightParts(tuple(self.shapes[name]), partial(along.parts, ranks))
-            for name, along in self.dims.items()
-        }
-
-    def whole_shapes(self, model: nn.Module) -> dict[int, torch.Size]:
-        """The full shapes of cut parameters, by the `id` of this rank's part."""
-        params = dict(model.named_parameters())
-        return {id(params[name]): self.shapes[name] for name in self.dims}
-
-    def placed(self, rows: Iterable[Placed]) -> list[Placed]:
-        """The placement of parameters, with the full shape of those that are cut."""
-        return [
-            replace(row, whole=tuple(self.shapes[row.name])) if row.name in self.dims else row
-            for row in rows
-        ]
 
 
 def cut_layers(
@@ -387,7 +359,7 @@ def cut_model(
     slots = _slots(of, model)
     names = {place: name for name, places in slots.items() for place in places}
     regions: dict[str, Region] = {}
-    result = CutModel(shapes={name: p.shape for name, p in of.named_parameters()})
+    shapes, result = {name: p.shape for name, p in of.named_parameters()}, CutModel()
     for cut in plan.cuts.values():
         module: Any = cut.module
         region = None
@@ -405,12 +377,12 @@ def cut_model(
         module.dims, module.sizes, module.lengths = dims, {}, {}
         for name, along in dims.items():
             path = names[module, name]
-            if path not in result.dims:
-                result.dims[path] = along
+            if path not in result.cuts:
+                result.cuts[path] = Cut(torch.empty(shapes[path], device="meta"), along)
                 part = local_parameter(module._parameters[name], along, exchange)
                 for holder, attribute in slots[path]:
                     holder._parameters[attribute] = part
-            module.sizes[name] = result.shapes[path][along.dim]
+            module.sizes[name] = shapes[path][along.dim]
             module.lengths[name] = module._parameters[name].shape[along.dim]
         module.exchange, module.region = exchange, region
         module.__class__ = KINDS[cut.way, own_kind(module)]

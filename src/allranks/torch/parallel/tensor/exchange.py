@@ -16,46 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active
 
 from allranks.torch.comm.comm import Comm
-
-
-def part_sizes(size: int, ranks: int) -> list[int]:
-    """The length of each rank's part of a dimension, as by `torch.chunk` and DTensor."""
-    most = -(-size // ranks)
-    return [max(0, min(most, size - rank * most)) for rank in range(ranks)]
-
-
-class Along(NamedTuple):
-    """How a tensor is cut: along `dim`, which has `runs` of one length, each cut separately.
-
-    The rows of query, key and value in one weight are 3 runs: a rank has its heads of each.
-    """
-
-    dim: int
-    runs: int = 1
-
-    def local_view(self, whole: Tensor, ranks: int, rank: int) -> Tensor:
-        """A view of the part of a `rank`, with the runs in an additional dimension."""
-        dim = self.dim
-        if self.runs > 1:
-            whole, dim = whole.unflatten(dim, (self.runs, -1)), dim + 1
-        sizes = part_sizes(whole.shape[dim], ranks)
-        return whole.narrow(dim, sum(sizes[:rank]), sizes[rank])
-
-    def local_part(self, whole: Tensor, ranks: int, rank: int) -> Tensor:
-        """The part of a `rank` in the dimensions of the whole; a view if there is one run."""
-        part = self.local_view(whole, ranks, rank)
-        return part if self.runs == 1 else part.flatten(self.dim, self.dim + 1)
-
-    def parts(self, ranks: int, whole: Tensor) -> list[Tensor]:
-        """The parts of all ranks."""
-        return [self.local_part(whole, ranks, rank) for rank in range(ranks)]
+from allranks.torch.strategies.layout import Along, part_sizes
 
 
 def tree_sum(parts: Sequence[Tensor]) -> Tensor:

@@ -27,10 +27,11 @@ from torch.nn import functional as F
 from allranks.errors import RequestError
 from allranks.torch.model.layers import Swapped, has_hooks, own_kind
 from allranks.torch.parallel.context.exchange import POSITIONS
-from allranks.torch.parallel.tensor.exchange import Along, Joined, TensorExchange, part_sizes
+from allranks.torch.parallel.tensor.exchange import Joined, TensorExchange
 from allranks.torch.parallel.tensor.scattered import AllRows, ScatteredExchange
 from allranks.torch.parallel.tensor.whole_weight import WholeWeight, shown
 from allranks.torch.random.dropout import TensorPart
+from allranks.torch.strategies.layout import Along, part_sizes
 
 ATTENTION_DIMS = 4  # (sample, head, position, feature or position)
 

@@ -31,7 +31,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from allranks.errors import RequestError
 from allranks.torch.model.layers import has_hooks, is_chain, own_kind
-from allranks.torch.parallel.tensor.exchange import Along, part_sizes
+from allranks.torch.strategies.layout import Along, part_sizes
 
 COLUMN, ROW, VOCABULARY, HEADS = "column", "row", "vocabulary", "heads"
 WAYS: dict[str, type[nn.Module]] = {
@@ -165,13 +165,11 @@ def default_plan(model: nn.Module, ranks: int, *, even: bool = False) -> CutPlan
     """Cut what can be cut of a model; with `even`, only into even parts."""
     plan = CutPlan(ranks, even)
     holders = holders_of_weights(model)
-    torn = {
-        name
-        for names in holders.values()
-        if len(names) > 1 and not all(can_be_cut(model.get_submodule(n)) for n in names)
-        for name in names
-    }
-    tied = {name for names in holders.values() if len(names) > 1 for name in names}
+    ties = [set(names) for names in holders.values() if len(names) > 1]
+    torn = {n for names in ties for n in names if not can_be_cut(model.get_submodule(n))}
+    while more := {n for names in ties if names & torn for n in names} - torn:
+        torn |= more  # as of an embedding whose head has its bias from a layer that stays whole
+    tied = set().union(*ties)
     uses = _uses(model)
     for name, parent in model.named_modules():
         for block in _blocks_in(name, parent):

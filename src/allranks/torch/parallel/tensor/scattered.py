@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from torch._C import _are_functorch_transforms_active
 from torch.nn import functional as F
 
-from allranks.torch.checkpoint.tree import local
+from allranks.torch.checkpoint.state import local
 from allranks.torch.comm.comm import Comm
 from allranks.torch.model.layers import own_kind
 from allranks.torch.parallel.context.exchange import POSITIONS, SequenceExchange, Span
-from allranks.torch.parallel.tensor.exchange import part_sizes
+from allranks.torch.strategies.layout import part_sizes
 
 DIMS = 3  # (sample, position, feature)
 

@@ -21,24 +21,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from allranks.job.place import Placed
+from allranks.strategies.card import Workload
 from allranks.strategies.cards.model_parallel import LEAVES
 from allranks.strategies.mesh import REPLICATE, TENSOR
-from allranks.torch.checkpoint.tree import is_dtensor
 from allranks.torch.comm.comm import Comm
 from allranks.torch.data.batch import Batch
 from allranks.torch.model.reals import reals
 from allranks.torch.parallel.context.blocks import blocks_of
 from allranks.torch.parallel.data.buckets import grouped
 from allranks.torch.parallel.sharded.gradients import SomeCut, squares_of, summed_with_tally
-from allranks.torch.parallel.sharded.state import Replicate, dtensor, mesh_of, shard_of
-from allranks.torch.parallel.sharded.whole_optimizers import Divided, WholeUpdates
+from allranks.torch.parallel.sharded.whole_optimizers import WholeUpdates
 from allranks.torch.parallel.tensor.cutting import CutModel, cut_layers
 from allranks.torch.parallel.tensor.passes import CutPasses, exchange_of
 from allranks.torch.step.gradients import Gradients
-from allranks.torch.step.losses import forward
 from allranks.torch.step.tally import Tally
 from allranks.torch.strategies.base import Strategy
+from allranks.torch.strategies.layout import Layout, mesh_of
 
 BUCKET_BYTES = 25 * 2**20  # of gradients that copies of the model sum in one message
 
@@ -58,7 +56,6 @@ class Tensors(Strategy):
         self.can_run_ahead = not exact  # its norm is summed on the host
         self.cut = CutModel()
         self.steps = 0
-        self.device_mesh: Any = None
         blocks: dict[str, nn.Module] = {}
         if axis.size > 1 or exact:
             asked = "--strategy tensor" + (":sequence=yes" if sequence else "")
@@ -66,30 +63,26 @@ class Tensors(Strategy):
             self.cut = cut_layers(self.task, model, self.exchange, asked, LEAVES if exact else 0)
         how = context.precision, context.scope
         self.passes = CutPasses(self.cut, self.exchange, model, blocks, *how)
-        if axis.size > 1:
-            axes = [(name, self.axis(name)) for name, _ in self.mesh.axes]
-            self.device_mesh = mesh_of(axes, self.comm.size)
+        axes = [(name, self.axis(name)) for name, _ in self.mesh.axes]
+        mesh = mesh_of(self.comm, axes) if axis.size > 1 else None
+        self.layout = Layout(axis, self.cut.cuts, mesh, self.exchange.all)
         return model
 
-    def whole_shapes(self) -> dict[int, torch.Size]:
-        return self.cut.whole_shapes(self.model)
-
     def prepare(self) -> None:
-        self.step.forward = self._forward
         named = dict(self.model.named_parameters())
-        cut = {n: Divided(named[n], self.cut.shapes[n], how) for n, how in self.cut.dims.items()}
-        asked = "--strategy tensor"
-        self.wholes = WholeUpdates(self.axis(TENSOR), self.step.optimizer, cut, asked)
+        axis, cuts, optimizer = self.axis(TENSOR), self.cut.cuts, self.step.optimizer
+        self.wholes = WholeUpdates(axis, optimizer, named, cuts, "--strategy tensor")
+        self.layout.kept_whole = self.wholes.here
 
     def lay_out(self) -> None:
         if self.axis(TENSOR).size > 1:
-            self.kept_whole = self.wholes.find()
+            self.wholes.find()
 
     def updating(self, gradients: Gradients) -> AbstractContextManager[None]:
         return self.wholes.gathered()
 
-    def _forward(self, data: Any) -> Any:
-        return self.passes.passed(partial(forward, self.task, self.step.call, data))
+    def forward(self, data: Any) -> Any:
+        return self.passes.passed(partial(super().forward, data))
 
     def forward_backward(self, batch: Batch) -> Tally:
         with self.exchange.opened("gradients"):
@@ -106,7 +99,7 @@ class Tensors(Strategy):
         copies, axis = self.axis(REPLICATE), self.axis(TENSOR)
         sum_over_copies(self.step.parameters, copies)
         names = dict(self.model.named_parameters())
-        cut = {id(names[name]) for name in self.cut.dims}
+        cut = {id(names[name]) for name in self.cut.cuts}
         exact = bool(self.context.options["exact"])
         gradients = CutGradients(self.step.parameters, axis, cut, exact=exact)
         if exact:
@@ -131,7 +124,7 @@ class Tensors(Strategy):
         with self.exchange.opened("control"):
             yield
 
-    def messages(self) -> tuple[int, ...]:
+    def workload(self) -> Workload:
         """Bytes all-reduced and all-gathered along the tensor axis, of gradients, of the tally, and
         to owners and back: of all steps.
 
@@ -142,43 +135,12 @@ class Tensors(Strategy):
         norm = not self.context.options["exact"]  # sent with the tally
         tally = (self.step.layout.size + norm) * torch.float64.itemsize
         moved = steps * self.wholes.most_sent()
-        return exchange.reduced, exchange.gathered, steps * gradients, steps * tally, moved
-
-    def promised_bytes(self) -> int:
-        """The mean over the steps that were made."""
-        return round(super().promised_bytes() / max(1, self.steps))
-
-    def placement(self, *, updated: bool) -> list[Placed]:
-        return self.cut.placed(super().placement(updated=updated))
+        messages = exchange.reduced, exchange.gathered, steps * gradients, steps * tally, moved
+        return Workload(messages, self.comm.size, self.task.shards, steps=steps)
 
     def close(self) -> None:
         self.passes.close()
         super().close()
-
-    # --- what a state holds ---------------------------------------------------------------
-
-    def state(self) -> dict[str, Any]:
-        return self.wholes.complete_state(super().state())
-
-    def as_saved(self, name: str, tensor: Tensor) -> Tensor:
-        along = self.cut.dims.get(name)
-        if along is None or self.device_mesh is None:
-            return tensor
-        places = [Replicate()] * (len(self.mesh.axes) - 1) + [shard_of(along)]
-        whole = torch.empty(self.cut.shapes[name], device="meta")
-        return dtensor(tensor, self.device_mesh, places, whole)
-
-    def full(self, name: str, tensor: Tensor) -> Tensor:
-        along = self.cut.dims.get(name)
-        if along is None:
-            return tensor
-        return self.exchange.all(tensor.detach(), along, self.cut.shapes[name][along.dim])
-
-    def as_held(self, name: str, saved: Tensor) -> Tensor:
-        if is_dtensor(saved):
-            local: Tensor = saved.to_local()  # type: ignore[attr-defined]
-            return local
-        return self.cut.part_of(name, saved, self.exchange)
 
 
 class CutGradients(SomeCut):

@@ -18,7 +18,8 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._pytree import tree_map_only
 
 from allranks.errors import RequestError
-from allranks.torch.parallel.tensor.exchange import Along, TensorExchange
+from allranks.torch.parallel.tensor.exchange import TensorExchange
+from allranks.torch.strategies.layout import Along
 
 GRAD: Any = torch.autograd.grad
 GRADIENT: Any = vars(torch._C.TensorBase)["grad"].__get__

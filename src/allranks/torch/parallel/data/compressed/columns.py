@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from allranks.strategies.compressed import is_matrix
-from allranks.torch.comm.comm import Comm
-from allranks.torch.comm.subgroups import Pending
+from allranks.torch.comm.comm import Comm, Pending
 from allranks.torch.compression.codecs import ColumnQuantizer
 from allranks.torch.parallel.data.compressed.gathered import BucketExchange, Compressed, real_view
 from allranks.torch.parallel.data.reducer import Bucket

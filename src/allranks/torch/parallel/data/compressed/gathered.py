@@ -21,8 +21,7 @@ from torch import Tensor
 
 from allranks.strategies.compressed import whole_words
 from allranks.strategies.reduction_tree import Span
-from allranks.torch.comm.comm import Comm
-from allranks.torch.comm.subgroups import Pending
+from allranks.torch.comm.comm import Comm, Pending
 from allranks.torch.compression.codecs import Codec, ErrorFeedback, TopK, TwoBit
 from allranks.torch.compression.cosines import CodecParts, CosineBlocks
 from allranks.torch.parallel.data.reducer import Bucket, Reducer

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from allranks.strategies.compressed import factor_rank
-from allranks.torch.comm.comm import Comm
-from allranks.torch.comm.subgroups import Pending
+from allranks.torch.comm.comm import Comm, Pending
 from allranks.torch.compression.cosines import orthonormal
 from allranks.torch.parallel.data.compressed.gathered import BucketExchange, Compressed, real_view
 from allranks.torch.parallel.data.reducer import Bucket

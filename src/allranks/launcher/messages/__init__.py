@@ -1,1 +1,0 @@
-"""Messages with tensors between processes of a job that are in no group: framed, authenticated."""
