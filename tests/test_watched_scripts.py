@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -20,11 +21,14 @@ from allranks.launcher.scripts.plan import CommandRequest
 from allranks.launcher.scripts.run import run_command
 from allranks.tools.script_check.record.facts import StepCounts
 from allranks.tools.script_check.record.stepping import Replicas
+from allranks.tools.script_check.rules import watch as watch_rules
 from allranks.tools.script_check.rules.facts import FACTS, watched_request
 from allranks.tools.script_check.rules.watch import Watched, watched_in
 
 SPAWNING = Path(__file__).parent / "scripts" / "imagenet_spawn.py"
 SCRIPT = Path(__file__).parent / "watched" / "tutorial.py"
+DOCS = Path(__file__).parent.parent / "docs"
+OTHER_KINDS = SCRIPT.with_name("kinds.py")
 COMMAND = (sys.executable, "-m", "allranks.cli.main", "check")
 
 FAULTS = {
@@ -74,6 +78,27 @@ TWINS = (
 )
 
 
+KINDS = {
+    "tokens": ("mean-of-unequal-means", "loss = F.cross_entropy(outputs, labels)", "targets"),
+    "weights": ("mean-of-unequal-means", "nn.NLLLoss(CLASS_WEIGHTS)(", "class weights"),
+    "clip": ("clip-before-unscale", "clip_grad_norm_(", "scaled by 65536"),
+    "rates": ("replicas-drift", "model = DDP(", "the learning rates of the ranks are 0.5 and 0.0"),
+    "unfrozen": ("replicas-drift", "model = DDP(", "DDP does not reduce 0.weight, 0.bias"),
+    "changed": ("replicas-drift", "model = DDP(", "no cause was seen"),
+    "skips": ("unequal-steps", "model = DDP(", "the ranks made 8 and 4 steps: rank 1"),
+    "split": ("split-of-each-rank", "return DataLoader(", "the Subset behind the sampler"),
+    "shuffled": ("split-of-each-rank", "return DataLoader(", "are other samples on another rank"),
+    "draws": ("equal-batches", "loss_of(model(inputs), labels)", "the first 4 inputs of the DDP"),
+    "gathered": ("padded-evaluation", "return DataLoader(", "gives the losses of all that it read"),
+}
+"""Those of `kinds.py`: the name, a part of the line, and a part of what was found."""
+HARMLESS = (
+    *("constant", "wrapped", "closure", "cleared", "oversampled", "objects", "logged", "tasks"),
+    "printed",
+)
+"""Others of `kinds.py`, which have no fault."""
+
+
 EXAMPLES = {
     "digits_in_one_process.py": 1,
     "words_in_one_process.py": 1,
@@ -101,6 +126,21 @@ for number, (batch,) in enumerate(DataLoader(data, batch_size=4)):
     model(batch).sum().backward()
     optimizer.step()
 """
+
+LATE_THREADS = """
+import os
+from pathlib import Path
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+for task in Path("/proc/self/task").iterdir():
+    os.sched_setaffinity(int(task.name), {min(os.sched_getaffinity(0))})
+    if (task / "comm").read_text().strip() == "pt_gloo_runloop":
+        os.sched_setscheduler(int(task.name), os.SCHED_IDLE, os.sched_param(0))
+for _ in range(9):
+    dist.all_reduce(torch.ones(4))
+"""
+"""A thread of Gloo still has a tensor when Python ends: unwatched, the script aborts."""
 
 
 def request_for(folder: Path, *words: str, script: Path = SCRIPT, ranks: int = 2) -> CommandRequest:
@@ -139,8 +179,29 @@ def test_the_corrected_twin_is_silent(words: str, server: ForkServer, tmp_path: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_is_found_with_its_cause(kind: str, server: ForkServer, tmp_path: Path) -> None:
+    watched = watch(server, tmp_path, kind, OTHER_KINDS)
+    name, code, words = KINDS[kind]
+    assert [one.name for one in watched.findings] == [name], str(watched)
+    (found,) = watched.findings
+    assert found.where is not None and words in found.found
+    assert code in OTHER_KINDS.read_text().splitlines()[found.where[1] - 1]
+    assert not watched.unwatched
+
+
+@pytest.mark.slow
+def test_the_corrected_twins_of_all_kinds_are_silent(server: ForkServer, tmp_path: Path) -> None:
+    words = " ".join(f"{kind}-twin" for kind in (*KINDS, *HARMLESS))
+    watched = watch(server, tmp_path, words, OTHER_KINDS)
+    assert not (watched.findings or watched.notes or watched.unwatched), str(watched)
+
+
+@pytest.mark.slow
 def test_padding_that_may_not_be_counted_is_a_note(server: ForkServer, tmp_path: Path) -> None:
     watched = watch(server, tmp_path, "padded-note")
+    assert not watched.findings and [one.name for one in watched.notes] == ["padded-evaluation"]
+    watched = watch(server, tmp_path / "trimmed", "trimmed", OTHER_KINDS)
     assert not watched.findings and [one.name for one in watched.notes] == ["padded-evaluation"]
 
 
@@ -211,6 +272,16 @@ def test_the_verb_watches_a_script_of_its_own_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_python_does_not_end_before_the_threads_of_gloo_are_idle(tmp_path: Path) -> None:
+    script = tmp_path / "late.py"
+    script.write_text(LATE_THREADS)
+    done = subprocess.run(
+        [*COMMAND, "--", str(script)], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
 def test_a_script_that_fails_is_reported_as_run_does(tmp_path: Path) -> None:
     script = tmp_path / "fails.py"
     script.write_text("import torch\nraise ValueError('of the script')\n")
@@ -251,6 +322,27 @@ def test_what_never_imports_torch_was_not_watched(tmp_path: Path) -> None:
     assert "imported torch" in done.stderr
 
 
+def test_the_documents_name_a_script_and_its_twin_for_each_finding() -> None:
+    """The names in the code, in both tables, and in the scripts of this file are the same."""
+    rules = (
+        Path(watch_rules.__file__).parent / f"{name}.py" for name in ("watch", "data", "replicas")
+    )
+    in_code = {
+        name for path in rules for name in re.findall(r'"([a-z]+(?:-[a-z]+)+)"', path.read_text())
+    }
+    overview = (DOCS / "checking.md").read_text().partition("| name |")[2].partition("\n\n")[0]
+    table = (DOCS / "checking_in_detail.md").read_text().partition("| finding |")[2]
+    rows = re.findall(r"^\| `(.+)` \| `(.+)` \| `(.+)` \|$", table, re.MULTILINE)
+    assert {name for name, *_ in rows} | {"printed-once-per-node"} == in_code
+    assert set(re.findall(r"`([a-z]+(?:-[a-z]+)+)`", overview)) == in_code
+    run = {f"{SCRIPT.name} {fault}": name for fault, (name, _) in FAULTS.items()}
+    run |= {f"{OTHER_KINDS.name} {kind}": name for kind, (name, *_) in KINDS.items()}
+    assert {script: name for name, script, _ in rows} == run
+    twins = {SCRIPT.name, *(f"{OTHER_KINDS.name} {kind}-twin" for kind in KINDS)}
+    twins |= {f"{SCRIPT.name} {twin}" for words in TWINS for twin in words.split()}
+    assert {twin for *_, twin in rows} <= twins
+
+
 def test_lines_that_a_library_reads_itself_are_no_output(tmp_path: Path) -> None:
     """dill redirects what `dis` prints, and `datasets` calls dill."""
     code = (
@@ -261,6 +353,8 @@ def test_lines_that_a_library_reads_itself_are_no_output(tmp_path: Path) -> None
         "FileFacts(torch, facts, StepCounts()).install()\n"
         "with contextlib.redirect_stdout(io.StringIO()):\n"
         "    print('read by a library')\n"
+        "with contextlib.redirect_stdout(open('/dev/null', 'w')):\n"
+        "    print('read by nobody')\n"
         "print('seen')\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

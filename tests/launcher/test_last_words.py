@@ -29,15 +29,18 @@ Thread 0x00007f01 (most recent call first):
 Current thread 0x00007f02 (most recent call first):
   File "train.py", line 7 in step
 """
-TAKEN_APART = """Traceback (most recent call last):
-  File "a.py", line 5, in <module>
-    raise ValueError("the cause")
-ValueError: the cause
-terminate called without an active exception
+TAKEN_APART = """terminate called without an active exception
 Fatal Python error: Aborted
 
 Thread 0x00007fd3 (most recent call first):
   <no Python frame>
+"""
+
+
+THE_CAUSE = """Traceback (most recent call last):
+  File "a.py", line 5, in <module>
+    raise ValueError("the cause")
+ValueError: the cause
 """
 
 
@@ -50,7 +53,11 @@ Thread 0x00007fd3 (most recent call first):
         (CHAINED, "RuntimeError: no data"),
         ("".join(f"[rank3]: {line}\n" for line in CHAINED.splitlines()), "RuntimeError: no data"),
         (DYING, "Fatal Python error: Segmentation fault"),
-        (TAKEN_APART, "ValueError: the cause"),
+        (THE_CAUSE + TAKEN_APART, "ValueError: the cause"),
+        (
+            TAKEN_APART,
+            "Python was ending while a thread, as torch's Gloo has them, still freed its tensors",
+        ),
         ("Traceback (most recent call last):\n", "Traceback (most recent call last):"),
     ],
 )

@@ -12,7 +12,7 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
@@ -22,10 +22,14 @@ from typing import Any
 from allranks.errors import FaultKind, PlaceError, ProgramError, RequestError
 from allranks.job.run_folder import rank_events_path, rank_log_path, read_rows
 from allranks.job.units import format_bytes
-from allranks.launcher.hang import Hang, callers_alone, describe_mismatch, ranks_waited_for
 from allranks.launcher.heartbeat import Beat
 from allranks.launcher.processes.process import is_said
-from allranks.launcher.supervisor import Ended
+from allranks.launcher.supervisor import (
+    Ended,
+    Hang,
+    place_of_users_collective,
+    ranks_waited_for,
+)
 
 # --- folding -------------------------------------------------------------------------------------
 # A traceback for users: the frames of their own code, and the number of other frames. Pure.
@@ -93,6 +97,7 @@ MOST_LINES = 60
 FEW_LINES = 12
 TRACEBACK = "Traceback (most recent call last):"
 NO_FRAME = "<no Python frame>"
+AT_EXIT = "terminate called without an active exception"
 EXTENSIONS = "Extension modules: "  # which faulthandler adds
 CURRENT = "Current thread 0x"
 FATAL = ("Fatal Python error:", CURRENT, "Thread 0x")
@@ -191,8 +196,10 @@ def _python_traceback(lines: list[str]) -> list[str]:
 
 
 def _thrown(lines: list[str]) -> str:
-    """The message of an uncaught C++ exception; "" if there was none."""
+    """The message of an uncaught C++ exception, or of what ended a thread; "" if there was none."""
     messages = [line.partition("what():")[2].strip() for line in lines if "what():" in line]
+    if not messages and AT_EXIT in lines and any(NO_FRAME in line for line in lines):
+        return "Python was ending while a thread, as torch's Gloo has them, still freed its tensors"
     return messages[-1] if messages else ""
 
 
@@ -360,10 +367,10 @@ def _lost_node(fault: RankFault, ended: Ended) -> str:
     step = f" at step {fault.step}" if fault.step is not None else ""
     names = [ended.name_of(rank) for rank in sorted(on_it)]
     have_roles = names != [f"rank {rank}" for rank in sorted(on_it)]
-    processes = ", ".join(names) if have_roles else f"rank {_listed(*on_it)}"
+    processes = ", ".join(names) if have_roles else f"rank {listed(*on_it)}"
     lines = [f"node {fault.host} is lost{step}, with {processes}: {fault.lost}"]
     if others:
-        lines.append(f"stopped because of it: rank {_listed(*others)}")
+        lines.append(f"stopped because of it: rank {listed(*others)}")
     return "\n".join(lines)
 
 
@@ -398,7 +405,7 @@ def _report(fault: RankFault, ended: Ended, run_dir: Path) -> str:
     step = f" at step {fault.step}" if fault.step is not None else ""
     subject = f"{ended.name_of(fault.rank)} on {fault.host} failed first"
     if fault.alike:  # all saw the same fault; its message names the cause
-        subject = f"ranks {_listed(fault.rank, *fault.alike)} ended the job together"
+        subject = f"ranks {listed(fault.rank, *fault.alike)} ended the job together"
     if request := event.get("request"):  # one rank alone saw what cannot be, when others trained
         updates = f"{event['updates']} update{'s' * (event['updates'] != 1)}"
         return f"{subject}{step}, after {updates}:\n{RequestError.from_data(request)}"
@@ -407,7 +414,7 @@ def _report(fault: RankFault, ended: Ended, run_dir: Path) -> str:
     stacks = _stacks(fault, evidence, ended, run_dir)
     alone = callers_alone(evidence, stacks)
     if alone:  # the rank that reports the mismatch may not have caused it
-        subject = f"rank {_listed(*alone)} called a collective that the others did not{step}"
+        subject = f"rank {listed(*alone)} called a collective that the others did not{step}"
         lines = [f"{subject}; {ended.name_of(fault.rank)} saw it: {describe_cause(fault, words)}"]
     else:
         lines = [f"{subject}{step}: {describe_cause(fault, words)}"]
@@ -421,7 +428,7 @@ def _report(fault: RankFault, ended: Ended, run_dir: Path) -> str:
     done = [rank for rank in others if ended.exits[rank].code == 0]
     victims = [rank for rank in others if rank not in done]
     if victims:
-        lines.append(f"stopped because of it: rank {_listed(*victims)}")
+        lines.append(f"stopped because of it: rank {listed(*victims)}")
     if ended.spared:
         lines.append(f"lost before it: {', '.join(map(ended.name_of, sorted(ended.spared)))}")
     lines.append(f"its output: {rank_log_path(run_dir, fault.rank)}")
@@ -467,11 +474,18 @@ def skipped_collective(beats: Sequence[Beat]) -> str:
     if not short:
         return ""
     counted = ", ".join(f"rank {b.rank} {b.collectives} up to step {b.step}" for b in beats)
-    return f"rank {_listed(*short)} left one out: collectives made are {counted}"
+    return f"rank {listed(*short)} left one out: collectives made are {counted}"
 
 
-def _listed(*ranks: int) -> str:
+def listed(*ranks: int) -> str:
+    """`0, 3, 4`"""
     return ", ".join(map(str, sorted(ranks)))
+
+
+def name_of_signal(number: int) -> str:
+    """`SIGKILL`, or `signal 35`."""
+    known = {s.value: s.name for s in signal.Signals}
+    return known.get(number, f"signal {number}")
 
 
 def describe_cause(fault: RankFault, words: LastWords | None = None) -> str:
@@ -481,13 +495,60 @@ def describe_cause(fault: RankFault, words: LastWords | None = None) -> str:
         memory = "out of memory" if fault.kind == FaultKind.OUT_OF_MEMORY else fault.memory
         return f"{memory}: {cause}" if memory else cause
     if fault.code < 0:
-        known = {number.value: number.name for number in signal.Signals}
-        name = known.get(-fault.code, f"signal {-fault.code}")
         peak = f"it held {format_bytes(fault.peak_bytes)} at most"
         if fault.memory:
             return f"{fault.memory} ({peak})"
         ending = "; it could leave no traceback" if words is None else f": {words.error}"
-        return f"killed by {name}{ending} ({peak})"
+        return f"killed by {name_of_signal(-fault.code)}{ending} ({peak})"
     if fault.code == 0:
         return "it left with exit code 0 before the training was done: who calls os._exit?"
     return f"it left with exit code {fault.code} without a word"
+
+
+# --- mismatch ------------------------------------------------------------------------------------
+# Ranks that called different collectives: where each rank was when one failed because of it.
+#
+# In shared memory each rank reports the collective of the other. Gloo ends the rank that gets a
+# message of another size than it expects, which is seldom the rank to blame. The other ranks write
+# their stacks before they are stopped. Pure.
+
+
+ENGINES = "one of the engine"
+
+
+def callers_alone(message: str, stacks: Mapping[int, str]) -> dict[int, str]:
+    """Rank -> line of user code, for ranks whose user code called a collective the others did not.
+
+    Empty unless `message` tells of a mismatch, or if user code called it on every rank.
+    """
+    if not is_said(FaultKind.COLLECTIVE_MISMATCH, message):
+        return {}
+    places = {rank: place_of_users_collective(stack) for rank, stack in sorted(stacks.items())}
+    callers = {rank: place for rank, place in places.items() if place}
+    return callers if len(callers) < len(places) else {}
+
+
+def describe_mismatch(message: str, rank: int, stacks: Mapping[int, str]) -> list[str]:
+    """Lines about a mismatch: the ranks in another collective, or other sizes in the same one.
+
+    `message` is the output of `rank`, which died; `stacks` has the traceback with which each rank
+    left, or the stack where it waited.
+    """
+    if not is_said(FaultKind.COLLECTIVE_MISMATCH, message):
+        return []
+    if alone := callers_alone(message, stacks):
+        lines = [f"rank {r} called it: {place}" for r, place in alone.items()]
+        return [*lines, f"the others were in {ENGINES}: every rank calls a collective, or none"]
+    places = {r: place_of_users_collective(stack) for r, stack in stacks.items()}
+    place_of_rank = places.pop(rank, "")
+    odd = {r: place for r, place in sorted(places.items()) if place != place_of_rank}
+    if place_of_rank and not odd:
+        return [
+            f"rank {rank} called it: {place_of_rank}: does every rank call it, in the same place?"
+        ]
+    if not odd:
+        return [
+            "the ranks met in collectives of different sizes: has one of them a model of another "
+            "shape, or one collective more?"
+        ]
+    return [f"rank {r} was in another collective: {place or ENGINES}" for r, place in odd.items()]

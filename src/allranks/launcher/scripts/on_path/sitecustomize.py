@@ -7,13 +7,16 @@ unpatched.
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import importlib.machinery
 import importlib.util
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -60,6 +63,7 @@ class AfterTorch:
 
 
 def _change() -> None:
+    atexit.register(wait_for_gloo)  # before the hooks register theirs: it is called after them
     for variable, (module, function) in HOOKS.items():
         if value := os.environ.get(variable):
             try:
@@ -69,6 +73,38 @@ def _change() -> None:
                     _say_not_done(value, str(error))
                 continue
             hook(value)
+
+
+IDLE_LOOKS = 4
+MOST_LOOKS = 2000
+
+
+def wait_for_gloo() -> None:
+    """Wait, 2 s or more at most, until the threads of Gloo have freed the tensors of collectives.
+
+    They do so after the collective is over, and may take Python's lock for it. If Python is ending
+    by then, the lock ends the thread, which aborts the process ("terminate called without an active
+    exception"). `destroy_process_group` does not end these threads while a DDP has the group. A
+    thread that only waits for the lock runs as soon as this one sleeps: it is idle when it sleeps
+    in a few looks in a row.
+    """
+    looks = 0
+    for _ in range(MOST_LOOKS):
+        time.sleep(0.001)
+        looks = 0 if _gloo_runs() else looks + 1
+        if looks == IDLE_LOOKS:
+            return
+
+
+def _gloo_runs() -> bool:
+    for task in Path("/proc/self/task").glob("*"):
+        try:
+            name, _, state = (task / "stat").read_text().partition(" (")[2].rpartition(") ")
+        except OSError:  # it has ended
+            continue
+        if name == "pt_gloo_runloop" and not state.startswith("S"):
+            return True
+    return False
 
 
 def _say_not_done(path: str, why: str) -> None:
