@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from allranks.launcher.fault_report import last_words, stacks_in
+from allranks.launcher.fault_report import OF_GLOO, last_words, stacks_in
 
 CHAINED = """Traceback (most recent call last):
   File "a.py", line 1, in <module>
@@ -54,10 +54,7 @@ ValueError: the cause
         ("".join(f"[rank3]: {line}\n" for line in CHAINED.splitlines()), "RuntimeError: no data"),
         (DYING, "Fatal Python error: Segmentation fault"),
         (THE_CAUSE + TAKEN_APART, "ValueError: the cause"),
-        (
-            TAKEN_APART,
-            "Python was ending while a thread, as torch's Gloo has them, still freed its tensors",
-        ),
+        (TAKEN_APART, OF_GLOO),
         ("Traceback (most recent call last):\n", "Traceback (most recent call last):"),
     ],
 )

@@ -98,6 +98,10 @@ FEW_LINES = 12
 TRACEBACK = "Traceback (most recent call last):"
 NO_FRAME = "<no Python frame>"
 AT_EXIT = "terminate called without an active exception"
+OF_GLOO = (
+    "Python was ending while another thread, as Gloo has them, freed its tensors"
+    " (docs/failures_in_detail.md has two lines that avoid it)"
+)
 EXTENSIONS = "Extension modules: "  # which faulthandler adds
 CURRENT = "Current thread 0x"
 FATAL = ("Fatal Python error:", CURRENT, "Thread 0x")
@@ -199,7 +203,7 @@ def _thrown(lines: list[str]) -> str:
     """The message of an uncaught C++ exception, or of what ended a thread; "" if there was none."""
     messages = [line.partition("what():")[2].strip() for line in lines if "what():" in line]
     if not messages and AT_EXIT in lines and any(NO_FRAME in line for line in lines):
-        return "Python was ending while a thread, as torch's Gloo has them, still freed its tensors"
+        return OF_GLOO
     return messages[-1] if messages else ""
 
 
