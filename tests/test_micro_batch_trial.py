@@ -89,6 +89,8 @@ def test_later_in_the_training_it_goes_on_from_the_checkpoint_and_is_remembered(
     assert result.summary["steps"] == 8 and result.summary["restarts"] == 1
     again = resolve("bad_tasks:Good", {"run_dir": folder, "steps": 10}).job
     assert (again.micro_batch, again.micro_batch_trial) == (4, True)
+    again = resolve("bad_tasks:Good", {}, (), f"{folder}/job.toml").job
+    assert (again.micro_batch, again.micro_batch_trial) == (4, True)
     again = resolve("bad_tasks:Good", {"run_dir": folder, "micro_batch": "auto"}).job
     assert (again.micro_batch, again.micro_batch_trial) == (4, True)
     again = resolve("bad_tasks:Good", {"run_dir": folder, "micro_batch": "3"}).job

@@ -150,8 +150,9 @@ def _try_micro_batches(values: dict[str, Any], sources: dict[str, str], base: Ba
         return
     before = {} if base is None or not base.values.get("micro_batch_trial") else base.values
     values["micro_batch"] = before.get("micro_batch") if value == AUTO else int(value)
-    values["micro_batch_trial"] = value == AUTO
-    sources["micro_batch_trial"] = sources["micro_batch"]
+    if value == AUTO or sources.get("micro_batch_trial") != sources["micro_batch"]:
+        values["micro_batch_trial"] = value == AUTO
+        sources["micro_batch_trial"] = sources["micro_batch"]
 
 
 def _forget_the_check(values: dict[str, Any], sources: dict[str, str]) -> None:
