@@ -310,7 +310,9 @@ class Attempts:
             return None
         every = (row for rank in self.plan.ranks for row in self._failures(rank, attempt))
         named = [row["smaller"] for row in every if row["fault_kind"] == FaultKind.OUT_OF_MEMORY]
-        return None if None in named else min(named, default=None)
+        smallest = None if None in named else min(named, default=None)
+        now = self.plan.job.micro_batch  # which every trial makes smaller, so that they end
+        return None if smallest is None or (now and smallest >= now) else smallest
 
     def _tries_micro_batches(self, fault: RankFault | None) -> bool:
         """Whether a rank had no memory, and the size of a micro-batch was left to a trial."""
