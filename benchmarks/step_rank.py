@@ -124,8 +124,9 @@ def _make(workload: str, names: list[str], world: World, table: str) -> dict[str
     """All contenders, in the order of `names`; ours come first,
     because a Trainer joins the ranks."""
     ours_first = sorted(names, key=lambda name: not name.startswith("allranks"))
-    known = importlib.import_module(table).CONTENDERS
-    made = {name: known[name](WORKLOADS[workload], world) for name in ours_first}
+    module = importlib.import_module(table)
+    known, of_name = module.CONTENDERS, getattr(module, "WORKLOADS", WORKLOADS)
+    made = {name: known[name](of_name[workload], world) for name in ours_first}
     torch.use_deterministic_algorithms(False)  # a bitwise Trainer has set it; see `_timed_block_s`
     return {name: made[name] for name in names}
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -402,3 +404,14 @@ def test_rows_come_from_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert torch.equal(read.train_data()[5]["input_ids"], wanted)
     with pytest.raises(RequestError, match="columns: text"):
         Read(dataset="rows", text="words").train_data()
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_script_of_trainer_is_watched_unchanged(tmp_path: Path) -> None:
+    """Every rank reads all samples: `check` names the line that makes the loader."""
+    script = Path(__file__).parent / "watched" / "trainer_of_transformers.py"
+    check = [sys.executable, "-m", "allranks.cli.main", "check", "--ranks", "2"]
+    command = [*check, "--", sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 5, done.stdout + done.stderr
+    assert "trainer_of_transformers.py:16: same-samples-on-ranks" in done.stdout

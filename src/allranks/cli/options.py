@@ -74,7 +74,7 @@ SHARED_OPTIONS: Options = (
     _option("--compile", "Compile with this backend, as inductor (default: none)."),
     _switch("--activation-checkpointing", "Recompute activations: needs less memory."),
     _switch("--bitwise", "Same bits on any number of ranks."),
-    _option("--micro-batch", "Samples per forward pass (default: all of a rank).", int),
+    _option("--micro-batch", "Samples per forward pass, or auto (default: all of a rank)."),
     _option("--loader-workers", "Processes that load data, per rank.", int),
     _option("--steps-per-call", "Steps in one call of TensorFlow.", int),
     _option("--prefetch", "Batches to load ahead.", int),

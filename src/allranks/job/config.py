@@ -15,7 +15,7 @@ from allranks.catalog import PLACES, TORCH, load
 from allranks.errors import RequestError
 from allranks.job.deepspeed.sections import read_deepspeed
 from allranks.job.engines import check_program, choose_engine, default_strategy
-from allranks.job.job import HIDDEN, NOT_SETTABLE, Job, read_given, read_job_file
+from allranks.job.job import AUTO, HIDDEN, NOT_SETTABLE, Job, read_given, read_job_file
 from allranks.job.limits import checked
 from allranks.job.place import place_spec
 from allranks.job.resume import Base, changed, find_base
@@ -55,6 +55,7 @@ def resolve(
         flags = {"program": program, **flags}
     for name, value in flags.items():
         values[name], sources[name] = value, "command line"
+    _try_micro_batches(values, sources, base)
     task |= _settings(task_settings)
     sources |= {f"task.{name}": "command line" for name in _settings(task_settings)}
     _forget_the_place(values, sources)
@@ -133,6 +134,25 @@ def _keep_the_choice(values: dict[str, Any], sources: dict[str, str], base: Base
     """Keep the strategy of a resumed run, which the dial chose: its state depends on it."""
     if base is not None and is_auto(values.get("strategy", "")) and "strategy" in base.values:
         values["strategy"], sources["strategy"] = base.values["strategy"], f"run {base.path}"
+
+
+def _try_micro_batches(values: dict[str, Any], sources: dict[str, str], base: Base | None) -> None:
+    """`auto` begins with the micro-batch that a resumed run has found by trial."""
+    value = values.get("micro_batch")
+    if isinstance(value, str) and not (value.isascii() and value.isdecimal()) and value != AUTO:
+        raise RequestError(
+            asked=f"--micro-batch {value}",
+            found="neither a number of samples nor auto",
+            why="it bounds the samples that go through the model at once, on one rank",
+            do="--micro-batch 16, or --micro-batch auto, which halves it when memory runs out",
+        )
+    if value is None or sources["micro_batch"].startswith("run "):
+        return
+    before = {} if base is None or not base.values.get("micro_batch_trial") else base.values
+    values["micro_batch"] = before.get("micro_batch") if value == AUTO else int(value)
+    if value == AUTO or sources.get("micro_batch_trial") != sources["micro_batch"]:
+        values["micro_batch_trial"] = value == AUTO
+        sources["micro_batch_trial"] = sources["micro_batch"]
 
 
 def _forget_the_check(values: dict[str, Any], sources: dict[str, str]) -> None:

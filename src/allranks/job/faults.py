@@ -165,6 +165,10 @@ def _disk_full(fault: Fault, faults: Faults) -> NoReturn:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def _out_of_memory(fault: Fault, faults: Faults) -> NoReturn:
+    raise MemoryError(f"{fault.action} on rank {fault.rank} at {fault.at}, as asked")
+
+
 def _corrupt(fault: Fault, faults: Faults) -> None:
     faults.corrupt()
 
@@ -186,6 +190,7 @@ ACTIONS: dict[str, Callable[[Fault, Faults], None]] = {
     "exit": _exit,
     "abort": _abort,
     "disk-full": _disk_full,
+    "out-of-memory": _out_of_memory,
     "corrupt": _corrupt,
     "skip-collective": _leave_out,
     "nan": _poison,

@@ -32,6 +32,7 @@ DEVICES = (*DEVICES_OF_ALL_ENGINES, "xpu")  # torch knows others, by the names o
 LOGS = ("csv", "tensorboard", "mlflow", "phases")
 BAD_STEPS = ("stop", "skip", "warn")
 WITNESS = ("warn", "stop", "off")
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,12 @@ class Training:
     `engine` is the framework that does the arithmetic; `steps_per_call` is how many steps it makes
     before it returns to Python (TensorFlow). `steps` is the number of optimizer steps (None: until
     the task's epochs are over); `micro_batch` is how many samples one pass of the model takes on
-    one rank (None: all that the rank owns). `loader_workers` processes read data for each rank, and
-    `prefetch` batches are made ready ahead of the step. The job evaluates every `eval_every` steps
-    ("100", or "epoch"), and ends when `patience` evaluations in a row have not bettered the metric
-    `early_stop` ("max:accuracy"), or as soon as an evaluation is `until` ("accuracy=0.97",
-    "min:loss=0.1"). `optimizer` ("adamw:lr=1e-3") and `schedule`
+    one rank (None: all that the rank owns); with `micro_batch_trial` (`--micro-batch auto`) the job
+    starts again with half of it where a step runs out of memory. `loader_workers` processes read
+    data for each rank, and `prefetch` batches are made ready ahead of the step. The job evaluates
+    every `eval_every` steps ("100", or "epoch"), and ends when `patience` evaluations in a row have
+    not bettered the metric `early_stop` ("max:accuracy"), or as soon as an evaluation is `until`
+    ("accuracy=0.97", "min:loss=0.1"). `optimizer` ("adamw:lr=1e-3") and `schedule`
     ("warmup-lr:steps=1000") are taken in place of the task's.
     """
 
@@ -55,6 +57,7 @@ class Training:
     steps: int | None = None
     seed: int = 0
     micro_batch: int | None = None
+    micro_batch_trial: bool = False
     steps_per_call: int = 1
     loader_workers: int = 0
     prefetch: int = 2
@@ -412,7 +415,8 @@ def job_values(data: dict[str, Any], path: str) -> tuple[dict[str, Any], dict[st
                 why="a misspelt line must not be passed over",
                 do=nearest(name, known),
             )
-        data[name] = read_value(name, value, known[name], f"{name} = {value!r} in {path}")
+        if (name, value) != ("micro_batch", AUTO):  # `resolve` makes two values of it
+            data[name] = read_value(name, value, known[name], f"{name} = {value!r} in {path}")
     data.pop("run_dir", None)
     return data, task
 

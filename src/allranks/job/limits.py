@@ -266,6 +266,13 @@ def check_engine(job: Job) -> None:
 
 def _check_roles(job: Job, process_set: ProcessSet) -> None:
     """Refuse options that do not work if processes have roles, and run asynchronously."""
+    if job.micro_batch_trial and any(role.may_be_lost for role in process_set.roles):
+        raise RequestError(
+            asked=f"--strategy {job.strategy} with --micro-batch auto",
+            found=str(process_set),
+            why="a process without memory is lost, and the others go on: no trial would end",
+            do="give --micro-batch a number, or leave it out",
+        )
     if process_set.are_all_trainers:
         return
     at_once = "workers make several steps at once"

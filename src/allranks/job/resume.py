@@ -40,7 +40,7 @@ from allranks.strategies.resolve import card_of, strategy_spec
 
 CHECKPOINTS = FOLDER
 CHANGEABLE = (
-    *("steps", "micro_batch", "steps_per_call", "loader_workers", "prefetch"),
+    *("steps", "micro_batch", "micro_batch_trial", "steps_per_call", "loader_workers", "prefetch"),
     *("eval_every", "early_stop", "until", "patience"),
     *names_in(Where),
     *names_in(Safety),

@@ -28,6 +28,7 @@ import os
 import shutil
 import threading
 import time
+import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -158,6 +159,12 @@ class RunFolder:
         except OSError as error:
             raise _not_written(self.path, error) from None
         self._job_written = content
+
+    def change_job(self, **values: Any) -> None:
+        """Write these values into `job.toml`, in place of those with which the job was started."""
+        assert self._job_written is not None, "a job that runs was written"
+        data = tomllib.loads(self._job_written.decode())
+        self.write_job_file(write_toml({**data, **values}).encode())
 
     def keep_job_file(self) -> None:
         """Leave `job.toml` as it was before this job, where it was there."""

@@ -7,6 +7,7 @@ starts from the newest good checkpoint, or from the beginning if there is none.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import secrets
 import time
 from collections import Counter
@@ -208,6 +209,10 @@ def _shown(digest: object) -> str:
     return str(digest)[:SHOWN] if digest else "none"
 
 
+NO_SMALLER = """--micro-batch auto has no smaller one to try. It halves the passes of a step:
+down to one sample; with --bitwise, BatchNorm or MixtureOfExperts, down to one whole shard. More
+shards are smaller ones: --set shards=N (another job). Or --strategy fsdp, or
+--activation-checkpointing"""
 SAME_FAULT_TWICE = "not started again: the same fault came twice, with no step between"
 
 
@@ -225,6 +230,7 @@ class Attempts:
     def __post_init__(self) -> None:
         self._programs = SamePrograms(self.folder.path, self.folder.events)
         self._rejoining = Rejoining()
+        self._trials = 0
         self._secret = secrets.token_hex(32)
 
     @property
@@ -250,7 +256,7 @@ class Attempts:
         restarts, first = self.plan.job.max_restarts, self.first
         before: RankFault | None = None
         report = ""
-        for attempt in range(first, first + restarts + 1):
+        for attempt in itertools.count(first):
             self._plan_again(attempt)
             if report:
                 self._reserve_room_again(attempt, report)
@@ -273,17 +279,58 @@ class Attempts:
                     report_of_fault = f"\n{self._error(ended, fault, attempt, beats)[0]}"
                 raise self._stopped(ended, attempt, exits, report_of_fault)
             error, first_rank = self._error(ended, fault, attempt, beats)
-            last = attempt - first + self._rejoining.resumed >= restarts or not error.passing
+            counted = attempt - first - self._trials + self._rejoining.resumed
+            last = counted >= restarts or not error.passing
             again = fault is not None and fault.repeats(before)
             if again and not last:
                 error = ProgramError(f"{error}\n{SAME_FAULT_TWICE}", fault_kind=error.fault_kind)
+            reached = max(beat.step for beat in beats)
+            smaller = self._smaller(fault, attempt)
+            if smaller is None and self._tries_micro_batches(fault) and last:
+                error = error.with_more(NO_SMALLER)
             values = {"first_rank": first_rank, **_error_fields(error), "exits": exits}
+            if smaller is not None:
+                self._change_micro_batch(smaller)
+                before, report = None, str(error)
+                self._record_restart({**values, "micro_batch": smaller}, attempt, reached)
+                continue
             if last or again or (fault is not None and not fault.is_passing):
                 self.folder.events.event("failed", **values, attempt=attempt)
                 raise error
             before, report = fault, str(error)
-            self._record_restart(values, attempt, max(beat.step for beat in beats))
+            self._record_restart(values, attempt, reached)
         raise AssertionError("the last attempt returns or raises")
+
+    def _smaller(self, fault: RankFault | None, attempt: int) -> int | None:
+        """The micro-batch to try after this fault: the smallest that a rank without memory names.
+
+        `None` where it is no such fault, or the micro-batch was not left to a trial.
+        """
+        if not self._tries_micro_batches(fault):
+            return None
+        every = (row for rank in self.plan.ranks for row in self._failures(rank, attempt))
+        named = [row["smaller"] for row in every if row["fault_kind"] == FaultKind.OUT_OF_MEMORY]
+        smallest = None if None in named else min(named, default=None)
+        now = self.plan.job.micro_batch  # which every trial makes smaller, so that they end
+        return None if smallest is None or (now and smallest >= now) else smallest
+
+    def _tries_micro_batches(self, fault: RankFault | None) -> bool:
+        """Whether a rank had no memory, and the size of a micro-batch was left to a trial."""
+        job = self.plan.job  # a check records every step once, so it tries nothing
+        is_trial = job.micro_batch_trial and not job.trace
+        return is_trial and fault is not None and fault.kind == FaultKind.OUT_OF_MEMORY
+
+    def _failures(self, rank: RankPlan, attempt: int) -> list[dict[str, Any]]:
+        """The `failed` events of a rank whose step failed, and that named a micro-batch."""
+        rows = events_of(self.folder.path, rank.world.rank, attempt)
+        return [row for row in rows if row["event"] == "failed" and "smaller" in row]
+
+    def _change_micro_batch(self, samples: int) -> None:
+        """Go on with micro-batches of so many samples, on all ranks, also when it is resumed."""
+        self._trials += 1
+        job = dataclasses.replace(self.plan.job, micro_batch=samples)
+        self.plan = dataclasses.replace(self.plan, job=job)
+        self.folder.change_job(micro_batch=samples)
 
     def _not_kept(self, summary: dict[str, Any]) -> dict[str, Any]:
         """The files that were not kept: those in the summary, and those of the supervisor."""

@@ -41,6 +41,11 @@ class Role:
     over_nodes: bool = False
     apart: bool = False
 
+    @property
+    def may_be_lost(self) -> bool:
+        """Whether the job may go on without a process of this role, or start it again alone."""
+        return self.least is not None or self.resumes or self.rejoins > 0
+
 
 def coming_and_going(name: str, ranks: int, options: Mapping[str, Any]) -> Role:
     """The ranks of a job where any of them may be lost, and come again, by its strategy's options.

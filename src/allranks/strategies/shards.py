@@ -99,6 +99,17 @@ def micro_batches(sizes: dict[int, int], limit: int | None) -> tuple[Micro, ...]
     return (*done, tuple(open_)) if open_ else tuple(done)
 
 
+def smaller_micro_batch(samples: int, largest: int, *, whole: bool) -> int | None:
+    """The limit to try when a pass of `samples` runs out of memory; `None` if there is none.
+
+    Half of it, in whole shards of `largest` samples. If one shard is too much, half a shard and so
+    on, unless shards stay `whole`: their samples are then summed in one pass, in one order.
+    """
+    if samples > largest:
+        return max(samples // 2 // largest, 1) * largest
+    return None if whole else samples // 2 or None
+
+
 def rows_of(rows: int, ranks: int, rank: int) -> range:
     """The rows of a tensor that `rank` holds of it, cut as torch.chunk does: 10, 4 -> 3 3 3 1.
 

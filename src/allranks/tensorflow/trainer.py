@@ -198,6 +198,11 @@ class Trainer(EngineTrainer[ReplicaBatch]):
         (result,) = self.steps([batch])
         return result
 
+    def largest_pass(self, batch: ReplicaBatch) -> int:
+        """The samples of the largest pass of a replica here through the model for `batch`."""
+        passes = (micro for micros in batch.cut.pieces for micro in micros)
+        return max((sum(piece.samples for piece in micro) for micro in passes), default=1)
+
     def steps(self, batches: list[ReplicaBatch]) -> list[StepResult]:
         """Several steps in one call of TensorFlow, on batches that are cut alike."""
         first = batches[0]

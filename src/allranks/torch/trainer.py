@@ -15,6 +15,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -93,6 +94,13 @@ def check_own_loop(job: Job, ranks: int) -> None:
             why="which devices a process sees is decided before it is started, by its launcher",
             do=f"{Visible.VARIABLE}={job.devices} python SCRIPT, or "
             f"allranks.launch(task, devices={job.devices!r})",
+        )
+    if job.micro_batch_trial:
+        raise RequestError(
+            asked="Trainer(task, Job(micro_batch_trial=True))",
+            found="a loop of one's own",
+            why="the trial starts all ranks again, which their launcher does",
+            do='Job(micro_batch=16), or allranks.launch(task, micro_batch="auto")',
         )
     if job.log:
         raise RequestError(
@@ -275,6 +283,19 @@ class Trainer(EngineTrainer[Batch]):
         if self.faults.faults:
             self.faults.reach("stepped", batch.index)
         return result
+
+    def largest_pass(self, batch: Batch) -> int:
+        """The samples of the largest pass of this rank through the model for `batch`."""
+        return max(micro.samples for micro in batch.to_read)
+
+    def smaller_micro_batch(self, batch: Batch) -> int | None:
+        """As in `EngineTrainer`; also `None` if a layer needs whole shards, as BatchNorm does."""
+        smaller = super().smaller_micro_batch(batch)
+        try:
+            check_limits(self.task, replace(self.job, micro_batch=smaller), self.strategy)
+        except RequestError:
+            return None
+        return smaller
 
     @property
     def progress(self) -> Progress:

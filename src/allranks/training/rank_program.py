@@ -60,7 +60,9 @@ def _fit(trainer: EngineTrainer[Any]) -> bool:
     for callback in callbacks:
         callback.on_start(trainer)
     for batches in trainer.calls():
+        trainer.in_step = batches[:1]
         results = trainer.steps(batches)
+        trainer.in_step = []
         for batch, result in zip(batches, results, strict=True):
             if result.taken:
                 for callback in callbacks:
@@ -217,6 +219,7 @@ class RankRecord(Callback):
             "mfu": None,
             "weights_sha256": sha256,
             "restarts": 0,
+            "micro_batch": self.job.micro_batch,
             "resumed_from_step": self.resumed_from,
             "sent_bytes": None,
             "card_bytes_per_step": None,
@@ -377,7 +380,10 @@ class RankProgram(ABC, Generic[T]):
                 step = trainer.progress.batch_index if trainer else None
                 updates = trainer.progress.updates_unless_bad if trainer else 0
                 updates -= run.record.updates_before  # without those it was resumed with
-                events.event("failed", **failure_of(cause, updates, step))
+                failure = failure_of(cause, updates, step)
+                if trainer and trainer.in_step and job.micro_batch_trial:
+                    failure["smaller"] = trainer.smaller_micro_batch(trainer.in_step[0])
+                events.event("failed", **failure)
                 run.record.fail()
                 return exit_code_of(cause)
         return 0

@@ -260,7 +260,8 @@ def in_words(event: dict[str, Any]) -> list[str]:
         return [f"note: {note}" for note in event["notes"]]
     if name == "restart":
         again = f"starting again from step {event['resumes_from']}"
-        return [_fault(event), f"{again}: {event['lost_steps']} steps lost"]
+        micro = f" with --micro-batch {event['micro_batch']}" if "micro_batch" in event else ""
+        return [_fault(event), f"{again}{micro}: {event['lost_steps']} steps lost"]
     if name == "evaluated":
         words = evaluation_in_words(event["step"], event["metrics"], bool(event.get("best")))
         return [f"{_whose(event)}evaluated {words}"]

@@ -195,6 +195,8 @@ def in_sentences(summary: dict[str, Any]) -> str:
     if summary["restarts"]:
         times = "once" if summary["restarts"] == 1 else f"{summary['restarts']} times"
         lines.append(f"started again {times} after a fault")
+        if samples := summary.get("micro_batch"):
+            lines.append(f"micro-batch {samples}: a pass of so many samples fits on every rank")
     lines.append(f"weights    sha256 {summary['weights_sha256']}")
     lines += [f"note       {text}" for text in not_kept_here(summary)]
     lines.append(f"run folder {summary['run_dir']}")

@@ -128,6 +128,8 @@ def _figures(run: RecordedRun, timeline: Timeline) -> list[Figure]:
     lost = [int(event["lost_steps"]) for event in run.of("restart") if "lost_steps" in event]
     note = f"{counted(sum(lost), 'step')} made again" if lost else ""
     figures.append(Figure("restarts", str(restarts), note))
+    for event in [e for e in run.of("restart") if "micro_batch" in e][-1:]:
+        figures.append(Figure("micro-batch", str(event["micro_batch"]), "found by trial"))
     for event in run.of("proof")[-1:]:
         figure = "proved" if event["proved"] else "not proved"
         figures.append(Figure("equal to one process", figure, str(event["why"])))

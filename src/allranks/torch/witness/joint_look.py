@@ -81,6 +81,8 @@ class PassParts:
 class JointLook(SecondLook):
     """The look of one rank; the `offers` are those of the ranks that read the batch."""
 
+    is_memory_short: bool = False
+
     @property
     def owner(self) -> int:
         """Every rank compares its own."""
@@ -99,7 +101,7 @@ class JointLook(SecondLook):
             most = max(row["passes"] for row in rows)
             try:
                 differs = self._compared(parts, most, exact=exact)
-            except AllranksError:
+            except (AllranksError, MemoryError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
                 raise _ended(error) from error
@@ -132,9 +134,9 @@ class JointLook(SecondLook):
         return PassParts([whole], alone, neighbour, whole.pieces.index(self.chosen))
 
     def _with_another(self) -> RecomputedPart | None:
-        """Only on the host: a pass of two micro-batches may not fit the memory of a device."""
+        """Only where memory is not short: a pass of two micro-batches may not fit a device."""
         on_host = self.strategy.comm.device.type == "cpu"
-        return super()._with_another() if on_host else None
+        return super()._with_another() if on_host and not self.is_memory_short else None
 
     def _batch(self, parts: list[RecomputedPart], passes: int) -> Batch:
         micros = tuple(MicroBatch(part.pieces, part.samples, part.data) for part in parts)

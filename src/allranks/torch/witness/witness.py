@@ -362,7 +362,8 @@ class Witness:
             roots += self._roots_of_data(batches)[:1]
         if strategy.equal_passes:
             recomputing.loosen(OF_TYPES.get(strategy.step.precision.compute, 0.0))
-            joint = JointLook(strategy, batch, batches, recomputing, turn, known)
+            is_short = self.job.micro_batch_trial
+            joint = JointLook(strategy, batch, batches, recomputing, turn, known, is_short)
             text, unseen = joint.run_together(roots, exact=self.job.bitwise)
         else:
             look = SecondLook(strategy, batch, batches, recomputing, turn, known)

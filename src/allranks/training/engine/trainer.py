@@ -23,6 +23,7 @@ from allranks.job.limits import until_of
 from allranks.job.loss_scale import LossScale
 from allranks.launcher.heartbeat import Heartbeat
 from allranks.launcher.world import World
+from allranks.strategies.shards import largest_shard, smaller_micro_batch
 from allranks.training.callback import Callback
 from allranks.training.engine.saved_job import CallbackStates
 from allranks.training.guard import Guard
@@ -342,6 +343,7 @@ class EngineTrainer(ABC, Generic[B]):
         self.heartbeat = Heartbeat(world.heartbeat, world.local_rank, world.local_size)
         self.faults = Faults.of(job.inject, world.rank, world.restarts)
         self.user_buffers = list[str]()
+        self.in_step = list[B]()  # while `fit` makes a step: its batch
         self._has_given, self._came_to_an_end, self._called = False, True, set[str]()
         self._is_prepared = False
 
@@ -400,6 +402,15 @@ class EngineTrainer(ABC, Generic[B]):
     @abstractmethod
     def weights(self) -> Iterator[tuple[str, Any]]:
         """Every weight, whole, by name in sorted order; every rank calls this."""
+
+    @abstractmethod
+    def largest_pass(self, batch: B) -> int:
+        """The samples of the largest pass of `batch` through the model on this rank."""
+
+    def smaller_micro_batch(self, batch: B) -> int | None:
+        """The micro-batch to try if a pass of `batch` runs out of memory, or `None`."""
+        largest = largest_shard(self.task.batch_size, self.task.shards)
+        return smaller_micro_batch(self.largest_pass(batch), largest, whole=self.job.bitwise)
 
     # --- evaluation -----------------------------------------------------------------------
 
