@@ -39,7 +39,7 @@ HAS_TENSORFLOW = {"tensorflow", "programs"}
 MODULES = house.MODULES
 MOST = {
     "files": 440,
-    "lines": 100_900,
+    "lines": 101_040,
     "rooms in torch/": 19,
     "imports in a circle of rooms, torch/": 63,
     "imports in a circle of rooms, launcher/": 2,
