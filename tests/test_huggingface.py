@@ -238,6 +238,11 @@ class Unmasked(tasks.Bert):
         return made
 
 
+class Generated(tasks.GPT2):
+    def rows(self, split: str) -> Any:
+        return (row for row in super().rows(split))
+
+
 class Named(tasks.BertLabels):
     def rows(self, split: str) -> Any:
         return [{**row, "label": "yes"} for row in super().rows(split)]
@@ -265,6 +270,7 @@ def test_a_row_that_the_model_cannot_take_is_refused(task: Any, words: str) -> N
         (Nameless(), "train_data", "no `dataset` is set"),
         (tasks.GPT2(text="words"), "train_data", "columns: text, other"),
         (Unpadded(), "model", "without a pad token"),
+        (Generated(), "train_data", "a generator, without rows by number"),
     ],
 )
 def test_what_cannot_be_is_refused_in_four_parts(task: Any, method: str, words: str) -> None:
@@ -400,5 +406,37 @@ def test_rows_come_from_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (len(read.train_data()), len(read.eval_data())) == (48, 12)
     wanted = tasks.GPT2().train_data()[5]["input_ids"]
     assert torch.equal(read.train_data()[5]["input_ids"], wanted)
-    with pytest.raises(RequestError, match="columns: text"):
-        Read(dataset="rows", text="words").train_data()
+    stream = Read(dataset="rows", streaming=True)
+    assert len(stream.eval_data()) == 12
+    shards = [list(stream.train_data().open(k, 0, 0, 0)) for k in range(stream.shards)]
+    assert sum(map(len, shards)) == 48 and torch.equal(shards[5][0]["input_ids"], wanted)
+    assert len(stream.stages(tasks.GPT2().model(), 3)) == 3
+    for streaming in (False, True):
+        with pytest.raises(RequestError, match="columns: text"):
+            Read(dataset="rows", text="words", streaming=streaming).train_data()
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_stream_goes_on_where_it_was_on_other_ranks(
+    tmp_path: Path, train: Callable[..., Any]
+) -> None:
+    """10,000 texts of 8 files, stopped three times within an epoch."""
+    weights = []
+    for ends in ([(1, 25)], [(2, 7), (3, 12), (1, 18), (4, 25)]):
+        folder = tmp_path / f"texts-{len(ends)}"
+        folder.mkdir()
+        tasks.write_numbers(folder, files=8, rows=1250)
+        flags: dict[str, Any] = {"bitwise": True, "run_dir": str(folder / "run")}
+        for ranks, steps in ends:
+            found = train(
+                "huggingface_tasks:Streamed",
+                f"folder={folder}",
+                ranks=ranks,
+                steps=steps,
+                checkpoint_every=100,
+                **flags,
+            )
+        weights.append(found.summary["weights_sha256"])
+        read = [int(n) for file in folder.glob("read-*") for n in file.read_text().split()]
+        assert len(read) == 10_000 and {*read} == {*range(10_000)}
+    assert weights[0] == weights[1]
