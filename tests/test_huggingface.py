@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import pytest
 import torch
 import transformers
@@ -20,6 +22,7 @@ import huggingface_tasks as tasks
 from allranks.errors import RequestError
 from allranks.huggingface import CausalLM, SequenceClassification
 from allranks.huggingface.labels import entities
+from allranks.huggingface.packing import check_keeps_texts_apart
 from allranks.huggingface.stages import stages_of
 from allranks.huggingface.task import IGNORED
 from allranks.job.job import Job
@@ -440,3 +443,122 @@ def test_a_stream_goes_on_where_it_was_on_other_ranks(
         read = [int(n) for file in folder.glob("read-*") for n in file.read_text().split()]
         assert len(read) == 10_000 and {*read} == {*range(10_000)}
     assert weights[0] == weights[1]
+
+
+# --- packing -------------------------------------------------------------------------------------
+
+
+def norm_in_float64(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """That of Llama and Qwen3, which computes in 32 bits, in the precision of its input."""
+    scale = torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
+    result: torch.Tensor = norm.weight * hidden * scale
+    return result
+
+
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [
+        ("GPT2", "sdpa"),
+        ("GPT2", "eager"),
+        ("Llama", "sdpa"),
+        ("Llama", "eager"),
+        ("Qwen3", "sdpa"),
+    ],
+)
+def test_packed_is_padded(name: str, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss and the gradients of a global batch of 48 texts, in float64."""
+    for module in ("llama.modeling_llama.Llama", "qwen3.modeling_qwen3.Qwen3"):
+        monkeypatch.setattr(f"transformers.models.{module}RMSNorm.forward", norm_in_float64)
+    padded, packed = (getattr(tasks, name)(packed=tokens) for tokens in (0, 16))
+    for task in (padded, packed):
+        task._config._attn_implementation = attention
+    model = padded.model().double()
+    check_keeps_texts_apart(model, padded._config)
+    found = []
+    for task in (padded, packed):
+        data = task.train_data()
+        batch = task.collate([data[number] for number in range(len(data))])
+        weight = task.weight(batch)
+        loss = (task.loss(model(**task.inputs(batch)), batch) * weight).sum() / weight.sum()
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        found.append((int(weight.sum()), loss, *gradients))
+    assert len(packed.train_data()) < len(padded.train_data()) * 0.7
+    exact = attention == "sdpa" or name == "GPT2"  # the others' eager softmax has 32 bits
+    assert found[0][0] == found[1][0]
+    for ours, theirs in zip(found[0][1:], found[1][1:], strict=True):
+        assert (ours - theirs).norm() <= (1e-10 if exact else 1e-6) * theirs.norm()
+
+
+def text_numbers(block: Any) -> list[list[int]]:
+    """The tokens of each text of a block."""
+    starts = (block["position_ids"] == 0).nonzero().flatten().tolist()
+    numbers = block["input_ids"].tolist()
+    ends = [*starts[1:], len(numbers)]
+    return [numbers[start:end] for start, end in zip(starts, ends, strict=True)]
+
+
+def test_blocks_have_every_text_once_and_long_ones_in_pieces() -> None:
+    task = tasks.GPT2(packed=8, split_texts=True)
+    data = task.train_data()
+    blocks = [data[number] for number in range(len(data))]
+    assert all(len(block["input_ids"]) <= 8 for block in blocks)
+    texts = [task.encode(row)["input_ids"].tolist() for row in tasks.texts("train")]
+    pieces = [text[at : at + 8] for text in texts for at in range(0, len(text), 8)]
+    assert [text for block in blocks for text in text_numbers(block)] == pieces
+    for block in blocks:
+        first = block["position_ids"] == 0
+        assert torch.equal(block["labels"], block["input_ids"].masked_fill(first, IGNORED))
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_shard_of_a_stream_packs_its_own_texts() -> None:
+    """The blocks go on from a state, which has the text that did not fit."""
+    rows = [{"text": row["text"]} for row in tasks.texts("train")]
+
+    @dataclass(kw_only=True)
+    class Packed(tasks.GPT2):
+        def rows(self, split: str) -> Any:
+            return datasets.IterableDataset.from_generator(lambda: iter(rows))
+
+    task = Packed(packed=12, shards=2)
+    stream, texts = task.train_data(), []
+    for shard in range(2):
+        blocks = [block["input_ids"].tolist() for block in stream.open(shard, 0, 0, 0)]
+        texts += [t for block in stream.open(shard, 0, 0, 0) for t in text_numbers(block)]
+        for at in (1, 5, len(blocks)):
+            first = stream.open(shard, 0, 0, 0)
+            for _ in range(at):
+                next(first)
+            state = json.loads(json.dumps(first.state_dict()))
+            second = stream.open(shard, 0, 0, 0)
+            second.load_state_dict(state)
+            for after in (second, stream.open(shard, 0, 0, at)):
+                assert [block["input_ids"].tolist() for block in after] == blocks[at:]
+    assert sorted(texts) == sorted(task.encode(row)["input_ids"].tolist() for row in rows)
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 3), ("fsdp", 2), ("1f1b", 3)])
+def test_packed_has_one_digest(
+    strategy: str, ranks: int, train: Callable[..., Any], references: dict[Any, Any]
+) -> None:
+    settings, flags = ("packed=16", "tied=False"), {"bitwise": True, "steps": 3}
+    if settings not in references:
+        references[settings] = train("huggingface_tasks:GPT2", *settings, **flags)
+    found = train("huggingface_tasks:GPT2", *settings, strategy=strategy, ranks=ranks, **flags)
+    assert found.summary["weights_sha256"] == references[settings].summary["weights_sha256"]
+
+
+def test_what_cannot_be_packed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RequestError, match="--set split_texts=true"):
+        tasks.GPT2(packed=8).train_data()
+    with pytest.raises(RequestError, match="a text may have 8"):
+        tasks.GPT2(packed=16, positions=8).train_data()
+    bloom = transformers.BloomConfig(vocab_size=44, hidden_size=16, n_layer=2, n_head=4)
+    with pytest.raises(RequestError, match="for a BloomForCausalLM"):
+        check_keeps_texts_apart(transformers.AutoModelForCausalLM.from_config(bloom), bloom)
+    mask = "transformers.masking_utils.find_packed_sequence_indices"
+    monkeypatch.setattr(mask, lambda positions: None)
+    for task in (tasks.GPT2(packed=16), tasks.Llama(packed=16)):
+        with pytest.raises(RequestError, match="a text before it changes an output") as refused:
+            task.model()
+        assert all(f"{part}:" in str(refused.value) for part in ("asked", "found", "why", "do"))

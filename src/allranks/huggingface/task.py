@@ -225,7 +225,6 @@ class EncodedStream:
         return StreamedSamples(self.task, self.stream.open(shard, epoch, seed, skip))
 
     def first(self) -> Sample:
-        """The first sample of the data set."""
         return self.task._sample(next(iter(self.stream.dataset)), "row 0")
 
 

@@ -315,11 +315,7 @@ class GlobalBatches:
             epoch, step, index = epoch + 1, 0, index - 1
 
     def states_of_shards(self, epoch: int, step: int) -> dict[int, str]:
-        """The states of the streams of this rank after `step` steps of an epoch, by shard.
-
-        Each is JSON. Empty if something else was read last: a resume then passes over what was
-        read.
-        """
+        """The states of this rank's streams, as JSON by shard; {} if more steps are read."""
         if self._stands != (epoch, step):
             return {}
         if not self._rows:
@@ -337,7 +333,8 @@ class GlobalBatches:
         quota = even_sizes(self.batch_size, self.shards)
         for k in (*self.cutting.owned, *range(self.shards)):
             seed_generators(random_key(self.seed, plan.epoch, k, 0))
-            read = list(islice(source.open(k, plan.epoch, 0), quota[k]))
+            rows = source.rows(k, plan.epoch, 0)
+            read = list(islice(source.samples(rows, k, plan.epoch, 0), quota[k]))
             if read:
                 micro = self.cutting.first_of({k: len(read)})
                 self._collating_draws(source, plan, micro, {k: read})

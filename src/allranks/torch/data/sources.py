@@ -11,7 +11,7 @@ import json
 import random
 from collections.abc import Callable, Generator, Iterable, Iterator
 from itertools import groupby
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -319,12 +319,12 @@ class StreamSource:
         self._augments = task.overrides("augment")
         self._collate = task.collate if task.overrides("collate") else default_collate
 
-    def rows(self, shard: int, epoch: int, skip: int, state: str = "") -> Iterator[Any]:
+    def rows(self, shard: int, epoch: int, skip: int, state: str = "") -> Any:
         """What the data set opens for one shard in one epoch, at number `skip` or at a state."""
-        rows: Any = iter(self.dataset.open(shard, epoch, self.seed, 0 if state else skip))
+        rows = iter(self.dataset.open(shard, epoch, self.seed, 0 if state else skip))
         if state:
             rows.load_state_dict(json.loads(state))
-        return cast(Iterator[Any], rows)
+        return rows
 
     def samples(self, rows: Iterator[Any], shard: int, epoch: int, first: int) -> Iterator[Any]:
         """The samples of these rows, the first of which has the number `first` in its shard."""
@@ -335,19 +335,12 @@ class StreamSource:
             key = random_key(self.seed, epoch, shard, number)
             yield self.task.augment(sample, _generator(key))
 
-    def open(self, shard: int, epoch: int, skip: int) -> Iterator[Any]:
-        """The samples of one shard in one epoch, from number `skip` on."""
-        return self.samples(self.rows(shard, epoch, skip), shard, epoch, skip)
-
     def collate(self, samples: list[Any]) -> Any:
         return self._collate(samples)
 
 
-def state_of_rows(rows: Iterator[Any]) -> str:
-    """The state of what a stream has opened, as JSON; "" if it has none.
-
-    Raises `RequestError` for a state that is not made of plain values.
-    """
+def state_of_rows(rows: Any) -> str:
+    """The state of what a stream has opened, as JSON; "" if it has none. Or `RequestError`."""
     if not (hasattr(rows, "state_dict") and hasattr(rows, "load_state_dict")):
         return ""
     state = rows.state_dict()
@@ -358,6 +351,5 @@ def state_of_rows(rows: Iterator[Any]) -> str:
             asked="to save where a stream is",
             found=f"a state_dict() that is no JSON: {error}",
             why="a checkpoint has the state of each shard as JSON, so that any rank can read it",
-            do="let state_dict() return numbers, texts, lists and dicts, or leave it out: a "
-            "resume then passes over what was read",
+            do="return plain values, or leave state_dict() out: a resume then reads anew",
         ) from error

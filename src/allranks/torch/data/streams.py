@@ -61,37 +61,33 @@ class DataStream:
         return islice(iter(part), skip, None) if self._is_buffered else PlacedRows(part, skip)
 
     def _check(self, steps: list[Any]) -> None:
-        request = "train_data: a datasets.IterableDataset"
-        if self.dataset._distributed is not None:
-            raise RequestError(
-                asked=request,
-                found="it is split by node already",
-                why="the engine splits it by shards, the same on any number of ranks",
-                do="leave split_dataset_by_node out",
-            )
         generators = [getattr(step, "generator", None) for step in steps]
-        if any(_is_unseeded(g) for g in generators if isinstance(g, np.random.Generator)):
-            raise RequestError(
-                asked=request,
-                found="shuffle() or interleave_datasets() without a seed",
-                why="each rank, and each resume, would draw another order",
-                do="shuffle(seed=0, …), interleave_datasets(…, seed=0)",
-            )
+        if self.dataset._distributed is not None:
+            problem, do = "it is split by node already", "leave split_dataset_by_node out"
+        elif any(_is_unseeded(g) for g in generators if isinstance(g, np.random.Generator)):
+            problem = "shuffle() or interleave_datasets() without a seed"
+            do = "shuffle(seed=0, …), interleave_datasets(…, seed=0)"
+        else:
+            return
+        raise RequestError(
+            asked="train_data: a datasets.IterableDataset",
+            found=problem,
+            why="the engine splits it by shards, and each rank and each resume reads one order",
+            do=do,
+        )
 
 
 class PlacedRows:
     """The rows of a `datasets.IterableDataset`, with the place of the next one as its state."""
 
     def __init__(self, dataset: Any, skip: int) -> None:
-        self._dataset, self._skip = dataset, skip
-        self._rows: Iterator[Any] | None = None
+        self._dataset = dataset
+        self._rows = islice(iter(dataset), skip, None)  # reads nothing yet
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        if self._rows is None:
-            self._rows = islice(iter(self._dataset), self._skip, None)
         return next(self._rows)
 
     def state_dict(self) -> Any:

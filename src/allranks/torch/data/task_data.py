@@ -128,10 +128,7 @@ class TaskData:
         check_metrics(self.job, names, self.task.plateau())
 
     def streams(self, done: Progress) -> dict[str, Any]:
-        """`streams`, the state of every shard after `done`; {} for data that is no stream.
-
-        Every rank calls this. Gathers the states, of a stream alone.
-        """
+        """The states of a stream's shards, which all ranks gather; {} for other data."""
         if self._batches is None or not isinstance(self._batches.source, StreamSource):
             return {}
         text = json.dumps(self._batches.states_of_shards(done.epoch, done.step_in_epoch))
@@ -141,8 +138,8 @@ class TaskData:
 
     def load_streams(self, done: Progress, states: dict[str, str]) -> None:
         """Go on with what `streams` returned."""
-        by_shard = {int(shard): state for shard, state in states.items()}
-        if by_shard:
+        if states:
+            by_shard = {int(shard): state for shard, state in states.items()}
             self.batches.load_states_of_shards(done.epoch, done.step_in_epoch, by_shard)
 
     def close(self) -> None:
