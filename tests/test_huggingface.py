@@ -287,6 +287,18 @@ def test_a_model_with_two_lists_of_layers_is_not_cut() -> None:
         tasks.T5().stages(tasks.T5().model(), 2)
 
 
+class Opened(tasks.GPT2):
+    """Its first shard is empty."""
+
+    def train_data(self) -> Any:
+        samples = super().train_data()
+        return SimpleNamespace(open=lambda shard, *_: iter([samples[shard]] * (shard > 0)))
+
+
+def test_a_model_is_cut_by_the_first_sample_of_a_stream() -> None:
+    assert len(Opened().stages(tasks.GPT2().model(), 3)) == 3
+
+
 ODD_FORWARDS = {
     "a norm that is made before the layers and called after them": transformers.OPTConfig(
         hidden_size=16, word_embed_proj_dim=16, ffn_dim=32, num_attention_heads=4, vocab_size=44,

@@ -103,9 +103,6 @@ class PackedStream(EncodedStream):
             pass
         return blocks
 
-    def first(self) -> Sample:
-        return next(PackedSamples(self.task, iter(self.stream.dataset), self._packing))
-
 
 class PackedSamples(StreamedSamples):
     """The blocks of the rows of a shard; their state also has the texts that were read too far."""

@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -106,8 +107,11 @@ class HuggingFaceTask(Task):
     def stages(self, model: nn.Module, count: int) -> Sequence[nn.Module]:
         """Runs of the model's layers, as even as they can be."""
         data = self.train_data()
-        row = self.collate([data.first() if isinstance(data, EncodedStream) else data[0]])
-        return stages_of(model, count, self.inputs(row))
+        if is_data_stream(data):
+            data = DataStream(data, self.shards)
+        if hasattr(data, "open") and not hasattr(data, "__getitem__"):
+            data = [next(chain.from_iterable(data.open(k, 0, 0, 0) for k in range(self.shards)))]
+        return stages_of(model, count, self.inputs(self.collate([data[0]])))
 
     def schedule(self, step: int, total: int) -> float:  # type: ignore[override]
         return schedules.polynomial(total, warmup=min(self.warmup, total - 1))(step)
@@ -223,9 +227,6 @@ class EncodedStream:
 
     def open(self, shard: int, epoch: int, seed: int, skip: int) -> Iterator[Sample]:
         return StreamedSamples(self.task, self.stream.open(shard, epoch, seed, skip))
-
-    def first(self) -> Sample:
-        return self.task._sample(next(iter(self.stream.dataset)), "row 0")
 
 
 class StreamedSamples:

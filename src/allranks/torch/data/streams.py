@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
+from copy import copy
 from itertools import islice
 from typing import Any
 
@@ -56,7 +57,9 @@ class DataStream:
         What is shuffled follows the seeds of the data set and the epoch.
         """
         split = importlib.import_module("datasets.distributed").split_dataset_by_node
-        part = split(self.dataset, shard, self.shards)
+        dataset = copy(self.dataset)
+        dataset._ex_iterable = _copied(dataset._ex_iterable)  # which holds the place of a reader
+        part = split(dataset, shard, self.shards)
         part.set_epoch(epoch)
         return islice(iter(part), skip, None) if self._is_buffered else PlacedRows(part, skip)
 
@@ -104,6 +107,15 @@ def _steps_of(step: Any) -> Iterator[Any]:
     inner = getattr(step, "ex_iterable", None)
     for part in [inner] if inner is not None else getattr(step, "ex_iterables", ()):
         yield from _steps_of(part)
+
+
+def _copied(step: Any) -> Any:
+    step = copy(step)
+    if hasattr(step, "ex_iterable"):
+        step.ex_iterable = _copied(step.ex_iterable)
+    if hasattr(step, "ex_iterables"):
+        step.ex_iterables = [_copied(part) for part in step.ex_iterables]
+    return step
 
 
 def _is_unseeded(generator: np.random.Generator) -> bool:
