@@ -19,7 +19,6 @@ import numpy as np
 
 from allranks.errors import RequestError
 
-RANDOM_BITS = 64  # a seed has fewer; what the system draws for a generator without one has 128
 READS_AGAIN = (
     "shuffle() has a buffer, which no state of `datasets` has: a resume in mid-epoch reads the "
     "epoch from its start, and passes over what was read"
@@ -40,7 +39,7 @@ class DataStream:
 
     def __init__(self, dataset: Any, shards: int) -> None:
         self.dataset, self.shards = dataset, shards
-        steps = list(_steps_of(dataset._ex_iterable))
+        _copied(dataset._ex_iterable, steps := list[Any]())
         self._is_buffered = any("BufferShuffled" in type(step).__name__ for step in steps)
         self._check(steps)
         notes = [READS_AGAIN] * self._is_buffered
@@ -52,13 +51,10 @@ class DataStream:
         self.note = "; ".join(notes)
 
     def open(self, shard: int, epoch: int, seed: int, skip: int) -> Iterator[Any]:
-        """The rows of a shard in an epoch, from number `skip` on; `seed` changes nothing.
-
-        What is shuffled follows the seeds of the data set and the epoch.
-        """
+        """The rows of a shard in an epoch, from `skip` on: shuffles have seeds of their own."""
         split = importlib.import_module("datasets.distributed").split_dataset_by_node
         dataset = copy(self.dataset)
-        dataset._ex_iterable = _copied(dataset._ex_iterable)  # which holds the place of a reader
+        dataset._ex_iterable = _copied(dataset._ex_iterable, [])  # it notes its reader's place
         part = split(dataset, shard, self.shards)
         part.set_epoch(epoch)
         return islice(iter(part), skip, None) if self._is_buffered else PlacedRows(part, skip)
@@ -101,23 +97,17 @@ class PlacedRows:
         self._dataset.load_state_dict(state)
 
 
-def _steps_of(step: Any) -> Iterator[Any]:
-    """What a data set is made of: shuffles, mixtures, filters, down to the files."""
-    yield step
-    inner = getattr(step, "ex_iterable", None)
-    for part in [inner] if inner is not None else getattr(step, "ex_iterables", ()):
-        yield from _steps_of(part)
-
-
-def _copied(step: Any) -> Any:
+def _copied(step: Any, steps: list[Any]) -> Any:
+    """A data set's shuffles, mixtures and filters, down to the files, which end up in `steps`."""
     step = copy(step)
+    steps.append(step)
     if hasattr(step, "ex_iterable"):
-        step.ex_iterable = _copied(step.ex_iterable)
+        step.ex_iterable = _copied(step.ex_iterable, steps)
     if hasattr(step, "ex_iterables"):
-        step.ex_iterables = [_copied(part) for part in step.ex_iterables]
+        step.ex_iterables = [_copied(part, steps) for part in step.ex_iterables]
     return step
 
 
 def _is_unseeded(generator: np.random.Generator) -> bool:
     entropy = getattr(generator.bit_generator.seed_seq, "entropy", None)
-    return isinstance(entropy, int) and entropy.bit_length() > RANDOM_BITS
+    return isinstance(entropy, int) and entropy.bit_length() > 64  # the system draws 128
