@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -441,3 +442,105 @@ def test_a_loader_that_drops_its_last_batch_is_taken_at_its_word(
     assert run.summary["steps"] == SAMPLES // 24
     (notes,) = [row["notes"] for row in read_events(run.run_dir) if row["event"] == "data_notes"]
     assert "drop_last=True" in notes[0]
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`datasets`; what it sets in the environment goes with the test."""
+    for name in ("PYTORCH_NVML_BASED_CUDA_CHECK", "KMP_DUPLICATE_LIB_OK"):
+        monkeypatch.setenv(name, "1")
+    pytest.importorskip("datasets")
+    importlib.import_module("datasets.distributed")
+    return importlib.import_module("datasets")
+
+
+def numbered(files: list[int]) -> Iterator[dict[str, int]]:
+    for file in files:
+        yield from ({"number": 100 * file + i} for i in range(20 + file))
+
+
+def stream_of(files: range, library: Any) -> Any:
+    return library.IterableDataset.from_generator(numbered, gen_kwargs={"files": [*files]})
+
+
+STREAMS: dict[str, Callable[[Any], Any]] = {
+    "files": lambda library: stream_of(range(8), library),
+    "fewer files than shards": lambda library: stream_of(range(3), library),
+    "fewer files, through map": lambda library: stream_of(range(3), library).map(lambda row: row),
+    "batches through map": lambda library: stream_of(range(8), library).map(
+        lambda rows: {"number": [n + 1 for n in rows["number"]]}, batched=True, batch_size=7
+    ),
+    "filter": lambda library: stream_of(range(8), library).filter(lambda row: row["number"] % 3),
+    "a mixture": lambda library: library.interleave_datasets(
+        [stream_of(range(8), library), stream_of(range(8, 16), library)],
+        probabilities=[0.3, 0.7],
+        seed=1,
+        stopping_strategy="all_exhausted_without_replacement",
+    ),
+    "a buffer": lambda library: stream_of(range(8), library).shuffle(seed=3, buffer_size=10),
+}
+
+
+def ranks_of(data: Any, ranks: int) -> list[GlobalBatches]:
+    return [batches_of(data, rank=rank, ranks=ranks) for rank in range(ranks)]
+
+
+def read_on(ranks: list[GlobalBatches], done: Progress, steps: int | None = None) -> Iterator[Any]:
+    """The place and the numbers of each global batch of two epochs, as trainers read them."""
+    for parts in zip(*(rank.after(done, 2, steps) for rank in ranks), strict=True):
+        rows = [int(n) for b in parts for micro in b.micros for n in micro.data["number"]]
+        for rank in ranks:
+            rank.exhausted = not rows
+        if rows:
+            yield (parts[0].epoch, parts[0].step_in_epoch), rows
+
+
+@pytest.mark.slow(but=2)
+@pytest.mark.parametrize("kind", STREAMS)
+def test_a_stream_of_datasets_does_not_depend_on_ranks(kind: str, library: Any) -> None:
+    """It goes on from the states of two ranks on three."""
+    data = STREAMS[kind](library)
+    whole = list(read_on(ranks_of(data, 1), START))
+    for epoch in (0, 1):
+        numbers = [n for (e, _), rows in whole if e == epoch for n in rows]
+        assert sorted(numbers) == sorted(row["number"] for row in data)
+    for index in (0, 2, len(whole) - 2):
+        (epoch, step), _ = whole[index]
+        two, three = ranks_of(data, 2), ranks_of(data, 3)
+        assert list(read_on(two, START, index)) == whole[:index]
+        states = two[0].states_of_shards(epoch, step) | two[1].states_of_shards(epoch, step)
+        assert len(states) == (0 if kind == "a buffer" or not step else 8)
+        for rank in three:
+            rank.load_states_of_shards(epoch, step, states)
+        assert list(read_on(three, Progress(epoch, step, index))) == whole[index:]
+
+
+def test_a_state_is_gone_on_with_and_nothing_is_read_again(library: Any) -> None:
+    read: list[int] = []
+    data = stream_of(range(8), library).map(lambda row: read.append(row["number"]) or row)
+    (first,), (second,) = ranks_of(data, 1), ranks_of(data, 1)
+    list(read_on([first], START, 4))
+    before = [*read]
+    read.clear()
+    second.load_states_of_shards(0, 4, first.states_of_shards(0, 4))
+    list(read_on([second], Progress(0, 4, 4), 5))
+    assert len(before) == 96 and len(read) == 24 and not {*before} & {*read}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda data, library: data.shuffle(buffer_size=10), "without a seed"),
+        (lambda data, library: library.interleave_datasets([data, data], [0.5, 0.5]), "without a"),
+        (
+            lambda data, library: library.distributed.split_dataset_by_node(data, 0, 2),
+            "split by node already",
+        ),
+    ],
+)
+def test_a_stream_that_ranks_would_read_apart_is_refused(
+    change: Callable[[Any, Any], Any], words: str, library: Any
+) -> None:
+    with pytest.raises(RequestError, match=words):
+        batches_of(change(stream_of(range(8), library), library))
+    batches_of(stream_of(range(8), library).shuffle(seed=0))

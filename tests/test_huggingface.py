@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import pytest
 import torch
 import transformers
@@ -22,6 +24,7 @@ import huggingface_tasks as tasks
 from allranks.errors import RequestError
 from allranks.huggingface import CausalLM, SequenceClassification
 from allranks.huggingface.labels import entities
+from allranks.huggingface.packing import check_keeps_texts_apart
 from allranks.huggingface.stages import stages_of
 from allranks.huggingface.task import IGNORED
 from allranks.job.job import Job
@@ -240,6 +243,11 @@ class Unmasked(tasks.Bert):
         return made
 
 
+class Generated(tasks.GPT2):
+    def rows(self, split: str) -> Any:
+        return (row for row in super().rows(split))
+
+
 class Named(tasks.BertLabels):
     def rows(self, split: str) -> Any:
         return [{**row, "label": "yes"} for row in super().rows(split)]
@@ -267,6 +275,7 @@ def test_a_row_that_the_model_cannot_take_is_refused(task: Any, words: str) -> N
         (Nameless(), "train_data", "no `dataset` is set"),
         (tasks.GPT2(text="words"), "train_data", "columns: text, other"),
         (Unpadded(), "model", "without a pad token"),
+        (Generated(), "train_data", "a generator, without rows by number"),
     ],
 )
 def test_what_cannot_be_is_refused_in_four_parts(task: Any, method: str, words: str) -> None:
@@ -278,6 +287,18 @@ def test_what_cannot_be_is_refused_in_four_parts(task: Any, method: str, words: 
 def test_a_model_with_two_lists_of_layers_is_not_cut() -> None:
     with pytest.raises(RequestError, match=r"encoder.block \(3\), decoder.block \(3\)"):
         tasks.T5().stages(tasks.T5().model(), 2)
+
+
+class Opened(tasks.GPT2):
+    """Its first shard is empty."""
+
+    def train_data(self) -> Any:
+        samples = super().train_data()
+        return SimpleNamespace(open=lambda shard, *_: iter([samples[shard]] * (shard > 0)))
+
+
+def test_a_model_is_cut_by_the_first_sample_of_a_stream() -> None:
+    assert len(Opened().stages(tasks.GPT2().model(), 3)) == 3
 
 
 ODD_FORWARDS = {
@@ -402,8 +423,159 @@ def test_rows_come_from_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (len(read.train_data()), len(read.eval_data())) == (48, 12)
     wanted = tasks.GPT2().train_data()[5]["input_ids"]
     assert torch.equal(read.train_data()[5]["input_ids"], wanted)
-    with pytest.raises(RequestError, match="columns: text"):
-        Read(dataset="rows", text="words").train_data()
+    stream = Read(dataset="rows", streaming=True)
+    assert len(stream.eval_data()) == 12
+    shards = [list(stream.train_data().open(k, 0, 0, 0)) for k in range(stream.shards)]
+    assert sum(map(len, shards)) == 48 and torch.equal(shards[5][0]["input_ids"], wanted)
+    assert len(stream.stages(tasks.GPT2().model(), 3)) == 3
+    for streaming in (False, True):
+        with pytest.raises(RequestError, match="columns: text"):
+            Read(dataset="rows", text="words", streaming=streaming).train_data()
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_stream_goes_on_where_it_was_on_other_ranks(
+    tmp_path: Path, train: Callable[..., Any]
+) -> None:
+    """10,000 texts of 8 files, stopped three times within an epoch."""
+    weights = []
+    for ends in ([(1, 25)], [(2, 7), (3, 12), (1, 18), (4, 25)]):
+        folder = tmp_path / f"texts-{len(ends)}"
+        folder.mkdir()
+        tasks.write_numbers(folder, files=8, rows=1250)
+        flags: dict[str, Any] = {"bitwise": True, "run_dir": str(folder / "run")}
+        for ranks, steps in ends:
+            found = train(
+                "huggingface_tasks:Streamed",
+                f"folder={folder}",
+                ranks=ranks,
+                steps=steps,
+                checkpoint_every=100,
+                **flags,
+            )
+        weights.append(found.summary["weights_sha256"])
+        read = [int(n) for file in folder.glob("read-*") for n in file.read_text().split()]
+        assert len(read) == 10_000 and {*read} == {*range(10_000)}
+    assert weights[0] == weights[1]
+
+
+# --- packing -------------------------------------------------------------------------------------
+
+
+def norm_in_float64(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """That of Llama and Qwen3, which computes in 32 bits, in the precision of its input."""
+    scale = torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
+    result: torch.Tensor = norm.weight * hidden * scale
+    return result
+
+
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [
+        ("GPT2", "sdpa"),
+        ("GPT2", "eager"),
+        ("Llama", "sdpa"),
+        ("Llama", "eager"),
+        ("Qwen3", "sdpa"),
+    ],
+)
+def test_packed_is_padded(name: str, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss and the gradients of a global batch of 48 texts, in float64."""
+    for module in ("llama.modeling_llama.Llama", "qwen3.modeling_qwen3.Qwen3"):
+        monkeypatch.setattr(f"transformers.models.{module}RMSNorm.forward", norm_in_float64)
+    padded, packed = (getattr(tasks, name)(packed=tokens) for tokens in (0, 16))
+    for task in (padded, packed):
+        task._config._attn_implementation = attention
+    model = padded.model().double()
+    check_keeps_texts_apart(model, padded._config)
+    found = []
+    for task in (padded, packed):
+        data = task.train_data()
+        batch = task.collate([data[number] for number in range(len(data))])
+        weight = task.weight(batch)
+        loss = (task.loss(model(**task.inputs(batch)), batch) * weight).sum() / weight.sum()
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        found.append((int(weight.sum()), loss, *gradients))
+    assert len(packed.train_data()) < len(padded.train_data()) * 0.7
+    exact = attention == "sdpa" or name == "GPT2"  # the others' eager softmax has 32 bits
+    assert found[0][0] == found[1][0]
+    for ours, theirs in zip(found[0][1:], found[1][1:], strict=True):
+        assert (ours - theirs).norm() <= (1e-10 if exact else 1e-6) * theirs.norm()
+
+
+def text_numbers(block: Any) -> list[list[int]]:
+    """The tokens of each text of a block."""
+    starts = (block["position_ids"] == 0).nonzero().flatten().tolist()
+    numbers = block["input_ids"].tolist()
+    ends = [*starts[1:], len(numbers)]
+    return [numbers[start:end] for start, end in zip(starts, ends, strict=True)]
+
+
+def test_blocks_have_every_text_once_and_long_ones_in_pieces() -> None:
+    task = tasks.GPT2(packed=8, split_texts=True)
+    data = task.train_data()
+    blocks = [data[number] for number in range(len(data))]
+    assert all(len(block["input_ids"]) <= 8 for block in blocks)
+    texts = [task.encode(row)["input_ids"].tolist() for row in tasks.texts("train")]
+    pieces = [text[at : at + 8] for text in texts for at in range(0, len(text), 8)]
+    assert [text for block in blocks for text in text_numbers(block)] == pieces
+    for block in blocks:
+        first = block["position_ids"] == 0
+        assert torch.equal(block["labels"], block["input_ids"].masked_fill(first, IGNORED))
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_shard_of_a_stream_packs_its_own_texts() -> None:
+    """The blocks go on from a state, which has the text that did not fit."""
+    rows = [{"text": row["text"]} for row in tasks.texts("train")]
+
+    @dataclass(kw_only=True)
+    class Packed(tasks.GPT2):
+        def rows(self, split: str) -> Any:
+            return datasets.IterableDataset.from_generator(lambda: iter(rows))
+
+    task = Packed(packed=12, shards=2)
+    stream, texts = task.train_data(), []
+    for shard in range(2):
+        blocks = [block["input_ids"].tolist() for block in stream.open(shard, 0, 0, 0)]
+        texts += [t for block in stream.open(shard, 0, 0, 0) for t in text_numbers(block)]
+        for at in (1, 5, len(blocks)):
+            first = stream.open(shard, 0, 0, 0)
+            for _ in range(at):
+                next(first)
+            state = json.loads(json.dumps(first.state_dict()))
+            second = stream.open(shard, 0, 0, 0)
+            second.load_state_dict(state)
+            for after in (second, stream.open(shard, 0, 0, at)):
+                assert [block["input_ids"].tolist() for block in after] == blocks[at:]
+    assert sorted(texts) == sorted(task.encode(row)["input_ids"].tolist() for row in rows)
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 3), ("fsdp", 2), ("1f1b", 3)])
+def test_packed_has_one_digest(
+    strategy: str, ranks: int, train: Callable[..., Any], references: dict[Any, Any]
+) -> None:
+    settings, flags = ("packed=16", "tied=False"), {"bitwise": True, "steps": 3}
+    if settings not in references:
+        references[settings] = train("huggingface_tasks:GPT2", *settings, **flags)
+    found = train("huggingface_tasks:GPT2", *settings, strategy=strategy, ranks=ranks, **flags)
+    assert found.summary["weights_sha256"] == references[settings].summary["weights_sha256"]
+
+
+def test_what_cannot_be_packed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RequestError, match="--set split_texts=true"):
+        tasks.GPT2(packed=8).train_data()
+    with pytest.raises(RequestError, match="a text may have 8"):
+        tasks.GPT2(packed=16, positions=8).train_data()
+    bloom = transformers.BloomConfig(vocab_size=44, hidden_size=16, n_layer=2, n_head=4)
+    with pytest.raises(RequestError, match="for a BloomForCausalLM"):
+        check_keeps_texts_apart(transformers.AutoModelForCausalLM.from_config(bloom), bloom)
+    mask = "transformers.masking_utils.find_packed_sequence_indices"
+    monkeypatch.setattr(mask, lambda positions: None)
+    for task in (tasks.GPT2(packed=16), tasks.Llama(packed=16)):
+        with pytest.raises(RequestError, match="a text before it changes an output") as refused:
+            task.model()
+        assert all(f"{part}:" in str(refused.value) for part in ("asked", "found", "why", "do"))
 
 
 @pytest.mark.usefixtures("nothing_left")

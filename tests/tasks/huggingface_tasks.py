@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import datasets
 import peft
 import torch
 import transformers
@@ -236,6 +238,45 @@ class ViT(OfTexts, ImageClassification):
 
     def encode(self, row: Any) -> Any:
         return {"pixel_values": row["image"], "labels": self._label(row)}
+
+
+def write_numbers(folder: Path, files: int, rows: int) -> None:
+    """Files of texts, each of which says its number in five words."""
+    for part in range(files):
+        numbers = range(part * rows, (part + 1) * rows)
+        texts = (" ".join(WORDS[int(digit)] for digit in f"{n:05}") for n in numbers)
+        lines = "\n".join(
+            json.dumps({"text": text, "number": n}) for n, text in zip(numbers, texts, strict=True)
+        )
+        Path(folder, f"{part}.jsonl").write_text(lines)
+
+
+def streamed(folder: str) -> Any:
+    """The files of a folder, row by row."""
+    names = sorted(map(str, Path(folder).glob("*.jsonl")))
+    cache = str(Path(folder, "cache"))
+    return datasets.load_dataset(
+        "json", data_files=names, split="train", streaming=True, cache_dir=cache
+    )
+
+
+@dataclass(kw_only=True)
+class Streamed(GPT2):
+    """It writes the number of each text that it reads."""
+
+    folder: str = ""
+    batch_size: int = 400
+
+    def rows(self, split: str) -> Any:
+        return streamed(self.folder) if split == "train" else None
+
+    def schedule(self, step: int, total: int) -> float:  # type: ignore[override]
+        return 1.0  # the same for a part of the steps
+
+    def encode(self, row: Any) -> Any:
+        with open(Path(self.folder, f"read-{os.getpid()}"), "a") as file:
+            file.write(f"{row['number']}\n")
+        return super().encode(row)
 
 
 def save(model: str, data: str) -> None:

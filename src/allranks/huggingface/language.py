@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from allranks.errors import RequestError
+from allranks.huggingface.packing import check_keeps_texts_apart, packed
 from allranks.huggingface.task import IGNORED, HuggingFaceTask, Row, Sample
 
 
@@ -55,18 +56,46 @@ class CausalLM(TokenTask):
 
     Texts longer than `max_length` tokens are cut. Override `encode` for labels of its own, such as
     -100 for the tokens of a prompt.
+
+    With `packed` a sample is a block of up to so many tokens, of several texts that do not attend
+    to each other; the loss is that of the same texts padded. Longer texts are refused, or with
+    `split_texts` go on as texts of their own. Models that cannot keep texts apart are refused.
     """
 
     text: str = "text"
+    packed: int = 0
+    split_texts: bool = False
 
     auto = "AutoModelForCausalLM"
     columns = ("text",)
     shift = 1
 
     def encode(self, row: Row) -> Sample:
-        tokens = self._tokenizer(row[self.text], truncation=True, max_length=self.max_length)
-        numbers = torch.tensor(tokens["input_ids"])
+        cut = {} if self.packed else {"truncation": True, "max_length": self.max_length}
+        tokens: Any = self._tokenizer(row[self.text], **cut)
+        numbers = torch.tensor(tokens["input_ids"], dtype=torch.int64)
         return {"input_ids": numbers, "labels": numbers}
+
+    def model(self) -> Any:
+        model = super().model()
+        if self.packed:
+            check_keeps_texts_apart(model, self._config)
+        return model
+
+    def collate(self, samples: list[Sample]) -> dict[str, Tensor]:
+        batch = super().collate(samples)
+        if self.packed:
+            del batch["attention_mask"]  # positions say where a text begins; padding is texts, too
+        return batch
+
+    def padding(self, name: str) -> int:
+        if self.packed and name == "input_ids":  # transformers warns of padding without a mask
+            return int(self._config.pad_token_id == 0)
+        return super().padding(name)
+
+    def _encoded(self, split: str) -> Any:
+        data = super()._encoded(split)
+        return packed(data, self.packed, self.split_texts) if self.packed and data else data
 
 
 @dataclass(kw_only=True)

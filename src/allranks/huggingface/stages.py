@@ -201,7 +201,7 @@ def stages_of(model: nn.Module, count: int, inputs: Mapping[str, Tensor]) -> lis
         lengths = f"lists of layers: {lengths or 'none'}"
         raise RequestError(asked=request, found=lengths, why=why, do=do)
     (path,) = lists
-    with _evaluating(model):
+    with in_evaluation(model):
         places, problem = _places_of(model, path, inputs)
         problem = problem or _difference(model, path, count, places, inputs)
     if problem:
@@ -215,7 +215,7 @@ def _stages(model: nn.Module, path: str, count: int, places: Mapping[str, str]) 
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def in_evaluation(model: nn.Module) -> Iterator[None]:
     """Within, nothing is dropped; afterwards each module has its mode again."""
     modes = {module: module.training for module in model.modules()}
     model.eval()

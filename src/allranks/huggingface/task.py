@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 
 from allranks.errors import RequestError
 from allranks.huggingface.stages import stages_of
+from allranks.torch.data.streams import DataStream, is_data_stream
 from allranks.torch.task import Task
 from allranks.training import schedules
 
@@ -34,10 +36,10 @@ class HuggingFaceTask(Task):
     """A model of transformers, trained on the rows of a data set.
 
     `name` is a model of the hub or a folder that `save_pretrained` wrote, and `from_scratch` takes
-    its configuration alone. `dataset` and `subset` are what `datasets.load_dataset` reads; `rows`
-    may return any other data. Weights are trained in float32, whatever type the files have, unless
-    `--precision` says otherwise. The learning rate rises for `warmup` steps and falls to 0 along
-    a line.
+    its configuration alone. `dataset` and `subset` are what `datasets.load_dataset` reads, with
+    `streaming` row by row during the training; `rows` may return any other data. Weights are
+    trained in float32, whatever type the files have, unless `--precision` says otherwise. The
+    learning rate rises for `warmup` steps and falls to 0 along a line.
 
     Samples are dicts from names of arguments to tensors. `encode` makes one of a row.
     """
@@ -46,6 +48,7 @@ class HuggingFaceTask(Task):
     from_scratch: bool = False
     dataset: str = ""
     subset: str = ""
+    streaming: bool = False
     max_length: int = 512
     lr: float = 5e-5
     weight_decay: float = 0.0
@@ -67,7 +70,8 @@ class HuggingFaceTask(Task):
     def rows(self, split: str) -> Any:
         """The rows of `"train"` or `"validation"`: a sequence of mappings from columns to values.
 
-        The default reads `dataset` and `subset`. `None`: there are no such rows.
+        Or a `datasets.IterableDataset`; of `"validation"` every rank then reads all rows into
+        memory. The default reads `dataset` and `subset`. `None`: there are no such rows.
         """
         if not self.dataset:
             raise RequestError(
@@ -76,7 +80,8 @@ class HuggingFaceTask(Task):
                 why="a task of Hugging Face trains on the rows of a data set",
                 do="--set dataset=NAME, or write rows(self, split)",
             )
-        return _datasets().load_dataset(self.dataset, self.subset or None).get(split)
+        read = _datasets().load_dataset
+        return read(self.dataset, self.subset or None, streaming=self.streaming).get(split)
 
     def encode(self, row: Row) -> Sample:
         """A sample: tensors without a batch dimension, by the names of the model's arguments.
@@ -101,8 +106,12 @@ class HuggingFaceTask(Task):
 
     def stages(self, model: nn.Module, count: int) -> Sequence[nn.Module]:
         """Runs of the model's layers, as even as they can be."""
-        row = self.collate([self.train_data()[0]])
-        return stages_of(model, count, self.inputs(row))
+        data = self.train_data()
+        if is_data_stream(data):
+            data = DataStream(data, self.shards)
+        if hasattr(data, "open") and not hasattr(data, "__getitem__"):
+            data = [next(chain.from_iterable(data.open(k, 0, 0, 0) for k in range(self.shards)))]
+        return stages_of(model, count, self.inputs(self.collate([data[0]])))
 
     def schedule(self, step: int, total: int) -> float:  # type: ignore[override]
         return schedules.polynomial(total, warmup=min(self.warmup, total - 1))(step)
@@ -154,7 +163,24 @@ class HuggingFaceTask(Task):
         rows = self.rows(split)
         if rows is None:
             return None
+        if is_data_stream(rows):
+            self._check_columns(split, rows.column_names or list(next(iter(rows.take(1)), {})))
+            if split == VALIDATION:
+                return EncodedRows(self, list(rows))
+            return EncodedStream(self, DataStream(rows, self.shards))
+        if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
+            raise RequestError(
+                asked=f"rows({split!r}) of {type(self).__name__}",
+                found=f"a {type(rows).__name__}, without rows by number",
+                why="an epoch reads it from its start, and a resume from the middle",
+                do="return a sequence, such as list(…), or a stream of datasets: "
+                "IterableDataset.from_generator(…)",
+            )
         names = getattr(rows, "column_names", None) or (list(rows[0]) if len(rows) else [])
+        self._check_columns(split, names)
+        return EncodedRows(self, rows)
+
+    def _check_columns(self, split: str, names: Sequence[str]) -> None:
         for field in self.columns:
             column = getattr(self, field)
             if column and column not in names:
@@ -164,7 +190,20 @@ class HuggingFaceTask(Task):
                     why=f"{type(self).__name__} reads it in every row",
                     do=f"--set {field}=COLUMN",
                 )
-        return EncodedRows(self, rows)
+
+    def _sample(self, row: Row, place: str) -> Sample:
+        """A row as a sample; raises `RequestError` if the model has too few positions for it."""
+        sample = self.encode(row)
+        positions = getattr(self._config, "max_position_embeddings", None)
+        length = len(sample.get("input_ids", ()))
+        if positions and length > positions:
+            raise RequestError(
+                asked=f"{place} as {length} tokens",
+                found=f"a model of {positions} positions",
+                why="it has no position for the others",
+                do=f"--set max_length={positions}",
+            )
+        return sample
 
 
 class EncodedRows:
@@ -177,17 +216,36 @@ class EncodedRows:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Sample:
-        sample = self.task.encode(self.rows[int(index)])
-        positions = getattr(self.task._config, "max_position_embeddings", None)
-        length = len(sample.get("input_ids", ()))
-        if positions and length > positions:
-            raise RequestError(
-                asked=f"row {index} as {length} tokens",
-                found=f"a model of {positions} positions",
-                why="it has no position for the others",
-                do=f"--set max_length={positions}",
-            )
-        return sample
+        return self.task._sample(self.rows[int(index)], f"row {index}")
+
+
+class EncodedStream:
+    """The rows of a stream as samples, encoded when they are read."""
+
+    def __init__(self, task: HuggingFaceTask, stream: DataStream) -> None:
+        self.task, self.stream, self.shards, self.note = task, stream, stream.shards, stream.note
+
+    def open(self, shard: int, epoch: int, seed: int, skip: int) -> Iterator[Sample]:
+        return StreamedSamples(self.task, self.stream.open(shard, epoch, seed, skip))
+
+
+class StreamedSamples:
+    """The samples of the rows of a shard; their state is that of the rows."""
+
+    def __init__(self, task: HuggingFaceTask, rows: Any) -> None:
+        self.task, self.rows = task, rows
+
+    def __iter__(self) -> Iterator[Sample]:
+        return self
+
+    def __next__(self) -> Sample:
+        return self.task._sample(next(self.rows), "a row")
+
+    def state_dict(self) -> Any:
+        return self.rows.state_dict() if hasattr(self.rows, "state_dict") else None
+
+    def load_state_dict(self, state: Any) -> None:
+        self.rows.load_state_dict(state)
 
 
 def _padded(tensors: Sequence[Tensor], value: int) -> Tensor:

@@ -44,7 +44,8 @@ class Task(TaskFields):
         """A map-style data set, tensors (or a tuple or dict of them), or a stream.
 
         A stream has `open(shard, epoch, seed, skip)`, which returns an iterator over the samples
-        of that shard, the first `skip` of them passed over.
+        of that shard, the first `skip` of them passed over. If that iterator has `state_dict` and
+        `load_state_dict`, checkpoints have its state, and a resume loads it instead of skipping.
         """
         raise NotImplementedError
 

@@ -400,6 +400,13 @@ class Trainer(EngineTrainer[Batch]):
             set_random_streams(state["random"], self.device)
             self.strategy.load_own_state(state.get("own", {}))
 
+    def _other_state(self) -> dict[str, Any]:
+        return {**super()._other_state(), **self.task_data.streams(self.progress)}
+
+    def _load_other_state(self, state: dict[str, Any]) -> None:
+        super()._load_other_state(state)
+        self.task_data.load_streams(self.progress, state.get("streams") or {})
+
     def close(self, *, failed: bool = False) -> None:
         """Leave the other ranks, and give model and process back as they were.
 

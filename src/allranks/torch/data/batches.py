@@ -35,6 +35,7 @@ from allranks.torch.data.sources import (
     StreamSource,
     TensorSource,
     drawn_from,
+    state_of_rows,
 )
 from allranks.torch.model.precision import Precision
 from allranks.torch.random.keyed_rng import seed_generators
@@ -92,6 +93,8 @@ class GlobalBatches:
             self.collates_alone,
         )
         self._epoch, self._tried_collate = 0, False
+        self._stands, self._states = (0, 0), dict[int, str]()  # of the shards of a stream
+        self._rows = dict[int, Iterator[Any]]()
         self._open: weakref.WeakSet[Generator[Batch]] = weakref.WeakSet()
         self.expected_steps = self.steps_per_epoch  # of an epoch, before any was read
         if self.expected_steps == 0:
@@ -281,8 +284,10 @@ class GlobalBatches:
         epoch, step, index = done.epoch, done.step_in_epoch, done.batch_index
         last: MicroBatch | None = None
         while epoch < epochs:
-            owned = self.cutting.owned
-            streams = {k: source.open(k, epoch, step * quota[k]) for k in owned}
+            at = {k: step * quota[k] for k in self.cutting.owned}
+            states = self.states_of_shards(epoch, step)
+            rows = {k: source.rows(k, epoch, n, states.get(k, "")) for k, n in at.items()}
+            streams = {k: source.samples(rows[k], k, epoch, n) for k, n in at.items()}
             self.exhausted = False
             while not self.exhausted:
                 if steps is not None and index >= steps:
@@ -291,6 +296,7 @@ class GlobalBatches:
                 for k, stream in streams.items():  # its randomness belongs to the shard and step
                     seed_generators(random_key(self.seed, epoch, k, step))
                     read[k] = list(islice(stream, quota[k]))
+                self._stands, self._rows = (epoch, step + 1), rows
                 sizes = tuple(len(read.get(k, ())) for k in range(self.shards))
                 leaves = self.cutting.leaves(sizes)
                 plan = Batch(index, epoch, step, self.batch_size, None, leaves, NO_IDS)
@@ -308,13 +314,27 @@ class GlobalBatches:
                 raise endless(epoch, "a stream", YIELDS)
             epoch, step, index = epoch + 1, 0, index - 1
 
+    def states_of_shards(self, epoch: int, step: int) -> dict[int, str]:
+        """The states of this rank's streams, as JSON by shard; {} if more steps are read."""
+        if self._stands != (epoch, step):
+            return {}
+        if not self._rows:
+            return {k: self._states[k] for k in self.cutting.owned if k in self._states}
+        states = {k: state_of_rows(rows) for k, rows in self._rows.items()}
+        return {k: state for k, state in states.items() if state}
+
+    def load_states_of_shards(self, epoch: int, step: int, states: dict[int, str]) -> None:
+        """Go on where all ranks together were after `step` steps, once `after` is called."""
+        self._stands, self._states, self._rows = (epoch, step), states, {}
+
     def _spare(self, source: StreamSource, plan: Batch) -> MicroBatch:
         """The micro-batch of a rank that has read no sample yet: the first samples of its stream,
         or of another rank's."""
         quota = even_sizes(self.batch_size, self.shards)
         for k in (*self.cutting.owned, *range(self.shards)):
             seed_generators(random_key(self.seed, plan.epoch, k, 0))
-            read = list(islice(source.open(k, plan.epoch, 0), quota[k]))
+            rows = source.rows(k, plan.epoch, 0)
+            read = list(islice(source.samples(rows, k, plan.epoch, 0), quota[k]))
             if read:
                 micro = self.cutting.first_of({k: len(read)})
                 self._collating_draws(source, plan, micro, {k: read})

@@ -28,6 +28,7 @@ from allranks.torch.data.loaders import (
     order_of,
 )
 from allranks.torch.data.sources import MapSource, Source, StreamSource, TensorRows, TensorSource
+from allranks.torch.data.streams import DataStream, is_data_stream
 from allranks.torch.task import Task
 
 ONE_READER = "each rank reads it itself, in the step"
@@ -55,6 +56,8 @@ def open_data(data: Any, task: Task, seed: int, workers: int, name: str) -> Open
     Only training data is augmented, and decoded with random draws.
     """
     training = name == "train_data"
+    if training and is_data_stream(data):
+        data = DataStream(data, task.shards)
     if isinstance(data, DataLoader):
         opened = _open_loader(data, task, seed, workers, name)
     elif hasattr(data, "open") and not hasattr(data, "__getitem__"):
@@ -66,7 +69,7 @@ def open_data(data: Any, task: Task, seed: int, workers: int, name: str) -> Open
         if cut != task.shards:
             found = f"a stream in {cut} parts, for shards = {task.shards}"
             raise _unusable(name, found, "a part that no shard reads would be left out in silence")
-        opened = Opened(StreamSource(data, task, seed))
+        opened = Opened(StreamSource(data, task, seed), note=getattr(data, "note", ""))
     elif is_tensors(data):
         tensors = _as_tensors(data, name)
         source: Source = TensorSource(tensors)

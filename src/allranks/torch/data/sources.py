@@ -7,6 +7,7 @@ it does not matter which rank, which loader process or which thread reads it.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Generator, Iterable, Iterator
 from itertools import groupby
@@ -318,10 +319,16 @@ class StreamSource:
         self._augments = task.overrides("augment")
         self._collate = task.collate if task.overrides("collate") else default_collate
 
-    def open(self, shard: int, epoch: int, skip: int) -> Iterator[Any]:
-        """The samples of one shard in one epoch, from number `skip` on."""
-        stream = iter(self.dataset.open(shard, epoch, self.seed, skip))
-        for number, sample in enumerate(stream, start=skip):
+    def rows(self, shard: int, epoch: int, skip: int, state: str = "") -> Any:
+        """What the data set opens for one shard in one epoch, at number `skip` or at a state."""
+        rows = iter(self.dataset.open(shard, epoch, self.seed, 0 if state else skip))
+        if state:
+            rows.load_state_dict(json.loads(state))
+        return rows
+
+    def samples(self, rows: Iterator[Any], shard: int, epoch: int, first: int) -> Iterator[Any]:
+        """The samples of these rows, the first of which has the number `first` in its shard."""
+        for number, sample in enumerate(rows, start=first):
             if not self._augments:
                 yield sample
                 continue
@@ -330,3 +337,19 @@ class StreamSource:
 
     def collate(self, samples: list[Any]) -> Any:
         return self._collate(samples)
+
+
+def state_of_rows(rows: Any) -> str:
+    """The state of what a stream has opened, as JSON; "" if it has none. Or `RequestError`."""
+    if not (hasattr(rows, "state_dict") and hasattr(rows, "load_state_dict")):
+        return ""
+    state = rows.state_dict()
+    try:
+        return "" if state is None else json.dumps(state)
+    except (TypeError, ValueError) as error:
+        raise RequestError(
+            asked="to save where a stream is",
+            found=f"a state_dict() that is no JSON: {error}",
+            why="a checkpoint has the state of each shard as JSON, so that any rank can read it",
+            do="return plain values, or leave state_dict() out: a resume then reads anew",
+        ) from error

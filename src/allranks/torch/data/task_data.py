@@ -20,12 +20,14 @@ from allranks.torch.data.sources import (
     StreamSource,
     TensorRows,
     TensorSource,
+    state_of_rows,
 )
 from allranks.torch.random.keyed_rng import seed_generators
 from allranks.torch.strategies.base import Strategy
 from allranks.torch.task import Task
 from allranks.torch.witness.probing import Probed, digest_of_rows, probe
 from allranks.training.engine.trainer import check_metrics, named, sets_of
+from allranks.training.progress import Progress
 from allranks.training.same_data import HASHES, check_same, digest_of, identity
 
 COLLATE_DRAWS_IN_EVALUATION = (
@@ -115,6 +117,8 @@ class TaskData:
         """
         if isinstance(training := self.batches.source, MapSource):
             training.check_draws()
+        if isinstance(training, StreamSource) and self.job.checkpoint_every is not None:
+            state_of_rows(training.rows(0, 0, 0))  # may refuse
         self.compare_training()
         sources, names = self._evaluated(), dict[str, float]()
         self._compare_evaluation(sources)
@@ -122,6 +126,21 @@ class TaskData:
             tried = try_evaluation(self.task, self.strategy, source, self._chunk, self.notes)
             names |= named(name, tried)
         check_metrics(self.job, names, self.task.plateau())
+
+    def streams(self, done: Progress) -> dict[str, Any]:
+        """The states of a stream's shards, which all ranks gather; {} for other data."""
+        if self._batches is None or not isinstance(self._batches.source, StreamSource):
+            return {}
+        text = json.dumps(self._batches.states_of_shards(done.epoch, done.step_in_epoch))
+        of_ranks = map(json.loads, self.strategy.comm.gather_texts(text))
+        states = {shard: state for of_rank in of_ranks for shard, state in of_rank.items()}
+        return {"streams": states}
+
+    def load_streams(self, done: Progress, states: dict[str, str]) -> None:
+        """Go on with what `streams` returned."""
+        if states:
+            by_shard = {int(shard): state for shard, state in states.items()}
+            self.batches.load_states_of_shards(done.epoch, done.step_in_epoch, by_shard)
 
     def close(self) -> None:
         """Release the data, and the threads and processes that read it."""
@@ -159,7 +178,8 @@ class TaskData:
 
     def _opened(self, data: Any, name: str) -> Opened:
         opened = open_data(data, self.task, self.job.seed, self.job.loader_workers, name)
-        if self.job.checkpoint_every is not None and (kind := _with_a_state(data)):
+        unsaved = not isinstance(opened.source, StreamSource)
+        if unsaved and self.job.checkpoint_every is not None and (kind := _with_a_state(data)):
             self.notes.append(f"{name}(): {kind} {STATE_NOT_SAVED}")
         if isinstance(opened.source, MapSource):
             with kept_random_streams(self.strategy.comm.device):

@@ -1,0 +1,176 @@
+"""Texts packed into blocks: several in one sample, which do not attend to each other.
+
+Blocks are filled in the order of the texts: one that does not fit any more begins the next block.
+So they depend on the data alone, and of a stream on its shard. Positions start anew with each text;
+transformers' own masks keep texts apart by that, if there is no `attention_mask`. The first token
+of a text is no target. Krell et al. 2021, arXiv 2107.02027, compare such packing with padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+
+from allranks.errors import RequestError
+from allranks.huggingface.stages import in_evaluation
+from allranks.huggingface.task import IGNORED, EncodedRows, EncodedStream, Sample, StreamedSamples
+
+CROSSING = 0.01  # of what another text before changes: more than any rounding, less than attention
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How texts are packed: blocks of `tokens`, for a model of `positions` (0: no limit).
+
+    A text of more tokens is refused, or with `splits` becomes several texts.
+    """
+
+    tokens: int
+    positions: int
+    splits: bool
+
+    def pieces(self, sample: Sample, place: str) -> list[Sample]:
+        """A text as one sample for each piece; none for a text without tokens."""
+        length, most = len(sample["input_ids"]), min(self.tokens, self.positions or self.tokens)
+        if length > most and not self.splits:
+            raise RequestError(
+                asked=f"{place}, {length} tokens, in a block of {self.tokens}",
+                found=f"a text may have {most}",
+                why="the blocks are packed=… tokens long, and the model may have fewer positions",
+                do=f"--set packed={length} if the model has as many positions, or "
+                "--set split_texts=true: a text goes on as a text of its own",
+            )
+        cuts = range(0, length, most)
+        return [{name: part[at : at + most] for name, part in sample.items()} for at in cuts]
+
+
+def joined(pieces: Sequence[Sample]) -> Sample:
+    """Texts one after the other, as one sample with `position_ids` that start anew with each."""
+    block = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
+    places = [torch.arange(len(piece["input_ids"])) for piece in pieces]
+    block["position_ids"] = torch.cat(places)
+    block["labels"] = block["labels"].masked_fill(block["position_ids"] == 0, IGNORED)
+    return block
+
+
+class PackedRows:
+    """Blocks of texts, which are encoded once to count tokens, and again when they are read."""
+
+    def __init__(self, encoded: EncodedRows, packing: Packing) -> None:
+        self._encoded, self._packing = encoded, packing
+        firsts, used = list[tuple[int, int]](), packing.tokens
+        for row in range(len(encoded)):
+            for number, piece in enumerate(self._pieces(row)):
+                length = len(piece["input_ids"])
+                if used + length > packing.tokens:
+                    firsts.append((row, number))
+                    used = 0
+                used += length
+        self._firsts = np.array([*firsts, (len(encoded), 0)], np.int64)
+
+    def __len__(self) -> int:
+        return len(self._firsts) - 1
+
+    def __getitem__(self, index: int) -> Sample:
+        (row, first), (end, stop) = (self._firsts[int(index) + ahead].tolist() for ahead in (0, 1))
+        pieces: list[Sample] = []
+        for number in range(row, end + (stop > 0)):
+            of_row = self._pieces(number)
+            pieces += of_row[first * (number == row) : stop if number == end else None]
+        return joined(pieces)
+
+    def _pieces(self, row: int) -> list[Sample]:
+        encoded = self._encoded
+        return self._packing.pieces(encoded.task.encode(encoded.rows[row]), f"row {row}")
+
+
+class PackedStream(EncodedStream):
+    """Blocks of the texts of a stream: each shard packs its own."""
+
+    def __init__(self, encoded: EncodedStream, packing: Packing) -> None:
+        super().__init__(encoded.task, encoded.stream)
+        self._packing = packing
+
+    def open(self, shard: int, epoch: int, seed: int, skip: int) -> Iterator[Sample]:
+        rows = self.stream.open(shard, epoch, seed, 0)
+        blocks = PackedSamples(self.task, rows, self._packing)
+        for _ in islice(blocks, skip):
+            pass
+        return blocks
+
+
+class PackedSamples(StreamedSamples):
+    """The blocks of the rows of a shard; their state also has the texts that were read too far."""
+
+    def __init__(self, task: Any, rows: Any, packing: Packing) -> None:
+        super().__init__(task, rows)
+        self._packing, self._waiting = packing, list[Sample]()
+
+    def __next__(self) -> Sample:
+        block, used = list[Sample](), 0
+        while True:
+            while not self._waiting:
+                row = next(self.rows, None)
+                if row is None and not block:
+                    raise StopIteration
+                if row is None:
+                    return joined(block)
+                self._waiting = self._packing.pieces(self.task.encode(row), "a row")
+            used += len(self._waiting[0]["input_ids"])
+            if used > self._packing.tokens:
+                return joined(block)
+            block.append(self._waiting.pop(0))
+
+    def state_dict(self) -> Any:
+        waiting = [{name: part.tolist() for name, part in s.items()} for s in self._waiting]
+        rows = super().state_dict()
+        return rows and {"rows": rows, "waiting": waiting}
+
+    def load_state_dict(self, state: Any) -> None:
+        super().load_state_dict(state["rows"])
+        waiting = state["waiting"]
+        self._waiting = [{n: torch.tensor(part) for n, part in s.items()} for s in waiting]
+
+
+def packed(data: Any, tokens: int, splits: bool) -> PackedRows | PackedStream:
+    """The blocks of encoded texts."""
+    positions = getattr(data.task._config, "max_position_embeddings", None) or 0
+    packing = Packing(tokens, positions, splits)
+    return (PackedStream if isinstance(data, EncodedStream) else PackedRows)(data, packing)
+
+
+def check_keeps_texts_apart(model: Any, config: Any) -> None:
+    """Raise `RequestError` for a model in whose blocks a text changes the outputs of another.
+
+    Compares the outputs for two texts in a block with those for each alone, and with what the
+    second one would get if it went on from the first.
+    """
+    tokens = [number for number in range(8) if number != config.pad_token_id]  # it warns of padding
+    numbers = torch.tensor(tokens[:7]) % config.vocab_size
+    texts = [{"input_ids": part, "labels": part} for part in (numbers[:3], numbers[3:])]
+    block = joined(texts)
+    inputs = {name: block[name][None] for name in ("input_ids", "position_ids")}
+    problem = ""
+    with in_evaluation(model), torch.no_grad():
+        try:
+            logits, whole = model(**inputs).logits, model(numbers[None]).logits
+            alone = [model(text["input_ids"][None]).logits for text in texts]
+            wanted = torch.cat(alone, dim=1)
+            error, crossing = (float((x - wanted).abs().max()) for x in (logits, whole))
+            if not error <= CROSSING * crossing:
+                problem = f"a text before it changes an output by {error:.2g}"
+        except Exception as failure:  # it takes no positions, or is on the meta device
+            problem = f"{type(failure).__name__}: {failure}"[:200]
+    if problem:
+        raise RequestError(
+            asked=f"texts packed into blocks for a {type(model).__name__}",
+            found=problem,
+            why="texts of a block would be read as one text",
+            do="leave packed out, so that texts are padded; or attn_implementation = 'sdpa' or "
+            "'eager' in config(self), if the model has them",
+        )
