@@ -161,6 +161,43 @@ def test_one_digest(
     assert found.summary["weights_sha256"] == wanted
 
 
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [("ddp", 2), ("fsdp", 2), ("tensor", 2), ("1f1b", 2)]
+)
+def test_layers_that_are_computed_again_change_nothing(
+    strategy: str, ranks: int, train: Callable[..., Any]
+) -> None:
+    """Dropout in attention and after each layer draws the same numbers the second time."""
+    flags: dict[str, Any] = {"strategy": strategy, "ranks": ranks, "steps": 3, "micro_batch": 3}
+    settings = *DROPPING, *EXACT
+    wanted, found = (
+        train("huggingface_tasks:GPT2", *settings, activation_checkpointing=again, **flags)
+        for again in (False, True)
+    )
+    assert found.summary["weights_sha256"] == wanted.summary["weights_sha256"]
+
+
+@pytest.mark.parametrize("name", ["GPT2", "Llama", "T5"])
+def test_layers_that_are_computed_again_keep_their_inputs_alone(name: str) -> None:
+    """What autograd keeps of a step in one process, in bytes, falls below 15 %."""
+
+    def kept_bytes(*, again: bool) -> int:
+        sizes = {}
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            sizes[tensor.data_ptr()] = tensor.nbytes
+            return tensor
+
+        job = Job(strategy="single", steps=1, activation_checkpointing=again)
+        with Trainer(getattr(tasks, name)(), job) as trainer:
+            weights = {p.data_ptr() for p in trainer.model.parameters()}
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+                trainer.step(next(iter(trainer.batches())))
+        return sum(size for place, size in sizes.items() if place not in weights)
+
+    assert 0 < kept_bytes(again=True) < 0.15 * kept_bytes(again=False)
+
+
 def test_masks_are_those_of_bert() -> None:
     """Of 4,000 tokens 15 % have a loss: 80 % of them are masked, 10 % random, 10 % as they were."""
     task = tasks.Bert()

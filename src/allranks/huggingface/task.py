@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -12,6 +12,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from allranks.errors import RequestError
 from allranks.huggingface.stages import stages_of
@@ -98,6 +99,11 @@ class HuggingFaceTask(Task):
     def optimizer(self, model: nn.Module) -> Optimizer:
         trained = [p for p in model.parameters() if p.requires_grad]
         return torch.optim.AdamW(trained, lr=self.lr, weight_decay=self.weight_decay)
+
+    def blocks(self, model: nn.Module) -> Iterable[nn.Module]:
+        """The layers that transformers itself can compute again; of other models, the default."""
+        layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+        return layers or super().blocks(model)
 
     def stages(self, model: nn.Module, count: int) -> Sequence[nn.Module]:
         """Runs of the model's layers, as even as they can be."""
