@@ -161,6 +161,72 @@ def test_one_digest(
     assert found.summary["weights_sha256"] == wanted
 
 
+def difference(found: Any, wanted: Any) -> float:
+    """The largest one of a weight between two runs, by its norm or by 1."""
+    ours, theirs = (load_file(run.run_dir / "weights.safetensors") for run in (found, wanted))
+    assert ours.keys() == theirs.keys()
+    return max(
+        float((ours[name] - tensor).norm() / tensor.norm().clamp(min=1.0))
+        for name, tensor in theirs.items()
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "groups", "strategy"),
+    [
+        ("Llama", 2, 2, "tensor"),
+        ("Llama", 3, 3, "tensor"),
+        ("Llama", 3, 2, "tensor"),
+        ("Qwen3", 3, 3, "tensor"),
+        ("Mixtral", 2, 2, "tensor"),
+        ("Qwen3", 4, 2, "fsdp:tensor=2"),
+        ("Qwen3", 4, 2, "mesh:tensor=2,pipeline=2"),
+    ],
+)
+def test_heads_and_features_are_cut_by_the_plan_of_the_model(
+    name: str, ranks: int, groups: int, strategy: str, train: Callable[..., Any]
+) -> None:
+    flags: dict[str, Any] = {"precision": "fp64", "steps": 4}
+    program, settings = f"huggingface_tasks:{name}", f"groups={groups}"
+    wanted = train(program, settings, strategy="single", **flags)
+    found = train(program, settings, strategy=strategy, ranks=ranks, micro_batch=3, **flags)
+    assert difference(found, wanted) <= 1e-12
+
+
+def test_the_plan_of_the_model_sends_less(train: Callable[..., Any]) -> None:
+    flags: dict[str, Any] = {"strategy": "tensor", "ranks": 2, "steps": 2}
+    by_plan, alone = (
+        train(f"huggingface_tasks:{name}", **flags).summary["sent_bytes"]["gradients"]
+        for name in ("Llama", "LayersAlone")
+    )
+    assert by_plan < alone / 2
+
+
+def test_dropout_by_function_is_drawn_for_all_heads(train: Callable[..., Any]) -> None:
+    """Attention that drops is no block: its mask does not depend on the ranks."""
+    flags: dict[str, Any] = {"precision": "fp64", "steps": 3}
+    wanted, found = (
+        train("huggingface_tasks:Llama", "dropout=0.2", strategy=strategy, ranks=ranks, **flags)
+        for strategy, ranks in (("single", 1), ("tensor", 2))
+    )
+    assert difference(found, wanted) <= 1e-12
+
+
+class Styled(tasks.Llama):
+    def config(self) -> Any:
+        config = super().config()
+        plan = {**config.base_model_tp_plan, "layers.*.mlp.up_proj": "diagonal"}
+        config.base_model_tp_plan = plan
+        return config
+
+
+def test_a_style_that_is_not_known_is_refused_by_name() -> None:
+    task = Styled()
+    with pytest.raises(RequestError, match=r"model.layers.\*.mlp.up_proj: 'diagonal'") as refused:
+        task.tensor_plan(task.model())
+    assert all(f"{part}:" in str(refused.value) for part in ("asked", "found", "why", "do"))
+
+
 @pytest.mark.parametrize(
     ("strategy", "ranks"), [("ddp", 2), ("fsdp", 2), ("tensor", 2), ("1f1b", 2)]
 )

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from allranks.errors import RequestError
+from allranks.huggingface.plans import offer_blocks
 from allranks.huggingface.stages import stages_of
 from allranks.torch.task import Task
 from allranks.training import schedules
@@ -104,6 +105,11 @@ class HuggingFaceTask(Task):
         """The layers that transformers itself can compute again; of other models, the default."""
         layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
         return layers or super().blocks(model)
+
+    def tensor_plan(self, model: nn.Module) -> Mapping[str, Any] | None:
+        """The blocks of the model's own plan; layers that are in none are cut by themselves."""
+        offer_blocks(model)
+        return None
 
     def stages(self, model: nn.Module, count: int) -> Sequence[nn.Module]:
         """Runs of the model's layers, as even as they can be."""
