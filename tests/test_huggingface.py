@@ -193,6 +193,23 @@ def test_heads_and_features_are_cut_by_the_plan_of_the_model(
     assert difference(found, wanted) <= 1e-12
 
 
+@pytest.mark.parametrize(
+    ("name", "ranks", "again"),
+    [("Mixtral", 2, False), ("Mixtral", 4, True), ("Qwen3Moe", 3, False)],
+)
+def test_experts_are_dealt_out(
+    name: str, ranks: int, again: bool, train: Callable[..., Any]
+) -> None:
+    """Some ranks have no samples in their last micro-batch, and some experts no tokens."""
+    flags: dict[str, Any] = {"precision": "fp64", "steps": 4}
+    program, settings = f"huggingface_tasks:{name}", ("batch_size=10", "shards=5")
+    flags_of_ranks = {"ranks": ranks, "micro_batch": 1, "activation_checkpointing": again}
+    wanted = train(program, *settings, strategy="single", **flags)
+    found = train(program, *settings, strategy="expert", **flags, **flags_of_ranks)
+    assert difference(found, wanted) <= 1e-12
+    assert found.summary["eval"] == pytest.approx(wanted.summary["eval"], rel=1e-12)
+
+
 def test_the_plan_of_the_model_sends_less(train: Callable[..., Any]) -> None:
     flags: dict[str, Any] = {"strategy": "tensor", "ranks": 2, "steps": 2}
     by_plan, alone = (

@@ -173,6 +173,24 @@ class Mixtral(Grouped, CausalLM):
 
 
 @dataclass(kw_only=True)
+class Qwen3Moe(Grouped, CausalLM):
+    """Its second layer has no experts."""
+
+    def config(self) -> Any:
+        return transformers.Qwen3MoeConfig(
+            intermediate_size=32,
+            moe_intermediate_size=8,
+            num_experts=6,
+            num_experts_per_tok=3,
+            mlp_only_layers=[1],
+            max_position_embeddings=16,
+            experts_implementation="eager",
+            **self.heads(),
+            **SIZES,
+        )
+
+
+@dataclass(kw_only=True)
 class Bert(OfTexts, MaskedLM):
     def config(self) -> Any:
         return transformers.BertConfig(

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from allranks.errors import RequestError
+from allranks.huggingface.experts import swap_experts
 from allranks.huggingface.plans import offer_blocks
 from allranks.huggingface.stages import stages_of
 from allranks.torch.task import Task
@@ -110,6 +111,10 @@ class HuggingFaceTask(Task):
         """The blocks of the model's own plan; layers that are in none are cut by themselves."""
         offer_blocks(model)
         return None
+
+    def deal_experts(self, model: nn.Module) -> None:
+        """Experts that are two tensors, as those of Mixtral and Qwen3-MoE."""
+        swap_experts(model)
 
     def stages(self, model: nn.Module, count: int) -> Sequence[nn.Module]:
         """Runs of the model's layers, as even as they can be."""
