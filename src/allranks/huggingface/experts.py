@@ -50,8 +50,8 @@ class StackedExperts(ExpertLayer):
             self.num_experts = len(counts)
             numbers = torch.arange(len(counts), device=rows.device)
             repeats = torch.tensor(counts, device=rows.device)
-            own = numbers.repeat_interleave(repeats)[:, None]
-            return cast("Tensor", forward(rows, own, rows.new_ones(own.shape)))
+            expert = numbers.repeat_interleave(repeats)[:, None]
+            return cast("Tensor", forward(rows, expert, rows.new_ones(expert.shape)))
 
         outputs = self.exchange.computed(hidden[tokens], sizes, compute)
         weighted = outputs * weights.flatten()[order][:, None]
@@ -63,7 +63,9 @@ def swap_experts(model: nn.Module) -> None:
     for number, module in enumerate(model.modules()):
         tensors = dict(module.named_parameters())
         experts: Any = getattr(module, "num_experts", None)
-        if {*tensors} != {*TENSORS} or any(len(t) != experts for t in tensors.values()):
+        if isinstance(module, StackedExperts) or {*tensors} != {*TENSORS}:
+            continue
+        if any(len(tensor) != experts for tensor in tensors.values()):
             continue
         layer: Any = module
         kind = type(module)
