@@ -166,6 +166,126 @@ def test_one_digest(
     assert found.summary["weights_sha256"] == wanted
 
 
+def difference(found: Any, wanted: Any) -> float:
+    """The largest one of a weight between two runs, by its norm or by 1."""
+    ours, theirs = (load_file(run.run_dir / "weights.safetensors") for run in (found, wanted))
+    assert ours.keys() == theirs.keys()
+    return max(
+        float((ours[name] - tensor).norm() / tensor.norm().clamp(min=1.0))
+        for name, tensor in theirs.items()
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "groups", "strategy"),
+    [
+        ("Llama", 2, 2, "tensor"),
+        ("Llama", 3, 3, "tensor"),
+        ("Llama", 3, 2, "tensor"),
+        ("Qwen3", 3, 3, "tensor"),
+        ("Mixtral", 2, 2, "tensor"),
+        ("Qwen3", 4, 2, "fsdp:tensor=2"),
+        ("Qwen3", 4, 2, "mesh:tensor=2,pipeline=2"),
+    ],
+)
+def test_heads_and_features_are_cut_by_the_plan_of_the_model(
+    name: str, ranks: int, groups: int, strategy: str, train: Callable[..., Any]
+) -> None:
+    flags: dict[str, Any] = {"precision": "fp64", "steps": 4}
+    program, settings = f"huggingface_tasks:{name}", f"groups={groups}"
+    wanted = train(program, settings, strategy="single", **flags)
+    found = train(program, settings, strategy=strategy, ranks=ranks, micro_batch=3, **flags)
+    assert difference(found, wanted) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "again"),
+    [("Mixtral", 2, False), ("Mixtral", 4, True), ("Qwen3Moe", 3, False)],
+)
+def test_experts_are_dealt_out(
+    name: str, ranks: int, again: bool, train: Callable[..., Any]
+) -> None:
+    """Some ranks have no samples in their last micro-batch, and some experts no tokens."""
+    flags: dict[str, Any] = {"precision": "fp64", "steps": 4}
+    program, settings = f"huggingface_tasks:{name}", ("batch_size=10", "shards=5")
+    flags_of_ranks = {"ranks": ranks, "micro_batch": 1, "activation_checkpointing": again}
+    wanted = train(program, *settings, strategy="single", **flags)
+    found = train(program, *settings, strategy="expert", **flags, **flags_of_ranks)
+    assert difference(found, wanted) <= 1e-12
+    assert found.summary["eval"] == pytest.approx(wanted.summary["eval"], rel=1e-12)
+
+
+def test_the_plan_of_the_model_sends_less(train: Callable[..., Any]) -> None:
+    flags: dict[str, Any] = {"strategy": "tensor", "ranks": 2, "steps": 2}
+    by_plan, alone = (
+        train(f"huggingface_tasks:{name}", **flags).summary["sent_bytes"]["gradients"]
+        for name in ("Llama", "LayersAlone")
+    )
+    assert by_plan < alone / 2
+
+
+def test_dropout_by_function_is_drawn_for_all_heads(train: Callable[..., Any]) -> None:
+    """Attention that drops is no block: its mask does not depend on the ranks."""
+    flags: dict[str, Any] = {"precision": "fp64", "steps": 3}
+    wanted, found = (
+        train("huggingface_tasks:Llama", "dropout=0.2", strategy=strategy, ranks=ranks, **flags)
+        for strategy, ranks in (("single", 1), ("tensor", 2))
+    )
+    assert difference(found, wanted) <= 1e-12
+
+
+class Styled(tasks.Llama):
+    def config(self) -> Any:
+        config = super().config()
+        plan = {**config.base_model_tp_plan, "layers.*.mlp.up_proj": "diagonal"}
+        config.base_model_tp_plan = plan
+        return config
+
+
+def test_a_style_that_is_not_known_is_refused_by_name() -> None:
+    task = Styled()
+    with pytest.raises(RequestError, match=r"model.layers.\*.mlp.up_proj: 'diagonal'") as refused:
+        task.tensor_plan(task.model())
+    assert all(f"{part}:" in str(refused.value) for part in ("asked", "found", "why", "do"))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [("ddp", 2), ("fsdp", 2), ("tensor", 2), ("1f1b", 2)]
+)
+def test_layers_that_are_computed_again_change_nothing(
+    strategy: str, ranks: int, train: Callable[..., Any]
+) -> None:
+    """Dropout in attention and after each layer draws the same numbers the second time."""
+    flags: dict[str, Any] = {"strategy": strategy, "ranks": ranks, "steps": 3, "micro_batch": 3}
+    settings = *DROPPING, *EXACT
+    wanted, found = (
+        train("huggingface_tasks:GPT2", *settings, activation_checkpointing=again, **flags)
+        for again in (False, True)
+    )
+    assert found.summary["weights_sha256"] == wanted.summary["weights_sha256"]
+
+
+@pytest.mark.parametrize("name", ["GPT2", "Llama", "T5"])
+def test_layers_that_are_computed_again_keep_their_inputs_alone(name: str) -> None:
+    """What autograd keeps of a step in one process, in bytes, falls below 15 %."""
+
+    def kept_bytes(*, again: bool) -> int:
+        sizes = {}
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            sizes[tensor.data_ptr()] = tensor.nbytes
+            return tensor
+
+        job = Job(strategy="single", steps=1, activation_checkpointing=again)
+        with Trainer(getattr(tasks, name)(), job) as trainer:
+            weights = {p.data_ptr() for p in trainer.model.parameters()}
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+                trainer.step(next(iter(trainer.batches())))
+        return sum(size for place, size in sizes.items() if place not in weights)
+
+    assert 0 < kept_bytes(again=True) < 0.15 * kept_bytes(again=False)
+
+
 def test_masks_are_those_of_bert() -> None:
     """Of 4,000 tokens 15 % have a loss: 80 % of them are masked, 10 % random, 10 % as they were."""
     task = tasks.Bert()

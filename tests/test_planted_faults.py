@@ -314,8 +314,8 @@ FAULTS = {
     ),
     "gradients of norms that are those of one rank's positions": Fault(
         "torch/parallel/tensor/passes.py",
-        "            self.exchange.sum_gradients(self.see_positions(names, parameters))\n",
-        "            pass\n",
+        "        self.exchange.sum_gradients(self.see_parts(names, parameters))\n",
+        "        pass\n",
         step=0,
         stage="gradient",
         tensor="blocks.0.attention.output.bias",

@@ -112,46 +112,82 @@ class LoRA(GPT2):
 
 
 @dataclass(kw_only=True)
-class Llama(OfTexts, CausalLM):
+class Grouped(OfTexts):
+    """Each head of keys and values serves two heads of queries, of 4 features."""
+
+    groups: int = 2
+
+    def heads(self) -> dict[str, int]:
+        heads = {"num_attention_heads": 2 * self.groups, "num_key_value_heads": self.groups}
+        return {**SMALL, **heads, "hidden_size": 8 * self.groups, "head_dim": 4}
+
+
+@dataclass(kw_only=True)
+class Llama(Grouped, CausalLM):
+    dropout: float = 0.0
+
     def config(self) -> Any:
         return transformers.LlamaConfig(
+            attention_dropout=self.dropout,
             intermediate_size=32,
-            num_key_value_heads=2,
             max_position_embeddings=16,
-            **SMALL,
+            **self.heads(),
             **SIZES,
         )
 
 
 @dataclass(kw_only=True)
-class Qwen3(OfTexts, CausalLM):
+class LayersAlone(Llama):
+    """The plan of the model is not read."""
+
+    def tensor_plan(self, model: Any) -> None:
+        return None
+
+
+@dataclass(kw_only=True)
+class Qwen3(Grouped, CausalLM):
     """Its layers see all tokens before, the last 4, and all, in turns."""
 
     def config(self) -> Any:
         return transformers.Qwen3Config(
             intermediate_size=32,
-            num_key_value_heads=2,
             max_position_embeddings=16,
-            head_dim=4,
             sliding_window=4,
             use_sliding_window=True,
             max_window_layers=0,
             layer_types=["full_attention", "sliding_attention", "full_attention"],
-            **SMALL,
+            **self.heads(),
             **SIZES,
         )
 
 
 @dataclass(kw_only=True)
-class Mixtral(OfTexts, CausalLM):
+class Mixtral(Grouped, CausalLM):
     def config(self) -> Any:
         return transformers.MixtralConfig(
             intermediate_size=32,
-            num_key_value_heads=2,
             num_local_experts=4,
             max_position_embeddings=16,
             experts_implementation="eager",
-            **SMALL,
+            **self.heads(),
+            **SIZES,
+        )
+
+
+@dataclass(kw_only=True)
+class Qwen3Moe(Grouped, CausalLM):
+    """Its second layer has no experts."""
+
+    def config(self) -> Any:
+        return transformers.Qwen3MoeConfig(
+            intermediate_size=32,
+            moe_intermediate_size=8,
+            num_experts=6,
+            num_experts_per_tok=3,
+            mlp_only_layers=[1],
+            max_position_embeddings=16,
+            experts_implementation="eager",
+            **self.heads(),
             **SIZES,
         )
 

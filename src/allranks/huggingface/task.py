@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -13,8 +13,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from allranks.errors import RequestError
+from allranks.huggingface.experts import swap_experts
+from allranks.huggingface.plans import offer_blocks
 from allranks.huggingface.stages import stages_of
 from allranks.torch.data.streams import DataStream, is_data_stream
 from allranks.torch.task import Task
@@ -103,6 +106,20 @@ class HuggingFaceTask(Task):
     def optimizer(self, model: nn.Module) -> Optimizer:
         trained = [p for p in model.parameters() if p.requires_grad]
         return torch.optim.AdamW(trained, lr=self.lr, weight_decay=self.weight_decay)
+
+    def blocks(self, model: nn.Module) -> Iterable[nn.Module]:
+        """The layers that transformers itself can compute again; of other models, the default."""
+        layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+        return layers or super().blocks(model)
+
+    def tensor_plan(self, model: nn.Module) -> Mapping[str, Any] | None:
+        """The blocks of the model's own plan; layers that are in none are cut by themselves."""
+        offer_blocks(model)
+        return None
+
+    def deal_experts(self, model: nn.Module) -> None:
+        """Experts that are two tensors, as those of Mixtral and Qwen3-MoE."""
+        swap_experts(model)
 
     def stages(self, model: nn.Module, count: int) -> Sequence[nn.Module]:
         """Runs of the model's layers, as even as they can be."""

@@ -133,6 +133,12 @@ class Task(TaskFields):
         """
         return None
 
+    def deal_experts(self, model: nn.Module) -> None:
+        """Make layers of `model` such as `--strategy expert` can deal out, in place.
+
+        The default: those that are `MixtureOfExperts` can be.
+        """
+
     def stages(self, model: nn.Module, count: int) -> Sequence[nn.Module] | None:
         """The model cut into `count` stages for a pipeline, in order; made of its own modules.
 

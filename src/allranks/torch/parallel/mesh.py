@@ -119,7 +119,7 @@ class ThreeAxes(Pipeline):
         with self.exchange.opened("gradients"):
             tally = super().forward_backward(batch)
             names = [name for name in self.step.names if name in self.local_names]
-            self.cut_passes.sum_over_positions(names, self.local_params)
+            self.cut_passes.sum_parts(names, self.local_params)
         return tally
 
     def recompute(self, batch: Batch) -> Tally:

@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -298,10 +298,6 @@ def bound(width: int) -> float:
     return 1 / math.sqrt(width)
 
 
-OF_EXPERTS = ("up", "up_bias", "gate", "down", "down_bias")
-"""The parameters of a layer, if it has them, whose first dimension is the experts."""
-
-
 class MixtureOutput(NamedTuple):
     """What a mixture returns: `output` in the shape of the input, and losses of its router.
 
@@ -315,7 +311,19 @@ class MixtureOutput(NamedTuple):
     z: Tensor
 
 
-class MixtureOfExperts(nn.Module):
+class ExpertLayer(nn.Module):
+    """A layer whose experts `--strategy expert` can deal out.
+
+    `experts` is their number in all. The parameters named in `of_experts`, if it has them, have the
+    experts as their first dimension. With an `exchange` the layer has those of this rank.
+    """
+
+    of_experts: ClassVar[tuple[str, ...]]
+    experts: int
+    exchange: ExpertExchange | None = None
+
+
+class MixtureOfExperts(ExpertLayer):
     """A router (`nn.Linear`, softmax, top k) and `experts` MLPs: width -> hidden -> width.
 
     Takes (samples, …, width), samples first. With a `capacity_factor` an expert takes no more than
@@ -326,7 +334,7 @@ class MixtureOfExperts(nn.Module):
     features by a second product, as in SwiGLU. Dropout and norms belong before or after the layer.
     """
 
-    exchange: ExpertExchange | None = None
+    of_experts = ("up", "up_bias", "gate", "down", "down_bias")
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ from allranks.torch.optimizers.elementwise import check_elementwise
 from allranks.torch.optimizers.made import OptimizerArguments
 from allranks.torch.parallel.data.buckets import Buckets
 from allranks.torch.parallel.data.reducer import Mean
-from allranks.torch.parallel.expert.mixture import OF_EXPERTS, ExpertExchange, MixtureOfExperts
+from allranks.torch.parallel.expert.mixture import ExpertExchange, ExpertLayer
 from allranks.torch.parallel.sharded.gradients import SomeCut, check_no_hooks
 from allranks.torch.parallel.tensor.cutting import local_parameter
 from allranks.torch.parallel.tensor.exchange import TensorExchange
@@ -54,7 +54,8 @@ class Experts(Strategy):
         self.slots: list[tuple[nn.Module, str, int]] = []
         if self.comm.size == 1:
             return model
-        mixtures = {n: m for n, m in model.named_modules() if isinstance(m, MixtureOfExperts)}
+        self.task.deal_experts(model)
+        mixtures = {n: m for n, m in model.named_modules() if isinstance(m, ExpertLayer)}
         self._check(model, mixtures)
         if axis.size == 1:
             return model
@@ -63,7 +64,7 @@ class Experts(Strategy):
         self.layout = Layout(axis, self.cuts, mesh)
         return model
 
-    def _check(self, model: nn.Module, mixtures: dict[str, MixtureOfExperts]) -> None:
+    def _check(self, model: nn.Module, mixtures: dict[str, ExpertLayer]) -> None:
         """Raise `RequestError` for a model whose experts cannot be cut."""
         if not mixtures:
             raise _no_mixture()
@@ -76,20 +77,20 @@ class Experts(Strategy):
         for name, mixture in mixtures.items():
             if mixture.experts % ranks:
                 raise _uneven(name, mixture.experts, ranks)
-        slots = {(m, n) for m in mixtures.values() for n in OF_EXPERTS}
+        slots = {(m, n) for m in mixtures.values() for n in m.of_experts}
         cut = {id(module._parameters.get(name)) for module, name in slots} - {id(None)}
         for where, module in model.named_modules():
             for name, parameter in module._parameters.items():
                 if id(parameter) in cut and (module, name) not in slots:
                     raise _used_elsewhere(f"{where}.{name}".strip("."))
 
-    def _cut(self, model: nn.Module, mixtures: list[MixtureOfExperts]) -> None:
+    def _cut(self, model: nn.Module, mixtures: list[ExpertLayer]) -> None:
         """Cut each mixture to this rank's experts."""
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         done: dict[int, nn.Parameter] = {}
         for mixture in mixtures:
             mixture.exchange = self.exchange
-            for name in OF_EXPERTS:
+            for name in mixture.of_experts:
                 whole = mixture._parameters.get(name)
                 if whole is None:
                     continue
@@ -204,7 +205,8 @@ def _bytes_of(buckets: Buckets | None) -> int:
 def _no_mixture() -> RequestError:
     return RequestError(
         asked=NAME,
-        found="no allranks.torch.MixtureOfExperts in the model",
+        found="no allranks.torch.MixtureOfExperts in the model, nor experts of transformers that "
+        "are two tensors (gate_up_proj, down_proj)",
         why="there are no experts to give to the ranks",
         do="make the layer one, or --strategy ddp",
     )

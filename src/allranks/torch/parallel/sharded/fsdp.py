@@ -248,7 +248,7 @@ class FSDP(Single):
             self.copies = {id(p) for name, p in names if name not in self.cut.cuts}
         step = self.step
         self.sums.lay_out(step.names, step.parameters)
-        scattered = {id(p) for p in self.passes.see_positions(step.names, step.parameters)}
+        scattered = {id(p) for p in self.passes.see_parts(step.names, step.parameters)}
         copies = self.copies - scattered
         self.side_message = SideMessage(self.reducer, step.layout, step.parameters, copies)
 
@@ -329,7 +329,7 @@ class FSDP(Single):
                 if leaf is not batch.leaves[-1]:
                     self.side_message.leaf_done((leaf.shards.start, leaf.shards.stop))
             if self.passes.summed:
-                self.passes.sum_over_positions(self.step.names, self.step.parameters)
+                self.passes.sum_parts(self.step.names, self.step.parameters)
         self.sums.end()
         self.guard.check()
         self.guard.compares = False

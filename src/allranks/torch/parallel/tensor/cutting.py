@@ -311,6 +311,8 @@ class CutModel:
     cuts: dict[str, Cut] = field(default_factory=dict)
     regions: list[Region] = field(default_factory=list)
     layers: list[CutLayer] = field(default_factory=list)
+    summed: set[str] = field(default_factory=set)
+    """Parameters that are not cut, of whose gradients each rank has a part of the sum."""
 
     def begin_pass(self) -> None:
         """Begin a pass with full activations, however the last one ended."""
@@ -388,6 +390,8 @@ def cut_model(
         module.__class__ = KINDS[cut.way, own_kind(module)]
         module._parameters = ShownWhole(module)
         result.layers.append(module)
+    inside = {part for module in plan.within for part in module.modules()}
+    result.summed = {name for (holder, _), name in names.items() if holder in inside}
     _attach_regions(model, plan, regions, exchange)
     _pad_encoder_layers(model)
     result.regions = list(regions.values())

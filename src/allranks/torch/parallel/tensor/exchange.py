@@ -14,14 +14,15 @@ Megatron-LM, arXiv 1909.08053.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import _are_functorch_transforms_active
 
+from allranks.torch.checkpoint.state import local
 from allranks.torch.comm.comm import Comm
 from allranks.torch.strategies.layout import Along, part_sizes
 
@@ -88,6 +89,25 @@ class TensorExchange:
             self.reduced += tensor.nbytes
         self.comm.all_reduce(tensor, self.kind).wait()
         return tensor
+
+    def sum_gradients(self, weights: Iterable[nn.Parameter]) -> None:
+        """Sum the gradients of these weights over the ranks, one message for each dtype.
+
+        Of a weight that is also cut over other axes, it sums the local part, which is the same on
+        all ranks of this axis.
+        """
+        local_grads: list[Tensor] = []
+        for weight in weights:
+            if weight.grad is not None:
+                weight.grad = weight.grad.to_dense() if weight.grad.is_sparse else weight.grad
+                local_grads.append(local(weight.grad))
+        some = [grad for grad in local_grads if grad.numel()]
+        for kind in dict.fromkeys(grad.dtype for grad in some):
+            grads = [grad for grad in some if grad.dtype == kind]
+            flat = torch.cat([grad.flatten() for grad in grads]).to(self.comm.device)
+            totals = self.sum_(flat).split([grad.numel() for grad in grads])
+            for grad, total in zip(grads, totals, strict=True):
+                grad.copy_(total.view_as(grad))
 
     def tree_sum(self, parts: Sequence[Tensor]) -> Tensor:
         """The sum of the leaves of all ranks: first of this rank, then of all ranks' sums."""

@@ -2,7 +2,8 @@
 
 Every strategy with a tensor axis constructs one `CutPasses` after its model is cut. With cut
 sequences, uncut weights of blocks see this rank's positions. Their gradients are summed over the
-tensor axis once, after the passes of a step.
+tensor axis once, after the passes of a step, and so are those of uncut weights within a block of
+columns and a row.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ class CutPasses:
         self.precision, self.scope = precision, scope
         self.blocks: CutBlocks | None = None
         self.stages: Container[int] | None = None  # the stages with blocks, if there are stages
-        self.summed: frozenset[str] = frozenset()  # the names of weights that see some positions
+        self.summed = frozenset(cut.summed)  # the names of weights that see a part of activations
         scope.keys.is_part = cut.is_in_region
         if isinstance(exchange, ScatteredExchange) and blocks:
             exchange.cut = cut.ids
             self.blocks = CutBlocks(exchange, exchange.within, model, dict(blocks))
             self.blocks.check_own_weights(exchange.is_summed)
             uncut = {id(weight) for weight in self.blocks.weights()} - cut.ids()
-            self.summed = frozenset(n for n, p in model.named_parameters() if id(p) in uncut)
+            self.summed |= {n for n, p in model.named_parameters() if id(p) in uncut}
 
     def passed(self, run: Callable[[], Any], stage: int = 0) -> Any:
         """The output of the model, or of a stage, by a pass that begins with full activations.
@@ -78,18 +79,17 @@ class CutPasses:
             return []
         return [module.register_forward_pre_hook(self.blocks.passes.enter, prepend=True)]
 
-    def sum_over_positions(self, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
-        """Sum gradients of uncut weights in blocks over the positions of all ranks.
+    def sum_parts(self, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
+        """Sum gradients of uncut weights that see positions, or heads, of one rank.
 
         Call this once a step, while the exchange is open.
         """
-        if isinstance(self.exchange, ScatteredExchange):
-            self.exchange.sum_gradients(self.see_positions(names, parameters))
+        self.exchange.sum_gradients(self.see_parts(names, parameters))
 
-    def see_positions(
+    def see_parts(
         self, names: Sequence[str], parameters: Sequence[nn.Parameter]
     ) -> list[nn.Parameter]:
-        """The parameters that see only this rank's positions."""
+        """The uncut parameters that see only this rank's part of activations."""
         pairs = zip(names, parameters, strict=True)
         return [parameter for name, parameter in pairs if name in self.summed]
 

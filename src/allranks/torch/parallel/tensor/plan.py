@@ -7,6 +7,7 @@ together, as in a head:
     row          columns of the weight: a part of every sum
     vocabulary   rows of a table
     heads        rows of query, key and value that belong to some heads      `.cutting`
+    within       not cut, but between the columns and the row of a block, as a norm of each head
 
 The default cuts every `nn.Linear`, `nn.Embedding` and `nn.MultiheadAttention` that it can. Blocks
 of columns and a row are those of a module with a `tensor_plan`, the heads of attention, and two
@@ -34,6 +35,7 @@ from allranks.torch.model.layers import has_hooks, is_chain, own_kind
 from allranks.torch.strategies.layout import Along, part_sizes
 
 COLUMN, ROW, VOCABULARY, HEADS = "column", "row", "vocabulary", "heads"
+WITHIN = "within"  # only in the `tensor_plan` of a module
 WAYS: dict[str, type[nn.Module]] = {
     COLUMN: nn.Linear,
     ROW: nn.Linear,
@@ -146,9 +148,18 @@ class CutPlan:
     ranks: int
     even: bool = False
     cuts: dict[str, LayerCut] = field(default_factory=dict)
+    within: list[nn.Module] = field(default_factory=list)
+    """Modules that see parts of activations: each rank has a part of their gradients' sums."""
 
-    def add_block(self, cuts: list[LayerCut]) -> bool:
-        """Add columns and a row as a block, if they match; returns whether they do."""
+    def add_block(self, layers: list[LayerCut]) -> bool:
+        """Add columns and a row as a block, if they match; returns whether they do.
+
+        What is `within` may add numbers in another order in parts, so no such block is cut evenly.
+        """
+        cuts = [cut for cut in layers if cut.way != WITHIN]
+        within = [cut.module for cut in layers if cut.way == WITHIN]
+        if within and self.even:
+            return False
         units = {cut.units for cut in cuts}
         ways = {cut.way for cut in cuts}
         if len(units) > 1 or ROW not in ways or ways == {ROW}:
@@ -158,6 +169,7 @@ class CutPlan:
         for cut in cuts:
             cut.block = cuts[0].name
             self.cuts[cut.name] = cut
+        self.within += within
         return True
 
 
@@ -323,7 +335,7 @@ def _blocks_in(name: str, parent: nn.Module) -> Iterator[list[LayerCut]]:
     activation = getattr(parent, "activation", F.relu)
     if own_kind(parent) in BLOCKS and not _is_elementwise(activation):
         return
-    if all(can_be_cut(module) for _, module, _ in layers):
+    if all(how == WITHIN or can_be_cut(module) for _, module, how in layers):
         pairs = [(p, m, how if isinstance(how, tuple) else (how, 1)) for p, m, how in layers]
         yield [LayerCut(path, module, *how) for path, module, how in pairs]
 

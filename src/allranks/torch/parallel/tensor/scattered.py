@@ -16,7 +16,7 @@ arXiv 2205.05198, section 4.2.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch._C import _are_functorch_transforms_active
 from torch.nn import functional as F
 
-from allranks.torch.checkpoint.state import local
 from allranks.torch.comm.comm import Comm
 from allranks.torch.model.layers import own_kind
 from allranks.torch.parallel.context.exchange import POSITIONS, SequenceExchange, Span
@@ -139,25 +138,6 @@ class ScatteredExchange(SequenceExchange):
             self.gathered += padded.nbytes
         self.comm.reduce_scatter(part, padded, self.kind).wait()
         return part[: sizes[self.comm.rank]].movedim(0, POSITIONS).contiguous()
-
-    def sum_gradients(self, weights: Iterable[nn.Parameter]) -> None:
-        """Sum the gradients of these weights over the ranks, one message for each dtype.
-
-        Of a weight that is also cut over other axes, it sums the local part, which is the same on
-        all ranks of this axis.
-        """
-        local_grads: list[Tensor] = []
-        for weight in weights:
-            if weight.grad is not None:
-                weight.grad = weight.grad.to_dense() if weight.grad.is_sparse else weight.grad
-                local_grads.append(local(weight.grad))
-        some = [grad for grad in local_grads if grad.numel()]
-        for kind in dict.fromkeys(grad.dtype for grad in some):
-            grads = [grad for grad in some if grad.dtype == kind]
-            flat = torch.cat([grad.flatten() for grad in grads]).to(self.comm.device)
-            totals = self.sum_(flat).split([grad.numel() for grad in grads])
-            for grad, total in zip(grads, totals, strict=True):
-                grad.copy_(total.view_as(grad))
 
 
 class AllRows:

@@ -87,7 +87,7 @@ class Tensors(Strategy):
     def forward_backward(self, batch: Batch) -> Tally:
         with self.exchange.opened("gradients"):
             tally = super().forward_backward(batch)
-            self.passes.sum_over_positions(self.step.names, self.step.parameters)
+            self.passes.sum_parts(self.step.names, self.step.parameters)
         self.steps += 1
         return tally
 
