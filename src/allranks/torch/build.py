@@ -236,8 +236,12 @@ def _made(task: Task, job: Job, precision: Precision) -> nn.Module:
     seed_generators(job.seed)
     torch.manual_seed(job.seed)
     floatx = "float64" if precision.parameters == torch.float64 else "float32"
-    with of_keras_type(floatx), within_memory():
-        model = task.model()
+    task.builds_on_meta = True
+    try:
+        with of_keras_type(floatx), within_memory():
+            model = task.model()
+    finally:
+        del task.builds_on_meta
     if not isinstance(model, nn.Module):
         raise RequestError(
             asked="model() of the task",

@@ -37,6 +37,7 @@ from allranks.launcher.processes.linux import control_groups
 from allranks.launcher.world import World, master_endpoint
 from allranks.torch.checkpoint.state import kept_random_streams
 from allranks.torch.comm.comm import in_exchange
+from allranks.torch.model.reals import TensorFolder
 from allranks.torch.model.weights import digest_of
 from allranks.torch.random.keyed_rng import seed_generators
 from allranks.training.order import random_key
@@ -136,7 +137,10 @@ class MetaModel:
                         whole = pretrained[source]
                     elif whole is None or other is None or not same_bytes(whole, other):
                         raise _left_unset(entry, name)
-                    digests[name] = digest_of(whole)
+                    if source is not None and isinstance(pretrained, TensorFolder):
+                        digests[name] = pretrained.digest(source)
+                    else:
+                        digests[name] = digest_of(whole)
                     place(name, targets[name], whole.to(targets[name].device))
         return digests
 
