@@ -10,15 +10,18 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 import huggingface_tasks as tasks
 from allranks.errors import RequestError
+from allranks.huggingface.parts import weights_in
 from allranks.job.job import Job
 from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.torch.model.deferred_init import MetaModel
 from allranks.torch.random.keyed_rng import seed_generators
 from allranks.torch.trainer import Trainer
 from conftest import MODULES
+from deferred_workers import measured
 
 pytestmark = [
     pytest.mark.slow,
@@ -153,3 +156,31 @@ def test_a_model_of_other_sizes_is_refused(tmp_path: Path) -> None:
     save("GPT2", tmp_path)
     with pytest.raises(RequestError, match=r"shape \(16, 16\) there, \(8, 16\) in the model"):
         Trainer(tasks.GPT2(name=str(tmp_path), positions=8), Job(strategy="single"))
+
+
+def test_a_rank_has_memory_for_its_parts_alone(tmp_path: Path) -> None:
+    """Of four layers it holds two, in 16 MB of files; reading them allocates nothing more."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(1000, 1000) for _ in range(4)]
+    whole = dict(nn.Sequential(*layers).named_parameters())
+    save_file({n: p.detach() for n, p in whole.items()}, tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(1000, 1000) for _ in range(4)))
+    weights = weights_in(tmp_path)
+    assert weights is not None
+    is_local: Callable[[str], bool] = lambda name: name[0] in "12"  # noqa: E731
+    with measured() as peak:
+        digests = MetaModel(model).fill(
+            model,
+            weights,
+            tasks.GPT2().init,
+            lambda _, target, tensor: target.copy_(tensor),  # type: ignore[arg-type, return-value]
+            seed=0,
+            device=torch.device("cpu"),
+            is_local=is_local,
+        )
+    size = sum(tensor.nbytes for tensor in whole.values())
+    assert size / 2 <= peak.bytes < size / 2 + 2**21
+    assert digests.keys() == whole.keys()
+    for name, tensor in model.named_parameters():
+        assert torch.equal(tensor, whole[name]) if is_local(name) else tensor.is_meta, name
