@@ -93,6 +93,10 @@ class CausalLM(TokenTask):
             return int(self._config.pad_token_id == 0)
         return super().padding(name)
 
+    def _whole_because(self) -> str:
+        tried = "packed texts are tried with all of its layers" if self.packed else ""
+        return super()._whole_because() or tried
+
     def _encoded(self, split: str) -> Any:
         data = super()._encoded(split)
         return packed(data, self.packed, self.split_texts) if self.packed and data else data

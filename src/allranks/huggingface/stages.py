@@ -265,7 +265,7 @@ def _run(model: nn.Module, inputs: Mapping[str, Tensor], trace: TorchDispatchMod
             model(**inputs)
         return
     shapes = FakeTensorMode(allow_non_fake_inputs=True)
-    weights: dict[str, Tensor] = {name: shapes.from_tensor(t) for name, t in named}
+    weights: dict[str, Tensor] = {n: shapes.from_tensor(t.to("meta")) for n, t in named}
     batch = {name: shapes.from_tensor(tensor.to("meta")) for name, tensor in inputs.items()}
     with shapes, trace:
         torch.func.functional_call(model, weights, (), batch)

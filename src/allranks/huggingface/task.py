@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, cast
 
 import torch
 import transformers
@@ -17,6 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from allranks.errors import RequestError
 from allranks.huggingface.experts import swap_experts
+from allranks.huggingface.parts import read_in_parts, weights_in
 from allranks.huggingface.plans import offer_blocks
 from allranks.huggingface.stages import stages_of
 from allranks.torch.data.streams import DataStream, is_data_stream
@@ -96,12 +98,25 @@ class HuggingFaceTask(Task):
     # --- what the engine calls -----------------------------------------------------------------
 
     def model(self) -> nn.Module:
+        """The model in float32. Of a folder the engine reads each weight when the model is cut."""
         kind = getattr(transformers, self.auto)
         if self.from_scratch or not self.name:
             model: nn.Module = kind.from_config(self._config)
+            return model
+        folder = Path(self.name)
+        weights = weights_in(folder) if folder.is_dir() else None
+        if weights is not None and self.builds_on_meta and not (why := self._whole_because()):
+            read = read_in_parts(kind, folder, self._config, weights)
+            model, self._weights, why = read.model, read.weights, read.why
         else:
             model = kind.from_pretrained(self.name, config=self._config, dtype=torch.float32)
-        return model
+            why = self._whole_because()
+        self.notes = [f"every rank reads all of {self.name}: {why}"] if why else []
+        return model.train()  # from_pretrained puts it into evaluation mode
+
+    def pretrained(self) -> Any:
+        weights, self._weights = self._weights, None  # the engine alone keeps the files open
+        return weights
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -155,6 +170,16 @@ class HuggingFaceTask(Task):
         return {name: tensor for name, tensor in batch.items() if name != "labels"}
 
     # --- within --------------------------------------------------------------------------------
+
+    _weights = cast("Any", None)
+    """Those of a folder that `model()` has left on the meta device."""
+
+    def _whole_because(self) -> str:
+        """Why weights cannot be left on the meta device, or empty: the task may read them."""
+        for name in ("model", "pretrained"):
+            if not getattr(type(self), name).__module__.startswith("allranks.huggingface."):
+                return f"the task has a {name}() of its own, which may read or replace weights"
+        return ""
 
     @cached_property
     def _config(self) -> Any:

@@ -170,19 +170,24 @@ def build_model(
     """The model of `task` as this rank keeps it, with equal weights on all; every rank calls this.
 
     Compares names and shapes, and then broadcasts parameters and buffers from the leader, or where
-    ranks build in turn compares their digests (32 bytes to each other rank). `on_close` is given
-    what puts the model back. Raises `RequestError`.
+    ranks build in turn compares their digests (32 bytes to each other rank), as those of files
+    that each rank reads its parts of. `on_close` is given what puts the model back. Raises
+    `RequestError`.
     """
     comm = strategy.learner.comm
     strategy.make_groups()
     if not strategy.builds_in_turn:
-        built, _ = _built(task, job, scope, strategy)
+        built, unfilled = _built(task, job, scope, strategy)
         on_close(partial(restore_layers, built.model))
         on_close(built.undo)
         check_same_model(named_shapes(built.model), comm)
+        tensors = (*built.model.parameters(), *built.model.buffers())
         with torch.no_grad():
-            comm.broadcast(*built.model.parameters(), *built.model.buffers())
-        return dataclasses.replace(built, model=strategy.parallelize(built.model))
+            comm.broadcast(*(tensor for tensor in tensors if not tensor.is_meta))
+        built = dataclasses.replace(built, model=strategy.parallelize(built.model))
+        if digests := unfilled(built.model, strategy.place):
+            check_same_weights(digests, comm)
+        return built
     with build_turn(world, comm.heartbeat):
         built, unfilled = _built(task, job, scope, strategy)
         on_close(partial(restore_layers, built.model))
@@ -211,16 +216,20 @@ def _built(
     model = precision.model(model)
     pretrained = _pretrained(task, model)
     device = strategy.comm.device if strategy.builds_in_turn else precision.device
+    is_cut = strategy.fills_parts and not strategy.builds_in_turn
 
     def fill(model: nn.Module, place: Place) -> dict[str, str]:
-        weights = pretrained or {}
-        return on_meta.fill(model, weights, task.init, place, seed=job.seed, device=device)
+        weights, local = pretrained or {}, strategy.is_local if is_cut else None
+        return on_meta.fill(
+            model, weights, task.init, place, seed=job.seed, device=device, is_local=local
+        )
 
     missing = None if pretrained is None else _fill(model, pretrained)
     if not on_meta.modules:
         pretrained = None  # all of it is in the model: no rank keeps it beyond its turn
-    if not strategy.builds_in_turn:
+    if not (strategy.builds_in_turn or is_cut):
         fill(model, _copy)
+        on_meta = MetaModel(nn.Module())
     swapped = swap_layers(model, scope)
     swap_keras_layers(model, scope, swapped)
     swap_tables(model, scope, swapped)
@@ -236,8 +245,12 @@ def _made(task: Task, job: Job, precision: Precision) -> nn.Module:
     seed_generators(job.seed)
     torch.manual_seed(job.seed)
     floatx = "float64" if precision.parameters == torch.float64 else "float32"
-    with of_keras_type(floatx), within_memory():
-        model = task.model()
+    task.builds_on_meta = True
+    try:
+        with of_keras_type(floatx), within_memory():
+            model = task.model()
+    finally:
+        del task.builds_on_meta
     if not isinstance(model, nn.Module):
         raise RequestError(
             asked="model() of the task",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -29,6 +29,12 @@ class Task(TaskFields):
 
     training: ClassVar[bool] = True
     """False while an evaluation calls `inputs`, `weight` and `loss`, which serve both."""
+
+    builds_on_meta = False
+    """True while the engine calls `model()`: it fills what `model()` leaves on the meta device."""
+
+    notes = cast("Sequence[str]", ())
+    """What a run reports about the model that `model()` returned."""
 
     required = ("model", "optimizer", "train_data", "loss")
 

@@ -457,7 +457,7 @@ class Trainer(EngineTrainer[Batch]):
         whole = whole_norm(task, self.strategy.data, self._scope, self.built.swapped)
         if whole is not None:
             resources.on_leave(whole.leave)
-        self.model_notes = notes_on(self.strategy.model, task)
+        self.model_notes = notes_on(self.strategy.model, task) + list(task.notes)
         self.model_notes += [CACHE_IS_OFF] * bool(self.built.caching)
         self.model_notes += notes_on_backend(self.comm.of_torch, job.backend) + notes_on_torch()
         self.model_notes += notes_on_update(step.optimizer, self.device)

@@ -37,6 +37,7 @@ from allranks.launcher.processes.linux import control_groups
 from allranks.launcher.world import World, master_endpoint
 from allranks.torch.checkpoint.state import kept_random_streams
 from allranks.torch.comm.comm import in_exchange
+from allranks.torch.model.reals import TensorFolder
 from allranks.torch.model.weights import digest_of
 from allranks.torch.random.keyed_rng import seed_generators
 from allranks.training.order import random_key
@@ -101,21 +102,26 @@ class MetaModel:
         *,
         seed: int,
         device: torch.device,
+        is_local: Callable[[str], bool] | None = None,
     ) -> dict[str, str]:
         """Allocate the tensors on `device` and fill them; returns the digest of each, whole.
 
+        With `is_local` it says which ones; others stay on meta, and digests are those of files.
         No communication. At most the tensors of one module, and those it shares with others, are
         whole at a time, twice: `init` runs on zeros and on ones, and numbers that differ afterwards
         were not set. Restores the states of the generators.
         """
         if not self.modules:
             return {}
-        give_memory(model, device)
+        give_memory(model, device, is_local)
         targets = dict(_named(model))
         last = {name: entry.index for entry in self.modules for name in entry.names.values()}
         sources = {n: s for n in self.like if (s := self._source(n, pretrained)) is not None}
         needed = {n for n, like in self.like.items() if targets[n].numel() or not like.numel()}
+        needed = {name for name in needed if is_local is None or is_local(name)}
         digests: dict[str, str] = {}
+        if isinstance(pretrained, TensorFolder):
+            digests = {name: pretrained.digest(source) for name, source in sources.items()}
         wholes: dict[str, Tensor] = {}
         others: dict[str, Tensor] = {}
         with torch.no_grad(), kept_random_streams(device):
@@ -136,7 +142,8 @@ class MetaModel:
                         whole = pretrained[source]
                     elif whole is None or other is None or not same_bytes(whole, other):
                         raise _left_unset(entry, name)
-                    digests[name] = digest_of(whole)
+                    if name not in digests and is_local is None:
+                        digests[name] = digest_of(whole)
                     place(name, targets[name], whole.to(targets[name].device))
         return digests
 
@@ -181,13 +188,15 @@ class MetaModel:
             wholes[name] = (parameters | buffers)[attribute].detach()
 
 
-def give_memory(model: nn.Module, device: torch.device) -> None:
-    """Allocate every meta tensor of the model on `device`, uninitialised.
+def give_memory(
+    model: nn.Module, device: torch.device, is_local: Callable[[str], bool] | None = None
+) -> None:
+    """Allocate every meta tensor of the model on `device`, uninitialised; or those it says.
 
     Like `nn.Module.to_empty`, but tied weights stay tied, and references to a tensor stay valid.
     """
-    for _, tensor in _named(model):
-        if tensor.is_meta:
+    for name, tensor in _named(model):
+        if tensor.is_meta and (is_local is None or is_local(name)):
             exchange(tensor, torch.empty_like(tensor, device=device, requires_grad=False))
 
 

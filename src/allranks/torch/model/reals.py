@@ -7,6 +7,7 @@ has complex numbers of 64 bits, and none of 128.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,6 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from allranks.checkpoint.format import COMPLEX
+
+END_BYTES = 2**16  # of each end of a tensor, for its digest
 
 
 def real_type(kind: torch.dtype) -> torch.dtype:
@@ -49,7 +52,7 @@ class TensorFile(Mapping[str, Tensor]):
     def __init__(self, path: Path) -> None:
         open_file: Any = safe_open
         self._file = open_file(str(path), framework="pt")
-        self._names: list[str] = list(self._file.keys())
+        self._names: dict[str, None] = dict.fromkeys(self._file.keys())
         self._pairs = set(json.loads((self._file.metadata() or {}).get(COMPLEX, "[]")))
 
     def __getitem__(self, name: str) -> Tensor:
@@ -64,3 +67,39 @@ class TensorFile(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+
+class TensorFolder(Mapping[str, Tensor]):
+    """Tensors of several files, mapped into memory: only what is used of one is read.
+
+    `names` are their names here, and those in the files; by default all, with these.
+    """
+
+    def __init__(
+        self, files: Mapping[str, TensorFile], names: Mapping[str, str] | None = None
+    ) -> None:
+        self._file_of = {name: file for file in files.values() for name in file}
+        self._files = files
+        self._names = {name: name for name in self._file_of} if names is None else names
+
+    def renamed(self, names: Mapping[str, str]) -> TensorFolder:
+        """The tensors of some names in the files, under other names."""
+        return TensorFolder(self._files, names)
+
+    def __getitem__(self, name: str) -> Tensor:
+        place = self._names[name]
+        return self._file_of[place][place]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def digest(self, name: str) -> str:
+        """A digest of type, shape, and the first and last 64 KiB of a tensor."""
+        tensor = self[name].contiguous().reshape(-1)
+        count = END_BYTES // tensor.itemsize
+        ends = torch.cat((tensor[:count], tensor[-count:])).view(torch.uint8)
+        content = hashlib.blake2b(ends.numpy().data, digest_size=16).hexdigest()
+        return f"{tensor.dtype} {tuple(self[name].shape)} {content}"

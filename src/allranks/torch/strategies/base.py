@@ -94,6 +94,9 @@ class Traits:
     `parallelize` then waits for no other rank (`make_groups` does), keeps names, and accepts a
     model on meta too.
     """
+    fills_parts: bool = False
+    """Whether tensors on meta are filled after `parallelize`, which accepts them: a rank never has
+    such a model whole. It is implied by `builds_in_turn`, and there is no turn without it."""
 
 
 # --- context -------------------------------------------------------------------------------------
@@ -183,8 +186,12 @@ class Strategy(Traits, ABC):
         return model
 
     def place(self, name: str, part: Tensor, whole: Tensor) -> None:
-        """Write this rank's part of `whole` into `part`, for `builds_in_turn`. Sends nothing."""
+        """Write this rank's part of `whole` into `part`, for `fills_parts`. Sends nothing."""
         put_whole(part, self.layout.part(name, whole))
+
+    def is_local(self, name: str) -> bool:
+        """Whether this rank has a part of a tensor that was on meta, after `parallelize`."""
+        return True
 
     def setup(self, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
         """Set up steps of `model`, which `parallelize` returned; every rank calls this."""

@@ -269,6 +269,9 @@ class Staged(Strategy):
         """Cut the weights of all stages, if several ranks hold a stage together."""
         return self.layout
 
+    def is_local(self, name: str) -> bool:
+        return name not in self.home or name in self.local_names
+
     def check_task(self, asked: str) -> None:
         """Raise `RequestError` for features that stages do not support."""
         found = why = do = ""

@@ -41,6 +41,7 @@ from allranks.torch.step.gradients import Backward, Gradients, all_gradients
 from allranks.torch.step.losses import forward
 from allranks.torch.step.tally import Tally
 from allranks.torch.step.trainable import unfrozen_on_the_way
+from allranks.torch.strategies.base import StrategyContext
 
 
 class Pipeline(Staged):
@@ -53,6 +54,10 @@ class Pipeline(Staged):
     cuts_by_shard = True
     last_pass: ClassVar[str] = "B"
     """The kind of the pass that computes the gradients of the weights of a stage."""
+
+    def __init__(self, context: StrategyContext) -> None:
+        super().__init__(context)
+        self.fills_parts = context.options["by"] != "cost"  # which runs the whole model
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         self.line = self.axis(PIPELINE)

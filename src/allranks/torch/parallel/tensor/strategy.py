@@ -45,7 +45,7 @@ class Tensors(Strategy):
     """Cut layers over the axis `tensor`. Sends activations, and what the card says."""
 
     name = "tensor"
-    equal_passes = True
+    equal_passes = fills_parts = True
     tally_type = torch.float64
     can_be_compiled = False
 
