@@ -72,7 +72,14 @@ MODULES = (
 )
 
 # `make test` has no transformers; `make test-full` installs it.
-collect_ignore = [] if find_spec("transformers") else ["test_huggingface.py"]
+collect_ignore = (
+    []
+    if find_spec("transformers")
+    else [
+        "test_huggingface.py",
+        "test_huggingface_export.py",
+    ]
+)
 
 Train = Callable[..., Result]
 PATIENT = Rendezvous(node_timeout_s=1e6)

@@ -110,6 +110,35 @@ class LoRA(GPT2):
 
 
 @dataclass(kw_only=True)
+class TwoAdapters(GPT2):
+    """Both are trained at once, on different layers."""
+
+    def model(self) -> Any:
+        kind = {"r": 4, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+        first = peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True, **kind)
+        second = peft.LoraConfig(target_modules=["c_fc"], fan_in_fan_out=True, **kind)
+        model = peft.get_peft_model(super().model(), first)
+        model.add_adapter("second", second)
+        model.base_model.set_adapter(["default", "second"])
+        return model
+
+
+@dataclass(kw_only=True)
+class OwnHead(GPT2):
+    """Adapters, and a head that is trained whole; the frozen one is tied to the embeddings."""
+
+    def model(self) -> Any:
+        kind = peft.LoraConfig(
+            r=4,
+            target_modules=["c_attn"],
+            fan_in_fan_out=True,
+            init_lora_weights=False,
+            modules_to_save=["lm_head"],
+        )
+        return peft.get_peft_model(super().model(), kind)
+
+
+@dataclass(kw_only=True)
 class Llama(OfTexts, CausalLM):
     def config(self) -> Any:
         return transformers.LlamaConfig(
