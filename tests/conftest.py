@@ -77,6 +77,7 @@ collect_ignore = (
     if find_spec("transformers")
     else [
         "test_huggingface.py",
+        "test_huggingface_adapters.py",
         "test_huggingface_export.py",
     ]
 )

@@ -274,12 +274,17 @@ def write_files(
             file.write(layout.header)
             start = len(layout.header)
             places |= {name: (file, start + piece.begin) for name, piece in layout.pieces.items()}
-        for name in plan:
-            for piece, tensor in convert(name, weights.read(name)).items():
-                file, at = places[piece]
-                file.seek(at)
-                file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        for name in plan:  # nothing of a weight is kept when the next one is read
+            write_tensors(places, convert(name, weights.read(name)))
     return len(tensors)
+
+
+def write_tensors(places: Mapping[str, tuple[Any, int]], tensors: Written) -> None:
+    """Write tensors at their places: a file, and the byte in it."""
+    for name, tensor in tensors.items():
+        file, at = places[name]
+        file.seek(at)
+        file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def cut(pieces: Mapping[str, FileTensor], limit: int) -> list[dict[str, FileTensor]]:
