@@ -1,6 +1,7 @@
-"""Fine-tunes a language model of the hub with LoRA, and saves the adapter as peft reads it.
+"""Fine-tunes a language model of the hub with LoRA. The export is the adapter, for peft.
 
-allranks train fine_tune_lora.py --ranks 4 --strategy fsdp
+allranks train fine_tune_lora.py --ranks 4 --strategy fsdp --checkpoint-every 100 --run-dir lora
+allranks checkpoints export lora --to adapter --format huggingface
 allranks train fine_tune_lora.py --set name=FOLDER --set dataset=FOLDER
 """
 
@@ -9,14 +10,6 @@ from dataclasses import dataclass
 from peft import LoraConfig, get_peft_model
 
 from allranks.huggingface import CausalLM
-from allranks.training.callback import Callback
-
-
-class SaveAdapter(Callback):
-    def on_end(self, trainer):
-        with trainer.whole_model() as model:  # every rank takes part in it
-            if trainer.world.rank == 0:
-                model.save_pretrained("adapter")
 
 
 @dataclass(kw_only=True)
@@ -31,6 +24,3 @@ class FineTune(CausalLM):
     def model(self):
         adapter = LoraConfig(r=self.rank, target_modules="all-linear", task_type="CAUSAL_LM")
         return get_peft_model(super().model(), adapter)
-
-    def callbacks(self):
-        return [SaveAdapter()]

@@ -73,7 +73,14 @@ MODULES = (
 
 # `make test` has no transformers; `make test-full` installs it.
 collect_ignore = (
-    [] if find_spec("transformers") else ["test_huggingface.py", "test_huggingface_parts.py"]
+    []
+    if find_spec("transformers")
+    else [
+        "test_huggingface.py",
+        "test_huggingface_adapters.py",
+        "test_huggingface_export.py",
+        "test_huggingface_parts.py",
+    ]
 )
 
 Train = Callable[..., Result]

@@ -64,8 +64,11 @@ def test_an_adapter_is_trained_on_two_ranks_and_read_by_peft(folder: Path, host:
     assert made.returncode == 0, made.stderr
     settings = [w for s in ("name=model", "dataset=texts", "batch_size=12") for w in ("--set", s)]
     words = ("train", "fine_tune_lora.py", *settings, "--ranks", "2", "--strategy", "fsdp")
-    trained = host.launch(folder, *words, "--run-dir", "run")
+    trained = host.launch(folder, *words, "--run-dir", "run", "--checkpoint-every", "4")
     assert trained.wait() == 0, trained.err
+    options = ("--to", "adapter", "--format", "huggingface")
+    export = host.launch(folder, "checkpoints", "export", "run", *options)
+    assert export.wait() == 0, export.err
     weights = load_file(folder / "run" / "weights.safetensors")
     adapter = load_file(folder / "adapter" / "adapter_model.safetensors")
     assert adapter and all(torch.equal(weights[saved_name(n)], adapter[n]) for n in adapter)

@@ -55,7 +55,7 @@ class Engine:
     `alone` and `many` are the default strategies for one rank and for several. `guests` are engines
     whose tasks it also trains, with their requirements. `lacks` are unsupported fields of a job,
     with the reason; `traces`: whether it records the insides of steps, which `check` compares;
-    `export` writes a whole model, "" if only weights can be written.
+    `exports` are functions that write a whole model, by their format.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Engine:
     guests: Mapping[str, Extra] = field(default_factory=dict)
     lacks: Mapping[str, str] = field(default_factory=dict)
     traces: bool = False
-    export: str = ""
+    exports: Mapping[str, str] = field(default_factory=dict)
 
 
 ENGINES = {
@@ -89,6 +89,7 @@ ENGINES = {
         guests={TENSORFLOW: Extra("keras", ("keras",), "allranks.torch.keras.preload")},
         lacks={"steps_per_call": "it comes back to Python with every step"},
         traces=True,
+        exports={"huggingface": "allranks.huggingface.export:main"},
     ),
     TENSORFLOW: Engine(
         name=TENSORFLOW,
@@ -117,7 +118,7 @@ ENGINES = {
             "witness": "it looks into the passes of torch; of TensorFlow, `check` alone tells",
         },
         traces=True,
-        export="allranks.tensorflow.export:main",
+        exports=dict.fromkeys(("keras", "saved-model"), "allranks.tensorflow.export:main"),
     ),
 }
 """The first one trains every program that belongs to no other engine."""

@@ -13,6 +13,7 @@ import peft
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
 
 from allranks.huggingface import (
     CausalLM,
@@ -109,6 +110,70 @@ class LoRA(GPT2):
             r=4, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False
         )
         return peft.get_peft_model(super().model(), kind)
+
+
+@dataclass(kw_only=True)
+class TwoAdapters(GPT2):
+    """Both are trained at once, on different layers."""
+
+    def model(self) -> Any:
+        kind = {"r": 4, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+        first = peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True, **kind)
+        second = peft.LoraConfig(target_modules=["c_fc"], fan_in_fan_out=True, **kind)
+        model = peft.get_peft_model(super().model(), first)
+        model.add_adapter("second", second)
+        model.base_model.set_adapter(["default", "second"])
+        return model
+
+
+@dataclass(kw_only=True)
+class OwnHead(GPT2):
+    """Adapters, and a head that is trained whole; the frozen one is tied to the embeddings."""
+
+    def model(self) -> Any:
+        kind = peft.LoraConfig(
+            r=4,
+            target_modules=["c_attn"],
+            fan_in_fan_out=True,
+            init_lora_weights=False,
+            modules_to_save=["lm_head"],
+        )
+        return peft.get_peft_model(super().model(), kind)
+
+
+class EightBits(nn.Module):
+    """A frozen layer as quantised models have it: weights of 8 bits, and a scale."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.register_buffer("scale", layer.weight.detach().abs().max() / 127)
+        numbers = (layer.weight.detach() / self.scale).round().to(torch.int8)
+        self.weight = nn.Parameter(numbers, requires_grad=False)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows @ (self.weight.to(rows.dtype) * self.scale)
+
+
+@dataclass(kw_only=True)
+class EightBitBase(LoRA):
+    def model(self) -> Any:
+        model = super().model()
+        for layer in model.base_model.model.transformer.h:
+            layer.mlp.c_fc = EightBits(layer.mlp.c_fc)
+        return model
+
+
+@dataclass(kw_only=True)
+class OtherAdapters(GPT2):
+    """Adapters that do not fit: of layers that are not there, or of the folder `adapters`."""
+
+    adapters: str = ""
+
+    def model(self) -> Any:
+        base = super().model()
+        if self.adapters:
+            return peft.PeftModel.from_pretrained(base, self.adapters, is_trainable=True)
+        return peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"]))
 
 
 @dataclass(kw_only=True)

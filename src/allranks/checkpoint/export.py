@@ -16,6 +16,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from allranks.checkpoint.files import fsync_folder
 from allranks.checkpoint.folder import verify_files
 from allranks.checkpoint.format import (
     COMPLEX,
@@ -48,14 +49,7 @@ def export_weights(folder: Path, target: Path) -> list[str]:
     """
     check_free(target)
     manifest = verified(folder)
-    weights = {
-        model_name(path, below): (path, tensor)
-        for below in (MODEL, EVALUATED)
-        for path, tensor in manifest.tensors.items()
-        if path.startswith(below)
-    }
-    for name in _not_persistent(manifest):
-        weights.pop(name, None)
+    weights = weights_of(manifest)
     if not weights:
         raise refused(target, f"no tensor below {MODEL} in {folder}", "there is no model in it")
     pairs = sorted(name for name, (_, t) in weights.items() if t.dtype in PAIR)
@@ -66,6 +60,19 @@ def export_weights(folder: Path, target: Path) -> list[str]:
     with TensorFiles(folder) as source:
         _write(target, layout, (source.bytes_of(*weights[name]) for name in layout.pieces))
     return sorted(weights)
+
+
+def weights_of(manifest: Manifest) -> dict[str, tuple[str, SavedTensor]]:
+    """The path and the tensor of each weight, by the name in the model's state dict."""
+    weights = {
+        model_name(path, below): (path, tensor)
+        for below in (MODEL, EVALUATED)
+        for path, tensor in manifest.tensors.items()
+        if path.startswith(below)
+    }
+    for name in _not_persistent(manifest):
+        weights.pop(name, None)
+    return weights
 
 
 def _not_persistent(manifest: Manifest) -> list[str]:
@@ -116,6 +123,27 @@ def _write(target: Path, layout: FileLayout, tensors: Iterator[bytes | bytearray
         temporary.unlink(missing_ok=True)
 
 
+def put_in_place(temporary: Path, target: Path) -> None:
+    """Sync a file, or all files of a folder, and rename it to `target`. Raises `RequestError`."""
+    try:
+        for folder, _, files in os.walk(temporary):
+            for name in files:
+                _fsync(Path(folder) / name)
+            fsync_folder(Path(folder))
+        if temporary.is_file():
+            _fsync(temporary)
+        check_free(target)
+        temporary.rename(target)
+        fsync_folder(target.parent)
+    except OSError as error:
+        raise refused(target, str(error), "it cannot be written there") from None
+
+
+def _fsync(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
 def refused(target: Path, found: str, why: str) -> RequestError:
     """The error for an export that cannot be made."""
     return RequestError(
@@ -160,7 +188,9 @@ class TensorFiles:
         if piece is None or (piece.dtype, piece.shape) != (wanted.dtype, wanted.shape):
             raise BadCheckpoint(f"{chunk.file}: {name} is not in it as the manifest says")
         start = len(layout.header)
-        return mapped[start + piece.begin : start + piece.end]
+        data = mapped[start + piece.begin : start + piece.end]
+        mapped.madvise(mmap.MADV_DONTNEED)  # else all that was read counts as resident memory
+        return data
 
     def _file(self, name: str) -> tuple[FileLayout, mmap.mmap]:
         if name not in self._open:

@@ -32,14 +32,17 @@ from allranks.job.engines import check_installed
 from allranks.job.job import HIDDEN, Job
 from allranks.job.program import file_sha256
 from allranks.job.resume import find_base
-from allranks.job.units import format_bytes
+from allranks.job.units import format_bytes, parse_bytes
 from allranks.launcher.describe import answer_of_process
 from allranks.launcher.plan import backend_of_keras
 from allranks.launcher.processes.fork_server_client import ForkServer
 
 SAFETENSORS = "safetensors"
-FORMATS = ("keras", "saved-model")
-"""Of Keras models."""
+HUGGINGFACE = "huggingface"
+FORMATS = {form: engine for engine, row in ENGINES.items() for form in row.exports}
+"""Of whole models: the engine that writes each."""
+DTYPES = ("bfloat16", "float16", "float32")
+SHARD_SIZE = "5GB"
 ENDING = ".keras"
 as_object_option = click.option("--json", "as_object", is_flag=True, help="Print JSON.")
 
@@ -97,21 +100,34 @@ def verify(run: str, as_object: bool) -> None:
     type=click.Choice((SAFETENSORS, *FORMATS)),
     default=SAFETENSORS,
     help="safetensors: weights by name. keras, saved-model: the whole model, for a run of the "
-    "TensorFlow engine.",
+    "TensorFlow engine. huggingface: a folder for from_pretrained of transformers or peft.",
 )
+@click.option("--dtype", type=click.Choice(DTYPES), help="Of huggingface (default: as saved).")
+@click.option("--shard-size", help=f"Of huggingface: bytes of a file (default: {SHARD_SIZE}).")
 @as_object_option
-def export(run: str, target: str, step: int | None, best: bool, form: str, as_object: bool) -> None:
-    """Write the weights of RUN's model to one safetensors file, or the whole Keras model.
+def export(
+    run: str,
+    target: str,
+    step: int | None,
+    best: bool,
+    form: str,
+    dtype: str | None,
+    shard_size: str | None,
+    as_object: bool,
+) -> None:
+    """Write the weights of RUN's model to one safetensors file, or a whole model of Keras or
+    Hugging Face.
 
     Exit code 5: the checkpoint does not hold.
     """
+    options = _export_options(form, dtype, shard_size)
     good, _ = _there(run)
     wanted = _asked_best(run, good, step) if best else good
     chosen = [folder for folder in wanted if step in (None, step_of(folder))]
     if not chosen:
         raise _none(run if step is None else f"{run} at step {step}")
     try:
-        tensors = _exported(chosen[0], Path(target), form)
+        tensors = _exported(chosen[0], Path(target), form, options)
     except BadCheckpoint as error:
         click.echo(printable(f"{chosen[0]}: {error}"), err=True)
         click.echo("nothing was written; --step N takes an older one", err=True)
@@ -124,11 +140,31 @@ def export(run: str, target: str, step: int | None, best: bool, form: str, as_ob
         click.echo(printable(f"{target}: {tensors} tensors, {format_bytes(size)}"))
 
 
-def _exported(folder: Path, target: Path, form: str) -> int:
+def _export_options(form: str, dtype: str | None, shard_size: str | None) -> dict[str, Any]:
+    """What the process that exports gets beside the files."""
+    if form != HUGGINGFACE and (dtype or shard_size):
+        raise RequestError(
+            asked=f"--dtype {dtype}" if dtype else f"--shard-size {shard_size}",
+            found=f"--format {form}",
+            why="it has the types of the checkpoint, and the files that its readers know",
+            do=f"--format {HUGGINGFACE}, or leave it out",
+        )
+    size = parse_bytes(shard_size or SHARD_SIZE)
+    if not size:
+        raise RequestError(
+            asked=f"--shard-size {shard_size}",
+            found=repr(shard_size),
+            why="it is a number with a unit: KB, MB, GB, or KiB, MiB, GiB",
+            do=f"for example --shard-size {SHARD_SIZE}",
+        )
+    return {"dtype": dtype or "", "shard_bytes": size}
+
+
+def _exported(folder: Path, target: Path, form: str, options: dict[str, Any]) -> int:
     """Export one checkpoint; returns how many tensors were written."""
     if form == SAFETENSORS:
         return len(export_weights(folder, target))
-    tensors = export_model(folder, target, form)
+    tensors = export_model(folder, target, form, options=options)
     manifest = read_manifest(folder)
     was, now = manifest.facts.get("program_sha256"), file_sha256(manifest.job["program"])
     if was != now:
@@ -222,20 +258,27 @@ def _line(row: dict[str, Any]) -> str:
     return f"{row['path']}  {when}  {size}  × {row['ranks']}  {metrics}".rstrip() + mark
 
 
-# --- Keras models --------------------------------------------------------------------------------
+# --- whole models --------------------------------------------------------------------------------
 # The model of a run is exported by the engine that trained it, in a process of its own.
 #
-# Keras writes its own formats, and only the task can build the model. So a process imports both,
-# and the command line imports neither.
+# A library writes its own formats, and only the task can build the model. So a process imports
+# both, and the command line imports neither.
 
 
-def export_model(folder: Path, target: Path, form: str, server: ForkServer | None = None) -> int:
+def export_model(
+    folder: Path,
+    target: Path,
+    form: str,
+    server: ForkServer | None = None,
+    options: dict[str, Any] | None = None,
+) -> int:
     """Write the model of the checkpoint `folder` to `target`; returns how many tensors are in it.
 
-    `form` is "keras" (a file that `keras.models.load_model` reads) or "saved-model" (a folder for
-    TensorFlow Serving). Raises `BadCheckpoint` if the checkpoint is damaged, and `RequestError` for
-    a run of another engine, or if `target` exists or cannot be written. The program is imported by
-    the name with which the run was started.
+    `form` is "keras" (a file that `keras.models.load_model` reads), "saved-model" (a folder for
+    TensorFlow Serving) or "huggingface" (a folder for `from_pretrained`), which alone has `options`
+    (`dtype` and `shard_bytes`). Raises `BadCheckpoint` if the checkpoint is damaged, and
+    `RequestError` for a run of another engine, or if `target` exists or cannot be written. The
+    program is imported by the name with which the run was started.
     """
     check_free(target)
     if form == "keras" and target.suffix != ENDING:
@@ -247,7 +290,9 @@ def export_model(folder: Path, target: Path, form: str, server: ForkServer | Non
     with ExitStack() as stack:
         stack.callback(_remove, unfinished)
         server = server or stack.enter_context(ForkServer(()))
-        return _run_export(server, job, folder, target, unfinished, form)
+        paths = {"folder": folder, "target": target, "beside": unfinished}
+        argument = {name: str(path.absolute()) for name, path in paths.items()}
+        return _run_export(server, job, form, {**argument, **(options or {})})
 
 
 def _remove(path: Path) -> None:
@@ -263,29 +308,25 @@ def _job_of(folder: Path, target: Path, form: str) -> Job:
     base = find_base(folder, resumes=False)
     task = {name: value for name, value in base.task.items() if value != HIDDEN}
     job = Job(**base.values, task=task)
-    if not ENGINES[job.engine].export or not job.program:
+    if form not in ENGINES[job.engine].exports or not job.program:
         subject = f"a run of the {job.engine} engine"
         raise RequestError(
             asked=f"to export to {target} with --format {form}",
             found=subject if job.program else "a hand-written loop, which names no program",
-            why="that format holds a Keras model, built by the task and filled by TensorFlow",
+            why=f"that format holds a whole model, which a task of {FORMATS[form]} builds",
             do="--format safetensors, which has the weights by their names",
         )
     return job
 
 
-def _run_export(
-    server: ForkServer, job: Job, folder: Path, target: Path, unfinished: Path, form: str
-) -> int:
-    paths = {"folder": folder, "target": target, "beside": unfinished}
-    paths_of_job = {name: str(path.absolute()) for name, path in paths.items()}
+def _run_export(server: ForkServer, job: Job, form: str, argument: dict[str, Any]) -> int:
     answer = answer_of_process(
         server,
-        ENGINES[job.engine].export,
+        ENGINES[job.engine].exports[form],
         lambda scratch: {
             "job": dataclasses.replace(job, run_dir=scratch).to_data(),
             "form": form,
-            **paths_of_job,
+            **argument,
         },
         "exported",
         {
@@ -293,7 +334,7 @@ def _run_export(
             "CUDA_VISIBLE_DEVICES": "-1",  # the GPUs may be at work, and one takes all their memory
             "TF_CPP_MIN_LOG_LEVEL": "2",
         },
-        process_name=f"the process that exports to {target}",
-        if_interrupted=f"nothing was written to {target}",
+        process_name=f"the process that exports to {argument['target']}",
+        if_interrupted=f"nothing was written to {argument['target']}",
     )
     return int(answer["tensors"])

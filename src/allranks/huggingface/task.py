@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, wraps
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -63,6 +65,11 @@ class HuggingFaceTask(Task):
     """The class of transformers that makes the model."""
     columns: ClassVar[tuple[str, ...]]
     """The fields that name a column of the data."""
+
+    def __init_subclass__(cls, **values: Any) -> None:
+        super().__init_subclass__(**values)
+        if "model" in vars(cls):
+            cls.model = _with_adapters(cls.model)  # type: ignore[assignment,method-assign]
 
     def config(self) -> Any:
         """The configuration of the model; of a task without `name`, write it."""
@@ -295,6 +302,31 @@ def _padded(tensors: Sequence[Tensor], value: int) -> Tensor:
     if len({tuple(tensor.shape) for tensor in tensors}) == 1:
         return torch.stack(list(tensors))
     return nn.utils.rnn.pad_sequence(list(tensors), batch_first=True, padding_value=value)
+
+
+def _with_adapters(model: Callable[[Any], nn.Module]) -> Callable[[Any], nn.Module]:
+    """`model()` of a task: adapters of peft that do not fit its base raise `RequestError`."""
+
+    @wraps(model)
+    def checked(task: Any) -> nn.Module:
+        try:
+            with warnings.catch_warnings():  # peft would start such adapters from random numbers
+                warnings.filterwarnings("error", "Found missing adapter keys")
+                return model(task)
+        except RequestError:
+            raise
+        except (ValueError, RuntimeError, KeyError, UserWarning) as error:
+            frames = [frame.f_globals for frame, _ in traceback.walk_tb(error.__traceback__)]
+            if not any(frame.get("__name__", "").startswith("peft.") for frame in frames):
+                raise
+            raise RequestError(
+                asked=f"adapters of peft, in model() of {type(task).__name__}",
+                found=f"{type(error).__name__}: {error}",
+                why="they are those of another base, by the names or the shapes of its layers",
+                do="set target_modules to layers of this model, or name the base of the adapters",
+            ) from error
+
+    return checked
 
 
 def _datasets() -> Any:

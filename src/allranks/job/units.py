@@ -16,6 +16,18 @@ def format_bytes(count: float) -> str:
     return f"{size:.1f} TiB"
 
 
+SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([KMGT]?)(i?)B")
+
+
+def parse_bytes(text: str) -> int | None:
+    """Bytes of `512MB` or `1.5GiB`, which is a power of two; else `None`."""
+    match = SIZE.fullmatch(text)
+    if match is None:
+        return None
+    number, unit, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit or " "))
+
+
 def format_count(count: float) -> str:
     """`12345.6` -> `12,346`."""
     return f"{count:,.0f}"

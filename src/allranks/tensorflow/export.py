@@ -7,7 +7,6 @@ it: layers are the user's own, with no strategy around them.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,7 @@ import keras
 
 from allranks.checkpoint.array_snapshot import read_arrays
 from allranks.checkpoint.checkpointer import values_of
-from allranks.checkpoint.export import MODEL, TensorFiles, check_free, refused
-from allranks.checkpoint.files import fsync_folder
+from allranks.checkpoint.export import MODEL, TensorFiles, put_in_place, refused
 from allranks.checkpoint.format import read_manifest, unflatten
 from allranks.errors import RequestError
 from allranks.job.job import Job
@@ -64,12 +62,9 @@ def write(model: Any, target: Path, temporary: Path, form: str) -> None:
     """Write a model to `temporary`, sync it, and rename it to `target`. Raises `RequestError`."""
     try:
         _saved(lambda: FORMS[form](model, str(temporary)), target)
-        _make_last(temporary)
-        check_free(target)
-        temporary.rename(target)
-        fsync_folder(target.parent)
     except OSError as error:
         raise refused(target, str(error), "it cannot be written there") from None
+    put_in_place(temporary, target)
 
 
 def _saved(save: Callable[[], None], target: Path) -> None:
@@ -97,18 +92,3 @@ def _save_model(model: Any, path: str) -> None:
 
 
 FORMS: dict[str, Callable[[Any, str], None]] = {"keras": _save_keras, "saved-model": _save_model}
-
-
-def _make_last(path: Path) -> None:
-    """Sync a file, or all files of a folder, to the disk."""
-    for folder, _, files in os.walk(path):
-        for name in files:
-            _fsync(Path(folder) / name)
-        fsync_folder(Path(folder))
-    if path.is_file():
-        _fsync(path)
-
-
-def _fsync(path: Path) -> None:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
