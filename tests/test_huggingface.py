@@ -176,6 +176,7 @@ def difference(found: Any, wanted: Any) -> float:
     )
 
 
+@pytest.mark.slow(most=4)
 @pytest.mark.parametrize(
     ("name", "ranks", "groups", "strategy"),
     [
@@ -249,6 +250,7 @@ def test_a_style_that_is_not_known_is_refused_by_name() -> None:
     assert all(f"{part}:" in str(refused.value) for part in ("asked", "found", "why", "do"))
 
 
+@pytest.mark.slow(most=2)
 @pytest.mark.parametrize(
     ("strategy", "ranks"), [("ddp", 2), ("fsdp", 2), ("tensor", 2), ("1f1b", 2)]
 )
