@@ -42,7 +42,8 @@ class TokenTask(HuggingFaceTask):
         return {"accuracy": (right.sum(), counted.sum())}
 
     def finalize(self, metrics: dict[str, float]) -> dict[str, float]:
-        return {**metrics, "perplexity": math.exp(min(metrics["loss"], 700.0))}
+        loss = metrics.get("loss", math.nan)  # of no target there is none
+        return {**metrics, "perplexity": math.exp(min(loss, 700.0))}
 
     def _matched(self, output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """The logits, and the label of each."""

@@ -20,7 +20,8 @@ from allranks.errors import RequestError
 from allranks.huggingface.stages import in_evaluation
 from allranks.huggingface.task import IGNORED, EncodedRows, EncodedStream, Sample, StreamedSamples
 
-CROSSING = 0.01  # of what another text before changes: more than any rounding, less than attention
+ROUNDING, CROSSING = 1e-4, 1e-6
+"""Of the largest logit: what passes of other shapes may differ by, and of the same shape."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,13 @@ class PackedSamples(StreamedSamples):
 
 def packed(data: Any, tokens: int, splits: bool) -> PackedRows | PackedStream:
     """The blocks of encoded texts."""
+    if tokens < 2:
+        raise RequestError(
+            asked=f"blocks of packed={tokens}",
+            found="a block that has no target",
+            why="the first token of a text is predicted from nothing",
+            do="--set packed=1024, or another length of at least 2; 0 packs nothing",
+        )
     positions = getattr(data.task._config, "max_position_embeddings", None) or 0
     packing = Packing(tokens, positions, splits)
     return (PackedStream if isinstance(data, EncodedStream) else PackedRows)(data, packing)
@@ -147,22 +155,32 @@ def packed(data: Any, tokens: int, splits: bool) -> PackedRows | PackedStream:
 def check_keeps_texts_apart(model: Any, config: Any) -> None:
     """Raise `RequestError` for a model in whose blocks a text changes the outputs of another.
 
-    Compares the outputs for two texts in a block with those for each alone, and with what the
-    second one would get if it went on from the first.
+    Compares the outputs for two texts in a block with those for each alone, and those of the
+    second one where the first one has other tokens.
     """
-    tokens = [number for number in range(8) if number != config.pad_token_id]  # it warns of padding
-    numbers = torch.tensor(tokens[:7]) % config.vocab_size
-    texts = [{"input_ids": part, "labels": part} for part in (numbers[:3], numbers[3:])]
-    block = joined(texts)
-    inputs = {name: block[name][None] for name in ("input_ids", "position_ids")}
+    tokens = [
+        number for number in range(12) if number != config.pad_token_id
+    ]  # it warns of padding
+    numbers = torch.tensor(tokens[:11]) % config.vocab_size
+    first, other, second = numbers[:3], numbers[7:10], numbers[3:]
+    blocks = [
+        joined([{"input_ids": part, "labels": part} for part in (text, second)])
+        for text in (first, other)
+    ]
     problem = ""
     with in_evaluation(model), torch.no_grad():
         try:
-            logits, whole = model(**inputs).logits, model(numbers[None]).logits
-            alone = [model(text["input_ids"][None]).logits for text in texts]
-            wanted = torch.cat(alone, dim=1)
-            error, crossing = (float((x - wanted).abs().max()) for x in (logits, whole))
-            if not error <= CROSSING * crossing:
+            logits, changed = (
+                model(**{name: block[name][None] for name in ("input_ids", "position_ids")}).logits
+                for block in blocks
+            )
+            alone = torch.cat([model(text[None]).logits for text in (first, second)], dim=1)
+            most = float(alone.abs().max())
+            error = float((logits - alone).abs().max()) / most
+            if not error <= ROUNDING:
+                problem = f"outputs of a text in a block are others than alone, by {error:.2g}"
+            error = float((logits - changed)[:, len(first) :].abs().max()) / most
+            if not error <= CROSSING:
                 problem = f"a text before it changes an output by {error:.2g}"
         except Exception as failure:  # it takes no positions, or is on the meta device
             problem = f"{type(failure).__name__}: {failure}"[:200]

@@ -157,7 +157,10 @@ def _map_names(
         if target in names and source in names:
             raise _NotMappedError(f"{target!r} and {source!r} are tied, and both are in the files")
     for target in names:
-        model.get_parameter_or_buffer(target)._is_hf_initialized = True
+        tensor = model.get_parameter_or_buffer(target)
+        tensor._is_hf_initialized = True
+        if isinstance(tensor, nn.Parameter):  # also one that was frozen before, as Pegasus has
+            tensor.requires_grad_(tensor.is_floating_point())
     model._weight_conversions = []
     places.update(names)
     return LoadStateDictInfo(
