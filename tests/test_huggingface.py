@@ -370,6 +370,11 @@ class Generated(tasks.GPT2):
         return (row for row in super().rows(split))
 
 
+class Blank(tasks.GPT2):
+    def rows(self, split: str) -> Any:
+        return [*super().rows(split), {"text": None, "other": ""}]
+
+
 class Named(tasks.BertLabels):
     def rows(self, split: str) -> Any:
         return [{**row, "label": "yes"} for row in super().rows(split)]
@@ -382,6 +387,7 @@ class Named(tasks.BertLabels):
         (Unmasked(), "without a mask token"),
         (tasks.BertLabels(labels=2), "the model has 2 classes, 0 to 1"),
         (Named(), "'yes'"),
+        (Blank(), "row 48 as a sample"),
     ],
 )
 def test_a_row_that_the_model_cannot_take_is_refused(task: Any, words: str) -> None:
@@ -397,6 +403,9 @@ def test_a_row_that_the_model_cannot_take_is_refused(task: Any, words: str) -> N
         (Nameless(), "train_data", "no `dataset` is set"),
         (tasks.GPT2(text="words"), "train_data", "columns: text, other"),
         (Unpadded(), "model", "without a pad token"),
+        (Nameless(name="/nothere/model"), "config", "the configuration of /nothere/model"),
+        (Nameless(name="/nothere/model"), "tokenizer", "the tokenizer of /nothere/model"),
+        (Nameless(dataset="/nothere/rows"), "train_data", "the data set /nothere/rows"),
         (Generated(), "train_data", "a generator, without rows by number"),
     ],
 )
@@ -685,8 +694,10 @@ def test_packed_has_one_digest(
 
 
 def test_what_cannot_be_packed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RequestError, match="--set split_texts=true"):
+    with pytest.raises(RequestError, match=r"(?s)row 2, the longest, .*--set split_texts=true"):
         tasks.GPT2(packed=8).train_data()
+    with pytest.raises(RequestError, match="a block that has no target"):
+        tasks.GPT2(packed=1).train_data()
     with pytest.raises(RequestError, match="a text may have 8"):
         tasks.GPT2(packed=16, positions=8).train_data()
     bloom = transformers.BloomConfig(vocab_size=44, hidden_size=16, n_layer=2, n_head=4)

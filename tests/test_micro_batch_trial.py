@@ -73,7 +73,7 @@ def test_bits_are_kept_and_a_shard_that_does_not_fit_is_an_error(train: Train) -
     fits = train(NARROW, "narrow=4", micro_batch="auto", **flags)
     plain = train(NARROW, "narrow=99", **flags)
     assert fits.summary["weights_sha256"] == plain.summary["weights_sha256"] and not tried(fits)
-    with pytest.raises(ProgramError, match=r"(?s)has no smaller one to try.*--set shards=N"):
+    with pytest.raises(ProgramError, match=r"(?s)has no smaller size to try.*--set shards=N"):
         train(NARROW, "narrow=3", micro_batch="auto", **flags)
 
 
@@ -101,7 +101,7 @@ def test_later_in_the_training_it_goes_on_from_the_checkpoint_and_is_remembered(
 def test_layers_that_need_whole_shards_keep_them(train: Train) -> None:
     result = train(NARROW, "norm=true", micro_batch="auto", ranks=2)
     assert tried(result) == [8, 4]
-    with pytest.raises(ProgramError, match="has no smaller one to try"):
+    with pytest.raises(ProgramError, match="has no smaller size to try"):
         train(NARROW, "norm=true", "narrow=3", micro_batch="auto", ranks=2)
 
 

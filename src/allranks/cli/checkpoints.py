@@ -198,7 +198,9 @@ def _none(run: str) -> RequestError:
         asked=f"the checkpoints of {run}",
         found="none that is committed" if Path(run).exists() else "no such run",
         why="a checkpoint is a folder with a manifest.json, in the run's folder `checkpoints`",
-        do="see `allranks runs` for the runs, and `allranks checkpoints list RUN` for the steps",
+        do="train with --checkpoint-every N; `allranks runs` lists the runs"
+        if Path(run).exists()
+        else "see `allranks runs` for the runs",
     )
 
 

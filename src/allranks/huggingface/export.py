@@ -78,6 +78,7 @@ def export(job: Job, argument: Mapping[str, Any]) -> int:
         check_names(model, saved, target)
         weights = SavedWeights(files, saved, argument["dtype"])
         if is_adapted(model):
+            check_adapters(model, target)
             count = write_adapters(model, weights, temporary)
         elif isinstance(model, transformers.PreTrainedModel):
             prepare(task, model, weights, temporary)
@@ -159,6 +160,18 @@ def is_adapted(model: nn.Module) -> bool:
     return hasattr(model, "peft_config")
 
 
+def check_adapters(model: Any, target: Path) -> None:
+    """Raise `RequestError` for what peft computes from its weights when it writes them."""
+    prompts = [name for name, kind in model.peft_config.items() if kind.is_prompt_learning]
+    if prompts:
+        raise RequestError(
+            asked=f"to export the adapter {prompts[0]!r} to {target}",
+            found=f"a {type(model.peft_config[prompts[0]]).__name__}",
+            why="peft writes prompts that it computes with the whole model",
+            do=f"{SAFETENSORS}, or save_pretrained of peft in a callback, in trainer.whole_model()",
+        )
+
+
 def check_names(model: nn.Module, saved: Mapping[str, Any], target: Path) -> None:
     """Raise `RequestError` unless the model of the task has the weights of the checkpoint."""
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -188,9 +201,10 @@ def prepare(
     model.save_pretrained(folder, state_dict={}, save_original_format=False)
     try:
         tokenizer = task.tokenizer()
-    except (OSError, RequestError):  # a task that encodes rows by itself has none
+    except RequestError:  # a task that encodes rows by itself has none
         return
-    tokenizer.save_pretrained(folder)
+    if getattr(tokenizer, "vocab_size", 1):  # transformers makes an empty one of no files
+        tokenizer.save_pretrained(folder)
 
 
 # --- names in files ------------------------------------------------------------------------------

@@ -35,19 +35,34 @@ class Packing:
     positions: int
     splits: bool
 
+    @property
+    def most(self) -> int:
+        """The tokens that a text in a block may have."""
+        return min(self.tokens, self.positions or self.tokens)
+
+    def check(self, length: int, place: str) -> None:
+        """Raise `RequestError` for a text that does not fit into a block and may not be split."""
+        if length <= self.most or self.splits:
+            return
+        fits = not self.positions or length <= self.positions
+        larger = f"--set packed={length}, or " if fits else ""
+        raise RequestError(
+            asked=f"{place}, {length} tokens, in a block of {self.tokens}",
+            found=f"a text may have {self.most}",
+            why="the blocks are packed=… tokens long, and the model may have fewer positions",
+            do=f"{larger}--set split_texts=true: a text goes on as a text of its own",
+        )
+
+    def starts(self, length: int) -> range:
+        """Where the pieces of a text begin."""
+        return range(0, length, self.most)
+
     def pieces(self, sample: Sample, place: str) -> list[Sample]:
         """A text as one sample for each piece; none for a text without tokens."""
-        length, most = len(sample["input_ids"]), min(self.tokens, self.positions or self.tokens)
-        if length > most and not self.splits:
-            raise RequestError(
-                asked=f"{place}, {length} tokens, in a block of {self.tokens}",
-                found=f"a text may have {most}",
-                why="the blocks are packed=… tokens long, and the model may have fewer positions",
-                do=f"--set packed={length} if the model has as many positions, or "
-                "--set split_texts=true: a text goes on as a text of its own",
-            )
-        cuts = range(0, length, most)
-        return [{name: part[at : at + most] for name, part in sample.items()} for at in cuts]
+        length = len(sample["input_ids"])
+        self.check(length, place)
+        ends = [(at, at + self.most) for at in self.starts(length)]
+        return [{name: part[at:end] for name, part in sample.items()} for at, end in ends]
 
 
 def joined(pieces: Sequence[Sample]) -> Sample:
@@ -64,14 +79,19 @@ class PackedRows:
 
     def __init__(self, encoded: EncodedRows, packing: Packing) -> None:
         self._encoded, self._packing = encoded, packing
+        rows, encode = encoded.rows, encoded.task.encode
+        lengths = [len(encode(rows[row])["input_ids"]) for row in range(len(rows))]
+        longest = max(range(len(lengths)), key=lengths.__getitem__, default=None)
+        if longest is not None:
+            packing.check(lengths[longest], f"row {longest}, the longest")
         firsts, used = list[tuple[int, int]](), packing.tokens
-        for row in range(len(encoded)):
-            for number, piece in enumerate(self._pieces(row)):
-                length = len(piece["input_ids"])
-                if used + length > packing.tokens:
+        for row, length in enumerate(lengths):
+            for number, start in enumerate(packing.starts(length)):
+                size = min(packing.most, length - start)
+                if used + size > packing.tokens:
                     firsts.append((row, number))
                     used = 0
-                used += length
+                used += size
         self._firsts = np.array([*firsts, (len(encoded), 0)], np.int64)
 
     def __len__(self) -> int:

@@ -193,7 +193,9 @@ def _check_fits(name: str, weights: TensorFolder, target: str, like: Tensor) -> 
             asked=f"{name!r} of the files as {target!r} of the model",
             found=f"shape {tuple(tensor.shape)} there, {tuple(like.shape)} in the model",
             why="a weight goes into the model in its shape",
-            do="the sizes of the folder in config(), or another head, whose weights are drawn",
+            do="the sizes of the folder in config(); for a new head, a model(self) that returns "
+            "AutoModel….from_pretrained(self.name, config=self.config(), "
+            "ignore_mismatched_sizes=True).train()",
         )
     is_exact = like.dtype == torch.float32 and tensor.dtype in EXACT_IN_FLOAT32
     if not is_exact and tensor.dtype != like.dtype:

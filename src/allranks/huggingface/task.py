@@ -6,9 +6,10 @@ import importlib
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, wraps
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -17,6 +18,7 @@ import transformers
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import logging
 
 from allranks.errors import RequestError
 from allranks.huggingface.experts import swap_experts
@@ -73,11 +75,15 @@ class HuggingFaceTask(Task):
 
     def config(self) -> Any:
         """The configuration of the model; of a task without `name`, write it."""
-        return transformers.AutoConfig.from_pretrained(self._named("the configuration"))
+        name = self._named("the configuration")
+        with read_from(f"the configuration of {name}"):
+            return transformers.AutoConfig.from_pretrained(name)
 
     def tokenizer(self) -> Any:
         """The tokenizer of the model, or its image processor."""
-        return transformers.AutoTokenizer.from_pretrained(self._named("the tokenizer"))
+        name = self._named("the tokenizer")
+        with read_from(f"the tokenizer of {name}"):
+            return transformers.AutoTokenizer.from_pretrained(name)
 
     def rows(self, split: str) -> Any:
         """The rows of `"train"` or `"validation"`: a sequence of mappings from columns to values.
@@ -93,7 +99,8 @@ class HuggingFaceTask(Task):
                 do="--set dataset=NAME, or write rows(self, split)",
             )
         read = _datasets().load_dataset
-        return read(self.dataset, self.subset or None, streaming=self.streaming).get(split)
+        with read_from(f"the data set {self.dataset}"):
+            return read(self.dataset, self.subset or None, streaming=self.streaming).get(split)
 
     def encode(self, row: Row) -> Sample:
         """A sample: tensors without a batch dimension, by the names of the model's arguments.
@@ -113,10 +120,12 @@ class HuggingFaceTask(Task):
         folder = Path(self.name)
         weights = weights_in(folder) if folder.is_dir() else None
         if weights is not None and self.builds_on_meta and not (why := self._whole_because()):
-            read = read_in_parts(kind, folder, self._config, weights)
+            with without_progress_bars():
+                read = read_in_parts(kind, folder, self._config, weights)
             model, self._weights, why = read.model, read.weights, read.why
         else:
-            model = kind.from_pretrained(self.name, config=self._config, dtype=torch.float32)
+            with without_progress_bars(), read_from(f"the weights of {self.name}"):
+                model = kind.from_pretrained(self.name, config=self._config, dtype=torch.float32)
             why = self._whole_because()
         self.notes = [f"every rank reads all of {self.name}: {why}"] if why else []
         return model.train()  # from_pretrained puts it into evaluation mode
@@ -149,7 +158,15 @@ class HuggingFaceTask(Task):
         if is_data_stream(data):
             data = DataStream(data, self.shards)
         if hasattr(data, "open") and not hasattr(data, "__getitem__"):
-            data = [next(chain.from_iterable(data.open(k, 0, 0, 0) for k in range(self.shards)))]
+            samples = chain.from_iterable(data.open(k, 0, 0, 0) for k in range(self.shards))
+            data = list(islice(samples, 1))
+        if not len(data):
+            raise RequestError(
+                asked=f"{count} stages of {type(self).__name__}",
+                found="no sample in the training data",
+                why="the model is followed on the first one, to find its layers",
+                do="data that is not empty, or write stages(self, model, count)",
+            )
         return stages_of(model, count, self.inputs(self.collate([data[0]])))
 
     def schedule(self, step: int, total: int) -> float:  # type: ignore[override]
@@ -242,6 +259,14 @@ class HuggingFaceTask(Task):
 
     def _sample(self, row: Row, place: str) -> Sample:
         """A row as a sample; raises `RequestError` if the model has too few positions for it."""
+        for column in {getattr(self, field) for field in self.columns} - {""}:
+            if isinstance(row, Mapping) and row.get(column, "") is None:
+                raise RequestError(
+                    asked=f"{place} as a sample",
+                    found=f"no value in the column {column!r}",
+                    why="a sample is made of it",
+                    do="leave such rows out in rows(self, split), as with .filter",
+                )
         sample = self.encode(row)
         positions = getattr(self._config, "max_position_embeddings", None)
         length = len(sample.get("input_ids", ()))
@@ -295,6 +320,32 @@ class StreamedSamples:
 
     def load_state_dict(self, state: Any) -> None:
         self.rows.load_state_dict(state)
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """transformers shows none: each rank would write its own into the output."""
+    were_on = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if were_on:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def read_from(what: str) -> Iterator[None]:
+    """What neither a folder nor the hub has raises `RequestError`."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise RequestError(
+            asked=what,
+            found=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}",
+            why="it is the path of a folder here, or a name on the hub",
+            do="check the name; without a network, download it beforehand and name the folder",
+        ) from error
 
 
 def _padded(tensors: Sequence[Tensor], value: int) -> Tensor:

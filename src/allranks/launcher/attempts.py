@@ -209,10 +209,12 @@ def _shown(digest: object) -> str:
     return str(digest)[:SHOWN] if digest else "none"
 
 
-NO_SMALLER = """--micro-batch auto has no smaller one to try. It halves the passes of a step:
-down to one sample; with --bitwise, BatchNorm or MixtureOfExperts, down to one whole shard. More
-shards are smaller ones: --set shards=N (another job). Or --strategy fsdp, or
+NO_SMALLER = """--micro-batch auto has no smaller size to try: it ends at one sample, and with
+--bitwise, BatchNorm or MixtureOfExperts at one whole shard
+do: more and smaller shards (--set shards=N, another job), --strategy fsdp, or
 --activation-checkpointing"""
+
+
 SAME_FAULT_TWICE = "not started again: the same fault came twice, with no step between"
 
 
