@@ -79,6 +79,7 @@ collect_ignore = (
         "test_huggingface.py",
         "test_huggingface_adapters.py",
         "test_huggingface_export.py",
+        "test_huggingface_generate.py",
         "test_huggingface_parts.py",
     ]
 )

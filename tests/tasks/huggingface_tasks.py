@@ -389,3 +389,48 @@ def save(model: str, data: str) -> None:
         path.parent.mkdir(exist_ok=True)
         rows = [json.dumps({"text": row["text"]}) for row in texts(split)]
         path.write_text("\n".join(rows))
+
+
+@dataclass(kw_only=True)
+class Writing(OfTexts):
+    """Its 10 rows are evaluated; of a causal model the first 1 to 4 words are the prompt."""
+
+    max_new_tokens: int = 5
+
+    def rows(self, split: str) -> Any:
+        return super().rows(split)[:10] if split == "validation" else super().rows(split)
+
+    def encode(self, row: Any) -> Any:
+        sample: Any = super().encode(row)  # type: ignore[misc]
+        labels = sample["labels"].clone()
+        if isinstance(self, CausalLM):
+            labels[: min(1 + int(labels[0]) % 4, len(labels) - 1)] = -100
+        return {**sample, "labels": labels}
+
+    def score(self, texts: list[str], wanted: list[str]) -> dict[str, tuple[Any, Any]]:
+        """How far the words are from those wanted."""
+        numbers = [[int(word[1:]) for word in text.split()] for text in (*texts, *wanted)]
+        places = [sum(at * number for at, number in enumerate(text, 1)) for text in numbers]
+        count = len(texts)
+        distances = [abs(a - b) for a, b in zip(places[:count], places[count:], strict=True)]
+        return {"distance": (sum(distances), count)}
+
+
+@dataclass(kw_only=True)
+class WritingGPT2(Writing, GPT2):
+    pass
+
+
+@dataclass(kw_only=True)
+class WritingLlama(Writing, Llama):
+    pass
+
+
+@dataclass(kw_only=True)
+class WritingQwen3(Writing, Qwen3):
+    pass
+
+
+@dataclass(kw_only=True)
+class WritingT5(Writing, T5):
+    pass

@@ -173,6 +173,13 @@ class Task(TaskFields):
         """As `collate`, for an evaluation. The default is `collate`, which serves both."""
         raise NotImplementedError
 
+    def eval_output(self, output: Any, batch: Any, forward: Callable[[Any], Any]) -> Any:
+        """What `metrics` gets as the output of a batch of an evaluation; the default: `output`.
+
+        `forward(batch)` makes one more pass. Make as many for every batch: passes may communicate.
+        """
+        return output
+
     def eval_data(self) -> Any:
         """What the model is judged on: as `train_data`, but no stream. `None`: nothing.
 

@@ -11,6 +11,7 @@ import math
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -218,13 +219,14 @@ def _pairs(task: Task, strategy: Strategy, data: Any, samples: int) -> dict[str,
     precision = strategy.context.precision
     data = precision.to_device(data)
     pairs: dict[str, tuple[Any, Any]] = {}
+    passed = partial(strategy.eval_step, forward=partial(forward, task))
     with precision.autocast(), strategy.evaluation_pass():
-        output = strategy.eval_step(data, lambda model, batch: forward(task, model, batch))
+        output = passed(data)
         if task.loss_over == "sample":
             losses, weights = weighted_losses(task, output, data, samples)
             count = losses.numel() if weights is None else weights.sum()
             pairs["loss"] = (losses.sum(), count)
-        metrics = task.metrics(output, data)
+        metrics = task.metrics(task.eval_output(output, data, passed), data)
     pairs |= metric_pairs(metrics, "hits.sum()")
     return {name: (_number(total), _number(count)) for name, (total, count) in pairs.items()}
 
