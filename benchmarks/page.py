@@ -24,6 +24,7 @@ BENCHMARKS = (
     "two_processes",
     "backends",
     "step",
+    "huggingface",
     "bitwise",
     "checkpoint",
     "restart",
