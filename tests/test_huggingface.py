@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import datasets
 import pytest
@@ -29,6 +29,7 @@ from allranks.huggingface.stages import stages_of
 from allranks.huggingface.task import IGNORED
 from allranks.job.job import Job
 from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.torch.parallel.expert.mixture import ExpertLayer
 from allranks.torch.trainer import Trainer
 from conftest import MODULES
 
@@ -199,6 +200,20 @@ def test_heads_and_features_are_cut_by_the_plan_of_the_model(
     assert difference(found, wanted) <= 1e-12
 
 
+def test_a_block_is_the_sum_of_its_features() -> None:
+    """An MLP that takes a mean over its features is none; those of other layers are."""
+    before = torch.get_rng_state()
+    for task in (tasks.Gemma3n(), tasks.Llama(), tasks.Qwen3()):
+        with torch.device("meta"):
+            model: Any = task.model()
+        task.tensor_plan(model)
+        for number, layer in enumerate(model.model.layers):
+            is_none = isinstance(task, tasks.Gemma3n) and number == 0
+            assert hasattr(layer.mlp, "tensor_plan") != is_none
+            assert hasattr(layer.self_attn, "tensor_plan")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize(
     ("name", "ranks", "again"),
     [("Mixtral", 2, False), ("Mixtral", 4, True), ("Qwen3Moe", 3, False)],
@@ -214,6 +229,31 @@ def test_experts_are_dealt_out(
     found = train(program, *settings, strategy="expert", **flags, **flags_of_ranks)
     assert difference(found, wanted) <= 1e-12
     assert found.summary["eval"] == pytest.approx(wanted.summary["eval"], rel=1e-12)
+
+
+def test_experts_without_a_choice_of_a_router_are_not_dealt_out() -> None:
+    task = tasks.Llama4()
+    with torch.device("meta"):
+        model = task.model()
+    assert any(name.endswith("gate_up_proj") for name, _ in model.named_parameters())
+    task.deal_experts(model)
+    assert not [module for module in model.modules() if isinstance(module, ExpertLayer)]
+
+
+def test_an_expert_without_weights_is_refused() -> None:
+    """transformers passes over the number after the last expert, or lets it be the identity."""
+    model = tasks.Mixtral().model()
+    tasks.Mixtral().deal_experts(model)
+    experts = next(module for module in model.modules() if isinstance(module, ExpertLayer))
+    comm = SimpleNamespace(rank=0)
+    experts.exchange = cast(
+        "Any",
+        SimpleNamespace(
+            comm=comm, is_idle=lambda: False, sizes=lambda counts, _: [counts.tolist()]
+        ),
+    )
+    with pytest.raises(RequestError, match="above the last one, 3"):
+        experts(torch.randn(2, 16), torch.tensor([[0, 1], [3, 4]]), torch.ones(2, 2))
 
 
 def test_the_plan_of_the_model_sends_less(train: Callable[..., Any]) -> None:

@@ -227,6 +227,41 @@ class Qwen3(Grouped, CausalLM):
 
 
 @dataclass(kw_only=True)
+class Gemma3n(Grouped, CausalLM):
+    """The gates of its first layer are cut off at a mean and deviation over all features."""
+
+    def config(self) -> Any:
+        return transformers.Gemma3nTextConfig(
+            intermediate_size=32,
+            activation_sparsity_pattern=[0.5, 0.0, 0.0],
+            layer_types=["full_attention"] * 3,
+            num_kv_shared_layers=0,
+            altup_num_inputs=2,
+            laurel_rank=4,
+            vocab_size_per_layer_input=44,
+            hidden_size_per_layer_input=8,
+            max_position_embeddings=16,
+            **self.heads(),
+            **SIZES,
+        )
+
+
+@dataclass(kw_only=True)
+class Llama4(Grouped, CausalLM):
+    """Its experts get the rows of all tokens, without a choice of the router."""
+
+    def config(self) -> Any:
+        return transformers.Llama4TextConfig(
+            intermediate_size=32,
+            intermediate_size_mlp=32,
+            num_local_experts=4,
+            max_position_embeddings=16,
+            **self.heads(),
+            **SIZES,
+        )
+
+
+@dataclass(kw_only=True)
 class Mixtral(Grouped, CausalLM):
     def config(self) -> Any:
         return transformers.MixtralConfig(

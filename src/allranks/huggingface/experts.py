@@ -9,14 +9,17 @@ their experts and back; there transformers' own forward computes them.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from allranks.errors import RequestError
 from allranks.torch.parallel.expert.mixture import ExpertLayer
 
 TENSORS = ("gate_up_proj", "down_proj")
+ARGUMENTS = 3  # rows, their experts and weights; in Llama 4 rows come sorted, without a choice
 
 
 class StackedExperts(ExpertLayer):
@@ -39,8 +42,15 @@ class StackedExperts(ExpertLayer):
         if self.exchange.is_idle():
             order = order[:0]
         tokens = order // chosen.shape[1]
-        counts = experts[order].bincount(minlength=self.experts)
+        counts = experts[order].bincount(minlength=self.experts)[: self.experts]
         sizes = self.exchange.sizes(counts, self.index)
+        if sum(sizes[self.exchange.comm.rank]) < len(order):
+            raise RequestError(
+                asked="--strategy expert",
+                found=f"a router that chose an expert above the last one, {self.experts - 1}",
+                why="it has no weights: what it does is written in the model alone",
+                do="--strategy ddp or fsdp",
+            )
 
         def compute(rows: Tensor, counts: Any) -> Tensor:
             """The outputs of this rank's experts for rows that are sorted by expert."""
@@ -66,6 +76,8 @@ def swap_experts(model: nn.Module) -> None:
         if isinstance(module, StackedExperts) or {*tensors} != {*TENSORS}:
             continue
         if any(len(tensor) != experts for tensor in tensors.values()):
+            continue
+        if len(inspect.signature(module.forward).parameters) != ARGUMENTS:
             continue
         layer: Any = module
         kind = type(module)

@@ -5,16 +5,19 @@
 
 Queries, keys and values of attention are cut by groups: a head of keys and the heads of queries
 that read it. Layers of other styles, and modules of which the plan names more than such layers, are
-cut as those of any model are. Dropout by function within a block would follow the number of ranks,
-so a model that drops anything has no blocks.
+cut as those of any model are. So are those of an MLP that is more than the sum of its features, as
+one that takes a mean over them. Dropout by function within a block would follow the number of
+ranks, so a model that drops anything has no blocks.
 """
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -80,7 +83,32 @@ def _block_of(module: nn.Module, styles: Mapping[str, str]) -> dict[str, Any]:
         cuts = {name: ways[name] for name in layers}
     else:
         return {}
+    if not groups and not _adds_up(module, columns, rows[0]):
+        return {}
     return {**cuts, **{name: WITHIN for name in children if name not in layers}}
+
+
+def _adds_up(module: nn.Module, columns: list[str], row: str) -> bool:
+    """Whether what a block makes of single features adds up, by trying 8 in a copy."""
+    random = torch.Generator().manual_seed(0)
+    some = torch.empty(len(columns) + 2, 8, 4, dtype=torch.float64, device="cpu")
+    inputs, *weights = some.normal_(generator=random)
+
+    def output(features: slice) -> Any:
+        part = copy.copy(module)
+        part._modules = dict(module._modules)
+        for name, weight in zip((*columns, row), weights, strict=True):
+            part._modules[name] = layer = nn.Linear(4, 8, bias=False, device="meta")
+            of_features = weight[features].T if name == row else weight[features]
+            layer.weight = nn.Parameter(of_features)
+        return part.forward(inputs[None])
+
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=()):
+            parts = torch.stack([output(slice(i, i + 1)) for i in range(8)])
+            return torch.allclose(output(slice(8)), parts.sum(0), rtol=1e-9, atol=1e-9)
+    except Exception:  # forward needs more than an input, or the sizes of the model
+        return False
 
 
 def _is_below(name: str, above: str) -> bool:
