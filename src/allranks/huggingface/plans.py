@@ -106,7 +106,7 @@ def _adds_up(module: nn.Module, columns: list[str], row: str) -> bool:
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=()):
             parts = torch.stack([output(slice(i, i + 1)) for i in range(8)])
-            return torch.allclose(output(slice(8)), parts.sum(0), rtol=1e-9, atol=1e-9)
+            return torch.allclose(output(slice(8)), parts.sum(0), 1e-5, 1e-5)  # some use float32
     except Exception:  # forward needs more than an input, or the sizes of the model
         return False
 
