@@ -495,7 +495,7 @@ def read_on(ranks: list[GlobalBatches], done: Progress, steps: int | None = None
             yield (parts[0].epoch, parts[0].step_in_epoch), rows
 
 
-@pytest.mark.slow(but=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", STREAMS)
 def test_a_stream_of_datasets_does_not_depend_on_ranks(kind: str, library: Any) -> None:
     """It goes on from the states of two ranks on three."""
@@ -515,6 +515,7 @@ def test_a_stream_of_datasets_does_not_depend_on_ranks(kind: str, library: Any) 
         assert list(read_on(three, Progress(epoch, step, index))) == whole[index:]
 
 
+@pytest.mark.slow
 def test_a_state_is_gone_on_with_and_nothing_is_read_again(library: Any) -> None:
     read: list[int] = []
     data = stream_of(range(8), library).map(lambda row: read.append(row["number"]) or row)
@@ -527,6 +528,7 @@ def test_a_state_is_gone_on_with_and_nothing_is_read_again(library: Any) -> None
     assert len(before) == 96 and len(read) == 24 and not {*before} & {*read}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "words"),
     [

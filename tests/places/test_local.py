@@ -27,6 +27,7 @@ What is trained:
   steps = 3
   seed = 7
   micro_batch = None
+  micro_batch_trial = False
   steps_per_call = 1
   loader_workers = 0
   prefetch = 2

@@ -335,13 +335,13 @@ def without_progress_bars() -> Iterator[None]:
 
 
 @contextmanager
-def read_from(what: str) -> Iterator[None]:
+def read_from(part: str) -> Iterator[None]:
     """What neither a folder nor the hub has raises `RequestError`."""
     try:
         yield
     except (OSError, ValueError) as error:
         raise RequestError(
-            asked=what,
+            asked=part,
             found=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}",
             why="it is the path of a folder here, or a name on the hub",
             do="check the name; without a network, download it beforehand and name the folder",

@@ -55,6 +55,7 @@ SAME = {
     "bitwise": "none has a fixed order of sums",
     "device": "the scripts are for processors",
     "micro_batch": "a step is one pass",
+    "micro_batch_trial": "a step is one pass",
     "compile": "no script compiles",
     "activation_checkpointing": "no script computes activations again",
     "channels_last": "no script lays images out anew",
