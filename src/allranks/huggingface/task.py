@@ -187,7 +187,10 @@ class HuggingFaceTask(Task):
 
     def padding(self, name: str) -> int:
         """What a part of the batch is padded with."""
-        token = getattr(self._tokenizer, "pad_token_id", None) if name == "input_ids" else None
+        has_tokenizer = self.name or type(self).tokenizer is not HuggingFaceTask.tokenizer
+        if name != "input_ids" or not has_tokenizer:  # rows may be numbers already
+            return PADDED.get(name, 0)
+        token = getattr(self._tokenizer, "pad_token_id", None)
         return PADDED.get(name, 0) if token is None else token
 
     def inputs(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
