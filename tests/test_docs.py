@@ -423,7 +423,7 @@ def test_all_that_may_change_is_named() -> None:
     flags = ["--" + name.replace("_", "-") for name in resume.CHANGEABLE]
     only_one = {"--nodes", "--place"}  # value of them is there in this version
     ours = {"--run-dir", "--resume"}  # how to say from where
-    ours.add("--micro-batch-trial")  # how --micro-batch auto is kept
+    ours |= {"--micro-batch-trial"}  # of --micro-batch auto
     assert not [f for f in flags if f"`{f}`" not in section and f not in only_one | ours]
     assert all(f"`{name}`" in section for name in resume.POSITION_FIELDS)
 

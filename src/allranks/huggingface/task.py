@@ -76,13 +76,13 @@ class HuggingFaceTask(Task):
     def config(self) -> Any:
         """The configuration of the model; of a task without `name`, write it."""
         name = self._named("the configuration")
-        with read_from(f"the configuration of {name}"):
+        with read_from(f"the configuration of {name}", ValueError):
             return transformers.AutoConfig.from_pretrained(name)
 
     def tokenizer(self) -> Any:
         """The tokenizer of the model, or its image processor."""
         name = self._named("the tokenizer")
-        with read_from(f"the tokenizer of {name}"):
+        with read_from(f"the tokenizer of {name}", ValueError):
             return transformers.AutoTokenizer.from_pretrained(name)
 
     def rows(self, split: str) -> Any:
@@ -99,7 +99,7 @@ class HuggingFaceTask(Task):
                 do="--set dataset=NAME, or write rows(self, split)",
             )
         read = _datasets().load_dataset
-        with read_from(f"the data set {self.dataset}"):
+        with read_from(f"the data set {self.dataset}", ValueError):
             return read(self.dataset, self.subset or None, streaming=self.streaming).get(split)
 
     def encode(self, row: Row) -> Sample:
@@ -327,7 +327,7 @@ class StreamedSamples:
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """transformers shows none: each rank would write its own into the output."""
+    """Turns off the progress bars of transformers: each rank would write its own."""
     were_on = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -338,11 +338,12 @@ def without_progress_bars() -> Iterator[None]:
 
 
 @contextmanager
-def read_from(part: str) -> Iterator[None]:
-    """What neither a folder nor the hub has raises `RequestError`."""
+def read_from(part: str, *more: type[Exception]) -> Iterator[None]:
+    """Raises `RequestError` if neither a folder nor the hub has it: for `OSError` and `more`."""
+    errors: tuple[type[Exception], ...] = (OSError, *more)
     try:
         yield
-    except (OSError, ValueError) as error:
+    except errors as error:
         raise RequestError(
             asked=part,
             found=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}",

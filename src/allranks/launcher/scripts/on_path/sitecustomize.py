@@ -80,13 +80,13 @@ MOST_LOOKS = 2000
 
 
 def wait_for_gloo() -> None:
-    """Wait, 2 s or more at most, until the threads of Gloo have freed the tensors of collectives.
+    """Wait until the threads of Gloo have freed the tensors of collectives; some seconds at most.
 
-    They do so after the collective is over, and may take Python's lock for it. If Python is ending
-    by then, the lock ends the thread, which aborts the process ("terminate called without an active
+    A thread does so after the collective is over, and may need the GIL for it. If Python is ending
+    by then, the GIL ends the thread, which aborts the process ("terminate called without an active
     exception"). `destroy_process_group` does not end these threads while a DDP has the group. A
-    thread that only waits for the lock runs as soon as this one sleeps: it is idle when it sleeps
-    in a few looks in a row.
+    thread that only waits for the GIL runs as soon as this one sleeps: it is idle when it sleeps in
+    a few looks in a row.
     """
     looks = 0
     for _ in range(MOST_LOOKS):
