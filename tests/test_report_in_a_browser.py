@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import re
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +71,16 @@ def look(tmp_path: Path, page: str, width: int, dark: bool) -> dict[str, Any]:
     command += ["--virtual-time-budget=3000", "--enable-logging=stderr"]
     command += [f"--user-data-dir={tmp_path / 'browser'}", f"--window-size=1400,{HEIGHT}"]
     command += ["--blink-settings=preferredColorScheme=0"] if dark else []
-    done = subprocess.run(
-        [*command, outer.as_uri()], capture_output=True, text=True, timeout=120, check=True
-    )
+    # Its shared memory may stay behind where it ends early: in a folder of its own, not /dev/shm.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
+        done = subprocess.run(
+            [*command, "--disable-dev-shm-usage", outer.as_uri()],
+            env=os.environ | {"TMPDIR": scratch},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
     assert "CONSOLE" not in done.stderr, done.stderr
     (found,) = re.findall(r'<pre id="found">(.*?)</pre>', done.stdout, re.S)
     told: dict[str, Any] = json.loads(html.unescape(found))
