@@ -38,8 +38,8 @@ HAS_TORCH = {"torch", "programs", "testing", "huggingface"}
 HAS_TENSORFLOW = {"tensorflow", "programs"}
 MODULES = house.MODULES
 MOST = {
-    "files": 446,
-    "lines": 102_700,
+    "files": 456,
+    "lines": 105_300,
     "rooms in torch/": 19,
     "imports in a circle of rooms, torch/": 63,
     "imports in a circle of rooms, launcher/": 2,

@@ -47,6 +47,7 @@ Where:
   devices = 
   share_device = False
   backend = 
+  share = 
   threads = 1
 
 Numbers:
@@ -64,6 +65,7 @@ Safety:
   resume = 
   max_restarts = 0
   hang_timeout = 1800.0
+  elastic = 
   time_limit = None
   on_bad_step = stop
   spike = None

@@ -68,6 +68,7 @@ SHARED_OPTIONS: Options = (
     _option("--devices", "Devices of each node: 0,1,4,5 (default: all)."),
     _switch("--share-device", "Let several ranks share a device, to try things."),
     _option("--backend", "Between ranks (default shared_memory on CPUs, NCCL on GPUs)."),
+    _option("--share", "Shards of each rank: 5,2,1, or auto by speed (default: even)."),
     _option("--precision", f"{', '.join(PRECISIONS)}."),
     _option("--loss-scale", "For fp16: dynamic, or a number."),
     _switch("--channels-last", "Images in NHWC order."),
@@ -128,6 +129,7 @@ SAFETY_OPTIONS: Options = (
     _option("--resume", "Start from RUN, or anew (default auto: --run-dir)."),
     _option("--max-restarts", "Restarts after a fault.", int),
     _option("--hang-timeout", "Seconds without progress that count as a hang; 0: never.", float),
+    _option("--elastic", "Go on while MIN:MAX ranks are there, without a restart."),
     _option("--time-limit", "Save and stop after 30m or 1:30:00 (default none).", DURATION),
     _option("--on-bad-step", "When loss or gradient is not finite."),
     _option(

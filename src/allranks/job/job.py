@@ -79,7 +79,9 @@ class Where:
     ("0,1,4,5"); with `share_device` the ranks of a node take turns at its devices, several on one,
     for checks and not for speed; `threads` are the intra-op threads of a rank (None: the cores
     shared out, 1 under `bitwise`). `backend` is what ranks talk over ("": memory that those of a
-    host share, or NCCL between GPUs; "gloo": sockets).
+    host share, or NCCL between GPUs; "gloo": sockets). `share` is how the shards of a batch are
+    dealt to the ranks that read data ("": evenly; "5,2,1"; "HOST=5,DEVICE=2"; "auto": by their
+    measured speed).
     """
 
     strategy: str = ""
@@ -90,6 +92,7 @@ class Where:
     devices: str = ""
     share_device: bool = False
     backend: str = ""
+    share: str = ""
     threads: int | None = None
 
 
@@ -118,13 +121,14 @@ class Safety:
     stopped); the `keep` newest stay, and the one with the `best` metric ("max:accuracy",
     "min:loss"). `resume` is a run folder or a checkpoint to start from. After a fault the ranks
     start again, up to `max_restarts` times; a rank without a sign of life for `hang_timeout`
-    seconds (0: for ever) is a fault. After `time_limit` seconds the job stops as if asked to.
-    `on_bad_step` says what happens with a step whose loss or gradient is not finite, or whose
-    gradient norm is over `spike` times the recent median. Every `verify_every` steps the weights of
-    all ranks are compared; `witness` says what happens when the result is seen to follow the number
-    of ranks. `first_check` compares the first steps of a job whose strategy cuts the model with
-    one process before it trains: "auto" where that is cheap, "off", or so many steps. `inject`
-    lists faults to make on purpose (`allranks.job.faults`).
+    seconds (0: for ever) is a fault. With `elastic` ("2:8") the others go on without a rank that is
+    lost, as long as 2 are left, and up to 8 may train. After `time_limit` seconds the job stops as
+    if asked to. `on_bad_step` says what happens with a step whose loss or gradient is not finite,
+    or whose gradient norm is over `spike` times the recent median. Every `verify_every` steps the
+    weights of all ranks are compared; `witness` says what happens when the result is seen to follow
+    the number of ranks. `first_check` compares the first steps of a job whose strategy cuts the
+    model with one process before it trains: "auto" where that is cheap, "off", or so many steps.
+    `inject` lists faults to make on purpose (`allranks.job.faults`).
     """
 
     checkpoint_every: int | None = None
@@ -133,6 +137,7 @@ class Safety:
     resume: str = ""
     max_restarts: int = 0
     hang_timeout: float = 1800.0
+    elastic: str = ""
     time_limit: float | None = None
     on_bad_step: str = "stop"
     spike: float | None = None

@@ -2,10 +2,12 @@
 
 A rank writes where it is, at every step and every change of phase, from the thread that trains: a
 thread of its own would go on beating in a deadlock. The supervisor reads it, and writes back what
-it wants of the ranks (to stop, to save). The memory has no name, so no death leaves it behind.
+it wants of the ranks (to stop, to save), and which of them train together (`Group`). The memory has
+no name, so no death leaves it behind.
 
-    [ wanted: stop, save | rank 0: beats, step, phase, since, collectives, whether the thread that
-      saves waits for others, seconds per phase | … ]
+    [ wanted: stop, save | group: number, step from which it trains, whether each rank is in it
+    | rank 0: beats, step, phase, since, collectives, whether the thread that saves waits for
+      others, seconds per phase | … ]
 
 Numbers are doubles, eight bytes aligned: each is read whole or not yet.
 """
@@ -15,19 +17,36 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 PHASES = ("start", "data", "compute", "exchange", "evaluate", "save", "done")
 _NUMBER = {phase: number for number, phase in enumerate(PHASES)}
 _BEATS, _STEP, _PHASE, _SINCE, _COLLECTIVES, _SAVE_WAITS, _SECONDS = range(7)
 _ROW = _SECONDS + len(PHASES)
+_STOP, _SAVE, _GROUP, _FROM_STEP, _MEMBERS = range(5)
 _WANTED = 2
-_STOP, _SAVE = range(_WANTED)
+
+
+def _rows_at(ranks: int) -> int:
+    return _MEMBERS + ranks
 
 
 def _size(ranks: int) -> int:
-    return 8 * (_WANTED + ranks * _ROW)
+    return 8 * (_rows_at(ranks) + ranks * _ROW)
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks that train together: `members`, by their rows in this memory, in order.
+
+    Groups count from 0, which has all ranks. The next one begins before step `from_step`, or at
+    once where ranks were lost (-1).
+    """
+
+    number: int
+    from_step: int
+    members: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -52,8 +71,8 @@ class Heartbeat:
 
     def __init__(self, fd: int = -1, rank: int = 0, ranks: int = 1) -> None:
         memory = mmap.mmap(fd, _size(ranks) if fd >= 0 else _size(1))
-        self._all = memoryview(memory).cast("d")
-        start = _WANTED + (rank if fd >= 0 else 0) * _ROW
+        self._all, self._ranks = memoryview(memory).cast("d"), ranks if fd >= 0 else 1
+        start = _rows_at(self._ranks) + (rank if fd >= 0 else 0) * _ROW
         self._row = self._all[start : start + _ROW]
         self._phase = int(self._row[_PHASE])
         self._row[_STEP] = -1
@@ -95,7 +114,7 @@ class Heartbeat:
 
     def step_of(self, local_rank: int) -> int:
         """The step that another rank of this node works on; -1 if it has not begun."""
-        return int(self._all[_WANTED + local_rank * _ROW + _STEP])
+        return int(self._all[_rows_at(self._ranks) + local_rank * _ROW + _STEP])
 
     def collective(self) -> None:
         """This rank takes part in one more collective."""
@@ -119,6 +138,21 @@ class Heartbeat:
         """Whether the supervisor asked for a checkpoint since the last call."""
         is_new, self._saves = self._all[_SAVE] > self._saves, self._all[_SAVE]
         return is_new
+
+    @property
+    def group_number(self) -> int:
+        """The number of the newest group, negative while it is written; reads 8 bytes."""
+        return int(self._all[_GROUP])
+
+    def group(self) -> Group:
+        """The newest group of ranks."""
+        while True:  # the supervisor may write the next one meanwhile
+            number = self.group_number
+            flags = self._all[_MEMBERS : _MEMBERS + self._ranks].tolist()
+            step = int(self._all[_FROM_STEP])
+            if number == self.group_number >= 0:
+                members = tuple(rank for rank, flag in enumerate(flags) if flag == number)
+                return Group(number, step, members)
 
 
 class SaveThreadHeartbeat:
@@ -158,7 +192,7 @@ class HeartbeatTable:
         os.ftruncate(self.fd, _size(self.ranks))
         self._memory = memoryview(mmap.mmap(self.fd, _size(self.ranks))).cast("d")
         for rank in range(self.ranks):
-            self._memory[_WANTED + rank * _ROW + _STEP] = -1
+            self._memory[_rows_at(self.ranks) + rank * _ROW + _STEP] = -1
 
     def read(self) -> list[Beat]:
         """The last beat of every rank."""
@@ -182,13 +216,13 @@ class HeartbeatTable:
 
     def row(self, rank: int) -> list[float]:
         """The last beat of rank `rank`, as numbers for another table."""
-        start = _WANTED + rank * _ROW
+        start = _rows_at(self.ranks) + rank * _ROW
         row: list[float] = self._memory[start : start + _ROW].tolist()  # type: ignore[assignment]
         return row
 
     def put_row(self, rank: int, row: list[float], clock_ahead_s: float) -> None:
         """Take over the row of a rank on another node, whose clock is ahead by so much."""
-        start = _WANTED + rank * _ROW
+        start = _rows_at(self.ranks) + rank * _ROW
         for number, value in enumerate(row):
             self._memory[start + number] = value
         self._memory[start + _SINCE] -= clock_ahead_s if row[_SINCE] else 0.0
@@ -202,6 +236,19 @@ class HeartbeatTable:
         """Ask what was asked elsewhere."""
         for number, value in enumerate(wanted):
             self._memory[number] = value
+
+    def form_group(self, members: Collection[int], from_step: int = -1) -> Group:
+        """Let these ranks train together from now on, or before step `from_step`; the next group.
+
+        A rank notices it before that step; with -1 also where it waits for others.
+        """
+        number = int(self._memory[_GROUP]) + 1
+        self._memory[_GROUP] = -number
+        self._memory[_FROM_STEP] = from_step
+        for rank in members:  # a flag is the number of the last group of a rank
+            self._memory[_MEMBERS + rank] = number
+        self._memory[_GROUP] = number
+        return Group(number, from_step, tuple(sorted(members)))
 
     def ask_to_stop(self) -> None:
         """Every rank finishes its step, commits a checkpoint and leaves."""

@@ -7,6 +7,7 @@ may use (`CUDA_VISIBLE_DEVICES`) is read and written in `Visible` alone.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from itertools import takewhile
 from typing import Any, ClassVar
 
 from allranks.errors import RequestError
+from allranks.launcher.heartbeat import Group
 from allranks.launcher.slurm.allocation import STEP_VARIABLES, Allocation, first_port, step_of
 from allranks.strategies.roles import TRAINER
 
@@ -254,10 +256,13 @@ VARIABLES = {
     "role_index": "ALLRANKS_ROLE_INDEX",
     "local_index": "ALLRANKS_LOCAL_INDEX",
     "local_ranks": "ALLRANKS_LOCAL_RANKS",
+    "group": "ALLRANKS_GROUP",
+    "member": "ALLRANKS_MEMBER",
 }
 """Field of `World` -> the variable that has it."""
 TEXTS = ("store", "rendezvous", "role")
 OF_ROLES = ("role", "role_index", "local_index", "local_ranks")
+OF_ELASTIC = ("group", "member")
 
 
 @dataclass(frozen=True)
@@ -274,6 +279,10 @@ class World:
     empty, to exchange tensors in it; -1 if it has none. Ranks of several nodes meet at `rendezvous`
     ("address:port"), where rank 0 listens at the socket that it was given, `listener`. `on_machine`
     ranks share its processors: those of this node, and of others that are simulated beside it.
+
+    In an elastic job ranks leave and join: `group` is the number of the group that trains, `member`
+    the row of this process in the heartbeats, its log and its events, which stays the same (-1
+    where it is the rank). A process that joins has `group` -1 until it is in one.
 
     Processes that are in no group know each other by `secret`, which their launcher gave to all.
 
@@ -300,15 +309,31 @@ class World:
     role_index: int = 0
     local_index: int = -1
     local_ranks: int = 0
+    group: int = 0
+    member: int = -1
     secret: str = field(default="", repr=False)
 
     @property
     def is_leader(self) -> bool:
         return self.rank == 0
 
+    @property
+    def number(self) -> int:
+        """The number of this process in the job: the rank that it began with."""
+        return self.rank if self.member < 0 else self.member
+
+    def in_group(self, group: Group) -> World:
+        """This process in the next group of an elastic job, which meets at a store of its own."""
+        store = f"{self.store.partition('-group-')[0]}-group-{group.number}"
+        rank, size = group.members.index(self.number), len(group.members)
+        world = dataclasses.replace(self, rank=rank, size=size, store=store)
+        return dataclasses.replace(world, group=group.number, member=self.number)
+
     def variables(self) -> dict[str, str]:
         """The environment that makes a process this member of the world."""
-        names = [name for name in VARIABLES if self.role != TRAINER or name not in OF_ROLES]
+        omitted = {*OF_ROLES} if self.role == TRAINER else set[str]()
+        omitted |= {*OF_ELASTIC} if self.member < 0 else set[str]()
+        names = [name for name in VARIABLES if name not in omitted]
         values = {VARIABLES[name]: str(getattr(self, name)) for name in names}
         return values | ({SECRET: self.secret} if self.secret else {})
 
