@@ -126,6 +126,9 @@ class Schedules:
         if row["code"] == 0:
             summary = launch.summary()
             row |= {n: summary.get(n) for n in ("restarts", "groups", "world_size")}
+            kills = sum(act in (KILL, KILL_TWO) for act in done)
+            if not row["why"] and summary["restarts"] > kills:
+                row["why"] = f"{summary['restarts']} restarts after {kills} kills"
         if row["why"]:
             shutil.copytree(place, self.failed / place.name, dirs_exist_ok=True)
         shutil.rmtree(place)
