@@ -29,9 +29,10 @@ from allranks.errors import (
     Stopped,
     stopped_by,
 )
-from allranks.job.program import MODULES, PROGRAM, by_name
+from allranks.job.program import MODULES, PROGRAM, by_name, file_sha256
 from allranks.job.resume import CHECKPOINTS, checkpoint_folders, how_to_resume, resume_command
 from allranks.job.run_folder import JsonLines, RunFolder, rank_events_path, rank_log_path, read_rows
+from allranks.job.scaling import Bounds
 from allranks.launcher.fault_report import (
     RankFault,
     describe_cause,
@@ -44,17 +45,17 @@ from allranks.launcher.fault_report import (
     skipped_collective,
     user_error,
 )
-from allranks.launcher.heartbeat import Beat, HeartbeatTable
+from allranks.launcher.heartbeat import Beat, HeartbeatTable, Stragglers
 from allranks.launcher.plan import STORE, LaunchPlan, RankPlan, Resources
 from allranks.launcher.processes.fork_server import HEARTBEAT_FD, LISTENER_FD, SEGMENT_FD
 from allranks.launcher.processes.linux import Kills
 from allranks.launcher.processes.process import Exit, Process
+from allranks.launcher.scaling import Scaling
 from allranks.launcher.supervisor import (
     COMMIT_S,
     NEVER,
     Ended,
     Signals,
-    Stragglers,
     WatchPolicy,
     supervise,
 )
@@ -94,7 +95,10 @@ class Rejoining:
     def again(self, run_dir: Path, attempt: int, rank: int, exit_: Exit) -> Process | None:
         """The process that replaces a failed one, or `None`."""
         assert self.plan is not None and self.make is not None
-        role = self.plan.process_set.members[rank].role
+        members = self.plan.process_set.members
+        if rank >= len(members):  # it has joined an elastic job
+            return None
+        role = members[rank].role
         failure = self._failure(run_dir, rank, attempt)
         is_victim = bool(failure.get("peer_lost"))
         if role.resumes:
@@ -165,6 +169,17 @@ class SamePrograms:
                 is_now = row["event"] == "ready" and row.get("attempt", 0) == attempt
                 if is_now and "machine" in row:  # parameter servers do not write it
                     self._compare(rank, _files(row["machine"]), hosts)
+
+    def edited(self, program: str) -> str:
+        """The file of the program, if it is no longer as the ranks have loaded it; else ""."""
+        for files in self._of_rank.values():
+            return "" if files.get(PROGRAM) == file_sha256(program) else program
+        return ""
+
+    def differs(self, ready: dict[str, Any]) -> str:
+        """A file that a new rank has loaded otherwise than the others; "" if there is none."""
+        first = next(iter(self._of_rank.values()), {})
+        return next(iter(_unequal(first, _files(ready["machine"]))), "")
 
     def _compare(self, rank: int, files: dict[str, object], hosts: Sequence[str]) -> None:
         first = next(iter(self._of_rank), rank)
@@ -263,11 +278,11 @@ class Attempts:
             if report:
                 self._reserve_room_again(attempt, report)
             self._programs.begin()
-            with closing(HeartbeatTable(len(self.plan.ranks))) as heartbeats:
+            with closing(self._heartbeats()) as heartbeats:
                 kills = Kills.now()
                 ended = self._try(target, attempt, heartbeats)
                 self._look_at_programs(attempt, at_once=True)
-                beats = heartbeats.read()
+                beats = [b for b in heartbeats.read() if b.rank in heartbeats.group.members]
             memory = Kills.now().since(kills)
             fault = first_fault(ended, self.folder.path, attempt, memory, beats, must_say_so=True)
             exits = {rank: exit_.code for rank, exit_ in sorted(ended.exits.items())}
@@ -302,6 +317,12 @@ class Attempts:
             before, report = fault, str(error)
             self._record_restart(values, attempt, reached)
         raise AssertionError("the last attempt returns or raises")
+
+    def _heartbeats(self) -> HeartbeatTable:
+        """The memory of the ranks, with rows for those that may join."""
+        begin, bounds = len(self.plan.ranks), self.plan.job.elastic
+        most = Bounds.of(bounds).most if bounds else begin
+        return HeartbeatTable(max(begin, most), begin)
 
     def _smaller(self, fault: RankFault | None, attempt: int) -> int | None:
         """The micro-batch to try after this fault: the smallest that a rank without memory names.
@@ -365,7 +386,9 @@ class Attempts:
     def _try(self, target: str, attempt: int, heartbeats: HeartbeatTable) -> Ended:
         """Start all ranks, and watch them until all have ended."""
         job, process_set, rejoining = self.plan.job, self.plan.process_set, self._rejoining
-        rejoining.begin(self.plan, partial(self._process, target=target, attempt=attempt))
+        make = partial(self._process, target=target, attempt=attempt)
+        rejoining.begin(self.plan, make)
+        scaling = self._scaling(attempt, heartbeats, make)
         policy = WatchPolicy(
             heartbeats=heartbeats,
             hang_timeout_s=job.hang_timeout,
@@ -382,7 +405,10 @@ class Attempts:
             on_lost=partial(self._record_lost, attempt),
             helpers=process_set.helpers,
         )
+        if scaling is not None:
+            policy = self._elastic(policy, scaling, attempt)
         hosts = [rank.host for rank in self.plan.ranks]
+        hosts += [""] * (heartbeats.ranks - len(hosts))
         stragglers = Stragglers(heartbeats, self.folder.events, hosts)
 
         def tick() -> None:
@@ -407,6 +433,33 @@ class Attempts:
             return Ended({}, frozenset())  # the fork server died after the job was done
         finally:
             (self.folder.path / f"{STORE}-{attempt}").unlink(missing_ok=True)
+
+    def _scaling(
+        self, attempt: int, heartbeats: HeartbeatTable, make: Callable[[RankPlan], Process]
+    ) -> Scaling | None:
+        """What lets ranks join and leave, in an elastic job."""
+        job, programs = self.plan.job, self._programs
+        if not job.elastic:
+            return None
+
+        def plan_for(size: int) -> LaunchPlan:
+            return self.resources.plan(dataclasses.replace(job, ranks=size), self.plan.shape)
+
+        def edited() -> str:
+            return programs.edited(job.program)
+
+        on = (self.folder, attempt, heartbeats)
+        return Scaling(Bounds.of(job.elastic), *on, plan_for, make, edited, programs.differs)
+
+    def _elastic(self, policy: WatchPolicy, scaling: Scaling, attempt: int) -> WatchPolicy:
+        """The policy of a job whose ranks join and leave."""
+
+        def on_lost(rank: int, exit_: Exit) -> None:
+            scaling.lost(rank, self._record_lost(attempt, rank, exit_))
+
+        return dataclasses.replace(
+            policy, may_lose=scaling.may_lose, on_lost=on_lost, steer=scaling.steer
+        )
 
     def _look_at_programs(self, attempt: int, at_once: bool = False) -> None:
         try:
@@ -498,23 +551,25 @@ class Attempts:
             f"all ranks ended well, but {self.folder.path} holds no summary of the leader"
         ), None
 
-    def _record_lost(self, attempt: int, rank: int, exit_: Exit) -> None:
-        """Record a process without which the job goes on, and the last lines of its output."""
+    def _record_lost(self, attempt: int, rank: int, exit_: Exit) -> str:
+        """Record a process without which the job goes on, its cause and last lines; the cause."""
         log = rank_log_path(self.folder.path, rank)
         memory = exit_.memory or ""
         events = [] if exit_.code < 0 else events_of(self.folder.path, rank, attempt)
         event = next((row for row in reversed(events) if row["event"] == "failed"), None)
         fault = RankFault(rank, exit_.code, exit_.monotonic, event, memory, exit_.peak_bytes)
         host = self.plan.ranks[rank].host if self.plan.job.nodes > 1 else ""
+        cause = exit_.lost or describe_cause(fault)
         self.folder.events.event(
             "worker_lost",
             rank=rank,
             who=f"{self.plan.process_set.name_of(rank)}{f' on {host}' if host else ''}",
             host=host,
             exit=exit_.code,
-            cause=exit_.lost or describe_cause(fault),
+            cause=cause,
             last_words=last_words(log).text,
         )
+        return cause
 
     def _record_restart(self, values: dict[str, Any], attempt: int, reached: int) -> None:
         """Record a restart: its cause, the step of its checkpoint, and the steps that are lost."""

@@ -340,7 +340,7 @@ class EngineTrainer(ABC, Generic[B]):
         self.task, self.job, self.world = task, job, world
         self.evaluation_plan = EvaluationPlan(job, task.plateau())
         self.callbacks = [*callbacks, *task.callbacks()]
-        self.heartbeat = Heartbeat(world.heartbeat, world.local_rank, world.local_size)
+        self.heartbeat = Heartbeat(world.heartbeat, world.local_rank)
         self.faults = Faults.of(job.inject, world.rank, world.restarts)
         self.user_buffers = list[str]()
         self.in_step = list[B]()  # while `fit` makes a step: its batch
