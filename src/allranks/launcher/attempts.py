@@ -11,7 +11,7 @@ import itertools
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,6 +29,7 @@ from allranks.errors import (
     Stopped,
     stopped_by,
 )
+from allranks.job.limits import elastic_range
 from allranks.job.program import MODULES, PROGRAM, by_name
 from allranks.job.resume import CHECKPOINTS, checkpoint_folders, how_to_resume, resume_command
 from allranks.job.run_folder import JsonLines, RunFolder, rank_events_path, rank_log_path, read_rows
@@ -44,7 +45,7 @@ from allranks.launcher.fault_report import (
     skipped_collective,
     user_error,
 )
-from allranks.launcher.heartbeat import Beat, HeartbeatTable
+from allranks.launcher.heartbeat import Beat, Group, HeartbeatTable
 from allranks.launcher.plan import STORE, LaunchPlan, RankPlan, Resources
 from allranks.launcher.processes.fork_server import HEARTBEAT_FD, LISTENER_FD, SEGMENT_FD
 from allranks.launcher.processes.linux import Kills
@@ -233,6 +234,7 @@ class Attempts:
         self._programs = SamePrograms(self.folder.path, self.folder.events)
         self._rejoining = Rejoining()
         self._trials = 0
+        self._group = Group(0, -1, ())
         self._secret = secrets.token_hex(32)
 
     @property
@@ -366,6 +368,7 @@ class Attempts:
         """Start all ranks, and watch them until all have ended."""
         job, process_set, rejoining = self.plan.job, self.plan.process_set, self._rejoining
         rejoining.begin(self.plan, partial(self._process, target=target, attempt=attempt))
+        self._group = Group(0, -1, tuple(range(heartbeats.ranks)))
         policy = WatchPolicy(
             heartbeats=heartbeats,
             hang_timeout_s=job.hang_timeout,
@@ -375,11 +378,14 @@ class Attempts:
             may_lose=lambda rank, remaining: (
                 (rejoining.has_begun or heartbeats.read()[LEADER].step >= 0)
                 and rejoining.may_pass(self.folder.path, rank, attempt)
-                and process_set.survives_loss_of(rank, remaining)
+                and (
+                    process_set.survives_loss_of(rank, remaining)
+                    or self._regroups(heartbeats, remaining)
+                )
             ),
             outlive_nodes=process_set.outlive_nodes,
             again=partial(rejoining.again, self.folder.path, attempt),
-            on_lost=partial(self._record_lost, attempt),
+            on_lost=partial(self._lose, attempt, heartbeats),
             helpers=process_set.helpers,
         )
         hosts = [rank.host for rank in self.plan.ranks]
@@ -406,7 +412,25 @@ class Attempts:
                 raise
             return Ended({}, frozenset())  # the fork server died after the job was done
         finally:
-            (self.folder.path / f"{STORE}-{attempt}").unlink(missing_ok=True)
+            store = f"{STORE}-{attempt}"
+            for path in (self.folder.path / store, *self.folder.path.glob(f"{store}-group-*")):
+                path.unlink(missing_ok=True)
+
+    def _regroups(self, heartbeats: HeartbeatTable, remaining: Collection[int]) -> bool:
+        """Whether the `remaining` ranks of an elastic job, which all have made a step, go on."""
+        if not self.plan.job.elastic:
+            return False
+        least, _ = elastic_range(self.plan.job)
+        members = [rank for rank in self._group.members if rank in remaining]
+        beats = heartbeats.read()
+        return len(members) >= least and all(beats[rank].step > 0 for rank in members)
+
+    def _lose(self, attempt: int, heartbeats: HeartbeatTable, rank: int, exit_: Exit) -> None:
+        """Record a lost process; the others of an elastic job form another group at once."""
+        if self.plan.job.elastic:
+            members = [member for member in self._group.members if member != rank]
+            self._group = heartbeats.form_group(members)
+        self._record_lost(attempt, rank, exit_)
 
     def _look_at_programs(self, attempt: int, at_once: bool = False) -> None:
         try:
@@ -447,7 +471,8 @@ class Attempts:
 
     def _summary(self, attempt: int) -> dict[str, Any] | None:
         """The leader's summary, if it wrote `done` in this attempt."""
-        for row in events_of(self.folder.path, 0, attempt):
+        leader = min(self._group.members, default=LEADER)
+        for row in events_of(self.folder.path, leader, attempt):
             if row["event"] == "done":
                 return dict(row["summary"])
         return None
@@ -460,7 +485,7 @@ class Attempts:
         `fault_report` is the report of a fault before the stop was complete, on separate lines.
         """
         path = self.folder.path
-        rows = events_of(path, 0, attempt)
+        rows = events_of(path, min(self._group.members, default=LEADER), attempt)
         stop = next((row for row in rows if row["event"] == "stopped"), {})
         if not stop.get("checkpoint"):
             report = fault_report.strip() or None

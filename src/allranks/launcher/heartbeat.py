@@ -144,6 +144,13 @@ class Heartbeat:
         """The number of the newest group, negative while it is written; reads 8 bytes."""
         return int(self._all[_GROUP])
 
+    def has_left(self, number: int, step: int) -> bool:
+        """Whether group `number` trains no more at step `step`, since a newer one does."""
+        if self.group_number == number:
+            return False
+        newest = self.group()
+        return newest.number != number and newest.from_step <= step
+
     def group(self) -> Group:
         """The newest group of ranks."""
         while True:  # the supervisor may write the next one meanwhile

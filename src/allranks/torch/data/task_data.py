@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -40,26 +41,42 @@ STATE_NOT_SAVED = (
 )
 
 
+@dataclass
+class OpenedData:
+    """The data of a task as it was opened, and what is known of it, by no rank in particular."""
+
+    training: Opened | None = None
+    evaluation: dict[str, Any] | None = None
+    probed: dict[int, Probed] = field(default_factory=dict)
+    compared: set[str] = field(default_factory=set)
+
+
 class TaskData:
     """The data of one rank for one task under one strategy: its batches, and its evaluation data.
 
     `notes` tell the user where the engine differs from the settings of the data, once it is open.
     """
 
-    def __init__(self, task: Task, job: Job, strategy: Strategy) -> None:
+    def __init__(
+        self, task: Task, job: Job, strategy: Strategy, opened: OpenedData | None = None
+    ) -> None:
+        """`opened`: what was opened for another group of ranks of the same job."""
         self.task, self.job, self.strategy = task, job, strategy
         self.notes: list[str] = []
         self._batches: GlobalBatches | None = None
-        self._eval_sources: dict[str, Any] | None = None
-        self._probed: dict[int, Probed] = {}
-        self._compared: set[str] = set()
+        self.opened_data = opened = OpenedData() if opened is None else opened
+        self._eval_sources = opened.evaluation
+        self._probed, self._compared = opened.probed, opened.compared
 
     @property
     def batches(self) -> GlobalBatches:
         """The global batches of the training, opened when they are first needed."""
         if self._batches is None:
             seed_generators(self.job.seed)  # a split drawn there is the same on every rank
-            opened = self._opened(self.task.train_data(), "train_data")
+            opened = self.opened_data.training
+            if opened is None:
+                opened = self._opened(self.task.train_data(), "train_data")
+                self.opened_data.training = opened
             probed = self._probed.get(id(opened.source), Probed())
             if self.job.bitwise:
                 probed.check_bitwise()
@@ -147,6 +164,7 @@ class TaskData:
         if self._batches is not None:
             self._batches.close()
         self._batches = self._eval_sources = None
+        self.opened_data = OpenedData()
 
     @property
     def _meets_in_passes(self) -> bool:
@@ -171,6 +189,7 @@ class TaskData:
             seed_generators(self.job.seed)
             data = self.task.eval_data()
             self._eval_sources = {} if data is None else self._opened_sets(data)
+            self.opened_data.evaluation = self._eval_sources
         return self._eval_sources
 
     def _opened_sets(self, data: Any) -> dict[str, Any]:
