@@ -28,13 +28,6 @@ BOUNDS = Bounds(2, 4)
 # --- requests ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["2", "0:2", "3:2", "2:", "a:b", "2:4:6", "-1:2", "2 :4"])
-def test_bounds_are_two_numbers_in_order(text: str) -> None:
-    assert Bounds.of("2:8") == Bounds(2, 8)
-    with pytest.raises(RequestError, match="MIN:MAX"):
-        Bounds.of(text)
-
-
 @pytest.mark.parametrize(
     ("words", "members", "size", "leavers", "joiners"),
     [

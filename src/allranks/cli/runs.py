@@ -14,6 +14,8 @@ from allranks.cli.display.following import anomalies_in, scaled_in_words
 from allranks.cli.display.placement import as_data, table
 from allranks.cli.display.progress import in_sentences
 from allranks.errors import ProgramError, RequestError, printable
+from allranks.job.job import Job
+from allranks.job.limits import elastic_range
 from allranks.job.place import read_placements
 from allranks.job.resume import how_to_resume
 from allranks.job.run_folder import is_in_use, read_events, read_rows
@@ -236,7 +238,8 @@ def _check(run: Path, request: ScaleRequest) -> None:
             why="a run folder always has one",
             do="see `allranks runs` for those there are",
         )
-    if not (bounds := read_job(run).get("elastic")):
+    elastic = read_job(run).get("elastic", "")
+    if not elastic:
         raise RequestError(
             asked=f"{request} {run}",
             found="a job without --elastic",
@@ -244,7 +247,7 @@ def _check(run: Path, request: ScaleRequest) -> None:
             do="stop it (SIGTERM), and resume it: allranks train --run-dir RUN --elastic 1:8",
         )
     if request.ranks:
-        request.size_after((), Bounds.of(bounds))
+        request.size_after((), Bounds(*elastic_range(Job(elastic=elastic))))
     if (state := _state(run)) in ENDS and not is_in_use(run):
         raise RequestError(
             asked=f"{request} {run}",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import secrets
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
@@ -32,20 +31,6 @@ class Bounds:
 
     def __str__(self) -> str:
         return f"{self.least}:{self.most}"
-
-    @classmethod
-    def of(cls, text: str) -> Bounds:
-        """The bounds in `MIN:MAX`; raises `RequestError`."""
-        match = re.fullmatch(r"([0-9]{1,6}):([0-9]{1,6})", text)
-        bounds = None if match is None else cls(int(match[1]), int(match[2]))
-        if bounds is None or not 1 <= bounds.least <= bounds.most:
-            raise RequestError(
-                asked=f"--elastic {text}",
-                found="no MIN:MAX with 1 <= MIN <= MAX",
-                why="the job goes on while MIN ranks are left, and at most MAX ranks train",
-                do="--elastic 2:8",
-            )
-        return bounds
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import itertools
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,6 +29,7 @@ from allranks.errors import (
     Stopped,
     stopped_by,
 )
+from allranks.job.limits import elastic_range
 from allranks.job.program import MODULES, PROGRAM, by_name, file_sha256
 from allranks.job.resume import CHECKPOINTS, checkpoint_folders, how_to_resume, resume_command
 from allranks.job.run_folder import JsonLines, RunFolder, rank_events_path, rank_log_path, read_rows
@@ -320,9 +321,8 @@ class Attempts:
 
     def _heartbeats(self) -> HeartbeatTable:
         """The memory of the ranks, with rows for those that may join."""
-        begin, bounds = len(self.plan.ranks), self.plan.job.elastic
-        most = Bounds.of(bounds).most if bounds else begin
-        return HeartbeatTable(max(begin, most), begin)
+        begin, job = len(self.plan.ranks), self.plan.job
+        return HeartbeatTable(elastic_range(job)[1] if job.elastic else begin, begin)
 
     def _smaller(self, fault: RankFault | None, attempt: int) -> int | None:
         """The micro-batch to try after this fault: the smallest that a rank without memory names.
@@ -388,7 +388,7 @@ class Attempts:
         job, process_set, rejoining = self.plan.job, self.plan.process_set, self._rejoining
         make = partial(self._process, target=target, attempt=attempt)
         rejoining.begin(self.plan, make)
-        scaling = self._scaling(attempt, heartbeats, make)
+        self._table = heartbeats
         policy = WatchPolicy(
             heartbeats=heartbeats,
             hang_timeout_s=job.hang_timeout,
@@ -405,8 +405,8 @@ class Attempts:
             on_lost=partial(self._record_lost, attempt),
             helpers=process_set.helpers,
         )
-        if scaling is not None:
-            policy = self._elastic(policy, scaling, attempt)
+        if job.elastic:
+            policy = self._elastic(policy, attempt, make)
         hosts = [rank.host for rank in self.plan.ranks]
         hosts += [""] * (heartbeats.ranks - len(hosts))
         stragglers = Stragglers(heartbeats, self.folder.events, hosts)
@@ -432,15 +432,15 @@ class Attempts:
                 raise
             return Ended({}, frozenset())  # the fork server died after the job was done
         finally:
-            (self.folder.path / f"{STORE}-{attempt}").unlink(missing_ok=True)
+            store = f"{STORE}-{attempt}"
+            for path in (self.folder.path / store, *self.folder.path.glob(f"{store}-group-*")):
+                path.unlink(missing_ok=True)
 
-    def _scaling(
-        self, attempt: int, heartbeats: HeartbeatTable, make: Callable[[RankPlan], Process]
-    ) -> Scaling | None:
-        """What lets ranks join and leave, in an elastic job."""
-        job, programs = self.plan.job, self._programs
-        if not job.elastic:
-            return None
+    def _elastic(
+        self, policy: WatchPolicy, attempt: int, make: Callable[[RankPlan], Process]
+    ) -> WatchPolicy:
+        """The policy of a job whose ranks leave and join."""
+        job, programs, heartbeats = self.plan.job, self._programs, self._table
 
         def plan_for(size: int) -> LaunchPlan:
             return self.resources.plan(dataclasses.replace(job, ranks=size), self.plan.shape)
@@ -448,18 +448,19 @@ class Attempts:
         def edited() -> str:
             return programs.edited(job.program)
 
-        on = (self.folder, attempt, heartbeats)
-        return Scaling(Bounds.of(job.elastic), *on, plan_for, make, edited, programs.differs)
-
-    def _elastic(self, policy: WatchPolicy, scaling: Scaling, attempt: int) -> WatchPolicy:
-        """The policy of a job whose ranks join and leave."""
+        def may_lose(rank: int, remaining: Collection[int]) -> bool:
+            passes = rank not in heartbeats.group.members or self._rejoining.may_pass(
+                self.folder.path, rank, attempt
+            )
+            return passes and scaling.may_lose(rank, remaining)
 
         def on_lost(rank: int, exit_: Exit) -> None:
-            scaling.lost(rank, self._record_lost(attempt, rank, exit_))
+            scaling.lost(rank, exit_)
+            self._record_lost(attempt, rank, exit_)
 
-        return dataclasses.replace(
-            policy, may_lose=scaling.may_lose, on_lost=on_lost, steer=scaling.steer
-        )
+        on = (Bounds(*elastic_range(job)), self.folder, attempt, heartbeats)
+        scaling = Scaling(*on, plan_for, make, edited, programs.differs)
+        return dataclasses.replace(policy, may_lose=may_lose, on_lost=on_lost, steer=scaling.steer)
 
     def _look_at_programs(self, attempt: int, at_once: bool = False) -> None:
         try:
@@ -500,10 +501,16 @@ class Attempts:
 
     def _summary(self, attempt: int) -> dict[str, Any] | None:
         """The leader's summary, if it wrote `done` in this attempt."""
-        for row in events_of(self.folder.path, 0, attempt):
+        for row in self._events_of_leader(attempt):
             if row["event"] == "done":
                 return dict(row["summary"])
         return None
+
+    def _events_of_leader(self, attempt: int) -> list[dict[str, Any]]:
+        """The events of rank 0; in an elastic job those of the first rank that has ended well."""
+        members = self._table.group.members if self.plan.job.elastic else (LEADER,)
+        every = [events_of(self.folder.path, rank, attempt) for rank in members]
+        return next((rows for rows in every if ended_well(rows)), every[0])
 
     def _stopped(
         self, ended: Ended, attempt: int, exits: dict[int, int], fault_report: str
@@ -513,7 +520,7 @@ class Attempts:
         `fault_report` is the report of a fault before the stop was complete, on separate lines.
         """
         path = self.folder.path
-        rows = events_of(path, 0, attempt)
+        rows = self._events_of_leader(attempt)
         stop = next((row for row in rows if row["event"] == "stopped"), {})
         if not stop.get("checkpoint"):
             report = fault_report.strip() or None
@@ -551,25 +558,23 @@ class Attempts:
             f"all ranks ended well, but {self.folder.path} holds no summary of the leader"
         ), None
 
-    def _record_lost(self, attempt: int, rank: int, exit_: Exit) -> str:
-        """Record a process without which the job goes on, its cause and last lines; the cause."""
+    def _record_lost(self, attempt: int, rank: int, exit_: Exit) -> None:
+        """Record a process without which the job goes on, and the last lines of its output."""
         log = rank_log_path(self.folder.path, rank)
         memory = exit_.memory or ""
         events = [] if exit_.code < 0 else events_of(self.folder.path, rank, attempt)
         event = next((row for row in reversed(events) if row["event"] == "failed"), None)
         fault = RankFault(rank, exit_.code, exit_.monotonic, event, memory, exit_.peak_bytes)
         host = self.plan.ranks[rank].host if self.plan.job.nodes > 1 else ""
-        cause = exit_.lost or describe_cause(fault)
         self.folder.events.event(
             "worker_lost",
             rank=rank,
             who=f"{self.plan.process_set.name_of(rank)}{f' on {host}' if host else ''}",
             host=host,
             exit=exit_.code,
-            cause=cause,
+            cause=exit_.lost or describe_cause(fault),
             last_words=last_words(log).text,
         )
-        return cause
 
     def _record_restart(self, values: dict[str, Any], attempt: int, reached: int) -> None:
         """Record a restart: its cause, the step of its checkpoint, and the steps that are lost."""

@@ -7,7 +7,7 @@ no name, so no death leaves it behind.
 
     [ wanted: stop, save | group: number, step from which it trains, whether each rank is in it
     | rank 0: beats, step, phase, since, collectives, whether the thread that saves waits for
-      others, seconds per phase | … ]
+      others, the group it is in, seconds per phase | … ]
 
 Numbers are doubles, eight bytes aligned: each is read whole or not yet. Below: which rank is slower
 than the others, by its heartbeats.
@@ -27,7 +27,7 @@ from allranks.job.run_folder import JsonLines
 
 PHASES = ("start", "data", "compute", "exchange", "evaluate", "save", "done")
 _NUMBER = {phase: number for number, phase in enumerate(PHASES)}
-_BEATS, _STEP, _PHASE, _SINCE, _COLLECTIVES, _SAVE_WAITS, _SECONDS = range(7)
+_BEATS, _STEP, _PHASE, _SINCE, _COLLECTIVES, _SAVE_WAITS, _ENTERED, _SECONDS = range(8)
 _ROW = _SECONDS + len(PHASES)
 _STOP, _SAVE, _GROUP, _FROM_STEP, _MEMBERS = range(5)
 _WANTED = 2
@@ -126,6 +126,14 @@ class Heartbeat:
         """The step that another rank of this node works on; -1 if it has not begun."""
         return int(self._all[_rows_at(self._ranks) + local_rank * _ROW + _STEP])
 
+    def enter_group(self, number: int) -> None:
+        """This rank leaves its group, and meets the others of group `number`."""
+        self._row[_ENTERED] = number
+
+    def group_of(self, local_rank: int) -> int:
+        """The group that another rank of this node is in, or meets."""
+        return int(self._all[_rows_at(self._ranks) + local_rank * _ROW + _ENTERED])
+
     def collective(self) -> None:
         """This rank takes part in one more collective."""
         self._row[_COLLECTIVES] += 1
@@ -153,6 +161,13 @@ class Heartbeat:
     def group_number(self) -> int:
         """The number of the newest group, negative while it is written; reads 8 bytes."""
         return int(self._all[_GROUP])
+
+    def has_left(self, number: int, step: int) -> bool:
+        """Whether group `number` trains no more at step `step`, since a newer one does."""
+        if self.group_number == number:
+            return False
+        newest = self.group()
+        return newest.number != number and newest.from_step <= step
 
     def group(self) -> Group:
         """The newest group of ranks."""

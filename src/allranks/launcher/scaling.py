@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from allranks.errors import RequestError
-from allranks.job.run_folder import RunFolder
+from allranks.job.run_folder import RunFolder, rank_log_path
 from allranks.job.scaling import (
     Bounds,
     ScaleRequest,
@@ -26,7 +26,7 @@ from allranks.job.scaling import (
 from allranks.launcher.fault_report import events_of
 from allranks.launcher.heartbeat import Group, HeartbeatTable
 from allranks.launcher.plan import LaunchPlan, RankPlan
-from allranks.launcher.processes.process import Process
+from allranks.launcher.processes.process import Exit, Process
 from allranks.launcher.supervisor import RankWatch
 
 READY_S = 600.0  # for a new rank to load the program, the model and the data
@@ -68,16 +68,25 @@ class Scaling:
     """New ranks that have not begun to train."""
 
     def may_lose(self, rank: int, remaining: Collection[int]) -> bool:
-        """Whether the `remaining` processes go on without `rank`."""
-        members = set(self.heartbeats.group.members)
-        return rank not in members or len(set(remaining) & members) >= self.bounds.least
+        """Whether the `remaining` processes go on without `rank`; each has made a step, or joins.
 
-    def lost(self, rank: int, cause: str) -> None:
-        """The job goes on without this process, which trained or was to join."""
+        The others do not need one that joins or leaves.
+        """
+        members, beats = self.heartbeats.group.members, self.heartbeats.read()
+        if rank not in members:
+            return True
+        goes_on = [member for member in members if member in remaining]
+        trains = [member for member in goes_on if member not in self.joining]
+        has_begun = bool(trains) and all(beats[member].step > 0 for member in trains)
+        return has_begun and len(goes_on) >= self.bounds.least
+
+    def lost(self, rank: int, exit_: Exit) -> None:
+        """The job goes on without this process: the others form a group at once."""
         members = self.heartbeats.group.members
-        if rank not in members and rank in self.joining:
+        if rank in self.joining and rank not in members:
             if self.change is not None:
-                self._give_up(self.change, f"rank {rank} ended before it could join: {cause}")
+                log = rank_log_path(self.folder.path, rank)
+                self._give_up(self.change, f"rank {rank} ended before it had joined: see {log}")
             return
         self.heartbeats.form_group([member for member in members if member != rank])
 

@@ -57,7 +57,7 @@ class WatchPolicy:
     may_lose: Callable[[int, Collection[int]], bool] = lambda rank, remaining: False
     outlive_nodes: frozenset[int] = frozenset()
     again: Callable[[int, Exit], Process | None] = lambda rank, exit_: None
-    on_lost: Callable[[int, Exit], object] = lambda rank, exit_: None
+    on_lost: Callable[[int, Exit], None] = lambda rank, exit_: None
     helpers: frozenset[int] = frozenset()
     steer: Callable[[RankWatch], None] = lambda watch: None
 

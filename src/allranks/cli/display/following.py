@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from allranks.errors import FaultKind
+from allranks.job.limits import elastic_range
 from allranks.job.run_folder import REMOVED, rank_events_path, rank_log_path
-from allranks.job.scaling import Bounds
 from allranks.launcher.plan import LaunchPlan
 from allranks.strategies.card import APART
 
@@ -99,7 +99,7 @@ class Follower:
         self._events: dict[int | None, _GrowingFile] = {
             None: _GrowingFile(run_dir / "events.jsonl")
         }
-        most = Bounds.of(job.elastic).most if job.elastic else 0
+        most = elastic_range(job)[1] if job.elastic else 0
         ranks = range(max(job.ranks, len(plan.ranks), most))
         self._events |= {rank: _GrowingFile(rank_events_path(run_dir, rank)) for rank in ranks}
         self._anomalies: dict[tuple[int | None, str], Anomaly] = {}  # by rank and kind

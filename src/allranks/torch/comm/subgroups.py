@@ -23,6 +23,14 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 Key = tuple[tuple[int, ...], str | None]
+FORMING = timedelta(seconds=10)
+"""How long a rank of an elastic job waits for the connections of a group, while others may die."""
+
+
+def with_timeout(group: Any, timeout: timedelta) -> Any:
+    """The group, whose collectives take up to `timeout` from now on."""
+    c10d._set_pg_timeout(timeout, group)
+    return group
 
 
 def borrow(ranks: tuple[int, ...], timeout: timedelta, backend: str | None = None) -> Any:
