@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
 from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from allranks.cli import runs
 from allranks.errors import RequestError
+from allranks.job.config import resolve
+from allranks.job.run_folder import RunFolder, read_rows
 from allranks.job.scaling import (
     REQUEST,
     Bounds,
@@ -21,7 +31,10 @@ from allranks.job.scaling import (
     withdraw,
 )
 from allranks.launcher.heartbeat import Heartbeat, HeartbeatTable
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.start import JobWatcher, Result, run_job
 
+TASKS = Path(__file__).parent / "tasks"
 BOUNDS = Bounds(2, 4)
 
 
@@ -125,3 +138,179 @@ def test_rows_of_nobody_are_in_no_group() -> None:
         table.clear(1)
         assert (rank.step, table.read()[1].beats) == (-1, 0)
         assert table.group.members == (0, 3)
+
+
+# --- a job that runs -----------------------------------------------------------------------------
+
+STEPS = 300
+
+
+@dataclass
+class Changing:
+    """A job of two ranks, and the commands that change it, one when the one before is answered."""
+
+    server: ForkServer
+    folder: Path
+    program: Path
+    commands: list[tuple[str, ...]]
+    job: dict[str, Any]
+    answers: list[tuple[int, str, str]] = field(default_factory=list)
+    before: Callable[[], None] = lambda: None
+    _process: subprocess.Popen[str] | None = None
+
+    @property
+    def run_dir(self) -> Path:
+        return self.folder / "run"
+
+    def run(self) -> Result:
+        """Train to the end; its steps hurry once all commands are answered."""
+        hurry = self.folder / "hurry"
+        flags = {"strategy": "ddp", "ranks": 2, "elastic": "1:4", "bitwise": True, "steps": STEPS}
+        flags |= {"run_dir": str(self.run_dir), "first_check": "off", **self.job}
+        try:
+            return run_job(
+                resolve(str(self.program), flags, (f"hurry={hurry}",)),
+                self.server,
+                JobWatcher(tick=self._tick),
+            )
+        finally:
+            if self._process is not None:
+                self._process.communicate()
+
+    def _tick(self) -> None:
+        if self._process is not None:
+            if self._process.poll() is None:
+                return
+            out, err = self._process.communicate()
+            self.answers.append((self._process.returncode, out, err))
+            self._process = None
+        if not self.commands:
+            (self.folder / "hurry").touch()
+        elif len(list(read_rows(self.run_dir / "metrics.jsonl"))) > 3:
+            self.before()
+            verb, *words = self.commands.pop(0)
+            command = [sys.executable, "-m", "allranks.cli.main", verb, str(self.run_dir), *words]
+            pipe = subprocess.PIPE
+            self._process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """Those of this name of all processes, in order of time."""
+        files = self.run_dir.glob("events*.jsonl")
+        rows = [row for file in files for row in read_rows(file) if row["event"] == name]
+        return sorted(rows, key=lambda row: float(row["time"]))
+
+
+Change = Callable[..., Changing]
+
+
+@pytest.fixture
+def changing(server: ForkServer, tmp_path: Path) -> Change:
+    """`changing(command, …, **job)`: a job that these commands change while it runs."""
+    program = tmp_path / "scale_tasks.py"
+    shutil.copy(TASKS / "scale_tasks.py", program)
+
+    def make(*commands: tuple[str, ...], **job: Any) -> Changing:
+        return Changing(server, tmp_path, program, list(commands), job)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def alone(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The digest of the same training in one process."""
+    flags = {"run_dir": str(tmp_path_factory.mktemp("alone") / "run"), "bitwise": True}
+    job = resolve(str(TASKS / "scale_tasks.py"), {**flags, "steps": STEPS}, ())
+    return str(run_job(job, server).summary["weights_sha256"])
+
+
+def check_undisturbed(job: Changing, result: Result, alone: str) -> None:
+    """The same bits, each step recorded once, and nothing left in the folder."""
+    assert result.summary["weights_sha256"] == alone
+    assert [row["step"] for row in read_rows(job.run_dir / "metrics.jsonl")] == [*range(STEPS)]
+    hidden = {path.name for path in job.run_dir.glob(".*")}
+    assert hidden == {".lock"}
+
+
+@pytest.mark.slow
+def test_ranks_join_and_leave_while_a_job_trains(changing: Change, alone: str) -> None:
+    """2 ranks, 4, 3, where the leader leaves, and 4 again, by a process in its place."""
+    job = changing(("scale", "--ranks", "4"), ("scale", "--leave", "0"), ("join", "--json"))
+    result = job.run()
+    assert [(code, err) for code, _, err in job.answers] == [(0, "")] * 3, job.answers
+    assert job.answers[0][1].endswith(" on: 2, 3 joined\n")
+    assert job.answers[1][1].startswith("3 ranks train from step ")
+    assert json.loads(job.answers[2][1])["members"] == [0, 1, 2, 3]
+    check_undisturbed(job, result, alone)
+    groups = [(row["members"], row["joined"]) for row in job.events("group")]
+    assert groups == [([0, 1, 2, 3], [2, 3]), ([1, 2, 3], []), ([0, 1, 2, 3], [0])]
+    assert len(job.events("left")) == 1 and len(job.events("joins")) == 3
+    assert not job.events("worker_lost") and result.summary["world_size"] == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("at", "ranks"), [("start", 2), ("regroup", 3)])
+def test_a_new_rank_that_dies_harms_nobody(
+    changing: Change, alone: str, at: str, ranks: int
+) -> None:
+    """Before it is ready nothing happens to the others; as the group forms, they form another."""
+    job = changing(("scale", "--ranks", "4"), inject=f"kill@rank=3,at={at}")
+    result = job.run()
+    ((code, out, err),) = job.answers
+    check_undisturbed(job, result, alone)
+    assert result.summary["world_size"] == ranks
+    if at == "start":
+        assert code == 1 and "rank 3 ended before it had joined: see " in err
+        assert not job.events("group") and not job.events("scaled")
+    else:
+        assert code == 0 and out.endswith(" on: 2 joined\n")
+    assert [row["rank"] for row in job.events("worker_lost")] == [3]
+
+
+@pytest.mark.slow
+def test_a_new_rank_of_another_program_is_refused(changing: Change, alone: str) -> None:
+    job = changing(("join",))
+
+    def edit() -> None:
+        with open(job.program, "a") as file:
+            file.write("# another program\n")
+
+    job.before = edit
+    result = job.run()
+    ((code, _, err),) = job.answers
+    assert code == 2 and f"found: {job.program} is not as the ranks have loaded it" in err
+    assert all(part in err for part in ("asked: ", "why:   ", "do:    "))
+    check_undisturbed(job, result, alone)
+    assert result.summary["world_size"] == 2 and not job.events("joins")
+
+
+@pytest.mark.parametrize(
+    ("job", "last", "words", "says"),
+    [
+        (None, "", ["--ranks", "3"], "no job.toml in it"),
+        ("", "attempt", ["--ranks", "3"], "a job without --elastic"),
+        ("2:4", "done", ["--ranks", "3"], "a run that is over: done"),
+        ("2:4", "attempt", ["--ranks", "5"], "--elastic 2:4"),
+        ("2:4", "attempt", ["--ranks", "1"], "--elastic 2:4"),
+        ("2:4", "attempt", ["--ranks", "3"], "a launcher that does not answer"),
+        ("2:4", "attempt", [], "neither --ranks nor --leave"),
+        ("2:4", "attempt", ["--ranks", "3", "--leave", "0"], "both --ranks and --leave"),
+    ],
+)
+def test_bad_requests(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    job: str | None,
+    last: str,
+    words: list[str],
+    says: str,
+) -> None:
+    run = tmp_path / "run"
+    with closing(RunFolder(run)) as folder:
+        if job is not None:
+            (run / "job.toml").write_text(f'program = "digits"\nranks = 2\nelastic = "{job}"\n')
+        if last:
+            folder.events.event(last)
+    monkeypatch.setattr(runs, "NOTICE_S", 0.0)
+    result = CliRunner().invoke(runs.scale, [str(run), *words])
+    assert isinstance(result.exception, RequestError) and says in str(result.exception)
+    assert not list(run.glob(".scale*"))

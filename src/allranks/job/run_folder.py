@@ -368,6 +368,10 @@ class JsonLines:
             self._waiting.clear()
         return rows
 
+    def hand_over(self) -> None:
+        """Close the file as it is after `flush`: another process goes on with its name."""
+        self._file.close()
+
     def close(self) -> None:
         self._finish()
         unwritten, self._unwritten = self._unwritten, b""

@@ -165,6 +165,7 @@ class RankRecord(Callback):
         self._group = {"number": group.number, "members": list(group.members)}
         self._group |= {"lost": lost, "joined": joined, "steps_again": agreed.steps_again}
         if not world.is_leader:
+            self._hand_over()
             return
         step, row = agreed.position.step, agreed.position.row
         if not was.is_leader or self._metrics is None:
@@ -183,9 +184,14 @@ class RankRecord(Callback):
     def leave(self) -> None:
         """The others train on without this rank, and with its files."""
         self._write()
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        """The files of the leader are another rank's from now on; each row is in them."""
         if self._metrics is not None:
-            self._metrics.flush()
-        self._logs.fail()
+            self._metrics.hand_over()
+            self._logs.fail()
+        self._metrics, self._logs = None, Logs()
 
     def begin(self) -> None:
         """The time of the training counts from here."""
