@@ -7,10 +7,11 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from click.testing import CliRunner
 from allranks.cli import runs
 from allranks.errors import RequestError
 from allranks.job.config import resolve
-from allranks.job.run_folder import RunFolder, read_rows
+from allranks.job.run_folder import JsonLines, RunFolder, rank_events_path, read_rows
 from allranks.job.scaling import (
     REQUEST,
     Bounds,
@@ -31,8 +32,14 @@ from allranks.job.scaling import (
     withdraw,
 )
 from allranks.launcher.heartbeat import Heartbeat, HeartbeatTable
+from allranks.launcher.plan import RankPlan
 from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.processes.process import Exit, Process
+from allranks.launcher.scaling import READY_S, Scaling
 from allranks.launcher.start import JobWatcher, Result, run_job
+from allranks.launcher.world import World
+from allranks.tools.report.records import read_run
+from allranks.tools.report.timeline import TRAINING, timeline_of
 
 TASKS = Path(__file__).parent / "tasks"
 BOUNDS = Bounds(2, 4)
@@ -140,6 +147,163 @@ def test_rows_of_nobody_are_in_no_group() -> None:
         assert table.group.members == (0, 3)
 
 
+# --- the launcher --------------------------------------------------------------------------------
+
+
+@dataclass
+class FakeWatch:
+    """The processes that run, and those that were killed."""
+
+    alive: dict[int, int]
+    ends: bool = False
+    dismissed: list[int] = field(default_factory=list)
+
+    def start(self, process: Process) -> None:
+        self.alive[process.rank] = process.rank
+
+    def dismiss(self, ranks: Iterable[int]) -> None:
+        self.dismissed += ranks
+        for rank in ranks:
+            del self.alive[rank]
+
+
+@dataclass
+class Launch:
+    """The launcher of two ranks that train, of which four may."""
+
+    folder: RunFolder
+    table: HeartbeatTable
+    watch: Any
+    scaling: Scaling
+
+    def ask(self, **words: int) -> None:
+        post(self.folder.path, ScaleRequest.new(**words))
+        self.tick()
+
+    def tick(self) -> None:
+        self.scaling.steer(self.watch)
+
+    def write(self, rank: int, *names: str) -> None:
+        """Events of a rank."""
+        with JsonLines(rank_events_path(self.folder.path, rank), attempt=0) as events:
+            for name in names:
+                events.event(name)
+
+    @property
+    def answer(self) -> dict[str, Any]:
+        """The last event of the launcher; empty before the first."""
+        return [{}, *read_rows(self.folder.path / "events.jsonl")][-1]
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    with (
+        closing(RunFolder(tmp_path / "run")) as folder,
+        closing(HeartbeatTable(4, begin=2)) as table,
+    ):
+        plan = SimpleNamespace(ranks=[RankPlan(World(rank, 4), {}) for rank in range(4)])
+
+        def make(planned: RankPlan) -> Process:
+            assert planned.world.group == -1 and planned.world.number == planned.world.rank
+            return Process(planned.world.rank, "", None, {}, tmp_path / "log")
+
+        scaling = Scaling(
+            Bounds(1, 4),
+            folder,
+            0,
+            table,
+            plan_for=lambda size: plan,
+            make=make,
+            edited=lambda: "",
+            differs=lambda ready: "",
+        )
+        for rank in range(2):
+            Heartbeat(table.fd, rank).at_step(5 + rank)
+        yield Launch(folder, table, FakeWatch({0: 0, 1: 1}), scaling)
+
+
+def test_a_group_forms_when_every_new_rank_waits_for_it(launch: Launch) -> None:
+    launch.write(2, "joining")  # of a process that had the number before
+    launch.ask(ranks=4)
+    assert set(launch.watch.alive.values()) == {0, 1, 2, 3}
+    launch.write(3, "joins", "ready", "joining")
+    launch.tick()
+    assert launch.table.group.members == (0, 1) and not launch.answer
+    launch.write(2, "joins", "ready", "joining")
+    launch.tick()
+    group = launch.table.group
+    assert (group.members, group.from_step) == ((0, 1, 2, 3), 8), "two after the furthest"
+    launch.tick()
+    assert not launch.answer
+    for rank in (2, 3):
+        Heartbeat(launch.table.fd, rank).at_step(8)
+    launch.tick()
+    assert launch.answer["event"] == "scaled" and launch.answer["joined"] == [2, 3]
+    assert not launch.watch.dismissed
+
+
+def test_one_change_at_a_time(launch: Launch) -> None:
+    launch.ask(join=1)
+    launch.ask(ranks=4)
+    assert launch.answer["request"]["found"] == "a change that is not done yet"
+    assert launch.scaling.change is not None and launch.scaling.change.request.join == 1
+
+
+def test_new_ranks_are_ended_where_none_is_needed(launch: Launch) -> None:
+    """The job is over, or is asked to stop, or another new rank has failed."""
+    launch.ask(ranks=4)
+    launch.watch.alive.pop(3)
+    launch.scaling.lost(3, Exit(3, 1, 0.0))
+    assert "rank 3 ended before it had joined" in launch.answer["report"]
+    launch.tick()
+    assert launch.watch.dismissed == [2]
+    launch.ask(join=1)
+    launch.watch.ends = True
+    launch.tick()
+    assert launch.answer["report"] == "the job ended first"
+    assert launch.watch.dismissed == [2, 2] and launch.table.group.number == 0
+
+
+def test_a_planned_group_that_the_job_did_not_live_to_see(launch: Launch) -> None:
+    launch.ask(ranks=3)
+    launch.write(2, "joins", "ready", "joining")
+    launch.tick()
+    assert launch.table.group.members == (0, 1, 2)
+    launch.watch.ends = True  # the others may come to its first step yet
+    launch.tick()
+    assert not launch.answer and not launch.watch.dismissed
+    launch.watch.alive = {2: 2}
+    launch.tick()
+    assert launch.answer["event"] == "not_scaled" and launch.watch.dismissed == [2]
+
+
+def test_a_new_rank_with_another_file_or_too_late_is_ended(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch.ask(join=1)
+    launch.scaling.differs = lambda ready: "helpers.py"
+    launch.write(2, "joins", "ready", "joining")
+    launch.tick()
+    assert "another helpers.py than the others" in launch.answer["report"]
+    assert launch.watch.dismissed == [2] and launch.table.group.number == 0
+    launch.ask(join=1)
+    monkeypatch.setattr("allranks.launcher.scaling.READY_S", -1.0)
+    launch.tick()
+    assert "rank 2 was not ready" in launch.answer["report"] and READY_S > 0
+    assert launch.watch.dismissed == [2, 2]
+
+
+def test_whom_the_job_can_lose_meanwhile(launch: Launch) -> None:
+    launch.ask(leave=1)
+    assert launch.table.group.members == (0,) and not launch.answer
+    assert launch.scaling.may_lose(1, {0}) and not launch.scaling.may_lose(0, {1})
+    launch.scaling.lost(1, Exit(1, -9, 0.0))  # before it left: in the middle of a step
+    assert (launch.table.group.members, launch.table.group.from_step) == ((0,), -1)
+    launch.watch.alive.pop(1)
+    launch.tick()
+    assert launch.answer["event"] == "scaled" and launch.answer["left"] == [1]
+
+
 # --- a job that runs -----------------------------------------------------------------------------
 
 STEPS = 300
@@ -245,6 +409,13 @@ def test_ranks_join_and_leave_while_a_job_trains(changing: Change, alone: str) -
     assert groups == [([0, 1, 2, 3], [2, 3]), ([1, 2, 3], []), ([0, 1, 2, 3], [0])]
     assert len(job.events("left")) == 1 and len(job.events("joins")) == 3
     assert not job.events("worker_lost") and result.summary["world_size"] == 4
+    timeline = timeline_of(read_run(job.run_dir, "run"))
+    trained = [span for span in timeline.spans if span.phase == TRAINING]
+    lanes = {rank: [s for s in trained if s.rank == rank] for rank in range(4)}
+    assert [len(lane) for lane in lanes.values()] == [2, 1, 1, 1]
+    (first, again), (whole,), (later, _) = lanes[0], lanes[1], (*lanes[2], *lanes[3])
+    assert whole.start_s < later.start_s < first.end_s < again.start_s < whole.end_s
+    assert read_run(job.run_dir, "run").summary["weights_sha256"] == alone
 
 
 @pytest.mark.slow
