@@ -399,12 +399,14 @@ def check_undisturbed(job: Changing, result: Result, alone: str) -> None:
 def test_ranks_join_and_leave_while_a_job_trains(changing: Change, alone: str) -> None:
     """2 ranks, 4, 3, where the leader leaves, and 4 again, by a process in its place."""
     job = changing(("scale", "--ranks", "4"), ("scale", "--leave", "0"), ("join", "--json"))
+    job.job |= {"checkpoint_every": 7, "eval_every": "10"}
     result = job.run()
     assert [(code, err) for code, _, err in job.answers] == [(0, "")] * 3, job.answers
     assert job.answers[0][1].endswith(" on: 2, 3 joined\n")
     assert job.answers[1][1].startswith("3 ranks train from step ")
     assert json.loads(job.answers[2][1])["members"] == [0, 1, 2, 3]
     check_undisturbed(job, result, alone)
+    assert [row["step"] for row in job.events("evaluated")] == [*range(10, STEPS + 1, 10)]
     groups = [(row["members"], row["joined"]) for row in job.events("group")]
     assert groups == [([0, 1, 2, 3], [2, 3]), ([1, 2, 3], []), ([0, 1, 2, 3], [0])]
     assert len(job.events("left")) == 1 and len(job.events("joins")) == 3

@@ -40,6 +40,13 @@ class Unhurried(Task):
         inputs = torch.randn(256, 8, generator=torch.Generator().manual_seed(0))
         return inputs, inputs[:, :3].argmax(1)
 
+    def eval_data(self) -> tuple[Tensor, Tensor]:
+        inputs, classes = self.train_data()
+        return inputs[:40], classes[:40]
+
+    def metrics(self, output: Tensor, batch: Batch) -> dict[str, tuple[Tensor, int]]:
+        return {"accuracy": ((output.argmax(1) == batch[1]).sum(), len(output))}
+
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
         if self.hurry and not os.path.exists(self.hurry):
             time.sleep(PASS_S)

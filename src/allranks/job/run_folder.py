@@ -135,7 +135,7 @@ class RunFolder:
         """What a killed supervisor left here under names of ours."""
         tables = (".metrics.jsonl.*", ".metrics.csv.*", ".evaluations.csv.*")
         weights = (".weights.safetensors", ".average.safetensors")
-        for name in (".store-*", ".job.toml.*", *tables, *weights):
+        for name in (".store-*", ".job.toml.*", ".scale.json*", *tables, *weights):
             for path in self.path.glob(name):
                 path.unlink()
 

@@ -139,8 +139,8 @@ class Follower:
             known = {"evaluation": Evaluation(event["step"], metrics, bool(event.get("best")))}
         elif name == "checkpoint":
             known = {"saved_step": event["step"]}
-        elif name == "scaled":
-            known = {"ranks": event["ranks"]}
+        elif name == "group":
+            known = {"ranks": len(event["members"])}
         elif name == "attempt":  # a slow rank may not be slow again
             items = self._anomalies.items()
             self._anomalies = {key: value for key, value in items if key[1] != "straggler"}
