@@ -114,11 +114,11 @@ class GlancingStore(dist.Store):
         self.store, self.glance = store, glance
 
     def wait(self, keys: list[str], timeout: timedelta = TIMEOUT) -> None:  # type: ignore[override]
-        until = time.monotonic() + timeout.total_seconds()
+        until = time.monotonic() + TIMEOUT.total_seconds()  # a rank may compute for long
         while not self.store.check(keys):
             self.glance()
             if time.monotonic() > until:
-                raise RuntimeError(f"wait timeout after {timeout} for {keys}")
+                raise RuntimeError(f"wait timeout after {TIMEOUT} for {keys}")
             time.sleep(0.001)
 
     def get(self, key: str) -> bytes:
@@ -139,10 +139,10 @@ class GlancingStore(dist.Store):
         value: bytes = self.store.compare_set(key, expected, desired)
         return value
 
-    def delete_key(self, key: str) -> bool:
+    def deleteKey(self, key: str) -> bool:  # torch calls it so
         return bool(self.store.delete_key(key))
 
-    def num_keys(self) -> int:
+    def getNumKeys(self) -> int:  # torch calls it so
         return int(self.store.num_keys())
 
     def set_timeout(self, timeout: timedelta) -> None:
