@@ -293,6 +293,19 @@ def test_a_new_rank_with_another_file_or_too_late_is_ended(
     assert launch.watch.dismissed == [2, 2]
 
 
+def test_a_group_that_nobody_has_entered_is_not_replaced(launch: Launch) -> None:
+    """Ranks whose collective broke wait for it; one that begins some steps later is no help."""
+    launch.scaling.lost(1, Exit(1, -9, 0.0))
+    launch.watch.alive.pop(1)
+    launch.ask(join=1)
+    launch.write(1, "joins", "ready", "joining")
+    launch.tick()
+    assert launch.table.group.from_step == -1 and launch.table.group.members == (0,)
+    Heartbeat(launch.table.fd, 0).enter_group(1)
+    launch.tick()
+    assert launch.table.group.members == (0, 1) and launch.table.group.from_step >= 0
+
+
 def test_whom_the_job_can_lose_meanwhile(launch: Launch) -> None:
     launch.ask(leave=1)
     assert launch.table.group.members == (0,) and not launch.answer

@@ -63,7 +63,8 @@ class Group:
 class Beat:
     """What a rank last said: `step` of the job (-1 before the first), and since when (monotonic).
 
-    `save_waits`: the thread that saves, beside the training, waits for the other ranks.
+    `save_waits`: the thread that saves, beside the training, waits for the other ranks. `group` is
+    the number of the group that it is in, or meets the others of.
     """
 
     rank: int
@@ -74,6 +75,7 @@ class Beat:
     collectives: int
     seconds: dict[str, float]
     save_waits: bool = False
+    group: int = 0
 
 
 class Heartbeat:
@@ -250,6 +252,7 @@ class HeartbeatTable:
                     int(row[_COLLECTIVES]),
                     seconds,
                     bool(row[_SAVE_WAITS]),
+                    int(row[_ENTERED]),
                 )
             )
         return beats

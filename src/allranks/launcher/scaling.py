@@ -139,7 +139,10 @@ class Scaling:
             watch.start(self.make(replace(planned[rank], world=world)))
 
     def _form_if_ready(self, change: Change) -> None:
-        """Form the next group once every new rank waits for it; the steps go on until then."""
+        """Form the next group once every new rank waits for it; the steps go on until then.
+
+        A rank that has not entered its group yet, as another was lost, would miss that one.
+        """
         for rank in change.joiners:
             rows = events_of(self.folder.path, rank, self.attempt)
             rows = [row for row in rows if row["monotonic"] >= change.began_at]
@@ -151,7 +154,10 @@ class Scaling:
                 if time.monotonic() - change.began_at > READY_S:
                     self._give_up(change, f"rank {rank} was not ready after {READY_S:.0f} s")
                 return
-        members, beats = set(self.heartbeats.group.members), self.heartbeats.read()
+        group, beats = self.heartbeats.group, self.heartbeats.read()
+        members = set(group.members)
+        if any(beats[rank].group != group.number for rank in members):
+            return
         last = max(beats[rank].step for rank in members)
         change.ready_s = time.monotonic() - change.began_at
         wanted = members - set(change.leavers) | set(change.joiners)
