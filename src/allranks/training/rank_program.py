@@ -385,6 +385,10 @@ class RankProgram(ABC, Generic[T]):
         """Bring the ranks of a new group to one state; every rank calls this."""
         raise NotImplementedError
 
+    def compare(self, trainer: T) -> None:
+        """Raise `ReplicasDiffer` unless they have it; every rank calls this."""
+        raise NotImplementedError
+
     def device_peak_bytes(self, trainer: T) -> int | None:
         """The most that this process has held on its device; `None` where nobody counts."""
         return None
@@ -523,15 +527,17 @@ class RankProgram(ABC, Generic[T]):
         group = next_group(heartbeat, self.world, step, error)
         before = self.leave_group(trainer, planned=group.from_step >= 0)
         while True:
-            self.world = self.world.in_group(group)
+            self.world, agreed = self.world.in_group(group), None
             try:
                 trainer.faults.reach("regroup", reached)
                 trainer = self.trainer = self.join_group(task, before)
                 agreed = self.take_over(trainer, before)
+                self.compare(trainer)
                 break
             except PeerLost as lost:
                 group = next_group(heartbeat, self.world, step, lost)
-                trainer.close(failed=True)
+                now = self.leave_group(trainer, planned=False)
+                before = before if agreed is None else before.after(agreed, now)
         self.record.follow_group(self.world, group, agreed)
         if before.unheard is not None and before.step == agreed.position.step:
             for callback in trainer.callbacks:
