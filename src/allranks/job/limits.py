@@ -367,9 +367,9 @@ def _check_elastic(job: Job, spec: StrategySpec) -> None:
             "--device cpu, or --max-restarts 3",
         ),
     ]
-    for is_asked, found, why, do in refused:
+    for is_asked, option, why, do in refused:
         if is_asked:
-            raise RequestError(asked=f"--elastic {job.elastic}", found=found, why=why, do=do)
+            raise RequestError(asked=f"--elastic {job.elastic}", found=option, why=why, do=do)
 
 
 def _check_course(job: Job) -> None:

@@ -46,7 +46,7 @@ def hand_over(trainer: Trainer) -> Handover:
         faults=trainer.faults,
         state=state,
         is_best=trainer.evaluation_plan.is_best,
-        result=trainer.last_result,
+        row=None if trainer.last_result is None else row_of(trainer.last_result),
         unheard=trainer.unheard,
         broken=broken,
         built=trainer.built,
@@ -73,8 +73,7 @@ def leave(trainer: Trainer, *, planned: bool) -> None:
 def take_over(trainer: Trainer, before: Handover | None) -> Agreed:
     """Bring all ranks of a new group to the same state; every rank calls this, a new one too.
 
-    Gathers a text of each rank. The state is broadcast only if a rank is behind. Raises
-    `ReplicasDiffer` if the weights or the optimizer differ afterwards.
+    Gathers a text of each rank. The state is broadcast only if a rank is behind.
     """
     comm = trainer.comm
     mine = dataclasses.asdict(_position(trainer, before))
@@ -90,25 +89,23 @@ def take_over(trainer: Trainer, before: Handover | None) -> Agreed:
     trainer.evaluation_plan.is_best = agreed.position.is_best
     if trainer.saving is not None:
         trainer.saving.checkpointer.done_step = agreed.saved
-    if trainer.strategy.agreement.is_one_training:
-        verify(trainer.strategy.learner, CAUSES)
     return agreed
+
+
+def compare(trainer: Trainer) -> None:
+    """Raise `ReplicasDiffer` if the ranks of a new group hold different weights, or optimizers."""
+    verify(trainer.strategy.learner, CAUSES)
 
 
 def _position(trainer: Trainer, before: Handover | None) -> Position:
     folder = Path(trainer.job.run_dir) / CHECKPOINTS
-    newest = committed(folder)[:1] if comm_leads(trainer) and trainer.saving is not None else []
+    looks = trainer.comm.rank == 0 and trainer.saving is not None
+    newest = committed(folder)[:1] if looks else []
     saved = step_of(newest[0]) if newest else -1
     if before is None or before.is_new:
         return Position(saved=saved)
-    row = None if before.result is None else row_of(before.result)
     evaluated = int(before.state["course"]["found_at"])
-    return Position(before.step, evaluated, before.is_best, before.broken, saved, row)
-
-
-def comm_leads(trainer: Trainer) -> bool:
-    """Whether this rank leads its group."""
-    return trainer.comm.rank == 0
+    return Position(before.step, evaluated, before.is_best, before.broken, saved, before.row)
 
 
 def _broadcast(trainer: Trainer, state: dict[str, Any], source: int) -> dict[str, Any]:

@@ -412,7 +412,7 @@ class Trainer(EngineTrainer[Batch]):
 
     def callback_states(self) -> dict[str, Any]:
         """The states of the callbacks of this rank. No communication."""
-        return self._callback_states.own()
+        return self._callback_states.of_this_rank()
 
     def load_group_state(self, state: dict[str, Any], *, with_callbacks: bool) -> None:
         """Load a state of this group (`regroup`), which this rank may hold itself."""

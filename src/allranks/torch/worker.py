@@ -36,7 +36,7 @@ from allranks.torch.parameter_server.scheduler import SchedulerTrainer
 from allranks.torch.parameter_server.server import ServedTrainer, evaluate_checkpoints, serve
 from allranks.torch.parameter_server.worker import work
 from allranks.torch.random.keyed_rng import seed_generators
-from allranks.torch.regroup import hand_over, leave, take_over
+from allranks.torch.regroup import compare, hand_over, leave, take_over
 from allranks.torch.shared_memory.backend import backend_record
 from allranks.torch.task import Task
 from allranks.torch.trainer import Trainer
@@ -329,8 +329,12 @@ class TorchRank(RankProgram[Trainer]):
         return before
 
     def take_over(self, trainer: Trainer, before: Handover | None) -> Agreed:
-        """Sends the state to the ranks that are behind, and compares digests."""
+        """Sends a text, and the state to the ranks that are behind."""
         return take_over(trainer, before)
+
+    def compare(self, trainer: Trainer) -> None:
+        """Sends a digest."""
+        compare(trainer)
 
     def device_peak_bytes(self, trainer: Trainer) -> int | None:
         """The peak that the allocator of the rank's device has counted."""

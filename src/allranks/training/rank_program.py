@@ -411,6 +411,10 @@ class RankProgram(ABC, Generic[T]):
         """Bring the ranks of a new group to one state; every rank calls this."""
         raise NotImplementedError
 
+    def compare(self, trainer: T) -> None:
+        """Raise `ReplicasDiffer` unless they have it; every rank calls this."""
+        raise NotImplementedError
+
     def device_peak_bytes(self, trainer: T) -> int | None:
         """The most that this process has held on its device; `None` where nobody counts."""
         return None
@@ -595,17 +599,19 @@ class RankProgram(ABC, Generic[T]):
     def _meet(self, task: Any, before: Handover, group: Group, step: int) -> T:
         """Meet the others of `group`, which may change while it forms; the trainer in it."""
         while True:
-            self.world = self.world.in_group(group)
+            self.world, agreed = self.world.in_group(group), None
             before.heartbeat.enter_group(group.number)
             try:
                 before.faults.reach("regroup", max(before.step, 0))
                 trainer = self.trainer = self.join_group(task, before)
                 agreed = self.take_over(trainer, before)
+                self.compare(trainer)
                 break
             except PeerLost as lost:
                 group = next_group(before.heartbeat, self.world, step, lost)
                 assert self.trainer is not None
-                self.trainer.close(failed=True)
+                now = self.leave_group(self.trainer, planned=False)
+                before = before if agreed is None else before.after(agreed, now)
         self.record.follow_group(self.world, group, agreed)
         if before.unheard is not None and before.step == agreed.position.step:
             for callback in trainer.callbacks:

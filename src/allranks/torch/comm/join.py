@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import (  # type: ignore[attr-defined]
     FileStore,
     PrefixStore,
+    Store,
     TCPStore,
     rendezvous,
 )
@@ -73,11 +74,7 @@ def join(
     if world.size == 1 or world.role != TRAINER:  # other roles exchange messages
         return Comm(device=device, heartbeat=heartbeat)
     try:
-        joins = next(_joins) if glance is None else world.group  # a newcomer has made fewer
-        keys, store = f"attempt-{world.attempt}/join-{joins}", _store_of(world)
-        if glance is not None:  # C++ keeps no reference to what Python has added to a store
-            store = _stores[GLANCING] = GlancingStore(store, glance)
-        store = PrefixStore(keys, store)
+        store = _prefixed_store(world, glance)
         if share_device:
             backend = _backend_of_shared(device, backend, world, store)
         else:
@@ -103,7 +100,16 @@ def join(
     return comm
 
 
-class GlancingStore(dist.Store):
+def _prefixed_store(world: World, glance: Callable[[], None] | None) -> Any:
+    """The store of these ranks, with a prefix that no other join of theirs has."""
+    joins = next(_joins) if glance is None else world.group  # a newcomer has made fewer
+    store = _store_of(world)
+    if glance is not None:  # C++ keeps no reference to what Python has added to a store
+        store = _stores[GLANCING] = GlancingStore(store, glance)
+    return PrefixStore(f"attempt-{world.attempt}/join-{joins}", store)
+
+
+class GlancingStore(Store):
     """A store in which a wait calls `glance` every millisecond, which may raise an error.
 
     A rank that is lost while a group forms would hold up the others for minutes.
@@ -113,7 +119,7 @@ class GlancingStore(dist.Store):
         super().__init__()
         self.store, self.glance = store, glance
 
-    def wait(self, keys: list[str], timeout: timedelta = TIMEOUT) -> None:  # type: ignore[override]
+    def wait(self, keys: list[str], timeout: timedelta = TIMEOUT) -> None:
         until = time.monotonic() + TIMEOUT.total_seconds()  # a rank may compute for long
         while not self.store.check(keys):
             self.glance()

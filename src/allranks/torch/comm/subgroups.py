@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
-from torch.distributed import ProcessGroupGloo  # type: ignore[attr-defined]
 
 from allranks.errors import FaultKind
 from allranks.launcher.processes.process import is_said
@@ -128,8 +127,10 @@ def _close_connections(group: Any) -> None:
     Gloo closes them with the last reference to the group, and its own collectives under way have
     one; its `abort` does nothing. A message that does not come in time closes all of them.
     """
-    backend = group._get_backend(torch.device("cpu")) if dist.get_backend(group) != "nccl" else None
-    if not isinstance(backend, ProcessGroupGloo):
+    if dist.get_backend(group) == "nccl":
+        return
+    backend: Any = group._get_backend(torch.device("cpu"))
+    if type(backend).__name__ != "ProcessGroupGloo":
         return
     for peer in range(backend.size()):
         if peer == backend.rank():

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from allranks.errors import PeerLost
@@ -35,9 +35,9 @@ class Handover:
     """What a rank takes from its trainer in one group to that in the next.
 
     `state` is that of `EngineTrainer.course`, and the engine's as `strategy`; its tensors are those
-    of the model and the optimizer, not copies. `result` is that of the last step; it is `unheard`,
-    with its batch, if the callbacks were not called yet. `broken` is the step that was begun and
-    not made, or -1. `built` and `data` are the engine's model and its opened data.
+    of the model and the optimizer, not copies. `row` is what the metrics say of the last step. That
+    is `unheard`, with its batch, if the callbacks were not called yet. `broken` is the step that
+    was begun and not made, or -1. `built` and `data` are the engine's model and its opened data.
     """
 
     callbacks: list[Callback]
@@ -45,7 +45,7 @@ class Handover:
     faults: Faults
     state: dict[str, Any]
     is_best: bool
-    result: StepResult | None
+    row: dict[str, Any] | None
     unheard: tuple[Any, StepResult] | None
     broken: int
     built: Any
@@ -57,6 +57,12 @@ class Handover:
     def step(self) -> int:
         """How many global batches are done; -1 if it is new."""
         return -1 if self.is_new else int(self.state["progress"]["batch_index"])
+
+    def after(self, agreed: Agreed, loaded: Handover) -> Handover:
+        """The same once this rank has `loaded` what a group has `agreed` on, and lost it again."""
+        is_behind = self.step != agreed.position.step
+        unheard = None if is_behind else self.unheard
+        return replace(loaded, row=agreed.position.row, unheard=unheard, broken=self.broken)
 
 
 @dataclass(frozen=True)

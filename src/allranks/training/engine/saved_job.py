@@ -181,7 +181,7 @@ class CallbackStates:
             "callbacks_of_rank": {n: s for n, s in states.items() if not of_all[n]},
         }
 
-    def own(self) -> dict[str, Any]:
+    def of_this_rank(self) -> dict[str, Any]:
         """The same, of this rank alone, whatever the others have. No communication."""
         self._load()
         states = {n: {"state": c.state_dict()} for n, c in self._stateful.items()}
