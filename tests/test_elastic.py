@@ -92,7 +92,7 @@ def test_ranks_are_lost_anywhere(train: Train, alone: Result, name: str, backend
     assert_undisturbed(result, alone)
     assert groups(result)[-1]["members"] == members
     saved = {step_of(folder) for folder in committed(result.run_dir / "checkpoints")}
-    assert saved >= {3, 9, 12}  # that of step 6 may have been given up
+    assert saved >= {9, 12}  # one that was under way may have been given up
     evaluated = [row["step"] for row in read_events(result.run_dir) if row["event"] == "evaluated"]
     assert evaluated == [3, 6, 9, 12]
 

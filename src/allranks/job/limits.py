@@ -359,6 +359,12 @@ def _check_elastic(job: Job, spec: StrategySpec) -> None:
             "a gradient that is applied one step late is lost with a rank",
             whole,
         ),
+        (
+            job.micro_batch_trial,
+            "--micro-batch auto",
+            "a rank without memory is lost, and the others go on: no trial would end",
+            "give --micro-batch a number, or leave it out",
+        ),
         (job.nodes > 1, f"--nodes {job.nodes}", "it was tried on one machine alone", "--nodes 1"),
         (
             job.device != "cpu",

@@ -65,6 +65,8 @@ def leave(trainer: Trainer, *, planned: bool) -> None:
         with suppress(PeerLost):
             saving.checkpointer.wait()
     trainer.close(failed=True)
+    for parameter in trainer.model.parameters():
+        parameter.grad = None  # a part of the buckets of that group
     if saving is not None:
         with suppress(Exception):  # it lost a peer, too
             saving.checkpointer.writers.thread.wait()

@@ -103,6 +103,13 @@ def check_own_loop(job: Job, ranks: int) -> None:
             why="the trial starts all ranks again, which their launcher does",
             do='Job(micro_batch=16), or allranks.launch(task, micro_batch="auto")',
         )
+    if job.elastic:
+        raise RequestError(
+            asked=f"Trainer(task, Job(elastic={job.elastic!r}))",
+            found="a loop of one's own",
+            why="another group of ranks has another trainer, which the loop of allranks makes",
+            do=f"allranks.launch(task, elastic={job.elastic!r})",
+        )
     if job.log:
         raise RequestError(
             asked=f"Trainer(task, Job(log={job.log!r}))",
