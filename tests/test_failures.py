@@ -470,8 +470,8 @@ def test_the_kernels_kill_for_want_of_memory_is_told_as_that(
 def test_a_straggler_is_told_with_rank_host_and_phase(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("allranks.launcher.supervisor.EVERY_S", 0.5)
-    monkeypatch.setattr("allranks.launcher.supervisor.LEAST_S", 0.1)  # of a loaded machine
+    monkeypatch.setattr("allranks.launcher.heartbeat.EVERY_S", 0.5)
+    monkeypatch.setattr("allranks.launcher.heartbeat.LEAST_S", 0.1)  # of a loaded machine
     flags: dict[str, Any] = {"ranks": 2, "steps": STEPS}
     wanted = train("bad_tasks:Good", **flags)
     flags |= {"inject": "slow@rank=1,seconds=0.3", "run_dir": str(tmp_path / "run")}

@@ -41,15 +41,15 @@ def test_before_any_rank_has_come_all_are_at_the_start(heartbeats: HeartbeatTabl
 
 
 def test_a_rank_sees_the_step_of_another(heartbeats: HeartbeatTable) -> None:
-    other = Heartbeat(heartbeats.fd, 2, 3)
+    other = Heartbeat(heartbeats.fd, 2)
     assert other.step_of(0) == -1
-    Heartbeat(heartbeats.fd, 0, 3).at_step(7)
+    Heartbeat(heartbeats.fd, 0).at_step(7)
     assert (other.step_of(0), other.step_of(2)) == (7, -1)
 
 
 def test_what_each_rank_says_is_read_as_its_own(heartbeats: HeartbeatTable) -> None:
     begun = time.monotonic()
-    ranks = [Heartbeat(heartbeats.fd, rank, 3) for rank in range(3)]
+    ranks = [Heartbeat(heartbeats.fd, rank) for rank in range(3)]
     for rank, heartbeat in enumerate(ranks):
         heartbeat.at_step(10 + rank)
         assert heartbeat.enter("data") == "start"
@@ -64,7 +64,7 @@ def test_what_each_rank_says_is_read_as_its_own(heartbeats: HeartbeatTable) -> N
 
 
 def test_a_rank_that_came_and_has_no_step_says_so(heartbeats: HeartbeatTable) -> None:
-    Heartbeat(heartbeats.fd, 1, 3)
+    Heartbeat(heartbeats.fd, 1)
     assert heartbeats.read()[1].step == -1 and heartbeats.read()[1].since > 0
 
 
@@ -73,7 +73,7 @@ def test_time_is_counted_for_the_phase_that_it_was_spent_in(
 ) -> None:
     now = [100.0]
     monkeypatch.setattr("allranks.launcher.heartbeat.time.monotonic", lambda: now[0])
-    heartbeat = Heartbeat(heartbeats.fd, 2, 3)
+    heartbeat = Heartbeat(heartbeats.fd, 2)
     for phase, spent in (("data", 1.0), ("compute", 2.0), ("data", 4.0), ("exchange", 8.0)):
         now[0] += spent
         heartbeat.enter(phase)
@@ -84,7 +84,7 @@ def test_time_is_counted_for_the_phase_that_it_was_spent_in(
 
 def test_a_fork_writes_into_the_same_memory(heartbeats: HeartbeatTable) -> None:
     def beats() -> None:
-        heartbeat = Heartbeat(heartbeats.fd, 1, 3)
+        heartbeat = Heartbeat(heartbeats.fd, 1)
         heartbeat.at_step(7)
         heartbeat.enter("evaluate")
 
@@ -97,7 +97,7 @@ def test_a_fork_writes_into_the_same_memory(heartbeats: HeartbeatTable) -> None:
 def test_the_thread_that_saves_says_when_it_waits_and_nothing_else(
     heartbeats: HeartbeatTable,
 ) -> None:
-    heartbeat = Heartbeat(heartbeats.fd, 1, 3)
+    heartbeat = Heartbeat(heartbeats.fd, 1)
     heartbeat.enter("save")
     aside, before = heartbeat.for_save_thread(), heartbeats.read()[1]
     assert aside.enter("exchange") == "save"
@@ -108,7 +108,7 @@ def test_the_thread_that_saves_says_when_it_waits_and_nothing_else(
 
 
 def test_what_the_supervisor_wants_reaches_every_rank(heartbeats: HeartbeatTable) -> None:
-    ranks = [Heartbeat(heartbeats.fd, rank, 3) for rank in range(3)]
+    ranks = [Heartbeat(heartbeats.fd, rank) for rank in range(3)]
     assert not any(heartbeat.wants_stop or heartbeat.wants_save() for heartbeat in ranks)
     heartbeats.ask_to_save()
     heartbeats.ask_to_save()
@@ -123,7 +123,7 @@ def test_what_the_supervisor_wants_reaches_every_rank(heartbeats: HeartbeatTable
 
 def test_it_reaches_a_fork(heartbeats: HeartbeatTable) -> None:
     def hears() -> None:
-        heartbeat = Heartbeat(heartbeats.fd, 2, 3)
+        heartbeat = Heartbeat(heartbeats.fd, 2)
         signal.alarm(30)
         while not heartbeat.wants_stop:
             pass
@@ -133,7 +133,7 @@ def test_it_reaches_a_fork(heartbeats: HeartbeatTable) -> None:
 
 
 def test_without_a_supervisor_nobody_wants_anything() -> None:
-    heartbeat = Heartbeat(-1, 5, 8)  # whatever rank it is
+    heartbeat = Heartbeat(-1, 5)  # whatever rank it is
     heartbeat.at_step(3)
     assert heartbeat.enter("compute") == "start" and heartbeat.enter("data") == "compute"
     assert not heartbeat.wants_stop and not heartbeat.wants_save()
@@ -146,7 +146,7 @@ def test_without_a_supervisor_nobody_wants_anything() -> None:
 )
 def test_a_rank_never_writes_into_the_row_of_another(said: list[tuple[int, str, int]]) -> None:
     with closing(HeartbeatTable(4)) as heartbeats:
-        ranks = [Heartbeat(heartbeats.fd, rank, 4) for rank in range(4)]
+        ranks = [Heartbeat(heartbeats.fd, rank) for rank in range(4)]
         wanted = {rank: ("start", -1, 0) for rank in range(4)}
         for rank, phase, step in said:
             ranks[rank].enter(phase)

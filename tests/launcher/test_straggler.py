@@ -11,8 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from allranks.job.run_folder import JsonLines, read_rows
-from allranks.launcher.heartbeat import PHASES, Beat, Heartbeat, HeartbeatTable
-from allranks.launcher.supervisor import FEWEST_STEPS, LEAST_S, Stragglers, slower
+from allranks.launcher.heartbeat import (
+    FEWEST_STEPS,
+    LEAST_S,
+    PHASES,
+    Beat,
+    Heartbeat,
+    HeartbeatTable,
+    Stragglers,
+    slower,
+)
 
 STEPS = 10
 HOSTS = ("node0", "")  # "": this one
@@ -80,7 +88,7 @@ def test_each_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("allranks.launcher.heartbeat.time.monotonic", lambda: now[0])
     path = tmp_path / "events.jsonl"
     with closing(HeartbeatTable(2)) as heartbeats, JsonLines(path) as events:
-        ranks = [Heartbeat(heartbeats.fd, rank, 2) for rank in range(2)]
+        ranks = [Heartbeat(heartbeats.fd, rank) for rank in range(2)]
         looks = Stragglers(heartbeats, events, HOSTS)
         for step in range(20):
             for rank, heartbeat in enumerate(ranks):
@@ -104,7 +112,7 @@ def test_steps_that_are_longer_than_the_looks_are_compared_too(
     monkeypatch.setattr("allranks.launcher.heartbeat.time.monotonic", lambda: now[0])
     path = tmp_path / "events.jsonl"
     with closing(HeartbeatTable(2)) as heartbeats, JsonLines(path) as events:
-        ranks = [Heartbeat(heartbeats.fd, rank, 2) for rank in range(2)]
+        ranks = [Heartbeat(heartbeats.fd, rank) for rank in range(2)]
         looks = Stragglers(heartbeats, events, HOSTS)
         for step in range(12):
             for rank, heartbeat in enumerate(ranks):

@@ -74,7 +74,7 @@ class Checkpointer:
         self.writers, self._copies = writers, copies
         self._under_way: int | None = None
         self._committed, self._is_swept = True, False
-        self._done_step = -1
+        self.done_step = -1
 
     def save(
         self, step: int, common: Any, rank_state: Any, about: About, *, blocking: bool = False
@@ -87,7 +87,7 @@ class Checkpointer:
         """
         begun = time.monotonic()
         self.wait()
-        if step == self._done_step:
+        if step == self.done_step:
             return
         ranks = self._ready()
         self._under_way = step
@@ -109,7 +109,7 @@ class Checkpointer:
             return self._committed
         self._committed = False
         self._committed = self.writers.outcome(step)
-        self._done_step = step if self._committed else self._done_step
+        self.done_step = step if self._committed else self.done_step
         return self._committed
 
     def load(
@@ -132,7 +132,7 @@ class Checkpointer:
         loaded = search.newest(sources)
         if loaded is not None:
             here = step_folder(self._rules.folder, loaded.step)
-            self._done_step = loaded.step if here.resolve() == loaded.path.resolve() else -1
+            self.done_step = loaded.step if here.resolve() == loaded.path.resolve() else -1
         return loaded
 
     def close(self, *, failed: bool = False) -> None:

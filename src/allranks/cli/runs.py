@@ -1,24 +1,28 @@
-"""`allranks runs` and `allranks show RUN`: what jobs have left behind."""
+"""`allranks runs`, `show RUN`: what jobs have left behind; `scale`, `join RUN`: ranks of one."""
 
 from __future__ import annotations
 
 import shlex
+import time
 from pathlib import Path
 from typing import Any
 
 import click
 
 from allranks.checkpoint.files import as_json
-from allranks.cli.display.following import anomalies_in
+from allranks.cli.display.following import anomalies_in, scaled_in_words
 from allranks.cli.display.placement import as_data, table
 from allranks.cli.display.progress import in_sentences
-from allranks.errors import RequestError, printable
+from allranks.errors import ProgramError, RequestError, printable
+from allranks.job.job import Job
+from allranks.job.limits import elastic_range
 from allranks.job.place import read_placements
 from allranks.job.resume import how_to_resume
-from allranks.job.run_folder import is_in_use, read_events
+from allranks.job.run_folder import is_in_use, read_events, read_rows
+from allranks.job.scaling import ANSWERS, Bounds, ScaleRequest, post, withdraw
 from allranks.job.units import format_bytes
 from allranks.strategies.resolve import strategy_spec
-from allranks.tools.report.records import outcome_of, read_job, read_watched
+from allranks.tools.report.records import ENDS, outcome_of, read_job, read_watched
 from allranks.tools.report.tables import COMMAND_DEFAULTS
 from allranks.training.record.phases import held_in
 
@@ -164,3 +168,115 @@ def _row(path: Path) -> dict[str, Any]:
         "fault": outcome.fault,
         "memory": {str(rank): use.to_data() for rank, use in held_in(events).items()},
     }
+
+
+# --- scale ---------------------------------------------------------------------------------------
+# More or fewer ranks for a job that runs: a request in its folder, which its launcher answers.
+
+
+NOTICE_S = 10.0  # for a launcher to read a request; it looks ten times a second
+POLL_S = 0.1
+
+
+@click.command()
+@click.argument("run")
+@click.option("--ranks", type=click.IntRange(1), metavar="M", help="So many (no default).")
+@click.option("--leave", type=click.IntRange(0), metavar="RANK", help="Without it (no default).")
+@click.option("--json", "as_object", is_flag=True, help="Print JSON.")
+def scale(run: str, ranks: int | None, leave: int | None, as_object: bool) -> None:
+    """Let --ranks M ranks train the job in RUN from now on, or let one --leave.
+
+    The job must have been started with --elastic MIN:MAX. New ranks load the program while the
+    others train, and receive the weights at the boundary of a step. Nothing starts again, and the
+    result does not change. Returns when the new ranks train, and those that leave have ended.
+    """
+    if (ranks is None) == (leave is None):
+        raise RequestError(
+            asked=f"scale {run}",
+            found="both --ranks and --leave" if ranks else "neither --ranks nor --leave",
+            why="a request says how many ranks are to train, or which one is to leave",
+            do=f"allranks scale {run} --ranks 4, or allranks scale {run} --leave 2",
+        )
+    request = ScaleRequest.new(ranks=ranks or 0, leave=-1 if leave is None else leave)
+    _print_answer(_answer(Path(run), request), as_object)
+
+
+@click.command()
+@click.argument("run")
+@click.option("--json", "as_object", is_flag=True, help="Print JSON.")
+def join(run: str, as_object: bool) -> None:
+    """Let one more rank of this machine train the job in RUN: see `allranks scale`."""
+    _print_answer(_answer(Path(run), ScaleRequest.new(join=1)), as_object)
+
+
+def _print_answer(answer: dict[str, Any], as_object: bool) -> None:
+    click.echo(as_json(answer) if as_object else printable(scaled_in_words(answer)))
+
+
+def _answer(run: Path, request: ScaleRequest) -> dict[str, Any]:
+    """The event `scaled` that answers the request; raises the error of any other answer."""
+    _check(run, request)
+    post(run, request)
+    try:
+        answer = _wait(run, request)
+    except BaseException:
+        withdraw(run)
+        raise
+    if answer["event"] == "scaled":
+        return answer
+    if "request" in answer:
+        raise RequestError.from_data(answer["request"])
+    raise ProgramError(f"{request}: {answer['report']}; the other ranks train on")
+
+
+def _check(run: Path, request: ScaleRequest) -> None:
+    """Raise `RequestError` for what can be known without the launcher of the run."""
+    if not (run / "job.toml").is_file():
+        raise RequestError(
+            asked=f"{request} {run}",
+            found="no job.toml in it",
+            why="a run folder always has one",
+            do="see `allranks runs` for those there are",
+        )
+    elastic = read_job(run).get("elastic", "")
+    if not elastic:
+        raise RequestError(
+            asked=f"{request} {run}",
+            found="a job without --elastic",
+            why="its ranks form one group for good, and memory is laid out for them alone",
+            do="stop it (SIGTERM), and resume it: allranks train --run-dir RUN --elastic 1:8",
+        )
+    if request.ranks:
+        request.size_after((), Bounds(*elastic_range(Job(elastic=elastic))))
+    if (state := _state(run)) in ENDS and not is_in_use(run):
+        raise RequestError(
+            asked=f"{request} {run}",
+            found=f"a run that is over: {state}",
+            why="ranks join and leave while others train",
+            do=f"resume it on another number of ranks: allranks train --run-dir {run} --ranks M",
+        )
+
+
+def _state(run: Path) -> str:
+    """The name of the last event of the launcher."""
+    names = [row["event"] for row in read_rows(run / "events.jsonl")]
+    return names[-1] if names else ""
+
+
+def _wait(run: Path, request: ScaleRequest) -> dict[str, Any]:
+    """The answer to a request, once it is there; raises if none will come."""
+    posted_at, was_in_use = time.monotonic(), is_in_use(run)
+    while True:
+        is_over = was_in_use and not is_in_use(run)
+        for row in read_rows(run / "events.jsonl"):
+            if row["event"] in ANSWERS and row.get("number") == request.number:
+                return row
+        if is_over or (time.monotonic() - posted_at > NOTICE_S and withdraw(run)):
+            raise RequestError(
+                asked=f"{request} {run}",
+                found="a run that has ended" if is_over else "a launcher that does not answer",
+                why="the launcher that started the ranks reads requests ten times a second",
+                do=f"look at the run: allranks show {run}; its launcher may be stopped, or on a "
+                "machine that does not see this folder",
+            )
+        time.sleep(POLL_S)

@@ -26,6 +26,7 @@ POINTS = {
     "step": "before a step",
     "stepped": "after a step",
     "evaluate": "before an evaluation",
+    "regroup": "before a rank of an elastic job meets the others of another group",
     "done": "the training is over and recorded, the process is about to leave",
     "save:snapshot": "before the state is copied",
     "save:write": "before the first byte of a rank's file",

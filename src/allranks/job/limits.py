@@ -25,6 +25,7 @@ from allranks.job.job import (
 )
 from allranks.job.loss_scale import parse_loss_scale
 from allranks.job.recipes import check_recipe
+from allranks.strategies.cards.data_parallel import is_late
 from allranks.strategies.resolve import StrategySpec, resolved_strategy
 from allranks.strategies.roles import EVALUATOR, ProcessSet
 
@@ -76,6 +77,8 @@ def checked(job: Job) -> Job:
     spec = resolved_strategy(job.strategy, ranks=job.ranks, bitwise=job.bitwise, per_node=per_node)
     _check_devices(job, spec)
     _check_roles(job, spec.process_set)
+    if job.elastic:
+        _check_elastic(job, spec)
     return dataclasses.replace(job, strategy=str(spec))
 
 
@@ -301,6 +304,78 @@ def _check_roles(job: Job, process_set: ProcessSet) -> None:
         if is_asked:
             asked = f"--strategy {job.strategy} with {option}"
             raise RequestError(asked=asked, found=str(process_set), why=why, do=do)
+
+
+def elastic_range(job: Job) -> tuple[int, int]:
+    """The fewest and the most ranks of an elastic job; raises `RequestError`."""
+    least, colon, most = job.elastic.partition(":")
+    if not (colon and _is_count(least) and _is_count(most)):
+        raise RequestError(
+            asked=f"--elastic {job.elastic}",
+            found="no two numbers MIN:MAX, from 1 on",
+            why="a job goes on while at least MIN and at most MAX ranks are there",
+            do=f"--elastic 1:{job.ranks}",
+        )
+    return int(least), int(most)
+
+
+STAYS_WHOLE = ("mean", "tree")
+"""The reducers under which a rank holds nothing that is lost with it."""
+
+
+def _check_elastic(job: Job, spec: StrategySpec) -> None:
+    """Refuse `--elastic` where a lost rank takes something with it, and where nobody tried it."""
+    least, most = elastic_range(job)
+    reduce = str(spec.options.get("reduce", STAYS_WHOLE[0]))
+    whole = f"--strategy ddp, with reduce={' or '.join(STAYS_WHOLE)}"
+    refused = [
+        (
+            not least <= job.ranks <= most,
+            f"--ranks {job.ranks}",
+            "a job begins with a number of ranks that it may go on with",
+            f"--elastic {min(least, job.ranks)}:{max(most, job.ranks)}",
+        ),
+        (
+            job.engine != TORCH,
+            f"--engine {job.engine}",
+            "its ranks form no other group in the same processes",
+            f"--engine {TORCH}",
+        ),
+        (
+            spec.name not in ("ddp", "ddp-plain"),
+            f"--strategy {spec}",
+            "parts of the weights or of the optimizer are lost with a rank",
+            whole,
+        ),
+        (
+            reduce not in STAYS_WHOLE,
+            f"--strategy {spec}",
+            f"what reduce={reduce} keeps or connects is lost with a rank",
+            whole,
+        ),
+        (
+            is_late(spec.options),
+            f"--strategy {spec}",
+            "a gradient that is applied one step late is lost with a rank",
+            whole,
+        ),
+        (
+            job.micro_batch_trial,
+            "--micro-batch auto",
+            "a rank without memory is lost, and the others go on: no trial would end",
+            "give --micro-batch a number, or leave it out",
+        ),
+        (job.nodes > 1, f"--nodes {job.nodes}", "it was tried on one machine alone", "--nodes 1"),
+        (
+            job.device != "cpu",
+            f"--device {job.device}",
+            "it was tried on processors alone",
+            "--device cpu, or --max-restarts 3",
+        ),
+    ]
+    for is_asked, option, why, do in refused:
+        if is_asked:
+            raise RequestError(asked=f"--elastic {job.elastic}", found=option, why=why, do=do)
 
 
 def _check_course(job: Job) -> None:

@@ -135,7 +135,7 @@ class RunFolder:
         """What a killed supervisor left here under names of ours."""
         tables = (".metrics.jsonl.*", ".metrics.csv.*", ".evaluations.csv.*")
         weights = (".weights.safetensors", ".average.safetensors")
-        for name in (".store-*", ".job.toml.*", *tables, *weights):
+        for name in (".store-*", ".job.toml.*", ".scale.json*", *tables, *weights):
             for path in self.path.glob(name):
                 path.unlink()
 
@@ -367,6 +367,10 @@ class JsonLines:
             rows = "".join(f"{line}\n" for line in self._waiting).encode()
             self._waiting.clear()
         return rows
+
+    def hand_over(self) -> None:
+        """Close the file as it is after `flush`: another process goes on with its name."""
+        self._file.close()
 
     def close(self) -> None:
         self._finish()

@@ -11,7 +11,7 @@ import itertools
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,9 +29,11 @@ from allranks.errors import (
     Stopped,
     stopped_by,
 )
-from allranks.job.program import MODULES, PROGRAM, by_name
+from allranks.job.limits import elastic_range
+from allranks.job.program import MODULES, PROGRAM, by_name, file_sha256
 from allranks.job.resume import CHECKPOINTS, checkpoint_folders, how_to_resume, resume_command
 from allranks.job.run_folder import JsonLines, RunFolder, rank_events_path, rank_log_path, read_rows
+from allranks.job.scaling import Bounds
 from allranks.launcher.fault_report import (
     RankFault,
     describe_cause,
@@ -44,17 +46,17 @@ from allranks.launcher.fault_report import (
     skipped_collective,
     user_error,
 )
-from allranks.launcher.heartbeat import Beat, HeartbeatTable
+from allranks.launcher.heartbeat import Beat, HeartbeatTable, Stragglers
 from allranks.launcher.plan import STORE, LaunchPlan, RankPlan, Resources
 from allranks.launcher.processes.fork_server import HEARTBEAT_FD, LISTENER_FD, SEGMENT_FD
 from allranks.launcher.processes.linux import Kills
 from allranks.launcher.processes.process import Exit, Process
+from allranks.launcher.scaling import Scaling
 from allranks.launcher.supervisor import (
     COMMIT_S,
     NEVER,
     Ended,
     Signals,
-    Stragglers,
     WatchPolicy,
     supervise,
 )
@@ -94,7 +96,10 @@ class Rejoining:
     def again(self, run_dir: Path, attempt: int, rank: int, exit_: Exit) -> Process | None:
         """The process that replaces a failed one, or `None`."""
         assert self.plan is not None and self.make is not None
-        role = self.plan.process_set.members[rank].role
+        members = self.plan.process_set.members
+        if rank >= len(members):  # it has joined an elastic job
+            return None
+        role = members[rank].role
         failure = self._failure(run_dir, rank, attempt)
         is_victim = bool(failure.get("peer_lost"))
         if role.resumes:
@@ -165,6 +170,17 @@ class SamePrograms:
                 is_now = row["event"] == "ready" and row.get("attempt", 0) == attempt
                 if is_now and "machine" in row:  # parameter servers do not write it
                     self._compare(rank, _files(row["machine"]), hosts)
+
+    def edited(self, program: str) -> str:
+        """The file of the program, if it is no longer as the ranks have loaded it; else ""."""
+        for files in self._of_rank.values():
+            return "" if files.get(PROGRAM) == file_sha256(program) else program
+        return ""
+
+    def differs(self, ready: dict[str, Any]) -> str:
+        """A file that a new rank has loaded otherwise than the others; "" if there is none."""
+        first = next(iter(self._of_rank.values()), {})
+        return next(iter(_unequal(first, _files(ready["machine"]))), "")
 
     def _compare(self, rank: int, files: dict[str, object], hosts: Sequence[str]) -> None:
         first = next(iter(self._of_rank), rank)
@@ -263,11 +279,11 @@ class Attempts:
             if report:
                 self._reserve_room_again(attempt, report)
             self._programs.begin()
-            with closing(HeartbeatTable(len(self.plan.ranks))) as heartbeats:
+            with closing(self._heartbeats()) as heartbeats:
                 kills = Kills.now()
                 ended = self._try(target, attempt, heartbeats)
                 self._look_at_programs(attempt, at_once=True)
-                beats = heartbeats.read()
+                beats = [b for b in heartbeats.read() if b.rank in heartbeats.group.members]
             memory = Kills.now().since(kills)
             fault = first_fault(ended, self.folder.path, attempt, memory, beats, must_say_so=True)
             exits = {rank: exit_.code for rank, exit_ in sorted(ended.exits.items())}
@@ -302,6 +318,11 @@ class Attempts:
             before, report = fault, str(error)
             self._record_restart(values, attempt, reached)
         raise AssertionError("the last attempt returns or raises")
+
+    def _heartbeats(self) -> HeartbeatTable:
+        """The memory of the ranks, with rows for those that may join."""
+        begin, job = len(self.plan.ranks), self.plan.job
+        return HeartbeatTable(elastic_range(job)[1] if job.elastic else begin, begin)
 
     def _smaller(self, fault: RankFault | None, attempt: int) -> int | None:
         """The micro-batch to try after this fault: the smallest that a rank without memory names.
@@ -365,7 +386,9 @@ class Attempts:
     def _try(self, target: str, attempt: int, heartbeats: HeartbeatTable) -> Ended:
         """Start all ranks, and watch them until all have ended."""
         job, process_set, rejoining = self.plan.job, self.plan.process_set, self._rejoining
-        rejoining.begin(self.plan, partial(self._process, target=target, attempt=attempt))
+        make = partial(self._process, target=target, attempt=attempt)
+        rejoining.begin(self.plan, make)
+        self._table = heartbeats
         policy = WatchPolicy(
             heartbeats=heartbeats,
             hang_timeout_s=job.hang_timeout,
@@ -382,7 +405,10 @@ class Attempts:
             on_lost=partial(self._record_lost, attempt),
             helpers=process_set.helpers,
         )
+        if job.elastic:
+            policy = self._elastic(policy, attempt, make)
         hosts = [rank.host for rank in self.plan.ranks]
+        hosts += [""] * (heartbeats.ranks - len(hosts))
         stragglers = Stragglers(heartbeats, self.folder.events, hosts)
 
         def tick() -> None:
@@ -406,7 +432,35 @@ class Attempts:
                 raise
             return Ended({}, frozenset())  # the fork server died after the job was done
         finally:
-            (self.folder.path / f"{STORE}-{attempt}").unlink(missing_ok=True)
+            store = f"{STORE}-{attempt}"
+            for path in (self.folder.path / store, *self.folder.path.glob(f"{store}-group-*")):
+                path.unlink(missing_ok=True)
+
+    def _elastic(
+        self, policy: WatchPolicy, attempt: int, make: Callable[[RankPlan], Process]
+    ) -> WatchPolicy:
+        """The policy of a job whose ranks leave and join."""
+        job, programs, heartbeats = self.plan.job, self._programs, self._table
+
+        def plan_for(size: int) -> LaunchPlan:
+            return self.resources.plan(dataclasses.replace(job, ranks=size), self.plan.shape)
+
+        def edited() -> str:
+            return programs.edited(job.program)
+
+        def may_lose(rank: int, remaining: Collection[int]) -> bool:
+            passes = rank not in heartbeats.group.members or self._rejoining.may_pass(
+                self.folder.path, rank, attempt
+            )
+            return passes and scaling.may_lose(rank, remaining)
+
+        def on_lost(rank: int, exit_: Exit) -> None:
+            scaling.lost(rank, exit_)
+            self._record_lost(attempt, rank, exit_)
+
+        on = (Bounds(*elastic_range(job)), self.folder, attempt, heartbeats)
+        scaling = Scaling(*on, plan_for, make, edited, programs.differs)
+        return dataclasses.replace(policy, may_lose=may_lose, on_lost=on_lost, steer=scaling.steer)
 
     def _look_at_programs(self, attempt: int, at_once: bool = False) -> None:
         try:
@@ -447,10 +501,16 @@ class Attempts:
 
     def _summary(self, attempt: int) -> dict[str, Any] | None:
         """The leader's summary, if it wrote `done` in this attempt."""
-        for row in events_of(self.folder.path, 0, attempt):
+        for row in self._events_of_leader(attempt):
             if row["event"] == "done":
                 return dict(row["summary"])
         return None
+
+    def _events_of_leader(self, attempt: int) -> list[dict[str, Any]]:
+        """The events of rank 0; in an elastic job those of the first rank that has ended well."""
+        members = self._table.group.members if self.plan.job.elastic else (LEADER,)
+        every = [events_of(self.folder.path, rank, attempt) for rank in members]
+        return next((rows for rows in every if ended_well(rows)), every[0])
 
     def _stopped(
         self, ended: Ended, attempt: int, exits: dict[int, int], fault_report: str
@@ -460,7 +520,7 @@ class Attempts:
         `fault_report` is the report of a fault before the stop was complete, on separate lines.
         """
         path = self.folder.path
-        rows = events_of(path, 0, attempt)
+        rows = self._events_of_leader(attempt)
         stop = next((row for row in rows if row["event"] == "stopped"), {})
         if not stop.get("checkpoint"):
             report = fault_report.strip() or None

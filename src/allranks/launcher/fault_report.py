@@ -215,7 +215,7 @@ def _error_of(lines: list[str]) -> str:
 
 
 CRASH_SIGNALS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
-GOOD_ENDS = ("done", "stopped", "described")
+GOOD_ENDS = ("done", "stopped", "described", "left")
 
 
 @dataclass(frozen=True)
@@ -344,9 +344,14 @@ def ended_well(events: list[dict[str, Any]]) -> bool:
 
 
 def events_of(run_dir: Path, rank: int, attempt: int) -> list[dict[str, Any]]:
-    """The events that a rank wrote in one attempt."""
-    rows = read_rows(rank_events_path(run_dir, rank))
-    return [row for row in rows if row.get("attempt", 0) == attempt]
+    """The events that a rank wrote in one attempt, since it joined if it did not begin with it."""
+    events: list[dict[str, Any]] = []
+    for row in read_rows(rank_events_path(run_dir, rank)):
+        if row.get("attempt", 0) == attempt:
+            if row["event"] == "joins":
+                events.clear()
+            events.append(row)
+    return events
 
 
 def user_error(

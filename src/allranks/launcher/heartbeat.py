@@ -7,22 +7,27 @@ no name, so no death leaves it behind.
 
     [ wanted: stop, save | group: number, step from which it trains, whether each rank is in it
     | rank 0: beats, step, phase, since, collectives, whether the thread that saves waits for
-      others, seconds per phase | … ]
+      others, the group it is in, seconds per phase | … ]
 
-Numbers are doubles, eight bytes aligned: each is read whole or not yet.
+Numbers are doubles, eight bytes aligned: each is read whole or not yet. Below: which rank is slower
+than the others, by its heartbeats.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import socket
+import statistics
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
+from allranks.job.run_folder import JsonLines
+
 PHASES = ("start", "data", "compute", "exchange", "evaluate", "save", "done")
 _NUMBER = {phase: number for number, phase in enumerate(PHASES)}
-_BEATS, _STEP, _PHASE, _SINCE, _COLLECTIVES, _SAVE_WAITS, _SECONDS = range(7)
+_BEATS, _STEP, _PHASE, _SINCE, _COLLECTIVES, _SAVE_WAITS, _ENTERED, _SECONDS = range(8)
 _ROW = _SECONDS + len(PHASES)
 _STOP, _SAVE, _GROUP, _FROM_STEP, _MEMBERS = range(5)
 _WANTED = 2
@@ -34,6 +39,11 @@ def _rows_at(ranks: int) -> int:
 
 def _size(ranks: int) -> int:
     return 8 * (_rows_at(ranks) + ranks * _ROW)
+
+
+def _ranks_in(fd: int) -> int:
+    """How many rows a memory has."""
+    return (os.fstat(fd).st_size // 8 - _MEMBERS) // (1 + _ROW)
 
 
 @dataclass(frozen=True)
@@ -53,7 +63,8 @@ class Group:
 class Beat:
     """What a rank last said: `step` of the job (-1 before the first), and since when (monotonic).
 
-    `save_waits`: the thread that saves, beside the training, waits for the other ranks.
+    `save_waits`: the thread that saves, beside the training, waits for the other ranks. `group` is
+    the number of the group that it is in, or meets the others of.
     """
 
     rank: int
@@ -64,14 +75,15 @@ class Beat:
     collectives: int
     seconds: dict[str, float]
     save_waits: bool = False
+    group: int = 0
 
 
 class Heartbeat:
     """A rank's side. Without a supervisor (`fd` < 0) it writes to private memory."""
 
-    def __init__(self, fd: int = -1, rank: int = 0, ranks: int = 1) -> None:
-        memory = mmap.mmap(fd, _size(ranks) if fd >= 0 else _size(1))
-        self._all, self._ranks = memoryview(memory).cast("d"), ranks if fd >= 0 else 1
+    def __init__(self, fd: int = -1, rank: int = 0) -> None:
+        self._ranks = _ranks_in(fd) if fd >= 0 else 1
+        self._all = memoryview(mmap.mmap(fd, _size(self._ranks))).cast("d")
         start = _rows_at(self._ranks) + (rank if fd >= 0 else 0) * _ROW
         self._row = self._all[start : start + _ROW]
         self._phase = int(self._row[_PHASE])
@@ -116,6 +128,14 @@ class Heartbeat:
         """The step that another rank of this node works on; -1 if it has not begun."""
         return int(self._all[_rows_at(self._ranks) + local_rank * _ROW + _STEP])
 
+    def enter_group(self, number: int) -> None:
+        """This rank leaves its group, and meets the others of group `number`."""
+        self._row[_ENTERED] = number
+
+    def group_of(self, local_rank: int) -> int:
+        """The group that another rank of this node is in, or meets."""
+        return int(self._all[_rows_at(self._ranks) + local_rank * _ROW + _ENTERED])
+
     def collective(self) -> None:
         """This rank takes part in one more collective."""
         self._row[_COLLECTIVES] += 1
@@ -143,6 +163,13 @@ class Heartbeat:
     def group_number(self) -> int:
         """The number of the newest group, negative while it is written; reads 8 bytes."""
         return int(self._all[_GROUP])
+
+    def has_left(self, number: int, step: int) -> bool:
+        """Whether group `number` trains no more at step `step`, since a newer one does."""
+        if self.group_number == number:
+            return False
+        newest = self.group()
+        return newest.number != number and newest.from_step <= step
 
     def group(self) -> Group:
         """The newest group of ranks."""
@@ -177,22 +204,37 @@ class SaveThreadHeartbeat:
 class HeartbeatTable:
     """The supervisor's end, for one attempt of `ranks` ranks; hand `fd` to each of them.
 
+    With `begin` only so many of them train at first: the other rows are for ranks that join.
+
     `segment_fd` is handed to them, too: an empty file in memory, with no name, that they share to
     exchange tensors. It goes with the last of them.
     """
 
     ranks: int
+    begin: int | None = None
     fd: int = field(init=False)
     segment_fd: int = field(init=False)
     is_closed: bool = field(init=False, default=False)
+    group: Group = field(init=False)
+    """The newest group."""
 
     def __post_init__(self) -> None:
+        self.group = Group(0, -1, tuple(range(self.ranks if self.begin is None else self.begin)))
         self.fd = os.memfd_create("allranks-heartbeat")
         self.segment_fd = os.memfd_create("allranks-segment")
         os.ftruncate(self.fd, _size(self.ranks))
         self._memory = memoryview(mmap.mmap(self.fd, _size(self.ranks))).cast("d")
         for rank in range(self.ranks):
-            self._memory[_rows_at(self.ranks) + rank * _ROW + _STEP] = -1
+            self.clear(rank)
+            if rank not in self.group.members:
+                self._memory[_MEMBERS + rank] = -1  # in no group yet
+
+    def clear(self, rank: int) -> None:
+        """Forget the beats of a process that had this row before: another one begins."""
+        start = _rows_at(self.ranks) + rank * _ROW
+        for number in range(_ROW):
+            self._memory[start + number] = 0.0
+        self._memory[start + _STEP] = -1
 
     def read(self) -> list[Beat]:
         """The last beat of every rank."""
@@ -210,6 +252,7 @@ class HeartbeatTable:
                     int(row[_COLLECTIVES]),
                     seconds,
                     bool(row[_SAVE_WAITS]),
+                    int(row[_ENTERED]),
                 )
             )
         return beats
@@ -248,7 +291,8 @@ class HeartbeatTable:
         for rank in members:  # a flag is the number of the last group of a rank
             self._memory[_MEMBERS + rank] = number
         self._memory[_GROUP] = number
-        return Group(number, from_step, tuple(sorted(members)))
+        self.group = Group(number, from_step, tuple(sorted(members)))
+        return self.group
 
     def ask_to_stop(self) -> None:
         """Every rank finishes its step, commits a checkpoint and leaves."""
@@ -263,3 +307,76 @@ class HeartbeatTable:
         os.close(self.segment_fd)
         self._memory.release()
         self.is_closed = True
+
+
+# --- straggler -----------------------------------------------------------------------------------
+# Stragglers: ranks that work longer on each step than the others, which wait for them.
+#
+# In synchronous training every rank's step takes as long as the slowest one. The heartbeat counts
+# how much of it a rank works and how much it waits.
+
+
+EVERY_S = 5.0
+FEWEST_STEPS = 5
+TIMES_SLOWER = 2.0
+LEAST_S = 0.005  # per step; smaller differences are noise of a busy machine
+WORK = ("data", "compute")
+
+
+class Stragglers:
+    """Compares the heartbeats of one attempt every few seconds; reports each straggler once."""
+
+    def __init__(self, heartbeats: HeartbeatTable, events: JsonLines, hosts: Sequence[str]) -> None:
+        self.heartbeats, self.events, self.hosts = heartbeats, events, hosts
+        self._before = self._of_members()
+        self._next = time.monotonic() + EVERY_S
+        self._reported: set[tuple[int, str]] = set()
+
+    def look(self) -> None:
+        """If it is time, compare the ranks' work per step since the last look."""
+        if self.heartbeats.ranks < 2 or time.monotonic() < self._next:
+            return
+        now, self._next = self._of_members(), time.monotonic() + EVERY_S
+        if [beat.rank for beat in now] != [beat.rank for beat in self._before]:
+            self._before = now  # ranks have joined or left
+        if steps_between(self._before, now) < FEWEST_STEPS:
+            return  # long steps: compare over a longer interval
+        for rank, phase, own_s, usual_s in slower(self._before, now):
+            if (rank, phase) not in self._reported:
+                self._reported.add((rank, phase))
+                self.events.event(
+                    "straggler",
+                    rank=rank,
+                    host=self.hosts[rank] or socket.gethostname(),
+                    phase=phase,
+                    seconds_per_step=own_s,
+                    usual_seconds_per_step=usual_s,
+                )
+        self._before = now
+
+    def _of_members(self) -> list[Beat]:
+        """The last beats of the ranks that train."""
+        members = self.heartbeats.group.members
+        return [beat for beat in self.heartbeats.read() if beat.rank in members]
+
+
+def steps_between(before: list[Beat], now: list[Beat]) -> int:
+    """The steps that every rank has completed since."""
+    return min(n.step - max(b.step, 0) for b, n in zip(before, now, strict=True))
+
+
+def slower(before: list[Beat], now: list[Beat]) -> list[tuple[int, str, float, float]]:
+    """(rank, phase, its seconds per step, the median of the others') for each that is slower."""
+    steps = steps_between(before, now)
+    if steps < FEWEST_STEPS or len(now) < 2:
+        return []
+    stragglers = []
+    for phase in WORK:
+        spent = [
+            (n.seconds[phase] - b.seconds[phase]) / steps for b, n in zip(before, now, strict=True)
+        ]
+        for place, seconds in enumerate(spent):
+            usual = statistics.median(spent[:place] + spent[place + 1 :])
+            if seconds > TIMES_SLOWER * usual and seconds - usual > LEAST_S:
+                stragglers.append((now[place].rank, phase, seconds, usual))
+    return stragglers

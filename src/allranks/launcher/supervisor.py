@@ -4,25 +4,22 @@ The first failure or a hang stops all ranks, except roles the job can lose (`Wat
 Ctrl-C, SIGTERM and the time limit ask ranks with a heartbeat to commit a checkpoint and leave, and
 stop the others. Processes that only serve the leader are ended when it is done. It returns when
 every process has ended. `fault_report` decides which rank failed first. Below the watch itself: the
-signals that it obeys, which rank a hang waits for, and which rank is slower than the others.
+signals that it obeys, and which rank a hang waits for.
 """
 
 from __future__ import annotations
 
 import re
 import signal
-import socket
-import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from allranks.errors import PlaceError
-from allranks.job.run_folder import JsonLines
 from allranks.launcher.heartbeat import Beat, HeartbeatTable
 from allranks.launcher.processes.process import Exit, Process, Processes, ProcessState
 from allranks.strategies.roles import LEADER
@@ -48,7 +45,8 @@ class WatchPolicy:
     `may_lose(rank, remaining)` says whether the `remaining` ranks go on without one that failed;
     `on_lost` is called then. Ranks in `outlive_nodes` may also be lost with their node.
     `again(rank, exit)` is the process that replaces a failed one while the others go on, or `None`.
-    `helpers` never end by themselves: they are ended when rank 0 has ended well.
+    `helpers` never end by themselves: they are ended when rank 0 has ended well. `steer` is called
+    at each tick: in an elastic job it starts and dismisses ranks.
     """
 
     heartbeats: HeartbeatTable | None = None
@@ -61,6 +59,7 @@ class WatchPolicy:
     again: Callable[[int, Exit], Process | None] = lambda rank, exit_: None
     on_lost: Callable[[int, Exit], None] = lambda rank, exit_: None
     helpers: frozenset[int] = frozenset()
+    steer: Callable[[RankWatch], None] = lambda watch: None
 
 
 @dataclass(frozen=True)
@@ -100,9 +99,14 @@ def supervise(
 
     `signals` are the caller's handlers; without it they are installed meanwhile.
     """
-    watch = _RankWatch(server, policy or WatchPolicy())
+    watch = RankWatch(server, policy or WatchPolicy())
+
+    def tick() -> None:
+        on_tick()
+        watch.policy.steer(watch)
+
     with ExitStack() as stack:
-        watch.run(processes, on_tick, signals or stack.enter_context(Signals()))
+        watch.run(processes, tick, signals or stack.enter_context(Signals()))
     names = {process.rank: process.name for process in processes if process.name}
     stopped = watch.stopped | watch.dismissed
     return Ended(watch.exits, stopped, watch.reason, watch.hang, watch.spared, names, watch.stands)
@@ -224,7 +228,7 @@ class Watch:
                     self.alive.pop(ended.ticket, None)
 
 
-class _RankWatch(Watch):
+class RankWatch(Watch):
     """Ranks of a task. A heartbeat asks them to stop, and shows whether they hang.
 
     Ranks with a heartbeat ignore SIGTERM: to stop them means to kill them.
@@ -244,7 +248,20 @@ class _RankWatch(Watch):
             self.stop_signal = signal.SIGKILL
 
     def start(self, process: Process) -> None:
+        """Start a process; what became of one that had its number before is forgotten."""
+        self.spared -= {process.rank}
+        self.dismissed -= {process.rank}
         self.alive[self.server.spawn(process, self.policy.heartbeats)] = process.rank
+
+    def dismiss(self, ranks: Collection[int]) -> None:
+        """Kill these processes, without which the job goes on: their end is no fault."""
+        self.dismissed |= frozenset(ranks)
+        self._signal(signal.SIGKILL, ranks)
+
+    @property
+    def ends(self) -> bool:
+        """Whether the processes were asked to stop, or are being stopped."""
+        return bool(self.reason or self.stopped) or self.stop_at < NEVER
 
     def stops_others_after_s(self, rank: int, ended: Exit) -> float:
         if rank in self.stalled:
@@ -529,69 +546,3 @@ def place_of_users_collective(stack: str) -> str:
                 break
             inner = file
     return ""
-
-
-# --- straggler -----------------------------------------------------------------------------------
-# Stragglers: ranks that work longer on each step than the others, which wait for them.
-#
-# In synchronous training every rank's step takes as long as the slowest one. The heartbeat counts
-# how much of it a rank works and how much it waits.
-
-
-EVERY_S = 5.0
-FEWEST_STEPS = 5
-TIMES_SLOWER = 2.0
-LEAST_S = 0.005  # per step; smaller differences are noise of a busy machine
-WORK = ("data", "compute")
-
-
-class Stragglers:
-    """Compares the heartbeats of one attempt every few seconds; reports each straggler once."""
-
-    def __init__(self, heartbeats: HeartbeatTable, events: JsonLines, hosts: Sequence[str]) -> None:
-        self.heartbeats, self.events, self.hosts = heartbeats, events, hosts
-        self._before = heartbeats.read()
-        self._next = time.monotonic() + EVERY_S
-        self._reported: set[tuple[int, str]] = set()
-
-    def look(self) -> None:
-        """If it is time, compare the ranks' work per step since the last look."""
-        if len(self._before) < 2 or time.monotonic() < self._next:
-            return
-        now, self._next = self.heartbeats.read(), time.monotonic() + EVERY_S
-        if steps_between(self._before, now) < FEWEST_STEPS:
-            return  # long steps: compare over a longer interval
-        for rank, phase, own_s, usual_s in slower(self._before, now):
-            if (rank, phase) not in self._reported:
-                self._reported.add((rank, phase))
-                self.events.event(
-                    "straggler",
-                    rank=rank,
-                    host=self.hosts[rank] or socket.gethostname(),
-                    phase=phase,
-                    seconds_per_step=own_s,
-                    usual_seconds_per_step=usual_s,
-                )
-        self._before = now
-
-
-def steps_between(before: list[Beat], now: list[Beat]) -> int:
-    """The steps that every rank has completed since."""
-    return min(n.step - max(b.step, 0) for b, n in zip(before, now, strict=True))
-
-
-def slower(before: list[Beat], now: list[Beat]) -> list[tuple[int, str, float, float]]:
-    """(rank, phase, its seconds per step, the median of the others') for each that is slower."""
-    steps = steps_between(before, now)
-    if steps < FEWEST_STEPS:
-        return []
-    stragglers = []
-    for phase in WORK:
-        spent = [
-            (n.seconds[phase] - b.seconds[phase]) / steps for b, n in zip(before, now, strict=True)
-        ]
-        for rank, seconds in enumerate(spent):
-            usual = statistics.median(spent[:rank] + spent[rank + 1 :])
-            if seconds > TIMES_SLOWER * usual and seconds - usual > LEAST_S:
-                stragglers.append((rank, phase, seconds, usual))
-    return stragglers

@@ -76,7 +76,7 @@ def main(argument: dict[str, Any]) -> int:
     The outcome is in a file `rank-N` of that folder; the exit code is 0 if the call ended well.
     """
     folder, rank, size = Path(argument["folder"]), argument["rank"], argument["ranks"]
-    heartbeat = Heartbeat(HEARTBEAT_FD, rank, size)
+    heartbeat = Heartbeat(HEARTBEAT_FD, rank)
     heartbeat.enter("compute")
     adopt_orphans()
     outcome: dict[str, Any] = {}

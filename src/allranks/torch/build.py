@@ -166,24 +166,30 @@ def build_model(
     strategy: Strategy,
     world: World,
     on_close: Callable[[Callable[[], None]], None],
+    before: BuiltModel | None = None,
 ) -> BuiltModel:
     """The model of `task` as this rank keeps it, with equal weights on all; every rank calls this.
 
     Compares names and shapes, and then broadcasts parameters and buffers from the leader, or where
     ranks build in turn compares their digests (32 bytes to each other rank), as those of files
-    that each rank reads its parts of. `on_close` is given what puts the model back. Raises
+    that each rank reads its parts of. `on_close` is given what puts the model back. With `before`
+    it is that model again, for another group of ranks; its weights are equal, or will be. Raises
     `RequestError`.
     """
     comm = strategy.learner.comm
     strategy.make_groups()
     if not strategy.builds_in_turn:
-        built, unfilled = _built(task, job, scope, strategy)
+        if before is None:
+            built, unfilled = _built(task, job, scope, strategy)
+        else:
+            built, unfilled = _swapped(task, job, scope, before), lambda model, place: {}
         on_close(partial(restore_layers, built.model))
         on_close(built.undo)
         check_same_model(named_shapes(built.model), comm)
         tensors = (*built.model.parameters(), *built.model.buffers())
         with torch.no_grad():
-            comm.broadcast(*(tensor for tensor in tensors if not tensor.is_meta))
+            if world.group == 0:  # else the ranks that have trained hold other weights by now
+                comm.broadcast(*(tensor for tensor in tensors if not tensor.is_meta))
         built = dataclasses.replace(built, model=strategy.parallelize(built.model))
         if digests := unfilled(built.model, strategy.place):
             check_same_weights(digests, comm)
@@ -230,14 +236,20 @@ def _built(
     if not (strategy.builds_in_turn or is_cut):
         fill(model, _copy)
         on_meta = MetaModel(nn.Module())
+    return _swapped(task, job, scope, BuiltModel(model, model, {}, missing)), fill
+
+
+def _swapped(task: Task, job: Job, scope: Scope, built: BuiltModel) -> BuiltModel:
+    """The model with its layers swapped for those of `scope`."""
+    model = built.source
     swapped = swap_layers(model, scope)
     swap_keras_layers(model, scope, swapped)
     swap_tables(model, scope, swapped)
-    built = BuiltModel(model, model, swapped, missing)
+    built = BuiltModel(model, model, swapped, built.not_pretrained)
     if job.activation_checkpointing:
         undo, caching = recompute_blocks(task, model, scope)
         built = dataclasses.replace(built, undo=undo, caching=caching)
-    return built, fill
+    return built
 
 
 def _made(task: Task, job: Job, precision: Precision) -> nn.Module:

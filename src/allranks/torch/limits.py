@@ -234,6 +234,18 @@ def _numbers_beside(job: Job) -> RequestError:
     )
 
 
+def _elastic(task: Task, job: Job, strategy: Strategy) -> RequestError | None:
+    """Refuse what a step changes before all ranks have made it: it is made again."""
+    if not job.elastic or not strategy.context.scope.looked_up:
+        return None
+    return RequestError(
+        asked=f"--elastic {job.elastic}",
+        found="a table with max_norm",
+        why="a step shortens its rows before all ranks have made it, and a rank may be lost then",
+        do="leave --elastic or max_norm out; with --max-restarts 3 the job starts again",
+    )
+
+
 def _two_modes(task: Task, job: Job, strategy: Strategy) -> RequestError | None:
     """Refuse an optimizer with two modes if the whole state of a parameter is not available."""
     optimizer = strategy.learner.step.optimizer
@@ -277,6 +289,7 @@ RULES: tuple[Callable[[Task, Job, Strategy], RequestError | None], ...] = (
     _signs,
     _mixture_of_a_cut_shard,
     _two_modes,
+    _elastic,
     for_learners,
 )
 """Each finds one thing that cannot be; what the first one finds is raised."""

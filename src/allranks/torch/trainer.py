@@ -59,12 +59,13 @@ from allranks.torch.task import Task, task_of_parts
 from allranks.torch.witness.replicas import verify
 from allranks.torch.witness.witness import Witness, say_what_matters
 from allranks.training.callback import Callback, around_evaluation
+from allranks.training.engine.own_loop import warn_ignored
+from allranks.training.engine.regroup import Handover
 from allranks.training.engine.saved_job import CallbackStates
 from allranks.training.engine.trainer import (
     EngineTrainer,
     StopAgreement,
     scheduled_steps,
-    warn_ignored,
 )
 from allranks.training.keras_task import Task as KerasTask
 from allranks.training.progress import Progress, RankRequests, StepResult
@@ -101,6 +102,13 @@ def check_own_loop(job: Job, ranks: int) -> None:
             found="a loop of one's own",
             why="the trial starts all ranks again, which their launcher does",
             do='Job(micro_batch=16), or allranks.launch(task, micro_batch="auto")',
+        )
+    if job.elastic:
+        raise RequestError(
+            asked=f"Trainer(task, Job(elastic={job.elastic!r}))",
+            found="a loop of one's own",
+            why="another group of ranks has another trainer, which the loop of allranks makes",
+            do=f"allranks.launch(task, elastic={job.elastic!r})",
         )
     if job.log:
         raise RequestError(
@@ -186,6 +194,7 @@ class Trainer(EngineTrainer[Batch]):
         world: World | None = None,
         report: Callable[..., None] = say_what_matters,
         callbacks: Sequence[Callback] = (),
+        before: Handover | None = None,
     ) -> None:
         self.world = World.from_environment() if world is None else world
         if world is None:
@@ -196,7 +205,8 @@ class Trainer(EngineTrainer[Batch]):
         check_task(task, type(task).__name__)
         self.task = task = with_recipe(torch_task(task, job.precision), job)
         self.device = device_of(job, self.world)
-        super().__init__(task, job, self.world, callbacks)
+        super().__init__(task, job, self.world, callbacks, before)
+        self._before = before
         self.meter = FlopsMeter(job, peak_of(job, self.device))
         self._resources = ResourceStack()
         try:
@@ -206,6 +216,7 @@ class Trainer(EngineTrainer[Batch]):
                 self.comm.add_reason_of_loss(error)
             self._resources.close_all(failed=True)
             raise
+        self._before = None
 
     @classmethod
     def from_parts(
@@ -275,6 +286,7 @@ class Trainer(EngineTrainer[Batch]):
             steps.progress = steps.progress.at_epoch(steps.progress.epoch + 1)
             return result
         steps.progress = done = steps.progress.after(result, batch.epoch, batch.step_in_epoch)
+        self.last_result, self.unheard = result, (batch, result)
         if is_witnessed:
             witness.after_step()
         every = self.job.verify_every
@@ -400,6 +412,23 @@ class Trainer(EngineTrainer[Batch]):
             set_random_streams(state["random"], self.device)
             self.strategy.load_own_state(state.get("own", {}))
 
+    @property
+    def saving(self) -> Saving | None:
+        """What saves checkpoints; `None` without a run folder."""
+        return self._saving
+
+    def callback_states(self) -> dict[str, Any]:
+        """The states of the callbacks of this rank. No communication."""
+        return self._callback_states.of_this_rank()
+
+    def load_group_state(self, state: dict[str, Any], *, with_callbacks: bool) -> None:
+        """Load a state of this group (`regroup`), which this rank may hold itself."""
+        self._steps.begin_anew()
+        self.strategy.load_state(state["strategy"])
+        self.load_course(state)
+        if with_callbacks:
+            self._callback_states.load_state(state)
+
     def _other_state(self) -> dict[str, Any]:
         return {**super()._other_state(), **self.task_data.streams(self.progress)}
 
@@ -441,6 +470,7 @@ class Trainer(EngineTrainer[Batch]):
             self.heartbeat,
             job.backend,
             share_device=job.share_device,
+            glance=(lambda: self.look_at_group(self.heartbeat.step)) if job.elastic else None,
         )
         resources.on_leave(self.comm.leave)
         self._scope = Scope(job.seed, self.device)
@@ -466,7 +496,8 @@ class Trainer(EngineTrainer[Batch]):
         self.faults.corrupt = lambda: flip_one_bit(step.parameters[0])
         self.faults.leave_out = self.comm.skip_next_collective
         self.faults.poison = step.poison_next
-        self.task_data = TaskData(task, job, self.strategy)
+        opened = None if self._before is None else self._before.data
+        self.task_data = TaskData(task, job, self.strategy, opened)
         resources.on_close(self.task_data.close)
         self.witness = Witness(self.strategy.learner, job, report, self.world)
         self._watch = self.witness
@@ -485,8 +516,10 @@ class Trainer(EngineTrainer[Batch]):
 
     def _place_model(self) -> BuiltModel:
         """Build the model, and set the strategy up."""
+        before: BuiltModel | None = None if self._before is None else self._before.built
+        on_close = self._resources.on_close
         built = build_model(
-            self.task, self.job, self._scope, self.strategy, self.world, self._resources.on_close
+            self.task, self.job, self._scope, self.strategy, self.world, on_close, before
         )
         self.strategy.setup(built.model, self.task.optimizer)
         self._resources.on_close(self.strategy.close)

@@ -36,11 +36,13 @@ from allranks.torch.parameter_server.scheduler import SchedulerTrainer
 from allranks.torch.parameter_server.server import ServedTrainer, evaluate_checkpoints, serve
 from allranks.torch.parameter_server.worker import work
 from allranks.torch.random.keyed_rng import seed_generators
+from allranks.torch.regroup import compare, hand_over, leave, take_over
 from allranks.torch.shared_memory.backend import backend_record
 from allranks.torch.task import Task
 from allranks.torch.trainer import Trainer
 from allranks.torch.witness.trace import RankTrace
 from allranks.training.callback import Callback
+from allranks.training.engine.regroup import Agreed, Handover
 from allranks.training.keras_task import Task as KerasTask
 from allranks.training.progress import StepResult
 from allranks.training.rank_program import RankProgram, Role
@@ -319,6 +321,20 @@ class TorchRank(RankProgram[Trainer]):
     def sha256(weights: Iterator[tuple[str, Tensor]]) -> str:
         """The digest of all weights, held one at a time."""
         return weights_sha256(weights)
+
+    def leave_group(self, trainer: Trainer, *, planned: bool) -> Handover:
+        """Close the trainer; sends nothing."""
+        before = hand_over(trainer)
+        leave(trainer, planned=planned)
+        return before
+
+    def take_over(self, trainer: Trainer, before: Handover | None) -> Agreed:
+        """Sends a text, and the state to the ranks that are behind."""
+        return take_over(trainer, before)
+
+    def compare(self, trainer: Trainer) -> None:
+        """Sends a digest."""
+        compare(trainer)
 
     def device_peak_bytes(self, trainer: Trainer) -> int | None:
         """The peak that the allocator of the rank's device has counted."""

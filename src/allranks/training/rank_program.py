@@ -8,6 +8,8 @@ and defines how it loads a task, its trainer, and its figures.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import socket
 import time
 from abc import ABC, abstractmethod
@@ -15,20 +17,29 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
-from allranks.errors import AllranksError
+from allranks.errors import AllranksError, PeerLost
 from allranks.job.config import threads_per_rank
 from allranks.job.job import Job
 from allranks.job.limits import logs_of
 from allranks.job.place import Placed, write_placement
 from allranks.job.program import Reads, program_facts
-from allranks.job.run_folder import JsonLines, rank_events_path
+from allranks.job.run_folder import JsonLines, rank_events_path, read_rows
+from allranks.launcher.heartbeat import Group
 from allranks.launcher.processes.process import exit_code_of, failure_of
 from allranks.launcher.world import World
 from allranks.training.callback import Callback
+from allranks.training.engine.regroup import (
+    Agreed,
+    Handover,
+    TrainsNoMore,
+    first_group,
+    next_group,
+)
 from allranks.training.engine.saved_job import check_ends_later
 from allranks.training.engine.trainer import EngineTrainer
 from allranks.training.progress import StepResult
 from allranks.training.record.logs import (
+    METRICS,
     End,
     Keeping,
     Logs,
@@ -47,8 +58,27 @@ from allranks.training.task_fields import TaskFields, task_shape
 # A custom loop may leave out calls that it does not need; every call here is public.
 
 
-def fit(trainer: EngineTrainer[Any]) -> bool:
-    """The loop of `allranks train`; returns False if it was asked to stop before the end."""
+def fit(trainer: EngineTrainer[Any], *, goes_on: bool = False) -> bool:
+    """The loop of `allranks train`; returns False if it was asked to stop before the end.
+
+    With `goes_on` it began in another group of ranks, and what follows a step may be due still.
+    """
+    if goes_on:
+        done = trainer.progress
+        nothing = StepResult(
+            batch_index=done.batch_index - 1,
+            epoch=done.epoch,
+            loss=math.nan,
+            samples=0,
+            weight=0.0,
+            learning_rate=0.0,
+            updated=False,
+        )
+        if _follow_step(trainer, nothing):
+            return False
+    else:
+        for callback in trainer.callbacks:
+            callback.on_start(trainer)
     finished = _fit(trainer)
     for callback in trainer.callbacks:
         callback.on_end(trainer)
@@ -57,8 +87,6 @@ def fit(trainer: EngineTrainer[Any]) -> bool:
 
 def _fit(trainer: EngineTrainer[Any]) -> bool:
     callbacks = trainer.callbacks
-    for callback in callbacks:
-        callback.on_start(trainer)
     for batches in trainer.calls():
         trainer.in_step = batches[:1]
         results = trainer.steps(batches)
@@ -67,13 +95,19 @@ def _fit(trainer: EngineTrainer[Any]) -> bool:
             if result.taken:
                 for callback in callbacks:
                     callback.on_step(trainer, batch, result)
-        metrics = trainer.evaluate_if_due()
-        if metrics is not None:
-            for callback in callbacks:
-                callback.on_evaluation(trainer, metrics)
-        if trainer.save_if_due(results[-1]):
+        trainer.unheard = None
+        if _follow_step(trainer, results[-1]):
             return False
     return not trainer.finish()
+
+
+def _follow_step(trainer: EngineTrainer[Any], result: StepResult) -> bool:
+    """Evaluate and save after a step, where that is due; returns whether to stop."""
+    metrics = trainer.evaluate_if_due()
+    if metrics is not None:
+        for callback in trainer.callbacks:
+            callback.on_evaluation(trainer, metrics)
+    return trainer.save_if_due(result)
 
 
 # --- rank record ---------------------------------------------------------------------------------
@@ -100,6 +134,10 @@ class RankRecord(Callback):
         self._seen_before = 0
         self.updates_before = 0
         self._phases: PhaseRecord | None = None
+        self._members: tuple[int, ...] = tuple(range(world.size)) if world.group >= 0 else ()
+        self._group: dict[str, Any] | None = None  # that formed, and has made no step
+        self.groups = 0
+        self._last_row = -1
         self._reached_s: float | None = None
         self._looked_at = time.monotonic()
 
@@ -111,8 +149,49 @@ class RankRecord(Callback):
         self.resumed_from = resumed_from
         self._seen_before = trainer.progress.samples_seen
         if self.world.is_leader:
-            self._metrics = open_metrics(self.run_dir, trainer.progress.batch_index)
-            self._logs = open_logs(self.job, trainer.progress.batch_index)
+            self._open_files(trainer.progress.batch_index)
+
+    def _open_files(self, step: int) -> None:
+        self._metrics = open_metrics(self.run_dir, step)
+        self._logs = open_logs(self.job, step)
+
+    def follow_group(self, world: World, group: Group, agreed: Agreed) -> None:
+        """Another group trains now: whoever leads it writes the files, each step once."""
+        self._write()
+        was, self.world = self.world, world
+        self._speaks, self.groups = world.is_leader, group.number
+        lost = [rank for rank in self._members if rank not in group.members]
+        joined = [group.members[rank] for rank in agreed.new]
+        self._group = {"number": group.number, "members": list(group.members)}
+        self._group |= {"lost": lost, "joined": joined, "steps_again": agreed.steps_again}
+        if not world.is_leader:
+            self._hand_over()
+            return
+        step, row = agreed.position.step, agreed.position.row
+        if not was.is_leader or self._metrics is None:
+            self._open_files(step)
+            rows = read_rows(self.run_dir / METRICS)
+            self._last_row = max((int(written["step"]) for written in rows), default=-1)
+        if row is not None and self._last_row < row["step"] < step:
+            self._write_row(row)
+
+    def join(self, trainer: EngineTrainer[Any]) -> None:
+        """This rank is new in a group that has trained before."""
+        self._seen_before = trainer.progress.samples_seen
+        self.updates_before = trainer.progress.updates
+        self.begin()
+
+    def leave(self) -> None:
+        """The others train on without this rank, and with its files."""
+        self._write()
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        """The files of the leader are another rank's from now on; each row is in them."""
+        if self._metrics is not None:
+            self._metrics.hand_over()
+            self._logs.fail()
+        self._metrics, self._logs = None, Logs()
 
     def begin(self) -> None:
         """The time of the training counts from here."""
@@ -122,7 +201,7 @@ class RankRecord(Callback):
         """Watch the phases of the steps, if the job asks for that."""
         if PHASES in logs_of(self.job):
             world = self.world
-            watched = (world.rank, world.attempt, trainer.heartbeat)
+            watched = (world.number, world.attempt, trainer.heartbeat)
             self._phases = PhaseRecord(self.run_dir, *watched)
 
     def close(self, end: End) -> None:
@@ -134,9 +213,10 @@ class RankRecord(Callback):
         if self._phases is not None:
             self._phases.close()
         if self._metrics is not None:
-            self.keeping.keep_rows("metrics.jsonl", self._metrics.close_with_unwritten())
+            self.keeping.keep_rows(METRICS, self._metrics.close_with_unwritten())
+            self._metrics = None
         self.keeping.incomplete += self._logs.close(end)
-        path = rank_events_path(self.run_dir, self.world.rank)
+        path = rank_events_path(self.run_dir, self.world.number)
         self.keeping.keep_rows(path.name, self.events.take_waiting())
 
     def fail(self) -> None:
@@ -163,7 +243,12 @@ class RankRecord(Callback):
     def on_step(self, trainer: EngineTrainer[Any], batch: Any, result: StepResult) -> None:
         """Record a step, and the one before it if that was unread, without waiting."""
         self._write()
-        self._last_step_at = time.perf_counter()
+        before, self._last_step_at = self._last_step_at, time.perf_counter()
+        if self._group is not None:
+            if self.world.is_leader:
+                stood_s = self._last_step_at - before
+                self.events.event("group", step=result.batch_index, **self._group, stood_s=stood_s)
+            self._members, self._group = tuple(self._group["members"]), None
         if self._first_step:
             self._first_step = False
             total = trainer.total_steps
@@ -180,12 +265,18 @@ class RankRecord(Callback):
                 problem = {"bad": result.bad, "culprits": result.culprits}
                 self.events.event("bad_step", step=result.batch_index, **problem)
             if self._metrics is not None:
-                row = row_of(result)
-                self._metrics.row(row)
-                self._logs.row(row)
+                self._write_row(row_of(result))
         self._unread.clear()
         if time.monotonic() - self._looked_at > LOOK_EVERY_S:
             self._look()
+
+    def _write_row(self, row: dict[str, Any]) -> None:
+        assert self._metrics is not None
+        self._metrics.row(row)
+        self._logs.row(row)
+        self._last_row = int(row["step"])
+        if self.job.elastic:  # another rank may have to go on with this file
+            self._metrics.flush()
 
     def _look(self) -> None:
         """Whether the files of this rank are still there."""
@@ -219,6 +310,7 @@ class RankRecord(Callback):
             "mfu": None,
             "weights_sha256": sha256,
             "restarts": 0,
+            "groups": self.groups,
             "micro_batch": self.job.micro_batch,
             "resumed_from_step": self.resumed_from,
             "sent_bytes": None,
@@ -311,6 +403,18 @@ class RankProgram(ABC, Generic[T]):
     def figures(self, trainer: T, samples_per_s: float | None) -> dict[str, Any]:
         """What this engine adds to the summary, or knows of it."""
 
+    def leave_group(self, trainer: T, *, planned: bool) -> Handover:
+        """Close a trainer whose group trains no more; returns what the next one goes on with."""
+        raise NotImplementedError
+
+    def take_over(self, trainer: T, before: Handover | None) -> Agreed:
+        """Bring the ranks of a new group to one state; every rank calls this."""
+        raise NotImplementedError
+
+    def compare(self, trainer: T) -> None:
+        """Raise `ReplicasDiffer` unless they have it; every rank calls this."""
+        raise NotImplementedError
+
     def device_peak_bytes(self, trainer: T) -> int | None:
         """The most that this process has held on its device; `None` where nobody counts."""
         return None
@@ -370,7 +474,7 @@ class RankProgram(ABC, Generic[T]):
     def _run(cls, argument: dict[str, Any], act: Callable[[Self], None]) -> int:
         job, world = Job.from_data(argument), World.from_environment()
         cls.set_threads(threads_per_rank(job, world.on_machine or world.local_size))
-        path = rank_events_path(Path(job.run_dir), world.rank)
+        path = rank_events_path(Path(job.run_dir), world.number)
         with JsonLines(path, attempt=world.attempt) as events:
             run = cls(job, world, events)
             try:
@@ -401,10 +505,9 @@ class RankProgram(ABC, Generic[T]):
             write_placement(self.record.run_dir, self.world.rank, self.placement(trainer))
             trainer.comm.barrier()
 
-    def train(self) -> None:
-        """From the job to the event `done` with its summary, or `stopped` with its checkpoint."""
-        report, leads = self.record.events.event, self.world.is_leader
-        task = self.load_task(self.job)
+    def _set_up(self) -> tuple[Any, T]:
+        """The task and its trainer; writes the event `ready`."""
+        report, task = self.record.events.event, self.load_task(self.job)
         trainer = self.trainer = self.make_trainer(task, report=report, callbacks=self.callbacks())
         report(
             "ready",
@@ -413,6 +516,18 @@ class RankProgram(ABC, Generic[T]):
             not_pretrained=trainer.built.not_pretrained,
             machine=self.facts(self.job),
         )
+        return task, trainer
+
+    def train(self) -> None:
+        """From the job to the event `done` with its summary, or `stopped` with its checkpoint.
+
+        In an elastic job also `left`, where this rank was asked to leave.
+        """
+        if self.world.group < 0:
+            self._join()
+            return
+        report, leads = self.record.events.event, self.world.is_leader
+        task, trainer = self._set_up()
         if trainer.model_notes and leads:
             report("model_notes", notes=trainer.model_notes)
         trainer.rehearse()
@@ -426,10 +541,87 @@ class RankProgram(ABC, Generic[T]):
         trainer.faults.reach("start")
         self.record.begin()
         self._tell_reads()  # a first check may run out of time before the end
-        if fit(trainer):
-            self._conclude(trainer)
-        else:
-            self._stop(trainer)
+        self.finish(task, trainer)
+
+    def finish(self, task: Any, trainer: T, *, goes_on: bool = False) -> None:
+        """Train to the end, in another group of ranks where this one ends (`regroup`)."""
+        while True:
+            try:
+                if fit(trainer, goes_on=goes_on):
+                    self._conclude(trainer)
+                else:
+                    self._stop(trainer)
+                return
+            except PeerLost as error:
+                if not self.job.elastic:
+                    raise
+                try:
+                    trainer, goes_on = self._regrouped(task, trainer, error), True
+                except TrainsNoMore:
+                    self._leave()
+                    return
+
+    def _join(self) -> None:
+        """Set all up while the others train; then train in the next group with this rank."""
+        world = self.world
+        self.record.events.event("joins", host=socket.gethostname())
+        self.world = dataclasses.replace(world, rank=0, size=1)
+        task, trainer = self._set_up()
+        trainer.rehearse()
+        trainer.faults.reach("start")
+        before = dataclasses.replace(self.leave_group(trainer, planned=False), is_new=True)
+        self.record.events.event("joining")
+        group = first_group(trainer.heartbeat, world)
+        trainer = self._meet(task, before, group, -1)
+        self.record.join(trainer)
+        for callback in trainer.callbacks:
+            callback.on_start(trainer)
+        self.finish(task, trainer, goes_on=True)
+
+    def _leave(self) -> None:
+        """End well: the others train on without this rank."""
+        assert self.trainer is not None
+        trainer, planned = self.trainer, self.trainer.heartbeat.group().from_step >= 0
+        self.leave_group(trainer, planned=planned)
+        self.record.leave()
+        step = trainer.progress.batch_index
+        self.record.events.event("left", step=step, memory=self._held(trainer))
+        trainer.heartbeat.enter("done")
+
+    def _regrouped(self, task: Any, trainer: T, error: PeerLost) -> T:
+        """The trainer of this rank in the next group."""
+        heartbeat, reached = trainer.heartbeat, trainer.progress.batch_index
+        step = max(reached, heartbeat.step)
+        group = next_group(heartbeat, self.world, step, error)
+        before = self.leave_group(trainer, planned=group.from_step >= 0)
+        return self._meet(task, before, group, step)
+
+    def _meet(self, task: Any, before: Handover, group: Group, step: int) -> T:
+        """Meet the others of `group`, which may change while it forms; the trainer in it."""
+        while True:
+            self.world, agreed = self.world.in_group(group), None
+            before.heartbeat.enter_group(group.number)
+            try:
+                before.faults.reach("regroup", max(before.step, 0))
+                trainer = self.trainer = self.join_group(task, before)
+                agreed = self.take_over(trainer, before)
+                self.compare(trainer)
+                break
+            except PeerLost as lost:
+                group = next_group(before.heartbeat, self.world, step, lost)
+                assert self.trainer is not None
+                now = self.leave_group(self.trainer, planned=False)
+                before = before if agreed is None else before.after(agreed, now)
+        self.record.follow_group(self.world, group, agreed)
+        if before.unheard is not None and before.step == agreed.position.step:
+            for callback in trainer.callbacks:
+                callback.on_step(trainer, *before.unheard)
+        return trainer
+
+    def join_group(self, task: Any, before: Handover | None) -> T:
+        """A trainer in the group of `world`, which has no state yet."""
+        more: dict[str, Any] = {"report": self.record.events.event, "before": before}
+        return self.make_trainer(task, callbacks=() if before else self.callbacks(), **more)
 
     def _conclude(self, trainer: T) -> None:
         if not self.job.brief:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from allranks.errors import FaultKind
+from allranks.job.limits import elastic_range
 from allranks.job.run_folder import REMOVED, rank_events_path, rank_log_path
 from allranks.launcher.plan import LaunchPlan
 from allranks.strategies.card import APART
@@ -98,7 +99,8 @@ class Follower:
         self._events: dict[int | None, _GrowingFile] = {
             None: _GrowingFile(run_dir / "events.jsonl")
         }
-        ranks = range(max(job.ranks, len(plan.ranks)))
+        most = elastic_range(job)[1] if job.elastic else 0
+        ranks = range(max(job.ranks, len(plan.ranks), most))
         self._events |= {rank: _GrowingFile(rank_events_path(run_dir, rank)) for rank in ranks}
         self._anomalies: dict[tuple[int | None, str], Anomaly] = {}  # by rank and kind
         self._points: deque[_Point] = deque()
@@ -137,6 +139,8 @@ class Follower:
             known = {"evaluation": Evaluation(event["step"], metrics, bool(event.get("best")))}
         elif name == "checkpoint":
             known = {"saved_step": event["step"]}
+        elif name == "group":
+            known = {"ranks": len(event["members"])}
         elif name == "attempt":  # a slow rank may not be slow again
             items = self._anomalies.items()
             self._anomalies = {key: value for key, value in items if key[1] != "straggler"}
@@ -294,9 +298,25 @@ def in_words(event: dict[str, Any]) -> list[str]:
         return [f"note: learner {event['learner']} joins at version {event['version']}"]
     if name == "straggler":
         return [f"note: rank {event['rank']} on {event['host']} is {_slow(event)}"]
+    if name == "scaled":
+        return [f"note: {scaled_in_words(event)}"]
+    if name == "not_scaled":
+        reason = event["report"] if "report" in event else event["request"]["found"]
+        return [f"note: not done: {event['words']}: {reason}"]
     if name == "done" and event.get("note"):
         return [event["note"]]
     return []
+
+
+def scaled_in_words(event: Mapping[str, Any]) -> str:
+    """`4 ranks train from step 120 on: 2, 3 joined`."""
+    moves = [
+        f"{', '.join(map(str, event[name]))} {name}" for name in ("joined", "left") if event[name]
+    ]
+    changes = f": {'; '.join(moves)}" if moves else ", as before"
+    size = event["ranks"]
+    verb = "rank trains" if size == 1 else "ranks train"
+    return f"{size} {verb} from step {event['from_step']} on{changes}"
 
 
 def anomalies_in(event: dict[str, Any]) -> list[tuple[int | None, str]]:

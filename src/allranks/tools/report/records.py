@@ -72,15 +72,17 @@ def outcome_of(path: Path, events: Iterable[dict[str, Any]], is_running: bool) -
     """The state of the run in `path`, from its events in order of time."""
     summary, fault = None, None
     state = RUNNING if is_running else KILLED
-    restarts = 0
+    restarts = leader = 0
     for event in events:
         if event["rank"] is None and event["event"] in ENDS:
             if not is_running:
                 state, fault = event["event"], event.get("report")
         elif event["event"] == "attempt":
-            summary, fault = None, None
+            summary, fault, leader = None, None, 0
             state = RUNNING if is_running else KILLED
-        elif event["rank"] == 0 and event["event"] == "done":
+        elif event["event"] == "group":
+            leader = event["members"][0]
+        elif event["rank"] == leader and event["event"] == "done":
             summary = {"run_dir": str(path), **event["summary"], "restarts": restarts}
         restarts = 0 if event["event"] == "started" else restarts + (event["event"] == "restart")
     return RunOutcome(state, summary, fault)

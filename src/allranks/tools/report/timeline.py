@@ -1,9 +1,11 @@
 """The phases of each rank over time, and what happened, from the events of a run.
 
 A rank writes when it is ready, when it has made its first step, and when it is done; the supervisor
-writes when an attempt begins, and how it ended. So each attempt of a rank has three spans:
+writes when an attempt begins, and how it ended. So each attempt of a rank has three spans, and so
+has each process that joins an elastic job, which may have the number of one that left it:
 
-    starting    from the attempt to `ready`: the process, the framework, the model, the data
+    starting    from the attempt, or from `joins`, to `ready`: the process, the framework, the
+                model, the data
     preparing   from `ready` to `training`: a checkpoint is loaded, and the first step made
     training    from there to its own end, or to that of the attempt
 
@@ -33,8 +35,8 @@ PHASES = {
     SCRIPT: "a script, of which only the start and end of the attempt are known",
 }
 OVER = (*ENDS, "restart")
-RANK_OVER = ("done", "stopped", "failed")
-MARKED = ("evaluated", "bad_step", "failed", "straggler", "worker_lost", "learner_lost")
+RANK_OVER = ("done", "stopped", "failed", "left")
+MARKED = ("evaluated", "bad_step", "failed", "straggler", "worker_lost", "learner_lost", "scaled")
 
 
 @dataclass(frozen=True)
@@ -139,21 +141,34 @@ def _spans(
     for rank in run.speakers:
         mine = [e for e in run.events if e["rank"] == rank and e.get("attempt", 0) == number]
         mine = [e for e in mine if began <= e["time"] <= ended]
-        ready, training = _first(mine, "ready"), _first(mine, "training")
-        over = next((e["time"] for e in mine if e["event"] in RANK_OVER), None)
-        end = ended if over is None else over
-        is_open = goes_on and over is None
-        if ready is None:
-            phases = [(SCRIPT if run.is_command else STARTING, began, end)]
-        elif training is None:
-            waits = any("role" in e for e in mine if e["event"] == "ready")
-            phases = [(STARTING, began, ready), (SERVING if waits else PREPARING, ready, end)]
-        else:
-            phases = [(STARTING, began, ready), (PREPARING, ready, training)]
-            phases.append((TRAINING, training, end))
-        for place, (phase, a, b) in enumerate(phases):
-            goes = is_open and place == len(phases) - 1
-            yield TimelineSpan(rank, phase, at(a), at(b), number, goes)
+        begins = [e["time"] for e in mine if e["event"] == "joins"]
+        if rank < run.ranks or not begins:
+            begins.insert(0, began)
+        for begin, until in pairwise([*begins, math.inf]):
+            life = [e for e in mine if begin <= e["time"] < until]
+            span = (begin, min(until, ended))
+            for phase, a, b, is_over in _phases(run, life, *span):
+                yield TimelineSpan(rank, phase, at(a), at(b), number, goes_on and not is_over)
+
+
+def _phases(
+    run: RecordedRun, mine: list[Event], began: float, ended: float
+) -> Iterable[tuple[str, float, float, bool]]:
+    """(phase, begin, end, whether it has ended) of a process, from its events."""
+    ends = (*RANK_OVER, "worker_lost") if run.job.get("elastic") else RANK_OVER
+    ready, training = _first(mine, "ready"), _first(mine, "training")
+    over = next((e["time"] for e in mine if e["event"] in ends), None)
+    end = ended if over is None else over
+    if ready is None:
+        phases = [(SCRIPT if run.is_command else STARTING, began, end)]
+    elif training is None:
+        waits = any("role" in e for e in mine if e["event"] == "ready")
+        phases = [(STARTING, began, ready), (SERVING if waits else PREPARING, ready, end)]
+    else:
+        phases = [(STARTING, began, ready), (PREPARING, ready, training)]
+        phases.append((TRAINING, training, end))
+    for place, (phase, a, b) in enumerate(phases):
+        yield phase, a, b, over is not None or place < len(phases) - 1
 
 
 def _first(events: list[Event], name: str) -> float | None:
@@ -176,6 +191,8 @@ def _marked(event: dict[str, Any]) -> str:
         return f"failed: {str(report).partition(chr(10))[0]}"
     if name == "bad_step":
         return f"bad step {step}: {event['bad']}"
+    if name == "scaled":
+        return f"{event['ranks']} ranks train from step {event['from_step']} on"
     if name == "straggler":
         return f"slow in {event.get('phase')}"
     return f"lost: {event.get('cause') or event.get('why') or ''}"

@@ -30,8 +30,9 @@ from allranks.torch.comm.counting_group import (
     leave_counting_group,
     reduce_scatter_single,
 )
-from allranks.torch.comm.rank_sync import LASTS, StoreBarrier
+from allranks.torch.comm.rank_sync import GLANCE, LASTS, StoreBarrier
 from allranks.torch.comm.subgroups import (
+    FORMING,
     borrow,
     end,
     give_back,
@@ -39,6 +40,7 @@ from allranks.torch.comm.subgroups import (
     new_group,
     packed,
     unpack,
+    with_timeout,
 )
 from allranks.torch.comm.through_host import goes_through_host
 from allranks.torch.model.reals import reals
@@ -112,17 +114,24 @@ class Pending:
             self.heartbeat.enter(before)
 
     def _wait_and_look(self, store_barrier: StoreBarrier, phase: str) -> None:
+        glance, looked_at = store_barrier.glance, time.monotonic()
+        lasts = LASTS if glance is None else GLANCE
         while not self.work.is_completed():
             begun = time.monotonic()
             try:
-                self.work.wait(LASTS)
+                self.work.wait(lasts)
                 return
             except RuntimeError as error:  # a long wait, unless the collective itself has failed
                 if self.work.is_completed():
                     break
-                is_early = time.monotonic() - begun < LASTS.total_seconds() / 2
+                is_early = time.monotonic() - begun < lasts.total_seconds() / 2
                 if is_early and isinstance(translated(error), PeerLost):
                     raise  # Gloo's reduce-scatter fails without being completed
+            if glance is not None:
+                glance()
+                if time.monotonic() - looked_at < LASTS.total_seconds():
+                    continue
+                looked_at = time.monotonic()
             step = self.heartbeat.step if isinstance(self.heartbeat, Heartbeat) else -1
             store_barrier.look(f"in `{phase or 'exchange'}` of step {step}")
         self.work.wait()
@@ -421,7 +430,7 @@ class Comm:
         ranks = tuple(self.members[r] for r in ranks) if self.members else ranks
         if size == 1:
             return Comm(0, 1, self.device, self.sent_bytes, heartbeat=self.heartbeat, members=ranks)
-        group = borrow(ranks, TIMEOUT)
+        group = self._formed(borrow(ranks, self._forming))
         return replace(self, rank=rank, size=size, owns_group=True, group=group, members=ranks)
 
     def counting_group(self, kind: str) -> Any:
@@ -437,7 +446,7 @@ class Comm:
         return group
 
     def _borrow(self, ranks: tuple[int, ...]) -> Any:
-        group = borrow(ranks, TIMEOUT)
+        group = self._formed(borrow(ranks, self._forming))
         self._borrowed.append(group)
         return group
 
@@ -477,8 +486,17 @@ class Comm:
     def _new_group(self, backend: str | None = None) -> Any:
         """Another group of the same ranks."""
         if self.members is None:
-            return new_group(range(self.size), TIMEOUT, backend)
-        return borrow(self.members, TIMEOUT, backend)
+            return self._formed(new_group(range(self.size), self._forming, backend))
+        return self._formed(borrow(self.members, self._forming, backend))
+
+    @property
+    def _forming(self) -> timedelta:
+        """How long the ranks may take to form a group: not long where some may be lost."""
+        barrier = self.store_barrier
+        return TIMEOUT if barrier is None or barrier.glance is None else FORMING
+
+    def _formed(self, group: Any) -> Any:
+        return group if self._forming == TIMEOUT else with_timeout(group, TIMEOUT)
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,10 @@ import itertools
 import os
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import (  # type: ignore[attr-defined]
     FileStore,
     PrefixStore,
+    Store,
     TCPStore,
     rendezvous,
 )
@@ -29,10 +32,11 @@ from allranks.launcher.world import World, master_endpoint
 from allranks.strategies.roles import TRAINER
 from allranks.torch.comm.comm import TIMEOUT, Comm, translated
 from allranks.torch.comm.rank_sync import StoreBarrier
+from allranks.torch.comm.subgroups import FORMING, with_timeout
 from allranks.torch.machine import check_own_device
 
 PATIENCE_S = 5.0
-NCCL = "nccl"
+NCCL, GLANCING = "nccl", "glancing"
 SHARED_BY_NCCL = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
 _joins, _trainings = itertools.count(), itertools.count()
 
@@ -44,11 +48,13 @@ def join(
     backend: str = "",
     *,
     share_device: bool = False,
+    glance: Callable[[], None] | None = None,
 ) -> Comm:
     """Join the other ranks of `world`; every rank calls this, and `leave` at the end.
 
     `backend` is the backend of torch's process group. The default is that of the device, and on the
     host shared memory where possible. With `share_device` several ranks may use one device.
+    `glance` is called in all waits of an elastic job, and raises if other ranks form a group now.
 
     An existing process group is used as it is and not destroyed. A process keeps the store of its
     first join, and each join uses a new key prefix. So a second join sees neither stale
@@ -68,8 +74,7 @@ def join(
     if world.size == 1 or world.role != TRAINER:  # other roles exchange messages
         return Comm(device=device, heartbeat=heartbeat)
     try:
-        keys = f"attempt-{world.attempt}/join-{next(_joins)}"
-        store = PrefixStore(keys, _store_of(world))
+        store = _prefixed_store(world, glance)
         if share_device:
             backend = _backend_of_shared(device, backend, world, store)
         else:
@@ -82,15 +87,72 @@ def join(
                 backend,
                 rank=world.rank,
                 world_size=world.size,
-                timeout=TIMEOUT,
+                timeout=TIMEOUT if glance is None else FORMING,
                 store=store,
                 device_id=device if backend == NCCL else None,  # errors come here, not in a step
             )
     except RuntimeError as error:
         raise translated(error) from error
     comm = Comm(world.rank, world.size, device, owns_group=True, heartbeat=heartbeat)
-    comm.store_barrier = _barrier_in(store, world)
+    comm.store_barrier = _barrier_in(store, world, glance)
+    if glance is not None:
+        with_timeout(dist.group.WORLD, TIMEOUT)
     return comm
+
+
+def _prefixed_store(world: World, glance: Callable[[], None] | None) -> Any:
+    """The store of these ranks, with a prefix that no other join of theirs has."""
+    joins = next(_joins) if glance is None else world.group  # a newcomer has made fewer
+    store = _store_of(world)
+    if glance is not None:  # C++ keeps no reference to what Python has added to a store
+        store = _stores[GLANCING] = GlancingStore(store, glance)
+    return PrefixStore(f"attempt-{world.attempt}/join-{joins}", store)
+
+
+class GlancingStore(Store):
+    """A store in which a wait calls `glance` every millisecond, which may raise an error.
+
+    A rank that is lost while a group forms would hold up the others for minutes.
+    """
+
+    def __init__(self, store: Any, glance: Callable[[], None]) -> None:
+        super().__init__()
+        self.store, self.glance = store, glance
+
+    def wait(self, keys: list[str], timeout: timedelta = TIMEOUT) -> None:
+        until = time.monotonic() + TIMEOUT.total_seconds()  # a rank may compute for long
+        while not self.store.check(keys):
+            self.glance()
+            if time.monotonic() > until:
+                raise RuntimeError(f"wait timeout after {TIMEOUT} for {keys}")
+            time.sleep(0.001)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        value: bytes = self.store.get(key)
+        return value
+
+    def set(self, key: str, value: Any) -> None:
+        self.store.set(key, value)
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self.store.add(key, amount))
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self.store.check(keys))
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        value: bytes = self.store.compare_set(key, expected, desired)
+        return value
+
+    def deleteKey(self, key: str) -> bool:  # torch calls it so
+        return bool(self.store.delete_key(key))
+
+    def getNumKeys(self) -> int:  # torch calls it so
+        return int(self.store.num_keys())
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.store.set_timeout(timeout)
 
 
 def _backend_of(device: torch.device) -> str:
@@ -118,9 +180,9 @@ def _backend_of_shared(device: torch.device, requested: str, world: World, store
     return through_host.BACKEND
 
 
-def _barrier_in(store: Any, world: World) -> StoreBarrier:
-    prefixed = PrefixStore(f"meetings-{next(_trainings)}", store)
-    return StoreBarrier(prefixed, world.rank, world.size, TIMEOUT)
+def _barrier_in(store: Any, world: World, glance: Callable[[], None] | None = None) -> StoreBarrier:
+    prefixed = PrefixStore(f"meetings-{next(_trainings) if glance is None else 0}", store)
+    return StoreBarrier(prefixed, world.rank, world.size, TIMEOUT, glance=glance)
 
 
 def _store_of(world: World) -> Any:

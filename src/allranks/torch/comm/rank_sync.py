@@ -32,6 +32,7 @@ EVALUATE = "evaluate()"
 WHOLE_MODEL = "whole_model()"
 AT_THE_END = "the end of the training"
 LASTS = timedelta(seconds=5)  # a longer wait reads the store, which takes 0.1 ms
+GLANCE = timedelta(seconds=0.05)  # the same for a change of the group, which takes 1 us
 LONGEST_WHY = 4000  # characters of an error that other ranks get
 LAST_WORDS_S = 1.0
 SOONEST_S, LATEST_S = 0.0005, 0.05  # between two reads of a rank at a barrier
@@ -53,7 +54,9 @@ class RankPosition:
 class StoreBarrier:
     """The barriers of one rank in one training: `begun` collectives and `passed` barriers so far.
 
-    `looks` are called when a wait in a collective lasts; each may raise an error.
+    `looks` are called when a wait in a collective lasts; each may raise an error. `glance` is
+    called in every wait of an elastic job, at least every 50 ms, and raises `PeerLost` if another
+    group trains now.
     """
 
     store: Any
@@ -63,6 +66,7 @@ class StoreBarrier:
     begun: int = 0
     passed: int = 0
     looks: list[Callable[[], None]] = field(default_factory=list)
+    glance: Callable[[], None] | None = None
 
     def wait(self, place: str, step: int) -> None:
         """Wait for all ranks at the same `place` after the same step; every rank calls this.
@@ -130,6 +134,8 @@ class StoreBarrier:
         while time.monotonic() < until:  # `store.wait` warns on stderr of each wait that ends
             time.sleep(pause)
             pause = min(1.5 * pause, LATEST_S)
+            if self.glance is not None:
+                self.glance()
             has_left = self.store.check([left_key])  # read first: a rank decides, then leaves
             if self.store.check([verdict_key]):
                 return _read(self.store.get(verdict_key))

@@ -22,7 +22,18 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
+from allranks.errors import FaultKind
+from allranks.launcher.processes.process import is_said
+
 Key = tuple[tuple[int, ...], str | None]
+FORMING = timedelta(seconds=10)
+"""How long a rank of an elastic job waits for the connections of a group, while others may die."""
+
+
+def with_timeout(group: Any, timeout: timedelta) -> Any:
+    """The group, whose collectives take up to `timeout` from now on."""
+    c10d._set_pg_timeout(timeout, group)
+    return group
 
 
 def borrow(ranks: tuple[int, ...], timeout: timedelta, backend: str | None = None) -> Any:
@@ -101,8 +112,34 @@ def end(group: Any, *, failed: bool) -> None:
     if failed and dist.get_backend(group) == "nccl":
         with suppress(RuntimeError, ValueError):  # the failure itself is what counts
             c10d._abort_process_group(group)
-    else:
-        dist.destroy_process_group(group)
+        return
+    if failed:
+        _close_connections(group or dist.group.WORLD)
+    dist.destroy_process_group(group)
+
+
+UNUSED_TAG = 2**30 + 1
+
+
+def _close_connections(group: Any) -> None:
+    """Close those of a Gloo group, so that its collectives fail, here and on other ranks.
+
+    Gloo closes them with the last reference to the group, and its own collectives under way have
+    one; its `abort` does nothing. A message that does not come in time closes all of them.
+    """
+    if dist.get_backend(group) == "nccl":
+        return
+    backend: Any = group._get_backend(torch.device("cpu"))
+    if type(backend).__name__ != "ProcessGroupGloo":
+        return
+    for peer in range(backend.size()):
+        if peer == backend.rank():
+            continue
+        try:
+            backend.recv([torch.empty(1)], peer, UNUSED_TAG).wait(timedelta(milliseconds=1))
+        except RuntimeError as error:  # that of a peer which is lost closes no other connection
+            if is_said(FaultKind.TIMED_OUT, str(error)):
+                return
 
 
 _numbers: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -40,26 +41,44 @@ STATE_NOT_SAVED = (
 )
 
 
+@dataclass
+class OpenedData:
+    """The data of a task as it was opened, and what is known of it, by no rank in particular."""
+
+    training: Opened | None = None
+    evaluation: dict[str, Any] | None = None
+    probed: dict[int, Probed] = field(default_factory=dict)
+    compared: set[str] = field(default_factory=set)
+    identities: dict[str, str] = field(default_factory=dict)
+    """Texts that must be equal on all ranks, by what they are of."""
+
+
 class TaskData:
     """The data of one rank for one task under one strategy: its batches, and its evaluation data.
 
     `notes` tell the user where the engine differs from the settings of the data, once it is open.
     """
 
-    def __init__(self, task: Task, job: Job, strategy: Strategy) -> None:
+    def __init__(
+        self, task: Task, job: Job, strategy: Strategy, opened: OpenedData | None = None
+    ) -> None:
+        """`opened`: what was opened for another group of ranks of the same job."""
         self.task, self.job, self.strategy = task, job, strategy
         self.notes: list[str] = []
         self._batches: GlobalBatches | None = None
-        self._eval_sources: dict[str, Any] | None = None
-        self._probed: dict[int, Probed] = {}
-        self._compared: set[str] = set()
+        self.opened_data = opened = OpenedData() if opened is None else opened
+        self._eval_sources = opened.evaluation
+        self._probed, self._compared = opened.probed, opened.compared
 
     @property
     def batches(self) -> GlobalBatches:
         """The global batches of the training, opened when they are first needed."""
         if self._batches is None:
             seed_generators(self.job.seed)  # a split drawn there is the same on every rank
-            opened = self._opened(self.task.train_data(), "train_data")
+            opened = self.opened_data.training
+            if opened is None:
+                opened = self._opened(self.task.train_data(), "train_data")
+                self.opened_data.training = opened
             probed = self._probed.get(id(opened.source), Probed())
             if self.job.bitwise:
                 probed.check_bitwise()
@@ -147,6 +166,7 @@ class TaskData:
         if self._batches is not None:
             self._batches.close()
         self._batches = self._eval_sources = None
+        self.opened_data = OpenedData()
 
     @property
     def _meets_in_passes(self) -> bool:
@@ -171,6 +191,7 @@ class TaskData:
             seed_generators(self.job.seed)
             data = self.task.eval_data()
             self._eval_sources = {} if data is None else self._opened_sets(data)
+            self.opened_data.evaluation = self._eval_sources
         return self._eval_sources
 
     def _opened_sets(self, data: Any) -> dict[str, Any]:
@@ -197,22 +218,44 @@ class TaskData:
         Gathers some 150 bytes of text from every rank, and a fingerprint of a loader's first draws.
         """
         batches, comm = self.batches, self.strategy.comm
-        if comm.size == 1 or "train_data" in self._compared:
+        if not self._compares or "train_data" in self._compared:
+            return
+        drawing = batches.source if isinstance(batches.source, WholeLoader) else batches.order
+        texts = self.opened_data.identities
+        if "train_data" not in texts:
+            texts["train_data"] = self._identity_of(batches.source)
+            texts["draws"] = "" if drawing is None else drawing.fingerprint()
+        if comm.size == 1:
             return
         self._compared.add("train_data")
-        check_same("train_data", comm.gather_texts(self._identity_of(batches.source)))
-        drawing = batches.source if isinstance(batches.source, WholeLoader) else batches.order
-        if drawing is not None and len(set(comm.gather_texts(drawing.fingerprint()))) > 1:
+        check_same("train_data", comm.gather_texts(texts["train_data"]))
+        if drawing is not None and len(set(comm.gather_texts(texts["draws"]))) > 1:
             raise _drawn_by_rank(drawing)
+
+    def compare_anew(self) -> None:
+        """Compare the task's data again, as some ranks are new; every rank calls this."""
+        self._compared.clear()
+        self.compare_training()
+        self._compare_evaluation(self._evaluated())
+
+    @property
+    def _compares(self) -> bool:
+        """Whether other ranks have the same data, or may join with them."""
+        return self.strategy.comm.size > 1 or bool(self.job.elastic)
 
     def _compare_evaluation(self, sources: dict[str, Any], *, of_task: bool = True) -> None:
         """Raise if evaluation data differ between ranks, the task's once; every rank calls this."""
         comm, name = self.strategy.comm, "eval_data" if of_task else "evaluate"
-        if comm.size == 1 or not self.strategy.agreement.is_one_training or name in self._compared:
+        is_one = self.strategy.agreement.is_one_training
+        if not self._compares or not is_one or name in self._compared:
+            return
+        texts = self.opened_data.identities if of_task else {}
+        text = texts.get(name) or texts.setdefault(name, self._identity_of_sets(sources))
+        if comm.size == 1:
             return
         if of_task:
             self._compared.add(name)
-        check_same(name, comm.gather_texts(self._identity_of_sets(sources)))
+        check_same(name, comm.gather_texts(text))
 
     def _identity_of_sets(self, sources: dict[str, Any]) -> str:
         if sources.keys() <= {""}:

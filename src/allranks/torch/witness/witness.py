@@ -139,7 +139,8 @@ class Witness:
     ) -> None:
         self.strategy, self.job, self.report = strategy, job, report
         self._start = [job.run_dir, world.attempt - world.restarts]  # of all its attempts alike
-        self._is_restart, self._looked_before = world.restarts > 0, False
+        self._is_restart, self._looked_before = world.restarts + world.group > 0, False
+        self._group = world.group
         self.testimony = Testimony(job.witness)
         is_apart = not strategy.agreement.is_one_training and strategy.comm.size > 1
         self.is_on = job.witness != "off" and not is_apart
@@ -172,7 +173,10 @@ class Witness:
         """Load the findings of an earlier attempt of the same start."""
         if not self._is_restart or state["start"] != self._start:
             return
-        self._looked_before = state["looked"] and state["ranks"] == self.strategy.comm.size
+        is_as_before = state["ranks"] == self.strategy.comm.size or self._group > 0
+        self._looked_before = state["looked"] and is_as_before
+        if self._looked_before and self._group:  # a group formed anew observes nothing twice
+            self.steps, self.observes = OBSERVED_STEPS, False
         self.strategy.step.user_buffers.written |= set(state["written"])
         for known, before in (
             (self.testimony.found, state["found"]),

@@ -181,6 +181,12 @@ class CallbackStates:
             "callbacks_of_rank": {n: s for n, s in states.items() if not of_all[n]},
         }
 
+    def of_this_rank(self) -> dict[str, Any]:
+        """The same, of this rank alone, whatever the others have. No communication."""
+        self._load()
+        states = {n: {"state": c.state_dict()} for n, c in self._stateful.items()}
+        return {"callbacks": states} if states else {}
+
     def load_state(self, saved: dict[str, Any]) -> None:
         """Take up what `state` returned, now or when the training begins."""
         rank_states, states = saved.get("callbacks_of_rank") or {}, {}

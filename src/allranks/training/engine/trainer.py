@@ -9,14 +9,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from allranks.checkpoint.commit import Ranks
-from allranks.errors import RequestError, nearest
+from allranks.errors import PeerLost, RequestError, nearest
 from allranks.job.faults import Faults
 from allranks.job.job import Job
 from allranks.job.limits import until_of
@@ -25,6 +24,8 @@ from allranks.launcher.heartbeat import Heartbeat
 from allranks.launcher.world import World
 from allranks.strategies.shards import largest_shard, smaller_micro_batch
 from allranks.training.callback import Callback
+from allranks.training.engine.own_loop import nothing_left
+from allranks.training.engine.regroup import Handover
 from allranks.training.engine.saved_job import CallbackStates
 from allranks.training.guard import Guard
 from allranks.training.progress import Progress, StepResult
@@ -110,8 +111,10 @@ class EvaluationPlan:
         if not every or done.batch_index == 0:
             return False
         if every == "epoch":
-            return done.step_in_epoch == (steps_per_epoch or 0)
-        return done.batch_index % int(every) == 0 and done.batch_index != self.found_at
+            is_due = done.step_in_epoch == (steps_per_epoch or 0)
+        else:
+            is_due = done.batch_index % int(every) == 0
+        return is_due and done.batch_index != self.found_at
 
     def take(self, metrics: dict[str, float], done: Progress) -> None:
         """Record the metrics of an evaluation during training."""
@@ -335,13 +338,25 @@ class EngineTrainer(ABC, Generic[B]):
     _watch: Watches | None = None
 
     def __init__(
-        self, task: TaskFields, job: Job, world: World, callbacks: Sequence[Callback]
+        self,
+        task: TaskFields,
+        job: Job,
+        world: World,
+        callbacks: Sequence[Callback],
+        before: Handover | None = None,
     ) -> None:
+        """`before`: what the trainer of this process in the last group of its job has left."""
         self.task, self.job, self.world = task, job, world
         self.evaluation_plan = EvaluationPlan(job, task.plateau())
-        self.callbacks = [*callbacks, *task.callbacks()]
-        self.heartbeat = Heartbeat(world.heartbeat, world.local_rank, world.local_size)
-        self.faults = Faults.of(job.inject, world.rank, world.restarts)
+        if before is None:
+            self.callbacks = [*callbacks, *task.callbacks()]
+            self.heartbeat = Heartbeat(world.heartbeat, world.local_rank)
+            self.faults = Faults.of(job.inject, world.number, world.restarts)
+        else:
+            self.callbacks = before.callbacks
+            self.heartbeat, self.faults = before.heartbeat, before.faults
+        self.last_result: StepResult | None = None
+        self.unheard: tuple[B, StepResult] | None = None  # a step, until the callbacks were called
         self.user_buffers = list[str]()
         self.in_step = list[B]()  # while `fit` makes a step: its batch
         self._has_given, self._came_to_an_end, self._called = False, True, set[str]()
@@ -367,6 +382,8 @@ class EngineTrainer(ABC, Generic[B]):
         if self._ending.lockstep:
             self.task_data.compare_training()
         while not self.evaluation_plan.is_over:
+            if self.heartbeat.group_number != self.world.group:
+                self.look_at_group(self.progress.batch_index)
             self.heartbeat.enter("data")
             batch = self._next_batch(upcoming)
             if batch is None:
@@ -377,6 +394,11 @@ class EngineTrainer(ABC, Generic[B]):
             yield batch
         self._came_to_an_end = True
         self._end_batches()
+
+    def look_at_group(self, step: int) -> None:
+        """Raise `PeerLost` if other ranks train from `step` on than those of this trainer."""
+        if self.heartbeat.has_left(self.world.group, step):
+            raise PeerLost(f"group {self.world.group} of the ranks ends before step {step}")
 
     def _next_batch(self, upcoming: Iterator[B]) -> B | None:
         return next(upcoming, None)
@@ -520,18 +542,26 @@ class EngineTrainer(ABC, Generic[B]):
 
     def _other_state(self) -> dict[str, Any]:
         """The state of a training that is not the engine's, as plain values."""
+        callbacks = {} if self._callback_states.is_empty else self._callback_states.state()
+        return {**self.course(), **callbacks}
+
+    def course(self) -> dict[str, Any]:
+        """The same without that of callbacks: no communication."""
         return {
             "progress": dataclasses.asdict(self.progress),
             "guard": self.guard.state(),
             "course": self.evaluation_plan.state(),
             "loss_scale": None if self._loss_scale is None else self._loss_scale.state(),
             "witness": None if self._watch is None else self._watch.state(),
-            **({} if self._callback_states.is_empty else self._callback_states.state()),
         }
 
     def _load_other_state(self, state: dict[str, Any]) -> None:
         """Load what `_other_state` returned."""
         self._callback_states.load_state(state)  # it may refuse: nothing was trained then
+        self.load_course(state)
+
+    def load_course(self, state: dict[str, Any]) -> None:
+        """Load what `course` returned."""
         self.progress = Progress.of(state["progress"])
         done = self.progress.batch_index
         if state.get("step", done) != done:
@@ -566,34 +596,3 @@ def scheduled_steps(trainer: EngineTrainer[Any]) -> int | None:
     if steps is None and per_epoch is not None:
         return int(per_epoch * trainer.task.epochs)
     return job.steps if steps is None else steps
-
-
-def warn_ignored(job: Job, called: Set[str], done: Progress) -> None:
-    """Warn of options of a job that a custom training loop has ignored."""
-    options: dict[str, dict[str, Any]] = {
-        "evaluate_if_due": {
-            "eval_every": job.eval_every,
-            "early_stop": job.early_stop,
-            "until": job.until,
-        },
-        "save_if_due": {"checkpoint_every": job.checkpoint_every},
-    }
-    for method, values in options.items():
-        ignored = [f"{name}={value!r}" for name, value in values.items() if value]
-        if ignored and method not in called and done.batch_index:
-            warnings.warn(
-                f"Job({', '.join(ignored)}) did nothing in this loop, which never called "
-                f"trainer.{method}(…) after a step",
-                stacklevel=3,
-            )
-
-
-def nothing_left(limits: Sequence[str], done: Progress) -> RequestError:
-    """The error for batches that have been trained already."""
-    return RequestError(
-        asked=f"batches({', '.join(limits)})",
-        found=f"a training that has made {done.batch_index} steps, and is in epoch {done.epoch}",
-        why="epochs and steps count from the start of the job, so that one that was stopped ends "
-        "where it would have",
-        do="one loop over batches() for all of it, or batches(epochs=1), then batches(epochs=2), …",
-    )

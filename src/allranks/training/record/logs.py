@@ -241,9 +241,12 @@ class GrowingFile:
                 self._file.close()
 
 
+METRICS = "metrics.jsonl"
+
+
 def open_metrics(run_dir: Path, step: int) -> JsonLines:
     """The metrics so far, without steps that a checkpoint at `step` does not know of."""
-    path = run_dir / "metrics.jsonl"
+    path = run_dir / METRICS
     keep_rows(path, lambda row: int(row["step"]) < step)
     return JsonLines(path)
 

@@ -1,0 +1,199 @@
+"""The ranks of an elastic job while it runs: some join, some leave, as a request in it says.
+
+A new rank is a process of its own that loads the program, the model and the data while the others
+train. When it waits for a group, the launcher forms one with it, which begins before a step that
+no rank has reached: all change at the same boundary. There the new rank receives the state of the
+training, for which the others wait. Ranks that leave are left out of the next group, and end. A new
+rank that fails before it is in a group costs the others nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from allranks.errors import RequestError
+from allranks.job.run_folder import RunFolder, rank_log_path
+from allranks.job.scaling import (
+    Bounds,
+    ScaleRequest,
+    joiners_of,
+    leavers_of,
+    next_request,
+)
+from allranks.launcher.fault_report import events_of
+from allranks.launcher.heartbeat import Group, HeartbeatTable
+from allranks.launcher.plan import LaunchPlan, RankPlan
+from allranks.launcher.processes.process import Exit, Process
+from allranks.launcher.supervisor import RankWatch
+
+READY_S = 600.0  # for a new rank to load the program, the model and the data
+STEPS_AHEAD = 2  # a rank may begin one more step before it sees the next group
+WAITS = "joining"  # what a new rank writes when it waits for its first group
+
+
+@dataclass
+class Change:
+    """A request that is being carried out: `group` is `None` until every new rank is ready."""
+
+    request: ScaleRequest
+    joiners: tuple[int, ...]
+    leavers: tuple[int, ...]
+    began_at: float = field(default_factory=time.monotonic)
+    group: Group | None = None
+    ready_s: float | None = None
+
+
+@dataclass
+class Scaling:
+    """The ranks of one attempt that come and go; `steer` is called about ten times a second.
+
+    `plan_for(size)` is the plan of the job on that many ranks, `make` a process of it. `edited()`
+    names a file of the program that is not as the ranks have loaded it; `differs(ready)` one that
+    a new rank has loaded otherwise, by its event `ready`; "" if there is none.
+    """
+
+    bounds: Bounds
+    folder: RunFolder
+    attempt: int
+    heartbeats: HeartbeatTable
+    plan_for: Callable[[int], LaunchPlan]
+    make: Callable[[RankPlan], Process]
+    edited: Callable[[], str]
+    differs: Callable[[dict[str, Any]], str]
+    change: Change | None = field(init=False, default=None)
+    joining: frozenset[int] = field(init=False, default=frozenset())
+    """New ranks that have not begun to train."""
+
+    def may_lose(self, rank: int, remaining: Collection[int]) -> bool:
+        """Whether the `remaining` processes go on without `rank`; each has made a step, or joins.
+
+        The others do not need one that joins or leaves.
+        """
+        members, beats = self.heartbeats.group.members, self.heartbeats.read()
+        if rank not in members:
+            return True
+        goes_on = [member for member in members if member in remaining]
+        trains = [member for member in goes_on if member not in self.joining]
+        has_begun = bool(trains) and all(beats[member].step > 0 for member in trains)
+        return has_begun and len(goes_on) >= self.bounds.least
+
+    def lost(self, rank: int, exit_: Exit) -> None:
+        """The job goes on without this process: the others form a group at once."""
+        members = self.heartbeats.group.members
+        if rank in self.joining and rank not in members:
+            if self.change is not None:
+                log = rank_log_path(self.folder.path, rank)
+                self._give_up(self.change, f"rank {rank} ended before it had joined: see {log}")
+            return
+        self.heartbeats.form_group([member for member in members if member != rank])
+
+    def steer(self, watch: RankWatch) -> None:
+        """Carry on with the change that was asked for, or look for a request."""
+        running, beats = set(watch.alive.values()), self.heartbeats.read()
+        self.joining = frozenset(r for r in self.joining & running if beats[r].step < 0)
+        over, members = not running - self.joining, set(self.heartbeats.group.members)
+        if request := next_request(self.folder.path):
+            self._consider(request, watch)
+        if (change := self.change) is not None:
+            if over or (watch.ends and change.group is None):
+                self._give_up(change, "the job ended first")
+            elif change.group is None:
+                self._form_if_ready(change)
+            else:
+                self._conclude_if_over(change, change.group, running)
+        unwanted = self.joining if over else self.joining - members if not self.change else ()
+        if unwanted:
+            watch.dismiss(unwanted)
+
+    def _consider(self, request: ScaleRequest, watch: RankWatch) -> None:
+        try:
+            self._begin(request, watch)
+        except RequestError as error:
+            self.folder.events.event("not_scaled", **_about(request), request=error.to_data())
+
+    def _begin(self, request: ScaleRequest, watch: RankWatch) -> None:
+        """Start the processes that are to join; raises `RequestError`."""
+        members, running = self.heartbeats.group.members, set(watch.alive.values())
+        if watch.ends or self.change is not None or running - set(members):
+            busy = "a change that is not done yet"
+            why = "ranks join and leave at one boundary, and then at the next one"
+            raise _refused(request, "a job that ends" if watch.ends else busy, why, "ask later")
+        size = request.size_after(members, self.bounds)
+        leavers, joiners = leavers_of(request, members, size), joiners_of(members, running, size)
+        if joiners and (name := self.edited()):
+            raise _refused(
+                request,
+                f"{name} is not as the ranks have loaded it",
+                "a new rank would train another program than the others",
+                "restore that file, or stop the job and resume it with the new one",
+            )
+        planned = self.plan_for(size).ranks if joiners else ()
+        self.folder.take_room(joiners)
+        self.change, self.joining = Change(request, joiners, leavers), frozenset(joiners)
+        for rank in joiners:
+            self.heartbeats.clear(rank)
+            world = replace(planned[rank].world, group=-1, member=rank)
+            watch.start(self.make(replace(planned[rank], world=world)))
+
+    def _form_if_ready(self, change: Change) -> None:
+        """Form the next group once every new rank waits for it; the steps go on until then.
+
+        A rank that has not entered its group yet, as another was lost, would miss that one.
+        """
+        for rank in change.joiners:
+            rows = events_of(self.folder.path, rank, self.attempt)
+            rows = [row for row in rows if row["monotonic"] >= change.began_at]
+            for row in rows:
+                if row["event"] == "ready" and (name := self.differs(row)):
+                    self._give_up(change, f"rank {rank} has loaded another {name} than the others")
+                    return
+            if not any(row["event"] == WAITS for row in rows):
+                if time.monotonic() - change.began_at > READY_S:
+                    self._give_up(change, f"rank {rank} was not ready after {READY_S:.0f} s")
+                return
+        group, beats = self.heartbeats.group, self.heartbeats.read()
+        members = set(group.members)
+        if any(beats[rank].group != group.number for rank in members):
+            return
+        last = max(beats[rank].step for rank in members)
+        change.ready_s = time.monotonic() - change.began_at
+        wanted = members - set(change.leavers) | set(change.joiners)
+        if wanted == members:
+            change.group = Group(-1, last, self.heartbeats.group.members)
+        else:
+            change.group = self.heartbeats.form_group(wanted, last + STEPS_AHEAD)
+
+    def _conclude_if_over(self, change: Change, group: Group, running: set[int]) -> None:
+        """Answer once every new rank trains, and every rank that leaves has ended."""
+        members = self.heartbeats.group.members
+        joined = [rank for rank in change.joiners if rank in members]
+        if self.joining & set(joined) or running & set(change.leavers):
+            return
+        self.change = None
+        self.folder.events.event(
+            "scaled",
+            **_about(change.request),
+            ranks=len(members),
+            members=list(members),
+            joined=joined,
+            left=list(change.leavers),
+            from_step=group.from_step,
+            ready_s=change.ready_s,
+            seconds=time.monotonic() - change.began_at,
+        )
+
+    def _give_up(self, change: Change, report: str) -> None:
+        """Leave the ranks as they are, and say why; new ones are dismissed with the next tick."""
+        self.change = None
+        self.folder.events.event("not_scaled", **_about(change.request), report=report)
+
+
+def _about(request: ScaleRequest) -> dict[str, Any]:
+    return {"number": request.number, "by": request.by, "words": str(request)}
+
+
+def _refused(request: ScaleRequest, state: str, why: str, do: str) -> RequestError:
+    return RequestError(asked=str(request), found=state, why=why, do=do)

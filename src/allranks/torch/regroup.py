@@ -1,0 +1,125 @@
+"""What a trainer with torch hands over to the one of the next group, and how that takes it over."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from allranks.checkpoint.folder import committed, step_of
+from allranks.checkpoint.format import unflatten
+from allranks.errors import PeerLost
+from allranks.job.resume import CHECKPOINTS
+from allranks.torch.checkpoint.state import DTYPES, NAMES, flatten
+from allranks.torch.witness.replicas import verify
+from allranks.training.engine.regroup import Agreed, Handover, Position, furthest
+from allranks.training.record.logs import row_of
+
+if TYPE_CHECKING:
+    from allranks.torch.trainer import Trainer
+
+CAUSES = "It was found when they formed a group anew, after another rank had left or joined."
+
+
+def hand_over(trainer: Trainer) -> Handover:
+    """What this rank holds between two steps; takes back what a broken-off step has written.
+
+    No communication, and no copies.
+    """
+    step, broken = trainer.strategy.step, -1
+    if trainer.in_step and trainer.in_step[0].index >= trainer.progress.batch_index:
+        broken = trainer.in_step[0].index
+        step.user_buffers.undo()
+    state = {
+        **trainer.course(),
+        "strategy": trainer.strategy.state(),
+        "written": sorted(step.user_buffers.written),
+        **trainer.callback_states(),
+    }
+    return Handover(
+        callbacks=trainer.callbacks,
+        heartbeat=trainer.heartbeat,
+        faults=trainer.faults,
+        state=state,
+        is_best=trainer.evaluation_plan.is_best,
+        row=None if trainer.last_result is None else row_of(trainer.last_result),
+        unheard=trainer.unheard,
+        broken=broken,
+        built=trainer.built,
+        data=trainer.task_data.opened_data,
+    )
+
+
+def leave(trainer: Trainer, *, planned: bool) -> None:
+    """Close the trainer of a group that trains no more; its thread that saves ends first.
+
+    At a `planned` end all ranks are there, and wait for the checkpoint under way. Else it is
+    committed already, or given up.
+    """
+    saving = trainer.saving
+    if planned and saving is not None:
+        with suppress(PeerLost):
+            saving.checkpointer.wait()
+    trainer.close(failed=True)
+    for parameter in trainer.model.parameters():
+        parameter.grad = None  # a part of the buckets of that group
+    if saving is not None:
+        with suppress(Exception):  # it lost a peer, too
+            saving.checkpointer.writers.thread.wait()
+
+
+def take_over(trainer: Trainer, before: Handover | None) -> Agreed:
+    """Bring all ranks of a new group to the same state; every rank calls this, a new one too.
+
+    Gathers a text of each rank. The state is broadcast only if a rank is behind.
+    """
+    comm = trainer.comm
+    mine = dataclasses.asdict(_position(trainer, before))
+    agreed = furthest([Position(**json.loads(t)) for t in comm.gather_texts(json.dumps(mine))])
+    state = {} if before is None else before.state
+    if agreed.behind:
+        state = _broadcast(trainer, state, agreed.source)
+    _ = trainer.task_data.batches
+    if agreed.new:
+        trainer.task_data.compare_anew()
+    trainer.load_group_state(state, with_callbacks=comm.rank in agreed.behind)
+    trainer.strategy.step.user_buffers.written |= set(state["written"])
+    trainer.evaluation_plan.is_best = agreed.position.is_best
+    if trainer.saving is not None:
+        trainer.saving.checkpointer.done_step = agreed.saved
+    return agreed
+
+
+def compare(trainer: Trainer) -> None:
+    """Raise `ReplicasDiffer` if the ranks of a new group hold different weights, or optimizers."""
+    verify(trainer.strategy.learner, CAUSES)
+
+
+def _position(trainer: Trainer, before: Handover | None) -> Position:
+    folder = Path(trainer.job.run_dir) / CHECKPOINTS
+    looks = trainer.comm.rank == 0 and trainer.saving is not None
+    newest = committed(folder)[:1] if looks else []
+    saved = step_of(newest[0]) if newest else -1
+    if before is None or before.is_new:
+        return Position(saved=saved)
+    evaluated = int(before.state["course"]["found_at"])
+    return Position(before.step, evaluated, before.is_best, before.broken, saved, before.row)
+
+
+def _broadcast(trainer: Trainer, state: dict[str, Any], source: int) -> dict[str, Any]:
+    """The state of rank `source`, on all ranks: a text, and the tensors in few messages."""
+    comm, is_source, text = trainer.comm, trainer.comm.rank == source, ""
+    tensors: dict[str, torch.Tensor] = {}
+    if is_source:
+        skeleton, tensors = flatten(state, "group")
+        forms = [(path, NAMES[t.dtype], list(t.shape)) for path, t in tensors.items()]
+        text = json.dumps([skeleton, forms])
+    skeleton, forms = json.loads(comm.gather_texts(text)[source])
+    if not is_source:
+        tensors = {path: torch.empty(shape, dtype=DTYPES[name]) for path, name, shape in forms}
+    comm.broadcast(*tensors.values(), source=source)
+    return state if is_source else dict(unflatten(skeleton, tensors))

@@ -1,0 +1,106 @@
+"""A small task with BatchNorm and dropout for elastic jobs, and what ranks do to it on purpose."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import allranks.torch.worker as worker
+from allranks.job.run_folder import JsonLines
+from allranks.launcher import heartbeat
+from allranks.torch import Task
+from allranks.torch.checkpoint.state import copied
+from allranks.torch.regroup import hand_over
+from allranks.training.callback import Callback
+from allranks.training.engine.regroup import Handover
+
+
+class NotePid(Callback):
+    """Writes down which process makes which step."""
+
+    def on_start(self, trainer: Any) -> None:
+        path = trainer.saving.saved.sources[0].parent / f"pids-{os.environ['RANK']}.jsonl"
+        self.file = JsonLines(path)
+
+    def on_step(self, trainer: Any, batch: Any, result: Any) -> None:
+        self.file.row({"step": result.batch_index, "pid": os.getpid()})
+        self.file.flush()
+
+    def on_end(self, trainer: Any) -> None:
+        self.file.close()
+
+
+@dataclass(kw_only=True)
+class Elastic(Task):
+    batch_size: int = 64
+    shards: int = 8
+    epochs: int = 10
+
+    def model(self) -> nn.Module:
+        first = nn.Sequential(nn.Linear(10, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2))
+        return nn.Sequential(first, nn.Linear(32, 2))
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def train_data(self) -> Any:
+        x = torch.randn(640, 10, generator=torch.Generator().manual_seed(0))
+        return x, (x.sum(1) > 0).long()
+
+    def eval_data(self) -> Any:
+        return self.train_data()
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return F.cross_entropy(output, batch[1], reduction="none")
+
+    def inputs(self, batch: Any) -> Any:
+        return (batch[0],)
+
+    def callbacks(self) -> list[Callback]:
+        return [NotePid()]
+
+
+class FallBehind(Callback):
+    """Rank 2 hands over what it held after step 3, and has lost its weights."""
+
+    def on_step(self, trainer: Any, batch: Any, result: Any) -> None:
+        if trainer.world.number == 2 and result.batch_index == 3:
+            old = hand_over(trainer)
+            state = copied(old.state)
+
+            def late(trainer: Any) -> Handover:
+                now = hand_over(trainer)
+                with torch.no_grad():
+                    for weight in trainer.model.parameters():
+                        weight.zero_()
+                return dataclasses.replace(now, state=state, row=old.row, unheard=None)
+
+            worker.hand_over = late  # type: ignore[assignment]
+
+
+class Plan(Callback):
+    """Rank 0 writes after step 3, as a supervisor does, that another group begins with step 6."""
+
+    def on_step(self, trainer: Any, batch: Any, result: Any) -> None:
+        if trainer.world.number == 0 and result.batch_index == 3:
+            memory = trainer.heartbeat._all
+            memory[heartbeat._FROM_STEP] = 6
+            for rank in range(trainer.world.size):
+                memory[heartbeat._MEMBERS + rank] = 1
+            memory[heartbeat._GROUP] = 1
+
+
+class Late(Elastic):
+    def callbacks(self) -> list[Callback]:
+        return [FallBehind()]
+
+
+class Planned(Elastic):
+    def callbacks(self) -> list[Callback]:
+        return [Plan()]

@@ -1,0 +1,164 @@
+"""Elastic jobs: ranks are lost, the others go on in the same processes, and the result is the same.
+
+What is lost is one step at most. The digests are those of one process that nobody disturbed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from allranks.checkpoint.folder import committed, step_of
+from allranks.errors import ProgramError, RequestError
+from allranks.job.config import resolve
+from allranks.job.run_folder import read_events, read_rows
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.start import Result, run_job
+from allranks.training.engine.regroup import Position, furthest
+from conftest import TASKS
+
+STEPS = 12
+FILE = TASKS / "elastic_tasks.py"
+PROGRAM = f"{FILE}:Elastic"
+Train = Callable[..., Result]
+
+
+@pytest.fixture(scope="module")
+def alone(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """One process that nobody disturbs."""
+    flags = {"strategy": "ddp", "bitwise": True, "steps": STEPS}
+    flags["run_dir"] = str(tmp_path_factory.mktemp("run") / "run")
+    return run_job(resolve(PROGRAM, flags), server)
+
+
+def elastic(train: Train, inject: str, program: str = PROGRAM, **flags: Any) -> Result:
+    usual = {"strategy": "ddp", "bitwise": True, "steps": STEPS, "ranks": 3, "elastic": "1:3"}
+    return train(program, **{**usual, "inject": inject, **flags})
+
+
+def groups(result: Result) -> list[dict[str, Any]]:
+    return [row for row in read_events(result.run_dir) if row["event"] == "group"]
+
+
+def assert_undisturbed(result: Result, alone: Result) -> None:
+    """The same weights, each step once in the metrics, and no process was started again."""
+    assert result.summary["weights_sha256"] == alone.summary["weights_sha256"]
+    assert result.summary["restarts"] == 0
+    steps = [row["step"] for row in read_rows(result.run_dir / "metrics.jsonl")]
+    assert steps == list(range(STEPS))
+    assert not list(result.run_dir.glob(".store*"))
+    assert not [name for name in os.listdir("/dev/shm") if "allranks" in name]
+
+
+def test_a_rank_is_lost_and_the_others_make_the_step_again(train: Train, alone: Result) -> None:
+    result = elastic(train, "kill@rank=1,step=5")
+    assert_undisturbed(result, alone)
+    (group,) = groups(result)
+    assert (group["members"], group["lost"], group["steps_again"]) == ([0, 2], [1], 1)
+    assert group["step"] == 5 and group["stood_s"] > 0
+    assert result.summary["groups"] == 1 and result.summary["world_size"] == 2
+    for rank in (0, 2):
+        rows = list(read_rows(result.run_dir / f"pids-{rank}.jsonl"))
+        assert [row["step"] for row in rows] == list(range(STEPS))
+        assert len({row["pid"] for row in rows}) == 1
+
+
+LOSSES = {
+    "the leader": ("kill@rank=0,step=5", [1, 2]),
+    "the leader, before it writes the row of a step": ("kill@rank=0,step=5,at=stepped", [1, 2]),
+    "two at once": ("kill@rank=0,step=5 kill@rank=2,step=5", [1]),
+    "one while a group forms": ("kill@rank=1,step=5 kill@rank=0,at=regroup", [2]),
+    "one after the other": ("kill@rank=1,step=3 kill@rank=0,step=7", [2]),
+    "in an evaluation": ("kill@rank=2,at=evaluate", [0, 1]),
+    "the leader in an evaluation": ("kill@rank=0,at=evaluate", [1, 2]),
+    "in a save": ("kill@rank=1,at=save:half,step=6", [0, 2]),
+    "the leader in a save": ("kill@rank=0,at=save:manifest,step=6", [1, 2]),
+    "by an error of its own": ("fail@rank=1,step=5", [0, 2]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["", "gloo"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_ranks_are_lost_anywhere(train: Train, alone: Result, name: str, backend: str) -> None:
+    inject, members = LOSSES[name]
+    flags = {"eval_every": "3", "checkpoint_every": 3, "keep": 9}
+    result = elastic(train, inject, backend=backend, **flags)
+    assert_undisturbed(result, alone)
+    assert groups(result)[-1]["members"] == members
+    saved = {step_of(folder) for folder in committed(result.run_dir / "checkpoints")}
+    assert saved >= {9, 12}  # one that was under way may have been given up
+    evaluated = [row["step"] for row in read_events(result.run_dir) if row["event"] == "evaluated"]
+    assert evaluated == [3, 6, 9, 12]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["", "gloo"])
+def test_a_rank_that_is_behind_receives_the_state(
+    train: Train, alone: Result, backend: str
+) -> None:
+    result = elastic(train, "kill@rank=1,step=7", f"{FILE}:Late", backend=backend)
+    assert_undisturbed(result, alone)
+
+
+@pytest.mark.slow
+def test_a_planned_group_begins_between_two_steps(train: Train, alone: Result) -> None:
+    result = elastic(train, "", f"{FILE}:Planned", checkpoint_every=6)
+    assert_undisturbed(result, alone)
+    (group,) = groups(result)
+    assert (group["step"], group["steps_again"], group["lost"]) == (6, 0, [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "ddp-plain"])
+def test_without_bitwise_it_is_equal_up_to_rounding(train: Train, strategy: str) -> None:
+    flags: dict[str, Any] = {"bitwise": False, "precision": "fp64", "strategy": strategy}
+    whole = elastic(train, "", **{**flags, "ranks": 1})
+    result = elastic(train, "kill@rank=1,step=5", **flags)
+    ours, theirs = (load_file(r.run_dir / "weights.safetensors") for r in (result, whole))
+    assert all((ours[name] - theirs[name]).abs().max() < 1e-10 for name in theirs)
+    assert result.summary["groups"] == 1
+
+
+@pytest.mark.slow
+def test_too_few_are_started_again(train: Train, alone: Result) -> None:
+    flags = {"elastic": "3:3", "checkpoint_every": 3}
+    result = elastic(train, "kill@rank=1,step=5", max_restarts=1, **flags)
+    assert result.summary["restarts"] == 1 and not groups(result)
+    assert result.summary["weights_sha256"] == alone.summary["weights_sha256"]
+    with pytest.raises(ProgramError, match=r"rank 1 .*SIGKILL"):
+        elastic(train, "kill@rank=1,step=5", **flags)
+
+
+def test_the_furthest_rank_gives_its_state() -> None:
+    positions = [Position(4, -1, broken=4), Position(5, 3), Position(5, 5), Position(5, 5)]
+    agreed = furthest(positions)
+    assert (agreed.source, agreed.behind, agreed.steps_again) == (2, (0, 1), 0)
+    assert furthest([Position(4, broken=4), Position()]).new == (1,)
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "no range": ({"elastic": "2"}, "MIN:MAX"),
+    "a number that is none": ({"elastic": "two:3"}, "MIN:MAX"),
+    "fewer ranks than MIN": ({"elastic": "4:8"}, "--ranks 3"),
+    "more ranks than MAX": ({"elastic": "1:2"}, "--ranks 3"),
+    "parts of the state": ({"strategy": "zero1"}, "lost with a rank"),
+    "residuals": ({"strategy": "ddp:reduce=power-sgd"}, "lost with a rank"),
+    "late gradients": ({"strategy": "ddp:late=1"}, "late"),
+    "a device": ({"device": "cuda"}, "processors alone"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_elastic_is_refused(name: str, tmp_path: Path) -> None:
+    more, said = BAD[name]
+    flags = {"strategy": "ddp", "ranks": 3, "elastic": "1:3", "run_dir": str(tmp_path / "run")}
+    with pytest.raises(RequestError, match=said) as refused:
+        resolve(PROGRAM, {**flags, **more})
+    assert all(f"{part}:" in str(refused.value) for part in ("asked", "found", "why", "do"))
+    assert not (tmp_path / "run").exists()

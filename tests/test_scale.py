@@ -1,0 +1,502 @@
+"""Ranks join and leave a job that runs, as a request in its folder says."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from allranks.cli import runs
+from allranks.errors import RequestError
+from allranks.job.config import resolve
+from allranks.job.run_folder import JsonLines, RunFolder, rank_events_path, read_rows
+from allranks.job.scaling import (
+    REQUEST,
+    Bounds,
+    ScaleRequest,
+    joiners_of,
+    leavers_of,
+    next_request,
+    post,
+    withdraw,
+)
+from allranks.launcher.heartbeat import Heartbeat, HeartbeatTable
+from allranks.launcher.plan import RankPlan
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.processes.process import Exit, Process
+from allranks.launcher.scaling import READY_S, Scaling
+from allranks.launcher.start import JobWatcher, Result, run_job
+from allranks.launcher.world import World
+from allranks.tools.report.records import read_run
+from allranks.tools.report.timeline import TRAINING, timeline_of
+
+TASKS = Path(__file__).parent / "tasks"
+BOUNDS = Bounds(2, 4)
+
+
+# --- requests ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "members", "size", "leavers", "joiners"),
+    [
+        ({"ranks": 4}, (0, 1), 4, (), (2, 3)),
+        ({"ranks": 3}, (0, 2), 3, (), (1,)),  # the lowest number that is free
+        ({"ranks": 2}, (0, 1, 3), 2, (3,), ()),  # the highest numbers leave
+        ({"ranks": 2}, (1, 3), 2, (), ()),
+        ({"join": 1}, (1, 2, 3), 4, (), (0,)),
+        ({"leave": 0}, (0, 1, 2), 2, (0,), ()),  # also the leader
+    ],
+)
+def test_who_joins_and_who_leaves(
+    words: dict[str, int],
+    members: tuple[int, ...],
+    size: int,
+    leavers: tuple[int, ...],
+    joiners: tuple[int, ...],
+) -> None:
+    request = ScaleRequest.new(**words)
+    assert request.size_after(members, BOUNDS) == size
+    assert leavers_of(request, members, size) == leavers
+    assert joiners_of(members, members, size) == joiners
+
+
+@pytest.mark.parametrize(
+    ("words", "members", "says"),
+    [
+        ({"ranks": 5}, (0, 1), "elastic 2:4, and 2 ranks train"),
+        ({"ranks": 1}, (0, 1), "elastic 2:4"),
+        ({"join": 1}, (0, 1, 2, 3), "join: 5 ranks"),
+        ({"leave": 1}, (0, 1), "scale --leave 1: 1 rank\n"),
+        ({"leave": 2}, (0, 1, 3), "ranks 0, 1, 3 train"),
+    ],
+)
+def test_outside_of_the_bounds_is_refused(
+    words: dict[str, int], members: tuple[int, ...], says: str
+) -> None:
+    with pytest.raises(RequestError, match=says):
+        ScaleRequest.new(**words).size_after(members, BOUNDS)
+
+
+def test_a_request_is_read_once_and_replaces_no_other(tmp_path: Path) -> None:
+    first, second = ScaleRequest.new(ranks=3), ScaleRequest.new(join=1)
+    assert next_request(tmp_path) is None and not withdraw(tmp_path)
+    post(tmp_path, first)
+    with pytest.raises(RequestError, match="another request"):
+        post(tmp_path, second)
+    assert next_request(tmp_path) == first and next_request(tmp_path) is None
+    post(tmp_path, second)
+    assert withdraw(tmp_path) and next_request(tmp_path) is None
+    assert not list(tmp_path.iterdir())
+
+
+NUMBERS = {"number": "1", "by": "", "ranks": 0, "join": 0, "leave": -1}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[" * 4000,
+        "3",
+        json.dumps({**NUMBERS, "ranks": 3, "more": 1}),
+        json.dumps({**NUMBERS, "ranks": "3"}),
+        json.dumps({**NUMBERS, "ranks": 3, "join": 1}),
+        json.dumps(NUMBERS),
+        json.dumps({**NUMBERS, "by": "x" * 5000, "ranks": 3}),
+    ],
+    ids=range(9),
+)
+def test_what_is_no_request_is_removed(tmp_path: Path, content: str) -> None:
+    (tmp_path / REQUEST).write_text(content)
+    assert next_request(tmp_path) is None and not (tmp_path / REQUEST).exists()
+
+
+def test_the_launcher_waits_for_no_pipe_and_follows_no_link(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text(json.dumps({**NUMBERS, "ranks": 3}))
+    (tmp_path / REQUEST).symlink_to(secret)
+    assert next_request(tmp_path) is None and secret.exists()
+    os.mkfifo(tmp_path / REQUEST)
+    assert next_request(tmp_path) is None
+    assert [path.name for path in tmp_path.iterdir()] == ["secret"]
+
+
+def test_rows_of_nobody_are_in_no_group() -> None:
+    with closing(HeartbeatTable(4, begin=2)) as table:
+        rank = Heartbeat(table.fd, 1)
+        rank.at_step(7)
+        rank.enter("compute")
+        assert table.group.members == rank.group().members == (0, 1)
+        group = table.form_group((0, 3), from_step=9)
+        assert table.group.members == rank.group().members == (0, 3) and group.number == 1
+        table.clear(1)
+        assert (rank.step, table.read()[1].beats) == (-1, 0)
+        assert table.group.members == (0, 3)
+
+
+# --- the launcher --------------------------------------------------------------------------------
+
+
+@dataclass
+class FakeWatch:
+    """The processes that run, and those that were killed."""
+
+    alive: dict[int, int]
+    ends: bool = False
+    dismissed: list[int] = field(default_factory=list)
+
+    def start(self, process: Process) -> None:
+        self.alive[process.rank] = process.rank
+
+    def dismiss(self, ranks: Iterable[int]) -> None:
+        self.dismissed += ranks
+        for rank in ranks:
+            del self.alive[rank]
+
+
+@dataclass
+class Launch:
+    """The launcher of two ranks that train, of which four may."""
+
+    folder: RunFolder
+    table: HeartbeatTable
+    watch: Any
+    scaling: Scaling
+
+    def ask(self, **words: int) -> None:
+        post(self.folder.path, ScaleRequest.new(**words))
+        self.tick()
+
+    def tick(self) -> None:
+        self.scaling.steer(self.watch)
+
+    def write(self, rank: int, *names: str) -> None:
+        """Events of a rank."""
+        with JsonLines(rank_events_path(self.folder.path, rank), attempt=0) as events:
+            for name in names:
+                events.event(name)
+
+    @property
+    def answer(self) -> dict[str, Any]:
+        """The last event of the launcher; empty before the first."""
+        return [{}, *read_rows(self.folder.path / "events.jsonl")][-1]
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    with (
+        closing(RunFolder(tmp_path / "run")) as folder,
+        closing(HeartbeatTable(4, begin=2)) as table,
+    ):
+        plan = SimpleNamespace(ranks=[RankPlan(World(rank, 4), {}) for rank in range(4)])
+
+        def make(planned: RankPlan) -> Process:
+            assert planned.world.group == -1 and planned.world.number == planned.world.rank
+            return Process(planned.world.rank, "", None, {}, tmp_path / "log")
+
+        scaling = Scaling(
+            Bounds(1, 4),
+            folder,
+            0,
+            table,
+            plan_for=lambda size: plan,
+            make=make,
+            edited=lambda: "",
+            differs=lambda ready: "",
+        )
+        for rank in range(2):
+            Heartbeat(table.fd, rank).at_step(5 + rank)
+        yield Launch(folder, table, FakeWatch({0: 0, 1: 1}), scaling)
+
+
+def test_a_group_forms_when_every_new_rank_waits_for_it(launch: Launch) -> None:
+    launch.write(2, "joining")  # of a process that had the number before
+    launch.ask(ranks=4)
+    assert set(launch.watch.alive.values()) == {0, 1, 2, 3}
+    launch.write(3, "joins", "ready", "joining")
+    launch.tick()
+    assert launch.table.group.members == (0, 1) and not launch.answer
+    launch.write(2, "joins", "ready", "joining")
+    launch.tick()
+    group = launch.table.group
+    assert (group.members, group.from_step) == ((0, 1, 2, 3), 8), "two after the furthest"
+    launch.tick()
+    assert not launch.answer
+    for rank in (2, 3):
+        Heartbeat(launch.table.fd, rank).at_step(8)
+    launch.tick()
+    assert launch.answer["event"] == "scaled" and launch.answer["joined"] == [2, 3]
+    assert not launch.watch.dismissed
+
+
+def test_one_change_at_a_time(launch: Launch) -> None:
+    launch.ask(join=1)
+    launch.ask(ranks=4)
+    assert launch.answer["request"]["found"] == "a change that is not done yet"
+    assert launch.scaling.change is not None and launch.scaling.change.request.join == 1
+
+
+def test_new_ranks_are_ended_where_none_is_needed(launch: Launch) -> None:
+    """The job is over, or is asked to stop, or another new rank has failed."""
+    launch.ask(ranks=4)
+    launch.watch.alive.pop(3)
+    launch.scaling.lost(3, Exit(3, 1, 0.0))
+    assert "rank 3 ended before it had joined" in launch.answer["report"]
+    launch.tick()
+    assert launch.watch.dismissed == [2]
+    launch.ask(join=1)
+    launch.watch.ends = True
+    launch.tick()
+    assert launch.answer["report"] == "the job ended first"
+    assert launch.watch.dismissed == [2, 2] and launch.table.group.number == 0
+
+
+def test_a_planned_group_that_the_job_did_not_live_to_see(launch: Launch) -> None:
+    launch.ask(ranks=3)
+    launch.write(2, "joins", "ready", "joining")
+    launch.tick()
+    assert launch.table.group.members == (0, 1, 2)
+    launch.watch.ends = True  # the others may come to its first step yet
+    launch.tick()
+    assert not launch.answer and not launch.watch.dismissed
+    launch.watch.alive = {2: 2}
+    launch.tick()
+    assert launch.answer["event"] == "not_scaled" and launch.watch.dismissed == [2]
+
+
+def test_a_new_rank_with_another_file_or_too_late_is_ended(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch.ask(join=1)
+    launch.scaling.differs = lambda ready: "helpers.py"
+    launch.write(2, "joins", "ready", "joining")
+    launch.tick()
+    assert "another helpers.py than the others" in launch.answer["report"]
+    assert launch.watch.dismissed == [2] and launch.table.group.number == 0
+    launch.ask(join=1)
+    monkeypatch.setattr("allranks.launcher.scaling.READY_S", -1.0)
+    launch.tick()
+    assert "rank 2 was not ready" in launch.answer["report"] and READY_S > 0
+    assert launch.watch.dismissed == [2, 2]
+
+
+def test_a_group_that_nobody_has_entered_is_not_replaced(launch: Launch) -> None:
+    """Ranks whose collective broke wait for it; one that begins some steps later is no help."""
+    launch.scaling.lost(1, Exit(1, -9, 0.0))
+    launch.watch.alive.pop(1)
+    launch.ask(join=1)
+    launch.write(1, "joins", "ready", "joining")
+    launch.tick()
+    assert launch.table.group.from_step == -1 and launch.table.group.members == (0,)
+    Heartbeat(launch.table.fd, 0).enter_group(1)
+    launch.tick()
+    assert launch.table.group.members == (0, 1) and launch.table.group.from_step >= 0
+
+
+def test_whom_the_job_can_lose_meanwhile(launch: Launch) -> None:
+    launch.ask(leave=1)
+    assert launch.table.group.members == (0,) and not launch.answer
+    assert launch.scaling.may_lose(1, {0}) and not launch.scaling.may_lose(0, {1})
+    launch.scaling.lost(1, Exit(1, -9, 0.0))  # before it left: in the middle of a step
+    assert (launch.table.group.members, launch.table.group.from_step) == ((0,), -1)
+    launch.watch.alive.pop(1)
+    launch.tick()
+    assert launch.answer["event"] == "scaled" and launch.answer["left"] == [1]
+
+
+# --- a job that runs -----------------------------------------------------------------------------
+
+STEPS = 300
+
+
+@dataclass
+class Changing:
+    """A job of two ranks, and the commands that change it, one when the one before is answered."""
+
+    server: ForkServer
+    folder: Path
+    program: Path
+    commands: list[tuple[str, ...]]
+    job: dict[str, Any]
+    answers: list[tuple[int, str, str]] = field(default_factory=list)
+    before: Callable[[], None] = lambda: None
+    _process: subprocess.Popen[str] | None = None
+
+    @property
+    def run_dir(self) -> Path:
+        return self.folder / "run"
+
+    def run(self) -> Result:
+        """Train to the end; its steps hurry once all commands are answered."""
+        hurry = self.folder / "hurry"
+        flags = {"strategy": "ddp", "ranks": 2, "elastic": "1:4", "bitwise": True, "steps": STEPS}
+        flags |= {"run_dir": str(self.run_dir), "first_check": "off", **self.job}
+        try:
+            return run_job(
+                resolve(str(self.program), flags, (f"hurry={hurry}",)),
+                self.server,
+                JobWatcher(tick=self._tick),
+            )
+        finally:
+            if self._process is not None:
+                self._process.communicate()
+
+    def _tick(self) -> None:
+        if self._process is not None:
+            if self._process.poll() is None:
+                return
+            out, err = self._process.communicate()
+            self.answers.append((self._process.returncode, out, err))
+            self._process = None
+        if not self.commands:
+            (self.folder / "hurry").touch()
+        elif len(list(read_rows(self.run_dir / "metrics.jsonl"))) > 3:
+            self.before()
+            verb, *words = self.commands.pop(0)
+            command = [sys.executable, "-m", "allranks.cli.main", verb, str(self.run_dir), *words]
+            pipe = subprocess.PIPE
+            self._process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """Those of this name of all processes, in order of time."""
+        files = self.run_dir.glob("events*.jsonl")
+        rows = [row for file in files for row in read_rows(file) if row["event"] == name]
+        return sorted(rows, key=lambda row: float(row["time"]))
+
+
+Change = Callable[..., Changing]
+
+
+@pytest.fixture
+def changing(server: ForkServer, tmp_path: Path) -> Change:
+    """`changing(command, …, **job)`: a job that these commands change while it runs."""
+    program = tmp_path / "scale_tasks.py"
+    shutil.copy(TASKS / "scale_tasks.py", program)
+
+    def make(*commands: tuple[str, ...], **job: Any) -> Changing:
+        return Changing(server, tmp_path, program, list(commands), job)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def alone(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The digest of the same training in one process."""
+    flags = {"run_dir": str(tmp_path_factory.mktemp("alone") / "run"), "bitwise": True}
+    job = resolve(str(TASKS / "scale_tasks.py"), {**flags, "steps": STEPS}, ())
+    return str(run_job(job, server).summary["weights_sha256"])
+
+
+def check_undisturbed(job: Changing, result: Result, alone: str) -> None:
+    """The same bits, each step recorded once, and nothing left in the folder."""
+    assert result.summary["weights_sha256"] == alone
+    assert [row["step"] for row in read_rows(job.run_dir / "metrics.jsonl")] == [*range(STEPS)]
+    hidden = {path.name for path in job.run_dir.glob(".*")}
+    assert hidden == {".lock"}
+
+
+@pytest.mark.slow
+def test_ranks_join_and_leave_while_a_job_trains(changing: Change, alone: str) -> None:
+    """2 ranks, 4, 3, where the leader leaves, and 4 again, by a process in its place."""
+    job = changing(("scale", "--ranks", "4"), ("scale", "--leave", "0"), ("join", "--json"))
+    job.job |= {"checkpoint_every": 7, "eval_every": "10"}
+    result = job.run()
+    assert [(code, err) for code, _, err in job.answers] == [(0, "")] * 3, job.answers
+    assert job.answers[0][1].endswith(" on: 2, 3 joined\n")
+    assert job.answers[1][1].startswith("3 ranks train from step ")
+    assert json.loads(job.answers[2][1])["members"] == [0, 1, 2, 3]
+    check_undisturbed(job, result, alone)
+    assert [row["step"] for row in job.events("evaluated")] == [*range(10, STEPS + 1, 10)]
+    groups = [(row["members"], row["joined"]) for row in job.events("group")]
+    assert groups == [([0, 1, 2, 3], [2, 3]), ([1, 2, 3], []), ([0, 1, 2, 3], [0])]
+    assert len(job.events("left")) == 1 and len(job.events("joins")) == 3
+    assert not job.events("worker_lost") and result.summary["world_size"] == 4
+    timeline = timeline_of(read_run(job.run_dir, "run"))
+    trained = [span for span in timeline.spans if span.phase == TRAINING]
+    lanes = {rank: [s for s in trained if s.rank == rank] for rank in range(4)}
+    assert [len(lane) for lane in lanes.values()] == [2, 1, 1, 1]
+    (first, again), (whole,), (later, _) = lanes[0], lanes[1], (*lanes[2], *lanes[3])
+    assert whole.start_s < later.start_s < first.end_s < again.start_s < whole.end_s
+    assert read_run(job.run_dir, "run").summary["weights_sha256"] == alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("at", "ranks"), [("start", 2), ("regroup", 3)])
+def test_a_new_rank_that_dies_harms_nobody(
+    changing: Change, alone: str, at: str, ranks: int
+) -> None:
+    """Before it is ready nothing happens to the others; as the group forms, they form another."""
+    job = changing(("scale", "--ranks", "4"), inject=f"kill@rank=3,at={at}")
+    result = job.run()
+    ((code, out, err),) = job.answers
+    check_undisturbed(job, result, alone)
+    assert result.summary["world_size"] == ranks
+    if at == "start":
+        assert code == 1 and "rank 3 ended before it had joined: see " in err
+        assert not job.events("group") and not job.events("scaled")
+    else:
+        assert code == 0 and out.endswith(" on: 2 joined\n")
+    assert [row["rank"] for row in job.events("worker_lost")] == [3]
+
+
+@pytest.mark.slow
+def test_a_new_rank_of_another_program_is_refused(changing: Change, alone: str) -> None:
+    job = changing(("join",))
+
+    def edit() -> None:
+        with open(job.program, "a") as file:
+            file.write("# another program\n")
+
+    job.before = edit
+    result = job.run()
+    ((code, _, err),) = job.answers
+    assert code == 2 and f"found: {job.program} is not as the ranks have loaded it" in err
+    assert all(part in err for part in ("asked: ", "why:   ", "do:    "))
+    check_undisturbed(job, result, alone)
+    assert result.summary["world_size"] == 2 and not job.events("joins")
+
+
+@pytest.mark.parametrize(
+    ("job", "last", "words", "says"),
+    [
+        (None, "", ["--ranks", "3"], "no job.toml in it"),
+        ("", "attempt", ["--ranks", "3"], "a job without --elastic"),
+        ("2:4", "done", ["--ranks", "3"], "a run that is over: done"),
+        ("2:4", "attempt", ["--ranks", "5"], "--elastic 2:4"),
+        ("2:4", "attempt", ["--ranks", "1"], "--elastic 2:4"),
+        ("2:4", "attempt", ["--ranks", "3"], "a launcher that does not answer"),
+        ("2:4", "attempt", [], "neither --ranks nor --leave"),
+        ("2:4", "attempt", ["--ranks", "3", "--leave", "0"], "both --ranks and --leave"),
+    ],
+)
+def test_bad_requests(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    job: str | None,
+    last: str,
+    words: list[str],
+    says: str,
+) -> None:
+    run = tmp_path / "run"
+    with closing(RunFolder(run)) as folder:
+        if job is not None:
+            (run / "job.toml").write_text(f'program = "digits"\nranks = 2\nelastic = "{job}"\n')
+        if last:
+            folder.events.event(last)
+    monkeypatch.setattr(runs, "NOTICE_S", 0.0)
+    result = CliRunner().invoke(runs.scale, [str(run), *words])
+    assert isinstance(result.exception, RequestError) and says in str(result.exception)
+    assert not list(run.glob(".scale*"))
