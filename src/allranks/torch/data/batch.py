@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from allranks.errors import RequestError
-from allranks.strategies.shards import Micro, even_sizes, micro_batches, owned_shards
+from allranks.strategies.shards import Micro, Shares, even_sizes, micro_batches, owned_shards
 from allranks.torch.data.collate import map_tensors, structure_of, tensors_in
 from allranks.torch.data.copying import AsyncCopy
 from allranks.torch.data.sources import Ids
@@ -114,7 +114,8 @@ class Cutting:
 
     `shard_alone` makes every shard a leaf, `collates_alone` a micro-batch; `cut_for` cuts
     micro-batches as so many ranks would. With `counts_passes`, batches have the largest number of
-    passes of a rank; with `needs_spare`, a rank without a sample gets a spare one.
+    passes of a rank; with `needs_spare`, a rank without a sample gets a spare one. The ranks own
+    the shards of `dealt`, or else even shares.
     """
 
     shards: int
@@ -126,12 +127,14 @@ class Cutting:
     counts_passes: bool = False
     needs_spare: bool = False
     collates_alone: bool = False
-    _cuts: dict[int, tuple[Sizes, int, int]] = field(default_factory=dict)
-    _leaves: dict[Sizes, tuple[Leaf, ...]] = field(default_factory=dict)
-    _passes: dict[Sizes, int] = field(default_factory=dict)
+    dealt: Shares | None = None
+    _cuts: dict[int, tuple[Sizes, int, int]] = field(default_factory=dict, init=False)
+    _leaves: dict[Sizes, tuple[Leaf, ...]] = field(default_factory=dict, init=False)
+    _passes: dict[Sizes, int] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self.owned = owned_shards(self.shards, self.ranks, self.rank)
+        self._runs = (self.dealt or Shares.even(self.shards, self.ranks)).runs
+        self.owned = self._runs[self.rank]
 
     def begin_collating_alone(self) -> None:
         """From now on every shard is a micro-batch."""
@@ -158,8 +161,7 @@ class Cutting:
         if not self.counts_passes:
             return 0
         if sizes not in self._passes:
-            spans = (owned_shards(self.shards, self.ranks, rank) for rank in range(self.ranks))
-            each = (self._leaves_for(sizes, span) for span in spans)
+            each = (self._leaves_for(sizes, span) for span in self._runs)
             self._passes[sizes] = max(sum(len(leaf.micros) for leaf in leaves) for leaves in each)
         return self._passes[sizes]
 

@@ -41,7 +41,7 @@ from allranks.torch.step.losses import (
     uses_a_parameter,
     weighted_losses,
 )
-from allranks.torch.step.tally import Tally, TallyLayout
+from allranks.torch.step.tally import Stopwatch, Tally, TallyLayout
 from allranks.torch.step.trainable import TrainableChanges
 from allranks.torch.step.user_buffers import UserBuffers
 from allranks.torch.task import Task
@@ -276,6 +276,7 @@ class StepParts:
     counts_samples: bool = True
     shard_alone: bool = False
     tally_type: torch.dtype | None = None
+    timed_readers: int = 0
 
 
 class Passes:
@@ -323,6 +324,7 @@ class Passes:
         self._micro_step: MicroStep
         self.has_loss = True  # of a pipeline, the last stage alone
         self.stage = 0  # of a pipeline, that which is passed next
+        self.stopwatch: Stopwatch | None = None  # with `--share auto`
         self._may_weigh = task.overrides("weight")
         self._unweighted: UnweightedLosses | None = None
         self.batch_loss = (
@@ -351,6 +353,7 @@ class Passes:
             self.sparse.counts,
             self.parts.tally_type,
             self.scope.device,
+            self.parts.timed_readers,
         )
         self.used = [False] * len(self.parameters)
         self._hooks = [
@@ -437,6 +440,8 @@ class Passes:
                 regularizer=self.regularizers.was,
                 touched=self.sparse.touched,
             )
+        if self.stopwatch is not None and leaf is batch.leaves[-1]:
+            self.stopwatch.stop(tally.tensor[self.layout.seconds])
 
     def end(self, batch: Batch) -> None:
         """Run the passes for other ranks; then the passes of the step are over."""
