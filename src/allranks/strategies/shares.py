@@ -127,11 +127,13 @@ def shares_for(text: str, shards: int, names: Sequence[Sequence[str]]) -> Shares
     unused = [name for at, (name, _) in enumerate(weights) if not any(at in f for f in fits)]
     unclear = [rank for rank, fit in enumerate(fits) if len(fit) != 1]
     if unused or unclear:
-        found = f"no rank on {unused[0]!r}" if unused else f"{len(fits[unclear[0]])} names that fit"
+        problem = f"no rank on {unused[0]!r}" if unused else ""
+        for rank in unclear[:1]:
+            fitting = f"{len(fits[rank])} names that fit rank {rank} ({', '.join(names[rank])})"
+            problem = problem or fitting
         raise RequestError(
             asked=request,
-            found=found
-            + ("" if unused else f" rank {unclear[0]} ({', '.join(names[unclear[0]])})"),
+            found=problem,
             why="each rank has the number of one name: that of its host or of its device",
             do=f"names of these, with * for any letters: {', '.join(every)}",
         )
