@@ -134,6 +134,17 @@ def test_unequal_shares_end_with_the_bits_of_one_process(
     assert sent == card if is_busiest else sent <= card
 
 
+@pytest.mark.slow
+def test_sums_of_unequal_shares_go_through_sockets_too(train: Train) -> None:
+    """Where ranks share no memory, even shares are summed in pairs, and these by all-to-all."""
+    flags: dict[str, Any] = {"bitwise": True, "steps": 3}
+    wanted = train("contract_tasks:Plain", **flags).summary["weights_sha256"]
+    flags |= {"backend": "gloo", "strategy": "ddp", "ranks": 2}
+    found = train("contract_tasks:Plain", share="5,3", **flags).summary
+    assert found["weights_sha256"] == wanted
+    assert found["sent_bytes"]["gradients"] / 3 == found["card_bytes_per_step"]
+
+
 EXACT = [
     ("ddp", 2, "5,3"),
     ("ddp:reduce=ring", 3, "5,2,1"),

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from allranks.errors import RequestError
-from allranks.strategies.shards import Micro, Shares, even_sizes, micro_batches, owned_shards
-from allranks.torch.data.collate import map_tensors, structure_of, tensors_in
+from allranks.strategies.shards import (
+    Micro,
+    Piece,
+    Shares,
+    even_sizes,
+    micro_batches,
+    owned_shards,
+)
+from allranks.torch.data.collate import copied, map_tensors, structure_of, tensors_in
 from allranks.torch.data.copying import AsyncCopy
+from allranks.torch.data.loaders import rows_between
 from allranks.torch.data.sources import Ids
 from allranks.torch.task import Task
 
@@ -79,6 +87,31 @@ class Batch:
     def own_samples(self) -> int:
         """The samples of this rank; those of all ranks are in the `StepResult`."""
         return sum(micro.samples for micro in self.micros)
+
+
+def micro_for_others(batch: Batch, most: int | None = None) -> MicroBatch:
+    """The micro-batch that a rank runs for the others; of it the first `most` samples, if given."""
+    micro = batch.micros[-1] if batch.micros else batch.spare
+    assert micro is not None, "the data gives a rank without a sample a spare one"
+    first = micro.pieces[0]
+    if most is None or micro.samples <= most:
+        return micro
+    samples = min(first.samples, most)
+    try:
+        data = rows_between(micro.data, 0, samples, micro.samples)
+    except RequestError:  # no rows to choose from
+        return micro
+    return MicroBatch(
+        (Piece(first.shard, first.start, first.start + samples, samples),), samples, data
+    )
+
+
+def copy_of(micro: MicroBatch) -> MicroBatch:
+    """The same with a copy of its data; where that cannot be copied, as it is."""
+    try:
+        return replace(micro, data=copied(micro.data))
+    except RequestError:
+        return micro
 
 
 def samples_of(pieces: Micro, read: dict[int, list[Any]]) -> list[Any]:

@@ -258,6 +258,8 @@ class Strategy(Traits, ABC):
         self.dealt = shares
         if self.step.batch_loss is not None:
             self.step.batch_loss.dealt = shares
+        else:
+            self.step.for_others.are_short = True
 
     def finish(self) -> bool:
         """Called after the last step by all ranks. Returns whether it has changed the weights."""
