@@ -100,7 +100,7 @@ def check_share(text: str, spec: StrategySpec) -> None:
             asked=request,
             found=f"{len(numbers)} number{'s' * (len(numbers) > 1)} for {readers} ranks",
             why="each rank that reads data has one, in the order of the ranks",
-            do=f"--share {','.join(['2'] + ['1'] * (readers - 1))}",
+            do=f"--share {','.join(['2'] + ['1'] * (readers - 1))}, or --share auto",
         )
 
 
