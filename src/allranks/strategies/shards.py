@@ -11,8 +11,8 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import groupby
+from functools import cached_property, lru_cache
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 
@@ -117,10 +117,10 @@ class Shares:
         """Whether they are those of a job without `--share`."""
         return self.counts == even_sizes(self.shards, self.ranks)
 
-    @property
+    @cached_property
     def runs(self) -> tuple[range, ...]:
         """The shards of each rank."""
-        ends = [sum(self.counts[: rank + 1]) for rank in range(self.ranks)]
+        ends = accumulate(self.counts)
         return tuple(range(end - n, end) for end, n in zip(ends, self.counts, strict=True))
 
     def owned(self, rank: int) -> range:
