@@ -28,6 +28,7 @@ BENCHMARKS = (
     "bitwise",
     "checkpoint",
     "restart",
+    "share",
     "witness",
     "watched",
     "side-by-side",

@@ -22,7 +22,15 @@ from allranks.tools.bench.figure import sweep_curves, sweep_figure
 from allranks.tools.bench.machine import all_reduce_bytes_per_s, copy_bytes_per_s
 from allranks.tools.bench.measuring import EnergyMeter, RunSet
 from allranks.tools.bench.peers import SAME, check_job
-from allranks.tools.bench.plan import WEAK, BenchPlan, Combination, checked_plan, swept, value_of
+from allranks.tools.bench.plan import (
+    WEAK,
+    BenchPlan,
+    Combination,
+    checked_plan,
+    swept,
+    value_of,
+    with_shares,
+)
 from allranks.tools.bench.reading import (
     EXCHANGE,
     Measured,
@@ -145,6 +153,18 @@ def test_a_step_behind_an_evaluation_is_not_timed() -> None:
     assert "1 steps after the warm-up" in str(timed(rows, 4, set()))
     early = timed(rows, 4, {3}, ended_early=True)
     assert not isinstance(early, str) and early.step_s == pytest.approx(0.3 / 2)
+
+
+def test_shares_are_compared_with_even_ones() -> None:
+    names = with_shares(["ddp", "zero1:reduce=tree"], ["even", "auto"])
+    assert names == [
+        *("ddp", "ddp --share auto"),
+        *("zero1:reduce=tree", "zero1:reduce=tree --share auto"),
+    ]
+    words = PLAN.words_of(Combination(names[1], 2))
+    assert words[words.index("ddp") :][:3] == ["ddp", "--share", "auto"]
+    assert Combination(names[1], 2).name != Combination(names[0], 2).name
+    assert with_shares(["ddp"], []) == ["ddp"]
 
 
 def test_the_time_to_a_metric_is_of_the_runs_that_reached_it() -> None:

@@ -116,6 +116,7 @@ ENGINES = {
             "activation_checkpointing": "Keras has no way to it that "
             "works in a graph of TensorFlow",
             "profile": "its profiler is torch's",
+            "share": "tf.distribute gives every replica as many samples",
             "verify_every": "replicas of tf.distribute are one variable, which it keeps equal",
             "witness": "it looks into the passes of torch; of TensorFlow, `check` alone tells",
         },

@@ -28,7 +28,9 @@ class Step:
         return {"first": first, "beside": [self.model[1](first)]}
 
     def losses_of(self, output: Any, micro: MicroBatch) -> tuple[Tensor, Tensor | None]:
-        return output["first"].sum(1) / torch.tensor([1.0, 0.0]), None  # that of the last: infinite
+        return output["first"].sum(1) / torch.linspace(
+            1.0, 0.0, len(output["first"])
+        ), None  # that of the last: infinite
 
 
 def batch(passes: int, *, has_samples: bool) -> Batch:
@@ -88,3 +90,23 @@ def test_a_model_that_writes_on_its_batch_writes_on_copies_in_these_passes() -> 
     step.output(given, given.micros[0])
     passes.finish(given, None)
     assert seen == [6.0, 6.0, 6.0]
+
+
+def test_with_unequal_shares_these_passes_are_short() -> None:
+    """A slow rank with few shards has no more of the work than its own."""
+    step = Step()
+    passes, seen = PassesForOthers(step), []
+    micro = MicroBatch((Piece(3, 0, 5, 5),), 5, {"x": torch.ones(5, 3), "names": ["a"] * 5})
+    leaves: Any = (type("Leaf", (), {"micros": (micro,)}),)
+    given = Batch(0, 0, 0, 5, (5,), leaves, np.empty(0, np.int64), 3, None)
+
+    def output(batch: Batch, micro: MicroBatch) -> Any:
+        seen.append((micro.samples, len(micro.data["x"]), len(micro.data["names"])))
+        return {"first": step.model[0](micro.data["x"])}
+
+    step.output = output  # type: ignore[method-assign]
+    for is_short in (False, True):
+        passes.are_short = is_short
+        passes.begin(given)
+        passes.finish(given, None)
+    assert seen == [(5, 5, 5)] * 2 + [(2, 2, 2)] * 2

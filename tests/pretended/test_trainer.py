@@ -159,3 +159,11 @@ def test_a_batch_that_has_not_arrived_is_told(on_device: OnDevice) -> None:
 @pytest.mark.slow
 def test_a_sum_that_has_not_arrived_is_told(on_device: OnDevice) -> None:
     on_device(2, "without_the_wait_for_a_sum", {"job": {"strategy": "ddp"}})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_shares_by_speed_train_as_on_the_cpu(on_device: OnDevice, strategy: str) -> None:
+    """The time of a rank ends when its device has made the passes; each step is read at once."""
+    more = {"share": "auto", "bitwise": True, "inject": "slow@rank=1,per_sample=0.01"}
+    on_device(2, "as_on_the_cpu", {"job": {"strategy": strategy, **more}})

@@ -38,7 +38,15 @@ from allranks.tools.bench.figure import sweep_figure
 from allranks.tools.bench.machine import all_reduce_bytes_per_s, in_words, machine_facts
 from allranks.tools.bench.measuring import BenchWatcher, RunSet, measure
 from allranks.tools.bench.peers import PEERS, check_job, check_peers, refused_task, script_of
-from allranks.tools.bench.plan import STRONG, WEAK, BenchPlan, Combination, checked_plan, swept
+from allranks.tools.bench.plan import (
+    STRONG,
+    WEAK,
+    BenchPlan,
+    Combination,
+    checked_plan,
+    swept,
+    with_shares,
+)
 from allranks.tools.bench.reading import Measured, interval
 from allranks.tools.bench.results import BenchRow, rows_of, scaling_of, to_data
 from allranks.tools.bench.scripts import check_options
@@ -67,6 +75,9 @@ SCRIPT = "allranks.bench.script"
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[-- TRAIN OPTIONS]")
 @click.option(
     "--strategy", multiple=True, help="Strategy to measure; may be repeated (default ddp)."
+)
+@click.option(
+    "--share", multiple=True, help="Shares to measure: even, auto or 5,2,1; may be repeated."
 )
 @click.option("--ranks", default="1,2", help="Numbers of ranks to measure.")
 @click.option(
@@ -117,6 +128,7 @@ def bench(
     allranks bench digits --ranks 2 --peers hand,accelerate
     allranks bench digits --until accuracy=0.95 -- --eval-every 5
     allranks bench digits --ranks 1 --strategy model-parallel:parts=2 --sweep split=1,2,4
+    allranks bench digits --ranks 2 --share even --share auto
     allranks bench digits --ranks 1,2 -- --precision fp64
 
     Every combination is a job of its own. They take turns, --repeats times, so that what disturbs
@@ -182,6 +194,7 @@ def _plan(
     peers = tuple(filter(None, more["peers"].split(",")))
     check_peers(peers)
     strategies, option = swept(strategies, more["sweep"]) if more["sweep"] else (strategies, "")
+    strategies = with_shares(strategies, more["share"])
     every = [Combination(strategy, n) for strategy in strategies for n in ranks]
     every += [Combination(peer, n, is_peer=True) for peer in peers for n in ranks]
     plan = BenchPlan(

@@ -48,6 +48,9 @@ class Injected(RuntimeError):
 class Fault:
     """One fault; `step` or `attempt` -1: every one. `slow` has `seconds`, `exit` a `code`.
 
+    `slow` sleeps `per_sample` seconds more for each sample that the rank has in the step; `since`
+    is the first step of a fault that happens again and again.
+
     `node` and `link` ("10mbit") are for those of `NODE_FAULTS`, which happen to a simulated node
     when all ranks have come to `step`; a `cut` with `seconds` is mended after them.
 
@@ -63,6 +66,8 @@ class Fault:
     code: int = 1
     node: int = 0
     link: str = ""
+    per_sample: float = 0.0
+    since: int = -1
 
 
 def parse(text: str) -> tuple[Fault, ...]:
@@ -77,13 +82,13 @@ def _parse_one(word: str) -> Fault:
         raise _unknown(asked, "action", action, (*ACTIONS, *NODE_FAULTS))
     values: dict[str, Any] = {}
     kinds = {"rank": int, "step": int, "at": str, "attempt": int, "seconds": float, "code": int}
-    kinds |= {"node": int, "link": str}
+    kinds |= {"node": int, "link": str, "per_sample": float, "since": int}
     for pair in filter(None, tail.split(",")):
         name, _, value = pair.partition("=")
         if name not in kinds:
             raise _unknown(asked, "value", name, kinds)
         values[name] = read_value(name, value, kinds[name], asked)
-    if action in NODE_FAULTS:
+    if action in NODE_FAULTS or "per_sample" in values:
         values.setdefault("seconds", 0.0)
     fault = Fault(action, **values)
     if fault.at not in POINTS:
@@ -113,6 +118,7 @@ class Faults:
     leave_out: Callable[[], None] = lambda: None
     poison: Callable[[], None] = lambda: None
     done: set[Fault] = field(default_factory=set)
+    samples: int = 0
 
     @classmethod
     def of(cls, text: str, rank: int, attempt: int) -> Faults:
@@ -121,10 +127,12 @@ class Faults:
         of_rank = [f for f in meant if f.rank == rank and f.attempt in (attempt, -1)]
         return cls(tuple(of_rank))
 
-    def reach(self, point: str, step: int = -1) -> None:
-        """Inject the faults for `point` in global batch `step`."""
+    def reach(self, point: str, step: int = -1, samples: int = 0) -> None:
+        """Inject the faults for `point` in global batch `step`, of which the rank has `samples`."""
+        self.samples = samples
         for fault in self.faults:
-            if fault.at == point and fault.step in (step, -1) and fault not in self.done:
+            is_now = fault.at == point and fault.step in (step, -1) and step >= fault.since
+            if is_now and fault not in self.done:
                 if fault.action not in REPEATED_KINDS:
                     self.done.add(fault)
                 ACTIONS[fault.action](fault, self)
@@ -151,7 +159,7 @@ def _kill(fault: Fault, faults: Faults) -> None:
 
 
 def _slow(fault: Fault, faults: Faults) -> None:
-    time.sleep(fault.seconds)
+    time.sleep(fault.seconds + fault.per_sample * faults.samples)
 
 
 def _exit(fault: Fault, faults: Faults) -> NoReturn:

@@ -28,6 +28,7 @@ from allranks.job.recipes import check_recipe
 from allranks.strategies.cards.data_parallel import is_late
 from allranks.strategies.resolve import StrategySpec, resolved_strategy
 from allranks.strategies.roles import EVALUATOR, ProcessSet
+from allranks.strategies.shares import check_share
 
 LEAST = {  # of each number: the bound, and whether it is allowed itself
     **dict.fromkeys(("ranks", "nodes", "micro_batch", "steps", "threads"), (1, True)),
@@ -75,6 +76,8 @@ def checked(job: Job) -> Job:
     _check_course(job)
     per_node = 0 if job.ranks % job.nodes else job.ranks // job.nodes
     spec = resolved_strategy(job.strategy, ranks=job.ranks, bitwise=job.bitwise, per_node=per_node)
+    if job.share:
+        check_share(job.share, spec)
     _check_devices(job, spec)
     _check_roles(job, spec.process_set)
     if job.elastic:

@@ -195,6 +195,7 @@ def _alone(job: Job) -> Job:
     return dataclasses.replace(
         job,
         strategy=ALONE,
+        share="",
         ranks=1,
         nodes=1,
         place=LOCAL,

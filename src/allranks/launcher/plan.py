@@ -196,7 +196,7 @@ def _notes(job: Job, shape: Shape) -> tuple[str, ...]:
             do=f"{fits}, or --set shards={workers} (another job: it changes "
             "what BatchNorm and dropout see)",
         )
-    if shape.shards % workers == 0:
+    if shape.shards % workers == 0 or job.share:
         return roles
     busy = busy_fraction(shape.shards, workers)
     return (

@@ -17,9 +17,11 @@ from allranks.errors import RequestError, nearest
 from allranks.strategies.choice import TRUTH, Choice, parse_choice
 from allranks.strategies.mesh import REPLICATED, Agreement, Mesh, replicated_mesh
 from allranks.strategies.roles import Role, trainers
+from allranks.strategies.shards import Shares
 
 WHOLE = "whole, the same on every rank"
 APART = "every rank its own"
+EVEN_SHARES = "its ranks do not each compute the gradients of whole shards, which one sum then adds"
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Workload:
     reducers that send gradients in another type; `shapes`, those of the gradients of each message,
     are for reducers that send matrices in another form. `passes` are the backward passes of the
     rank with the most, where each of them sends. `messages` that differ from step to step are the
-    sums of `steps`.
+    sums of `steps`. `shares` are those of the ranks, if they are not even.
     """
 
     messages: tuple[int, ...]
@@ -80,6 +82,12 @@ class Workload:
     passes: int = 1
     shapes: tuple[tuple[tuple[int, ...], ...], ...] = ()
     steps: int = 1
+    shares: Shares | None = None
+
+    @property
+    def dealt(self) -> Shares:
+        """How many shards each rank owns."""
+        return self.shares or Shares.even(self.shards, self.ranks)
 
 
 @dataclass(frozen=True)
@@ -275,6 +283,8 @@ class Card:
     """How many devices one rank works on with these options."""
     on_a_device: Literal["replica", "part"] = "replica"
     """What of the model each of these devices has; its plural is the option that says how many."""
+    even_shares: Callable[[Mapping[str, Any]], str] = lambda _: EVEN_SHARES
+    """Why its ranks cannot have unequal shares of a batch with these options; "" if they can."""
     rounds_together: bool = False
     """Whether a sum that a rank rounds has other terms than one of a process that cuts its batches
     as ranks do, such as the rows of several ranks: below 32 bits that one is no measure."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from allranks.strategies.shards import owned_shards
+from allranks.strategies.shards import Shares
 
 PAIRS_LIMIT_BYTES = 2 * 2**20
 """Above this a message goes through the ranks in chunks: fewer bytes, more rounds."""
@@ -41,6 +41,11 @@ def subtree_roots(owned: range, shards: int) -> tuple[Span, ...]:
         return below((low, middle)) + below((middle, high))
 
     return below((0, shards))
+
+
+def roots_of_ranks(shares: Shares) -> tuple[tuple[Span, ...], ...]:
+    """The roots that each rank holds, which together cover the tree."""
+    return tuple(subtree_roots(owned, shares.shards) for owned in shares.runs)
 
 
 @cache
@@ -89,7 +94,7 @@ def rounds_of_pairs(shards: int, ranks: int) -> int | None:
     is the tree itself wherever every rank holds one root and partners are siblings: 2, 4 and 8
     ranks on 8 shards, say. The sum of two numbers is the same in either order.
     """
-    roots = [subtree_roots(owned_shards(shards, ranks, rank), shards) for rank in range(ranks)]
+    roots = roots_of_ranks(Shares.even(shards, ranks))
     if any(len(own_roots) != 1 for own_roots in roots):
         return None
     nodes, rounds = [own_roots[0] for own_roots in roots], 0

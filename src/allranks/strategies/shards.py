@@ -7,10 +7,12 @@ them. Called by the data of every engine, by the planner of a place, and by the 
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import groupby
+from functools import cached_property, lru_cache
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 
@@ -59,11 +61,80 @@ def even_sizes(total: int, parts: int) -> tuple[int, ...]:
     return tuple(size + (part < longer) for part in range(parts))
 
 
+@dataclass(frozen=True)
+class Shares:
+    """How many shards each rank owns; their runs follow each other in rank order."""
+
+    counts: tuple[int, ...]
+
+    @classmethod
+    def even(cls, shards: int, ranks: int) -> Shares:
+        """As even as possible: 8 shards on 3 ranks are 3, 3 and 2."""
+        return cls(even_sizes(shards, ranks))
+
+    @classmethod
+    def by_weights(cls, shards: int, weights: Sequence[float]) -> Shares:
+        """In proportion to `weights`, which are positive: the method of largest remainders.
+
+        Each rank owns at least one shard, if there are as many shards as ranks.
+        """
+        exact = [shards * weight / sum(weights) for weight in weights]
+        least = int(shards >= len(weights))
+        counts = [max(least, math.floor(share)) for share in exact]
+        ranks = range(len(weights))
+        while sum(counts) > shards:
+            counts[max(ranks, key=lambda r: (counts[r] > least, counts[r] - exact[r]))] -= 1
+        while sum(counts) < shards:
+            counts[max(ranks, key=lambda r: (exact[r] - counts[r], -r))] += 1
+        return cls(tuple(counts))
+
+    @classmethod
+    def by_speed(cls, shards: int, seconds_per_shard: Sequence[float]) -> Shares:
+        """The shares whose slowest rank takes the least time; of equal ones the first ranks' own.
+
+        Each rank owns at least one shard, if there are as many shards as ranks.
+        """
+        least = int(shards >= len(seconds_per_shard))
+        counts = [least] * len(seconds_per_shard)
+        ends = [((least + 1) * each, rank) for rank, each in enumerate(seconds_per_shard)]
+        heapq.heapify(ends)
+        for _ in range(shards - sum(counts)):
+            _, rank = ends[0]
+            counts[rank] += 1
+            heapq.heapreplace(ends, ((counts[rank] + 1) * seconds_per_shard[rank], rank))
+        return cls(tuple(counts))
+
+    @property
+    def shards(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def ranks(self) -> int:
+        return len(self.counts)
+
+    @property
+    def are_even(self) -> bool:
+        """Whether they are those of a job without `--share`."""
+        return self.counts == even_sizes(self.shards, self.ranks)
+
+    @cached_property
+    def runs(self) -> tuple[range, ...]:
+        """The shards of each rank."""
+        ends = accumulate(self.counts)
+        return tuple(range(end - n, end) for end, n in zip(ends, self.counts, strict=True))
+
+    def owned(self, rank: int) -> range:
+        """The run of shards that `rank` owns: together all of them, in rank order, none twice."""
+        return self.runs[rank]
+
+    def seconds(self, seconds_per_shard: Sequence[float]) -> float:
+        """How long the slowest rank takes, if each shard costs a rank so much."""
+        return max(n * each for n, each in zip(self.counts, seconds_per_shard, strict=True))
+
+
 def owned_shards(shards: int, ranks: int, rank: int) -> range:
-    """The run of shards that `rank` owns: together all of them, in rank order, none twice."""
-    sizes = even_sizes(shards, ranks)
-    start = sum(sizes[:rank])
-    return range(start, start + sizes[rank])
+    """The run of shards that `rank` owns where shares are even."""
+    return Shares.even(shards, ranks).owned(rank)
 
 
 def busy_fraction(shards: int, ranks: int) -> float:

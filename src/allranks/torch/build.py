@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # the public base of 1d, 2d a
 from allranks.catalog import STRATEGIES, TORCH, load
 from allranks.errors import RequestError
 from allranks.job.engines import default_strategy
-from allranks.job.job import Job
+from allranks.job.job import AUTO, Job
 from allranks.job.loss_scale import parse_loss_scale
 from allranks.launcher.world import World
 from allranks.strategies.mesh import DATA, EXPERT
@@ -388,6 +388,7 @@ def build_strategy(task: Task, job: Job, comm: Comm, scope: Scope) -> Strategy:
         Precision.of(job, comm.device),
         job.bitwise,
         parse_loss_scale(job.loss_scale) if job.precision == "fp16" else None,
+        times_readers=job.share == AUTO,
     )
     strategy: Strategy = load(STRATEGIES[TORCH][spec.name])(context)
     if draws_by_function(job, strategy, comm.device):

@@ -34,7 +34,7 @@ def _whole_norm(task: Task, job: Job, strategy: Strategy) -> RequestError | None
     if task.batchnorm != "whole" or not normalising_layers(strategy.model):
         return None
     sizes = even_sizes(task.batch_size, task.shards)
-    most = max(rows_of_ranks(sizes, strategy.mesh.size(DATA)))
+    most = max(rows_of_ranks(sizes, strategy.mesh.size(DATA), strategy.dealt))
     found = why = do = ""
     if strategy.equal_passes:
         found = f"--strategy {job.strategy}, whose passes communicate"

@@ -36,6 +36,7 @@ from allranks.torch.comm.comm import Comm
 from allranks.torch.comm.join import join
 from allranks.torch.comm.rank_sync import AT_THE_END, EVALUATE, WHOLE_MODEL
 from allranks.torch.data.batch import Batch
+from allranks.torch.data.dealing import Dealer
 from allranks.torch.data.evaluate import evaluating
 from allranks.torch.data.task_data import TaskData
 from allranks.torch.keras.task import torch_task
@@ -185,6 +186,7 @@ class Trainer(EngineTrainer[Batch]):
     built: BuiltModel
     task_data: TaskData
     _saving: Saving | None = None
+    _dealer: Dealer | None = None
 
     def __init__(
         self,
@@ -238,6 +240,8 @@ class Trainer(EngineTrainer[Batch]):
     # --- the loop -------------------------------------------------------------------------
 
     def _next_batch(self, upcoming: Iterator[Batch]) -> Batch | None:
+        if self._dealer is not None:
+            self._dealer.before_batch(self.task_data, self.progress)
         if not self.witness.observes:
             return next(upcoming, None)
         self.witness.before_reading(self.task_data.batches)
@@ -260,7 +264,7 @@ class Trainer(EngineTrainer[Batch]):
         self.heartbeat.at_step(batch.index)
         self.heartbeat.enter("compute")
         if self.faults.faults:
-            self.faults.reach("step", batch.index)
+            self.faults.reach("step", batch.index, batch.own_samples)
         step, steps, witness = self.strategy.step, self._steps, self.witness
         if not steps.progress.batch_index and self.task.overrides("initialise"):
             with explaining(step.precision):
@@ -287,6 +291,8 @@ class Trainer(EngineTrainer[Batch]):
             return result
         steps.progress = done = steps.progress.after(result, batch.epoch, batch.step_in_epoch)
         self.last_result, self.unheard = result, (batch, result)
+        if self._dealer is not None:
+            self._dealer.after_step(done)
         if is_witnessed:
             witness.after_step()
         every = self.job.verify_every
@@ -482,6 +488,8 @@ class Trainer(EngineTrainer[Batch]):
         step.rates.schedule = schedule_of(written, partial(scheduled_steps, self))
         if task.overrides("plateau"):
             step.rates.factor = lambda: plan.rate_factor
+        if job.share:
+            self._dealer = Dealer(self.strategy, job, self.heartbeat, report)
         self._steps = steps_of(self.strategy, job)
         check_limits(task, job, self.strategy)
         whole = whole_norm(task, self.strategy.data, self._scope, self.built.swapped)

@@ -342,12 +342,14 @@ class TorchRank(RankProgram[Trainer]):
 
     def figures(self, trainer: Trainer, samples_per_s: float | None) -> dict[str, Any]:
         """Figures of communication and computation, and the report of the witness."""
+        dealt = trainer.strategy.dealt
         return {
             "flops_per_sample": trainer.meter.flops_per_sample,
             "mfu": trainer.meter.utilisation(samples_per_s, self.world.size),
             "sent_bytes": {kind: round(sent) for kind, sent in trainer.comm.sent_bytes.items()},
             "card_bytes_per_step": trainer.strategy.promised_bytes(),
             "model_notes": trainer.model_notes,
+            "shares": None if dealt is None else list(dealt.counts),
             "backend": backend_record(trainer.comm.of_torch),
             "bitwise": self.job.bitwise,
             "witness": trainer.witness.testimony.to_data(),

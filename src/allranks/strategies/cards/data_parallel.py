@@ -26,8 +26,7 @@ from allranks.strategies.card import (
 )
 from allranks.strategies.mesh import Agreement, Mesh, replicated_mesh
 from allranks.strategies.reduction_schedules import power_below
-from allranks.strategies.reduction_tree import rounds_of_pairs, subtree_roots, uses_pairs
-from allranks.strategies.shards import owned_shards
+from allranks.strategies.reduction_tree import roots_of_ranks, rounds_of_pairs, uses_pairs
 
 
 def no_bytes(work: Workload, options: Mapping[str, Any]) -> int:
@@ -51,8 +50,7 @@ RING = "2(N-1)/N · (gradients + tally)"
 
 def tree_roots(work: Workload) -> int:
     """How many roots of the tree over all shards the rank with the most of them holds."""
-    owned = (owned_shards(work.shards, work.ranks, rank) for rank in range(work.ranks))
-    return max(len(subtree_roots(span, work.shards)) for span in owned)
+    return max(map(len, roots_of_ranks(work.dealt)))
 
 
 def tree_bytes(work: Workload, messages: Iterable[int]) -> int:
@@ -61,7 +59,7 @@ def tree_bytes(work: Workload, messages: Iterable[int]) -> int:
         return 0
     sent_bytes = 0.0
     for message in messages:
-        if uses_pairs(work.shards, work.ranks, message):
+        if work.dealt.are_even and uses_pairs(work.shards, work.ranks, message):
             sent_bytes += (rounds_of_pairs(work.shards, work.ranks) or 0) * message
         else:
             sent_bytes += (tree_roots(work) + 1) * (work.ranks - 1) / work.ranks * message
@@ -200,6 +198,18 @@ def _check_compressed(reduce: Picked, options: Mapping[str, Any]) -> None:
         )
 
 
+def even_unless_summed(options: Mapping[str, Any]) -> str:
+    """Why the gradient of a step depends on which rank computes which shards; "" if not."""
+    reduce = str(options.get("reduce", "mean"))
+    if reduce in ("fp16", "bf16"):
+        return f"reduce={reduce} rounds the gradient of each rank: unequal shares change the result"
+    if reduce in compressed.CHOICES:
+        return f"under reduce={reduce} a rank keeps what it has not sent of its own shards"
+    if is_late(options):
+        return "with late=1 the tally of a step comes before its gradients"
+    return ""
+
+
 def _tree(work: Workload, options: Mapping[str, Any]) -> int:
     """Each message in rounds of pairs, or by all-to-all of roots and all-gather of sums."""
     return tree_bytes(work, work.messages)
@@ -293,6 +303,7 @@ DATA_PARALLEL_CARDS = (
         memory="weights + gradients + optimizer on every rank",
         stored=EVERYTHING,
         many_ranks=True,
+        even_shares=even_unless_summed,
     ),
     Card(
         name="ddp",
@@ -314,6 +325,7 @@ DATA_PARALLEL_CARDS = (
         ),
         paper="Li et al. 2020, PyTorch Distributed, arXiv 2006.15704",
         mesh=mesh_of_groups,
+        even_shares=even_unless_summed,
     ),
     Card(
         name="independent",

@@ -10,7 +10,7 @@ from typing import Any
 
 from allranks.errors import RequestError
 from allranks.strategies.card import Card, Contents, Exact, Option, Stored, Workload
-from allranks.strategies.cards.data_parallel import tree_bytes
+from allranks.strategies.cards.data_parallel import even_unless_summed, tree_bytes
 from allranks.strategies.cards.model_parallel import SEQUENCE, check_sequence
 from allranks.strategies.mesh import PIPELINE, REPLICATE, TENSOR, Agreement, Mesh
 
@@ -133,7 +133,7 @@ def _of_three_axes(work: Workload, options: Mapping[str, Any]) -> int:
 
     def between(message: int) -> float:
         if is_tree:
-            return tree_bytes(Workload((), copies, work.shards), [message])
+            return tree_bytes(Workload((), copies, work.shards, shares=work.shares), [message])
         return 2 * (1 - 1 / copies) * message
 
     sent_bytes: list[float] = [
@@ -180,6 +180,7 @@ MESH_CARD = Card(
     bitwise_options={"reduce": "tree"},
     agreement=Agreement("staged"),
     mesh=_three_axes,
+    even_shares=even_unless_summed,
     rounds_together=True,
     paper="Narayanan et al. 2021, Megatron-LM on GPU clusters, arXiv 2104.04473",
 )

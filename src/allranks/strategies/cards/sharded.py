@@ -23,7 +23,12 @@ from allranks.strategies.card import (
     Stored,
     Workload,
 )
-from allranks.strategies.cards.data_parallel import ring_bytes, tree_bytes, tree_roots
+from allranks.strategies.cards.data_parallel import (
+    even_unless_summed,
+    ring_bytes,
+    tree_bytes,
+    tree_roots,
+)
 from allranks.strategies.cards.model_parallel import SEQUENCE, check_sequence
 from allranks.strategies.mesh import REPLICATE, SHARD, TENSOR, Agreement, Mesh
 
@@ -57,6 +62,7 @@ BOTH: dict[str, Any] = {
     "stored": Stored("(1 + k/N)(C + R)", _own_rows),
     "paper": "Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054",
     "agreement": Agreement(cuts_optimizer=True),
+    "even_shares": even_unless_summed,
 }
 
 
@@ -287,6 +293,7 @@ FSDP_CARDS = (
         many_ranks=True,
         agreement=Agreement("sharded"),
         mesh=_fsdp_mesh,
+        even_shares=even_unless_summed,
         bitwise_options={"reduce": "tree"},
         options=(
             RESHARD,
@@ -313,6 +320,7 @@ FSDP_CARDS = (
         many_ranks=True,
         agreement=Agreement("sharded"),
         mesh=_hsdp_mesh,
+        even_shares=even_unless_summed,
         bitwise_options={"reduce": "tree"},
         options=(
             Option("shard", 2, "K, how many ranks hold a model together", at_least=2),

@@ -10,11 +10,15 @@ from allranks.strategies.choice import split_outside_brackets
 from allranks.strategies.resolve import card_of
 
 STRONG, WEAK = "strong", "weak"
+EVEN = "even"
 
 
 @dataclass(frozen=True)
 class Combination:
-    """A strategy on a number of ranks; for a peer, `strategy` is its name."""
+    """A strategy on a number of ranks; for a peer, `strategy` is its name.
+
+    Where shares are compared, ` --share SHARE` follows the strategy, unless they are even.
+    """
 
     strategy: str
     ranks: int
@@ -57,7 +61,7 @@ class BenchPlan:
         For a peer they describe the same job, with the default strategy of its engine.
         """
         words = [self.program]
-        words += [] if combination.is_peer else ["--strategy", combination.strategy]
+        words += [] if combination.is_peer else ["--strategy", *combination.strategy.split(" ")]
         words += ["--ranks", str(combination.ranks)]
         if self.steps:
             words += ["--steps", str(self.warm_up + self.steps)]
@@ -74,6 +78,12 @@ class BenchPlan:
         shift = number // 2 % len(order)
         order = order[shift:] + order[:shift]
         return order if number % 2 == 0 else order[::-1]
+
+
+def with_shares(strategies: Sequence[str], shares: Sequence[str]) -> list[str]:
+    """Each strategy with each of the shares; EVEN for those of a job that names none."""
+    words = ["" if share == EVEN else f" --share {share}" for share in shares or (EVEN,)]
+    return [f"{strategy}{each}" for strategy in strategies for each in words]
 
 
 def checked_plan(plan: BenchPlan, strategies: Sequence[str]) -> BenchPlan:

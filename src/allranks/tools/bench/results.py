@@ -94,7 +94,8 @@ def _ours(peer: RunSet, series: Sequence[RunSet]) -> RunSet | None:
     for other in series:
         ours = other.combination
         alike = not ours.is_peer and ours.ranks == ranks and other.runs
-        if alike and isinstance(strategy_spec(ours.strategy, ranks).guarantee, Exact):
+        name, _, _ = ours.strategy.partition(" ")
+        if alike and isinstance(strategy_spec(name, ranks).guarantee, Exact):
             return other
     return None
 

@@ -30,7 +30,7 @@ TIMED_IN = "ALLRANKS_TIMED"
 THREADS = "OMP_NUM_THREADS"
 LEAST_STEPS = 4
 GRACE_S = 5
-FOR_TASKS = ("strategy", "sweep", "peers", "until", "scaling", "batch_size")
+FOR_TASKS = ("strategy", "share", "sweep", "peers", "until", "scaling", "batch_size")
 """Options of `bench` that choose what a script decides itself."""
 
 

@@ -439,7 +439,7 @@ class Check:
 def on_one_rank(job: Job) -> Job:
     """The same job in one process on this machine."""
     strategy = default_strategy(job.engine, 1)
-    return dataclasses.replace(job, strategy=strategy, ranks=1, nodes=1, place=LOCAL)
+    return dataclasses.replace(job, strategy=strategy, share="", ranks=1, nodes=1, place=LOCAL)
 
 
 def in_one(job: Job) -> Job:

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from allranks.errors import RequestError
-from allranks.strategies.shards import Micro, even_sizes, micro_batches, owned_shards
-from allranks.torch.data.collate import map_tensors, structure_of, tensors_in
+from allranks.strategies.shards import (
+    Micro,
+    Piece,
+    Shares,
+    even_sizes,
+    micro_batches,
+    owned_shards,
+)
+from allranks.torch.data.collate import copied, map_tensors, structure_of, tensors_in
 from allranks.torch.data.copying import AsyncCopy
+from allranks.torch.data.loaders import rows_between
 from allranks.torch.data.sources import Ids
 from allranks.torch.task import Task
 
@@ -81,6 +89,31 @@ class Batch:
         return sum(micro.samples for micro in self.micros)
 
 
+def micro_for_others(batch: Batch, most: int | None = None) -> MicroBatch:
+    """The micro-batch that a rank runs for the others; of it the first `most` samples, if given."""
+    micro = batch.micros[-1] if batch.micros else batch.spare
+    assert micro is not None, "the data gives a rank without a sample a spare one"
+    first = micro.pieces[0]
+    if most is None or micro.samples <= most:
+        return micro
+    samples = min(first.samples, most)
+    try:
+        data = rows_between(micro.data, 0, samples, micro.samples)
+    except RequestError:  # no rows to choose from
+        return micro
+    return MicroBatch(
+        (Piece(first.shard, first.start, first.start + samples, samples),), samples, data
+    )
+
+
+def copy_of(micro: MicroBatch) -> MicroBatch:
+    """The same with a copy of its data; where that cannot be copied, as it is."""
+    try:
+        return replace(micro, data=copied(micro.data))
+    except RequestError:
+        return micro
+
+
 def samples_of(pieces: Micro, read: dict[int, list[Any]]) -> list[Any]:
     """The samples of these pieces, in order, from the samples that were read of each shard."""
     return [s for piece in pieces for s in read[piece.shard][piece.start : piece.stop]]
@@ -114,7 +147,8 @@ class Cutting:
 
     `shard_alone` makes every shard a leaf, `collates_alone` a micro-batch; `cut_for` cuts
     micro-batches as so many ranks would. With `counts_passes`, batches have the largest number of
-    passes of a rank; with `needs_spare`, a rank without a sample gets a spare one.
+    passes of a rank; with `needs_spare`, a rank without a sample gets a spare one. The ranks own
+    the shards of `dealt`, or else even shares.
     """
 
     shards: int
@@ -126,12 +160,14 @@ class Cutting:
     counts_passes: bool = False
     needs_spare: bool = False
     collates_alone: bool = False
-    _cuts: dict[int, tuple[Sizes, int, int]] = field(default_factory=dict)
-    _leaves: dict[Sizes, tuple[Leaf, ...]] = field(default_factory=dict)
-    _passes: dict[Sizes, int] = field(default_factory=dict)
+    dealt: Shares | None = None
+    _cuts: dict[int, tuple[Sizes, int, int]] = field(default_factory=dict, init=False)
+    _leaves: dict[Sizes, tuple[Leaf, ...]] = field(default_factory=dict, init=False)
+    _passes: dict[Sizes, int] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self.owned = owned_shards(self.shards, self.ranks, self.rank)
+        self._runs = (self.dealt or Shares.even(self.shards, self.ranks)).runs
+        self.owned = self._runs[self.rank]
 
     def begin_collating_alone(self) -> None:
         """From now on every shard is a micro-batch."""
@@ -158,8 +194,7 @@ class Cutting:
         if not self.counts_passes:
             return 0
         if sizes not in self._passes:
-            spans = (owned_shards(self.shards, self.ranks, rank) for rank in range(self.ranks))
-            each = (self._leaves_for(sizes, span) for span in spans)
+            each = (self._leaves_for(sizes, span) for span in self._runs)
             self._passes[sizes] = max(sum(len(leaf.micros) for leaf in leaves) for leaves in each)
         return self._passes[sizes]
 

@@ -23,7 +23,7 @@ import numpy as np
 
 import allranks.torch.accelerator as accelerator
 from allranks.errors import RequestError
-from allranks.strategies.shards import even_sizes
+from allranks.strategies.shards import Shares, even_sizes
 from allranks.torch.data.batch import Batch, Cutting, Leaf, MicroBatch, samples_of, with_data
 from allranks.torch.data.copying import Copying
 from allranks.torch.data.loaders import SamplerOrder, WholeLoader, endless, rows_between
@@ -79,6 +79,7 @@ class GlobalBatches:
     exhausted: bool = False
     collates_alone: bool = False
     collate_draws: bool = False
+    dealt: Shares | None = None
 
     def __post_init__(self) -> None:
         self.cutting = Cutting(
@@ -91,7 +92,9 @@ class GlobalBatches:
             self.counts_passes,
             self.needs_spare,
             self.collates_alone,
+            self.dealt,
         )
+        self._deals, self._dealt_after = 0, Progress()
         self._epoch, self._tried_collate = 0, False
         self._stands, self._states = (0, 0), dict[int, str]()  # of the shards of a stream
         self._rows = dict[int, Iterator[Any]]()
@@ -140,16 +143,43 @@ class GlobalBatches:
 
     def after(self, done: Progress, epochs: int, steps: int | None) -> Iterator[Batch]:
         """The batches that follow `done`, to the end of `epochs` epochs or of `steps` steps."""
-        if isinstance(self.source, StreamSource):
-            batches = self._from_streams(self.source, done, epochs, steps)
-        elif isinstance(self.source, WholeLoader):
-            batches = self._from_loader(self.source, done, epochs, steps)
-        else:
-            if isinstance(self.source, MapSource) and self.source.has_epochs:
-                self.source.enter(self._next_epoch(done))
-            batches = self._by_number(self.source, done, epochs, steps)
+        batches = self._as_dealt(self._following(done, epochs, steps), epochs, steps)
         self._open.add(batches)
         return batches
+
+    def deal(self, shares: Shares, done: Progress) -> None:
+        """Let the ranks own these shards in the batches after `done`.
+
+        What was read ahead is read again, by its new owners; a loader that every rank reads whole
+        goes on.
+        """
+        self.cutting = replace(self.cutting, dealt=shares)
+        if not isinstance(self.source, WholeLoader):
+            self._deals, self._dealt_after = self._deals + 1, done
+
+    def _as_dealt(
+        self, batches: Generator[Batch], epochs: int, steps: int | None
+    ) -> Generator[Batch]:
+        """These batches; once shards are dealt anew, those that follow in their place."""
+        while True:
+            deals = self._deals
+            with closing(batches):
+                for batch in batches:
+                    yield batch
+                    if deals != self._deals:
+                        break
+                else:
+                    return
+            batches = self._following(self._dealt_after, epochs, steps)
+
+    def _following(self, done: Progress, epochs: int, steps: int | None) -> Generator[Batch]:
+        if isinstance(self.source, StreamSource):
+            return self._from_streams(self.source, done, epochs, steps)
+        if isinstance(self.source, WholeLoader):
+            return self._from_loader(self.source, done, epochs, steps)
+        if isinstance(self.source, MapSource) and self.source.has_epochs:
+            self.source.enter(self._next_epoch(done))
+        return self._by_number(self.source, done, epochs, steps)
 
     def _next_epoch(self, done: Progress) -> int:
         order = self.order or self._own_order()

@@ -25,7 +25,7 @@ from torch.utils import _pytree
 from torch.utils.data import Dataset
 
 from allranks.errors import RequestError
-from allranks.strategies.shards import owned_shards
+from allranks.strategies.shards import Shares
 from allranks.torch.comm.comm import Comm
 from allranks.training.engine.structures import ATOMS, CODE, Structure, Walker, attributes_of
 
@@ -347,10 +347,10 @@ def own_rows(parts: list[tuple[Any, int]]) -> BatchRows | RequestError | None:
         return error
 
 
-def rows_of_ranks(sizes: tuple[int, ...], ranks: int) -> list[int]:
-    """How many samples each rank has of shards of these sizes."""
-    owned = (owned_shards(len(sizes), ranks, rank) for rank in range(ranks))
-    return [sum(sizes[shard] for shard in shards) for shards in owned]
+def rows_of_ranks(sizes: tuple[int, ...], ranks: int, dealt: Shares | None) -> list[int]:
+    """How many samples each rank has of shards of these sizes, `dealt` to them or else evenly."""
+    shares = dealt or Shares.even(len(sizes), ranks)
+    return [sum(sizes[shard] for shard in owned) for owned in shares.runs]
 
 
 def gathered(comm: Comm, local: BatchRows | RequestError, rows: list[int]) -> BatchRows:

@@ -9,8 +9,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from allranks.errors import RequestError
-from allranks.job.job import Job
-from allranks.strategies.shards import largest_shard
+from allranks.job.job import AUTO, Job
+from allranks.strategies.shards import Shares, largest_shard
 from allranks.torch.checkpoint.state import kept_random_streams
 from allranks.torch.data.batches import COLLATES_ALONE, GlobalBatches
 from allranks.torch.data.evaluate import evaluate, try_evaluation
@@ -108,6 +108,7 @@ class TaskData:
                 cut_for=self.job.cut_for,
                 counts_passes=self._meets_in_passes or self.strategy.counts_passes,
                 needs_spare=self._meets_in_passes or self.task.loss_over == "batch",
+                dealt=self.strategy.dealt,
             )
             alone = probed.collate_draws and not self.strategy.shard_alone
             self.notes += filter(None, (self._batches.note, COLLATES_ALONE if alone else ""))
@@ -136,7 +137,8 @@ class TaskData:
         """
         if isinstance(training := self.batches.source, MapSource):
             training.check_draws()
-        if isinstance(training, StreamSource) and self.job.checkpoint_every is not None:
+        moves = self.job.checkpoint_every is not None or self.job.share == AUTO
+        if isinstance(training, StreamSource) and moves:
             state_of_rows(training.rows(0, 0, 0))  # may refuse
         self.compare_training()
         sources, names = self._evaluated(), dict[str, float]()
@@ -160,6 +162,19 @@ class TaskData:
         if states:
             by_shard = {int(shard): state for shard, state in states.items()}
             self.batches.load_states_of_shards(done.epoch, done.step_in_epoch, by_shard)
+
+    def deal(self, shares: Shares, done: Progress) -> None:
+        """Let the ranks own these shards after `done`; every rank calls this.
+
+        Of streams it gathers where the shards are.
+        """
+        if self._batches is None:
+            return
+        states = self.streams(done).get("streams", {})
+        self._batches.deal(shares, done)
+        if isinstance(self._batches.source, StreamSource):
+            by_shard = {int(shard): state for shard, state in states.items()}
+            self._batches.load_states_of_shards(done.epoch, done.step_in_epoch, by_shard)
 
     def close(self) -> None:
         """Release the data, and the threads and processes that read it."""

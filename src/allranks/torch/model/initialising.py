@@ -40,7 +40,8 @@ def initialise(strategy: Strategy, batch: Batch) -> None:
             "what a batch looks like is only known from one",
             "use at least as many samples as shards, or fewer ranks",
         )
-    whole = gathered(step.comm, rows, rows_of_ranks(batch.sizes, step.comm.size))
+    rows_of_all = rows_of_ranks(batch.sizes, step.comm.size, strategy.dealt)
+    whole = gathered(step.comm, rows, rows_of_all)
     data = whole.rebuilt(whole.tensors, whole.lists)["batch"]
     before = [id(parameter) for parameter in model.parameters()]
     with (

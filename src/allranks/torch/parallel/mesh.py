@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from allranks.strategies.card import Workload
 from allranks.strategies.mesh import REPLICATE, TENSOR
+from allranks.strategies.shards import Shares
 from allranks.torch.data.batch import Batch
 from allranks.torch.optimizers.elementwise import check_elementwise
 from allranks.torch.parallel.context.blocks import blocks_of
@@ -106,6 +107,10 @@ class ThreeAxes(Pipeline):
             found = f"no block of {type(model).__name__} in one stage"
             raise not_cut(asked, "nothing to cut", found=found)
         return blocks
+
+    def deal(self, shares: Shares) -> None:
+        super().deal(shares)
+        self.tree.deal(shares)
 
     def check_updates(self) -> None:
         super().check_updates()
@@ -201,7 +206,7 @@ class ThreeAxes(Pipeline):
         tally = self.step.layout.size * self.step.layout.like.element_size()
         along = self.tally_bytes() if self.shard_alone else tally
         messages = *(round(nbytes) for row in rows for nbytes in row), tally, along
-        return Workload(messages, self.comm.size, self.task.shards)
+        return Workload(messages, self.comm.size, self.task.shards, shares=self.dealt)
 
 
 def _plan_of(

@@ -125,7 +125,7 @@ def plan_of_sum(
     All ranks call it, after they have written their own leaves.
     """
     memory = _memories[into.data_ptr()]
-    key = tuple(leaves), into.numel(), into.dtype
+    key = tuple(leaves), order, into.numel(), into.dtype
     plan = memory.plans.get(key)
     if plan is None:
         plan = memory.plans[key] = group.library.Plan(

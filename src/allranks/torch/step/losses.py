@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from allranks.errors import RequestError
+from allranks.strategies.shards import Shares
 from allranks.torch.comm.comm import Comm
 from allranks.torch.data.batch import Batch, MicroBatch
 from allranks.torch.data.collate import (
@@ -209,6 +210,7 @@ class BatchLoss:
         self.task, self.comm, self.precision = task, comm, precision
         self.uses: list[bool] = []  # of the tensors of the output, in the last step
         self.is_on = False  # while the task computes it
+        self.dealt: Shares | None = None  # unless shares are even
 
     def prepare(
         self,
@@ -272,7 +274,7 @@ class BatchLoss:
     def _whole(self, batch: Batch, outputs: list[Any]) -> tuple[Any, int]:
         """All ranks' output and batch in shard order, and how many rows precede this rank's."""
         assert batch.sizes is not None
-        rows = rows_of_ranks(batch.sizes, self.comm.size)
+        rows = rows_of_ranks(batch.sizes, self.comm.size, self.dealt)
         before = sum(rows[: self.comm.rank])
         parts = [
             ({"output": output, "batch": micro.data}, micro.samples)

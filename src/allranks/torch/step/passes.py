@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -25,8 +25,8 @@ from allranks.errors import RequestError
 from allranks.job.loss_scale import LossScale
 from allranks.strategies.reduction_tree import Span
 from allranks.torch.comm.comm import Comm
-from allranks.torch.data.batch import Batch, Leaf, MicroBatch
-from allranks.torch.data.collate import copied, map_tensors, tensors_in
+from allranks.torch.data.batch import Batch, Leaf, MicroBatch, copy_of, micro_for_others
+from allranks.torch.data.collate import map_tensors, tensors_in
 from allranks.torch.model.layers import Scope, computed_again
 from allranks.torch.model.precision import Precision
 from allranks.torch.step.gradients import Backward, Gradients, SparseRows
@@ -41,7 +41,7 @@ from allranks.torch.step.losses import (
     uses_a_parameter,
     weighted_losses,
 )
-from allranks.torch.step.tally import Tally, TallyLayout
+from allranks.torch.step.tally import Stopwatch, Tally, TallyLayout
 from allranks.torch.step.trainable import TrainableChanges
 from allranks.torch.step.user_buffers import UserBuffers
 from allranks.torch.task import Task
@@ -139,22 +139,27 @@ class StepPass(Protocol):
     def losses_of(self, output: Any, micro: MicroBatch) -> tuple[Tensor, Tensor | None]: ...
 
 
+SAMPLES_FOR_OTHERS = 2  # some models drop the dimension of the samples if there is one
+
+
 class PassesForOthers:
     """The padding passes of one rank, which have no weight; with `equal_passes`, as the batch says.
 
-    `is_on` is true in forward and backward of such a pass, and at no other time.
+    `is_on` is true in forward and backward of such a pass, and at no other time. If they
+    `are_short`, as with unequal shares, they have two samples.
     """
 
     def __init__(self, step: StepPass, equal_passes: bool = True) -> None:
         self.step, self.equal_passes = step, equal_passes
-        self.is_on = False
+        self.is_on = self.are_short = False
         self._outputs: list[list[Tensor]] = []
         self._micro: MicroBatch | None = None
 
     def begin(self, batch: Batch) -> None:
         """A step begins."""
         self._outputs = []
-        self._micro = _copy_of(_micro(batch)) if self._passes(batch) else None
+        most = SAMPLES_FOR_OTHERS if self.are_short else None
+        self._micro = copy_of(micro_for_others(batch, most)) if self._passes(batch) else None
 
     def forward(self, batch: Batch) -> Any:
         """The forward passes, where all of them come before any backward pass.
@@ -195,7 +200,7 @@ class PassesForOthers:
     def _again(self) -> MicroBatch:
         """A copy of the micro-batch for the next pass, which may write on it."""
         assert self._micro is not None
-        return _copy_of(self._micro)
+        return copy_of(self._micro)
 
     def _passes(self, batch: Batch) -> int:
         return batch.passes_without_weight if self.equal_passes else 0
@@ -218,21 +223,6 @@ class PassesForOthers:
             yield
         finally:
             self.is_on = False
-
-
-def _micro(batch: Batch) -> MicroBatch:
-    """The micro-batch that this rank runs for the others."""
-    micro = batch.micros[-1] if batch.micros else batch.spare
-    assert micro is not None, "the data gives a rank without a sample a spare one"
-    return micro
-
-
-def _copy_of(micro: MicroBatch) -> MicroBatch:
-    """The same with a copy of its data; where that cannot be copied, as it is."""
-    try:
-        return replace(micro, data=copied(micro.data))
-    except RequestError:
-        return micro
 
 
 LOSS = -4  # a key of the generator, in addition to shards
@@ -276,6 +266,7 @@ class StepParts:
     counts_samples: bool = True
     shard_alone: bool = False
     tally_type: torch.dtype | None = None
+    timed_readers: int = 0
 
 
 class Passes:
@@ -323,6 +314,7 @@ class Passes:
         self._micro_step: MicroStep
         self.has_loss = True  # of a pipeline, the last stage alone
         self.stage = 0  # of a pipeline, that which is passed next
+        self.stopwatch: Stopwatch | None = None  # with `--share auto`
         self._may_weigh = task.overrides("weight")
         self._unweighted: UnweightedLosses | None = None
         self.batch_loss = (
@@ -351,6 +343,7 @@ class Passes:
             self.sparse.counts,
             self.parts.tally_type,
             self.scope.device,
+            self.parts.timed_readers,
         )
         self.used = [False] * len(self.parameters)
         self._hooks = [
@@ -437,6 +430,8 @@ class Passes:
                 regularizer=self.regularizers.was,
                 touched=self.sparse.touched,
             )
+        if self.stopwatch is not None and leaf is batch.leaves[-1]:
+            self.stopwatch.stop(tally.tensor[self.layout.seconds])
 
     def end(self, batch: Batch) -> None:
         """Run the passes for other ranks; then the passes of the step are over."""

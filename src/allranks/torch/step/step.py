@@ -246,6 +246,8 @@ class SharedStep(Passes):
     def _read(self, tally: Tally, batch: Batch) -> Totals:
         """Read the tally; a wait for the device counts as a wait for the other ranks."""
         with self._reading(self._computed):
+            if self.stopwatch is not None:
+                self.stopwatch.of_ranks = tuple(tally.tensor[self.layout.seconds].tolist())
             return tally.totals(batch.index)
 
     def _reading(self, computed: Any = None) -> AbstractContextManager[None]:

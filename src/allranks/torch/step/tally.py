@@ -2,7 +2,8 @@
 
     [ loss sum | weight, samples, leaves, position, stop, save, changed, regularizer,
       used? per parameter | BatchNorm: weight, mean, variance per layer
-      | rows that are touched, of parameters with sparse gradients ]
+      | rows that are touched, of parameters with sparse gradients
+      | seconds that each rank has worked, for `--share auto` alone ]
 
 It is sent with the gradients, so a step needs no message for bookkeeping. After the step every
 rank knows the loss and the weight of the whole global batch, whether any rank had a sample, which
@@ -16,6 +17,7 @@ rank in the step before.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,6 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from allranks.errors import FaultKind, ProgramError
+from allranks.launcher.heartbeat import Heartbeat
+from allranks.torch.accelerator import recorded_event
 from allranks.torch.batchnorm.shard import RunningStatistics
 from allranks.torch.checkpoint.state import local
 from allranks.torch.model.layers import Scope, shard_norms
@@ -71,6 +75,7 @@ class TallyLayout:
         rows: Sequence[int] = (),
         kind: torch.dtype | None = None,
         device: torch.device | None = None,
+        timed_readers: int = 0,
     ) -> None:
         first = reals(local(parameters[0].detach()))
         self.like = first.new_empty(0, dtype=kind or first.dtype, device=device or first.device)
@@ -88,6 +93,8 @@ class TallyLayout:
         for count in rows:
             start, self.size = self.size, self.size + count
             self.rows.append(slice(start, self.size))
+        self.seconds = slice(self.size, self.size + timed_readers)
+        self.size += timed_readers
         self.leaves: float | None = None  # of all ranks, as the first step had them
         self.was_updated = False  # whether the last update had a gradient for each parameter
         self._cache: dict[Hashable, Tensor] = {}
@@ -235,6 +242,41 @@ class Tally:
         if skip is not None:
             moments.masked_fill_(skip > 0, 0)  # of no weight
         self.layout.running.update(moments)
+
+
+WORK = ("data", "compute")
+"""The phases of a rank's own work; it waits for others in the phase `exchange`."""
+
+
+class Stopwatch:
+    """Measures how long each rank works in a step: it reads its samples, and makes its passes.
+
+    Waits for other ranks do not count. `reader` is the number of this rank among those that read
+    data; ranks that read the same part add up. `of_ranks` has the seconds of the last step.
+    """
+
+    def __init__(self, heartbeat: Heartbeat, reader: int, device: torch.device) -> None:
+        self.heartbeat, self.reader, self.device = heartbeat, reader, device
+        self.of_ranks: tuple[float, ...] = ()
+        self._from = 0.0
+
+    def start(self) -> None:
+        """A step begins: its samples are read next."""
+        self._from = self._worked()
+
+    def stop(self, seconds: Tensor) -> None:
+        """The passes are over: write how long they took into the place of this rank.
+
+        Waits for the work that is queued on an accelerator.
+        """
+        if (computed := recorded_event(self.device)) is not None:
+            computed.synchronize()
+        seconds[self.reader] = self._worked() - self._from
+
+    def _worked(self) -> float:
+        beat = self.heartbeat
+        now = time.monotonic() - beat.since if beat.phase in WORK else 0.0
+        return sum(beat.seconds[phase] for phase in WORK) + now
 
 
 def unused_of(flags: Sequence[float]) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ from allranks.strategies.card import Card, Workload
 from allranks.strategies.cards import CARDS
 from allranks.strategies.mesh import DATA, Agreement
 from allranks.strategies.reduction_tree import Span
+from allranks.strategies.shards import Shares
 from allranks.torch.checkpoint.state import (
     TrainedSet,
     load_model_state,
@@ -114,6 +115,8 @@ class StrategyContext:
     precision: Precision
     bitwise: bool = False
     loss_scale: LossScale | None = None
+    times_readers: bool = False
+    """Whether ranks tell each other how long they work in each step (`--share auto`)."""
 
 
 NOTHING = nullcontext()
@@ -130,6 +133,8 @@ class Strategy(Traits, ABC):
 
     two_modes: TwoModes | None = None
     """The modes of the optimizer, if it has two."""
+    dealt: Shares | None = None
+    """How many shards each rank that reads data owns, if `--share` says it; else they are even."""
 
     def __init__(self, context: StrategyContext) -> None:
         self.context = context
@@ -217,6 +222,7 @@ class Strategy(Traits, ABC):
             counts_samples=self.mesh.is_first_of_its_data(self.comm.rank),
             shard_alone=self.shard_alone,
             tally_type=self.tally_type,
+            timed_readers=self.data.size if context.times_readers else 0,
         )
         self.step = SharedStep(self.task, model, optimizer, context.scope, context.precision, parts)
         check_same_groups(model, optimizer, self.comm)
@@ -243,6 +249,17 @@ class Strategy(Traits, ABC):
 
     def lay_out(self) -> None:
         """Set up what depends on the trained parameters; called again when these change."""
+
+    def deal(self, shares: Shares) -> None:
+        """Set the shards of each rank that reads data, from the next step on.
+
+        Every rank calls this, after `setup` and between two steps.
+        """
+        self.dealt = shares
+        if self.step.batch_loss is not None:
+            self.step.batch_loss.dealt = shares
+        else:
+            self.step.for_others.are_short = True
 
     def finish(self) -> bool:
         """Called after the last step by all ranks. Returns whether it has changed the weights."""
@@ -325,9 +342,10 @@ class Strategy(Traits, ABC):
     def reads_at_once(self, batch: Batch) -> bool:
         """Whether the host must read the result of this step at once, if steps may stay unread.
 
-        The same on all ranks that sum its gradients.
+        The same on all ranks that sum its gradients. By default only where the next step may have
+        other shares.
         """
-        return False
+        return self.context.times_readers
 
     def after_read(self, result: StepResult, requests: RankRequests) -> RankRequests:
         """Called when the `result` of an unread step is available, and the step is not repeated.
@@ -383,7 +401,7 @@ class Strategy(Traits, ABC):
         """What the bytes of a step depend on: by default one sum of the gradients and the tally."""
         gradients, tally = (p.nbytes for p in self.step.parameters), self.step.layout
         summed = sum(gradients) + tally.size * tally.like.element_size()
-        return Workload((summed,), self.comm.size, self.task.shards)
+        return Workload((summed,), self.comm.size, self.task.shards, shares=self.dealt)
 
     @final
     def promised_bytes(self) -> int:

@@ -21,6 +21,7 @@ from allranks.strategies.card import Picked, Workload
 from allranks.strategies.cards.data_parallel import is_late
 from allranks.strategies.compressed import SIGNED
 from allranks.strategies.reduction_tree import Span
+from allranks.strategies.shards import Shares
 from allranks.torch.data.batch import Batch
 from allranks.torch.parallel.data.buckets import Buckets
 from allranks.torch.parallel.data.compressed.gathered import shapes_of
@@ -76,6 +77,10 @@ class DDP(Strategy):
         self.tally = self.step.layout.tally(self.buckets.tally)
         self.step.on_gradient = self.buckets.gradient_finished
 
+    def deal(self, shares: Shares) -> None:
+        super().deal(shares)
+        self.reducer.deal(shares)
+
     def sum_apart(self, leaves: list[tuple[Span, Tensor]]) -> Tensor:
         self._not_sent = self.reducer.state()
         return self.reducer.sum_apart(leaves)  # the caller lays out the buckets again
@@ -98,6 +103,7 @@ class DDP(Strategy):
             gradients=sum(gradients.numel() for gradients in buckets.gradients),
             tally=buckets.tally.nbytes,
             shapes=tuple(shapes_of(bucket) for bucket in buckets.buckets),
+            shares=self.dealt,
         )
 
     def forward_backward(self, batch: Batch) -> Tally:

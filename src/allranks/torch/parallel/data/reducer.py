@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from allranks.strategies.reduction_tree import Span
+from allranks.strategies.shards import Shares
 from allranks.torch.comm.comm import Comm, Pending
 from allranks.torch.model.reals import reals
 
@@ -52,6 +53,12 @@ class Reducer(ABC):
     def prepare(self, buckets: Sequence[Bucket]) -> None:
         """Set the buckets; called when they change, and before residuals are loaded."""
         self.buckets = buckets
+
+    def deal(self, shares: Shares) -> None:
+        """Set the shards of each rank, between two steps; every rank calls this.
+
+        Only an order of sums that follows the shards depends on it.
+        """
 
     @abstractmethod
     def launch(self, bucket: int, leaf: Span, *, last: bool) -> None:

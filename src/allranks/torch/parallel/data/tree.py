@@ -27,11 +27,11 @@ from allranks.strategies.reduction_tree import (
     Span,
     are_siblings,
     merges,
+    roots_of_ranks,
     rounds_of_pairs,
-    subtree_roots,
     uses_pairs,
 )
-from allranks.strategies.shards import owned_shards
+from allranks.strategies.shards import Shares
 from allranks.torch.comm.comm import Comm, Pending
 from allranks.torch.data.batch import Batch
 from allranks.torch.parallel.data.half import PackedBucket
@@ -51,19 +51,23 @@ class TreeInPlace:
 
     def __init__(self, comm: Comm, shards: int) -> None:
         self.comm, self.shards = comm, shards
-        self._spans = [
-            subtree_roots(owned_shards(shards, comm.size, rank), shards)
-            for rank in range(comm.size)
-        ]
-        self._order = merges(tuple(span for spans in self._spans for span in spans), shards)
-        self._leaves: list[list[int]] = []
+        self._flats: list[Tensor] = []
+        self._extra: list[list[Tensor]] = []
+        self.deal(Shares.even(shards, comm.size))
 
     def prepare(self, flats: Sequence[Tensor]) -> None:
         """Set the buckets; every rank calls this."""
-        most = max(len(spans) for spans in self._spans)
-        self._flats = list(flats)
-        self._extra = [[self.comm.zeros(f.numel(), f) for _ in range(most - 1)] for f in flats]
-        self._leaves = [
+        self._flats, self._extra = list(flats), [[] for _ in flats]
+        self.deal(self.shares)
+
+    def deal(self, shares: Shares) -> None:
+        """Set the shards of each rank; every rank calls this. Roots keep the memory they have."""
+        self.shares, self._spans = shares, roots_of_ranks(shares)
+        self._order = merges(tuple(s for spans in self._spans for s in spans), self.shards)
+        most = max(map(len, self._spans))
+        for flat, extra in zip(self._flats, self._extra, strict=True):
+            extra += [self.comm.zeros(flat.numel(), flat) for _ in range(most - 1 - len(extra))]
+        self._leaves: list[list[int]] = [
             self._places(flat, extra) for flat, extra in zip(self._flats, self._extra, strict=True)
         ]
 
@@ -91,7 +95,7 @@ class TreeInPlace:
         for place, root in zip(self._extra[bucket], roots[:-1], strict=False):
             place.copy_(root)
         sent_bytes = (len(roots) + 1) * flat.nbytes * (size - 1) / size
-        if uses_pairs(self.shards, size, flat.nbytes):
+        if self.shares.are_even and uses_pairs(self.shards, size, flat.nbytes):
             sent_bytes = flat.nbytes * (rounds_of_pairs(self.shards, size) or 0)
         plan = plan_of_sum(self.comm.of_torch, flat, self._leaves[bucket], self._order)
         return self.comm.begin_sum(plan, sent_bytes)
@@ -129,10 +133,11 @@ class TreeChunks:
 
     def __init__(self, comm: Comm, shards: int) -> None:
         self.comm, self.shards = comm, shards
-        self._roots = [
-            subtree_roots(owned_shards(shards, comm.size, rank), shards)
-            for rank in range(comm.size)
-        ]
+        self.deal(Shares.even(shards, comm.size))
+
+    def deal(self, shares: Shares) -> None:
+        """Set the shards of each rank."""
+        self._roots = roots_of_ranks(shares)
 
     def send_roots(self, roots: list[Tensor]) -> tuple[Tensor, Pending]:
         """Send chunk r of each of this rank's roots to rank r; returns the input of `total`."""
@@ -166,6 +171,13 @@ class Tree(Reducer):
         rounds = rounds_of_pairs(shards, comm.size) or 0
         pairs = 0 if self._in_place else rounds
         self._pairs = [comm.pair(comm.rank ^ (1 << k)) for k in range(pairs)]
+        self._in_pairs = bool(self._pairs)
+
+    def deal(self, shares: Shares) -> None:
+        self._in_pairs = bool(self._pairs) and shares.are_even
+        self._chunks.deal(shares)
+        if self._in_place:
+            self._in_place.deal(shares)
 
     @property
     def multiple(self) -> int:
@@ -195,7 +207,7 @@ class Tree(Reducer):
             exchange = _TreeExchange(flat, roots[0], Pending())
         elif self._in_place and self._in_place.has(bucket):
             exchange = _TreeExchange(flat, flat, self._in_place.begin(bucket, roots), is_whole=True)
-        elif self._pairs and uses_pairs(self.shards, self.comm.size, flat.nbytes):
+        elif self._in_pairs and uses_pairs(self.shards, self.comm.size, flat.nbytes):
             # this rank has one root, completed by the last leaf, whose memory is the bucket
             first = self.comm.add_in_pair(flat, self._pairs[0])
             exchange = _TreeExchange(flat, flat, first, in_pairs=True, is_whole=True)
@@ -255,6 +267,7 @@ class PassPlan:
     def __init__(self, comm: Comm, shards: int, holders: Comm, replicas: Comm) -> None:
         self.comm, self.shards = comm, shards
         self.holders, self.replicas = holders, replicas
+        self.shares = Shares.even(shards, comm.size)
         self.passes = 0
         self.rows: list[list[int]] = []
         self._trees: list[ChunkTree] = []
@@ -294,9 +307,8 @@ class ChunkTree:
 
     def begin(self) -> None:
         """Begin a step."""
-        comm, shards = self.plan.comm, self.plan.shards
-        owned = (owned_shards(shards, comm.size, rank) for rank in range(comm.size))
-        self._leaves = [_Leaves(span, shards) for span in owned]
+        plan = self.plan
+        self._leaves = [_Leaves(span, plan.shards) for span in plan.shares.runs]
         self.done = 0
 
     def add(self, gradients: Tensor) -> Tensor | None:
@@ -390,6 +402,11 @@ class Sections(ABC):
 
     def __init__(self, comm: Comm, shards: int) -> None:
         self.comm, self.shards = comm, shards
+        self.shares = Shares.even(shards, comm.size)
+
+    def deal(self, shares: Shares) -> None:
+        """Set the shards of each rank, between two steps."""
+        self.shares = shares
 
     @abstractmethod
     def prepare(self, buckets: Sequence[PackedBucket]) -> None:
@@ -457,6 +474,11 @@ class TreeSections(Sections):
         self._trees = [TreeSum(self.shards) for _ in buckets]
         self._received: dict[int, tuple[Tensor, Pending]] = {}
         self._chunks = TreeChunks(self.comm, self.shards)
+        self._chunks.deal(self.shares)
+
+    def deal(self, shares: Shares) -> None:
+        super().deal(shares)
+        self._chunks.deal(shares)
 
     def launch(self, bucket: int, flat: Tensor, leaf: Span, *, last: bool) -> None:
         tree = self._trees[bucket]

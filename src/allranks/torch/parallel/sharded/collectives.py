@@ -29,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from allranks.errors import RequestError
 from allranks.strategies.card import Picked
 from allranks.strategies.compressed import PIECES, SIGNED
+from allranks.strategies.shards import Shares
 from allranks.torch.checkpoint.state import local
 from allranks.torch.comm.comm import Comm
 from allranks.torch.compression.codecs import Codec, ErrorFeedback, codec_of
@@ -204,6 +205,11 @@ class UnitSums:
         unit_sum = CompressedSum(self.compressed, self.holders, self.replicas, weights)
         self.compressed.units.append(unit_sum)
         return unit_sum
+
+    def deal(self, shares: Shares) -> None:
+        """Set the shards of each rank, between two steps."""
+        if self.plan is not None:
+            self.plan.shares = shares
 
     def begin(self, batch: Batch) -> None:
         """Begin a step; every rank calls this."""

@@ -27,6 +27,7 @@ from allranks.errors import RequestError
 from allranks.strategies.card import Workload
 from allranks.strategies.mesh import REPLICATE, SHARD, TENSOR
 from allranks.strategies.reduction_tree import Span
+from allranks.strategies.shards import Shares
 from allranks.torch.accelerator import is_accelerator
 from allranks.torch.data.batch import Batch
 from allranks.torch.model.deferred_init import move
@@ -224,6 +225,12 @@ class FSDP(Single):
         if self.step.sparse.positions or self.context.scope.looked_up:
             raise rows_apart(self.name)
 
+    def deal(self, shares: Shares) -> None:
+        super().deal(shares)
+        if self.is_cut:
+            self.sums.deal(shares)
+            self.reducer.deal(shares)
+
     def _is_task_on(self) -> bool:
         """Whether code of the task runs, for the guard."""
         over_batch = self.step.batch_loss
@@ -379,8 +386,14 @@ class FSDP(Single):
         messages = *sizes, side_bytes, moved, *(round(n / max(1, self.steps)) for n in along)
         units = ([p for p in unit if p.requires_grad] for unit in self.unit_params)
         shapes = tuple(tuple(tuple(p.shape) for p in unit) for unit in units)
-        ranks, passes = self.comm.size, self.most_passes
-        return Workload(messages, ranks, self.task.shards, passes=passes, shapes=shapes)
+        return Workload(
+            messages,
+            self.comm.size,
+            self.task.shards,
+            passes=self.most_passes,
+            shapes=shapes,
+            shares=self.dealt,
+        )
 
     # --- whole weights --------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from allranks.job.place import Placed
 from allranks.strategies.card import Workload
 from allranks.strategies.mesh import SHARD
 from allranks.strategies.reduction_tree import Span
+from allranks.strategies.shards import Shares
 from allranks.torch.comm.comm import Pending
 from allranks.torch.data.batch import Batch, Leaf
 from allranks.torch.model.reals import reals
@@ -75,6 +76,11 @@ class ZeRO1(Strategy):
         cuts = self.layout.cuts
         self.wholes = WholeUpdates(self.comm, self.step.optimizer, named, cuts, asked)
         self.layout.kept_whole = self.wholes.here
+
+    def deal(self, shares: Shares) -> None:
+        super().deal(shares)
+        self.summed.deal(shares)
+        self.sections.deal(shares)
 
     def _cut_optimizer_state(self) -> None:
         """Cut optimizer state that exists from the start to this rank's rows."""
@@ -285,7 +291,8 @@ class ZeRO1(Strategy):
         cut = sum(bucket.nbytes for bucket in self.buckets)
         messages = cut, sum(flat.nbytes for flat in self._whole), self.wholes.most_sent()
         passes = self.passes if self.each_pass else 1
-        return Workload(messages, self.comm.size, self.task.shards, passes=passes)
+        size, shards, shares = self.comm.size, self.task.shards, self.dealt
+        return Workload(messages, size, shards, passes=passes, shares=shares)
 
     def placement(self, *, updated: bool) -> list[Placed]:
         rows = super().placement(updated=updated)

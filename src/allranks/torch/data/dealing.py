@@ -1,0 +1,69 @@
+"""Deals the shards of a batch to the ranks that read data, as `--share` says.
+
+Numbers and names are dealt once, before the first step. With `--share auto` each step tells all
+ranks how long each of them worked (`Stopwatch`), so that all deal alike, without a message.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+
+from allranks.job.job import AUTO, Job
+from allranks.launcher.heartbeat import Heartbeat
+from allranks.strategies.shards import Shares
+from allranks.strategies.shares import Dealing, check_share, shares_for
+from allranks.torch.accelerator import chip_name
+from allranks.torch.data.task_data import TaskData
+from allranks.torch.step.tally import Stopwatch
+from allranks.torch.strategies.base import Strategy
+from allranks.training.progress import Progress
+
+
+class Dealer:
+    """The shares of one training; every rank makes one, and calls the same methods.
+
+    The constructor gathers the names of hosts and devices, and raises `RequestError` for shares
+    that cannot be. `report` is called on the leader for each table of shares.
+    """
+
+    def __init__(
+        self, strategy: Strategy, job: Job, heartbeat: Heartbeat, report: Callable[..., None]
+    ) -> None:
+        check_share(job.share, job.strategy_spec)
+        self.strategy, self._report = strategy, report
+        device = strategy.comm.device
+        names = [socket.gethostname(), device.type, *filter(None, [chip_name(device)])]
+        of_readers = map(json.loads, strategy.data.gather_texts(json.dumps(names)))
+        shares = shares_for(job.share, strategy.task.shards, list(of_readers))
+        self._dealing: Dealing | None = None
+        self._next: Shares | None = None
+        if job.share == AUTO:
+            self._dealing = Dealing(shares)
+            self._watch = Stopwatch(heartbeat, strategy.data.rank, device)
+            strategy.step.stopwatch = self._watch
+        strategy.deal(shares)
+        self._tell(0, shares, None)
+
+    def before_batch(self, data: TaskData, done: Progress) -> None:
+        """Before the next batch is read: deal the shards anew, where the last step said so."""
+        if self._next is not None:
+            shares, self._next = self._next, None
+            self.strategy.deal(shares)
+            data.deal(shares, done)
+        if self._dealing is not None:
+            self._watch.start()
+
+    def after_step(self, done: Progress) -> None:
+        """After a step: look at the seconds of all ranks."""
+        if self._dealing is None:
+            return
+        self._next = self._dealing.after_step(self._watch.of_ranks)
+        if self._next is not None:
+            self._tell(done.batch_index, self._next, self._dealing.seconds_dealt_by)
+
+    def _tell(self, step: int, shares: Shares, seconds: list[float] | None) -> None:
+        if self.strategy.comm.rank == 0:
+            counts = list(shares.counts)
+            self._report("shares", step=step, shares=counts, seconds_per_shard=seconds)
