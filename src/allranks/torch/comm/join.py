@@ -19,6 +19,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
     PrefixStore,
     Store,
     TCPStore,
+    distributed_c10d,
     rendezvous,
 )
 from torch.distributed.distributed_c10d import _get_default_store
@@ -104,7 +105,10 @@ def _prefixed_store(world: World, glance: Callable[[], None] | None) -> Any:
     """The store of these ranks, with a prefix that no other join of theirs has."""
     joins = next(_joins) if glance is None else world.group  # a newcomer has made fewer
     store = _store_of(world)
-    if glance is not None:  # C++ keeps no reference to what Python has added to a store
+    if glance is not None:
+        # torch counts groups by name, also one that came to nothing on some of these ranks
+        distributed_c10d._world.group_count = 0
+        # C++ keeps no reference to what Python has added to a store
         store = _stores[GLANCING] = GlancingStore(store, glance)
     return PrefixStore(f"attempt-{world.attempt}/join-{joins}", store)
 
