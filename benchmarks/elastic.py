@@ -126,7 +126,7 @@ class Schedules:
         if row["code"] == 0:
             summary = launch.summary()
             row |= {n: summary.get(n) for n in ("restarts", "groups", "world_size")}
-            kills = sum(act in (KILL, KILL_TWO) for act in done)
+            kills = sum({KILL: 1, KILL_TWO: 2}.get(act, 0) for act in done)
             if not row["why"] and summary["restarts"] > kills:
                 row["why"] = f"{summary['restarts']} restarts after {kills} kills"
         if row["why"]:

@@ -266,8 +266,8 @@ REFUSED = [
     ({"share": "5,fast", "ranks": 2, "strategy": "ddp"}, "neither positive numbers"),
     ({"share": "a=5,2", "ranks": 2, "strategy": "ddp"}, "neither positive numbers"),
     ({"share": "a=5,a=2", "ranks": 2, "strategy": "ddp"}, "neither positive numbers"),
-    ({"share": "auto", "strategy": "single"}, "one rank"),
-    ({"share": "auto"}, "one rank"),
+    ({"share": "2", "strategy": "single"}, "one rank"),
+    ({"share": "2,1", "ranks": 2, "strategy": "ddp", "elastic": "1:3"}, "--share 2,1"),
     ({"share": "auto", "ranks": 2, "strategy": "ddp:reduce=top-k"}, "'ddp'"),
     ({"share": "auto", "ranks": 2, "strategy": "ddp:reduce=bf16"}, "'ddp'"),
     ({"share": "auto", "ranks": 2, "strategy": "ddp:late=1"}, "'ddp'"),
@@ -281,7 +281,7 @@ REFUSED = [
 def test_shares_that_cannot_be_are_refused(flags: dict[str, Any], found: str) -> None:
     with pytest.raises(RequestError) as refused:
         resolve("digits", flags, ())
-    assert found in refused.value.found and "--share" in refused.value.asked
+    assert found in refused.value.found and "--share" in refused.value.asked + found
 
 
 def test_shares_go_by_the_names_of_hosts_and_devices() -> None:
@@ -297,7 +297,8 @@ def test_shares_go_by_the_names_of_hosts_and_devices() -> None:
             shares_for(text, 8, names)
         assert refused.value.found == found
     with pytest.raises(RequestError, match="shards=3"):
-        shares_for("auto", 2, names)
+        shares_for("big=2,small=1", 2, names)
+    assert shares_for("auto", 2, names).counts == (1, 1, 0), "as without --share"
 
 
 def test_only_cards_that_say_so_have_unequal_shares() -> None:

@@ -15,6 +15,7 @@ from allranks.errors import RequestError, nearest
 from allranks.job import faults
 from allranks.job.engines import trained_also_by
 from allranks.job.job import (
+    AUTO,
     BAD_STEPS,
     DEVICES,
     DEVICES_OF_ALL_ENGINES,
@@ -367,6 +368,12 @@ def _check_elastic(job: Job, spec: StrategySpec) -> None:
             "--micro-batch auto",
             "a rank without memory is lost, and the others go on: no trial would end",
             "give --micro-batch a number, or leave it out",
+        ),
+        (
+            job.share not in ("", AUTO),
+            f"--share {job.share}",
+            "it names the ranks that the job begins with, and others may come",
+            "--share auto",
         ),
         (job.nodes > 1, f"--nodes {job.nodes}", "it was tried on one machine alone", "--nodes 1"),
         (

@@ -84,6 +84,8 @@ def check_share(text: str, spec: StrategySpec) -> None:
             why=why,
             do="leave --share out, or --strategy ddp, zero1, zero2, fsdp, hsdp or mesh",
         )
+    if text == AUTO:
+        return
     if readers == 1:
         raise RequestError(
             asked=request,
@@ -91,8 +93,6 @@ def check_share(text: str, spec: StrategySpec) -> None:
             why="it owns all shards, so there is nothing to deal",
             do="leave --share out, or --ranks 2 --strategy ddp",
         )
-    if text == AUTO:
-        return
     weights = _weights(text)
     numbers = [weight for name, weight in weights if not name]
     if numbers and len(numbers) != readers:
@@ -110,6 +110,8 @@ def shares_for(text: str, shards: int, names: Sequence[Sequence[str]]) -> Shares
     Raises `RequestError` for names of no rank, ranks of two names, and fewer shards than ranks.
     """
     request = f"--share {text}"
+    if text == AUTO:
+        return Shares.even(shards, len(names))
     if shards < len(names):
         raise RequestError(
             asked=request,
@@ -117,8 +119,6 @@ def shares_for(text: str, shards: int, names: Sequence[Sequence[str]]) -> Shares
             why="each rank owns at least one shard",
             do=f"--set shards={len(names)}, or more for finer shares",
         )
-    if text == AUTO:
-        return Shares.even(shards, len(names))
     weights = _weights(text)
     if not weights[0][0]:
         return Shares.by_weights(shards, [weight for _, weight in weights])

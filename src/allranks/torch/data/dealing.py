@@ -39,7 +39,7 @@ class Dealer:
         shares = shares_for(job.share, strategy.task.shards, list(of_readers))
         self._dealing: Dealing | None = None
         self._next: Shares | None = None
-        if job.share == AUTO:
+        if job.share == AUTO and 1 < shares.ranks <= shares.shards:  # else nothing is to be dealt
             self._dealing = Dealing(shares)
             self._watch = Stopwatch(heartbeat, strategy.data.rank, device)
             strategy.step.stopwatch = self._watch
