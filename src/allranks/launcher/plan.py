@@ -125,7 +125,8 @@ def plan_of(job: Job, shape: Shape, visible: Visible, seats: Sequence[Seat] = ()
     """
     process_set = job.strategy_spec.process_set
     notes = _notes(job, shape)
-    store = str(Path(job.run_dir) / STORE) if process_set.size > 1 and not seats else ""
+    meets_in_file = (process_set.size > 1 or bool(job.elastic)) and not seats
+    store = str(Path(job.run_dir) / STORE) if meets_in_file else ""
     seats = seats or [Seat()] * process_set.size
     devices = devices_seen(job, visible)
     if devices and len({seat.host for seat in seats}) > 1:
