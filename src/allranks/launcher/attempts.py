@@ -417,13 +417,13 @@ class Attempts:
                 path.unlink(missing_ok=True)
 
     def _regroups(self, heartbeats: HeartbeatTable, remaining: Collection[int]) -> bool:
-        """Whether the `remaining` ranks of an elastic job, which all have made a step, go on."""
+        """Whether the `remaining` ranks of an elastic job, which all have begun to train, go on."""
         if not self.plan.job.elastic:
             return False
         least, _ = elastic_range(self.plan.job)
         members = [rank for rank in self._group.members if rank in remaining]
         beats = heartbeats.read()
-        return len(members) >= least and all(beats[rank].step > 0 for rank in members)
+        return len(members) >= least and all(beats[rank].step >= 0 for rank in members)
 
     def _lose(self, attempt: int, heartbeats: HeartbeatTable, rank: int, exit_: Exit) -> None:
         """Record a lost process; the others of an elastic job form another group at once."""
