@@ -481,6 +481,10 @@ class RankProgram(ABC, Generic[T]):
 
     def train(self) -> None:
         """From the job to the event `done` with its summary, or `stopped` with its checkpoint."""
+        self.finish(self._begin())
+
+    def _begin(self) -> Any:
+        """Make the trainer, up to its first step; returns the task."""
         report, leads = self.record.events.event, self.world.is_leader
         task = self.load_task(self.job)
         trainer = self.trainer = self.make_trainer(task, report=report, callbacks=self.callbacks())
@@ -504,11 +508,13 @@ class RankProgram(ABC, Generic[T]):
         trainer.faults.reach("start")
         self.record.begin()
         self._tell_reads()  # a first check may run out of time before the end
-        self.finish(task, trainer)
+        return task
 
-    def finish(self, task: Any, trainer: T, *, goes_on: bool = False) -> None:
+    def finish(self, task: Any, *, goes_on: bool = False) -> None:
         """Train to the end, in another group of ranks where this one ends (`regroup`)."""
         while True:
+            trainer = self.trainer
+            assert trainer is not None
             try:
                 if fit(trainer, goes_on=goes_on):
                     self._conclude(trainer)
@@ -518,10 +524,11 @@ class RankProgram(ABC, Generic[T]):
             except PeerLost as error:
                 if not self.job.elastic:
                     raise
-                trainer, goes_on = self._regrouped(task, trainer, error), True
+                self._regroup(task, trainer, error)
+                goes_on = True
 
-    def _regrouped(self, task: Any, trainer: T, error: PeerLost) -> T:
-        """The trainer of this rank in the next group; that may change while it forms."""
+    def _regroup(self, task: Any, trainer: T, error: PeerLost) -> None:
+        """Make the trainer of this rank in the next group; that may change while it forms."""
         heartbeat, reached = trainer.heartbeat, trainer.progress.batch_index
         step = max(reached, heartbeat.step)
         group = next_group(heartbeat, self.world, step, error)
@@ -542,7 +549,6 @@ class RankProgram(ABC, Generic[T]):
         if before.unheard is not None and before.step == agreed.position.step:
             for callback in trainer.callbacks:
                 callback.on_step(trainer, *before.unheard)
-        return trainer
 
     def join_group(self, task: Any, before: Handover | None) -> T:
         """A trainer in the group of `world`, which has no state yet."""
