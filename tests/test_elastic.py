@@ -69,6 +69,7 @@ def test_a_rank_is_lost_and_the_others_make_the_step_again(train: Train, alone: 
 
 
 LOSSES = {
+    "in the first steps": ("kill@rank=1,step=1", [0, 2]),
     "the leader": ("kill@rank=0,step=5", [1, 2]),
     "the leader, before it writes the row of a step": ("kill@rank=0,step=5,at=stepped", [1, 2]),
     "two at once": ("kill@rank=0,step=5 kill@rank=2,step=5", [1]),

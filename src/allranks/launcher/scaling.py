@@ -68,7 +68,7 @@ class Scaling:
     """New ranks that have not begun to train."""
 
     def may_lose(self, rank: int, remaining: Collection[int]) -> bool:
-        """Whether the `remaining` processes go on without `rank`; each has made a step, or joins.
+        """Whether the `remaining` processes go on without `rank`; each trains, or joins.
 
         The others do not need one that joins or leaves.
         """
@@ -77,7 +77,7 @@ class Scaling:
             return True
         goes_on = [member for member in members if member in remaining]
         trains = [member for member in goes_on if member not in self.joining]
-        has_begun = bool(trains) and all(beats[member].step > 0 for member in trains)
+        has_begun = bool(trains) and all(beats[member].step >= 0 for member in trains)
         return has_begun and len(goes_on) >= self.bounds.least
 
     def lost(self, rank: int, exit_: Exit) -> None:

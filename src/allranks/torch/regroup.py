@@ -28,11 +28,16 @@ CAUSES = "It was found when they formed a group anew, after another rank had lef
 def hand_over(trainer: Trainer) -> Handover:
     """What this rank holds between two steps; takes back what a broken-off step has written.
 
-    No communication, and no copies.
+    No communication, and no copies. Raises `PeerLost` if nothing can take it back.
     """
     step, broken = trainer.strategy.step, -1
     if trainer.in_step and trainer.in_step[0].index >= trainer.progress.batch_index:
         broken = trainer.in_step[0].index
+        if broken == 0 and trainer.task.overrides("initialise"):
+            raise PeerLost(
+                "a rank was lost in the first step, before which initialise() of the task has "
+                "changed the weights: it cannot be made again, but by a start from the beginning"
+            )
         step.user_buffers.undo()
     state = {
         **trainer.course(),

@@ -292,9 +292,11 @@ class RankProgram(ABC, Generic[T]):
 
         In an elastic job also `left`, where this rank was asked to leave.
         """
-        if self.world.group < 0:
-            self._join()
-            return
+        is_new = self.world.group < 0
+        self.finish(self._join() if is_new else self._begin(), goes_on=is_new)
+
+    def _begin(self) -> Any:
+        """Make the trainer, up to its first step; returns the task."""
         report, leads = self.record.events.event, self.world.is_leader
         task, trainer = self._set_up()
         if trainer.model_notes and leads:
@@ -310,11 +312,13 @@ class RankProgram(ABC, Generic[T]):
         trainer.faults.reach("start")
         self.record.begin()
         self._tell_reads()  # a first check may run out of time before the end
-        self.finish(task, trainer)
+        return task
 
-    def finish(self, task: Any, trainer: T, *, goes_on: bool = False) -> None:
+    def finish(self, task: Any, *, goes_on: bool = False) -> None:
         """Train to the end, in another group of ranks where this one ends (`regroup`)."""
         while True:
+            trainer = self.trainer
+            assert trainer is not None
             try:
                 if fit(trainer, goes_on=goes_on):
                     self._conclude(trainer)
@@ -325,13 +329,14 @@ class RankProgram(ABC, Generic[T]):
                 if not self.job.elastic:
                     raise
                 try:
-                    trainer, goes_on = self._regrouped(task, trainer, error), True
+                    self._regroup(task, trainer, error)
+                    goes_on = True
                 except TrainsNoMore:
                     self._leave()
                     return
 
-    def _join(self) -> None:
-        """Set all up while the others train; then train in the next group with this rank."""
+    def _join(self) -> Any:
+        """Set all up while the others train, and join the next group with this rank; the task."""
         world = self.world
         self.record.events.event("joins", host=socket.gethostname())
         self.world = dataclasses.replace(world, rank=0, size=1)
@@ -345,7 +350,7 @@ class RankProgram(ABC, Generic[T]):
         self.record.join(trainer)
         for callback in trainer.callbacks:
             callback.on_start(trainer)
-        self.finish(task, trainer, goes_on=True)
+        return task
 
     def _leave(self) -> None:
         """End well: the others train on without this rank."""
@@ -357,13 +362,13 @@ class RankProgram(ABC, Generic[T]):
         self.record.events.event("left", step=step, memory=self._held(trainer))
         trainer.heartbeat.enter("done")
 
-    def _regrouped(self, task: Any, trainer: T, error: PeerLost) -> T:
-        """The trainer of this rank in the next group."""
+    def _regroup(self, task: Any, trainer: T, error: PeerLost) -> None:
+        """Make the trainer of this rank in the next group."""
         heartbeat, reached = trainer.heartbeat, trainer.progress.batch_index
         step = max(reached, heartbeat.step)
         group = next_group(heartbeat, self.world, step, error)
         before = self.leave_group(trainer, planned=group.from_step >= 0)
-        return self._meet(task, before, group, step)
+        self._meet(task, before, group, step)
 
     def _meet(self, task: Any, before: Handover, group: Group, step: int) -> T:
         """Meet the others of `group`, which may change while it forms; the trainer in it."""
