@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,13 @@ def test_small_gains_and_single_late_steps_change_nothing() -> None:
     for step in range(40):
         late = 100.0 if step % 5 == 2 else 0.0
         assert dealing.after_step((1.0 + late, 1.0 + 1.5 * LEAST_GAIN)) is None, "33 and 31"
+
+
+def test_noise_deals_nothing() -> None:
+    """Ranks that differ by a tenth from step to step, and are as fast as each other."""
+    draws, dealing = random.Random(1), Dealing(Shares.even(64, 4))
+    for _ in range(500):
+        assert dealing.after_step(tuple(draws.lognormvariate(0, 0.1) for _ in range(4))) is None
 
 
 # --- the same result -----------------------------------------------------------------------------
