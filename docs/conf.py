@@ -28,6 +28,7 @@ SECTIONS = {
         data: ready_made
         running: notebooks
         huggingface
+        elastic
         precision
         checkpoints: checkpoints_in_detail
         tensorflow: tensorflow_in_detail
