@@ -188,7 +188,7 @@ def build_model(
         check_same_model(named_shapes(built.model), comm)
         tensors = (*built.model.parameters(), *built.model.buffers())
         with torch.no_grad():
-            if world.group == 0:  # else the ranks that have trained hold other weights by now
+            if before is None:  # else the ranks that have trained hold other weights by now
                 comm.broadcast(*(tensor for tensor in tensors if not tensor.is_meta))
         built = dataclasses.replace(built, model=strategy.parallelize(built.model))
         if digests := unfilled(built.model, strategy.place):
