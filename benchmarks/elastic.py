@@ -3,11 +3,12 @@
     python benchmarks/elastic.py --schedules 1000
 
 Each schedule draws how many ranks a job begins with, their strategy, how the shards are dealt, and
-what happens to it while it trains: a rank is killed, two are, `allranks scale` asks for another number, a rank is
-stopped for a while. The task has BatchNorm and dropout. With `--bitwise` the digest of the weights
-at the end must be that of one undisturbed process; without it (every `--plain-every`-th schedule,
-in float64) every weight must agree to 1e-10. `--first` is the number of the first schedule: one
-number always draws the same schedule, though the moments depend on the machine.
+what happens to it while it trains: a rank is killed, two are, `allranks scale` asks for another
+number, a rank is stopped for a while. The task has BatchNorm and dropout. With `--bitwise` the
+digest of the weights at the end must be that of one undisturbed process; without it (every
+`--plain-every`-th schedule, in float64) every weight must agree to 1e-10. `--first` is the number
+of the first schedule: one number always draws the same schedule, though the moments depend on
+the machine.
 """
 
 from __future__ import annotations

@@ -107,8 +107,13 @@ def test_a_rank_that_is_behind_receives_the_state(
 
 
 @pytest.mark.slow
-def test_a_planned_group_begins_between_two_steps(train: Train, alone: Result) -> None:
-    result = elastic(train, "", f"{FILE}:Planned", checkpoint_every=6)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_planned_group_begins_between_two_steps(
+    train: Train, alone: Result, strategy: str
+) -> None:
+    """Under `fsdp` that step is saved by all, though no checkpoint is due."""
+    flags = {"strategy": strategy, "checkpoint_every": 6 if strategy == "ddp" else 20}
+    result = elastic(train, "", f"{FILE}:Planned", **flags)
     assert_undisturbed(result, alone)
     (group,) = groups(result)
     assert (group["step"], group["steps_again"], group["lost"]) == (6, 0, [])
