@@ -128,13 +128,14 @@ def test_parts_of_the_state_come_from_the_newest_checkpoint(
     train: Train, alone: Result, strategy: str
 ) -> None:
     """The leader is lost, later the save of step 9 is given up; then nobody is left to sum with."""
-    inject = "kill@rank=0,step=5 kill@rank=1,at=save:half,step=9"
+    inject = "kill@rank=0,step=8 kill@rank=1,at=save:half,step=9"
     result = elastic(train, inject, strategy=strategy, **CUT)
     assert_undisturbed(result, alone)
     first, second = groups(result)
-    assert (first["members"], first["step"], first["steps_again"]) == ([1, 2], 3, 3)
-    assert (second["members"], second["step"]) == ([2], 6)
-    assert second["steps_again"] == result.summary["steps_again"] - 3 >= 3
+    assert first["members"] == [1, 2] and first["step"] in (3, 6), "6 may have been given up"
+    assert first["steps_again"] == 9 - first["step"]
+    assert (second["members"], second["step"]) == ([2], 6) and second["steps_again"] >= 3
+    assert result.summary["steps_again"] == first["steps_again"] + second["steps_again"]
     rows = list(read_rows(result.run_dir / "pids-2.jsonl"))
     assert len({row["pid"] for row in rows}) == 1
 
@@ -165,6 +166,12 @@ def test_too_few_are_started_again(train: Train, alone: Result) -> None:
     assert result.summary["weights_sha256"] == alone.summary["weights_sha256"]
     with pytest.raises(ProgramError, match=r"rank 1 .*SIGKILL"):
         elastic(train, "kill@rank=1,step=5", **flags)
+
+
+def test_the_model_that_was_trained_is_no_new_one(train: Train) -> None:
+    """Without a checkpoint they would begin anew with trained weights."""
+    with pytest.raises(ProgramError, match="the model that was trained before"):
+        elastic(train, "kill@rank=1,step=5", f"{FILE}:Same", strategy="zero1")
 
 
 def test_the_furthest_rank_gives_its_state() -> None:
