@@ -2,12 +2,13 @@
 
     python benchmarks/elastic.py --schedules 1000
 
-Each schedule draws how many ranks a job begins with, how its shards are dealt, and what happens to
-it while it trains: a rank is killed, two are, `allranks scale` asks for another number, a rank is
-stopped for a while. The task has BatchNorm and dropout. With `--bitwise` the digest of the weights
-at the end must be that of one undisturbed process; without it (every `--plain-every`-th schedule,
-in float64) every weight must agree to 1e-10. `--first` is the number of the first schedule: one
-number always draws the same schedule, though the moments depend on the machine.
+Each schedule draws how many ranks a job begins with, their strategy, how the shards are dealt, and
+what happens to it while it trains: a rank is killed, two are, `allranks scale` asks for another
+number, a rank is stopped for a while. The task has BatchNorm and dropout. With `--bitwise` the
+digest of the weights at the end must be that of one undisturbed process; without it (every
+`--plain-every`-th schedule, in float64) every weight must agree to 1e-10. `--first` is the number
+of the first schedule: one number always draws the same schedule, though the moments depend on
+the machine.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from launch_host import Host, Launch, until  # noqa: E402
 TASK, STEPS, MOST = "contract_tasks:Images", 60, 6
 STEP_S = 0.02
 TOLERANCE = 1e-10
+EXACT = ("ddp", "ddp", "zero1", "zero2", "fsdp")
 KILL, KILL_TWO, SCALE, STALL = "kill", "kill two", "scale", "stall"
 
 
@@ -70,12 +72,13 @@ def drawn(seed: int, plain_every: int) -> Schedule:
     for _ in range(chance.randint(1, 5)):
         kind = chance.choices((KILL, KILL_TWO, SCALE, STALL), (4, 1, 4, 2))[0]
         acts.append(Act(kind, chance.uniform(0.0, 0.6), chance.randint(1, MOST), chance.random()))
+    of_plain = (*EXACT, "ddp-plain")
     is_plain = plain_every > 0 and seed % plain_every == plain_every - 1
     return Schedule(
         seed,
         chance.randint(1, MOST),
         chance.choice(("", "", "auto")),
-        "ddp-plain" if is_plain and chance.random() < 0.5 else "ddp",
+        chance.choice(of_plain if is_plain else EXACT),
         is_plain,
         tuple(acts),
     )
@@ -125,7 +128,7 @@ class Schedules:
         row["seconds"] = time.monotonic() - begun
         if row["code"] == 0:
             summary = launch.summary()
-            row |= {n: summary.get(n) for n in ("restarts", "groups", "world_size")}
+            row |= {n: summary.get(n) for n in ("restarts", "groups", "steps_again", "world_size")}
             kills = sum({KILL: 1, KILL_TWO: 2}.get(act, 0) for act in done)
             if not row["why"] and summary["restarts"] > kills:
                 row["why"] = f"{summary['restarts']} restarts after {kills} kills"

@@ -108,11 +108,44 @@ def test_a_rank_that_is_behind_receives_the_state(
 
 
 @pytest.mark.slow
-def test_a_planned_group_begins_between_two_steps(train: Train, alone: Result) -> None:
-    result = elastic(train, "", f"{FILE}:Planned", checkpoint_every=6)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_planned_group_begins_between_two_steps(
+    train: Train, alone: Result, strategy: str
+) -> None:
+    """Under `fsdp` that step is saved by all, though no checkpoint is due."""
+    flags = {"strategy": strategy, "checkpoint_every": 6 if strategy == "ddp" else 20}
+    result = elastic(train, "", f"{FILE}:Planned", **flags)
     assert_undisturbed(result, alone)
     (group,) = groups(result)
     assert (group["step"], group["steps_again"], group["lost"]) == (6, 0, [])
+
+
+CUT = {"checkpoint_every": 3, "keep": 9, "eval_every": "3"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "fsdp"])
+def test_parts_of_the_state_come_from_the_newest_checkpoint(
+    train: Train, alone: Result, strategy: str
+) -> None:
+    """The leader is lost, later the save of step 9 is given up; then nobody is left to sum with."""
+    inject = "kill@rank=0,step=8 kill@rank=1,at=save:half,step=9"
+    result = elastic(train, inject, strategy=strategy, **CUT)
+    assert_undisturbed(result, alone)
+    first, second = groups(result)
+    assert first["members"] == [1, 2] and first["step"] in (3, 6), "6 may have been given up"
+    assert first["steps_again"] == 9 - first["step"]
+    assert (second["members"], second["step"]) == ([2], 6) and second["steps_again"] >= 3
+    assert result.summary["steps_again"] == first["steps_again"] + second["steps_again"]
+    rows = list(read_rows(result.run_dir / "pids-2.jsonl"))
+    assert len({row["pid"] for row in rows}) == 1
+
+
+@pytest.mark.slow
+def test_without_a_checkpoint_they_begin_anew(train: Train, alone: Result) -> None:
+    result = elastic(train, "kill@rank=1,step=5", strategy="fsdp")
+    assert_undisturbed(result, alone)
+    assert result.summary["steps_again"] == 6
 
 
 @pytest.mark.slow
@@ -136,11 +169,17 @@ def test_too_few_are_started_again(train: Train, alone: Result) -> None:
         elastic(train, "kill@rank=1,step=5", **flags)
 
 
+def test_the_model_that_was_trained_is_no_new_one(train: Train) -> None:
+    """Without a checkpoint they would begin anew with trained weights."""
+    with pytest.raises(ProgramError, match="the model that was trained before"):
+        elastic(train, "kill@rank=1,step=5", f"{FILE}:Same", strategy="zero1")
+
+
 def test_the_furthest_rank_gives_its_state() -> None:
-    positions = [Position(4, -1, broken=4), Position(5, 3), Position(5, 5), Position(5, 5)]
+    positions = [Position(4, -1, reached=5), Position(5, 3), Position(5, 5), Position(5, 5)]
     agreed = furthest(positions)
     assert (agreed.source, agreed.behind, agreed.steps_again) == (2, (0, 1), 0)
-    assert furthest([Position(4, broken=4), Position()]).new == (1,)
+    assert furthest([Position(4, reached=5), Position()]).new == (1,)
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
@@ -148,7 +187,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a number that is none": ({"elastic": "two:3"}, "MIN:MAX"),
     "fewer ranks than MIN": ({"elastic": "4:8"}, "--ranks 3"),
     "more ranks than MAX": ({"elastic": "1:2"}, "--ranks 3"),
-    "parts of the state": ({"strategy": "zero1"}, "lost with a rank"),
+    "a mesh": ({"strategy": "hsdp", "ranks": 4, "elastic": "1:4"}, "no group of another size"),
     "residuals": ({"strategy": "ddp:reduce=power-sgd"}, "lost with a rank"),
     "late gradients": ({"strategy": "ddp:late=1"}, "late"),
     "a device": ({"device": "cuda"}, "processors alone"),

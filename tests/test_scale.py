@@ -434,6 +434,22 @@ def test_ranks_join_and_leave_while_a_job_trains(changing: Change, alone: str) -
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dies", [False, True])
+def test_parts_of_the_state_are_saved_before_ranks_join_and_leave(
+    changing: Change, alone: str, dies: bool
+) -> None:
+    """No step is made again, unless a rank dies in that save: then those since the last one."""
+    inject = "kill@rank=1,at=save:half,step=-1" if dies else ""
+    commands = [("scale", "--ranks", "3"), *([] if dies else [("scale", "--leave", "0")])]
+    job = changing(*commands, strategy="zero2", checkpoint_every=STEPS, inject=inject)
+    result = job.run()
+    check_undisturbed(job, result, alone)
+    groups = [(row["members"], row["steps_again"] > 0) for row in job.events("group")]
+    assert groups == ([([0, 2], True)] if dies else [([0, 1, 2], False), ([1, 2], False)])
+    assert (result.summary["steps_again"] > 0) == dies
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("at", "ranks"), [("start", 2), ("regroup", 3)])
 def test_a_new_rank_that_dies_harms_nobody(
     changing: Change, alone: str, at: str, ranks: int

@@ -104,3 +104,11 @@ class Late(Elastic):
 class Planned(Elastic):
     def callbacks(self) -> list[Callback]:
         return [Plan()]
+
+
+MODEL = Elastic().model()
+
+
+class Same(Elastic):
+    def model(self) -> nn.Module:
+        return MODEL

@@ -202,6 +202,11 @@ class BackgroundThread:
         )
         self._thread.start()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether the function is still running."""
+        return self._thread is not None and self._thread.is_alive()
+
     def wait(self) -> None:
         """Wait for the thread; raises its error, once."""
         if self._thread is not None:

@@ -324,11 +324,14 @@ def elastic_range(job: Job) -> tuple[int, int]:
 
 
 STAYS_WHOLE = ("mean", "tree")
-"""The reducers under which a rank holds nothing that is lost with it."""
+"""The reducers under which a rank holds nothing that is lost with it, or a checkpoint has it."""
+
+ELASTIC = ("ddp", "ddp-plain", "zero1", "zero2", "fsdp")
+"""The strategies whose ranks form another group in the same processes."""
 
 
 def _check_elastic(job: Job, spec: StrategySpec) -> None:
-    """Refuse `--elastic` where a lost rank takes something with it, and where nobody tried it."""
+    """Refuse `--elastic` where a loss leaves nothing to go on from, and where nobody tried it."""
     least, most = elastic_range(job)
     reduce = str(spec.options.get("reduce", STAYS_WHOLE[0]))
     whole = f"--strategy ddp, with reduce={' or '.join(STAYS_WHOLE)}"
@@ -346,10 +349,11 @@ def _check_elastic(job: Job, spec: StrategySpec) -> None:
             f"--engine {TORCH}",
         ),
         (
-            spec.name not in ("ddp", "ddp-plain"),
+            spec.name not in ELASTIC,
             f"--strategy {spec}",
-            "parts of the weights or of the optimizer are lost with a rank",
-            whole,
+            "its ranks form no group of another size in the same processes",
+            f"--strategy {', '.join(ELASTIC[:-1])} or {ELASTIC[-1]}; with --max-restarts 3 it "
+            "starts again from a checkpoint",
         ),
         (
             reduce not in STAYS_WHOLE,

@@ -176,10 +176,19 @@ def _worlds(process_set: ProcessSet, seats: Sequence[Seat], store: str) -> Itera
         ranks_before[seat.node] += counted[rank]
 
 
+NOTHING_TO_GO_ON_FROM = (
+    "--elastic without --checkpoint-every: a lost rank takes parts of the state with it, so a loss "
+    "costs all steps since the last checkpoint, or the start"
+)
+
+
 def _notes(job: Job, shape: Shape) -> tuple[str, ...]:
     """Notes for the user; raises `RequestError` if a rank or a replica would have no shard."""
     process_set, replicas = job.strategy_spec.process_set, job.strategy_spec.replicas
-    roles = () if process_set.are_all_trainers else (f"processes: {process_set}",)
+    notes = () if process_set.are_all_trainers else (f"processes: {process_set}",)
+    has_parts = job.strategy_spec.card.agreement.cuts_state
+    if job.elastic and has_parts and job.checkpoint_every is None:
+        notes = (*notes, NOTHING_TO_GO_ON_FROM)
     readers = job.strategy_spec.parts_of_a_batch
     each = job.ranks // readers
     workers, unit = (readers, "rank" if each == 1 else f"group of {each} ranks")
@@ -198,10 +207,10 @@ def _notes(job: Job, shape: Shape) -> tuple[str, ...]:
             "what BatchNorm and dropout see)",
         )
     if shape.shards % workers == 0 or job.share:
-        return roles
+        return notes
     busy = busy_fraction(shape.shards, workers)
     return (
-        *roles,
+        *notes,
         f"{workers} {unit}s on {shape.shards} shards: {unit}s are busy {busy:.0%} of the time; "
         f"--set shards={workers * -(-shape.shards // workers)} would keep all busy, as another job",
     )

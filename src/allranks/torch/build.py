@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from safetensors import SafetensorError
@@ -188,7 +189,7 @@ def build_model(
         check_same_model(named_shapes(built.model), comm)
         tensors = (*built.model.parameters(), *built.model.buffers())
         with torch.no_grad():
-            if world.group == 0:  # else the ranks that have trained hold other weights by now
+            if before is None:  # else the ranks that have trained hold other weights by now
                 comm.broadcast(*(tensor for tensor in tensors if not tensor.is_meta))
         built = dataclasses.replace(built, model=strategy.parallelize(built.model))
         if digests := unfilled(built.model, strategy.place):
@@ -252,6 +253,9 @@ def _swapped(task: Task, job: Job, scope: Scope, built: BuiltModel) -> BuiltMode
     return built
 
 
+_models_of_elastic: WeakSet[nn.Module] = WeakSet()
+
+
 def _made(task: Task, job: Job, precision: Precision) -> nn.Module:
     """What `model()` of the task returns, with the generators as at the start of the job."""
     seed_generators(job.seed)
@@ -270,6 +274,15 @@ def _made(task: Task, job: Job, precision: Precision) -> nn.Module:
             why="the engine trains torch modules",
             do="return an nn.Module",
         )
+    if job.elastic and model in _models_of_elastic:
+        raise RequestError(
+            asked=f"--elastic {job.elastic} under --strategy {job.strategy}",
+            found="model() of the task, which returned the model that was trained before",
+            why="parts of it were lost, and the next group of ranks begins with a model of its own",
+            do="build the model within model() of the task",
+        )
+    if job.elastic:
+        _models_of_elastic.add(model)
     check_keras(task, model)
     for module in filter(is_keras, model.modules()):
         check_types(module, floatx)

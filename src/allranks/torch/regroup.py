@@ -6,6 +6,7 @@ import dataclasses
 import json
 from contextlib import suppress
 from pathlib import Path
+from time import sleep
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from allranks.errors import PeerLost
 from allranks.job.resume import CHECKPOINTS
 from allranks.torch.checkpoint.state import DTYPES, NAMES, flatten
 from allranks.torch.witness.replicas import verify
-from allranks.training.engine.regroup import Agreed, Handover, Position, furthest
+from allranks.training.engine.regroup import LOOK_S, Agreed, Handover, Position, furthest
 from allranks.training.record.logs import row_of
 
 if TYPE_CHECKING:
@@ -30,31 +31,33 @@ def hand_over(trainer: Trainer) -> Handover:
 
     No communication, and no copies. Raises `PeerLost` if nothing can take it back.
     """
-    step, broken = trainer.strategy.step, -1
-    if trainer.in_step and trainer.in_step[0].index >= trainer.progress.batch_index:
-        broken = trainer.in_step[0].index
-        if broken == 0 and trainer.task.overrides("initialise"):
+    step, reached = trainer.strategy.step, trainer.progress.batch_index
+    is_cut, state = trainer.strategy.agreement.cuts_state, trainer.course()
+    if trainer.in_step and trainer.in_step[0].index >= reached:
+        if reached == 0 and not is_cut and trainer.task.overrides("initialise"):
             raise PeerLost(
                 "a rank was lost in the first step, before which initialise() of the task has "
                 "changed the weights: it cannot be made again, but by a start from the beginning"
             )
+        reached = trainer.in_step[0].index + 1
         step.user_buffers.undo()
-    state = {
-        **trainer.course(),
-        "strategy": trainer.strategy.state(),
-        "written": sorted(step.user_buffers.written),
-        **trainer.callback_states(),
-    }
+    if not is_cut:
+        state |= {
+            "strategy": trainer.strategy.state(),
+            "written": sorted(step.user_buffers.written),
+            **trainer.callback_states(),
+        }
     return Handover(
-        callbacks=trainer.callbacks,
+        callbacks=[] if is_cut else trainer.callbacks,
         heartbeat=trainer.heartbeat,
         faults=trainer.faults,
         state=state,
         is_best=trainer.evaluation_plan.is_best,
         row=None if trainer.last_result is None else row_of(trainer.last_result),
-        unheard=trainer.unheard,
-        broken=broken,
-        built=trainer.built,
+        unheard=None if is_cut else trainer.unheard,
+        reached=reached,
+        steps_again=trainer.steps_again,
+        built=None if is_cut else trainer.built,
         data=trainer.task_data.opened_data,
     )
 
@@ -62,12 +65,16 @@ def hand_over(trainer: Trainer) -> Handover:
 def leave(trainer: Trainer, *, planned: bool) -> None:
     """Close the trainer of a group that trains no more; its thread that saves ends first.
 
-    At a `planned` end all ranks are there, and wait for the checkpoint under way. Else it is
-    committed already, or given up.
+    At a `planned` end all ranks are there, and wait for the checkpoint under way; where they hold
+    parts of the state they save it first. Else it is committed already, or given up.
     """
     saving = trainer.saving
     if planned and saving is not None:
         with suppress(PeerLost):
+            if trainer.strategy.agreement.cuts_state:
+                _wait_for_thread(trainer)
+                trainer.save(wait=False, evaluate=False)
+                _wait_for_thread(trainer)
             saving.checkpointer.wait()
     trainer.close(failed=True)
     for parameter in trainer.model.parameters():
@@ -80,11 +87,14 @@ def leave(trainer: Trainer, *, planned: bool) -> None:
 def take_over(trainer: Trainer, before: Handover | None) -> Agreed:
     """Bring all ranks of a new group to the same state; every rank calls this, a new one too.
 
-    Gathers a text of each rank. The state is broadcast only if a rank is behind.
+    Gathers a text of each rank. The state is broadcast only if a rank is behind. Where ranks hold
+    parts of it, all load the newest checkpoint.
     """
     comm = trainer.comm
     mine = dataclasses.asdict(_position(trainer, before))
     agreed = furthest([Position(**json.loads(t)) for t in comm.gather_texts(json.dumps(mine))])
+    if trainer.strategy.agreement.cuts_state:
+        return _load(trainer, agreed)
     state = {} if before is None else before.state
     if agreed.behind:
         state = _broadcast(trainer, state, agreed.source)
@@ -97,6 +107,25 @@ def take_over(trainer: Trainer, before: Handover | None) -> Agreed:
     if trainer.saving is not None:
         trainer.saving.checkpointer.done_step = agreed.saved
     return agreed
+
+
+def _load(trainer: Trainer, agreed: Agreed) -> Agreed:
+    """Load the newest checkpoint on all ranks; without one they begin anew."""
+    _ = trainer.task_data.batches
+    if agreed.new:
+        trainer.task_data.compare_anew()
+    trainer.resume()
+    return agreed.at(trainer.progress.batch_index)
+
+
+def _wait_for_thread(trainer: Trainer) -> None:
+    """Wait for the thread that saves; raises `PeerLost` if another group trains now."""
+    assert trainer.saving is not None
+    before = trainer.heartbeat.enter("save")
+    while trainer.saving.checkpointer.writers.thread.is_busy:
+        trainer.look_at_group(trainer.heartbeat.step)
+        sleep(LOOK_S)
+    trainer.heartbeat.enter(before)
 
 
 def compare(trainer: Trainer) -> None:
@@ -112,7 +141,8 @@ def _position(trainer: Trainer, before: Handover | None) -> Position:
     if before is None or before.is_new:
         return Position(saved=saved)
     evaluated = int(before.state["course"]["found_at"])
-    return Position(before.step, evaluated, before.is_best, before.broken, saved, before.row)
+    at = (before.step, evaluated, before.is_best, before.reached)
+    return Position(*at, saved, before.row, before.steps_again)
 
 
 def _broadcast(trainer: Trainer, state: dict[str, Any], source: int) -> dict[str, Any]:

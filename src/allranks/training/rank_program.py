@@ -293,7 +293,8 @@ class RankProgram(ABC, Generic[T]):
         In an elastic job also `left`, where this rank was asked to leave.
         """
         is_new = self.world.group < 0
-        self.finish(self._join() if is_new else self._begin(), goes_on=is_new)
+        task = self._join() if is_new else self._begin()
+        self.finish(task, goes_on=is_new and not self._loads_state)
 
     def _begin(self) -> Any:
         """Make the trainer, up to its first step; returns the task."""
@@ -330,7 +331,7 @@ class RankProgram(ABC, Generic[T]):
                     raise
                 try:
                     self._regroup(task, trainer, error)
-                    goes_on = True
+                    goes_on = not self._loads_state
                 except TrainsNoMore:
                     self._leave()
                     return
@@ -348,9 +349,15 @@ class RankProgram(ABC, Generic[T]):
         group = first_group(trainer.heartbeat, world)
         trainer = self._meet(task, before, group, -1)
         self.record.join(trainer)
-        for callback in trainer.callbacks:
-            callback.on_start(trainer)
+        if not self._loads_state:
+            for callback in trainer.callbacks:
+                callback.on_start(trainer)
         return task
+
+    @property
+    def _loads_state(self) -> bool:
+        """Whether another group loads a checkpoint, and so begins as after a restart."""
+        return self.job.strategy_spec.card.agreement.cuts_state
 
     def _leave(self) -> None:
         """End well: the others train on without this rank."""
@@ -386,6 +393,7 @@ class RankProgram(ABC, Generic[T]):
                 assert self.trainer is not None
                 now = self.leave_group(self.trainer, planned=False)
                 before = before if agreed is None else before.after(agreed, now)
+        trainer.steps_again = agreed.again_before + agreed.steps_again
         self.record.follow_group(self.world, group, agreed)
         if before.unheard is not None and before.step == agreed.position.step:
             for callback in trainer.callbacks:
@@ -395,7 +403,7 @@ class RankProgram(ABC, Generic[T]):
     def join_group(self, task: Any, before: Handover | None) -> T:
         """A trainer in the group of `world`, which has no state yet."""
         more: dict[str, Any] = {"report": self.record.events.event, "before": before}
-        return self.make_trainer(task, callbacks=() if before else self.callbacks(), **more)
+        return self.make_trainer(task, callbacks=self.callbacks(), **more)
 
     def _conclude(self, trainer: T) -> None:
         if not self.job.brief:

@@ -6,6 +6,11 @@ the next group, and makes another trainer of what it holds: model, data, callbac
 step that was broken off has changed nothing. So the ranks are at the same step, or some are one
 step behind: these receive the state of the first of the others (`furthest`). Nothing is read from
 a disk.
+
+Where each rank holds a part of the state, parts are lost with a rank. There all ranks build the
+model anew and load the newest checkpoint, as after a restart, or begin anew if there is none: the
+steps since then are made again. Before ranks join or leave, the old group saves one of its last
+step, so that none is.
 """
 
 from __future__ import annotations
@@ -36,8 +41,12 @@ class Handover:
 
     `state` is that of `EngineTrainer.course`, and the engine's as `strategy`; its tensors are those
     of the model and the optimizer, not copies. `row` is what the metrics say of the last step. That
-    is `unheard`, with its batch, if the callbacks were not called yet. `broken` is the step that
-    was begun and not made, or -1. `built` and `data` are the engine's model and its opened data.
+    is `unheard`, with its batch, if the callbacks were not called yet. `reached` is how many steps
+    were begun, `steps_again` how many were made again before. `built` and `data` are the engine's
+    model and its opened data.
+
+    Where parts of the state are lost with a rank, it has neither state of the engine, nor model,
+    nor callbacks: the next trainer makes them anew.
     """
 
     callbacks: list[Callback]
@@ -47,7 +56,8 @@ class Handover:
     is_best: bool
     row: dict[str, Any] | None
     unheard: tuple[Any, StepResult] | None
-    broken: int
+    reached: int
+    steps_again: int
     built: Any
     data: Any
     is_new: bool = False
@@ -62,7 +72,7 @@ class Handover:
         """The same once this rank has `loaded` what a group has `agreed` on, and lost it again."""
         is_behind = self.step != agreed.position.step
         unheard = None if is_behind else self.unheard
-        return replace(loaded, row=agreed.position.row, unheard=unheard, broken=self.broken)
+        return replace(loaded, row=agreed.position.row, unheard=unheard, reached=self.reached)
 
 
 @dataclass(frozen=True)
@@ -70,28 +80,42 @@ class Position:
     """Where a rank is, as it tells the others: the steps done (-1: it is new), and so on.
 
     `evaluated` is the step after which it last evaluated, `row` what its metrics say of the last
-    step, `saved` the step of the newest checkpoint that it sees.
+    step, `saved` the step of the newest checkpoint that it sees; `reached` and `steps_again` are
+    those of `Handover`.
     """
 
     step: int = -1
     evaluated: int = -1
     is_best: bool = False
-    broken: int = -1
+    reached: int = -1
     saved: int = -1
     row: dict[str, Any] | None = None
+    steps_again: int = 0
 
 
 @dataclass(frozen=True)
 class Agreed:
-    """What the ranks of a group have agreed on: the position of `source`, which others received."""
+    """What the ranks of a group have agreed on: the position of `source`, which others received.
+
+    With `is_loaded` the position is that of the checkpoint that all have loaded, or of a start.
+    """
 
     position: Position
     source: int
     behind: tuple[int, ...]
     steps_again: int
-    """1 if a step is made again, which some ranks had begun."""
+    """How many steps are made again, which some ranks had begun."""
     saved: int
     new: tuple[int, ...]
+    again_before: int = 0
+    """How many were made again before."""
+    is_loaded: bool = False
+
+    def at(self, step: int) -> Agreed:
+        """The same ranks, after all have loaded the state of `step`."""
+        again = self.position.step + self.steps_again - step
+        loaded = Position(step=step)
+        return replace(self, position=loaded, behind=(), steps_again=again, is_loaded=True)
 
 
 def furthest(positions: Sequence[Position]) -> Agreed:
@@ -103,9 +127,10 @@ def furthest(positions: Sequence[Position]) -> Agreed:
         positions[source],
         source,
         tuple(rank for rank, place in enumerate(places) if place != first),
-        int(any(position.broken == first[0] for position in positions)),
+        max(0, max(position.reached for position in positions) - first[0]),
         positions[0].saved,
         tuple(rank for rank, position in enumerate(positions) if position.step < 0),
+        max(position.steps_again for position in positions),
     )
 
 

@@ -349,12 +349,13 @@ class EngineTrainer(ABC, Generic[B]):
         self.task, self.job, self.world = task, job, world
         self.evaluation_plan = EvaluationPlan(job, task.plateau())
         if before is None:
-            self.callbacks = [*callbacks, *task.callbacks()]
             self.heartbeat = Heartbeat(world.heartbeat, world.local_rank)
             self.faults = Faults.of(job.inject, world.number, world.restarts)
         else:
-            self.callbacks = before.callbacks
             self.heartbeat, self.faults = before.heartbeat, before.faults
+        again = [] if before is None else before.callbacks
+        self.callbacks = again or [*callbacks, *task.callbacks()]
+        self.steps_again = 0 if before is None else before.steps_again
         self.last_result: StepResult | None = None
         self.unheard: tuple[B, StepResult] | None = None  # a step, until the callbacks were called
         self.user_buffers = list[str]()

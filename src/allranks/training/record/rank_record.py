@@ -77,8 +77,9 @@ class RankRecord(Callback):
         joined = [group.members[rank] for rank in agreed.new]
         self._group = {"number": group.number, "members": list(group.members)}
         self._group |= {"lost": lost, "joined": joined, "steps_again": agreed.steps_again}
-        if not world.is_leader:
+        if not world.is_leader or agreed.is_loaded:
             self._hand_over()
+        if not world.is_leader:
             return
         step, row = agreed.position.step, agreed.position.row
         if not was.is_leader or self._metrics is None:
@@ -112,7 +113,7 @@ class RankRecord(Callback):
 
     def on_start(self, trainer: EngineTrainer[Any]) -> None:
         """Watch the phases of the steps, if the job asks for that."""
-        if PHASES in logs_of(self.job):
+        if PHASES in logs_of(self.job) and self._phases is None:
             world = self.world
             watched = (world.number, world.attempt, trainer.heartbeat)
             self._phases = PhaseRecord(self.run_dir, *watched)
@@ -202,7 +203,7 @@ class RankRecord(Callback):
 
     def samples_per_s(self, trainer: EngineTrainer[Any]) -> float | None:
         """The samples of all ranks in a second, up to the last step; every rank calls this."""
-        samples = trainer.progress.samples_seen - self._seen_before
+        samples = max(0, trainer.progress.samples_seen - self._seen_before)
         if self._trains_apart:  # each rank has counted its own
             samples = sum(map(int, trainer.comm.gather_texts(str(samples))))
         return samples / (self._last_step_at - self._began_at) if samples else None
@@ -224,6 +225,7 @@ class RankRecord(Callback):
             "weights_sha256": sha256,
             "restarts": 0,
             "groups": self.groups,
+            "steps_again": trainer.steps_again,
             "micro_batch": self.job.micro_batch,
             "resumed_from_step": self.resumed_from,
             "sent_bytes": None,
