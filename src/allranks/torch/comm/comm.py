@@ -88,24 +88,26 @@ def translated(error: RuntimeError) -> RuntimeError | PeerLost:
 class Pending:
     """A collective in flight; `wait` returns when its result is available.
 
-    With `store_barrier` a long wait checks there whether all ranks will join. `then` is called
-    after the wait to compute the result.
+    With `store_barrier` a long wait checks there whether all ranks will join. `glance` is called
+    often meanwhile, and raises if other ranks train now (`elastic`). `then` is called after the
+    wait to compute the result.
     """
 
     work: Any = None
     heartbeat: Heartbeat | SaveThreadHeartbeat | None = None
     store_barrier: StoreBarrier | None = None
     then: Callable[[], object] | None = None
+    glance: Callable[[], None] | None = None
 
     def wait(self) -> None:
         if self.work is None:
             return
         before = self.heartbeat.enter("exchange") if self.heartbeat is not None else ""
         try:
-            if self.store_barrier is None:
+            if self.store_barrier is None and self.glance is None:
                 self.work.wait()
             else:
-                self._wait_and_look(self.store_barrier, before)
+                self._wait_and_look(before)
         except RuntimeError as error:
             raise translated(error) from error
         if self.then is not None:
@@ -113,9 +115,8 @@ class Pending:
         if self.heartbeat is not None:
             self.heartbeat.enter(before)
 
-    def _wait_and_look(self, store_barrier: StoreBarrier, phase: str) -> None:
-        glance, looked_at = store_barrier.glance, time.monotonic()
-        lasts = LASTS if glance is None else GLANCE
+    def _wait_and_look(self, phase: str) -> None:
+        looked_at, lasts = time.monotonic(), LASTS if self.glance is None else GLANCE
         while not self.work.is_completed():
             begun = time.monotonic()
             try:
@@ -127,13 +128,14 @@ class Pending:
                 is_early = time.monotonic() - begun < lasts.total_seconds() / 2
                 if is_early and isinstance(translated(error), PeerLost):
                     raise  # Gloo's reduce-scatter fails without being completed
-            if glance is not None:
-                glance()
+            if self.glance is not None:
+                self.glance()
                 if time.monotonic() - looked_at < LASTS.total_seconds():
                     continue
                 looked_at = time.monotonic()
             step = self.heartbeat.step if isinstance(self.heartbeat, Heartbeat) else -1
-            store_barrier.look(f"in `{phase or 'exchange'}` of step {step}")
+            if self.store_barrier is not None:
+                self.store_barrier.look(f"in `{phase or 'exchange'}` of step {step}")
         self.work.wait()
 
 
@@ -175,7 +177,8 @@ class Comm:
     `sent_bytes` is by kind: `gradients` (the data of a step and the tally with it), `outputs` (of a
     loss over the batch), `batchnorm` (statistics over the whole batch), `rows` (of tables with a
     `max_norm`), `control` (everything else). `members` are the ranks of this group in the job, if
-    it does not have all of them. `on_device`: their tensors lie on accelerators.
+    it does not have all of them. `on_device`: their tensors lie on accelerators. `glance` is called
+    in waits for collectives, and raises where other ranks of an elastic job train now.
     """
 
     rank: int = 0
@@ -188,6 +191,7 @@ class Comm:
     heartbeat: Heartbeat | SaveThreadHeartbeat | None = None
     store_barrier: StoreBarrier | None = None
     skips_next: bool = False
+    glance: Callable[[], None] | None = None
     _counting: list[Any] = field(default_factory=list, init=False)
     _borrowed: list[Any] = field(default_factory=list, init=False)
     on_device: bool = field(default=False, init=False)
@@ -231,8 +235,8 @@ class Comm:
             return Pending()
         kwargs.setdefault("group", self.group)
         work = self._begun(collective, *args, async_op=True, **kwargs)
-        looks = not self._waits_on_device
-        return Pending(work, self.heartbeat, self.store_barrier if looks else None)
+        barrier = None if self._waits_on_device else self.store_barrier
+        return Pending(work, self.heartbeat, barrier, glance=self.glance)
 
     def all_reduce(self, tensor: Tensor, kind: str = "gradients") -> Pending:
         """Sum `tensor` over all ranks, in place. Sends 2(N-1)/N of its bytes."""
@@ -481,7 +485,9 @@ class Comm:
             self.heartbeat.for_save_thread() if isinstance(self.heartbeat, Heartbeat) else None
         )
         group = self._new_group("gloo" if self.on_device else None)
-        return Comm(self.rank, self.size, CPU, owns_group=True, group=group, heartbeat=heartbeat)
+        comm = Comm(self.rank, self.size, CPU, owns_group=True, group=group, heartbeat=heartbeat)
+        comm.glance = self.glance
+        return comm
 
     def _new_group(self, backend: str | None = None) -> Any:
         """Another group of the same ranks."""
@@ -492,8 +498,7 @@ class Comm:
     @property
     def _forming(self) -> timedelta:
         """How long the ranks may take to form a group: not long where some may be lost."""
-        barrier = self.store_barrier
-        return TIMEOUT if barrier is None or barrier.glance is None else FORMING
+        return TIMEOUT if self.glance is None else FORMING
 
     def _formed(self, group: Any) -> Any:
         return group if self._forming == TIMEOUT else with_timeout(group, TIMEOUT)
@@ -515,8 +520,10 @@ class _OfTorch:
             comm.heartbeat.collective()
 
     def wait(self, work: Any, *, meets: bool) -> None:
-        looks = meets and self.comm.members is None and not self.comm._waits_on_device
-        Pending(work, self.comm.heartbeat, self.comm.store_barrier if looks else None).wait()
+        comm = self.comm
+        looks = meets and comm.members is None and not comm._waits_on_device
+        barrier = comm.store_barrier if looks else None
+        Pending(work, comm.heartbeat, barrier, glance=comm.glance).wait()
 
     def translated(self, error: RuntimeError) -> RuntimeError | PeerLost:
         return translated(error)

@@ -95,7 +95,7 @@ def join(
     except RuntimeError as error:
         raise translated(error) from error
     comm = Comm(world.rank, world.size, device, owns_group=True, heartbeat=heartbeat)
-    comm.store_barrier = _barrier_in(store, world, glance)
+    comm.store_barrier, comm.glance = _barrier_in(store, world, glance), glance
     if glance is not None:
         with_timeout(dist.group.WORLD, TIMEOUT)
     return comm
