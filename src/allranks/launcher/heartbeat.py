@@ -89,7 +89,7 @@ class Heartbeat:
         self._phase = int(self._row[_PHASE])
         self._row[_STEP] = -1
         self._since = self._row[_SINCE] = time.monotonic()
-        self._saves = 0.0
+        self._saves = self._saves_before = 0.0
         self.watch: Callable[[str, float, float], None] | None = None
         """Called with each phase that was left, since when, and when (monotonic)."""
 
@@ -156,8 +156,13 @@ class Heartbeat:
 
     def wants_save(self) -> bool:
         """Whether the supervisor asked for a checkpoint since the last call."""
+        self._saves_before = self._saves
         is_new, self._saves = self._all[_SAVE] > self._saves, self._all[_SAVE]
         return is_new
+
+    def take_back_save(self) -> None:
+        """The step that the last `wants_save` was for is not made: the next call says the same."""
+        self._saves = self._saves_before
 
     @property
     def group_number(self) -> int:

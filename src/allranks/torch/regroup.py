@@ -13,9 +13,15 @@ import torch
 
 from allranks.checkpoint.folder import committed, step_of
 from allranks.checkpoint.format import unflatten
-from allranks.errors import PeerLost
+from allranks.errors import PeerLost, ProgramError
 from allranks.job.resume import CHECKPOINTS
-from allranks.torch.checkpoint.state import DTYPES, NAMES, flatten
+from allranks.torch.checkpoint.state import (
+    DTYPES,
+    NAMES,
+    flatten,
+    random_streams,
+    set_random_streams,
+)
 from allranks.torch.witness.replicas import verify
 from allranks.training.engine.regroup import LOOK_S, Agreed, Handover, Position, furthest
 from allranks.training.record.logs import row_of
@@ -39,13 +45,20 @@ def hand_over(trainer: Trainer) -> Handover:
                 "a rank was lost in the first step, before which initialise() of the task has "
                 "changed the weights: it cannot be made again, but by a start from the beginning"
             )
+        if step.updated_at == reached and not is_cut:
+            raise PeerLost(
+                "a rank was lost after the update of a step that is not over: it cannot be made "
+                "again, but by a start from the last checkpoint"
+            )
         reached = trainer.in_step[0].index + 1
+        trainer.heartbeat.take_back_save()
         step.user_buffers.undo()
     if not is_cut:
         state |= {
             "strategy": trainer.strategy.state(),
             "written": sorted(step.user_buffers.written),
-            **trainer.callback_states(),
+            "random": random_streams(trainer.device),
+            **({} if trainer.world.group < 0 else trainer.callback_states()),
         }
     return Handover(
         callbacks=[] if is_cut else trainer.callbacks,
@@ -55,9 +68,11 @@ def hand_over(trainer: Trainer) -> Handover:
         is_best=trainer.evaluation_plan.is_best,
         row=None if trainer.last_result is None else row_of(trainer.last_result),
         unheard=None if is_cut else trainer.unheard,
+        heard=trainer.heard,
         reached=reached,
         steps_again=trainer.steps_again,
         built=None if is_cut else trainer.built,
+        optimizer=None if is_cut else (step.rates, trainer.strategy.initial_set),
         data=trainer.task_data.opened_data,
     )
 
@@ -101,12 +116,24 @@ def take_over(trainer: Trainer, before: Handover | None) -> Agreed:
     _ = trainer.task_data.batches
     if agreed.new:
         trainer.task_data.compare_anew()
+    if comm.rank in agreed.new:
+        _check_can_join(state["strategy"]["trained"])
     trainer.load_group_state(state, with_callbacks=comm.rank in agreed.behind)
     trainer.strategy.step.user_buffers.written |= set(state["written"])
     trainer.evaluation_plan.is_best = agreed.position.is_best
     if trainer.saving is not None:
         trainer.saving.checkpointer.done_step = agreed.saved
+    set_random_streams(state["random"], trainer.device)
     return agreed
+
+
+def _check_can_join(trained: dict[str, Any]) -> None:
+    """Raise `ProgramError` on a new rank, whose optimizer and buckets are those of the start."""
+    if trained["made"] != trained["now"]:
+        raise ProgramError(
+            "a new rank cannot join a training that trains other parameters than at its start "
+            "(frozen, unfrozen, or in groups that were added)"
+        )
 
 
 def _load(trainer: Trainer, agreed: Agreed) -> Agreed:

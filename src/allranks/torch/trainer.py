@@ -290,7 +290,7 @@ class Trainer(EngineTrainer[Batch]):
             steps.progress = steps.progress.at_epoch(steps.progress.epoch + 1)
             return result
         steps.progress = done = steps.progress.after(result, batch.epoch, batch.step_in_epoch)
-        self.last_result, self.unheard = result, (batch, result)
+        self.last_result, self.unheard, self.heard = result, (batch, result), 0
         if self._dealer is not None:
             self._dealer.after_step(done)
         if is_witnessed:
@@ -434,6 +434,7 @@ class Trainer(EngineTrainer[Batch]):
         self.load_course(state)
         if with_callbacks:
             self._callback_states.load_state(state)
+            self._callback_states.begin()  # those of an evaluation may follow at once
 
     def _other_state(self) -> dict[str, Any]:
         return {**super()._other_state(), **self.task_data.streams(self.progress)}
@@ -523,13 +524,18 @@ class Trainer(EngineTrainer[Batch]):
         )
 
     def _place_model(self) -> BuiltModel:
-        """Build the model, and set the strategy up."""
+        """Build the model, and set the strategy up; in a later group with those of the last one."""
         before: BuiltModel | None = None if self._before is None else self._before.built
+        kept = None if self._before is None else self._before.optimizer
         on_close = self._resources.on_close
         built = build_model(
             self.task, self.job, self._scope, self.strategy, self.world, on_close, before
         )
-        self.strategy.setup(built.model, self.task.optimizer)
+        self.strategy.compares_groups = self.world.group == 0  # a new rank's are as they were made
+        make = self.task.optimizer if kept is None else lambda model: kept[0].optimizer
+        self.strategy.setup(built.model, make)
+        if kept is not None:
+            self.strategy.step.rates, self.strategy.initial_set = kept
         self._resources.on_close(self.strategy.close)
         if self.job.compile:
             self._resources.on_close(compile_passes(self.task, self.job, self.strategy))

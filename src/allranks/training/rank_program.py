@@ -50,11 +50,13 @@ from allranks.training.task_fields import TaskFields, task_shape
 # A custom loop may leave out calls that it does not need; every call here is public.
 
 
-def fit(trainer: EngineTrainer[Any], *, goes_on: bool = False) -> bool:
+def fit(trainer: EngineTrainer[Any], *, goes_on: bool = False, has_ended: bool = False) -> bool:
     """The loop of `allranks train`; returns False if it was asked to stop before the end.
 
-    With `goes_on` it began in another group of ranks, and what follows a step may be due still.
+    With `goes_on` it began in another group of ranks, and what follows a step may be due still;
+    with `has_ended` callbacks were told the end there.
     """
+    is_stopped = False
     if goes_on:
         done = trainer.progress
         nothing = StepResult(
@@ -66,13 +68,12 @@ def fit(trainer: EngineTrainer[Any], *, goes_on: bool = False) -> bool:
             learning_rate=0.0,
             updated=False,
         )
-        if _follow_step(trainer, nothing):
-            return False
+        is_stopped = _follow_step(trainer, nothing)
     else:
         for callback in trainer.callbacks:
             callback.on_start(trainer)
-    finished = _fit(trainer)
-    for callback in trainer.callbacks:
+    finished = not is_stopped and _fit(trainer)
+    for callback in () if has_ended else trainer.callbacks:
         callback.on_end(trainer)
     return finished
 
@@ -87,6 +88,7 @@ def _fit(trainer: EngineTrainer[Any]) -> bool:
             if result.taken:
                 for callback in callbacks:
                     callback.on_step(trainer, batch, result)
+                    trainer.heard += 1
         trainer.unheard = None
         if _follow_step(trainer, results[-1]):
             return False
@@ -317,11 +319,14 @@ class RankProgram(ABC, Generic[T]):
 
     def finish(self, task: Any, *, goes_on: bool = False) -> None:
         """Train to the end, in another group of ranks where this one ends (`regroup`)."""
+        has_ended = False
         while True:
             trainer = self.trainer
             assert trainer is not None
             try:
-                if fit(trainer, goes_on=goes_on):
+                is_whole = fit(trainer, goes_on=goes_on, has_ended=has_ended)
+                has_ended = not self._loads_state
+                if is_whole:
                     self._conclude(trainer)
                 else:
                     self._stop(trainer)
@@ -396,7 +401,7 @@ class RankProgram(ABC, Generic[T]):
         trainer.steps_again = agreed.again_before + agreed.steps_again
         self.record.follow_group(self.world, group, agreed)
         if before.unheard is not None and before.step == agreed.position.step:
-            for callback in trainer.callbacks:
+            for callback in trainer.callbacks[before.heard :]:
                 callback.on_step(trainer, *before.unheard)
         return trainer
 

@@ -145,6 +145,7 @@ class SharedStep(Passes):
         self.own_positions: Sequence[int] | None = None  # of the parameters that its passes meet
         self._is_awaited = is_accelerator(self.scope.device)
         self.average: MovingAverage | None = None
+        self.updated_at = -1  # the step of the last update
         self.guard = Guard()
         self.rates = Rates(self.task, self.optimizer)
 
@@ -190,6 +191,7 @@ class SharedStep(Passes):
             verdict = self._decide(batch, bad)
         if verdict.update:
             self._update(batch, norm, tally, gradients, factor)
+            self.updated_at = batch.index
             tally.update_norms()
             self.layout.was_updated = not totals.unused
         else:

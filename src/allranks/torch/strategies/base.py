@@ -85,6 +85,8 @@ class Traits:
     counts_passes: bool = False
     """Whether batches carry the largest number of passes of a rank, though ranks may make
     fewer."""
+    compares_groups: bool = True
+    """Whether `setup` compares the groups of the optimizer between ranks."""
     cuts_by_shard: bool = False
     """Whether each shard is a micro-batch, unless `--micro-batch` is set."""
     tally_type: torch.dtype | None = None
@@ -225,7 +227,8 @@ class Strategy(Traits, ABC):
             timed_readers=self.data.size if context.times_readers else 0,
         )
         self.step = SharedStep(self.task, model, optimizer, context.scope, context.precision, parts)
-        check_same_groups(model, optimizer, self.comm)
+        if self.compares_groups:
+            check_same_groups(model, optimizer, self.comm)
         self.step.loss_scale = context.loss_scale
         if (decay := self.task.ema) is not None:
             self.step.average = MovingAverage(decay, self.owned)

@@ -41,9 +41,9 @@ class Handover:
 
     `state` is that of `EngineTrainer.course`, and the engine's as `strategy`; its tensors are those
     of the model and the optimizer, not copies. `row` is what the metrics say of the last step. That
-    is `unheard`, with its batch, if the callbacks were not called yet. `reached` is how many steps
-    were begun, `steps_again` how many were made again before. `built` and `data` are the engine's
-    model and its opened data.
+    is `unheard`, with its batch, if only the first `heard` callbacks were called yet. `reached` is
+    how many steps were begun, `steps_again` how many were made again before. `built`, `optimizer`
+    and `data` are the engine's model, its optimizer as it was made, and its opened data.
 
     Where parts of the state are lost with a rank, it has neither state of the engine, nor model,
     nor callbacks: the next trainer makes them anew.
@@ -56,9 +56,11 @@ class Handover:
     is_best: bool
     row: dict[str, Any] | None
     unheard: tuple[Any, StepResult] | None
+    heard: int
     reached: int
     steps_again: int
     built: Any
+    optimizer: Any
     data: Any
     is_new: bool = False
     """Whether this rank has trained in no group yet: its state is nobody's."""
@@ -162,5 +164,6 @@ def first_group(heartbeat: Heartbeat, world: World) -> Group:
         others = [rank for rank in group.members if rank != world.number]
         is_there = any(heartbeat.group_of(rank) == group.number for rank in others)
         if is_there and world.number in group.members:
+            heartbeat.wants_save()  # what was asked for before is none of its business
             return group
         time.sleep(LOOK_S)
