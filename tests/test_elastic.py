@@ -186,6 +186,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no range": ({"elastic": "2"}, "MIN:MAX"),
     "a number that is none": ({"elastic": "two:3"}, "MIN:MAX"),
     "fewer ranks than MIN": ({"elastic": "4:8"}, "--ranks 3"),
+    "MIN larger than MAX": ({"elastic": "3:1"}, "MIN 3 larger than MAX 1"),
+    "a MAX that no machine runs": ({"elastic": "1:300000"}, "MAX 300,000"),
     "more ranks than MAX": ({"elastic": "1:2"}, "--ranks 3"),
     "a mesh": ({"strategy": "hsdp", "ranks": 4, "elastic": "1:4"}, "no group of another size"),
     "residuals": ({"strategy": "ddp:reduce=power-sgd"}, "lost with a rank"),

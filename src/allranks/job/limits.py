@@ -330,12 +330,28 @@ ELASTIC = ("ddp", "ddp-plain", "zero1", "zero2", "fsdp")
 """The strategies whose ranks form another group in the same processes."""
 
 
+MOST_ELASTIC = 1000
+"""The most ranks that `--elastic` may name: no machine of those it was tried on runs more."""
+
+
 def _check_elastic(job: Job, spec: StrategySpec) -> None:
     """Refuse `--elastic` where a loss leaves nothing to go on from, and where nobody tried it."""
     least, most = elastic_range(job)
     reduce = str(spec.options.get("reduce", STAYS_WHOLE[0]))
     whole = f"--strategy ddp, with reduce={' or '.join(STAYS_WHOLE)}"
     refused = [
+        (
+            least > most,
+            f"MIN {least} larger than MAX {most}",
+            "a job goes on while at least MIN and at most MAX ranks are there",
+            f"--elastic {most}:{least}",
+        ),
+        (
+            most > MOST_ELASTIC,
+            f"MAX {most:,}",
+            "the launcher looks at the memory of every rank that may join, ten times a second",
+            f"--elastic {least}:{MOST_ELASTIC} at most",
+        ),
         (
             not least <= job.ranks <= most,
             f"--ranks {job.ranks}",
