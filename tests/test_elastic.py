@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from safetensors.torch import load_file
@@ -17,8 +18,13 @@ from allranks.checkpoint.folder import committed, step_of
 from allranks.errors import ProgramError, RequestError
 from allranks.job.config import resolve
 from allranks.job.run_folder import read_events, read_rows
+from allranks.launcher.attempts import Attempts
+from allranks.launcher.fault_report import RankFault
+from allranks.launcher.heartbeat import Beat, Group
 from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.processes.process import Exit, failure_of
 from allranks.launcher.start import Result, run_job
+from allranks.launcher.supervisor import Ended
 from allranks.training.engine.regroup import Position, furthest
 from conftest import TASKS
 
@@ -186,6 +192,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no range": ({"elastic": "2"}, "MIN:MAX"),
     "a number that is none": ({"elastic": "two:3"}, "MIN:MAX"),
     "fewer ranks than MIN": ({"elastic": "4:8"}, "--ranks 3"),
+    "MIN larger than MAX": ({"elastic": "3:1"}, "MIN 3 larger than MAX 1"),
+    "a MAX that no machine runs": ({"elastic": "1:300000"}, "MAX 300,000"),
     "more ranks than MAX": ({"elastic": "1:2"}, "--ranks 3"),
     "a mesh": ({"strategy": "hsdp", "ranks": 4, "elastic": "1:4"}, "no group of another size"),
     "residuals": ({"strategy": "ddp:reduce=power-sgd"}, "lost with a rank"),
@@ -202,3 +210,36 @@ def test_what_cannot_be_elastic_is_refused(name: str, tmp_path: Path) -> None:
         resolve(PROGRAM, {**flags, **more})
     assert all(f"{part}:" in str(refused.value) for part in ("asked", "found", "why", "do"))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_an_error_that_all_ranks_raise_is_no_loss(train: Train, tmp_path: Path) -> None:
+    """The first to end with it is not lost, so the last one is not blamed."""
+    run = tmp_path / "run"
+    with pytest.raises(ProgramError, match=r"do not: rank 1 differs from"):
+        elastic(train, "corrupt@rank=1,step=5", verify_every=1, run_dir=str(run))
+    assert not [row for row in read_events(run) if row["event"] == "worker_lost"]
+
+
+@pytest.mark.parametrize(
+    ("elastic", "step", "group", "kind"),
+    [("1:3", 0, 0, RequestError), ("1:3", 4, 0, ProgramError), ("1:3", 0, 1, ProgramError)],
+)
+def test_a_bad_request_after_a_step_does_not_remove_the_run(
+    tmp_path: Path, elastic: str, step: int, group: int, kind: type
+) -> None:
+    """`start` removes the folder after a `RequestError`."""
+    request = RequestError(asked="to join", found="other data", why="they differ", do="restore it")
+    event = {"event": "failed", **failure_of(request, 0, None)}
+    attempts = SimpleNamespace(
+        first=0,
+        folder=SimpleNamespace(path=tmp_path),
+        plan=SimpleNamespace(job=SimpleNamespace(elastic=elastic)),
+        resources=SimpleNamespace(lost=lambda: ""),
+        _table=SimpleNamespace(group=Group(group, -1, (0, 1))),
+    )
+    ended = Ended({0: Exit(0, 2, 1.0), 1: Exit(1, -9, 2.0)}, frozenset({1}))
+    beats = [Beat(rank, 1, step, "compute", 0.0, 0, {}) for rank in range(2)]
+    fault = RankFault(0, 2, 1.0, event)
+    error, rank = Attempts._error(cast(Any, attempts), ended, fault, 0, beats)
+    assert type(error) is kind and str(error) == str(request) and rank == 0

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -18,10 +19,13 @@ import pytest
 from click.testing import CliRunner
 
 from allranks.cli import runs
+from allranks.cli.display.following import scaled_in_words
 from allranks.errors import RequestError
 from allranks.job.config import resolve
 from allranks.job.run_folder import JsonLines, RunFolder, rank_events_path, read_rows
 from allranks.job.scaling import (
+    ANSWERS,
+    READ,
     REQUEST,
     Bounds,
     ScaleRequest,
@@ -79,6 +83,7 @@ def test_who_joins_and_who_leaves(
         ({"ranks": 1}, (0, 1), "elastic 2:4"),
         ({"join": 1}, (0, 1, 2, 3), "join: 5 ranks"),
         ({"leave": 1}, (0, 1), "scale --leave 1: 1 rank\n"),
+        ({"ranks": 5}, (), "elastic 2:4\n"),
         ({"leave": 2}, (0, 1, 3), "ranks 0, 1, 3 train"),
     ],
 )
@@ -91,13 +96,14 @@ def test_outside_of_the_bounds_is_refused(
 
 def test_a_request_is_read_once_and_replaces_no_other(tmp_path: Path) -> None:
     first, second = ScaleRequest.new(ranks=3), ScaleRequest.new(join=1)
-    assert next_request(tmp_path) is None and not withdraw(tmp_path)
+    assert next_request(tmp_path) is None and not withdraw(tmp_path, first)
     post(tmp_path, first)
     with pytest.raises(RequestError, match="another request"):
         post(tmp_path, second)
     assert next_request(tmp_path) == first and next_request(tmp_path) is None
     post(tmp_path, second)
-    assert withdraw(tmp_path) and next_request(tmp_path) is None
+    assert not withdraw(tmp_path, first), "of another command"
+    assert withdraw(tmp_path, second) and next_request(tmp_path) is None
     assert not list(tmp_path.iterdir())
 
 
@@ -134,6 +140,14 @@ def test_the_launcher_waits_for_no_pipe_and_follows_no_link(tmp_path: Path) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["secret"]
 
 
+def test_a_folder_in_the_place_of_a_request_harms_no_job(tmp_path: Path) -> None:
+    (tmp_path / REQUEST).mkdir()
+    request = ScaleRequest.new(ranks=3)
+    assert next_request(tmp_path) is None and not withdraw(tmp_path, request)
+    with pytest.raises(RequestError, match="another request"):
+        post(tmp_path, request)
+
+
 def test_rows_of_nobody_are_in_no_group() -> None:
     with closing(HeartbeatTable(4, begin=2)) as table:
         rank = Heartbeat(table.fd, 1)
@@ -155,7 +169,7 @@ class FakeWatch:
     """The processes that run, and those that were killed."""
 
     alive: dict[int, int]
-    ends: bool = False
+    ends: str = ""
     dismissed: list[int] = field(default_factory=list)
 
     def start(self, process: Process) -> None:
@@ -191,8 +205,9 @@ class Launch:
 
     @property
     def answer(self) -> dict[str, Any]:
-        """The last event of the launcher; empty before the first."""
-        return [{}, *read_rows(self.folder.path / "events.jsonl")][-1]
+        """The last answer of the launcher; empty before the first."""
+        rows = read_rows(self.folder.path / "events.jsonl")
+        return [{}, *(row for row in rows if row["event"] in ANSWERS)][-1]
 
 
 @pytest.fixture
@@ -236,7 +251,9 @@ def test_a_group_forms_when_every_new_rank_waits_for_it(launch: Launch) -> None:
     launch.tick()
     assert not launch.answer
     for rank in (2, 3):
-        Heartbeat(launch.table.fd, rank).at_step(8)
+        heartbeat = Heartbeat(launch.table.fd, rank)
+        heartbeat.enter_group(1)
+        heartbeat.at_step(8)
     launch.tick()
     assert launch.answer["event"] == "scaled" and launch.answer["joined"] == [2, 3]
     assert not launch.watch.dismissed
@@ -254,13 +271,14 @@ def test_new_ranks_are_ended_where_none_is_needed(launch: Launch) -> None:
     launch.ask(ranks=4)
     launch.watch.alive.pop(3)
     launch.scaling.lost(3, Exit(3, 1, 0.0))
-    assert "rank 3 ended before it had joined" in launch.answer["report"]
+    report = f"rank 3 ended before it had joined: see {launch.folder.path}/logs/rank-003.log"
+    assert launch.answer["report"] == f"{report}; the other ranks train on"
     launch.tick()
     assert launch.watch.dismissed == [2]
     launch.ask(join=1)
-    launch.watch.ends = True
+    launch.watch.ends = "the job was asked to stop (SIGTERM)"
     launch.tick()
-    assert launch.answer["report"] == "the job ended first"
+    assert launch.answer["report"] == "the job was asked to stop (SIGTERM)"
     assert launch.watch.dismissed == [2, 2] and launch.table.group.number == 0
 
 
@@ -269,7 +287,7 @@ def test_a_planned_group_that_the_job_did_not_live_to_see(launch: Launch) -> Non
     launch.write(2, "joins", "ready", "joining")
     launch.tick()
     assert launch.table.group.members == (0, 1, 2)
-    launch.watch.ends = True  # the others may come to its first step yet
+    launch.watch.ends = "stopped"  # the others may come to its first step yet
     launch.tick()
     assert not launch.answer and not launch.watch.dismissed
     launch.watch.alive = {2: 2}
@@ -314,7 +332,45 @@ def test_whom_the_job_can_lose_meanwhile(launch: Launch) -> None:
     assert (launch.table.group.members, launch.table.group.from_step) == ((0,), -1)
     launch.watch.alive.pop(1)
     launch.tick()
+    assert not launch.answer, "rank 0 may be done before it trains alone"
+    Heartbeat(launch.table.fd, 0).enter_group(2)
+    launch.tick()
     assert launch.answer["event"] == "scaled" and launch.answer["left"] == [1]
+
+
+def test_who_leaves_a_job_that_is_done_has_not_left(launch: Launch) -> None:
+    launch.ask(leave=0)
+    launch.watch.alive = {1: 1}
+    launch.tick()
+    assert not launch.answer
+    launch.watch.alive = {}
+    launch.tick()
+    assert launch.answer["report"] == "the job was done first"
+
+
+def test_an_answer_says_what_was_asked(launch: Launch) -> None:
+    """The new rank trains, but another one was lost meanwhile."""
+    launch.ask(ranks=3)
+    launch.write(2, "joins", "ready", "joining")
+    launch.tick()
+    launch.scaling.lost(1, Exit(1, -9, 0.0))
+    launch.watch.alive.pop(1)
+    for rank in (0, 2):
+        heartbeat = Heartbeat(launch.table.fd, rank)
+        heartbeat.enter_group(2)
+        heartbeat.at_step(8)
+    launch.tick()
+    assert (launch.answer["ranks"], launch.answer["wanted"]) == (2, 3)
+    words = "2 ranks train from step 8 on, not 3, as another rank was lost: 2 joined"
+    assert scaled_in_words(launch.answer) == words
+
+
+def test_what_a_new_rank_says_is_quoted(launch: Launch) -> None:
+    launch.ask(ranks=3)
+    with JsonLines(rank_events_path(launch.folder.path, 2), attempt=0) as events:
+        events.event("failed", kind="OSError", message="no such file: data.txt\nat line 3")
+    launch.scaling.lost(2, Exit(2, 1, 0.0))
+    assert ": OSError: no such file: data.txt; the other" in launch.answer["report"]
 
 
 # --- a job that runs -----------------------------------------------------------------------------
@@ -464,7 +520,8 @@ def test_a_new_rank_that_dies_harms_nobody(
         assert code == 1 and "rank 3 ended before it had joined: see " in err
         assert not job.events("group") and not job.events("scaled")
     else:
-        assert code == 0 and out.endswith(" on: 2 joined\n")
+        assert (code, out) == (1, "") and "3 ranks train from step " in err
+        assert err.endswith(" on, not 4, as another rank was lost: 2 joined\n")
     assert [row["rank"] for row in job.events("worker_lost")] == [3]
 
 
@@ -516,3 +573,20 @@ def test_bad_requests(
     result = CliRunner().invoke(runs.scale, [str(run), *words])
     assert isinstance(result.exception, RequestError) and says in str(result.exception)
     assert not list(run.glob(".scale*"))
+
+
+def test_a_request_that_is_gone_is_answered_by_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launcher that has read it says so, and is waited for."""
+    monkeypatch.setattr(runs, "NOTICE_S", 0.05)
+    monkeypatch.setattr(runs, "POLL_S", 0.01)
+    request = ScaleRequest.new(ranks=3)
+    with pytest.raises(RequestError, match="the request is no longer there"):
+        runs._wait(tmp_path, request)
+    with JsonLines(tmp_path / "events.jsonl") as events:
+        events.event(READ, number=request.number)
+        later = threading.Timer(0.3, events.event, ("scaled",), {"number": request.number})
+        later.start()
+        assert runs._wait(tmp_path, request)["event"] == "scaled"
+        later.join()

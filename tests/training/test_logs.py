@@ -48,7 +48,7 @@ class Run:
         self.path, self.job = path, Job(run_dir=str(path), log=log)
 
     def attempt(
-        self, start: int, stop: int, saved: tuple[int, ...] = (), ends: bool = True
+        self, start: int, stop: int, saved: tuple[int, ...] = (), ends: bool = True, leader: int = 0
     ) -> None:
         """Make the steps from `start` to `stop`, an evaluation after every third;
         save after some."""
@@ -56,8 +56,10 @@ class Run:
         keep_rows(metrics_path, lambda row: int(row["step"]) < start)
         with (
             JsonLines(metrics_path) as metrics,
-            JsonLines(rank_events_path(self.path, 0)) as events,
+            JsonLines(rank_events_path(self.path, leader)) as events,
         ):
+            if leader:
+                events.event("group", step=start)
             logs = open_logs(self.job, start)
             for step in range(start, stop):
                 metrics.row(row_of(step))
@@ -165,6 +167,19 @@ def test_a_run_that_goes_on_has_each_step_once(tmp_path_factory: Any, data: st.D
         start = max([start, *(step for step in saved if step <= stop)])
     run.attempt(start, start + 4)
     assert_whole(run, start + 4)
+
+
+def test_evaluations_of_every_leader_are_in_the_files(tmp_path: Path) -> None:
+    """Of an elastic job: each leader was lost, and made the last steps again with the next one."""
+    run = Run(tmp_path)
+    run.attempt(0, 10, saved=(8,), ends=False)
+    with JsonLines(rank_events_path(tmp_path, 3)) as evaluator:
+        evaluator.event("evaluated", step=4, metrics={"loss": 9.0}, best=False)
+    run.attempt(8, 16, saved=(14,), ends=False, leader=2)
+    run.attempt(14, 21, leader=1)
+    _, evaluations = run.tables()
+    steps = [int(line["step"]) for line in evaluations if line["metric"] == "loss"]
+    assert steps == [*range(3, 22, 3)]
 
 
 def test_a_torn_end_is_no_end(tmp_path: Path) -> None:

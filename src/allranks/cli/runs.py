@@ -19,7 +19,7 @@ from allranks.job.limits import elastic_range
 from allranks.job.place import read_placements
 from allranks.job.resume import how_to_resume
 from allranks.job.run_folder import is_in_use, read_events, read_rows
-from allranks.job.scaling import ANSWERS, Bounds, ScaleRequest, post, withdraw
+from allranks.job.scaling import ANSWERS, READ, Bounds, ScaleRequest, post, withdraw
 from allranks.job.units import format_bytes
 from allranks.strategies.resolve import strategy_spec
 from allranks.tools.report.records import ENDS, outcome_of, read_job, read_watched
@@ -220,13 +220,15 @@ def _answer(run: Path, request: ScaleRequest) -> dict[str, Any]:
     try:
         answer = _wait(run, request)
     except BaseException:
-        withdraw(run)
+        withdraw(run, request)
         raise
-    if answer["event"] == "scaled":
-        return answer
     if "request" in answer:
         raise RequestError.from_data(answer["request"])
-    raise ProgramError(f"{request}: {answer['report']}; the other ranks train on")
+    if "report" in answer:
+        raise ProgramError(f"{request}: {answer['report']}")
+    if answer["ranks"] != answer["wanted"]:
+        raise ProgramError(f"{request}: {scaled_in_words(answer)}")
+    return answer
 
 
 def _check(run: Path, request: ScaleRequest) -> None:
@@ -268,13 +270,20 @@ def _wait(run: Path, request: ScaleRequest) -> dict[str, Any]:
     posted_at, was_in_use = time.monotonic(), is_in_use(run)
     while True:
         is_over = was_in_use and not is_in_use(run)
-        for row in read_rows(run / "events.jsonl"):
-            if row["event"] in ANSWERS and row.get("number") == request.number:
-                return row
-        if is_over or (time.monotonic() - posted_at > NOTICE_S and withdraw(run)):
+        rows = [row for row in read_rows(run / "events.jsonl") if "number" in row]
+        names = {row["event"]: row for row in rows if row["number"] == request.number}
+        if answer := next((names[name] for name in ANSWERS if name in names), None):
+            return answer
+        state, waited_s = "a run that has ended" if is_over else "", time.monotonic() - posted_at
+        if not is_over and READ not in names and waited_s > NOTICE_S:
+            if withdraw(run, request):
+                state = "a launcher that does not answer"
+            elif waited_s > 2 * NOTICE_S:
+                state = "no answer, and the request is no longer there"
+        if state:
             raise RequestError(
                 asked=f"{request} {run}",
-                found="a run that has ended" if is_over else "a launcher that does not answer",
+                found=state,
                 why="the launcher that started the ranks reads requests ten times a second",
                 do=f"look at the run: allranks show {run}; its launcher may be stopped, or on a "
                 "machine that does not see this folder",

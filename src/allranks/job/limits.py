@@ -310,17 +310,26 @@ def _check_roles(job: Job, process_set: ProcessSet) -> None:
             raise RequestError(asked=asked, found=str(process_set), why=why, do=do)
 
 
+MOST_ELASTIC = 1000
+"""The most ranks that `--elastic` may name."""
+
+
 def elastic_range(job: Job) -> tuple[int, int]:
     """The fewest and the most ranks of an elastic job; raises `RequestError`."""
-    least, colon, most = job.elastic.partition(":")
-    if not (colon and _is_count(least) and _is_count(most)):
-        raise RequestError(
-            asked=f"--elastic {job.elastic}",
-            found="no two numbers MIN:MAX, from 1 on",
-            why="a job goes on while at least MIN and at most MAX ranks are there",
-            do=f"--elastic 1:{job.ranks}",
-        )
-    return int(least), int(most)
+    words = job.elastic.partition(":")
+    least, most = (int(word) if _is_count(word) else 0 for word in words[::2])
+    why = "a job goes on while at least MIN and at most MAX ranks are there"
+    state, do = "", f"--elastic 1:{job.ranks}"
+    if not (least and most):
+        state = "no two numbers MIN:MAX, from 1 on"
+    elif least > most:
+        state, do = f"MIN {least} larger than MAX {most}", f"--elastic {most}:{least}"
+    elif most > MOST_ELASTIC:
+        state, do = f"MAX {most:,}", f"a MAX of at most {MOST_ELASTIC:,}"
+        why = "the launcher looks ten times a second at the memory of each rank that may join"
+    if state:
+        raise RequestError(asked=f"--elastic {job.elastic}", found=state, why=why, do=do)
+    return least, most
 
 
 STAYS_WHOLE = ("mean", "tree")

@@ -29,7 +29,7 @@ import shutil
 import threading
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -432,6 +432,12 @@ def read_events(run_dir: Path) -> list[dict[str, Any]]:
         rank = int(path.stem.partition("-")[2])
         events += [{"rank": rank, **row} for row in read_rows(path)]
     return sorted(events, key=lambda event: float(event["time"]))
+
+
+def leaders_evaluations(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The events `evaluated` of rank 0, and of ranks that led a later group of an elastic job."""
+    leaders = {0, *(event["rank"] for event in events if event["event"] == "group")}
+    return [e for e in events if e["event"] == "evaluated" and e["rank"] in leaders]
 
 
 def rank_events_path(run_dir: Path, rank: int) -> Path:

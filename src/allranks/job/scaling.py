@@ -2,7 +2,8 @@
 
 A command writes a request into the run folder, under one name and whole: whoever may write there
 may change the job. The launcher looks for it ten times a second, removes it as it reads it, and
-answers by an event `scaled` or `not_scaled` with the number of the request. Pure but for the file.
+answers by an event `scaled` or `not_scaled` with the number of the request; `scale_request` says
+that it was read. Pure but for the file.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from allranks.checkpoint.files import as_json
 from allranks.errors import RequestError
 
 REQUEST = ".scale.json"
+READ = "scale_request"
+"""The event of a launcher that has read a request, and will answer it."""
 ANSWERS = ("scaled", "not_scaled")
 LONGEST_REQUEST = 4096  # bytes: it has four short values
 
@@ -71,11 +74,16 @@ class ScaleRequest:
         if not bounds.least <= size <= bounds.most:
             raise RequestError(
                 asked=f"{self}: {size} rank{'s' * (size != 1)}",
-                found=f"--elastic {bounds}, and {len(members)} ranks train",
+                found=f"--elastic {bounds}{_and_train(len(members))}",
                 why="the job was started for that many ranks, neither fewer nor more",
                 do=f"scale --ranks M with M from {bounds.least} to {bounds.most}, or a new job",
             )
         return size
+
+
+def _and_train(ranks: int) -> str:
+    """How many ranks train, if it is known."""
+    return f", and {ranks} rank{' trains' if ranks == 1 else 's train'}" if ranks else ""
 
 
 def leavers_of(request: ScaleRequest, members: Collection[int], size: int) -> tuple[int, ...]:
@@ -115,32 +123,44 @@ def post(run_dir: Path, request: ScaleRequest) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def withdraw(run_dir: Path) -> bool:
-    """Remove a request; whether it was still there, so that nobody will answer it."""
+def withdraw(run_dir: Path, request: ScaleRequest) -> bool:
+    """Remove this request, and no other; whether it still waited, so that nobody answers it."""
+    path = run_dir / REQUEST
     try:
-        (run_dir / REQUEST).unlink()
-    except FileNotFoundError:
+        waits = _parsed(_read(path)) == request
+        if waits:
+            path.unlink()
+    except OSError:
         return False
-    return True
+    return waits
 
 
 def next_request(run_dir: Path) -> ScaleRequest | None:
-    """The request that waits, if one does; it is removed. What is no request is removed too."""
-    path = run_dir / REQUEST
+    """The request that waits, if one does; it is removed. What is no request is removed too.
+
+    A folder of that name stays, and is no request.
+    """
+    path, request = run_dir / REQUEST, None
     try:
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        request = _parsed(_read(path))
     except FileNotFoundError:
         return None
-    except OSError:  # a link, or what nobody may read
-        withdraw(run_dir)
-        return None
+    except OSError:  # a link, a folder, or what nobody may read
+        pass
     try:
-        content = os.read(file, LONGEST_REQUEST + 1)
+        path.unlink()
+    except OSError:  # its command has given up
+        return None
+    return request
+
+
+def _read(path: Path) -> bytes:
+    """The begin of a file; waits for no pipe, and follows no link."""
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        return os.read(file, LONGEST_REQUEST + 1)
     finally:
         os.close(file)
-    if not withdraw(run_dir):  # its command has given up
-        return None
-    return _parsed(content)
 
 
 def _parsed(content: bytes) -> ScaleRequest | None:

@@ -25,6 +25,7 @@ from allranks.errors import (
     Interrupted,
     PlaceError,
     ProgramError,
+    ReplicasDiffer,
     RequestError,
     Stopped,
     stopped_by,
@@ -100,7 +101,7 @@ class Rejoining:
         if rank >= len(members):  # it has joined an elastic job
             return None
         role = members[rank].role
-        failure = self._failure(run_dir, rank, attempt)
+        failure = self.failure(run_dir, rank, attempt)
         is_victim = bool(failure.get("peer_lost"))
         if role.resumes:
             most = self.plan.job.max_restarts - (self.victims if is_victim else self.faults)
@@ -118,9 +119,9 @@ class Rejoining:
 
     def may_pass(self, run_dir: Path, rank: int, attempt: int) -> bool:
         """Whether a restart may help, by the process's own `failed` event."""
-        return bool(self._failure(run_dir, rank, attempt).get("passing", True))
+        return bool(self.failure(run_dir, rank, attempt).get("passing", True))
 
-    def _failure(self, run_dir: Path, rank: int, attempt: int) -> dict[str, Any]:
+    def failure(self, run_dir: Path, rank: int, attempt: int) -> dict[str, Any]:
         """Its last `failed` event; empty if it wrote none."""
         rows = [row for row in events_of(run_dir, rank, attempt) if row["event"] == "failed"]
         return rows[-1] if rows else {}
@@ -449,10 +450,12 @@ class Attempts:
             return programs.edited(job.program)
 
         def may_lose(rank: int, remaining: Collection[int]) -> bool:
-            passes = rank not in heartbeats.group.members or self._rejoining.may_pass(
-                self.folder.path, rank, attempt
-            )
-            return passes and scaling.may_lose(rank, remaining)
+            if rank in heartbeats.group.members:
+                failure = self._rejoining.failure(self.folder.path, rank, attempt)
+                is_alike = failure.get("kind") == ReplicasDiffer.__name__  # all ranks raise it
+                if is_alike or not failure.get("passing", True):
+                    return False
+            return scaling.may_lose(rank, remaining)
 
         def on_lost(rank: int, exit_: Exit) -> None:
             scaling.lost(rank, exit_)
@@ -540,8 +543,7 @@ class Attempts:
         """The error of an attempt that failed, and the rank to name."""
         if ended.hang is not None:
             hosts = [rank.host for rank in self.plan.ranks]
-            name_of = ended.name_of
-            report = hang_report(ended.hang, self.folder.path, attempt, hosts, name_of)
+            report = hang_report(ended.hang, self.folder.path, attempt, hosts, ended.name_of)
             hung = ProgramError(report, fault_kind=FaultKind.HANG)
             return hung, next(iter(ended.hang.missing), None)
         lost = self.resources.lost() if fault is None or fault.is_victim else ""
@@ -551,8 +553,10 @@ class Attempts:
             error = user_error(fault, ended, self.folder.path)
             if isinstance(error, ProgramError) and fault.kind == FaultKind.NOT_AT_THE_SAME_STEP:
                 error = error.with_more(skipped_collective(beats))
-            if isinstance(error, RequestError) and attempt > self.first:
-                error = ProgramError(str(error))  # ranks have trained: the run folder stays
+            begun = self.plan.job.elastic and max(beat.step for beat in beats) > 0
+            begun = begun or self._table.group.number > 0 or attempt > self.first
+            if isinstance(error, RequestError) and begun:
+                error = ProgramError(str(error))  # the run folder stays
             return error, rank_to_blame(fault, ended, self.folder.path)
         return PlaceError(
             f"all ranks ended well, but {self.folder.path} holds no summary of the leader"
@@ -560,8 +564,7 @@ class Attempts:
 
     def _record_lost(self, attempt: int, rank: int, exit_: Exit) -> None:
         """Record a process without which the job goes on, and the last lines of its output."""
-        log = rank_log_path(self.folder.path, rank)
-        memory = exit_.memory or ""
+        log, memory = rank_log_path(self.folder.path, rank), exit_.memory or ""
         events = [] if exit_.code < 0 else events_of(self.folder.path, rank, attempt)
         event = next((row for row in reversed(events) if row["event"] == "failed"), None)
         fault = RankFault(rank, exit_.code, exit_.monotonic, event, memory, exit_.peak_bytes)

@@ -14,9 +14,10 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from allranks.errors import RequestError
+from allranks.errors import LONGEST_QUOTE, RequestError
 from allranks.job.run_folder import RunFolder, rank_log_path
 from allranks.job.scaling import (
+    READ,
     Bounds,
     ScaleRequest,
     joiners_of,
@@ -41,6 +42,7 @@ class Change:
     request: ScaleRequest
     joiners: tuple[int, ...]
     leavers: tuple[int, ...]
+    size: int
     began_at: float = field(default_factory=time.monotonic)
     group: Group | None = None
     ready_s: float | None = None
@@ -85,10 +87,20 @@ class Scaling:
         members = self.heartbeats.group.members
         if rank in self.joining and rank not in members:
             if self.change is not None:
-                log = rank_log_path(self.folder.path, rank)
-                self._give_up(self.change, f"rank {rank} ended before it had joined: see {log}")
+                cause = self._cause(rank, self.change.began_at)
+                self._give_up(self.change, f"rank {rank} ended before it had joined: {cause}")
             return
         self.heartbeats.form_group([member for member in members if member != rank])
+
+    def _cause(self, rank: int, since: float) -> str:
+        """What a new rank said when it failed; else the file of its output."""
+        rows = events_of(self.folder.path, rank, self.attempt)
+        for row in reversed(rows):
+            if row["event"] == "failed" and row["monotonic"] >= since:
+                request = row.get("request") or {}
+                text = request.get("found") or f"{row['kind']}: {row['message']}"
+                return str(text).partition("\n")[0][:LONGEST_QUOTE]
+        return f"see {rank_log_path(self.folder.path, rank)}"
 
     def steer(self, watch: RankWatch) -> None:
         """Carry on with the change that was asked for, or look for a request."""
@@ -99,7 +111,7 @@ class Scaling:
             self._consider(request, watch)
         if (change := self.change) is not None:
             if over or (watch.ends and change.group is None):
-                self._give_up(change, "the job ended first")
+                self.close(watch.ends)
             elif change.group is None:
                 self._form_if_ready(change)
             else:
@@ -108,7 +120,13 @@ class Scaling:
         if unwanted:
             watch.dismiss(unwanted)
 
+    def close(self, ends: str = "") -> None:
+        """Answer a request that the ranks did not live to fulfil; `ends` is why, if not done."""
+        if self.change is not None:
+            self._give_up(self.change, ends or "the job was done first", goes_on=False)
+
     def _consider(self, request: ScaleRequest, watch: RankWatch) -> None:
+        self.folder.events.event(READ, **_about(request))
         try:
             self._begin(request, watch)
         except RequestError as error:
@@ -132,7 +150,7 @@ class Scaling:
             )
         planned = self.plan_for(size).ranks if joiners else ()
         self.folder.take_room(joiners)
-        self.change, self.joining = Change(request, joiners, leavers), frozenset(joiners)
+        self.change, self.joining = Change(request, joiners, leavers, size), frozenset(joiners)
         for rank in joiners:
             self.heartbeats.clear(rank)
             world = replace(planned[rank].world, group=-1, member=rank)
@@ -170,13 +188,17 @@ class Scaling:
         """Answer once every new rank trains, and every rank that leaves has ended."""
         members = self.heartbeats.group.members
         joined = [rank for rank in change.joiners if rank in members]
+        entered = {beat.group for beat in self.heartbeats.read() if beat.rank in members}
         if self.joining & set(joined) or running & set(change.leavers):
+            return
+        if max(entered) < group.number:  # they may be done before its first step
             return
         self.change = None
         self.folder.events.event(
             "scaled",
             **_about(change.request),
             ranks=len(members),
+            wanted=change.size,
             members=list(members),
             joined=joined,
             left=list(change.leavers),
@@ -185,9 +207,9 @@ class Scaling:
             seconds=time.monotonic() - change.began_at,
         )
 
-    def _give_up(self, change: Change, report: str) -> None:
+    def _give_up(self, change: Change, report: str, goes_on: bool = True) -> None:
         """Leave the ranks as they are, and say why; new ones are dismissed with the next tick."""
-        self.change = None
+        self.change, report = None, report + "; the other ranks train on" * goes_on
         self.folder.events.event("not_scaled", **_about(change.request), report=report)
 
 

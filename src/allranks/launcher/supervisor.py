@@ -259,9 +259,12 @@ class RankWatch(Watch):
         self._signal(signal.SIGKILL, ranks)
 
     @property
-    def ends(self) -> bool:
-        """Whether the processes were asked to stop, or are being stopped."""
-        return bool(self.reason or self.stopped) or self.stop_at < NEVER
+    def ends(self) -> str:
+        """Why the processes leave, or are being stopped; "" while they go on."""
+        if self.reason:
+            return f"the job was asked to stop ({self.reason})"
+        is_stopped = bool(self.stopped) or self.stop_at < NEVER
+        return "a rank has failed, and all are stopped" if is_stopped else ""
 
     def stops_others_after_s(self, rank: int, ended: Exit) -> float:
         if rank in self.stalled:

@@ -316,7 +316,9 @@ def scaled_in_words(event: Mapping[str, Any]) -> str:
     changes = f": {'; '.join(moves)}" if moves else ", as before"
     size = event["ranks"]
     verb = "rank trains" if size == 1 else "ranks train"
-    return f"{size} {verb} from step {event['from_step']} on{changes}"
+    wanted = event.get("wanted", size)
+    short = f", not {wanted}, as another rank was lost" if size != wanted else ""
+    return f"{size} {verb} from step {event['from_step']} on{short}{changes}"
 
 
 def anomalies_in(event: dict[str, Any]) -> list[tuple[int | None, str]]:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from allranks.job.run_folder import leaders_evaluations
 from allranks.tools.report.records import RecordedRun
 
 MEAN_FROM_STEPS = 100
@@ -62,12 +63,12 @@ def means(series: Series) -> Series:
 
 
 def evaluations(run: RecordedRun) -> dict[str, Series]:
-    """Each metric of the leader's evaluations, during training and at its end.
+    """Each metric of the leaders' evaluations, during training and at its end.
 
     If a restart repeated a step, the last evaluation of that step counts.
     """
     values: dict[str, dict[int, float]] = {}
-    for event in run.of("evaluated", 0):
+    for event in leaders_evaluations(run.events):
         for name, value in event["metrics"].items():
             values.setdefault(str(name), {})[int(event["step"])] = float(value)
     last = run.rows.steps[-1] if run.rows else run.summary.get("steps")

@@ -35,7 +35,8 @@ from allranks.job.run_folder import (
     REMOVED,
     JsonLines,
     keep_rows,
-    rank_events_path,
+    leaders_evaluations,
+    read_events,
     read_rows,
 )
 from allranks.training.progress import StepResult
@@ -147,16 +148,21 @@ def counted(row: Mapping[str, Any]) -> dict[str, Any]:
     return {**row, "step": int(row["step"]) + 1, "epoch": int(row["epoch"]) + 1}
 
 
+def evaluations_before(run_dir: Path, step: int) -> dict[int, Mapping[str, float]]:
+    """The leaders' metrics after each step up to `step`, in order; the newest of each step."""
+    evaluated = leaders_evaluations(read_events(run_dir))
+    once = {int(e["step"]): e["metrics"] for e in evaluated if int(e["step"]) <= step}
+    return dict(sorted(once.items()))
+
+
 class CsvLog:
     """Two tables. A column that a step has no value for is empty."""
 
     def __init__(self, run_dir: Path, step: int) -> None:
         rows = read_rows(run_dir / "metrics.jsonl")
         self._steps = _Table(run_dir / "metrics.csv", STEP_COLUMNS, map(counted, rows))
-        events = read_rows(rank_events_path(run_dir, 0))
-        evaluated = (e for e in events if e["event"] == "evaluated" and int(e["step"]) <= step)
-        once = {int(e["step"]): e["metrics"] for e in evaluated}  # of an attempt that was lost too
-        lines = (line for at, metrics in once.items() for line in _lines(at, metrics))
+        before = evaluations_before(run_dir, step).items()
+        lines = (line for at, metrics in before for line in _lines(at, metrics))
         self._evaluations = _Table(run_dir / "evaluations.csv", EVALUATION_COLUMNS, lines)
 
     def row(self, row: Mapping[str, Any]) -> None:

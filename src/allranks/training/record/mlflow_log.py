@@ -23,8 +23,8 @@ from mlflow.tracking import MlflowClient
 
 from allranks.checkpoint.folder import FULL
 from allranks.job.job import redacted
-from allranks.job.run_folder import rank_events_path, read_rows
-from allranks.training.record.logs import End, counted
+from allranks.job.run_folder import read_rows
+from allranks.training.record.logs import End, counted, evaluations_before
 
 FOLDER = "mlruns"
 ALLOW = "MLFLOW_ALLOW_FILE_STORE"
@@ -53,11 +53,8 @@ class MlflowLog:
             self._client.log_param(self._id, name, value)
         for row in read_rows(run_dir / "metrics.jsonl"):
             self.row(row)
-        events = read_rows(rank_events_path(run_dir, 0))
-        before = {int(e["step"]): e["metrics"] for e in events if e["event"] == "evaluated"}
-        for at, metrics in before.items():
-            if at <= step:
-                self.evaluation(at, metrics)
+        for at, metrics in evaluations_before(run_dir, step).items():
+            self.evaluation(at, metrics)
 
     def row(self, row: Mapping[str, Any]) -> None:
         row = counted(row)
