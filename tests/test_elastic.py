@@ -182,6 +182,29 @@ def test_the_furthest_rank_gives_its_state() -> None:
     assert furthest([Position(4, reached=5), Position()]).new == (1,)
 
 
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ("own", "a DataLoader with its own Counting"),
+        ("whole", "which every rank reads whole"),
+        ("placed", "goes on from its state_dict"),
+        ("shuffled", ""),
+        ("weighted", ""),
+        ("skips", ""),
+    ],
+)
+def test_data_that_cannot_be_read_from_any_step_is_refused(
+    train: Train, data: str, says: str
+) -> None:
+    flags = {"ranks": 1, "elastic": "1:2", "steps": 2}
+    if not says:
+        assert train(f"{FILE}:Read", f"data={data}", strategy="ddp", **flags).summary["steps"] == 2
+        return
+    with pytest.raises(RequestError, match=says) as refused:
+        train(f"{FILE}:Read", f"data={data}", strategy="ddp", **flags)
+    assert all(f"{part}:" in str(refused.value) for part in ("asked", "found", "why", "do"))
+
+
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no range": ({"elastic": "2"}, "MIN:MAX"),
     "a number that is none": ({"elastic": "two:3"}, "MIN:MAX"),
