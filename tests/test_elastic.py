@@ -68,6 +68,17 @@ def test_a_rank_is_lost_and_the_others_make_the_step_again(train: Train, alone: 
         assert len({row["pid"] for row in rows}) == 1
 
 
+@pytest.mark.slow
+def test_callbacks_that_are_called_again_write_no_row_twice(train: Train, alone: Result) -> None:
+    """Rank 1 is lost in a callback, which evaluates after each step."""
+    result = elastic(train, "kill@rank=1,at=evaluate", f"{FILE}:Evaluated", share="auto")
+    assert_undisturbed(result, alone)
+    (group,) = groups(result)
+    tables = [row for row in read_events(result.run_dir) if row["event"] == "shares"]
+    dealt = [(table["step"], len(table["shares"])) for table in tables]
+    assert dealt[0] == (0, 3) and (group["step"] + 1, 2) in dealt
+
+
 LOSSES = {
     "in the first steps": ("kill@rank=1,step=1", [0, 2]),
     "the leader": ("kill@rank=0,step=5", [1, 2]),

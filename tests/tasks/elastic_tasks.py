@@ -114,6 +114,16 @@ class Planned(Elastic):
         return [Plan()]
 
 
+class EvaluateAlways(Callback):
+    def on_step(self, trainer: Any, batch: Any, result: Any) -> None:
+        trainer.evaluate()
+
+
+class Evaluated(Elastic):
+    def callbacks(self) -> list[Callback]:
+        return [EvaluateAlways()]
+
+
 class Counting(Sampler[int]):
     """Counts its epochs itself."""
 
