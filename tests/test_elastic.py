@@ -202,6 +202,7 @@ def test_the_furthest_rank_gives_its_state() -> None:
         ("shuffled", ""),
         ("weighted", ""),
         ("skips", ""),
+        ("both", ""),
     ],
 )
 def test_data_that_cannot_be_read_from_any_step_is_refused(

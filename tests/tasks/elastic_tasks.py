@@ -162,6 +162,10 @@ class Placed(Skipping):
         return Place(super().open(shard, epoch, seed, skip))
 
 
+class PlacedAndSkipping(Placed):
+    skips = True
+
+
 class Place:
     def __init__(self, samples: Iterator[Any]) -> None:
         self.samples, self.at = samples, 0
@@ -196,6 +200,7 @@ class Read(Elastic):
             "shuffled": lambda: DataLoader(samples, batch_size=64, shuffle=True),
             "weighted": lambda: DataLoader(samples, batch_size=64, sampler=weighted),
             "skips": lambda: Skipping(samples),
+            "both": lambda: PlacedAndSkipping(samples),
         }
         return ways[self.data]()
 

@@ -23,7 +23,6 @@ from allranks.torch.data.sources import (
     TensorSource,
     state_of_rows,
 )
-from allranks.torch.data.streams import DataStream
 from allranks.torch.random.keyed_rng import seed_generators
 from allranks.torch.strategies.base import Strategy
 from allranks.torch.task import Task
@@ -207,8 +206,10 @@ class TaskData:
         elif isinstance(source, StreamSource) and self._needs_state(source):
             data = f"a stream ({type(source.dataset).__name__}) that goes on from its state_dict()"
             why = "the state of its shards is lost with a rank, and a new rank has none"
-            do = "leave state_dict() out and let open(shard, epoch, seed, skip) skip, or leave "
-            do += "--elastic out; with --max-restarts 3 the job starts again from a checkpoint"
+            do = "let open(shard, epoch, seed, skip) skip, and give the stream skips = True; or "
+            do += (
+                "leave --elastic out: with --max-restarts 3 the job starts again from a checkpoint"
+            )
         else:
             return
         problem = f"train_data() is {data}"
@@ -216,7 +217,7 @@ class TaskData:
 
     def _needs_state(self, source: StreamSource) -> bool:
         """Whether a stream may be unable to `skip`, and no checkpoint gives its state back."""
-        if self.strategy.agreement.cuts_state or isinstance(source.dataset, DataStream):
+        if self.strategy.agreement.cuts_state or getattr(source.dataset, "skips", False):
             return False
         return bool(state_of_rows(source.rows(0, 0, 0)))
 
