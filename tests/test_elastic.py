@@ -74,6 +74,17 @@ def test_a_rank_is_lost_and_the_others_make_the_step_again(train: Train, alone: 
         assert len({row["pid"] for row in rows}) == 1
 
 
+@pytest.mark.slow
+def test_callbacks_that_are_called_again_write_no_row_twice(train: Train, alone: Result) -> None:
+    """Rank 1 is lost in a callback, which evaluates after each step."""
+    result = elastic(train, "kill@rank=1,at=evaluate", f"{FILE}:Evaluated", share="auto")
+    assert_undisturbed(result, alone)
+    (group,) = groups(result)
+    tables = [row for row in read_events(result.run_dir) if row["event"] == "shares"]
+    dealt = [(table["step"], len(table["shares"])) for table in tables]
+    assert dealt[0] == (0, 3) and (group["step"] + 1, 2) in dealt
+
+
 LOSSES = {
     "in the first steps": ("kill@rank=1,step=1", [0, 2]),
     "the leader": ("kill@rank=0,step=5", [1, 2]),
@@ -186,6 +197,30 @@ def test_the_furthest_rank_gives_its_state() -> None:
     agreed = furthest(positions)
     assert (agreed.source, agreed.behind, agreed.steps_again) == (2, (0, 1), 0)
     assert furthest([Position(4, reached=5), Position()]).new == (1,)
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ("own", "a DataLoader with its own Counting"),
+        ("whole", "which every rank reads whole"),
+        ("placed", "goes on from its state_dict"),
+        ("shuffled", ""),
+        ("weighted", ""),
+        ("skips", ""),
+        ("both", ""),
+    ],
+)
+def test_data_that_cannot_be_read_from_any_step_is_refused(
+    train: Train, data: str, says: str
+) -> None:
+    flags = {"ranks": 1, "elastic": "1:2", "steps": 2}
+    if not says:
+        assert train(f"{FILE}:Read", f"data={data}", strategy="ddp", **flags).summary["steps"] == 2
+        return
+    with pytest.raises(RequestError, match=says) as refused:
+        train(f"{FILE}:Read", f"data={data}", strategy="ddp", **flags)
+    assert all(f"{part}:" in str(refused.value) for part in ("asked", "found", "why", "do"))
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

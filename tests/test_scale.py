@@ -311,6 +311,25 @@ def test_a_new_rank_with_another_file_or_too_late_is_ended(
     assert launch.watch.dismissed == [2, 2]
 
 
+def test_a_new_rank_with_other_data_is_ended(launch: Launch) -> None:
+    def write(rank: int, event: str, samples: int) -> None:
+        facts = {"kind": "tensors", "samples": samples, "digest": "a"}
+        with JsonLines(rank_events_path(launch.folder.path, rank), attempt=0) as events:
+            events.event(event, data={"train_data": facts, "draws": {"digest": ""}})
+
+    write(0, "data", 90)
+    launch.write(0, "joins")  # the leader was lost, and is another process now
+    launch.ask(join=1)
+    write(2, "joining", 96)
+    launch.tick()
+    assert "rank 2 has other data than the others (train_data: 96" in launch.answer["report"]
+    assert launch.watch.dismissed == [2] and launch.table.group.members == (0, 1)
+    launch.ask(join=1)
+    write(2, "joining", 90)
+    launch.tick()
+    assert launch.table.group.members == (0, 1, 2)
+
+
 def test_a_group_that_nobody_has_entered_is_not_replaced(launch: Launch) -> None:
     """Ranks whose collective broke wait for it; one that begins some steps later is no help."""
     launch.scaling.lost(1, Exit(1, -9, 0.0))

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    Sampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 import allranks.torch.worker as worker
 from allranks.job.run_folder import JsonLines
@@ -104,6 +112,100 @@ class Late(Elastic):
 class Planned(Elastic):
     def callbacks(self) -> list[Callback]:
         return [Plan()]
+
+
+class EvaluateAlways(Callback):
+    def on_step(self, trainer: Any, batch: Any, result: Any) -> None:
+        trainer.evaluate()
+
+
+class Evaluated(Elastic):
+    def callbacks(self) -> list[Callback]:
+        return [EvaluateAlways()]
+
+
+class Counting(Sampler[int]):
+    """Counts its epochs itself."""
+
+    epoch = 0
+
+    def __len__(self) -> int:
+        return 640
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        return iter(torch.randperm(640, generator=torch.Generator().manual_seed(self.epoch)))
+
+
+class Rows(IterableDataset[Any]):
+    def __init__(self, samples: Any) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([self.samples[number] for number in range(640)])
+
+
+class Skipping:
+    """A stream of 8 shards."""
+
+    def __init__(self, samples: Any) -> None:
+        self.samples = samples
+
+    def open(self, shard: int, epoch: int, seed: int, skip: int) -> Any:
+        return iter([self.samples[number] for number in range(shard + 8 * skip, 640, 8)])
+
+
+class Placed(Skipping):
+    """A stream that knows its place."""
+
+    def open(self, shard: int, epoch: int, seed: int, skip: int) -> Any:
+        return Place(super().open(shard, epoch, seed, skip))
+
+
+class PlacedAndSkipping(Placed):
+    skips = True
+
+
+class Place:
+    def __init__(self, samples: Iterator[Any]) -> None:
+        self.samples, self.at = samples, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self.at += 1
+        return next(self.samples)
+
+    def state_dict(self) -> Any:
+        return self.at
+
+    def load_state_dict(self, state: Any) -> None:
+        self.at = state
+
+
+@dataclass(kw_only=True)
+class Read(Elastic):
+    """The same samples, read in other ways."""
+
+    data: str = ""
+
+    def train_data(self) -> Any:
+        samples = TensorDataset(*super().train_data())
+        weighted = WeightedRandomSampler([1.0] * 640, 640)
+        ways: dict[str, Callable[[], Any]] = {
+            "own": lambda: DataLoader(samples, batch_size=64, sampler=Counting()),
+            "whole": lambda: DataLoader(Rows(samples), batch_size=64),
+            "placed": lambda: Placed(samples),
+            "shuffled": lambda: DataLoader(samples, batch_size=64, shuffle=True),
+            "weighted": lambda: DataLoader(samples, batch_size=64, sampler=weighted),
+            "skips": lambda: Skipping(samples),
+            "both": lambda: PlacedAndSkipping(samples),
+        }
+        return ways[self.data]()
+
+    def eval_data(self) -> Any:
+        return None
 
 
 MODEL = Elastic().model()

@@ -299,6 +299,8 @@ class EncodedRows:
 class EncodedStream:
     """The rows of a stream as samples, encoded when they are read."""
 
+    skips = True
+
     def __init__(self, task: HuggingFaceTask, stream: DataStream) -> None:
         self.task, self.stream, self.shards, self.note = task, stream, stream.shards, stream.note
 

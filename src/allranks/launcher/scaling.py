@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from allranks.errors import LONGEST_QUOTE, RequestError
-from allranks.job.run_folder import RunFolder, rank_log_path
+from allranks.job.run_folder import RunFolder, rank_events_path, rank_log_path, read_rows
 from allranks.job.scaling import (
     READ,
     Bounds,
@@ -29,6 +29,7 @@ from allranks.launcher.heartbeat import Group, HeartbeatTable
 from allranks.launcher.plan import LaunchPlan, RankPlan
 from allranks.launcher.processes.process import Exit, Process
 from allranks.launcher.supervisor import RankWatch
+from allranks.strategies.roles import LEADER
 
 READY_S = 600.0  # for a new rank to load the program, the model and the data
 STEPS_AHEAD = 2  # a rank may begin one more step before it sees the next group
@@ -168,6 +169,9 @@ class Scaling:
                 if row["event"] == "ready" and (name := self.differs(row)):
                     self._give_up(change, f"rank {rank} has loaded another {name} than the others")
                     return
+                if row["event"] == WAITS and (text := self._other_data(row)):
+                    self._give_up(change, f"rank {rank} has {text}")
+                    return
             if not any(row["event"] == WAITS for row in rows):
                 if time.monotonic() - change.began_at > READY_S:
                     self._give_up(change, f"rank {rank} was not ready after {READY_S:.0f} s")
@@ -183,6 +187,22 @@ class Scaling:
             change.group = Group(-1, last, self.heartbeats.group.members)
         else:
             change.group = self.heartbeats.form_group(wanted, last + STEPS_AHEAD)
+
+    def _other_data(self, waits: dict[str, Any]) -> str:
+        """How the data of a new rank differ from those that the job began with; "" if they do not.
+
+        `waits` is its event `joining`.
+        """
+        rows = read_rows(rank_events_path(self.folder.path, LEADER))  # it may have joined anew
+        rows = (row for row in rows if row.get("attempt", 0) == self.attempt)
+        first: dict[str, Any] = next((row["data"] for row in rows if row["event"] == "data"), {})
+        now = waits.get("data", first)
+        name = next((name for name in first if now.get(name) != first[name]), "")
+        if not name:
+            return ""
+        sizes = [facts.get(name, {}).get("samples") for facts in (now, first)]
+        sized = f": {sizes[0]} samples, the others {sizes[1]}" if sizes[0] != sizes[1] else ""
+        return f"other data than the others ({name}{sized}): have they changed since the job began?"
 
     def _conclude_if_over(self, change: Change, group: Group, running: set[int]) -> None:
         """Answer once every new rank trains, and every rank that leaves has ended."""

@@ -84,10 +84,15 @@ def identity(kind: str, samples: int | None, digest: str) -> str:
     return json.dumps({"kind": kind, SAMPLES: samples, "digest": digest, HASHES: hash(TEXT)})
 
 
+def facts_of(text: str) -> dict[str, Any]:
+    """What is compared of an `identity`."""
+    return {name: value for name, value in json.loads(text).items() if name != HASHES}
+
+
 def check_same(name: str, identities: list[str]) -> None:
     """Raise `RequestError` unless the data `name` is the same on all ranks, by their identities."""
     ranks = [json.loads(text) for text in identities]
-    same = [{n: v for n, v in rank.items() if n != HASHES} for rank in ranks]
+    same = [facts_of(text) for text in identities]
     other = next((rank for rank, facts in enumerate(same) if facts != same[0]), None)
     if other is None:
         return

@@ -39,15 +39,18 @@ class Dealer:
         shares = shares_for(job.share, strategy.task.shards, list(of_readers))
         self._dealing: Dealing | None = None
         self._next: Shares | None = None
+        self._first: Shares | None = shares
         if job.share == AUTO and 1 < shares.ranks <= shares.shards:  # else nothing is to be dealt
             self._dealing = Dealing(shares)
             self._watch = Stopwatch(heartbeat, strategy.data.rank, device)
             strategy.step.stopwatch = self._watch
         strategy.deal(shares)
-        self._tell(0, shares, None)
 
     def before_batch(self, data: TaskData, done: Progress) -> None:
         """Before the next batch is read: deal the shards anew, where the last step said so."""
+        if self._first is not None:
+            self._tell(done.batch_index, self._first, None)
+            self._first = None
         if self._next is not None:
             shares, self._next = self._next, None
             self.strategy.deal(shares)

@@ -29,6 +29,8 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
     default_collate,
     default_convert,
 )
@@ -118,6 +120,11 @@ class SamplerOrder:
     @property
     def kind(self) -> str:
         return type(self._sampler).__name__
+
+    @property
+    def is_of_torch(self) -> bool:
+        """Whether it is a sampler of torch, which keeps nothing from epoch to epoch."""
+        return type(self._sampler) in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
     @property
     def is_cut(self) -> bool:

@@ -37,6 +37,8 @@ class DataStream:
     Raises `RequestError` for one that ranks have split, or whose shuffles have no seed.
     """
 
+    skips = True
+
     def __init__(self, dataset: Any, shards: int) -> None:
         self.dataset, self.shards = dataset, shards
         _copied(dataset._ex_iterable, steps := list[Any]())

@@ -29,7 +29,7 @@ from allranks.torch.task import Task
 from allranks.torch.witness.probing import Probed, digest_of_rows, probe
 from allranks.training.engine.trainer import check_metrics, named, sets_of
 from allranks.training.progress import Progress
-from allranks.training.same_data import HASHES, check_same, digest_of, identity
+from allranks.training.same_data import HASHES, check_same, digest_of, facts_of, identity
 
 COLLATE_DRAWS_IN_EVALUATION = (
     "eval_data(): what makes batches of its samples draws random numbers, so metrics are those of "
@@ -51,6 +51,12 @@ class OpenedData:
     compared: set[str] = field(default_factory=set)
     identities: dict[str, str] = field(default_factory=dict)
     """Texts that must be equal on all ranks, by what they are of."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a new rank must have, too, by what it is of: of data the kind, and so on."""
+        texts = self.identities.items()
+        return {n: {"digest": text} if n == "draws" else facts_of(text) for n, text in texts}
 
 
 class TaskData:
@@ -140,6 +146,8 @@ class TaskData:
         moves = self.job.checkpoint_every is not None or self.job.share == AUTO
         if isinstance(training, StreamSource) and moves:
             state_of_rows(training.rows(0, 0, 0))  # may refuse
+        if self.job.elastic:
+            self._check_elastic()
         self.compare_training()
         sources, names = self._evaluated(), dict[str, float]()
         self._compare_evaluation(sources)
@@ -182,6 +190,36 @@ class TaskData:
             self._batches.close()
         self._batches = self._eval_sources = None
         self.opened_data = OpenedData()
+
+    def _check_elastic(self) -> None:
+        """Raise `RequestError` for data that a new rank, or one that waited, may read otherwise.
+
+        torch's own samplers draw an epoch from generators alone, which are keyed by its number.
+        """
+        source, order = self.batches.source, self.batches.order
+        why = "a rank may draw an epoch twice, or join in a later one, and it may count them itself"
+        do = "give a data set with samples by number, without a sampler of its own"
+        if order is not None and not order.is_of_torch:
+            data = f"a DataLoader with its own {order.kind}"
+        elif isinstance(source, WholeLoader):
+            data = f"{source.kind}, which every rank reads whole"
+        elif isinstance(source, StreamSource) and self._needs_state(source):
+            data = f"a stream ({type(source.dataset).__name__}) that goes on from its state_dict()"
+            why = "the state of its shards is lost with a rank, and a new rank has none"
+            do = "let open(shard, epoch, seed, skip) skip, and give the stream skips = True; or "
+            do += (
+                "leave --elastic out: with --max-restarts 3 the job starts again from a checkpoint"
+            )
+        else:
+            return
+        problem = f"train_data() is {data}"
+        raise RequestError(asked=f"--elastic {self.job.elastic}", found=problem, why=why, do=do)
+
+    def _needs_state(self, source: StreamSource) -> bool:
+        """Whether a stream may be unable to `skip`, and no checkpoint gives its state back."""
+        if self.strategy.agreement.cuts_state or getattr(source.dataset, "skips", False):
+            return False
+        return bool(state_of_rows(source.rows(0, 0, 0)))
 
     @property
     def _meets_in_passes(self) -> bool:

@@ -63,6 +63,8 @@ class RankRecord(Callback):
         self._seen_before = trainer.progress.samples_seen
         if self.world.is_leader:
             self._open_files(trainer.progress.batch_index)
+            if self.job.elastic:
+                self.events.event("data", data=trainer.task_data.opened_data.facts)
 
     def _open_files(self, step: int) -> None:
         self._metrics = open_metrics(self.run_dir, step)
@@ -175,6 +177,8 @@ class RankRecord(Callback):
 
     def _write(self) -> None:
         for result in self._unread:
+            if self.job.elastic and result.batch_index <= self._last_row:
+                continue  # its callbacks are called again, in another group
             if result.bad and self._speaks:
                 problem = {"bad": result.bad, "culprits": result.culprits}
                 self.events.event("bad_step", step=result.batch_index, **problem)
