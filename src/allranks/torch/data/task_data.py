@@ -207,9 +207,7 @@ class TaskData:
             data = f"a stream ({type(source.dataset).__name__}) that goes on from its state_dict()"
             why = "the state of its shards is lost with a rank, and a new rank has none"
             do = "let open(shard, epoch, seed, skip) skip, and give the stream skips = True; or "
-            do += (
-                "leave --elastic out: with --max-restarts 3 the job starts again from a checkpoint"
-            )
+            do += "leave --elastic out: with --max-restarts 3 it starts again from a checkpoint"
         else:
             return
         problem = f"train_data() is {data}"
