@@ -350,7 +350,7 @@ class RankProgram(ABC, Generic[T]):
         trainer.rehearse()
         trainer.faults.reach("start")
         before = dataclasses.replace(self.leave_group(trainer, planned=False), is_new=True)
-        self.record.events.event("joining")
+        self.record.events.event("joining", data=before.data.facts)
         group = first_group(trainer.heartbeat, world)
         trainer = self._meet(task, before, group, -1)
         self.record.join(trainer)
