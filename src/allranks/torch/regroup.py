@@ -68,7 +68,7 @@ def hand_over(trainer: Trainer) -> Handover:
         is_best=trainer.evaluation_plan.is_best,
         row=None if trainer.last_result is None else row_of(trainer.last_result),
         unheard=None if is_cut else trainer.unheard,
-        heard=trainer.heard,
+        callbacks_called=trainer.callbacks_called,
         reached=reached,
         steps_again=trainer.steps_again,
         built=None if is_cut else trainer.built,

@@ -290,7 +290,7 @@ class Trainer(EngineTrainer[Batch]):
             steps.progress = steps.progress.at_epoch(steps.progress.epoch + 1)
             return result
         steps.progress = done = steps.progress.after(result, batch.epoch, batch.step_in_epoch)
-        self.last_result, self.unheard, self.heard = result, (batch, result), 0
+        self.last_result, self.unheard, self.callbacks_called = result, (batch, result), 0
         if self._dealer is not None:
             self._dealer.after_step(done)
         if is_witnessed:
@@ -526,16 +526,16 @@ class Trainer(EngineTrainer[Batch]):
     def _place_model(self) -> BuiltModel:
         """Build the model, and set the strategy up; in a later group with those of the last one."""
         before: BuiltModel | None = None if self._before is None else self._before.built
-        kept = None if self._before is None else self._before.optimizer
+        optimizer = None if self._before is None else self._before.optimizer
         on_close = self._resources.on_close
         built = build_model(
             self.task, self.job, self._scope, self.strategy, self.world, on_close, before
         )
         self.strategy.compares_groups = self.world.group == 0  # a new rank's are as they were made
-        make = self.task.optimizer if kept is None else lambda model: kept[0].optimizer
+        make = self.task.optimizer if optimizer is None else lambda model: optimizer[0].optimizer
         self.strategy.setup(built.model, make)
-        if kept is not None:
-            self.strategy.step.rates, self.strategy.initial_set = kept
+        if optimizer is not None:
+            self.strategy.step.rates, self.strategy.initial_set = optimizer
         self._resources.on_close(self.strategy.close)
         if self.job.compile:
             self._resources.on_close(compile_passes(self.task, self.job, self.strategy))

@@ -88,7 +88,7 @@ def _fit(trainer: EngineTrainer[Any]) -> bool:
             if result.taken:
                 for callback in callbacks:
                     callback.on_step(trainer, batch, result)
-                    trainer.heard += 1
+                    trainer.callbacks_called += 1
         trainer.unheard = None
         if _follow_step(trainer, results[-1]):
             return False
@@ -401,7 +401,7 @@ class RankProgram(ABC, Generic[T]):
         trainer.steps_again = agreed.again_before + agreed.steps_again
         self.record.follow_group(self.world, group, agreed)
         if before.unheard is not None and before.step == agreed.position.step:
-            for callback in trainer.callbacks[before.heard :]:
+            for callback in trainer.callbacks[before.callbacks_called :]:
                 callback.on_step(trainer, *before.unheard)
         return trainer
 

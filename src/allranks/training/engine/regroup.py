@@ -41,7 +41,7 @@ class Handover:
 
     `state` is that of `EngineTrainer.course`, and the engine's as `strategy`; its tensors are those
     of the model and the optimizer, not copies. `row` is what the metrics say of the last step. That
-    is `unheard`, with its batch, if only the first `heard` callbacks were called yet. `reached` is
+    is `unheard`, with its batch, if only the first `callbacks_called` were called yet. `reached` is
     how many steps were begun, `steps_again` how many were made again before. `built`, `optimizer`
     and `data` are the engine's model, its optimizer as it was made, and its opened data.
 
@@ -56,7 +56,7 @@ class Handover:
     is_best: bool
     row: dict[str, Any] | None
     unheard: tuple[Any, StepResult] | None
-    heard: int
+    callbacks_called: int
     reached: int
     steps_again: int
     built: Any

@@ -358,7 +358,7 @@ class EngineTrainer(ABC, Generic[B]):
         self.steps_again = 0 if before is None else before.steps_again
         self.last_result: StepResult | None = None
         self.unheard: tuple[B, StepResult] | None = None  # a step, until the callbacks were called
-        self.heard = 0  # how many of them
+        self.callbacks_called = 0  # how many of them
         self.user_buffers = list[str]()
         self.in_step = list[B]()  # while `fit` makes a step: its batch
         self._has_given, self._came_to_an_end, self._called = False, True, set[str]()
