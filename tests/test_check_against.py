@@ -140,7 +140,7 @@ def recorded(server: ForkServer, folder: Path) -> Recorded:
     return record
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=7)
 @pytest.mark.parametrize("name", EQUAL)
 def test_equal_scripts_are_equal(name: str, recorded: Recorded) -> None:
     reference, ranks, candidate, others = EQUAL[name]
@@ -153,7 +153,7 @@ def test_equal_scripts_are_equal(name: str, recorded: Recorded) -> None:
         assert any(note.startswith("weights not compared") for note in comparison.notes.values())
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=9)
 @pytest.mark.parametrize("name", UNEQUAL)
 def test_the_first_difference_is_named_with_its_cause(name: str, recorded: Recorded) -> None:
     (reference, ranks, candidate, others), (step, kind, tensor, cause) = UNEQUAL[name]

@@ -60,7 +60,7 @@ def line_of(module: str) -> str:
     return inner.get(module, f"self.{module}(")
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow(but=1, most=8)
 @pytest.mark.parametrize("lie", LIES)
 def test_a_kernel_that_lies_is_named(lie: str, server: ForkServer, tmp_path: Path) -> None:
     verdict = made(server, tmp_path, f"lie={lie}").verdict()

@@ -100,7 +100,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=11)
 @pytest.mark.parametrize("backend", ["", "gloo"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_ranks_are_lost_anywhere(train: Train, alone: Result, name: str, backend: str) -> None:

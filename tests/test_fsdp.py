@@ -348,7 +348,7 @@ def test_a_weight_that_is_no_whole_one_is_neither_read_nor_written(
         train("fsdp_tasks:Looks", f"what={what}", strategy="fsdp", ranks=2, steps=6)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=4)
 @pytest.mark.parametrize("strategy", ["fsdp:tensor=2", "hsdp:shard=2", "fsdp:offload=cpu"])
 @pytest.mark.parametrize(
     ("what", "found"), [("reads a block", USED), ("late lerp", WRITTEN), ("late data", WRITTEN)]

@@ -109,7 +109,7 @@ def references() -> dict[Any, Any]:
     return {}
 
 
-@pytest.mark.slow(most=22)
+@pytest.mark.slow(most=16)
 @pytest.mark.thinned(
     2,
     ("strategy", ("ddp", "zero2", "fsdp", "tensor", "1f1b")),

@@ -63,7 +63,7 @@ def trained(
         return weights_sha256(trainer.weights()), trainer.witness.testimony
 
 
-@pytest.mark.slow(but=3)
+@pytest.mark.slow(but=3, most=14)
 @pytest.mark.parametrize(("kind", "how"), WRITES)
 def test_the_witness_changes_no_batch_that_the_model_writes_on(kind: str, how: str) -> None:
     digest, said = trained(kind, how)

@@ -27,7 +27,7 @@ NOT_EXACT = ("local-sgd", "independent", "ps", "decoupled")
 __all__ = ["references"]
 
 
-@pytest.mark.slow(but=3)
+@pytest.mark.slow(but=3, most=10)
 @pytest.mark.parametrize(("task", "ranks", "strategy"), CASES)
 def test_it_has_the_weights_of_the_end(
     task: str, ranks: int, strategy: str, train: Train, references: dict[str, Any]

@@ -70,7 +70,7 @@ def said(train: Train, task: str, **job: Any) -> tuple[str, Result | None]:
     return "; ".join(result.summary["witness"]["found"]), result
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow(but=1, most=7)
 @pytest.mark.thinned(1, ("task", [*NAMED]), ("ranks", [1, 2]))
 def test_what_follows_the_ranks_is_named(task: str, ranks: int, train: Train) -> None:
     text, result = said(train, task, ranks=ranks)
@@ -228,7 +228,7 @@ RIGHT = [
 ]
 
 
-@pytest.mark.slow(but=1, most=16)
+@pytest.mark.slow(but=1, most=10)
 @pytest.mark.parametrize(("task", "job"), RIGHT, ids=lambda value: str(value).replace("/", ""))
 def test_right_tasks_hear_no_word(task: str, job: dict[str, Any], train: Train) -> None:
     job = {"steps": 6, "precision": "fp64", **job}

@@ -10,7 +10,7 @@ from pretended.queues import StandsStill, run_ranks
 CHUNKS = {"interleaved": (2, 3)}
 
 
-@pytest.mark.slow(but=1)
+@pytest.mark.slow(but=1, most=7)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_no_schedule_stands_still(schedule: str, ranks: int) -> None:

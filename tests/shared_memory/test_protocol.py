@@ -32,7 +32,7 @@ def test_three_ranks_read_what_was_given_and_end(kinds: tuple[str, ...]) -> None
     assert explore(*ranks_that_call(kinds, 3)) > 10_000
 
 
-@pytest.mark.slow(most=32)
+@pytest.mark.slow(most=16)
 @pytest.mark.parametrize("kinds", list(itertools.product(KINDS, repeat=3)), ids="-".join)
 def test_any_three_calls_of_three_ranks_end(kinds: tuple[str, ...]) -> None:
     explore(*ranks_that_call(kinds, 3, slots=1))
