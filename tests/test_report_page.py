@@ -342,6 +342,25 @@ def test_a_thinned_curve_keeps_what_stands_out() -> None:
     assert (thin.xs[0], thin.xs[-1]) == (0, 19_999)
 
 
+def test_the_shares_of_a_run_are_steps_of_a_line_for_each_rank(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    tables = [(0, [0, 1, 2], [2, 2, 4]), (5, [0, 2], [3, 5])]
+    rows = [
+        {"event": "shares", "time": float(step), "monotonic": float(step), "attempt": 0}
+        | {"step": step, "ranks": ranks, "shares": shares}
+        for step, ranks, shares in tables
+    ]
+    write_lines(folder / "events-0.jsonl", rows)
+    run = read_run(folder, "shares")
+    (chart,) = (chart for chart in charts_of([run]) if chart.title == "Shards of a step")
+    last = run.rows.steps[-1]
+    assert [(line.label, line.series.xs, line.series.ys) for line in chart.lines] == [
+        ("rank 0", (0, 5, 5, last), (2, 2, 3, 3)),
+        ("rank 1", (0, 5), (2, 2)),
+        ("rank 2", (0, 5, 5, last), (4, 4, 5, 5)),
+    ]
+
+
 @pytest.mark.slow
 def test_a_row_of_a_long_run_takes_few_bytes(tmp_path: Path) -> None:
     peaks = {}

@@ -104,7 +104,11 @@ def _memory_in_words(memory: dict[str, dict[str, int | None]]) -> str:
 
 def _went_wrong(path: Path) -> list[str]:
     """Notes about problems during the run, the first `MOST_NOTES` in full."""
-    problems = [problem for event in read_events(path) for _, problem in anomalies_in(event)]
+    problems = [
+        problem if rank is None else f"rank {rank}: {problem}"
+        for event in read_events(path)
+        for rank, problem in anomalies_in(event)
+    ]
     lines = [f"note: {line}" for line in problems[:MOST_NOTES]]
     if len(problems) > MOST_NOTES:
         lines.append(f"note: and {len(problems) - MOST_NOTES} more: see {path / 'events*.jsonl'}")

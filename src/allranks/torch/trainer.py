@@ -490,7 +490,7 @@ class Trainer(EngineTrainer[Batch]):
         if task.overrides("plateau"):
             step.rates.factor = lambda: plan.rate_factor
         if job.share:
-            self._dealer = Dealer(self.strategy, job, self.heartbeat, report)
+            self._dealer = Dealer(self.strategy, job, self.heartbeat, self.world.number, report)
         self._steps = steps_of(self.strategy, job)
         check_limits(task, job, self.strategy)
         whole = whole_norm(task, self.strategy.data, self._scope, self.built.swapped)

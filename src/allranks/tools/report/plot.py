@@ -305,7 +305,8 @@ def log_ticks(low: float, high: float) -> Sequence[float]:
 
 
 # --- charts --------------------------------------------------------------------------------------
-# Which curves the page draws: loss, each metric of the evaluations, samples per second, rates.
+# Which curves the page draws: loss, each metric of the evaluations, samples per second, rates,
+# and of one run the shards of each rank.
 
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -321,7 +322,7 @@ def letter_of(number: int) -> str:
 
 def charts_of(runs: Sequence[RecordedRun]) -> list[Chart]:
     """The charts of these runs, with their curves overlaid; empty charts are left out."""
-    charts = [_loss(runs), *_metrics(runs), _speed(runs), *_rates(runs)]
+    charts = [_loss(runs), *_metrics(runs), _speed(runs), *_rates(runs), *_shares(runs)]
     return [chart for chart in charts if chart.lines]
 
 
@@ -414,3 +415,23 @@ def _rates(runs: Sequence[RecordedRun]) -> list[Chart]:
         if len(_first_values(series)) > 1:
             charts.append(Chart(title, tuple(_lines(runs, series, title))))
     return charts
+
+
+def _shares(runs: Sequence[RecordedRun]) -> list[Chart]:
+    """How many shards of a step each rank of one run had, where they changed since its start."""
+    every = [event for event in runs[0].events if event["event"] == "shares"]
+    tables = [event for event in every if event["attempt"] == every[-1]["attempt"]]
+    if len(tables) < 2 or len(runs) > 1:
+        return []
+    ends = [*(event["step"] for event in tables[1:]), max([*runs[0].rows.steps, 0])]
+    curves: dict[int, tuple[list[float], list[float]]] = {}
+    for event, end in zip(tables, ends, strict=True):
+        for rank, count in zip(event["ranks"], event["shares"], strict=True):
+            xs, ys = curves.setdefault(rank, ([], []))
+            xs += [event["step"], end]
+            ys += [count, count]
+    lines = [
+        PlotLine(f"rank {rank}", Series("", xs, ys), number % COLOURS, LINE, str(rank))
+        for number, (rank, (xs, ys)) in enumerate(sorted(curves.items()))
+    ]
+    return [Chart("Shards of a step", tuple(lines), note="by rank: --share", from_zero=True)]

@@ -24,19 +24,27 @@ from allranks.training.progress import Progress
 class Dealer:
     """The shares of one training; every rank makes one, and calls the same methods.
 
-    The constructor gathers the names of hosts and devices, and raises `RequestError` for shares
-    that cannot be. `report` is called on the leader for each table of shares.
+    The constructor gathers the `number` of each process in the job, and the names of hosts and
+    devices, and raises `RequestError` for shares that cannot be. `report` is called on the leader
+    for each table of shares.
     """
 
     def __init__(
-        self, strategy: Strategy, job: Job, heartbeat: Heartbeat, report: Callable[..., None]
+        self,
+        strategy: Strategy,
+        job: Job,
+        heartbeat: Heartbeat,
+        number: int,
+        report: Callable[..., None],
     ) -> None:
         check_share(job.share, job.strategy_spec)
         self.strategy, self._report = strategy, report
         device = strategy.comm.device
         names = [socket.gethostname(), device.type, *filter(None, [chip_name(device)])]
-        of_readers = map(json.loads, strategy.data.gather_texts(json.dumps(names)))
-        shares = shares_for(job.share, strategy.task.shards, list(of_readers))
+        of_readers = map(json.loads, strategy.data.gather_texts(json.dumps([number, *names])))
+        numbers, each = zip(*((number, names) for number, *names in of_readers), strict=True)
+        self._numbers = list(numbers)
+        shares = shares_for(job.share, strategy.task.shards, list(each))
         self._dealing: Dealing | None = None
         self._next: Shares | None = None
         self._first: Shares | None = shares
@@ -68,5 +76,5 @@ class Dealer:
 
     def _tell(self, step: int, shares: Shares, seconds: list[float] | None) -> None:
         if self.strategy.comm.rank == 0:
-            counts = list(shares.counts)
-            self._report("shares", step=step, shares=counts, seconds_per_shard=seconds)
+            values = {"shares": list(shares.counts), "seconds_per_shard": seconds}
+            self._report("shares", step=step, ranks=self._numbers, **values)
