@@ -396,7 +396,7 @@ def hang_report(
         path.write_text(f"{hang}\n")
     lines = [f"no sign of life for {hang.timeout_s:g} s (--hang-timeout)"]
     for rank in hang.missing:
-        host = hosts[rank] if hosts else ""
+        host = hosts[rank] if rank < len(hosts) else ""  # one that has joined is not there
         lines += [
             f"{name_of(rank)} on {host or socket.gethostname()} is missing: {hang.describe(rank)}",
             "",

@@ -130,8 +130,15 @@ def _close_connections(group: Any) -> None:
     if dist.get_backend(group) == "nccl":
         return
     backend: Any = group._get_backend(torch.device("cpu"))
-    if type(backend).__name__ != "ProcessGroupGloo":
-        return
+    for part in ("leaders", "gloo"):  # of a group over shared memory and a network
+        if (gloo := getattr(backend, part, None)) is not None:
+            _close_each(gloo._get_backend(torch.device("cpu")))
+    if type(backend).__name__ == "ProcessGroupGloo":
+        _close_each(backend)
+
+
+def _close_each(backend: Any) -> None:
+    """Close the connections of Gloo to each peer."""
     for peer in range(backend.size()):
         if peer == backend.rank():
             continue
