@@ -130,9 +130,10 @@ def _close_connections(group: Any) -> None:
     if dist.get_backend(group) == "nccl":
         return
     backend: Any = group._get_backend(torch.device("cpu"))
-    for part in ("leaders", "gloo"):  # of a group over shared memory and a network
-        if (gloo := getattr(backend, part, None)) is not None:
-            _close_each(gloo._get_backend(torch.device("cpu")))
+    if hasattr(backend, "leaders"):  # a group over shared memory and a network
+        for part in (backend.leaders, backend.gloo):
+            if part is not None:
+                _close_each(part._get_backend(torch.device("cpu")))
     if type(backend).__name__ == "ProcessGroupGloo":
         _close_each(backend)
 
