@@ -6,19 +6,29 @@ nodes make some of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import threading
+from collections.abc import Callable, Collection
+from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from allranks.errors import PeerLost
 from allranks.job.config import resolve
 from allranks.job.run_folder import read_events, read_rows
 from allranks.job.scaling import ANSWERS, ScaleRequest, post
+from allranks.launcher.heartbeat import Group, Heartbeat, HeartbeatTable
 from allranks.launcher.nodes.cluster import Cluster
 from allranks.launcher.places import Rendezvous
 from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.processes.process import Exit
 from allranks.launcher.start import JobWatcher, Result, run_job
+from allranks.launcher.supervisor import RankWatch, WatchPolicy
+from allranks.torch.comm.join import GlancingStore
 from conftest import TASKS
 from test_elastic import PROGRAM, STEPS, assert_undisturbed, groups
 
@@ -33,7 +43,6 @@ ON_NODES: dict[str, Any] = {
     "first_check": "off",
 }
 SOON = Rendezvous(node_timeout_s=4.0)
-PACED = "slow@rank=0,seconds=0.1 slow@rank=2,seconds=0.1"  # the head has seen them begin a step
 Elastic = Callable[..., Result]
 
 
@@ -57,6 +66,55 @@ def elastic(nodes: Cluster, tmp_path: Path) -> Elastic:
         return run_job(resolve(PROGRAM, flags), resources=nodes)
 
     return run
+
+
+def test_agents_show_their_ranks_the_newest_group() -> None:
+    """With the address where it meets; an older one that comes late changes nothing."""
+    with closing(HeartbeatTable(4, begin=3)) as head, closing(HeartbeatTable(4, begin=0)) as agents:
+        agents.put_orders(head.orders)
+        rank = Heartbeat(agents.fd, 2)
+        assert rank.group() == Group(0, -1, (0, 1, 2))
+        head.stores |= {0: "10.0.0.1:4000", 1: "192.168.255.254:65535"}
+        first, second = head.form_group([0, 2]), head.form_group([1, 2, 3], 9)
+        before = {"wanted": [0.0, 0.0], "group": asdict(first)}
+        assert (first.store, second.store) == ("10.0.0.1:4000", "192.168.255.254:65535")
+        agents.put_orders(json.loads(json.dumps(head.orders)))
+        agents.put_orders(before)
+        assert rank.group() == second and rank.has_left(0, 9) and not rank.has_left(0, 8)
+
+
+def test_a_call_of_a_store_that_does_not_answer_is_left() -> None:
+    """Its node is cut off: the rank goes on when the others form a group."""
+    released = threading.Event()
+    glances = iter([None, None, PeerLost("another group trains")])
+
+    def glance() -> None:
+        if (error := next(glances)) is not None:
+            raise error
+
+    store = GlancingStore(lambda: SimpleNamespace(check=lambda keys: released.wait()), glance)
+    try:
+        with pytest.raises(PeerLost, match="another group"):
+            store.check(["key"])
+    finally:
+        released.set()
+        store.thread.shutdown()
+
+
+def test_the_ranks_of_a_lost_node_do_not_count_as_remaining() -> None:
+    """Else the first of two is done without, though too few are left with the second."""
+    ends = [Exit(ticket, -9, 0.0, lost="no word of it") for ticket in (11, 12)]
+    server: Any = SimpleNamespace(exits=lambda seconds: ends, wake=lambda: None)
+    seen = list[tuple[int, Collection[int]]]()
+
+    def may_lose(rank: int, remaining: Collection[int]) -> bool:
+        seen.append((rank, remaining))
+        return True
+
+    watch = RankWatch(server, WatchPolicy(may_lose=may_lose, outlive_nodes=frozenset({1, 2})))
+    watch.alive = {10: 0, 11: 1, 12: 2}
+    watch.take_exits()
+    assert seen == [(1, {0}), (2, {0})] and watch.spared == {1, 2}
 
 
 LOSSES = {
@@ -83,23 +141,30 @@ def test_ranks_are_lost_on_any_node(elastic: Elastic, alone: Result, name: str) 
         assert len({row["pid"] for row in rows}) == 1
 
 
+CUTS = {
+    "the other half of the nodes": ("cut@node=1,step=3 slow@rank=0,seconds=0.1", 1, [0, 1]),
+    "the store, while a group meets there": (
+        "kill@rank=3,step=5 cut@node=0,step=5 slow@rank=2,at=regroup,seconds=1",
+        0,
+        [2],
+    ),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fault", "node", "members"), [("cut", 1, [0, 1]), ("kill-node", 0, [2, 3])]
-)
-def test_all_ranks_of_a_lost_node_are_lost_at_once(
-    alone: Result, tmp_path: Path, fault: str, node: int, members: list[int]
-) -> None:
-    """A node whose link is cut ends its ranks itself, before the others go on."""
-    inject = f"{fault}@node={node},step=3 {PACED}"
+@pytest.mark.parametrize("name", CUTS)
+def test_a_node_that_is_cut_off_is_lost(alone: Result, tmp_path: Path, name: str) -> None:
+    """All its ranks are, in one group; it has ended them itself before the others go on."""
+    inject, node, members = CUTS[name]
     flags = {**ON_NODES, "run_dir": str(tmp_path / "run"), "inject": inject}
     result = run_job(resolve(PROGRAM, flags), rendezvous=SOON)
     assert_undisturbed(result, alone)
-    (group,) = groups(result)
-    assert (group["number"], group["members"]) == (1, members)
+    assert [row["members"] for row in groups(result)] == [members]
     lost = [row for row in read_events(result.run_dir) if row["event"] == "worker_lost"]
-    assert [row["host"] for row in lost] == [f"node{node}"] * 2
-    assert all("no word of it for 4 s" in row["cause"] for row in lost)
+    of_node = [row for row in lost if row["host"] == f"node{node}"]
+    assert [row["rank"] for row in of_node] == [2 * node, 2 * node + 1]
+    assert all("no word of it for 4 s" in row["cause"] for row in of_node)
+    assert all("its processes are ended" in row["cause"] for row in of_node)
 
 
 @pytest.mark.slow

@@ -292,7 +292,7 @@ class HeartbeatTable:
         for number, value in enumerate(orders["wanted"]):
             self._memory[number] = value
         group = orders["group"]
-        if group["number"] > self.group.number:
+        if group["number"] >= self.group.number:
             self.put_group(Group(**{**group, "members": tuple(group["members"])}))
 
     def form_group(self, members: Collection[int], from_step: int = -1) -> Group:

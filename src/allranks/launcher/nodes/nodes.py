@@ -399,7 +399,7 @@ class NodeRanks:
         if is_first or world.attempt not in self._heartbeats:
             self._forget_heartbeats()
             self._kills = Kills.now()
-            self._heartbeats[world.attempt] = HeartbeatTable(message["rows"])
+            self._heartbeats[world.attempt] = HeartbeatTable(message["rows"], begin=0)
         heartbeats = self._heartbeats[world.attempt]
         heartbeats.clear(world.number)
         heartbeats.put_orders(message["orders"])
