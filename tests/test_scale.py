@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -216,7 +215,7 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
         closing(RunFolder(tmp_path / "run")) as folder,
         closing(HeartbeatTable(4, begin=2)) as table,
     ):
-        plan = SimpleNamespace(ranks=[RankPlan(World(rank, 4), {}) for rank in range(4)])
+        plan = {rank: RankPlan(World(rank, 4), {}) for rank in range(4)}
 
         def make(planned: RankPlan) -> Process:
             assert planned.world.group == -1 and planned.world.number == planned.world.rank
@@ -227,7 +226,7 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
             folder,
             0,
             table,
-            plan_for=lambda size: plan,
+            plan_for=lambda ranks, new: plan,
             make=make,
             edited=lambda: "",
             differs=lambda ready: "",
@@ -348,9 +347,9 @@ def test_whom_the_job_can_lose_meanwhile(launch: Launch) -> None:
     assert launch.table.group.members == (0,) and not launch.answer
     assert launch.scaling.may_lose(1, {0}) and not launch.scaling.may_lose(0, {1})
     launch.scaling.lost(1, Exit(1, -9, 0.0))  # before it left: in the middle of a step
-    assert (launch.table.group.members, launch.table.group.from_step) == ((0,), -1)
     launch.watch.alive.pop(1)
     launch.tick()
+    assert (launch.table.group.members, launch.table.group.from_step) == ((0,), -1)
     assert not launch.answer, "rank 0 may be done before it trains alone"
     Heartbeat(launch.table.fd, 0).enter_group(2)
     launch.tick()

@@ -388,7 +388,6 @@ def _check_elastic(job: Job, spec: StrategySpec) -> None:
             "it names the ranks that the job begins with, and others may come",
             "--share auto",
         ),
-        (job.nodes > 1, f"--nodes {job.nodes}", "it was tried on one machine alone", "--nodes 1"),
         (
             job.device != "cpu",
             f"--device {job.device}",

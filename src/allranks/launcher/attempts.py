@@ -284,7 +284,7 @@ class Attempts:
                 kills = Kills.now()
                 ended = self._try(target, attempt, heartbeats)
                 self._look_at_programs(attempt, at_once=True)
-                beats = [b for b in heartbeats.read() if b.rank in heartbeats.group.members]
+                beats = heartbeats.read_members()
             memory = Kills.now().since(kills)
             fault = first_fault(ended, self.folder.path, attempt, memory, beats, must_say_so=True)
             exits = {rank: exit_.code for rank, exit_ in sorted(ended.exits.items())}
@@ -416,7 +416,7 @@ class Attempts:
             self.folder.look_if_due()
             if not process_set.outlive_nodes:  # else no rank waits for the slowest
                 stragglers.look()
-            self.resources.inject_due_faults(heartbeats.read())
+            self.resources.inject_due_faults(heartbeats.read_members())
             self._look_at_programs(attempt)
             with suppress(OSError, ValueError):  # a display must not end the training
                 self.on_tick()
@@ -443,12 +443,6 @@ class Attempts:
         """The policy of a job whose ranks leave and join."""
         job, programs, heartbeats = self.plan.job, self._programs, self._table
 
-        def plan_for(size: int) -> LaunchPlan:
-            return self.resources.plan(dataclasses.replace(job, ranks=size), self.plan.shape)
-
-        def edited() -> str:
-            return programs.edited(job.program)
-
         def may_lose(rank: int, remaining: Collection[int]) -> bool:
             if rank in heartbeats.group.members:
                 failure = self._rejoining.failure(self.folder.path, rank, attempt)
@@ -462,8 +456,12 @@ class Attempts:
             self._record_lost(attempt, rank, exit_)
 
         on = (Bounds(*elastic_range(job)), self.folder, attempt, heartbeats)
+        plan_for = partial(self.resources.plan_for, self.plan)
+        edited = partial(programs.edited, job.program)
         scaling = Scaling(*on, plan_for, make, edited, programs.differs)
-        return dataclasses.replace(policy, may_lose=may_lose, on_lost=on_lost, steer=scaling.steer)
+        policy = dataclasses.replace(policy, may_lose=may_lose, steer=scaling.steer)
+        outlive_nodes = frozenset(range(heartbeats.ranks))
+        return dataclasses.replace(policy, on_lost=on_lost, outlive_nodes=outlive_nodes)
 
     def _look_at_programs(self, attempt: int, at_once: bool = False) -> None:
         try:
@@ -483,7 +481,8 @@ class Attempts:
     def _process(self, rank: RankPlan, target: str, attempt: int, again: int = 0) -> Process:
         """The process of a rank; `again` counts its restarts in this attempt."""
         store = f"{rank.world.store}-{attempt}" if rank.world.store else ""
-        hosts_store = bool(rank.world.rendezvous) and rank.world.is_leader
+        may_lead = rank.world.is_leader or bool(self.plan.job.elastic)
+        hosts_store = bool(rank.world.rendezvous) and may_lead and not again
         world = dataclasses.replace(
             rank.world,
             store=store,
@@ -492,7 +491,7 @@ class Attempts:
             secret=self._secret,
             heartbeat=HEARTBEAT_FD,
             segment=SEGMENT_FD,
-            listener=LISTENER_FD if hosts_store and not again else -1,
+            listener=LISTENER_FD if hosts_store else -1,
         )
         log = rank_log_path(self.folder.path, world.rank)
         environment = {**rank.environment, **world.variables()}
@@ -568,7 +567,7 @@ class Attempts:
         events = [] if exit_.code < 0 else events_of(self.folder.path, rank, attempt)
         event = next((row for row in reversed(events) if row["event"] == "failed"), None)
         fault = RankFault(rank, exit_.code, exit_.monotonic, event, memory, exit_.peak_bytes)
-        host = self.plan.ranks[rank].host if self.plan.job.nodes > 1 else ""
+        host = exit_.host if self.plan.job.nodes > 1 else ""
         self.folder.events.event(
             "worker_lost",
             rank=rank,

@@ -396,14 +396,15 @@ def hang_report(
         path.write_text(f"{hang}\n")
     lines = [f"no sign of life for {hang.timeout_s:g} s (--hang-timeout)"]
     for rank in hang.missing:
-        host = hosts[rank] if hosts else ""
+        host = hosts[rank] if rank < len(hosts) else ""  # one that has joined is not there
         lines += [
             f"{name_of(rank)} on {host or socket.gethostname()} is missing: {hang.describe(rank)}",
             "",
         ]
         lines += [hang.stacks[rank] or "it wrote no stack", ""]
     if not hang.missing:
-        lines.append("every rank waits for the others: is a task communicating on its own?")
+        apart = ", or do two nodes not reach each other" if len({*hosts}) > 1 else ""
+        lines.append(f"every rank waits for the others: is a task communicating on its own{apart}?")
     for rank in sorted(set(hang.beats) - set(hang.missing)):
         lines.append(f"{name_of(rank)} waits {hang.describe(rank)}")
     return "\n".join([*lines, f"the stacks of all ranks: {path}"])

@@ -2,10 +2,12 @@
 
 A rank writes where it is, at every step and every change of phase, from the thread that trains: a
 thread of its own would go on beating in a deadlock. The supervisor reads it, and writes back what
-it wants of the ranks (to stop, to save), and which of them train together (`Group`). The memory has
-no name, so no death leaves it behind.
+it wants of the ranks (to stop, to save), and which of them train together (`Group`). Every node has
+such a memory, with rows for all ranks of the job. The memory has no name, so no death leaves it
+behind.
 
-    [ wanted: stop, save | group: number, step from which it trains, whether each rank is in it
+    [ wanted: stop, save | group: number, step from which it trains, where its ranks meet, and
+      whether each rank is in it
     | rank 0: beats, step, phase, since, collectives, whether the thread that saves waits for
       others, the group it is in, seconds per phase | … ]
 
@@ -15,13 +17,15 @@ than the others, by its heartbeats.
 
 from __future__ import annotations
 
+import ipaddress
 import mmap
 import os
 import socket
 import statistics
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from allranks.job.run_folder import JsonLines
 
@@ -29,7 +33,7 @@ PHASES = ("start", "data", "compute", "exchange", "evaluate", "save", "done")
 _NUMBER = {phase: number for number, phase in enumerate(PHASES)}
 _BEATS, _STEP, _PHASE, _SINCE, _COLLECTIVES, _SAVE_WAITS, _ENTERED, _SECONDS = range(8)
 _ROW = _SECONDS + len(PHASES)
-_STOP, _SAVE, _GROUP, _FROM_STEP, _MEMBERS = range(5)
+_STOP, _SAVE, _GROUP, _FROM_STEP, _STORE, _MEMBERS = range(6)
 _WANTED = 2
 
 
@@ -51,12 +55,14 @@ class Group:
     """The ranks that train together: `members`, by their rows in this memory, in order.
 
     Groups count from 0, which has all ranks. The next one begins before step `from_step`, or at
-    once where ranks were lost (-1).
+    once where ranks were lost (-1). On several nodes its first rank serves the store in which its
+    members meet, at `store` ("address:port" of IPv4).
     """
 
     number: int
     from_step: int
     members: tuple[int, ...]
+    store: str = ""
 
 
 @dataclass(frozen=True)
@@ -124,17 +130,13 @@ class Heartbeat:
         """The step that this rank works on, or worked on last; -1 if it has not begun."""
         return int(self._row[_STEP])
 
-    def step_of(self, local_rank: int) -> int:
+    def step_of(self, rank: int) -> int:
         """The step that another rank of this node works on; -1 if it has not begun."""
-        return int(self._all[_rows_at(self._ranks) + local_rank * _ROW + _STEP])
+        return int(self._all[_rows_at(self._ranks) + rank * _ROW + _STEP])
 
     def enter_group(self, number: int) -> None:
         """This rank leaves its group, and meets the others of group `number`."""
         self._row[_ENTERED] = number
-
-    def group_of(self, local_rank: int) -> int:
-        """The group that another rank of this node is in, or meets."""
-        return int(self._all[_rows_at(self._ranks) + local_rank * _ROW + _ENTERED])
 
     def collective(self) -> None:
         """This rank takes part in one more collective."""
@@ -181,10 +183,10 @@ class Heartbeat:
         while True:  # the supervisor may write the next one meanwhile
             number = self.group_number
             flags = self._all[_MEMBERS : _MEMBERS + self._ranks].tolist()
-            step = int(self._all[_FROM_STEP])
+            step, store = int(self._all[_FROM_STEP]), _address_of(self._all[_STORE])
             if number == self.group_number >= 0:
                 members = tuple(rank for rank, flag in enumerate(flags) if flag == number)
-                return Group(number, step, members)
+                return Group(number, step, members, store)
 
 
 class SaveThreadHeartbeat:
@@ -209,7 +211,8 @@ class SaveThreadHeartbeat:
 class HeartbeatTable:
     """The supervisor's end, for one attempt of `ranks` ranks; hand `fd` to each of them.
 
-    With `begin` only so many of them train at first: the other rows are for ranks that join.
+    With `begin` only so many of them train at first: the other rows are for ranks that join. On
+    several nodes `stores` has, by rank, the address at which it would serve a store.
 
     `segment_fd` is handed to them, too: an empty file in memory, with no name, that they share to
     exchange tensors. It goes with the last of them.
@@ -220,19 +223,19 @@ class HeartbeatTable:
     fd: int = field(init=False)
     segment_fd: int = field(init=False)
     is_closed: bool = field(init=False, default=False)
+    stores: dict[int, str] = field(init=False, default_factory=dict)
     group: Group = field(init=False)
     """The newest group."""
 
     def __post_init__(self) -> None:
-        self.group = Group(0, -1, tuple(range(self.ranks if self.begin is None else self.begin)))
         self.fd = os.memfd_create("allranks-heartbeat")
         self.segment_fd = os.memfd_create("allranks-segment")
         os.ftruncate(self.fd, _size(self.ranks))
         self._memory = memoryview(mmap.mmap(self.fd, _size(self.ranks))).cast("d")
         for rank in range(self.ranks):
             self.clear(rank)
-            if rank not in self.group.members:
-                self._memory[_MEMBERS + rank] = -1  # in no group yet
+            self._memory[_MEMBERS + rank] = -1  # in no group yet
+        self.put_group(Group(0, -1, tuple(range(self.ranks if self.begin is None else self.begin))))
 
     def clear(self, rank: int) -> None:
         """Forget the beats of a process that had this row before: another one begins."""
@@ -262,6 +265,10 @@ class HeartbeatTable:
             )
         return beats
 
+    def read_members(self) -> list[Beat]:
+        """The last beat of every rank of the newest group."""
+        return [beat for beat in self.read() if beat.rank in self.group.members]
+
     def row(self, rank: int) -> list[float]:
         """The last beat of rank `rank`, as numbers for another table."""
         start = _rows_at(self.ranks) + rank * _ROW
@@ -276,28 +283,36 @@ class HeartbeatTable:
         self._memory[start + _SINCE] -= clock_ahead_s if row[_SINCE] else 0.0
 
     @property
-    def wanted(self) -> tuple[float, ...]:
-        """What was asked of the ranks so far, for another memory of this kind."""
-        return tuple(self._memory[:_WANTED].tolist())
+    def orders(self) -> dict[str, Any]:
+        """What was asked of the ranks so far, and their group, for memories of other nodes."""
+        return {"wanted": self._memory[:_WANTED].tolist(), "group": asdict(self.group)}
 
-    def put_wanted(self, wanted: Sequence[float]) -> None:
+    def put_orders(self, orders: Mapping[str, Any]) -> None:
         """Ask what was asked elsewhere."""
-        for number, value in enumerate(wanted):
+        for number, value in enumerate(orders["wanted"]):
             self._memory[number] = value
+        group = orders["group"]
+        if group["number"] >= self.group.number:
+            self.put_group(Group(**{**group, "members": tuple(group["members"])}))
 
     def form_group(self, members: Collection[int], from_step: int = -1) -> Group:
         """Let these ranks train together from now on, or before step `from_step`; the next group.
 
         A rank notices it before that step; with -1 also where it waits for others.
         """
-        number = int(self._memory[_GROUP]) + 1
-        self._memory[_GROUP] = -number
-        self._memory[_FROM_STEP] = from_step
-        for rank in members:  # a flag is the number of the last group of a rank
-            self._memory[_MEMBERS + rank] = number
-        self._memory[_GROUP] = number
-        self.group = Group(number, from_step, tuple(sorted(members)))
-        return self.group
+        store = self.stores.get(min(members, default=-1), "")
+        group = Group(self.group.number + 1, from_step, tuple(sorted(members)), store)
+        self.put_group(group)
+        return group
+
+    def put_group(self, group: Group) -> None:
+        """Show ranks their newest group, formed here or elsewhere."""
+        self._memory[_GROUP] = -group.number  # while it is written
+        self._memory[_FROM_STEP], self._memory[_STORE] = group.from_step, _number_of(group.store)
+        for rank in group.members:  # a flag is the number of the last group of a rank
+            self._memory[_MEMBERS + rank] = group.number
+        self._memory[_GROUP] = group.number
+        self.group = group
 
     def ask_to_stop(self) -> None:
         """Every rank finishes its step, commits a checkpoint and leaves."""
@@ -312,6 +327,17 @@ class HeartbeatTable:
         os.close(self.segment_fd)
         self._memory.release()
         self.is_closed = True
+
+
+def _number_of(address: str) -> float:
+    """An address of IPv4 and a port ("10.0.0.1:4000"), which fit into the 53 bits of a number."""
+    host, _, port = address.rpartition(":")
+    return float(int(ipaddress.IPv4Address(host)) << 16 | int(port)) if address else 0.0
+
+
+def _address_of(number: float) -> str:
+    host, port = divmod(int(number), 1 << 16)
+    return f"{ipaddress.IPv4Address(host)}:{port}" if number else ""
 
 
 # --- straggler -----------------------------------------------------------------------------------
@@ -333,7 +359,7 @@ class Stragglers:
 
     def __init__(self, heartbeats: HeartbeatTable, events: JsonLines, hosts: Sequence[str]) -> None:
         self.heartbeats, self.events, self.hosts = heartbeats, events, hosts
-        self._before = self._of_members()
+        self._before = heartbeats.read_members()
         self._next = time.monotonic() + EVERY_S
         self._reported: set[tuple[int, str]] = set()
 
@@ -341,7 +367,7 @@ class Stragglers:
         """If it is time, compare the ranks' work per step since the last look."""
         if self.heartbeats.ranks < 2 or time.monotonic() < self._next:
             return
-        now, self._next = self._of_members(), time.monotonic() + EVERY_S
+        now, self._next = self.heartbeats.read_members(), time.monotonic() + EVERY_S
         if [beat.rank for beat in now] != [beat.rank for beat in self._before]:
             self._before = now  # ranks have joined or left
         if steps_between(self._before, now) < FEWEST_STEPS:
@@ -358,11 +384,6 @@ class Stragglers:
                     usual_seconds_per_step=usual_s,
                 )
         self._before = now
-
-    def _of_members(self) -> list[Beat]:
-        """The last beats of the ranks that train."""
-        members = self.heartbeats.group.members
-        return [beat for beat in self.heartbeats.read() if beat.rank in members]
 
 
 def steps_between(before: list[Beat], now: list[Beat]) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -286,6 +286,12 @@ class Resources(Protocol):
         """The plan of the next attempt: on the nodes that are left, with a new rendezvous."""
         ...
 
+    def plan_for(
+        self, plan: LaunchPlan, ranks: Sequence[int], new: Collection[int]
+    ) -> dict[int, RankPlan]:
+        """Each of these ranks, of which the `new` ones join those that train as in `plan`."""
+        ...
+
     def inject_due_faults(self, beats: Sequence[Beat]) -> None:
         """Break the nodes whose fault is due. Called about ten times a second while ranks run."""
         ...
@@ -317,6 +323,12 @@ class LocalMachine:
 
     def replan(self, plan: LaunchPlan) -> LaunchPlan:
         return plan
+
+    def plan_for(
+        self, plan: LaunchPlan, ranks: Sequence[int], new: Collection[int]
+    ) -> dict[int, RankPlan]:
+        job = dataclasses.replace(plan.job, ranks=len(ranks))
+        return dict(zip(ranks, self.plan(job, plan.shape).ranks, strict=True))
 
     def inject_due_faults(self, beats: Sequence[Beat]) -> None:
         """No fault of a node can be asked for on one machine."""

@@ -10,7 +10,7 @@ rank that fails before it is in a group costs the others nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from allranks.job.scaling import (
 )
 from allranks.launcher.fault_report import events_of
 from allranks.launcher.heartbeat import Group, HeartbeatTable
-from allranks.launcher.plan import LaunchPlan, RankPlan
+from allranks.launcher.plan import RankPlan
 from allranks.launcher.processes.process import Exit, Process
 from allranks.launcher.supervisor import RankWatch
 from allranks.strategies.roles import LEADER
@@ -53,22 +53,25 @@ class Change:
 class Scaling:
     """The ranks of one attempt that come and go; `steer` is called about ten times a second.
 
-    `plan_for(size)` is the plan of the job on that many ranks, `make` a process of it. `edited()`
-    names a file of the program that is not as the ranks have loaded it; `differs(ready)` one that
-    a new rank has loaded otherwise, by its event `ready`; "" if there is none.
+    `plan_for(ranks, new)` has the plan of each of `ranks`, of which some are `new`; `make` makes a
+    process of one. `edited()` names a file of the program that is not as the ranks have loaded it;
+    `differs(ready)` one that a new rank has loaded otherwise, by its event `ready`; "" if there
+    is none.
     """
 
     bounds: Bounds
     folder: RunFolder
     attempt: int
     heartbeats: HeartbeatTable
-    plan_for: Callable[[int], LaunchPlan]
+    plan_for: Callable[[Collection[int], Collection[int]], Mapping[int, RankPlan]]
     make: Callable[[RankPlan], Process]
     edited: Callable[[], str]
     differs: Callable[[dict[str, Any]], str]
     change: Change | None = field(init=False, default=None)
     joining: frozenset[int] = field(init=False, default=frozenset())
     """New ranks that have not begun to train."""
+    is_short: bool = field(init=False, default=False)
+    """Whether ranks were lost without which the others cannot end their step."""
 
     def may_lose(self, rank: int, remaining: Collection[int]) -> bool:
         """Whether the `remaining` processes go on without `rank`; each trains, or joins.
@@ -84,14 +87,14 @@ class Scaling:
         return has_begun and len(goes_on) >= self.bounds.least
 
     def lost(self, rank: int, exit_: Exit) -> None:
-        """The job goes on without this process: the others form a group at once."""
+        """The job goes on without this process; `steer` lets the others form a group."""
         members = self.heartbeats.group.members
         if rank in self.joining and rank not in members:
             if self.change is not None:
                 cause = self._cause(rank, self.change.began_at)
                 self._give_up(self.change, f"rank {rank} ended before it had joined: {cause}")
             return
-        self.heartbeats.form_group([member for member in members if member != rank])
+        self.is_short = True
 
     def _cause(self, rank: int, since: float) -> str:
         """What a new rank said when it failed; else the file of its output."""
@@ -105,7 +108,11 @@ class Scaling:
 
     def steer(self, watch: RankWatch) -> None:
         """Carry on with the change that was asked for, or look for a request."""
-        running, beats = set(watch.alive.values()), self.heartbeats.read()
+        running = set(watch.alive.values())
+        if self.is_short:
+            self.is_short = False
+            self.heartbeats.form_group(running & set(self.heartbeats.group.members))
+        beats = self.heartbeats.read()
         self.joining = frozenset(r for r in self.joining & running if beats[r].step < 0)
         over, members = not running - self.joining, set(self.heartbeats.group.members)
         if request := next_request(self.folder.path):
@@ -149,12 +156,12 @@ class Scaling:
                 "a new rank would train another program than the others",
                 "restore that file, or stop the job and resume it with the new one",
             )
-        planned = self.plan_for(size).ranks if joiners else ()
+        planned = self.plan_for(sorted({*members, *joiners}), joiners) if joiners else {}
         self.folder.take_room(joiners)
         self.change, self.joining = Change(request, joiners, leavers, size), frozenset(joiners)
         for rank in joiners:
             self.heartbeats.clear(rank)
-            world = replace(planned[rank].world, group=-1, member=rank)
+            world = replace(planned[rank].world, rank=rank, group=-1, member=rank)
             watch.start(self.make(replace(planned[rank], world=world)))
 
     def _form_if_ready(self, change: Change) -> None:

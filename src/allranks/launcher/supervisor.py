@@ -102,8 +102,8 @@ def supervise(
     watch = RankWatch(server, policy or WatchPolicy())
 
     def tick() -> None:
-        on_tick()
         watch.policy.steer(watch)
+        on_tick()
 
     with ExitStack() as stack:
         watch.run(processes, tick, signals or stack.enter_context(Signals()))
@@ -126,6 +126,7 @@ class Watch:
         self.server, self.time_limit_at = server, time_limit_at
         self.alive: dict[int, int] = {}  # ticket -> rank
         self.exits: dict[int, Exit] = {}
+        self.gone: frozenset[int] = frozenset()  # those of a lost node end at once
         self.stopped: frozenset[int] = frozenset()
         self.reason = ""
         self.stop_at = self.kill_at = NEVER
@@ -153,6 +154,7 @@ class Watch:
         exits = self.server.exits(TICK_S)
         if not exits:
             self.server.wake()
+        self.gone = frozenset(self.alive.get(ended.ticket, -1) for ended in exits)
         for ended in exits:
             if ended.ticket not in self.alive:
                 continue
@@ -305,7 +307,7 @@ class RankWatch(Watch):
         False if its whole node is lost, because peers blocked on it would hang. Roles that detect
         lost nodes themselves are in `outlive_nodes`.
         """
-        remaining = frozenset(self.alive.values())
+        remaining = frozenset(self.alive.values()) - self.gone
         if ended.lost and rank not in self.policy.outlive_nodes:
             return False
         if not self.policy.may_lose(rank, remaining):

@@ -282,7 +282,8 @@ class World:
 
     In an elastic job ranks leave and join: `group` is the number of the group that trains, `member`
     the row of this process in the heartbeats, its log and its events, which stays the same (-1
-    where it is the rank). A process that joins has `group` -1 until it is in one.
+    where it is the rank). A process that joins has `group` -1 until it is in one. On several nodes
+    each has a `listener`, and the first one of a group serves the store in which it meets.
 
     Processes that are in no group know each other by `secret`, which their launcher gave to all.
 
@@ -324,10 +325,11 @@ class World:
 
     def in_group(self, group: Group) -> World:
         """This process in the next group of an elastic job, which meets at a store of its own."""
-        store = f"{self.store.partition('-group-')[0]}-group-{group.number}"
+        store = f"{self.store.partition('-group-')[0]}-group-{group.number}" if self.store else ""
         rank, size = group.members.index(self.number), len(group.members)
         world = dataclasses.replace(self, rank=rank, size=size, store=store)
-        return dataclasses.replace(world, group=group.number, member=self.number)
+        meets = group.store or self.rendezvous
+        return dataclasses.replace(world, group=group.number, member=self.number, rendezvous=meets)
 
     def variables(self) -> dict[str, str]:
         """The environment that makes a process this member of the world."""

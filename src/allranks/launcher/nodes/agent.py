@@ -87,7 +87,7 @@ class Agent:
             "spawn": self._spawn,
             "signal": self._signal,
             "stands": self._stands,
-            "wanted": self._wanted,
+            "orders": self._orders,
             "alive": self._alive,
         }
 
@@ -230,10 +230,15 @@ class Agent:
         self._ranks = NodeRanks(self.channel, ForkServer(modules, message["hash_seed"]))
 
     def _listen(self, message: Message) -> None:
-        """Open the port at which the ranks of all nodes meet, at one address only."""
+        """Open the port at which the ranks of all nodes meet."""
         self._close_listener()
-        self._listener = socket.create_server((message["address"], 0), backlog=1024)
-        self.channel.send({"answer": self._listener.getsockname()[1]})
+        self.channel.send({"answer": self._opened_port(message["address"])})
+
+    def _opened_port(self, address: str) -> int:
+        """The port of a listener at this one address; opens it if there is none."""
+        if self._listener is None:
+            self._listener = socket.create_server((address, 0), backlog=1024)
+        return int(self._listener.getsockname()[1])
 
     def _reserve(self, message: Message) -> None:
         for reservation in self._reserved:
@@ -243,12 +248,14 @@ class Agent:
 
     def _spawn(self, message: Message) -> None:
         assert self._ranks is not None
-        listener = -1
-        if message["process"]["hosts_store"] and self._listener is not None:
-            listener = self._listener.fileno()
-        self._ranks.spawn(message, listener)
-        if listener >= 0:
-            self._close_listener()
+        if not message["process"]["hosts_store"]:
+            self._ranks.spawn(message, -1)
+            return
+        port = self._opened_port(message["address"])
+        assert self._listener is not None
+        self._ranks.spawn(message, self._listener.fileno())
+        self._close_listener()
+        self.channel.send({"listens": [message["process"]["rank"], port]})
 
     def _signal(self, message: Message) -> None:
         if self._ranks is not None:
@@ -258,9 +265,9 @@ class Agent:
         assert self._ranks is not None
         self.channel.send({"answer": self._ranks.stands(message["tickets"])})
 
-    def _wanted(self, message: Message) -> None:
+    def _orders(self, message: Message) -> None:
         if self._ranks is not None:
-            self._ranks.put_wanted(message["wanted"])
+            self._ranks.put_orders(message["orders"])
 
     def _alive(self, message: Message) -> None:
         if self._ranks is not None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from allranks.errors import EXIT_DONE, EXIT_PROGRAM_FAILED, PlaceError
 from allranks.job import faults
 from allranks.job.faults import MEND
 from allranks.job.job import Job
+from allranks.job.limits import elastic_range
 from allranks.launcher.heartbeat import Beat
 from allranks.launcher.nodes.agent import serve
 from allranks.launcher.nodes.join import ANY, Expected, JoinServer, Ticket, preflight
@@ -26,6 +28,7 @@ from allranks.launcher.nodes.nodes import Node, Nodes
 from allranks.launcher.places import AgentPlace, NodeRequest, Rendezvous, Started, find_place
 from allranks.launcher.plan import (
     LaunchPlan,
+    RankPlan,
     Seat,
     Shape,
     for_all_processes,
@@ -92,10 +95,15 @@ class Cluster:
         nodes = len({seat.node for seat in seats})
         ranks = sum(self.counts[node.number] for node in self.nodes.living)
         job = dataclasses.replace(plan.job, ranks=ranks, nodes=nodes)
+        if job.elastic and ranks < (least := elastic_range(job)[0]):
+            raise PlaceError(
+                f"the nodes that are left have {ranks} ranks, and --elastic {job.elastic} goes on "
+                f"with {least} at least"
+            )
         fewer = dataclasses.replace(plan, job=job)
         if ranks < plan.job.ranks or nodes < plan.job.nodes:
             fewer = plan_of(job, plan.shape, Visible.from_environment(), seats)
-        if len(seats) == 1:
+        if len(seats) == 1 and not job.elastic:
             return fewer
         return with_rendezvous(fewer, self.nodes.listen(self.nodes.seats[0]))
 
@@ -134,8 +142,25 @@ class Cluster:
             rankless = [node for count, node in zip(counts, living, strict=True) if not count]
             nodes = for_all_processes(job, nodes, rankless)
             seats = for_all_processes(job, seats, [self._seat(node, living) for node in rankless])
-        self.nodes.seats = tuple(nodes)
+        self.nodes.seats = dict(enumerate(nodes))
         return seats
+
+    def plan_for(
+        self, plan: LaunchPlan, ranks: Sequence[int], new: Collection[int]
+    ) -> dict[int, RankPlan]:
+        """A new rank gets a seat on the living node with the most free ones."""
+        seats = {rank: self.nodes.seats[rank] for rank in ranks if rank not in new}
+        running = Counter(node.number for node in seats.values())
+        for rank in new:
+            free = [self.counts[node.number] - running[node.number] for node in self.nodes.living]
+            seats[rank] = self.nodes.living[free.index(max(free))]
+            running[seats[rank].number] += 1
+        job = dataclasses.replace(plan.job, ranks=len(ranks))
+        places = [self._seat(seats[rank], self.nodes.nodes) for rank in ranks]
+        planned = plan_of(job, plan.shape, Visible.from_environment(), places)
+        planned = with_rendezvous(planned, plan.ranks[0].world.rendezvous)
+        self.nodes.seats |= seats
+        return dict(zip(ranks, planned.ranks, strict=True))
 
     def _seat(self, node: Node, living: list[Node]) -> Seat:
         """Nodes are numbered by host: with an agent per rank, several agents share one."""

@@ -12,7 +12,7 @@ import itertools
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -71,7 +71,7 @@ class Node:
 class Nodes:
     """All nodes of a job, after they have joined. Implements `Processes`.
 
-    `seats` are the nodes of ranks 0, 1, 2 …; set it before starting processes. `on_idle` is called
+    `seats` are the nodes of the ranks; set it before starting processes. `on_idle` is called
     about ten times a second, and may raise if the place has lost its nodes. `last_words(number)`
     is the output of a node's agent, if it is known here.
     """
@@ -88,11 +88,11 @@ class Nodes:
         self.node_timeout_s = node_timeout_s
         self.hash_seed = hash_seed()
         self.on_idle = on_idle
-        self.seats: tuple[Node, ...] = ()
+        self.seats: dict[int, Node] = {}
         self._tickets = itertools.count()
         self._exits: list[Exit] = []
         self._heartbeats: HeartbeatTable | None = None
-        self._wanted: tuple[float, ...] = ()
+        self._orders: dict[str, Any] = {}
         self._stop_reason = ""
         self._alive_at = self._looked_at = self._awake_since = time.monotonic()
         self._reported: set[int] = set()
@@ -137,12 +137,16 @@ class Nodes:
     def spawn(self, process: Process, heartbeats: HeartbeatTable | None = None) -> int:
         ticket, node = next(self._tickets), self.seat_of(process.rank)
         if heartbeats is not None and heartbeats is not self._heartbeats:
-            self._heartbeats, self._wanted = heartbeats, heartbeats.wanted
+            self._heartbeats, self._orders = heartbeats, heartbeats.orders
         node.tickets[ticket] = process.rank
         plain = {**asdict(process), "log": str(process.log)}
         message = {"do": "spawn", "ticket": ticket, "process": plain}
         checked_size(message)
-        self._send(node, {**message, "beats": heartbeats is not None})
+        if heartbeats is not None:
+            message |= {"rows": heartbeats.ranks, "orders": heartbeats.orders}
+        if process.hosts_store:
+            message |= {"address": node.address}
+        self._send(node, message)
         if node.lost:  # as it was, or became just now
             self._report_lost(node)
         return ticket
@@ -239,6 +243,7 @@ class Nodes:
         if not living:
             time.sleep(timeout_s)
         behind = [node.channel for node in living if node.channel.is_behind]
+        self._forward_orders()
         wait_for([node.channel for node in living], timeout_s, behind)
         for node in living:
             try:
@@ -251,7 +256,6 @@ class Nodes:
         if now - self._looked_at > timeout_s + SUSPENDED_S:  # this process was suspended
             self._awake_since = now
         self._looked_at = now
-        self._forward_requests()
         if now - self._alive_at > ALIVE_EVERY_S:
             self._alive_at = now
             for node in self.living:
@@ -272,6 +276,10 @@ class Nodes:
             for rank, row in message["beats"]:
                 if self._heartbeats is not None and rank in node.tickets.values():
                     self._heartbeats.put_row(rank, row, node.clock_ahead_s)
+        elif "listens" in message:
+            rank, port = message["listens"]
+            if self._heartbeats is not None:
+                self._heartbeats.stores[rank] = f"{node.address}:{port}"
         elif "alive" in message:
             now = time.monotonic()
             trip = now - message["alive"]
@@ -302,14 +310,14 @@ class Nodes:
         else:
             self._stop_reason = self._stop_reason or name
 
-    def _forward_requests(self) -> None:
+    def _forward_orders(self) -> None:
         if self._heartbeats is None or self._heartbeats.is_closed:
             return
-        wanted = self._heartbeats.wanted
-        if wanted != self._wanted:
-            self._wanted = wanted
+        orders = self._heartbeats.orders
+        if orders != self._orders:
+            self._orders = orders
             for node in self.living:
-                self._send(node, {"do": "wanted", "wanted": list(wanted)})
+                self._send(node, {"do": "orders", "orders": orders})
 
     def _send(self, node: Node, message: Message) -> None:
         if not node.lost:
@@ -376,22 +384,26 @@ class NodeRanks:
         assert self.server is not None
         fields, ticket = message["process"], message["ticket"]
         process = Process(**{**fields, "log": Path(fields["log"])})
-        heartbeats = self._heartbeats_of(process, ticket) if message["beats"] else None
+        heartbeats = self._heartbeats_of(process, message) if "rows" in message else None
         self._tickets[ticket] = self.server.spawn(process, heartbeats, listener)
 
-    def _heartbeats_of(self, process: Process, ticket: int) -> HeartbeatTable:
+    def _heartbeats_of(self, process: Process, message: Message) -> HeartbeatTable:
         """The heartbeat table of this attempt; the table of the attempt before is closed.
 
         Another job on this node may start with the same number of attempt after all ranks of the
         one before have ended: it gets a new table.
         """
         is_first = not self._worlds
-        world = self._worlds[ticket] = World.from_environment(process.environment)
+        world = World.from_environment(process.environment)
+        self._worlds[message["ticket"]] = world
         if is_first or world.attempt not in self._heartbeats:
             self._forget_heartbeats()
             self._kills = Kills.now()
-            self._heartbeats[world.attempt] = HeartbeatTable(world.local_size)
-        return self._heartbeats[world.attempt]
+            self._heartbeats[world.attempt] = HeartbeatTable(message["rows"], begin=0)
+        heartbeats = self._heartbeats[world.attempt]
+        heartbeats.clear(world.number)
+        heartbeats.put_orders(message["orders"])
+        return heartbeats
 
     def signal(self, ticket: int, number: int) -> None:
         if self.server is not None and ticket in self._tickets:
@@ -403,10 +415,10 @@ class NodeRanks:
         local = {int(rank): self._tickets[t] for rank, t in tickets.items() if t in self._tickets}
         return {rank: asdict(stand) for rank, stand in self.server.stands(local).items()}
 
-    def put_wanted(self, wanted: Sequence[float]) -> None:
-        """Forward requests to stop or to save to the ranks."""
+    def put_orders(self, orders: Message) -> None:
+        """Forward requests to stop or to save to the ranks, and which of them train together."""
         for heartbeats in self._heartbeats.values():
-            heartbeats.put_wanted(wanted)
+            heartbeats.put_orders(orders)
 
     def wake(self) -> None:
         if self.server is not None:
@@ -437,10 +449,10 @@ class NodeRanks:
             return
         self._beats_at, news = now, []
         for world in self._worlds.values():
-            row = self._heartbeats[world.attempt].row(world.local_rank)
-            if row != self._beats.get(world.rank):
-                self._beats[world.rank] = row
-                news.append([world.rank, row])
+            row = self._heartbeats[world.attempt].row(world.number)
+            if row != self._beats.get(world.number):
+                self._beats[world.number] = row
+                news.append([world.number, row])
         started = [heads for heads, local in self._tickets.items() if server.started(local)]
         self.channel.send({"beats": news, "started": started, "clock": now})
 

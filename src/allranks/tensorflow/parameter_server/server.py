@@ -57,7 +57,7 @@ def cluster_of(process_set: ProcessSet, addresses: list[str]) -> dict[str, list[
 
 def serve(job: Job, world: World, events: JsonLines) -> NoReturn:
     """Be a worker or a server of `job` until the supervisor ends this process."""
-    heartbeat = Heartbeat(world.heartbeat, world.local_rank)
+    heartbeat = Heartbeat(world.heartbeat, world.number)
     os.environ.update(FAIL_FAST)
     if job.device == "cuda" and world.role == WORKER:
         take_devices(job, 1, world.role_index, job.ranks)
@@ -111,7 +111,7 @@ def _beat(heartbeat: Heartbeat, faults: Faults) -> NoReturn:
 
 def evaluate_checkpoints(task: Task, job: Job, world: World, events: JsonLines) -> None:
     """Evaluate the checkpoints of `job` until its chief is done."""
-    heartbeat = Heartbeat(world.heartbeat, world.local_rank)
+    heartbeat = Heartbeat(world.heartbeat, world.number)
     meet(world).close()  # it serves nothing, but the others wait for all
     set_arithmetic(job)
     alone = OneDevice(TensorFlowContext(task, job, world, {}))

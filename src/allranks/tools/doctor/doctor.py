@@ -168,9 +168,8 @@ def _place_of(nodes: Nodes, request: NodeRequest, started: Started) -> _Place:
         do = "open the way between the nodes, or name the network that joins them: --interface"
         problems.append(Finding(STOP, "the nodes do not reach each other", "", str(error), do))
     counts = shares(request.ranks, len(nodes.nodes), started.slots)
-    nodes.seats = tuple(
-        node for node, count in zip(nodes.nodes, counts, strict=True) for _ in range(count)
-    )
+    seats = [node for node, count in zip(nodes.nodes, counts, strict=True) for _ in range(count)]
+    nodes.seats = dict(enumerate(seats))
     nodes.start_servers((MODULE,))
     port = int(started.listener.getsockname()[1])
     return _Place(
@@ -178,7 +177,7 @@ def _place_of(nodes: Nodes, request: NodeRequest, started: Started) -> _Place:
         listener=started.listener,
         key=started.key,
         reports={node.number: _report_of(node, nodes.nodes) for node in nodes.nodes},
-        node_of=[node.number for node in nodes.seats],
+        node_of=[node.number for node in seats],
         doors={node.number: Door(node.channel.own_address, port) for node in nodes.nodes},
         problems=problems,
     )

@@ -8,9 +8,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,8 +39,11 @@ from allranks.torch.comm.subgroups import FORMING, with_timeout
 from allranks.torch.machine import check_own_device
 
 PATIENCE_S = 5.0
+LOOK_S = 0.02
+SOONEST_S, LATEST_S = 0.001, 0.01  # between two looks at the keys of others
 NCCL, GLANCING = "nccl", "glancing"
 SHARED_BY_NCCL = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
+T = TypeVar("T")
 _joins, _trainings = itertools.count(), itertools.count()
 
 
@@ -104,59 +109,69 @@ def join(
 def _prefixed_store(world: World, glance: Callable[[], None] | None) -> Any:
     """The store of these ranks, with a prefix that no other join of theirs has."""
     joins = next(_joins) if glance is None else world.group  # a newcomer has made fewer
-    store = _store_of(world)
-    if glance is not None:
+    if glance is None:
+        store = _store_of(world)
+    else:
         # torch counts groups by name, also one that came to nothing on some of these ranks
         distributed_c10d._world.group_count = 0
         # C++ keeps no reference to what Python has added to a store
-        store = _stores[GLANCING] = GlancingStore(store, glance)
+        store = _stores[GLANCING] = GlancingStore(partial(_store_of, world), glance)
     return PrefixStore(f"attempt-{world.attempt}/join-{joins}", store)
 
 
 class GlancingStore(Store):
-    """A store in which a wait calls `glance` every millisecond, which may raise an error.
+    """A store in which a wait calls `glance` often, which may raise an error.
 
-    A rank that is lost while a group forms would hold up the others for minutes.
+    A rank that is lost while a group forms would hold up the others for minutes: if it serves the
+    store, also with one call. So a thread `connect`s to the store, and calls it; a call that this
+    rank does not wait for any more is left to it.
     """
 
-    def __init__(self, store: Any, glance: Callable[[], None]) -> None:
+    def __init__(self, connect: Callable[[], Any], glance: Callable[[], None]) -> None:
         super().__init__()
-        self.store, self.glance = store, glance
+        self.glance, self.thread = glance, ThreadPoolExecutor(1, "allranks-store")
+        self.store = self.call(connect)
+
+    def call(self, function: Callable[..., T], *args: Any) -> T:
+        """The result of a call of the thread; raises what it raises, or `glance`."""
+        result = self.thread.submit(function, *args)
+        while not wait([result], LOOK_S).done:
+            self.glance()
+        return result.result()
 
     def wait(self, keys: list[str], timeout: timedelta = TIMEOUT) -> None:
-        until = time.monotonic() + TIMEOUT.total_seconds()  # a rank may compute for long
-        while not self.store.check(keys):
+        until, pause_s = time.monotonic() + TIMEOUT.total_seconds(), SOONEST_S
+        while not self.check(keys):
             self.glance()
-            if time.monotonic() > until:
+            if time.monotonic() > until:  # a rank may compute for long
                 raise RuntimeError(f"wait timeout after {TIMEOUT} for {keys}")
-            time.sleep(0.001)
+            time.sleep(pause_s)
+            pause_s = min(1.2 * pause_s, LATEST_S)
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        value: bytes = self.store.get(key)
-        return value
+        return bytes(self.call(self.store.get, key))
 
     def set(self, key: str, value: Any) -> None:
-        self.store.set(key, value)
+        self.call(self.store.set, key, value)
 
     def add(self, key: str, amount: int) -> int:
-        return int(self.store.add(key, amount))
+        return int(self.call(self.store.add, key, amount))
 
     def check(self, keys: list[str]) -> bool:
-        return bool(self.store.check(keys))
+        return bool(self.call(self.store.check, keys))
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        value: bytes = self.store.compare_set(key, expected, desired)
-        return value
+        return bytes(self.call(self.store.compare_set, key, expected, desired))
 
     def deleteKey(self, key: str) -> bool:  # torch calls it so
-        return bool(self.store.delete_key(key))
+        return bool(self.call(self.store.delete_key, key))
 
     def getNumKeys(self) -> int:  # torch calls it so
-        return int(self.store.num_keys())
+        return int(self.call(self.store.num_keys))
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self.store.set_timeout(timeout)
+        self.call(self.store.set_timeout, timeout)
 
 
 def _backend_of(device: torch.device) -> str:
@@ -193,7 +208,8 @@ def _store_of(world: World) -> Any:
     """The rendezvous store: a file on one machine, else a port that rank 0 was given.
 
     The launcher of the ranks has bound that address, so no other process can take it. Another
-    launcher gives the address in the environment.
+    launcher gives the address in the environment. Each rank of an elastic job was given one, which
+    it serves for its life once it leads a group; another rank may listen there after it.
     """
     if world.store:
         if world.store not in _stores:  # torch removes the file with its last store
@@ -201,15 +217,16 @@ def _store_of(world: World) -> Any:
         return _stores[world.store]
     if not world.rendezvous:
         return _store_of_environment(world)
-    if world.rendezvous not in _stores:
-        host, _, port = world.rendezvous.rpartition(":")
-        serves: dict[str, Any] = {"is_master": False}
-        if world.rank == 0:
-            serves = {"is_master": True, "master_listen_fd": world.listener}
-        _stores[world.rendezvous] = TCPStore(
-            host, int(port), world.size, timeout=TIMEOUT, wait_for_workers=False, **serves
-        )
-    return _stores[world.rendezvous]
+    if world.rendezvous in _stores:
+        return _stores[world.rendezvous]
+    host, _, port = world.rendezvous.rpartition(":")
+    serves: dict[str, Any] = {"is_master": False}
+    if world.rank == 0:
+        serves = {"is_master": True, "master_listen_fd": world.listener}
+    store = TCPStore(host, int(port), world.size, timeout=TIMEOUT, wait_for_workers=False, **serves)
+    if world.rank == 0 or world.group == 0:  # the ranks of a later group connect for that group
+        _stores[world.rendezvous] = store
+    return store
 
 
 def _store_of_environment(world: World) -> Any:

@@ -101,7 +101,7 @@ class StoreBarrier:
         error = sys.exception() if failed else None
         why = "" if error is None else f"{type(error).__name__}: {error}"
         message = json.dumps([self.rank, failed, shortened(why, LONGEST_WHY)])
-        with suppress(RuntimeError):
+        with suppress(RuntimeError, PeerLost):
             self.store.compare_set(f"{self.passed}/left", "", message)
 
     def why_lost(self) -> str:

@@ -130,8 +130,16 @@ def _close_connections(group: Any) -> None:
     if dist.get_backend(group) == "nccl":
         return
     backend: Any = group._get_backend(torch.device("cpu"))
-    if type(backend).__name__ != "ProcessGroupGloo":
-        return
+    if hasattr(backend, "leaders"):  # a group over shared memory and a network
+        for part in (backend.leaders, backend.gloo):
+            if part is not None:
+                _close_each(part._get_backend(torch.device("cpu")))
+    if type(backend).__name__ == "ProcessGroupGloo":
+        _close_each(backend)
+
+
+def _close_each(backend: Any) -> None:
+    """Close the connections of Gloo to each peer."""
     for peer in range(backend.size()):
         if peer == backend.rank():
             continue

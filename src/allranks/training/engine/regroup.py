@@ -157,13 +157,9 @@ def next_group(heartbeat: Heartbeat, world: World, step: int, error: PeerLost) -
 
 
 def first_group(heartbeat: Heartbeat, world: World) -> Group:
-    """The group that a new rank joins, as soon as one of the others has come to its boundary."""
+    """The group that a new rank joins; there it waits until the others come to their boundary."""
     heartbeat.enter("exchange")
-    while True:
-        group = heartbeat.group()
-        others = [rank for rank in group.members if rank != world.number]
-        is_there = any(heartbeat.group_of(rank) == group.number for rank in others)
-        if is_there and world.number in group.members:
-            heartbeat.wants_save()  # what was asked for before is none of its business
-            return group
+    while world.number not in (group := heartbeat.group()).members:
         time.sleep(LOOK_S)
+    heartbeat.wants_save()  # what was asked for before is none of its business
+    return group

@@ -349,7 +349,7 @@ class EngineTrainer(ABC, Generic[B]):
         self.task, self.job, self.world = task, job, world
         self.evaluation_plan = EvaluationPlan(job, task.plateau())
         if before is None:
-            self.heartbeat = Heartbeat(world.heartbeat, world.local_rank)
+            self.heartbeat = Heartbeat(world.heartbeat, world.number)
             self.faults = Faults.of(job.inject, world.number, world.restarts)
         else:
             self.heartbeat, self.faults = before.heartbeat, before.faults

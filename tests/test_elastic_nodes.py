@@ -1,0 +1,193 @@
+"""Elastic jobs on several nodes: ranks, or a whole node, are lost, and the others go on.
+
+The nodes are simulated on this machine; the digests are those of one process. Tests that break
+nodes make some of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Collection
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from allranks.errors import PeerLost
+from allranks.job.config import resolve
+from allranks.job.run_folder import read_events, read_rows
+from allranks.job.scaling import ANSWERS, ScaleRequest, post
+from allranks.launcher.heartbeat import Group, Heartbeat, HeartbeatTable
+from allranks.launcher.nodes.cluster import Cluster
+from allranks.launcher.places import Rendezvous
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.processes.process import Exit
+from allranks.launcher.start import JobWatcher, Result, run_job
+from allranks.launcher.supervisor import RankWatch, WatchPolicy
+from allranks.torch.comm.join import GlancingStore
+from conftest import TASKS
+from test_elastic import PROGRAM, STEPS, assert_undisturbed, groups
+
+ON_NODES: dict[str, Any] = {
+    "strategy": "ddp",
+    "ranks": 4,
+    "nodes": 2,
+    "place": "simulated:link=1gbit",
+    "elastic": "1:4",
+    "bitwise": True,
+    "steps": STEPS,
+    "first_check": "off",
+}
+SOON = Rendezvous(node_timeout_s=4.0)
+Elastic = Callable[..., Result]
+
+
+def in_one_process(server: ForkServer, program: str, folder: Path, steps: int) -> Result:
+    """The same training in one process that nobody disturbs."""
+    flags = {"strategy": "ddp", "bitwise": True, "steps": steps, "run_dir": str(folder / "alone")}
+    return run_job(resolve(program, flags), server)
+
+
+@pytest.fixture(scope="module")
+def alone(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return in_one_process(server, PROGRAM, tmp_path_factory.mktemp("run"), STEPS)
+
+
+@pytest.fixture
+def elastic(nodes: Cluster, tmp_path: Path) -> Elastic:
+    """`elastic(inject, **flags)`: a job of four ranks on the nodes that all tests share."""
+
+    def run(inject: str, **flags: Any) -> Result:
+        flags = {**ON_NODES, "run_dir": str(tmp_path / "run"), "inject": inject, **flags}
+        return run_job(resolve(PROGRAM, flags), resources=nodes)
+
+    return run
+
+
+def test_agents_show_their_ranks_the_newest_group() -> None:
+    """With the address where it meets; an older one that comes late changes nothing."""
+    with closing(HeartbeatTable(4, begin=3)) as head, closing(HeartbeatTable(4, begin=0)) as agents:
+        agents.put_orders(head.orders)
+        rank = Heartbeat(agents.fd, 2)
+        assert rank.group() == Group(0, -1, (0, 1, 2))
+        head.stores |= {0: "10.0.0.1:4000", 1: "192.168.255.254:65535"}
+        first, second = head.form_group([0, 2]), head.form_group([1, 2, 3], 9)
+        before = {"wanted": [0.0, 0.0], "group": asdict(first)}
+        assert (first.store, second.store) == ("10.0.0.1:4000", "192.168.255.254:65535")
+        agents.put_orders(json.loads(json.dumps(head.orders)))
+        agents.put_orders(before)
+        assert rank.group() == second and rank.has_left(0, 9) and not rank.has_left(0, 8)
+
+
+def test_a_call_of_a_store_that_does_not_answer_is_left() -> None:
+    """Its node is cut off: the rank goes on when the others form a group."""
+    released = threading.Event()
+    glances = iter([None, None, PeerLost("another group trains")])
+
+    def glance() -> None:
+        if (error := next(glances)) is not None:
+            raise error
+
+    store = GlancingStore(lambda: SimpleNamespace(check=lambda keys: released.wait()), glance)
+    try:
+        with pytest.raises(PeerLost, match="another group"):
+            store.check(["key"])
+    finally:
+        released.set()
+        store.thread.shutdown()
+
+
+def test_the_ranks_of_a_lost_node_do_not_count_as_remaining() -> None:
+    """Else the first of two is done without, though too few are left with the second."""
+    ends = [Exit(ticket, -9, 0.0, lost="no word of it") for ticket in (11, 12)]
+    server: Any = SimpleNamespace(exits=lambda seconds: ends, wake=lambda: None)
+    seen = list[tuple[int, Collection[int]]]()
+
+    def may_lose(rank: int, remaining: Collection[int]) -> bool:
+        seen.append((rank, remaining))
+        return True
+
+    watch = RankWatch(server, WatchPolicy(may_lose=may_lose, outlive_nodes=frozenset({1, 2})))
+    watch.alive = {10: 0, 11: 1, 12: 2}
+    watch.take_exits()
+    assert seen == [(1, {0}), (2, {0})] and watch.spared == {1, 2}
+
+
+LOSSES = {
+    "of another node": ("kill@rank=3,step=5", [0, 1, 2]),
+    "the leader, whose store goes with it": ("kill@rank=0,step=5", [1, 2, 3]),
+    "the next leader, while a group forms": (
+        "kill@rank=0,step=5 kill@rank=1,at=regroup",
+        [2, 3],
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOSSES)
+def test_ranks_are_lost_on_any_node(elastic: Elastic, alone: Result, name: str) -> None:
+    inject, members = LOSSES[name]
+    result = elastic(inject)
+    assert_undisturbed(result, alone)
+    group = groups(result)[-1]
+    assert (group["members"], group["step"], group["steps_again"]) == (members, 5, 1)
+    for rank in members:
+        rows = list(read_rows(result.run_dir / f"pids-{rank}.jsonl"))
+        assert [row["step"] for row in rows] == list(range(STEPS))
+        assert len({row["pid"] for row in rows}) == 1
+
+
+CUTS = {
+    "the other half of the nodes": ("cut@node=1,step=3 slow@rank=0,seconds=0.1", 1, [0, 1]),
+    "the store, while a group meets there": (
+        "kill@rank=3,step=5 cut@node=0,step=5 slow@rank=2,at=regroup,seconds=1",
+        0,
+        [2],
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CUTS)
+def test_a_node_that_is_cut_off_is_lost(alone: Result, tmp_path: Path, name: str) -> None:
+    """All its ranks are, in one group; it has ended them itself before the others go on."""
+    inject, node, members = CUTS[name]
+    flags = {**ON_NODES, "run_dir": str(tmp_path / "run"), "inject": inject}
+    result = run_job(resolve(PROGRAM, flags), rendezvous=SOON)
+    assert_undisturbed(result, alone)
+    assert [row["members"] for row in groups(result)] == [members]
+    lost = [row for row in read_events(result.run_dir) if row["event"] == "worker_lost"]
+    of_node = [row for row in lost if row["host"] == f"node{node}"]
+    assert [row["rank"] for row in of_node] == [2 * node, 2 * node + 1]
+    assert all("no word of it for 4 s" in row["cause"] for row in of_node)
+    assert all("its processes are ended" in row["cause"] for row in of_node)
+
+
+@pytest.mark.slow
+def test_ranks_leave_and_join_on_nodes(nodes: Cluster, server: ForkServer, tmp_path: Path) -> None:
+    """The leader leaves; the new ranks start on the node with free seats, one as the leader."""
+    hurry, program = tmp_path / "hurry", str(TASKS / "scale_tasks.py")
+    flags = {**ON_NODES, "run_dir": str(tmp_path / "run"), "steps": 300, "elastic": "1:5"}
+    commands = [ScaleRequest.new(leave=0), ScaleRequest.new(ranks=5)]
+    numbers = [request.number for request in commands]
+
+    def tick() -> None:
+        rows = read_rows(tmp_path / "run/events.jsonl")
+        done = [row["number"] for row in rows if row["event"] in ANSWERS]
+        begun = len(list(read_rows(tmp_path / "run/metrics.jsonl"))) > 3
+        if begun and commands and len(done) == len(numbers) - len(commands):
+            post(tmp_path / "run", commands.pop(0))
+        if len(done) == len(numbers):
+            hurry.touch()
+
+    job = resolve(program, flags, (f"hurry={hurry}",))
+    result = run_job(job, resources=nodes, watcher=JobWatcher(tick=tick))
+    alone = in_one_process(server, program, tmp_path, 300)
+    assert result.summary["weights_sha256"] == alone.summary["weights_sha256"]
+    assert [group["members"] for group in groups(result)] == [[1, 2, 3], [0, 1, 2, 3, 4]]
+    joins = [row for row in read_events(result.run_dir) if row["event"] == "joins"]
+    assert sorted((row["rank"], row["host"]) for row in joins) == [(0, "node0"), (4, "node0")]
