@@ -165,6 +165,58 @@ def test_without_a_checkpoint_they_begin_anew(train: Train, alone: Result) -> No
     assert result.summary["steps_again"] == 6
 
 
+SPARED = {
+    "one": ("kill@rank=1,step=5", [0, 2, 3]),
+    "the leader": ("kill@rank=0,step=5", [1, 2, 3]),
+    "the last, whose copy the first has": ("kill@rank=3,step=5", [0, 1, 2]),
+    "two that are not neighbours": ("kill@rank=0,step=5 kill@rank=2,step=5", [1, 3]),
+    "one while a group forms": ("kill@rank=1,step=5 kill@rank=3,at=regroup", [0, 2]),
+    "one after the other": ("kill@rank=1,step=5 kill@rank=2,step=6", [0, 3]),
+    "in an evaluation": ("kill@rank=2,at=evaluate", [0, 1, 3]),
+    "before the first step is over": ("kill@rank=2,step=1,at=step", [0, 1, 3]),
+}
+
+
+def spared(
+    train: Train, inject: str, strategy: str, program: str = PROGRAM, **flags: Any
+) -> Result:
+    usual = {"ranks": 4, "elastic": "1:4", "strategy": strategy, "spare_state": True}
+    return elastic(train, inject, program, **{**usual, **flags})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "fsdp"])
+@pytest.mark.parametrize("name", SPARED)
+def test_parts_of_the_state_come_from_copies(
+    train: Train, alone: Result, name: str, strategy: str
+) -> None:
+    """There is no checkpoint, and at most one step is made again for each loss."""
+    inject, members = SPARED[name]
+    result = spared(train, inject, strategy, eval_every="5")
+    assert_undisturbed(result, alone)
+    assert groups(result)[-1]["members"] == members
+    for group in groups(result):
+        assert (group["loaded_from"], group["parts_lost"]) == ("spare", [])
+        assert group["steps_again"] <= 1
+    assert not (result.run_dir / "checkpoints").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoint_every", [None, 3])
+def test_without_a_part_and_its_copy_the_checkpoint_is_loaded(
+    train: Train, alone: Result, checkpoint_every: int | None
+) -> None:
+    """Ranks 1 and 2 are neighbours: nobody has the part of rank 1."""
+    inject = "kill@rank=1,step=7 kill@rank=2,step=7"
+    flags = {"checkpoint_every": checkpoint_every, "keep": 9}
+    result = spared(train, inject, "fsdp", **flags)
+    assert_undisturbed(result, alone)
+    group = groups(result)[-1]
+    loaded = "start" if checkpoint_every is None else "checkpoint"
+    assert (group["loaded_from"], group["parts_lost"]) == (loaded, [1])
+    assert group["step"] == (0 if checkpoint_every is None else 6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "ddp-plain"])
 def test_without_bitwise_it_is_equal_up_to_rounding(train: Train, strategy: str) -> None:
@@ -234,6 +286,9 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "residuals": ({"strategy": "ddp:reduce=power-sgd"}, "lost with a rank"),
     "late gradients": ({"strategy": "ddp:late=1"}, "late"),
     "a device": ({"device": "cuda"}, "processors alone"),
+    "copies for nobody": ({"strategy": "fsdp", "elastic": "", "spare_state": True}, "no --elastic"),
+    "copies of what all have": ({"spare_state": True}, "the whole state already"),
+    "a copy on no other rank": ({"strategy": "zero1", "ranks": 1, "spare_state": True}, "ranks 1"),
 }
 
 

@@ -15,6 +15,7 @@ import json
 import math
 import mmap
 from collections import defaultdict
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -42,6 +43,7 @@ from allranks.checkpoint.format import (
     ITEM_BYTES,
     PAIR,
     BadCheckpoint,
+    FileLayout,
     SavedTensor,
     TensorBox,
     as_written,
@@ -139,7 +141,7 @@ class Planner:
         parts = _local_parts(tensors)
         looks = list(parts)
         if looks != self._looks:
-            self._text = json.dumps([[*vars(part).values()] for part in looks])
+            self._text = parts_text(looks)
             self._digest = blake2b(self._text.encode(), digest_size=16).hexdigest()
             self._looks = looks
         self._agree(step)
@@ -153,7 +155,7 @@ class Planner:
         digests = [word[-1] for word in words]
         if digests != self._known:
             texts = self.comm.gather_texts(self._text)
-            ranks = [self._looks if text == self._text else _read_parts(text) for text in texts]
+            ranks = [self._looks if text == self._text else read_parts(text) for text in texts]
             self._plan = _global(ranks)
             self._known = digests
 
@@ -184,7 +186,13 @@ def _global(ranks: list[list[WritePart]]) -> WritePlan:
     return WritePlan(tuple(tuple(parts) for parts in shared_out))
 
 
-def _read_parts(text: str) -> list[WritePart]:
+def parts_text(parts: Iterable[WritePart]) -> str:
+    """The parts as a text for other ranks."""
+    return json.dumps([[*vars(part).values()] for part in parts])
+
+
+def read_parts(text: str) -> list[WritePart]:
+    """The inverse of `parts_text`."""
     return [
         WritePart(path, dtype, tuple(shape), tuple(offsets), tuple(sizes), kind)
         for path, dtype, shape, offsets, sizes, kind in json.loads(text)
@@ -414,6 +422,15 @@ def _metadata(tensor: SavedTensor) -> TensorStorageMetadata:
     )
 
 
+def _piece_name(part: WritePart) -> str:
+    return piece_name(part.path, part.shape, part.offsets, part.sizes)
+
+
+def layout_of(parts: Iterable[WritePart]) -> FileLayout:
+    """The file of a rank that writes these parts."""
+    return lay_out({_piece_name(part): as_written(part.dtype, part.sizes) for part in parts})
+
+
 class TorchSnapshot:
     """Copies of tensors, laid out as their file. Taking another one writes over the last."""
 
@@ -424,9 +441,14 @@ class TorchSnapshot:
         self.layout = lay_out({})
 
     @property
+    def flat(self) -> Tensor:
+        """The bytes after the header, as a tensor."""
+        return self._buffer[: self.layout.data_bytes]
+
+    @property
     def data(self) -> memoryview:
         """The bytes after the header."""
-        return self._buffer.numpy().data[: self.layout.data_bytes]
+        return self.flat.numpy().data
 
     def take(self, tensors: dict[WritePart, Tensor]) -> None:
         """Copy the tensors; returns when they may change again."""
@@ -446,15 +468,14 @@ class TorchSnapshot:
         return on_gpu
 
     def _lay_out(self, parts: list[WritePart], on_gpu: bool) -> None:
-        named = {piece_name(p.path, p.shape, p.offsets, p.sizes): p for p in parts}
-        self.layout = lay_out({name: as_written(p.dtype, p.sizes) for name, p in named.items()})
+        self.layout = layout_of(parts)
         self._parts, self._places = [], []
         if self._buffer.numel() < self.layout.data_bytes:
             size = self.layout.data_bytes
             self._buffer = _memory(size, pin=on_gpu)
             self._buffer[:: mmap.PAGESIZE] = 0  # a page that was never touched costs the first copy
-        for name in named:
-            piece = self.layout.pieces[name]
+        for part in parts:
+            piece = self.layout.pieces[_piece_name(part)]
             flat = self._buffer[piece.begin : piece.end].view(DTYPES[piece.dtype])
             self._places.append(flat.view(piece.shape))
         self._parts = parts
