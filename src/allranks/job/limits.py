@@ -338,7 +338,7 @@ def elastic_range(job: Job) -> tuple[int, int]:
 STAYS_WHOLE = ("mean", "tree")
 """The reducers under which a rank holds nothing that is lost with it, or a checkpoint has it."""
 
-ELASTIC = ("ddp", "ddp-plain", "zero1", "zero2", "fsdp")
+ELASTIC = ("ddp", "ddp-plain", "zero1", "zero2", "fsdp", "hsdp")
 """The strategies whose ranks form another group in the same processes."""
 
 

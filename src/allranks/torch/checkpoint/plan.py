@@ -147,6 +147,20 @@ class Planner:
         self._agree(step)
         return self._plan, {part: parts[part] for part in self._plan.parts[self.comm.rank]}
 
+    def plan_again(
+        self, step: int, local_tensors: dict[str, Tensor]
+    ) -> tuple[WritePlan, dict[WritePart, Tensor]]:
+        """The same where this rank has the parts of the last plan: `local_tensors`, by path."""
+        self._agree(step)
+        writes = self._plan.parts[self.comm.rank]
+        return self._plan, {part: local_tensors[part.path] for part in writes}
+
+    def has_parts(self, local_tensors: dict[str, Tensor]) -> bool:
+        """Whether these tensors are the parts of the last plan, one for each path."""
+        parts = [part for part in self._looks if part.kind != ELSEWHERE]
+        shapes = {path: tuple(tensor.shape) for path, tensor in local_tensors.items()}
+        return all(shapes.get(part.path) == part.sizes for part in parts)
+
     def _agree(self, step: int) -> None:
         words = [word.split() for word in self.comm.gather_texts(f"{step} {self._digest}")]
         steps = [word[0] for word in words]

@@ -33,7 +33,7 @@ from allranks.torch.checkpoint.plan import (
     TorchSnapshot,
     read_files,
 )
-from allranks.torch.checkpoint.spare import SpareReader, SpareState
+from allranks.torch.checkpoint.spare import PlacedRank, SpareReader, SpareState
 from allranks.torch.checkpoint.state import (
     DTYPES,
     flatten,
@@ -233,10 +233,16 @@ class Saving:
         take = partial(self._take, load_other_state)
         return self.saved.load(self.checkpointer, self.strategy.comm.rank, take, self._templates())
 
-    def refresh_spare(self, number: int, group: int, step: int, other: dict[str, Any]) -> None:
-        """Exchange copies in memory, where the job has some: see `SpareState.refresh`."""
-        if self.spare is not None:
-            self.spare.refresh(self.strategy.comm, number, step, group, self._parts(other)[0])
+    def refresh_spare(
+        self, number: int, group: int, step: int, other_state: dict[str, Any]
+    ) -> None:
+        """Exchange the copies in memory that the job has: see `SpareState.refresh`."""
+        assert self.spare is not None
+        strategy, other = self.strategy, {n: s for n, s in other_state.items() if n != OF_RANK}
+        rank = PlacedRank(number, group, strategy.comm)
+        has_parts = not strategy.layout.kept_whole
+        local_state = {**strategy.local_state(), **other} if has_parts else {}
+        self.spare.refresh(rank, step, local_state, lambda: {**strategy.state(), **other})
 
     def load_spare(self, spare: Spare, load_other_state: Callable[[dict[str, Any]], None]) -> None:
         """Load the copies that the ranks have in memory; every rank calls this."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from allranks.checkpoint.format import PAIR, Manifest, SavedTensor, piece_name
+from allranks.checkpoint.format import flatten as flatten_as
 from allranks.torch.checkpoint.plan import (
     Planner,
     Read,
@@ -59,6 +60,20 @@ class Version:
         return Manifest(self.step, 0.0, len(self.numbers), {}, tensors, values)
 
 
+@dataclass(frozen=True)
+class PlacedRank:
+    """The process `number` of an elastic job, in its `group`, which is `comm`."""
+
+    number: int
+    group: int
+    comm: Comm
+
+
+def _local(value: Any, path: str) -> Tensor | None:
+    """What this rank holds of a tensor: a DTensor without a step of autograd, which costs more."""
+    return getattr(value, "_local_tensor", value) if isinstance(value, Tensor) else None
+
+
 class SpareState:
     """The versions of one process, through all groups of an elastic job."""
 
@@ -68,6 +83,7 @@ class SpareState:
         self._snapshots = TorchSnapshot(), TorchSnapshot()
         self._received = [torch.empty(0, dtype=torch.uint8)] * 2
         self._versions: list[Version | None] = [None, None]
+        self._looks: list[Any] = []
         self._plan, self._sizes = WritePlan(()), list[int]()
         self._whole = 0  # the place of the newest version that is whole on all ranks
 
@@ -90,23 +106,35 @@ class SpareState:
             if version is not None
         ]
 
-    def refresh(self, comm: Comm, number: int, step: int, group: int, common: Any) -> None:
-        """Copy the part of process `number`, and exchange copies; every rank of `comm` calls this.
+    def refresh(
+        self, rank: PlacedRank, step: int, local_state: Any, state: Callable[[], Any]
+    ) -> None:
+        """Copy the part of this rank, and exchange copies; every rank of the group calls this.
 
-        Gathers one digest, and plans that have changed. Sends the bytes of the part. On return all
-        ranks have the new version. Raises `PeerLost`.
+        `state()` is the state as a checkpoint has it, and `local_state` the same with tensors of
+        this rank: making DTensors of these would take longer than the copy. Gathers one digest, and
+        plans that have changed. Sends the bytes of the part. On return all ranks have the new
+        version. Raises `PeerLost`.
         """
+        comm = rank.comm
         if self._planner is None or self._planner.comm is not comm:
-            self._planner = Planner(comm)
-            self._numbers = tuple(int(text) for text in comm.gather_texts(str(number)))
-        skeleton, tensors = flatten(common, "common")
-        plan, writes = self._planner.plan(step, tensors)
+            self._planner, self._looks = Planner(comm), []
+            self._numbers = tuple(int(text) for text in comm.gather_texts(str(rank.number)))
+        skeleton, tensors = flatten_as(local_state, "common", _local)
+        looks = [(path, tensor.dtype, tensor.shape) for path, tensor in tensors.items()]
+        if looks and looks == self._looks:
+            plan, writes = self._planner.plan_again(step, tensors)
+        else:
+            skeleton, whole = flatten(state(), "common")
+            plan, writes = self._planner.plan(step, whole)
+            self._looks = looks if self._planner.has_parts(tensors) else []
         if plan is not self._plan:
             self._plan, self._sizes = plan, [layout_of(p).data_bytes for p in plan.parts]
         place = 1 - self._whole
         snapshot, self._versions[place] = self._snapshots[place], None
         snapshot.take(writes)
-        version = Version(step, group, self._numbers, skeleton, plan, {number: snapshot.flat})
+        parts = {rank.number: snapshot.flat}
+        version = Version(step, rank.group, self._numbers, skeleton, plan, parts)
         self._versions[place] = version
         if comm.size > 1:
             before = (comm.rank - 1) % comm.size
