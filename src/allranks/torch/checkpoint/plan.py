@@ -436,13 +436,14 @@ def _metadata(tensor: SavedTensor) -> TensorStorageMetadata:
     )
 
 
-def _piece_name(part: WritePart) -> str:
-    return piece_name(part.path, part.shape, part.offsets, part.sizes)
+def by_piece(parts: Iterable[WritePart]) -> dict[str, WritePart]:
+    """The parts by the names that they have in the file of a rank."""
+    return {piece_name(p.path, p.shape, p.offsets, p.sizes): p for p in parts}
 
 
-def layout_of(parts: Iterable[WritePart]) -> FileLayout:
+def layout_of(named: dict[str, WritePart]) -> FileLayout:
     """The file of a rank that writes these parts."""
-    return lay_out({_piece_name(part): as_written(part.dtype, part.sizes) for part in parts})
+    return lay_out({name: as_written(p.dtype, p.sizes) for name, p in named.items()})
 
 
 class TorchSnapshot:
@@ -482,14 +483,15 @@ class TorchSnapshot:
         return on_gpu
 
     def _lay_out(self, parts: list[WritePart], on_gpu: bool) -> None:
-        self.layout = layout_of(parts)
+        named = by_piece(parts)
+        self.layout = layout_of(named)
         self._parts, self._places = [], []
         if self._buffer.numel() < self.layout.data_bytes:
             size = self.layout.data_bytes
             self._buffer = _memory(size, pin=on_gpu)
             self._buffer[:: mmap.PAGESIZE] = 0  # a page that was never touched costs the first copy
-        for part in parts:
-            piece = self.layout.pieces[_piece_name(part)]
+        for name in named:
+            piece = self.layout.pieces[name]
             flat = self._buffer[piece.begin : piece.end].view(DTYPES[piece.dtype])
             self._places.append(flat.view(piece.shape))
         self._parts = parts

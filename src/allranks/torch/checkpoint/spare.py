@@ -27,6 +27,7 @@ from allranks.torch.checkpoint.plan import (
     Read,
     TorchSnapshot,
     WritePlan,
+    by_piece,
     layout_of,
     load_plan,
     parts_text,
@@ -129,7 +130,7 @@ class SpareState:
             plan, writes = self._planner.plan(step, whole)
             self._looks = looks if self._planner.has_parts(tensors) else []
         if plan is not self._plan:
-            self._plan, self._sizes = plan, [layout_of(p).data_bytes for p in plan.parts]
+            self._plan, self._sizes = plan, [layout_of(by_piece(p)).data_bytes for p in plan.parts]
         place = 1 - self._whole
         snapshot, self._versions[place] = self._snapshots[place], None
         snapshot.take(writes)
@@ -201,7 +202,7 @@ class SpareReader:
         """The tensors of each part, by the name of the piece."""
         version = self.version
         for number, parts in zip(version.numbers, version.plan.parts, strict=True):
-            layout, source = layout_of(parts), self.holders[number]
+            layout, source = layout_of(by_piece(parts)), self.holders[number]
             if source == self.comm.rank:
                 flat = version.parts[number]
             else:
