@@ -2,8 +2,8 @@
 
     python benchmarks/elastic.py --schedules 1000
 
-Each schedule draws how many ranks a job begins with, their strategy, how the shards are dealt, under
-`zero1`, `zero2` and `fsdp` whether ranks have copies of each other's parts (`--spare-state`), and
+Each schedule draws how many ranks a job begins with, their strategy, how the shards are dealt,
+whether ranks of `zero1`, `zero2` and `fsdp` have copies of parts (`--spare-state`), and
 what happens to it while it trains: a rank is killed, two are, `allranks scale` asks for another
 number, a rank is stopped for a while. The task has BatchNorm and dropout. With `--bitwise` the
 digest of the weights at the end must be that of one undisturbed process; without it (every

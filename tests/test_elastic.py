@@ -25,7 +25,7 @@ from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.process import Exit, failure_of
 from allranks.launcher.start import Result, run_job
 from allranks.launcher.supervisor import Ended
-from allranks.training.engine.regroup import Position, furthest
+from allranks.training.engine.regroup import Position, Spare, SpareParts, furthest, newest_spare
 from conftest import TASKS
 
 STEPS = 12
@@ -125,16 +125,19 @@ def test_a_rank_that_is_behind_receives_the_state(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("strategy", "loaded"), [("ddp", None), ("fsdp", "checkpoint"), ("fsdp", "spare")]
+)
 def test_a_planned_group_begins_between_two_steps(
-    train: Train, alone: Result, strategy: str
+    train: Train, alone: Result, strategy: str, loaded: str | None
 ) -> None:
-    """Under `fsdp` that step is saved by all, though no checkpoint is due."""
+    """Under `fsdp` that step is saved by all, though no checkpoint is due, or copied."""
     flags = {"strategy": strategy, "checkpoint_every": 6 if strategy == "ddp" else 20}
-    result = elastic(train, "", f"{FILE}:Planned", **flags)
+    result = elastic(train, "", f"{FILE}:Planned", **flags, spare_state=loaded == "spare")
     assert_undisturbed(result, alone)
     (group,) = groups(result)
     assert (group["step"], group["steps_again"], group["lost"]) == (6, 0, [])
+    assert group.get("loaded_from") == loaded
 
 
 CUT = {"checkpoint_every": 3, "keep": 9, "eval_every": "3"}
@@ -167,7 +170,7 @@ def test_without_a_checkpoint_they_begin_anew(train: Train, alone: Result) -> No
 
 SPARED = {
     "the leader": ("zero1", "kill@rank=0,step=5", [1, 2, 3]),
-    "one of those between": ("fsdp", "kill@rank=1,step=5", [0, 2, 3]),
+    "after its update": ("fsdp", "kill@rank=1,step=5,at=stepped", [0, 2, 3]),
     "the last, whose copy the first has": ("zero2", "kill@rank=3,step=5", [0, 1, 2]),
     "two that are not neighbours": ("zero1", "kill@rank=0,step=5 kill@rank=2,step=5", [1, 3]),
     "one while a group forms": ("zero2", "kill@rank=1,step=5 kill@rank=3,at=regroup", [0, 2]),
@@ -239,6 +242,20 @@ def test_the_model_that_was_trained_is_no_new_one(train: Train) -> None:
     """Without a checkpoint they would begin anew with trained weights."""
     with pytest.raises(ProgramError, match="the model that was trained before"):
         elastic(train, "kill@rank=1,step=5", f"{FILE}:Same", strategy="zero1")
+
+
+def test_the_newest_copies_of_which_no_part_is_missing() -> None:
+    """Ranks 4 and 7 are left of 2, 4 and 7; only rank 7 had the new part of rank 2 yet."""
+
+    def spares(new: list[int], old: list[int]) -> list[SpareParts]:
+        return [SpareParts(step, 1, [2, 4, 7], p) for step, p in ((6, new), (5, old)) if p]
+
+    first, second = Position(spares=spares([4], [4, 2])), Position(spares=spares([7], [7, 4]))
+    assert newest_spare([first, second]) == Spare(5, 1, {4: 0, 2: 0, 7: 1})
+    new = Position(spares=spares([7, 2], []))
+    assert newest_spare([first, new]) == Spare(6, 1, {4: 0, 7: 1, 2: 1})
+    assert newest_spare([Position(), second]) == Spare(6, 1, {7: 1}, (2, 4))
+    assert newest_spare([Position()]) is None
 
 
 def test_the_furthest_rank_gives_its_state() -> None:
