@@ -2,7 +2,8 @@
 
     python benchmarks/elastic.py --schedules 1000
 
-Each schedule draws how many ranks a job begins with, their strategy, how the shards are dealt, and
+Each schedule draws how many ranks a job begins with, their strategy, how the shards are dealt,
+whether ranks of `zero1`, `zero2` and `fsdp` have copies of parts (`--spare-state`), and
 what happens to it while it trains: a rank is killed, two are, `allranks scale` asks for another
 number, a rank is stopped for a while. The task has BatchNorm and dropout. With `--bitwise` the
 digest of the weights at the end must be that of one undisturbed process; without it (every
@@ -39,6 +40,7 @@ from launch_host import Host, Launch, until  # noqa: E402
 TASK, STEPS, MOST = "contract_tasks:Images", 60, 6
 STEP_S = 0.02
 TOLERANCE = 1e-10
+OF_PARTS = ("zero1", "zero2", "fsdp")
 EXACT = ("ddp", "ddp", "zero1", "zero2", "fsdp")
 KILL, KILL_TWO, SCALE, STALL = "kill", "kill two", "scale", "stall"
 
@@ -63,6 +65,7 @@ class Schedule:
     strategy: str
     is_plain: bool
     acts: tuple[Act, ...]
+    is_spared: bool = False
 
 
 def drawn(seed: int, plain_every: int) -> Schedule:
@@ -74,14 +77,10 @@ def drawn(seed: int, plain_every: int) -> Schedule:
         acts.append(Act(kind, chance.uniform(0.0, 0.6), chance.randint(1, MOST), chance.random()))
     of_plain = (*EXACT, "ddp-plain")
     is_plain = plain_every > 0 and seed % plain_every == plain_every - 1
-    return Schedule(
-        seed,
-        chance.randint(1, MOST),
-        chance.choice(("", "", "auto")),
-        chance.choice(of_plain if is_plain else EXACT),
-        is_plain,
-        tuple(acts),
-    )
+    ranks, share = chance.randint(1, MOST), chance.choice(("", "", "auto"))
+    strategy = chance.choice(of_plain if is_plain else EXACT)
+    is_spared = strategy in OF_PARTS and ranks > 1 and chance.random() < 0.5
+    return Schedule(seed, ranks, share, strategy, is_plain, tuple(acts), is_spared)
 
 
 def words_of(schedule: Schedule, *, alone: bool = False) -> list[str]:
@@ -93,6 +92,7 @@ def words_of(schedule: Schedule, *, alone: bool = False) -> list[str]:
     words += ["--strategy", schedule.strategy, "--ranks", str(schedule.ranks)]
     words += ["--elastic", f"1:{MOST}", "--checkpoint-every", "10", "--max-restarts", "20"]
     words += ["--inject", f"slow@seconds={STEP_S},attempt=-1", "--hang-timeout", "60"]
+    words += ["--spare-state"] if schedule.is_spared else []
     return [*words, *(["--share", schedule.share] if schedule.share else [])]
 
 
@@ -192,13 +192,14 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--plain-every", type=int, default=10)
     parser.add_argument("--at-once", type=int, default=2)
+    parser.add_argument("--spared", action="store_true", help="only those with --spare-state")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin none after that")
     parser.add_argument(
         "--failed", type=Path, default=Path(tempfile.gettempdir(), "elastic-failed")
     )
     parser.add_argument("--no-record", dest="record", action="store_false", help="leave none here")
     options = parser.parse_args()
-    names = ("schedules", "first", "plain_every", "at_once")
+    names = ("schedules", "first", "plain_every", "at_once", "spared")
     record = start_record("elastic", {name: getattr(options, name) for name in names})
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, (str(ROOT / "tests" / "tasks"), os.getenv("PYTHONPATH")))
@@ -216,6 +217,8 @@ def main() -> None:
                 if time.monotonic() > until_s:
                     break
                 schedule = drawn(seed, options.plain_every)
+                if options.spared and not schedule.is_spared:
+                    continue
                 rows.append({**asdict(schedule), **schedules.run(hosts[which], schedule)})
                 if rows[-1]["why"]:
                     say(f"schedule {seed}: {rows[-1]['acts']} {rows[-1]['why'][-2000:]}")

@@ -25,7 +25,7 @@ from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.process import Exit, failure_of
 from allranks.launcher.start import Result, run_job
 from allranks.launcher.supervisor import Ended
-from allranks.training.engine.regroup import Position, furthest
+from allranks.training.engine.regroup import Position, Spare, SpareParts, furthest, newest_spare
 from conftest import TASKS
 
 STEPS = 12
@@ -125,16 +125,19 @@ def test_a_rank_that_is_behind_receives_the_state(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("strategy", "loaded"), [("ddp", None), ("fsdp", "checkpoint"), ("fsdp", "spare")]
+)
 def test_a_planned_group_begins_between_two_steps(
-    train: Train, alone: Result, strategy: str
+    train: Train, alone: Result, strategy: str, loaded: str | None
 ) -> None:
-    """Under `fsdp` that step is saved by all, though no checkpoint is due."""
+    """Under `fsdp` that step is saved by all, though no checkpoint is due, or copied."""
     flags = {"strategy": strategy, "checkpoint_every": 6 if strategy == "ddp" else 20}
-    result = elastic(train, "", f"{FILE}:Planned", **flags)
+    result = elastic(train, "", f"{FILE}:Planned", **flags, spare_state=loaded == "spare")
     assert_undisturbed(result, alone)
     (group,) = groups(result)
     assert (group["step"], group["steps_again"], group["lost"]) == (6, 0, [])
+    assert group.get("loaded_from") == loaded
 
 
 CUT = {"checkpoint_every": 3, "keep": 9, "eval_every": "3"}
@@ -165,6 +168,55 @@ def test_without_a_checkpoint_they_begin_anew(train: Train, alone: Result) -> No
     assert result.summary["steps_again"] == 6
 
 
+SPARED = {
+    "the leader": ("zero1", "kill@rank=0,step=5", [1, 2, 3]),
+    "after its update": ("fsdp", "kill@rank=1,step=5,at=stepped", [0, 2, 3]),
+    "the last, whose copy the first has": ("zero2", "kill@rank=3,step=5", [0, 1, 2]),
+    "two that are not neighbours": ("zero1", "kill@rank=0,step=5 kill@rank=2,step=5", [1, 3]),
+    "one while a group forms": ("zero2", "kill@rank=1,step=5 kill@rank=3,at=regroup", [0, 2]),
+    "one after the other": ("fsdp", "kill@rank=1,step=5 kill@rank=2,step=6", [0, 3]),
+    "in an evaluation": ("fsdp", "kill@rank=2,at=evaluate", [0, 1, 3]),
+    "of replicas": ("hsdp", "kill@rank=1,step=3 kill@rank=3,step=7", [0, 2]),
+    "all but one": ("hsdp", "kill@rank=0,step=3 kill@rank=2,step=3 kill@rank=1,step=7", [3]),
+    "in the first step": ("zero1", "kill@rank=2,step=1", [0, 1, 3]),
+}
+
+
+def spared(train: Train, inject: str, strategy: str, **flags: Any) -> Result:
+    usual = {"ranks": 4, "elastic": "1:4", "strategy": strategy, "spare_state": True}
+    return elastic(train, inject, **{**usual, **flags})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SPARED)
+def test_parts_of_the_state_come_from_copies(train: Train, alone: Result, name: str) -> None:
+    """There is no checkpoint, and at most one step is made again for each loss."""
+    strategy, inject, members = SPARED[name]
+    result = spared(train, inject, strategy, eval_every="5")
+    assert_undisturbed(result, alone)
+    assert groups(result)[-1]["members"] == members
+    for group in groups(result):
+        assert (group["loaded_from"], group["parts_lost"]) == ("spare", [])
+        assert group["steps_again"] <= 1
+    assert not (result.run_dir / "checkpoints").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoint_every", [None, 3])
+def test_without_a_part_and_its_copy_the_checkpoint_is_loaded(
+    train: Train, alone: Result, checkpoint_every: int | None
+) -> None:
+    """Ranks 1 and 2 are neighbours: nobody has the part of rank 1."""
+    inject = "kill@rank=1,step=7 kill@rank=2,step=7"
+    flags = {"checkpoint_every": checkpoint_every, "keep": 9}
+    result = spared(train, inject, "fsdp", **flags)
+    assert_undisturbed(result, alone)
+    group = groups(result)[-1]
+    loaded = "start" if checkpoint_every is None else "checkpoint"
+    assert (group["loaded_from"], group["parts_lost"]) == (loaded, [1])
+    assert group["step"] == (0 if checkpoint_every is None else 6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "ddp-plain"])
 def test_without_bitwise_it_is_equal_up_to_rounding(train: Train, strategy: str) -> None:
@@ -190,6 +242,20 @@ def test_the_model_that_was_trained_is_no_new_one(train: Train) -> None:
     """Without a checkpoint they would begin anew with trained weights."""
     with pytest.raises(ProgramError, match="the model that was trained before"):
         elastic(train, "kill@rank=1,step=5", f"{FILE}:Same", strategy="zero1")
+
+
+def test_the_newest_copies_of_which_no_part_is_missing() -> None:
+    """Ranks 4 and 7 are left of 2, 4 and 7; only rank 7 had the new part of rank 2 yet."""
+
+    def spares(new: list[int], old: list[int]) -> list[SpareParts]:
+        return [SpareParts(step, 1, [2, 4, 7], p) for step, p in ((6, new), (5, old)) if p]
+
+    first, second = Position(spares=spares([4], [4, 2])), Position(spares=spares([7], [7, 4]))
+    assert newest_spare([first, second]) == Spare(5, 1, {4: 0, 2: 0, 7: 1})
+    new = Position(spares=spares([7, 2], []))
+    assert newest_spare([first, new]) == Spare(6, 1, {4: 0, 7: 1, 2: 1})
+    assert newest_spare([Position(), second]) == Spare(6, 1, {7: 1}, (2, 4))
+    assert newest_spare([Position()]) is None
 
 
 def test_the_furthest_rank_gives_its_state() -> None:
@@ -230,10 +296,13 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "MIN larger than MAX": ({"elastic": "3:1"}, "MIN 3 larger than MAX 1"),
     "a MAX that no machine runs": ({"elastic": "1:300000"}, "MAX 300,000"),
     "more ranks than MAX": ({"elastic": "1:2"}, "--ranks 3"),
-    "a mesh": ({"strategy": "hsdp", "ranks": 4, "elastic": "1:4"}, "no group of another size"),
+    "a mesh": ({"strategy": "tensor", "ranks": 4, "elastic": "1:4"}, "no group of another size"),
     "residuals": ({"strategy": "ddp:reduce=power-sgd"}, "lost with a rank"),
     "late gradients": ({"strategy": "ddp:late=1"}, "late"),
     "a device": ({"device": "cuda"}, "processors alone"),
+    "copies for nobody": ({"strategy": "fsdp", "elastic": "", "spare_state": True}, "no --elastic"),
+    "copies of what all have": ({"spare_state": True}, "the whole state already"),
+    "a copy on no other rank": ({"strategy": "zero1", "ranks": 1, "spare_state": True}, "ranks 1"),
 }
 
 

@@ -21,8 +21,8 @@ from allranks.torch.checkpoint.plan import (
     TorchSnapshot,
     WritePart,
     _global,
-    _read_parts,
     dtensor_plan,
+    read_parts,
 )
 from counting import calls_of
 
@@ -39,7 +39,7 @@ def elsewhere(part: WritePart) -> WritePart:
 
 def planned(ranks: list[list[WritePart]]) -> list[list[WritePart]]:
     texts = [json.dumps([astuple(part) for part in parts]) for parts in ranks]
-    return [list(parts) for parts in _global([_read_parts(text) for text in texts]).parts]
+    return [list(parts) for parts in _global([read_parts(text) for text in texts]).parts]
 
 
 @given(st.lists(SHAPES, max_size=12), st.integers(1, 5), st.lists(SHAPES, max_size=3))

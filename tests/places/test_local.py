@@ -66,6 +66,7 @@ Safety:
   max_restarts = 0
   hang_timeout = 1800.0
   elastic = 
+  spare_state = False
   time_limit = None
   on_bad_step = stop
   spike = None

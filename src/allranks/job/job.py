@@ -122,9 +122,10 @@ class Safety:
     "min:loss"). `resume` is a run folder or a checkpoint to start from. After a fault the ranks
     start again, up to `max_restarts` times; a rank without a sign of life for `hang_timeout`
     seconds (0: for ever) is a fault. With `elastic` ("2:8") the others go on without a rank that is
-    lost, as long as 2 are left, and up to 8 may train. After `time_limit` seconds the job stops as
-    if asked to. `on_bad_step` says what happens with a step whose loss or gradient is not finite,
-    or whose gradient norm is over `spike` times the recent median. Every `verify_every` steps the
+    lost, as long as 2 are left, and up to 8 may train; with `spare_state` each rank has a copy of
+    the part of the state that another one holds. After `time_limit` seconds the job stops as if
+    asked to. `on_bad_step` says what happens with a step whose loss or gradient is not finite, or
+    whose gradient norm is over `spike` times the recent median. Every `verify_every` steps the
     weights of all ranks are compared; `witness` says what happens when the result is seen to follow
     the number of ranks. `first_check` compares the first steps of a job whose strategy cuts the
     model with one process before it trains: "auto" where that is cheap, "off", or so many steps.
@@ -138,6 +139,7 @@ class Safety:
     max_restarts: int = 0
     hang_timeout: float = 1800.0
     elastic: str = ""
+    spare_state: bool = False
     time_limit: float | None = None
     on_bad_step: str = "stop"
     spike: float | None = None

@@ -26,6 +26,7 @@ from allranks.job.job import (
 )
 from allranks.job.loss_scale import parse_loss_scale
 from allranks.job.recipes import check_recipe
+from allranks.strategies.cards import CARDS
 from allranks.strategies.cards.data_parallel import is_late
 from allranks.strategies.resolve import StrategySpec, resolved_strategy
 from allranks.strategies.roles import EVALUATOR, ProcessSet
@@ -83,6 +84,8 @@ def checked(job: Job) -> Job:
     _check_roles(job, spec.process_set)
     if job.elastic:
         _check_elastic(job, spec)
+    if job.spare_state:
+        _check_spare_state(job, spec)
     return dataclasses.replace(job, strategy=str(spec))
 
 
@@ -335,7 +338,7 @@ def elastic_range(job: Job) -> tuple[int, int]:
 STAYS_WHOLE = ("mean", "tree")
 """The reducers under which a rank holds nothing that is lost with it, or a checkpoint has it."""
 
-ELASTIC = ("ddp", "ddp-plain", "zero1", "zero2", "fsdp")
+ELASTIC = ("ddp", "ddp-plain", "zero1", "zero2", "fsdp", "hsdp")
 """The strategies whose ranks form another group in the same processes."""
 
 
@@ -398,6 +401,35 @@ def _check_elastic(job: Job, spec: StrategySpec) -> None:
     for is_asked, option, why, do in refused:
         if is_asked:
             raise RequestError(asked=f"--elastic {job.elastic}", found=option, why=why, do=do)
+
+
+def _check_spare_state(job: Job, spec: StrategySpec) -> None:
+    """Refuse `--spare-state` where no part is lost with a rank, or no other rank has a copy."""
+    cut = [name for name in ELASTIC if CARDS[name].agreement.cuts_state]
+    of_cut = f"--strategy {', '.join(cut[:-1])} or {cut[-1]}"
+    refused = [
+        (
+            not job.elastic,
+            "no --elastic",
+            "its copies are for ranks that go on in their processes, after another one was lost",
+            f"--elastic 1:{job.ranks}, or leave it out",
+        ),
+        (
+            spec.name not in cut,
+            f"--strategy {spec}",
+            "each of its ranks has the whole state already",
+            f"leave it out, or {of_cut}",
+        ),
+        (
+            job.ranks < 2,
+            f"--ranks {job.ranks}",
+            "the copy of a rank's part is on another rank",
+            "--ranks 2 or more, or leave it out",
+        ),
+    ]
+    for is_asked, option, why, do in refused:
+        if is_asked:
+            raise RequestError(asked="--spare-state", found=option, why=why, do=do)
 
 
 def _check_course(job: Job) -> None:

@@ -187,7 +187,7 @@ def _notes(job: Job, shape: Shape) -> tuple[str, ...]:
     process_set, replicas = job.strategy_spec.process_set, job.strategy_spec.replicas
     notes = () if process_set.are_all_trainers else (f"processes: {process_set}",)
     has_parts = job.strategy_spec.card.agreement.cuts_state
-    if job.elastic and has_parts and job.checkpoint_every is None:
+    if job.elastic and has_parts and job.checkpoint_every is None and not job.spare_state:
         notes = (*notes, NOTHING_TO_GO_ON_FROM)
     readers = job.strategy_spec.parts_of_a_batch
     each = job.ranks // readers

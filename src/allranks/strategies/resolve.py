@@ -140,6 +140,22 @@ def at_setting(text: str, setting: Mapping[str, str]) -> str:
     return str(Choice(choice.name, {**layout, **setting}))
 
 
+def fitted(text: str, ranks: int) -> str:
+    """The strategy of an elastic job, for a group of so many ranks.
+
+    Under `hsdp` the smallest number of ranks hold a model that divides `ranks`, and is not below
+    `shard`, so that none has a larger part; with fewer ranks than that all hold one.
+    """
+    choice = parse_choice(text)
+    if choice.name != "hsdp":
+        return text
+    shard = int(card_for(choice).read_options(choice.options)["shard"])
+    if ranks == 1:
+        return str(Choice("fsdp", {n: v for n, v in choice.options.items() if n != "shard"}))
+    fits = next(size for size in range(min(shard, ranks), ranks + 1) if ranks % size == 0)
+    return str(Choice(choice.name, {**choice.options, "shard": str(fits)}))
+
+
 def has_mesh(text: str, ranks: int) -> bool:
     """Whether so many ranks fit on the axes of the strategy that a text describes."""
     try:

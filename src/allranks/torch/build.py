@@ -25,7 +25,7 @@ from allranks.job.job import AUTO, Job
 from allranks.job.loss_scale import parse_loss_scale
 from allranks.launcher.world import World
 from allranks.strategies.mesh import DATA, EXPERT
-from allranks.strategies.resolve import resolved_strategy
+from allranks.strategies.resolve import fitted, resolved_strategy
 from allranks.strategies.roles import TRAINER
 from allranks.torch.accelerator import is_accelerator
 from allranks.torch.batchnorm.shard import ShardBatchNorm
@@ -377,6 +377,7 @@ def job_for(job: Job, world: World) -> Job:
     if world.role != TRAINER:  # its launcher has resolved it
         return job
     name = job.strategy or default_strategy(TORCH, world.size)
+    name = fitted(name, world.size) if job.elastic else name
     per_node = 0 if world.size % world.local_size else world.local_size
     spec = resolved_strategy(name, ranks=world.size, bitwise=job.bitwise, per_node=per_node)
     processes = spec.process_set

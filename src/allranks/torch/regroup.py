@@ -23,7 +23,16 @@ from allranks.torch.checkpoint.state import (
     set_random_streams,
 )
 from allranks.torch.witness.replicas import verify
-from allranks.training.engine.regroup import LOOK_S, Agreed, Handover, Position, furthest
+from allranks.training.engine.regroup import (
+    CHECKPOINT,
+    LOOK_S,
+    SPARE,
+    START,
+    Agreed,
+    Handover,
+    Position,
+    furthest,
+)
 from allranks.training.record.logs import row_of
 
 if TYPE_CHECKING:
@@ -74,6 +83,7 @@ def hand_over(trainer: Trainer) -> Handover:
         built=None if is_cut else trainer.built,
         optimizer=None if is_cut else (step.rates, trainer.strategy.initial_set),
         data=trainer.task_data.opened_data,
+        spare=trainer.spare,
     )
 
 
@@ -81,15 +91,19 @@ def leave(trainer: Trainer, *, planned: bool) -> None:
     """Close the trainer of a group that trains no more; its thread that saves ends first.
 
     At a `planned` end all ranks are there, and wait for the checkpoint under way; where they hold
-    parts of the state they save it first. Else it is committed already, or given up.
+    parts of the state they save it first, or exchange copies, if the next group then has all parts.
+    Else it is committed already, or given up.
     """
     saving = trainer.saving
     if planned and saving is not None:
         with suppress(PeerLost):
             if trainer.strategy.agreement.cuts_state:
                 _wait_for_thread(trainer)
-                trainer.save(wait=False, evaluate=False)
-                _wait_for_thread(trainer)
+                trainer.refresh_spare()
+                spare = trainer.spare
+                if spare is None or not spare.survives(trainer.heartbeat.group().members):
+                    trainer.save(wait=False, evaluate=False)
+                    _wait_for_thread(trainer)
             saving.checkpointer.wait()
     trainer.close(failed=True)
     for parameter in trainer.model.parameters():
@@ -103,7 +117,7 @@ def take_over(trainer: Trainer, before: Handover | None) -> Agreed:
     """Bring all ranks of a new group to the same state; every rank calls this, a new one too.
 
     Gathers a text of each rank. The state is broadcast only if a rank is behind. Where ranks hold
-    parts of it, all load the newest checkpoint.
+    parts of it, all load their copies of them, or the newest checkpoint.
     """
     comm = trainer.comm
     mine = dataclasses.asdict(_position(trainer, before))
@@ -137,12 +151,18 @@ def _check_can_join(trained: dict[str, Any]) -> None:
 
 
 def _load(trainer: Trainer, agreed: Agreed) -> Agreed:
-    """Load the newest checkpoint on all ranks; without one they begin anew."""
+    """Load the copies in memory, or the newest checkpoint; without either all begin anew."""
     _ = trainer.task_data.batches
     if agreed.new:
         trainer.task_data.compare_anew()
-    trainer.resume()
-    return agreed.at(trainer.progress.batch_index)
+    spare, loaded_from = agreed.spare, SPARE
+    if spare is not None and not spare.missing and spare.step >= agreed.saved:
+        trainer.load_spare(spare)
+        assert trainer.saving is not None
+        trainer.saving.checkpointer.done_step = agreed.saved
+    else:
+        loaded_from = START if trainer.resume() is None else CHECKPOINT
+    return agreed.at(trainer.progress.batch_index, loaded_from)
 
 
 def _wait_for_thread(trainer: Trainer) -> None:
@@ -169,7 +189,8 @@ def _position(trainer: Trainer, before: Handover | None) -> Position:
         return Position(saved=saved)
     evaluated = int(before.state["course"]["found_at"])
     at = (before.step, evaluated, before.is_best, before.reached)
-    return Position(*at, saved, before.row, before.steps_again)
+    spares = [] if before.spare is None else before.spare.listed()
+    return Position(*at, saved, before.row, before.steps_again, spares)
 
 
 def _broadcast(trainer: Trainer, state: dict[str, Any], source: int) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from allranks.launcher.world import Visible, World, tasks_not_started
 from allranks.torch.batchnorm.across_ranks import whole_norm
 from allranks.torch.build import BuiltModel, build_model, build_strategy, job_for, whole_copy
 from allranks.torch.checkpoint.saving import Saving, contents_of, digest_of_state
+from allranks.torch.checkpoint.spare import SpareState
 from allranks.torch.checkpoint.state import copied, random_streams, set_random_streams
 from allranks.torch.comm.comm import Comm
 from allranks.torch.comm.join import join
@@ -61,7 +62,7 @@ from allranks.torch.witness.replicas import verify
 from allranks.torch.witness.witness import Witness, say_what_matters
 from allranks.training.callback import Callback, around_evaluation
 from allranks.training.engine.own_loop import warn_ignored
-from allranks.training.engine.regroup import Handover
+from allranks.training.engine.regroup import Handover, Spare
 from allranks.training.engine.saved_job import CallbackStates
 from allranks.training.engine.trainer import (
     EngineTrainer,
@@ -242,6 +243,8 @@ class Trainer(EngineTrainer[Batch]):
     def _next_batch(self, upcoming: Iterator[Batch]) -> Batch | None:
         if self._dealer is not None:
             self._dealer.before_batch(self.task_data, self.progress)
+        if self.spare is not None and self.comm.size > 1:
+            self.refresh_spare()
         if not self.witness.observes:
             return next(upcoming, None)
         self.witness.before_reading(self.task_data.batches)
@@ -419,6 +422,28 @@ class Trainer(EngineTrainer[Batch]):
             self.strategy.load_own_state(state.get("own", {}))
 
     @property
+    def spare(self) -> SpareState | None:
+        """The copies of parts of the state in memory, with `--spare-state`."""
+        return None if self._saving is None else self._saving.spare
+
+    def refresh_spare(self) -> None:
+        """Copy the state as it is now between the ranks, unless all have it; all call this."""
+        spare, step, group = self.spare, self.progress.batch_index, self.world.group
+        if self._saving is None or spare is None or spare.is_at(step, group):
+            return
+        self.settle()
+        before = self.heartbeat.enter("save")
+        self._saving.refresh_spare(self.world.number, group, step, self._other_state())
+        self.heartbeat.enter(before)
+
+    def load_spare(self, spare: Spare) -> None:
+        """Resume from copies that the ranks have in memory, as from a checkpoint; all call this."""
+        before = self.heartbeat.enter("save")
+        assert self._saving is not None
+        self._saving.load_spare(spare, self._load_other_state)
+        self.heartbeat.enter(before)
+
+    @property
     def saving(self) -> Saving | None:
         """What saves checkpoints; `None` without a run folder."""
         return self._saving
@@ -513,7 +538,9 @@ class Trainer(EngineTrainer[Batch]):
         if job.run_dir:
             attempt = self.world.attempt
             reach = self.faults.reach if self.faults.faults else nothing
-            self._saving = Saving(task, job, self.strategy, attempt, reach, report)
+            spare = SpareState() if job.spare_state else None
+            spare = spare if self._before is None else self._before.spare
+            self._saving = Saving(task, job, self.strategy, attempt, reach, report, spare)
             resources.on_leave(self._saving.checkpointer.close)
         self._ending = StopAgreement(self.comm, self.strategy.agreement.lockstep)
         self._loss_scale = step.loss_scale

@@ -70,6 +70,7 @@ SAME = {
     "resume": "a script begins with the weights of the task",
     "max_restarts": "a script is started once",
     "elastic": "a script ends with its first rank",
+    "spare_state": "a script ends with its first rank",
     "time_limit": "a script goes on to its last step",
     "on_bad_step": "a script takes every step",
     "spike": "a script takes every step",

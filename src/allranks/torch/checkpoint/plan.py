@@ -15,6 +15,7 @@ import json
 import math
 import mmap
 from collections import defaultdict
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -42,6 +43,7 @@ from allranks.checkpoint.format import (
     ITEM_BYTES,
     PAIR,
     BadCheckpoint,
+    FileLayout,
     SavedTensor,
     TensorBox,
     as_written,
@@ -139,11 +141,25 @@ class Planner:
         parts = _local_parts(tensors)
         looks = list(parts)
         if looks != self._looks:
-            self._text = json.dumps([[*vars(part).values()] for part in looks])
+            self._text = parts_text(looks)
             self._digest = blake2b(self._text.encode(), digest_size=16).hexdigest()
             self._looks = looks
         self._agree(step)
         return self._plan, {part: parts[part] for part in self._plan.parts[self.comm.rank]}
+
+    def plan_again(
+        self, step: int, local_tensors: dict[str, Tensor]
+    ) -> tuple[WritePlan, dict[WritePart, Tensor]]:
+        """The same where this rank has the parts of the last plan: `local_tensors`, by path."""
+        self._agree(step)
+        writes = self._plan.parts[self.comm.rank]
+        return self._plan, {part: local_tensors[part.path] for part in writes}
+
+    def has_parts(self, local_tensors: dict[str, Tensor]) -> bool:
+        """Whether these tensors are the parts of the last plan, one for each path."""
+        parts = [part for part in self._looks if part.kind != ELSEWHERE]
+        shapes = {path: tuple(tensor.shape) for path, tensor in local_tensors.items()}
+        return all(shapes.get(part.path) == part.sizes for part in parts)
 
     def _agree(self, step: int) -> None:
         words = [word.split() for word in self.comm.gather_texts(f"{step} {self._digest}")]
@@ -153,7 +169,7 @@ class Planner:
         digests = [word[-1] for word in words]
         if digests != self._known:
             texts = self.comm.gather_texts(self._text)
-            ranks = [self._looks if text == self._text else _read_parts(text) for text in texts]
+            ranks = [self._looks if text == self._text else read_parts(text) for text in texts]
             self._plan = _global(ranks)
             self._known = digests
 
@@ -184,7 +200,13 @@ def _global(ranks: list[list[WritePart]]) -> WritePlan:
     return WritePlan(tuple(tuple(parts) for parts in shared_out))
 
 
-def _read_parts(text: str) -> list[WritePart]:
+def parts_text(parts: Iterable[WritePart]) -> str:
+    """The parts as a text for other ranks."""
+    return json.dumps([[*vars(part).values()] for part in parts])
+
+
+def read_parts(text: str) -> list[WritePart]:
+    """The inverse of `parts_text`."""
     return [
         WritePart(path, dtype, tuple(shape), tuple(offsets), tuple(sizes), kind)
         for path, dtype, shape, offsets, sizes, kind in json.loads(text)
@@ -414,6 +436,16 @@ def _metadata(tensor: SavedTensor) -> TensorStorageMetadata:
     )
 
 
+def by_piece(parts: Iterable[WritePart]) -> dict[str, WritePart]:
+    """The parts by the names that they have in the file of a rank."""
+    return {piece_name(p.path, p.shape, p.offsets, p.sizes): p for p in parts}
+
+
+def layout_of(named: dict[str, WritePart]) -> FileLayout:
+    """The file of a rank that writes these parts."""
+    return lay_out({name: as_written(p.dtype, p.sizes) for name, p in named.items()})
+
+
 class TorchSnapshot:
     """Copies of tensors, laid out as their file. Taking another one writes over the last."""
 
@@ -424,9 +456,14 @@ class TorchSnapshot:
         self.layout = lay_out({})
 
     @property
+    def flat(self) -> Tensor:
+        """The bytes after the header, as a tensor."""
+        return self._buffer[: self.layout.data_bytes]
+
+    @property
     def data(self) -> memoryview:
         """The bytes after the header."""
-        return self._buffer.numpy().data[: self.layout.data_bytes]
+        return self.flat.numpy().data
 
     def take(self, tensors: dict[WritePart, Tensor]) -> None:
         """Copy the tensors; returns when they may change again."""
@@ -446,8 +483,8 @@ class TorchSnapshot:
         return on_gpu
 
     def _lay_out(self, parts: list[WritePart], on_gpu: bool) -> None:
-        named = {piece_name(p.path, p.shape, p.offsets, p.sizes): p for p in parts}
-        self.layout = lay_out({name: as_written(p.dtype, p.sizes) for name, p in named.items()})
+        named = by_piece(parts)
+        self.layout = layout_of(named)
         self._parts, self._places = [], []
         if self._buffer.numel() < self.layout.data_bytes:
             size = self.layout.data_bytes

@@ -33,6 +33,7 @@ from allranks.torch.checkpoint.plan import (
     TorchSnapshot,
     read_files,
 )
+from allranks.torch.checkpoint.spare import PlacedRank, SpareReader, SpareState
 from allranks.torch.checkpoint.state import (
     DTYPES,
     flatten,
@@ -46,6 +47,7 @@ from allranks.torch.step.trainable import check_no_scheduler
 from allranks.torch.strategies.base import Strategy
 from allranks.torch.task import Task
 from allranks.training.callback import Callback
+from allranks.training.engine.regroup import Spare
 from allranks.training.engine.saved_job import SavedJob
 
 # --- loading -------------------------------------------------------------------------------------
@@ -57,11 +59,15 @@ Templates = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class CheckpointReader:
-    """Reads for `rank`, one of `ranks`; `templates` are tensors, by path, to be filled in place."""
+    """Reads for `rank`, one of `ranks`; `templates` are tensors, by path, to be filled in place.
+
+    `fill` is what reads tensors: from files, or from the memory of ranks.
+    """
 
     rank: int
     ranks: int
     templates: Templates
+    fill: Callable[[Path, dict[str, SavedTensor], Templates], None] = read_files
 
     def read(self, folder: Path, manifest: Manifest) -> Loaded:
         """Read a verified checkpoint; raises `BadCheckpoint` if something in it is missing."""
@@ -72,7 +78,7 @@ class CheckpointReader:
             p: t for p, t in manifest.tensors.items() if any(is_below(p, x) for x in prefixes)
         }
         targets = {path: self._target(folder, path, tensor) for path, tensor in wanted.items()}
-        read_files(folder, wanted, targets)
+        self.fill(folder, wanted, targets)
         mine = unflatten(rank_states[self.rank], targets) if has_own else None
         return Loaded(manifest.step, folder, manifest, unflatten(common, targets), mine)
 
@@ -178,7 +184,10 @@ class Saving:
         attempt: int,
         reach: Callable[[str, int], None],
         report: Callable[..., None],
+        spare: SpareState | None = None,
     ) -> None:
+        """`spare` are the copies in memory, where the job has some."""
+        self.spare = spare
         self.saved = SavedJob(task.as_written, job, facts, DECIDES_BITS, attempt, reach, report)
         self.strategy, self._told_of_rates = strategy, False
         own_folder, *_ = self.saved.sources
@@ -221,16 +230,36 @@ class Saving:
         Uses this run folder if it has one, else `job.resume`. Raises `RequestError` if it is the
         checkpoint of another job.
         """
-
-        def take(loaded: Loaded) -> None:
-            state, rank_state = self._state_in(loaded), loaded.rank_state or {}
-            self.strategy.load_state(state)
-            self.strategy.load_own_state(rank_state.get("strategy", {}))
-            load_other_state({**state, OF_RANK: rank_state.get(OF_RANK), "step": loaded.step})
-            if (random := rank_state.get("random")) is not None:
-                set_random_streams(random, self.strategy.comm.device)
-
+        take = partial(self._take, load_other_state)
         return self.saved.load(self.checkpointer, self.strategy.comm.rank, take, self._templates())
+
+    def refresh_spare(
+        self, number: int, group: int, step: int, other_state: dict[str, Any]
+    ) -> None:
+        """Exchange the copies in memory that the job has: see `SpareState.refresh`."""
+        assert self.spare is not None
+        strategy, other = self.strategy, {n: s for n, s in other_state.items() if n != OF_RANK}
+        rank = PlacedRank(number, group, strategy.comm)
+        has_parts = not strategy.layout.kept_whole
+        local_state = {**strategy.local_state(), **other} if has_parts else {}
+        self.spare.refresh(rank, step, local_state, lambda: {**strategy.state(), **other})
+
+    def load_spare(self, spare: Spare, load_other_state: Callable[[dict[str, Any]], None]) -> None:
+        """Load the copies that the ranks have in memory; every rank calls this."""
+        assert self.spare is not None
+        comm = self.strategy.comm
+        version = self.spare.opened(comm, spare)
+        fill = SpareReader(comm, version, spare.holders).fill
+        reader = CheckpointReader(comm.rank, 0, self._templates(), fill)
+        self._take(load_other_state, reader.read(Path(), version.manifest))
+
+    def _take(self, load_other_state: Callable[[dict[str, Any]], None], loaded: Loaded) -> None:
+        state, rank_state = self._state_in(loaded), loaded.rank_state or {}
+        self.strategy.load_state(state)
+        self.strategy.load_own_state(rank_state.get("strategy", {}))
+        load_other_state({**state, OF_RANK: rank_state.get(OF_RANK), "step": loaded.step})
+        if (random := rank_state.get("random")) is not None:
+            set_random_streams(random, self.strategy.comm.device)
 
     def _templates(self) -> dict[str, Tensor]:
         """The target for this rank's part of each tensor that is not whole on every rank, by path.

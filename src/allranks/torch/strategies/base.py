@@ -424,6 +424,12 @@ class Strategy(Traits, ABC):
     def state(self) -> dict[str, Any]:
         """The state that a step depends on, without data: weights, buffers, optimizer."""
         with self.owned():
+            state = self.local_state()
+            return self.layout.saved(state, self.model) if self.agreement.cuts_state else state
+
+    def local_state(self) -> dict[str, Any]:
+        """The same with the tensors that this rank has, where others have the rest of them."""
+        with self.owned():
             step = self.step
             state = {
                 "model": model_state(self.model),
@@ -438,7 +444,7 @@ class Strategy(Traits, ABC):
                 state["average"] = self.step.average.state()
             if self.two_modes is not None:
                 state["evaluated"] = self.two_modes.state(self.model)
-            return self.layout.saved(state, self.model) if self.agreement.cuts_state else state
+            return state
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Load what `state` returned; every rank calls this."""

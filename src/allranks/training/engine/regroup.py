@@ -10,7 +10,8 @@ a disk.
 Where each rank holds a part of the state, parts are lost with a rank. There all ranks build the
 model anew and load the newest checkpoint, as after a restart, or begin anew if there is none: the
 steps since then are made again. Before ranks join or leave, the old group saves one of its last
-step, so that none is.
+step, so that none is. With `--spare-state` ranks have copies of the parts of others in memory, and
+load these instead where all parts are there (`newest_spare`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import starmap
+from typing import Any, NamedTuple
 
 from allranks.errors import PeerLost
 from allranks.job.faults import Faults
@@ -29,6 +31,7 @@ from allranks.training.progress import StepResult
 
 PATIENCE_S = 10.0  # of a rank that lost a peer, until the supervisor has seen that
 LOOK_S = 0.001
+SPARE, CHECKPOINT, START = "spare", "checkpoint", "start"
 
 
 class TrainsNoMore(PeerLost):
@@ -46,7 +49,7 @@ class Handover:
     and `data` are the engine's model, its optimizer as it was made, and its opened data.
 
     Where parts of the state are lost with a rank, it has neither state of the engine, nor model,
-    nor callbacks: the next trainer makes them anew.
+    nor callbacks: the next trainer makes them anew. `spare` are the engine's copies of parts.
     """
 
     callbacks: list[Callback]
@@ -62,6 +65,7 @@ class Handover:
     built: Any
     optimizer: Any
     data: Any
+    spare: Any = None
     is_new: bool = False
     """Whether this rank has trained in no group yet: its state is nobody's."""
 
@@ -77,13 +81,25 @@ class Handover:
         return replace(loaded, row=agreed.position.row, unheard=unheard, reached=self.reached)
 
 
+class SpareParts(NamedTuple):
+    """The parts that a rank has of the state after `step`, in memory, by the number of a process.
+
+    The state was that of `group`, whose ranks were the processes `numbers`.
+    """
+
+    step: int
+    group: int
+    numbers: Sequence[int]
+    parts: Sequence[int]
+
+
 @dataclass(frozen=True)
 class Position:
     """Where a rank is, as it tells the others: the steps done (-1: it is new), and so on.
 
     `evaluated` is the step after which it last evaluated, `row` what its metrics say of the last
     step, `saved` the step of the newest checkpoint that it sees; `reached` and `steps_again` are
-    those of `Handover`.
+    those of `Handover`. `spares` are the copies of parts of the state that it has.
     """
 
     step: int = -1
@@ -93,13 +109,42 @@ class Position:
     saved: int = -1
     row: dict[str, Any] | None = None
     steps_again: int = 0
+    spares: Sequence[SpareParts] = ()
+
+
+@dataclass(frozen=True)
+class Spare:
+    """The state after `step` of the ranks of `group`, in the memory of the ranks of the next one.
+
+    `holders` has a rank of the next group for each part; a part that no rank has is `missing`.
+    """
+
+    step: int
+    group: int
+    holders: dict[int, int]
+    missing: tuple[int, ...] = ()
+
+
+def newest_spare(positions: Sequence[Position]) -> Spare | None:
+    """The newest copies of which no part is missing, else the newest; every rank decides alike."""
+    spares: dict[tuple[int, int], Spare] = {}
+    for rank, position in enumerate(positions):
+        for step, group, numbers, parts in starmap(SpareParts, position.spares):
+            before = spares.get((step, group), Spare(step, group, {}, tuple(numbers)))
+            holders = {**dict.fromkeys(parts, rank), **before.holders}
+            missing = tuple(number for number in numbers if number not in holders)
+            spares[step, group] = Spare(step, group, holders, missing)
+    whole = {key for key, spare in spares.items() if not spare.missing}
+    return spares[max(whole or spares)] if spares else None
 
 
 @dataclass(frozen=True)
 class Agreed:
     """What the ranks of a group have agreed on: the position of `source`, which others received.
 
-    With `is_loaded` the position is that of the checkpoint that all have loaded, or of a start.
+    With `loaded_from` the position is that of the state that all have loaded: of their copies
+    ("spare"), of a checkpoint, or of a start. `parts_lost` are then the numbers of the ranks whose
+    part of the newest copies nobody had.
     """
 
     position: Position
@@ -111,13 +156,17 @@ class Agreed:
     new: tuple[int, ...]
     again_before: int = 0
     """How many were made again before."""
-    is_loaded: bool = False
+    loaded_from: str = ""
+    parts_lost: tuple[int, ...] = ()
+    spare: Spare | None = None
+    """The newest copies of the state in memory."""
 
-    def at(self, step: int) -> Agreed:
+    def at(self, step: int, loaded_from: str) -> Agreed:
         """The same ranks, after all have loaded the state of `step`."""
-        again = self.position.step + self.steps_again - step
-        loaded = Position(step=step)
-        return replace(self, position=loaded, behind=(), steps_again=again, is_loaded=True)
+        again, spare = self.position.step + self.steps_again - step, self.spare
+        lost = () if spare is None or loaded_from == SPARE else spare.missing
+        agreed = replace(self, position=Position(step=step), behind=(), steps_again=again)
+        return replace(agreed, loaded_from=loaded_from, parts_lost=lost)
 
 
 def furthest(positions: Sequence[Position]) -> Agreed:
@@ -133,6 +182,7 @@ def furthest(positions: Sequence[Position]) -> Agreed:
         positions[0].saved,
         tuple(rank for rank, position in enumerate(positions) if position.step < 0),
         max(position.steps_again for position in positions),
+        spare=newest_spare(positions),
     )
 
 

@@ -79,7 +79,10 @@ class RankRecord(Callback):
         joined = [group.members[rank] for rank in agreed.new]
         self._group = {"number": group.number, "members": list(group.members)}
         self._group |= {"lost": lost, "joined": joined, "steps_again": agreed.steps_again}
-        if not world.is_leader or agreed.is_loaded:
+        if agreed.loaded_from:
+            lost_parts = {"parts_lost": list(agreed.parts_lost)}
+            self._group |= {"loaded_from": agreed.loaded_from, **lost_parts}
+        if not world.is_leader or agreed.loaded_from:
             self._hand_over()
         if not world.is_leader:
             return
