@@ -118,6 +118,7 @@ ENGINES = {
             "profile": "its profiler is torch's",
             "share": "tf.distribute gives every replica as many samples",
             "verify_every": "replicas of tf.distribute are one variable, which it keeps equal",
+            "digest_every": "only the state of torch is digested",
             "witness": "it looks into the passes of torch; of TensorFlow, `check` alone tells",
         },
         traces=True,
