@@ -25,6 +25,7 @@ VERBS = {
     "show": ("allranks.cli.runs:show", "One run: its result, or its first fault."),
     "scale": ("allranks.cli.runs:scale", "More or fewer ranks for a job that runs."),
     "join": ("allranks.cli.runs:join", "One more rank for a job that runs."),
+    "replay": ("allranks.cli.runs:replay", "A step of a run again, in one process."),
     "bench": ("allranks.cli.bench:bench", "How fast, by strategy and number of ranks."),
     "report": ("allranks.cli.report:report", "A page to look at, of one run or several."),
     "checkpoints": ("allranks.cli.checkpoints:checkpoints", "The checkpoints of a run."),

@@ -41,6 +41,7 @@ from allranks.torch.shared_memory.backend import backend_record
 from allranks.torch.task import Task
 from allranks.torch.trainer import Trainer
 from allranks.torch.witness.digests import StateDigests
+from allranks.torch.witness.replay import ReplayTrainer
 from allranks.torch.witness.trace import RankTrace
 from allranks.training.callback import Callback
 from allranks.training.engine.regroup import Agreed, Handover
@@ -275,7 +276,8 @@ class TorchRank(RankProgram[Trainer]):
 
     def make_trainer(self, task: Task, **more: Any) -> Trainer:
         """The trainer, with what traces it where the job asks for that."""
-        trainer = LEADERS.get(self.world.role, Trainer)(task, self.job, world=self.world, **more)
+        kind = ReplayTrainer if self.job.last_step is not None else Trainer
+        trainer = LEADERS.get(self.world.role, kind)(task, self.job, world=self.world, **more)
         if self.job.trace:
             folder = self.record.run_dir / "trace"
             trace = RankTrace(folder, self.world.rank, trainer.strategy, self.job)
