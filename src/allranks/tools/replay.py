@@ -63,10 +63,10 @@ class ReplayRequest:
     look: str = ""
     changed: bool = False
 
-    def refused(self, found: str, why: str, do: str) -> RequestError:
+    def refused(self, problem: str, why: str, do: str) -> RequestError:
         """The error for this request."""
         return RequestError(
-            asked=f"replay {self.run} --step {self.step}", found=found, why=why, do=do
+            asked=f"replay {self.run} --step {self.step}", found=problem, why=why, do=do
         )
 
 

@@ -12,9 +12,11 @@ A change of one number always changes the sum; any others leave it as it was wit
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from functools import lru_cache
 from hashlib import blake2b
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,7 +37,7 @@ FIRST, SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
 SHIFT, ODD = np.uint64(29), np.uint64(1)
 ROWS, COLUMNS, SAMPLES = 1, 2, 3  # what keys are for
 AT_ONCE = 1 << 15  # words that are added up at a time, which stay in a cache
-SMALL = 1 << 12  # keys up to here are kept
+SMALL = 1 << 14  # keys of more numbers in one row are made anew each time
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 WEIGHTS, OWN = "model", "own"  # in the paths of a state
@@ -50,15 +52,32 @@ def keys_of(numbers: Words, purpose: int) -> Words:
     return mixed | ODD
 
 
-@lru_cache(maxsize=512)
-def _first_keys(count: int, purpose: int) -> Words:
-    return keys_of(np.arange(count, dtype=np.uint64), purpose)
-
-
 def _keys(start: int, stop: int, purpose: int) -> Words:
-    if start == 0 and stop <= SMALL:
-        return _first_keys(stop, purpose)
     return keys_of(np.arange(start, stop, dtype=np.uint64), purpose)
+
+
+class PartKeys(NamedTuple):
+    """The keys of a part: of its rows, of the words of a row, and of the tensor."""
+
+    rows: Words
+    columns: Words
+    tensor: int
+
+
+def keys_of_part(part: WritePart, words: int) -> PartKeys:
+    """The keys of a part of a tensor whose numbers have so many `words`."""
+    shape, offsets, sizes = part.shape or (1,), part.offsets or (0,), part.sizes or (1,)
+    if len(shape) == 1:  # one row
+        shape, offsets, sizes = (1, *shape), (0, *offsets), (1, *sizes)
+    name = f"{part.path} {part.dtype} {part.shape}".encode()
+    return PartKeys(
+        _keys(offsets[0], offsets[0] + sizes[0], ROWS),
+        _columns(shape[1:], offsets[1:], sizes[1:], words),
+        int.from_bytes(blake2b(name, digest_size=8).digest(), "little") | 1,
+    )
+
+
+_known_keys = lru_cache(maxsize=4096)(keys_of_part)
 
 
 def part_digest(part: WritePart, tensor: Tensor) -> int:
@@ -67,17 +86,11 @@ def part_digest(part: WritePart, tensor: Tensor) -> int:
         return 0
     plain = reals(tensor.detach().resolve_conj().resolve_neg()).contiguous()
     unit = tensor.itemsize if tensor.itemsize in UNSIGNED else 4
-    words = tensor.itemsize // unit  # of one number
-    shape, offsets, sizes = part.shape or (1,), part.offsets or (0,), part.sizes or (1,)
-    if len(shape) == 1:  # one row
-        shape, offsets, sizes = (1, *shape), (0, *offsets), (1, *sizes)
-    columns = _columns(shape[1:], offsets[1:], sizes[1:], words)
-    rows = _keys(offsets[0], offsets[0] + sizes[0], ROWS)
-    flat = plain.view(-1).view(SIGNED[unit]).view(sizes[0], -1)
-    summed = _summed_there if is_accelerator(flat.device) else _summed
-    name = f"{part.path} {part.dtype} {part.shape}".encode()
-    key = int.from_bytes(blake2b(name, digest_size=8).digest(), "little") | 1
-    return summed(flat, rows, columns) * key & MASK
+    find = _known_keys if len(part.shape) > 1 or tensor.numel() < SMALL else keys_of_part
+    keys = find(part, tensor.itemsize // unit)
+    table = plain.view(-1).view(SIGNED[unit]).view(len(keys.rows), -1)
+    summed = _summed_there if is_accelerator(table.device) else _summed
+    return summed(table, keys.rows, keys.columns) * keys.tensor & MASK
 
 
 def _columns(
@@ -85,7 +98,7 @@ def _columns(
 ) -> Words:
     """The keys of the words of a row, by their places in the whole row."""
     if sizes == shape:
-        return _keys(0, int(np.prod(shape, dtype=np.int64)) * words, COLUMNS)
+        return _keys(0, math.prod(shape) * words, COLUMNS)
     if len(shape) == 1:
         return _keys(offsets[0] * words, (offsets[0] + sizes[0]) * words, COLUMNS)
     places = [range(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True)]
@@ -129,15 +142,17 @@ class StateDigests:
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy, self._planner = strategy, Planner(strategy.comm)
-        self._mine: dict[WritePart, Tensor] = {}
+        self._mine, self._is_planned = set[WritePart](), False
         self._step: dict[str, int] = {}
 
     def watch(self, batch: Batch) -> None:
         """Digest the gradients and the samples of the step on `batch`, which comes next.
 
-        Gathers the digest of a plan.
+        Gathers the digest of a plan, the first time.
         """
-        self._step, self._mine = {}, self._planned()
+        self._step = {}
+        if not self._is_planned:
+            self._planned()
         step = self.strategy.step
         if step.probe is None:
             step.probe = self
@@ -183,7 +198,7 @@ class StateDigests:
         for part, tensor in self._planned().items():
             kind = _kind_of(part.path, buffers)
             sums[kind] = sums.get(kind, 0) + part_digest(part, tensor) & MASK
-        self._step, self._mine = {}, {}
+        self._step = {}
         totals: dict[str, int] = {}
         for text in strategy.comm.gather_texts(json.dumps(sums)):
             for kind, number in json.loads(text).items():
@@ -203,7 +218,9 @@ class StateDigests:
         tensors = flatten(strategy.state(), self._prefix)[1]
         if strategy.has_own_state:
             tensors |= flatten(strategy.own_state(), f"own/{strategy.comm.rank}/{OWN}")[1]
-        return self._planner.plan(0, tensors)[1]
+        parts = self._planner.plan(0, tensors)[1]
+        self._mine, self._is_planned = set(parts), True
+        return parts
 
 
 def _kind_of(path: str, buffers: set[str]) -> str:
