@@ -29,6 +29,7 @@ SECTIONS = {
         running: notebooks
         huggingface
         elastic
+        replay
         precision
         checkpoints: checkpoints_in_detail
         tensorflow: tensorflow_in_detail

@@ -71,6 +71,7 @@ Safety:
   on_bad_step = stop
   spike = None
   verify_every = None
+  digest_every = 500
   witness = warn
   first_check = auto
   inject = 

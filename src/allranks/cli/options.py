@@ -141,6 +141,7 @@ SAFETY_OPTIONS: Options = (
     _option(
         "--verify-every", "Compare the weights of all ranks every N steps (default never).", int
     ),
+    _option("--digest-every", "Write digests every N steps, and at checkpoints; 0: never.", int),
     _option("--witness", "If a result is seen to depend on the number of ranks."),
     _option("--first-check", "Compare the first N steps with one process, before training."),
     _option(

@@ -1,8 +1,9 @@
-"""`allranks runs`, `show RUN`: what jobs have left behind; `scale`, `join RUN`: ranks of one."""
+"""`allranks runs`, `show RUN`: what jobs have left behind; `scale`, `join`, `replay RUN`."""
 
 from __future__ import annotations
 
 import shlex
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from allranks.checkpoint.files import as_json
 from allranks.cli.display.following import anomalies_in, scaled_in_words
 from allranks.cli.display.placement import as_data, table
 from allranks.cli.display.progress import in_sentences
-from allranks.errors import ProgramError, RequestError, printable
+from allranks.errors import EXIT_DIFFERENCE_FOUND, ProgramError, RequestError, printable
 from allranks.job.job import Job
 from allranks.job.limits import elastic_range
 from allranks.job.place import read_placements
@@ -22,6 +23,8 @@ from allranks.job.run_folder import is_in_use, read_events, read_rows
 from allranks.job.scaling import ANSWERS, READ, Bounds, ScaleRequest, post, withdraw
 from allranks.job.units import format_bytes
 from allranks.strategies.resolve import strategy_spec
+from allranks.tools.replay import ReplayRequest
+from allranks.tools.replay import replay as replay_step
 from allranks.tools.report.records import ENDS, outcome_of, read_job, read_watched
 from allranks.tools.report.tables import COMMAND_DEFAULTS
 from allranks.training.record.phases import held_in
@@ -293,3 +296,41 @@ def _wait(run: Path, request: ScaleRequest) -> dict[str, Any]:
                 "machine that does not see this folder",
             )
         time.sleep(POLL_S)
+
+
+# --- replay --------------------------------------------------------------------------------------
+
+
+@click.command()
+@click.argument("run")
+@click.option("--step", type=click.IntRange(1), required=True, help="Which, as the display counts.")
+@click.option("--ranks", type=click.IntRange(1), help="On so many (default 1 where that is right).")
+@click.option("--before", is_flag=True, help="Stop before the step, not after it.")
+@click.option("--after", is_flag=True, help="Stop after the step, the default.")
+@click.option("--pdb", is_flag=True, help="Look at the step in Python's debugger.")
+@click.option("--shell", is_flag=True, help="Look at the step in IPython, or Python's shell.")
+@click.option("--changed", is_flag=True, help="Even if the program has changed since.")
+@click.option("--json", "as_object", is_flag=True, help="Print JSON.")
+def replay(run: str, as_object: bool, **flags: Any) -> None:
+    """Make a step of RUN again, in one process, and compare it with what RUN wrote.
+
+    It begins at the newest checkpoint before the step, or at the beginning. The folder of the run
+    is read, not changed. Exit code 5: with --bitwise, a digest or a loss is not that of the run.
+    """
+    where = [flag for flag in ("before", "after") if flags[flag]]
+    tools = [flag for flag in ("pdb", "shell") if flags[flag]]
+    if len(where) > 1 or len(tools) > 1 or (where and not tools):
+        several = " ".join(f"--{flag}" for flag in (*tools, *where))
+        raise RequestError(
+            asked=f"replay {run} {several}",
+            found="nothing to look with" if not tools else "two of a kind",
+            why="the step is looked at once, before or after it is made, with one tool",
+            do="--pdb --before, or --shell --after",
+        )
+    look = f"{tools[0]}:{(where or ['after'])[0]}" if tools else ""
+    request = ReplayRequest(Path(run), flags["step"], flags["ranks"] or 0, look, flags["changed"])
+    replayed = replay_step(request)
+    lines = [printable(line) for line in str(replayed).splitlines()]
+    click.echo(as_json(replayed.to_data()) if as_object else "\n".join(lines))
+    if replayed.differs and replayed.is_promised:
+        sys.exit(EXIT_DIFFERENCE_FOUND)

@@ -129,7 +129,8 @@ class Safety:
     weights of all ranks are compared; `witness` says what happens when the result is seen to follow
     the number of ranks. `first_check` compares the first steps of a job whose strategy cuts the
     model with one process before it trains: "auto" where that is cheap, "off", or so many steps.
-    `inject` lists faults to make on purpose (`allranks.job.faults`).
+    Every `digest_every` steps and at checkpoints (0: never) digests of the state are written, which
+    `replay` compares. `inject` lists faults to make on purpose (`allranks.job.faults`).
     """
 
     checkpoint_every: int | None = None
@@ -144,6 +145,7 @@ class Safety:
     on_bad_step: str = "stop"
     spike: float | None = None
     verify_every: int | None = None
+    digest_every: int = 500
     witness: str = "warn"
     first_check: str = "auto"
     inject: str = ""
@@ -164,7 +166,7 @@ class Looking:
 
 @dataclass(frozen=True)
 class Tracing:
-    """Set by `check` alone; no flag and no job file says them.
+    """Set by `check` and `replay` alone; no flag and no job file says them.
 
     `trace` records the insides of every step, of so many steps that their tensors fit in
     `trace_bytes` (0: of all), each from the weights of the trace in `replay`; one process cuts its
@@ -174,6 +176,9 @@ class Tracing:
     With `operators`, the inputs and outputs of every operator of that step are recorded.
     `brief` writes no weights at the end, and evaluates the first chunk of the data alone.
     `schedule_steps` is the `total` of the schedule, where the training was given its steps.
+
+    A replay ends after `last_step`, and digests the state after the steps in `digest_at` alone. At
+    its last step it does what `look` says: "pdb:before", "shell:after".
     """
 
     trace: bool = False
@@ -186,6 +191,9 @@ class Tracing:
     operators: bool = False
     brief: bool = False
     schedule_steps: int | None = None
+    last_step: int | None = None
+    digest_at: tuple[int, ...] = ()
+    look: str = ""
 
 
 GROUPS: dict[str, type] = {

@@ -36,6 +36,7 @@ LEAST = {  # of each number: the bound, and whether it is allowed itself
     **dict.fromkeys(("ranks", "nodes", "micro_batch", "steps", "threads"), (1, True)),
     **dict.fromkeys(("checkpoint_every", "keep", "verify_every", "patience"), (1, True)),
     **dict.fromkeys(("seed", "loader_workers", "max_restarts", "hang_timeout"), (0, True)),
+    "digest_every": (0, True),
     **dict.fromkeys(("prefetch", "steps_per_call"), (1, True)),
     "time_limit": (0, False),
     "spike": (1, False),

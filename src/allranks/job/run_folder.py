@@ -4,6 +4,7 @@
     events.jsonl        what the supervisor saw                          (supervisor)
     events-R.jsonl      what rank R has to say                           (rank R)
     metrics.jsonl       loss, rate, samples of each step                 (leader)
+    digests.jsonl       digests of the state now and then                (leader)
     logs/rank-RRR.log   what rank R printed, raw                         (rank R)
     logs/hang-A.txt     where every rank stood when attempt A hung       (supervisor)
     placement/          what every rank holds on which device            (each rank its own file)

@@ -40,12 +40,15 @@ from allranks.torch.regroup import compare, hand_over, leave, take_over
 from allranks.torch.shared_memory.backend import backend_record
 from allranks.torch.task import Task
 from allranks.torch.trainer import Trainer
+from allranks.torch.witness.digests import StateDigests
+from allranks.torch.witness.replay import ReplayTrainer
 from allranks.torch.witness.trace import RankTrace
 from allranks.training.callback import Callback
 from allranks.training.engine.regroup import Agreed, Handover
 from allranks.training.keras_task import Task as KerasTask
 from allranks.training.progress import StepResult
 from allranks.training.rank_program import RankProgram, Role
+from allranks.training.record.digests import StateDigester
 from allranks.training.record.logs import Keeping
 from allranks.training.task_fields import task_of
 
@@ -273,7 +276,8 @@ class TorchRank(RankProgram[Trainer]):
 
     def make_trainer(self, task: Task, **more: Any) -> Trainer:
         """The trainer, with what traces it where the job asks for that."""
-        trainer = LEADERS.get(self.world.role, Trainer)(task, self.job, world=self.world, **more)
+        kind = ReplayTrainer if self.job.last_step is not None else Trainer
+        trainer = LEADERS.get(self.world.role, kind)(task, self.job, world=self.world, **more)
         if self.job.trace:
             folder = self.record.run_dir / "trace"
             trace = RankTrace(folder, self.world.rank, trainer.strategy, self.job)
@@ -335,6 +339,10 @@ class TorchRank(RankProgram[Trainer]):
     def compare(self, trainer: Trainer) -> None:
         """Sends a digest."""
         compare(trainer)
+
+    def digester(self, trainer: Trainer) -> StateDigester | None:
+        """The digests of the strategy's state."""
+        return StateDigests(trainer.strategy)
 
     def device_peak_bytes(self, trainer: Trainer) -> int | None:
         """The peak that the allocator of the rank's device has counted."""

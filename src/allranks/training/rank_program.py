@@ -36,6 +36,7 @@ from allranks.training.engine.regroup import (
 from allranks.training.engine.saved_job import check_ends_later
 from allranks.training.engine.trainer import EngineTrainer
 from allranks.training.progress import StepResult
+from allranks.training.record.digests import RunDigests, StateDigester
 from allranks.training.record.logs import (
     Keeping,
     check_logs,
@@ -50,11 +51,17 @@ from allranks.training.task_fields import TaskFields, task_shape
 # A custom loop may leave out calls that it does not need; every call here is public.
 
 
-def fit(trainer: EngineTrainer[Any], *, goes_on: bool = False, has_ended: bool = False) -> bool:
+def fit(
+    trainer: EngineTrainer[Any],
+    *,
+    goes_on: bool = False,
+    has_ended: bool = False,
+    digests: RunDigests | None = None,
+) -> bool:
     """The loop of `allranks train`; returns False if it was asked to stop before the end.
 
     With `goes_on` it began in another group of ranks, and what follows a step may be due still;
-    with `has_ended` callbacks were told the end there.
+    with `has_ended` callbacks were told the end there. `digests` are written on the way.
     """
     is_stopped = False
     if goes_on:
@@ -68,19 +75,21 @@ def fit(trainer: EngineTrainer[Any], *, goes_on: bool = False, has_ended: bool =
             learning_rate=0.0,
             updated=False,
         )
-        is_stopped = _follow_step(trainer, nothing)
+        is_stopped = _follow_step(trainer, nothing, digests)
     else:
         for callback in trainer.callbacks:
             callback.on_start(trainer)
-    finished = not is_stopped and _fit(trainer)
+    finished = not is_stopped and _fit(trainer, digests)
     for callback in () if has_ended else trainer.callbacks:
         callback.on_end(trainer)
     return finished
 
 
-def _fit(trainer: EngineTrainer[Any]) -> bool:
+def _fit(trainer: EngineTrainer[Any], digests: RunDigests | None) -> bool:
     callbacks = trainer.callbacks
     for batches in trainer.calls():
+        if digests is not None:
+            digests.before_step(batches[-1])
         trainer.in_step = batches[:1]
         results = trainer.steps(batches)
         trainer.in_step = []
@@ -90,17 +99,23 @@ def _fit(trainer: EngineTrainer[Any]) -> bool:
                     callback.on_step(trainer, batch, result)
                     trainer.callbacks_called += 1
         trainer.unheard = None
-        if _follow_step(trainer, results[-1]):
+        if _follow_step(trainer, results[-1], digests):
             return False
+    if digests is not None:
+        digests.end()
     return not trainer.finish()
 
 
-def _follow_step(trainer: EngineTrainer[Any], result: StepResult) -> bool:
-    """Evaluate and save after a step, where that is due; returns whether to stop."""
+def _follow_step(
+    trainer: EngineTrainer[Any], result: StepResult, digests: RunDigests | None
+) -> bool:
+    """Evaluate, digest and save after a step, where that is due; returns whether to stop."""
     metrics = trainer.evaluate_if_due()
     if metrics is not None:
         for callback in trainer.callbacks:
             callback.on_evaluation(trainer, metrics)
+    if digests is not None:
+        digests.after_step()
     return trainer.save_if_due(result)
 
 
@@ -185,6 +200,10 @@ class RankProgram(ABC, Generic[T]):
     def compare(self, trainer: T) -> None:
         """Raise `ReplicasDiffer` unless they have it; every rank calls this."""
         raise NotImplementedError
+
+    def digester(self, trainer: T) -> StateDigester | None:
+        """What digests the state on the way; `None` for an engine that has nothing."""
+        return None
 
     def device_peak_bytes(self, trainer: T) -> int | None:
         """The most that this process has held on its device; `None` where nobody counts."""
@@ -280,6 +299,7 @@ class RankProgram(ABC, Generic[T]):
         """The task and its trainer; writes the event `ready`."""
         report, task = self.record.events.event, self.load_task(self.job)
         trainer = self.trainer = self.make_trainer(task, report=report, callbacks=self.callbacks())
+        self._digest(trainer)
         report(
             "ready",
             host=socket.gethostname(),
@@ -288,6 +308,15 @@ class RankProgram(ABC, Generic[T]):
             machine=self.facts(self.job),
         )
         return task, trainer
+
+    def _digest(self, trainer: T) -> None:
+        """Let the state of this trainer be digested on the way."""
+        digester = self.digester(trainer)
+        wanted = digester is not None and RunDigests.are_wanted(self.job, self.world.role)
+        self.record.digests = None
+        if wanted:
+            assert digester is not None
+            self.record.digests = RunDigests(self.job, trainer, digester, self.record.digest_log())
 
     def train(self) -> None:
         """From the job to the event `done` with its summary, or `stopped` with its checkpoint.
@@ -314,6 +343,8 @@ class RankProgram(ABC, Generic[T]):
         trainer.comm.barrier()
         trainer.faults.reach("start")
         self.record.begin()
+        if self.record.digests is not None:
+            self.record.digests.begin()
         self._tell_reads()  # a first check may run out of time before the end
         return task
 
@@ -324,7 +355,8 @@ class RankProgram(ABC, Generic[T]):
             trainer = self.trainer
             assert trainer is not None
             try:
-                is_whole = fit(trainer, goes_on=goes_on, has_ended=has_ended)
+                begun: dict[str, Any] = {"goes_on": goes_on, "has_ended": has_ended}
+                is_whole = fit(trainer, **begun, digests=self.record.digests)
                 has_ended = not self._loads_state
                 if is_whole:
                     self._conclude(trainer)
@@ -400,6 +432,7 @@ class RankProgram(ABC, Generic[T]):
                 before = before if agreed is None else before.after(agreed, now)
         trainer.steps_again = agreed.again_before + agreed.steps_again
         self.record.follow_group(self.world, group, agreed)
+        self._digest(trainer)
         if before.unheard is not None and before.step == agreed.position.step:
             for callback in trainer.callbacks[before.callbacks_called :]:
                 callback.on_step(trainer, *before.unheard)

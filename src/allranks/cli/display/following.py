@@ -336,6 +336,9 @@ def anomalies_in(event: dict[str, Any]) -> list[tuple[int | None, str]]:
         return [*problems] or [(event["rank"] or None, event["bad"])]
     if name == "witness":
         return [(None, f"follows the ranks: {text}") for text in event["found"]]
+    if name == "digest_differs":
+        again = f"step {event['step']} was made again, and has other {', '.join(event['now'])}"
+        return [(None, f"{again} than before: one of the two computed wrongly")]
     if name == "worker_lost":
         return [(event["rank"], f"lost: {event['cause']}")]
     if name == "learner_lost":

@@ -75,6 +75,7 @@ SAME = {
     "on_bad_step": "a script takes every step",
     "spike": "a script takes every step",
     "verify_every": "no script compares the weights of its ranks",
+    "digest_every": "a script writes no digests",
     "inject": "faults are made in our ranks alone",
     "log": "a script writes its losses, and nothing else",
     "profile": "a script writes its losses, and nothing else",

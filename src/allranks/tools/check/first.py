@@ -74,7 +74,7 @@ NOT_DECIDING = frozenset(  # options that leave the first steps as they are, or 
         *("task", "seed", "steps", "prefetch", "threads", "place", "devices"),
         *("eval_every", "early_stop", "until", "patience", "verify_every", "time_limit"),
         *("checkpoint_every", "keep", "best", "resume", "max_restarts", "hang_timeout"),
-        *("share", "elastic", "spare_state"),
+        *("share", "elastic", "spare_state", "digest_every"),
         *("witness", "first_check", "inject", "run_dir", "log", "profile"),
     )
 )

@@ -138,7 +138,7 @@ class Planner:
         self, step: int, tensors: dict[str, Tensor]
     ) -> tuple[WritePlan, dict[WritePart, Tensor]]:
         """The plan of all ranks, and the tensors that this rank writes, which are not copies."""
-        parts = _local_parts(tensors)
+        parts = local_parts(tensors)
         looks = list(parts)
         if looks != self._looks:
             self._text = parts_text(looks)
@@ -174,7 +174,7 @@ class Planner:
             self._known = digests
 
 
-def _local_parts(tensors: dict[str, Tensor]) -> dict[WritePart, Tensor]:
+def local_parts(tensors: dict[str, Tensor]) -> dict[WritePart, Tensor]:
     """The parts that this rank holds, and those that other ranks hold (meta tensors)."""
     if any(is_dtensor(tensor) for tensor in tensors.values()):
         present = {path: tensor for path, tensor in tensors.items() if not tensor.is_meta}

@@ -15,6 +15,7 @@ from allranks.training.callback import Callback
 from allranks.training.engine.regroup import Agreed
 from allranks.training.engine.trainer import EngineTrainer
 from allranks.training.progress import StepResult
+from allranks.training.record.digests import DigestLog, RunDigests
 from allranks.training.record.logs import (
     METRICS,
     End,
@@ -52,6 +53,7 @@ class RankRecord(Callback):
         self.groups = 0
         self._last_row = -1
         self._reached_s: float | None = None
+        self.digests: RunDigests | None = None
         self._looked_at = time.monotonic()
 
     def open(self, trainer: EngineTrainer[Any], resumed_from: int | None) -> None:
@@ -93,6 +95,12 @@ class RankRecord(Callback):
             self._last_row = max((int(written["step"]) for written in rows), default=-1)
         if row is not None and self._last_row < row["step"] < step:
             self._write_row(row)
+
+    def digest_log(self) -> DigestLog | None:
+        """The file of digests, if this rank writes it; of what it has by now."""
+        if not self.world.is_leader:
+            return None
+        return DigestLog(self.run_dir, self.events.event, compares=self.job.bitwise)
 
     def join(self, trainer: EngineTrainer[Any]) -> None:
         """This rank is new in a group that has trained before."""
@@ -148,6 +156,8 @@ class RankRecord(Callback):
         if self._metrics is not None:
             self._metrics.flush()
         self._logs.flush()
+        if self.digests is not None:
+            self.digests.before_save()
 
     def on_evaluation(self, trainer: EngineTrainer[Any], metrics: dict[str, float]) -> None:
         """Record an evaluation on the way: the leader's, or each rank's own."""

@@ -1,0 +1,382 @@
+"""`allranks replay`: any step of a run again, in one process, compared with what the run wrote.
+
+A replay is a training that is resumed from the newest checkpoint before the step, or begins anew
+where there is none, in a temporary run folder. It makes the steps up to the one that is asked for,
+and digests its state where the run did. The folder of the run is read, and nothing in it changes
+but `replays.jsonl`, which says what was replayed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from allranks.catalog import ENGINES, TORCH, load
+from allranks.checkpoint.export import verified
+from allranks.checkpoint.folder import committed, step_of
+from allranks.checkpoint.format import BadCheckpoint
+from allranks.errors import ProgramError, RequestError
+from allranks.job.config import Resolved
+from allranks.job.job import HIDDEN, Job, read_job_file
+from allranks.job.limits import checked
+from allranks.job.place import LOCAL
+from allranks.job.program import MODULES, PROGRAM, by_name
+from allranks.job.resume import CHECKPOINTS, find_base
+from allranks.job.run_folder import JsonLines, rank_events_path, read_events, read_rows
+from allranks.launcher.describe import ask_task
+from allranks.launcher.places import Rendezvous
+from allranks.launcher.plan import LocalMachine, Resources
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.processes.leftovers import scratch_folder
+from allranks.launcher.start import resources_for, run_job
+from allranks.strategies.card import Exact
+from allranks.tools.report.records import read_job
+from allranks.training.record.digests import Row, broken_link, differing, read_digests
+from allranks.training.record.logs import METRICS
+
+REPLAYS = "replays.jsonl"
+UNDISTURBED: dict[str, Any] = {
+    **{"nodes": 1, "place": LOCAL, "elastic": "", "share": "", "inject": "", "max_restarts": 0},
+    **{"checkpoint_every": None, "best": "", "log": "", "profile": False, "time_limit": None},
+    **{"verify_every": None, "witness": "off", "first_check": "off", "micro_batch_trial": False},
+    **{"devices": "", "digest_every": 0, "brief": True, "resume": ""},
+}
+"""What a replay does otherwise than its run; none of it changes what a step computes."""
+OF_METRICS = ("loss", "grad_norm", "samples")
+
+
+@dataclass(frozen=True)
+class ReplayRequest:
+    """What is asked: `step` counts from 1; `ranks` 0 means one process where that is right.
+
+    `look` is "pdb" or "shell", and where: "pdb:before". With `changed` the program may be another.
+    """
+
+    run: Path
+    step: int
+    ranks: int = 0
+    look: str = ""
+    changed: bool = False
+
+    def refused(self, problem: str, why: str, do: str) -> RequestError:
+        """The error for this request."""
+        return RequestError(
+            asked=f"replay {self.run} --step {self.step}", found=problem, why=why, do=do
+        )
+
+
+@dataclass(frozen=True)
+class ReplayPlan:
+    """The job that makes the steps again, and from where. `is_as_run`: on the ranks of the run."""
+
+    job: Job
+    checkpoint: Path | None
+    start: int
+    is_as_run: bool
+    notes: tuple[str, ...] = ()
+
+
+@dataclass
+class Replayed:
+    """What a replay has shown; `differs` has (step, names of what is not as in the run)."""
+
+    plan: ReplayPlan
+    step: int
+    digests: list[int] = field(default_factory=list)
+    """The steps whose digests were compared."""
+    losses: int = 0
+    """How many steps have losses that were compared."""
+    differs: list[tuple[int, list[str]]] = field(default_factory=list)
+    worst: float = 0.0
+    """The largest difference of a loss, by its size."""
+
+    @property
+    def is_promised(self) -> bool:
+        """Whether every bit must be that of the run."""
+        return self.plan.job.bitwise
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether all that was compared has the bits of the run, and something was."""
+        return not self.differs and bool(self.digests or self.losses)
+
+    def to_data(self) -> dict[str, Any]:
+        plan = self.plan
+        return {
+            "step": self.step,
+            "from_step": plan.start,
+            "checkpoint": None if plan.checkpoint is None else str(plan.checkpoint),
+            "ranks": plan.job.ranks,
+            "strategy": plan.job.strategy,
+            "bitwise": plan.job.bitwise,
+            "digests": self.digests,
+            "losses": self.losses,
+            "equal": self.is_equal,
+            "differs": [{"step": step, "what": names} for step, names in self.differs],
+            "worst_loss": self.worst,
+            "notes": list(plan.notes),
+        }
+
+    def __str__(self) -> str:
+        plan, job = self.plan, self.plan.job
+        where = "one process" if job.ranks == 1 else f"{job.ranks} ranks of {job.strategy}"
+        begin = (
+            "the beginning" if plan.checkpoint is None else f"the checkpoint of step {plan.start}"
+        )
+        lines = [f"note: {note}" for note in plan.notes]
+        lines.append(f"made steps {plan.start + 1} to {self.step} again on {where}, from {begin}")
+        steps = ", ".join(map(str, self.digests))
+        digests = f"digests after step {steps}" if steps else "no digests, the run wrote none here"
+        lines.append(f"compared: {digests}; losses and gradient norms of {self.losses} steps")
+        if self.is_equal:
+            lines.append("equal: every one has the bits of the run")
+        elif self.differs and (self.is_promised or not self.losses):
+            step, names = self.differs[0]
+            at = "the checkpoint itself" if step == plan.start else "the first step"
+            lines.append(f"DIFFERS: step {step} is {at} with other {', '.join(names)}")
+        elif self.differs:
+            lines.append(
+                f"to rounding: without --bitwise sums have another order; losses differ by "
+                f"{self.worst:.1e} of their size at most"
+            )
+        return "\n".join(lines)
+
+
+# --- plan ----------------------------------------------------------------------------------------
+
+
+def plan_replay(request: ReplayRequest) -> ReplayPlan:
+    """The plan; raises `RequestError` for what cannot be replayed. Nothing is started."""
+    run, step = request.run, request.step
+    if not (run / "job.toml").is_file():
+        raise request.refused(
+            "no job.toml in it", "a run folder always has one", "see `allranks runs` for the runs"
+        )
+    if "kind" in read_job(run):
+        raise request.refused(
+            "a run of a script", "its steps are its own", "replay a run of `allranks train`"
+        )
+    last = _last_step(run)
+    if step > last:
+        raise request.refused(
+            f"a run that has made {last} steps",
+            "a replay makes again what was made, and compares it",
+            f"--step {last} or less" if last else "train first",
+        )
+    job = _job_of(run, step)
+    _check_kind(request, job)
+    checkpoint, start, notes = _checkpoint(request)
+    rows = read_digests(run)
+    broken = broken_link(rows.values())
+    if broken is not None:
+        notes.append(f"digests.jsonl was changed by hand: its chain breaks at step {broken}")
+    spec = job.strategy_spec
+    alone = isinstance(spec.guarantee, Exact) and request.ranks <= 1
+    ranks = 1 if alone else request.ranks or job.ranks
+    if not isinstance(spec.guarantee, Exact) and ranks != job.ranks:
+        raise request.refused(
+            f"--ranks {ranks} for a run of {job.strategy} on {job.ranks}",
+            "its result depends on the number of ranks",
+            "leave --ranks out",
+        )
+    is_as_run = ranks == job.ranks and not (alone and job.ranks > 1)
+    first = start if isinstance(spec.guarantee, Exact) else start + 1  # its end changes weights
+    at = [row for row in rows if first <= row <= step]
+    values: dict[str, Any] = {"ranks": ranks, "last_step": step, "look": request.look}
+    if alone and job.micro_batch is None and not job.bitwise:
+        batch = int(job.task.get("batch_size", 0))
+        values["micro_batch"] = -(-batch // job.ranks) if batch else None  # fits one device
+    if checkpoint is not None:
+        values["resume"] = str(checkpoint.absolute())
+    strategy = "single" if alone else job.strategy
+    job = dataclasses.replace(job, **{**UNDISTURBED, **values, "strategy": strategy})
+    job = dataclasses.replace(checked(job), digest_at=tuple(at))
+    if request.look and ranks > 1:
+        raise request.refused(
+            f"--{request.look.partition(':')[0]} on {ranks} ranks",
+            "a terminal talks to one process",
+            "replay it in one process, where the strategy allows that",
+        )
+    return ReplayPlan(job, checkpoint, start, is_as_run, tuple(notes))
+
+
+def _last_step(run: Path) -> int:
+    """How many steps the run is known to have made."""
+    rows = max((int(row["step"]) + 1 for row in read_rows(run / METRICS)), default=0)
+    saved = max(map(step_of, committed(run / CHECKPOINTS)), default=0)
+    return max(rows, saved, *read_digests(run), 0)
+
+
+def _checkpoint(request: ReplayRequest) -> tuple[Path | None, int, list[str]]:
+    """The newest checkpoint from which the step can be made; (`None`, 0) if there is none.
+
+    A run that branched off another one may begin at a checkpoint there.
+    """
+    notes: list[str] = []
+    resumed = [e for e in read_events(request.run) if e["event"] == "resumed"]
+    elsewhere = [
+        Path(e["path"]) for e in resumed if Path(e["path"]).parent.parent != request.run.absolute()
+    ]
+    for folder in (*committed(request.run / CHECKPOINTS), *elsewhere):
+        if step_of(folder) >= request.step:
+            continue
+        try:
+            verified(folder)
+        except (BadCheckpoint, OSError) as error:
+            notes.append(f"the checkpoint {folder.name} does not hold: {error}")
+            continue
+        return folder, step_of(folder), notes
+    if elsewhere:
+        raise request.refused(
+            f"a run that began at {elsewhere[0]}, which is gone or does not hold"
+            if step_of(elsewhere[0]) < request.step
+            else f"a run that began after step {step_of(elsewhere[0])}",
+            "its first steps are those of another run",
+            "replay a step after a checkpoint that is there: allranks checkpoints list RUN",
+        )
+    if oldest := committed(request.run / CHECKPOINTS)[-1:]:
+        after = f"its checkpoints are of step {step_of(oldest[0])} and later"
+        notes.append(f"{after}: began at the beginning (--keep N keeps more)")
+    return None, 0, notes
+
+
+def _job_of(run: Path, step: int) -> Job:
+    """The job that made the step: of the first checkpoint from there on, or as it was last."""
+    later = [folder for folder in committed(run / CHECKPOINTS) if step_of(folder) >= step]
+    values, task = read_job_file(str(run / "job.toml"))
+    if later:
+        with suppress(RequestError):
+            base = find_base(later[-1], resumes=False)
+            values, task = base.values, base.task
+    values = {name: value for name, value in values.items() if name not in ("resume", "run_dir")}
+    return Job(**values, task={n: v for n, v in task.items() if v != HIDDEN})
+
+
+def _check_kind(request: ReplayRequest, job: Job) -> None:
+    if job.engine != TORCH:
+        raise request.refused(
+            f"a run of the {ENGINES[job.engine].title} engine",
+            "only steps of torch are digested, and have equal bits",
+            "replay a run of torch",
+        )
+    if not job.program:
+        raise request.refused(
+            "a loop of your own, which names no program",
+            "its steps are made by code that nobody can call",
+            "train with `allranks train PROGRAM`",
+        )
+    agreement = job.strategy_spec.card.agreement
+    if agreement.is_one_training and not agreement.lockstep:
+        raise request.refused(
+            f"a run of {job.strategy}",
+            "its processes run asynchronously: no two runs of it make the same steps",
+            "replay a run of another strategy: allranks strategies",
+        )
+
+
+# --- replay --------------------------------------------------------------------------------------
+
+
+def replay(request: ReplayRequest, server: ForkServer | None = None) -> Replayed:
+    """Make the steps again, and compare them; raises what `plan_replay` and `run_job` raise.
+
+    Without `server` one is started.
+    """
+    plan = plan_replay(request)
+    with scratch_folder() as folder:
+        job = dataclasses.replace(plan.job, run_dir=str(Path(folder, "run")))
+        with ExitStack() as stack:
+            resources: Resources = (
+                stack.enter_context(resources_for(job, Rendezvous()))
+                if server is None
+                else LocalMachine(server)
+            )
+            notes = check_program(request, job, resources)
+            if not request.look:
+                run_job(Resolved(job, {}), resources=resources)
+        if request.look:
+            replay_here(job)
+        plan = dataclasses.replace(plan, notes=(*plan.notes, *notes))
+        replayed = compare(request, plan, Path(job.run_dir))
+    row = {"event": "replay", "time": time.time(), **replayed.to_data()}
+    with suppress(OSError), JsonLines(request.run / REPLAYS) as file:
+        file.row(row)
+    return replayed
+
+
+def check_program(request: ReplayRequest, job: Job, resources: Resources) -> list[str]:
+    """Raise `RequestError` if a file of the program is no longer what the run has loaded.
+
+    With `changed` it is a note.
+    """
+    ready = [e for e in read_events(request.run) if e["event"] == "ready" and "machine" in e]
+    if not ready:
+        return ["the run has not written which program it was"]
+    alone = dataclasses.replace(job, strategy="single", ranks=1)
+    facts = ask_task(resources, alone, "weigh", "weighed")["program"]
+    before = {name: ready[-1]["machine"].get(name) for name in (PROGRAM, MODULES)}
+    was, now = by_name(before), by_name(facts)
+    names = [name for name in was if name in now and was[name] != now[name]]
+    files = [job.program if name == PROGRAM else name for name in names]
+    if files and not request.changed:
+        raise request.refused(
+            f"{', '.join(files)}: another content than the run has loaded",
+            "other code makes other steps",
+            "check out the version of the run, or see what it makes of the steps: --changed",
+        )
+    return [f"{name} has changed since the run" for name in files]
+
+
+def replay_here(job: Job) -> None:
+    """Make the steps in this process, which has a terminal; raises what went wrong."""
+    run = Path(job.run_dir)
+    run.mkdir()
+    if load(f"{ENGINES[job.engine].worker}:main")(job.to_data()) == 0:
+        return
+    rows = [row for row in read_rows(rank_events_path(run, 0)) if row["event"] == "failed"]
+    failed: Row = next(reversed(rows), {"kind": "", "request": None, "traceback": "no report"})
+    if failed["kind"] == "BdbQuit":
+        raise ProgramError("left the debugger: nothing was compared")
+    if failed["request"]:
+        raise RequestError.from_data(failed["request"])
+    raise ProgramError(str(failed["traceback"] or failed["message"]))
+
+
+# --- compare -------------------------------------------------------------------------------------
+
+
+def compare(request: ReplayRequest, plan: ReplayPlan, again: Path) -> Replayed:
+    """Compare the digests and losses of the replay in the folder `again` with those of the run."""
+    result = Replayed(plan, request.step)
+    rows, rows_again = read_digests(request.run), read_digests(again)
+    wrong: dict[int, list[str]] = {}
+    for step in plan.job.digest_at:
+        if step in rows_again:
+            result.digests.append(step)
+            wrong[step] = differing(rows[step], rows_again[step])
+    was, now = _metrics(request.run), _metrics(again)
+    for step in range(plan.start + 1, request.step + 1):
+        if step in was and step in now:
+            result.losses += 1
+            names = [n for n in OF_METRICS if was[step].get(n) != now[step].get(n)]
+            wrong[step] = list(dict.fromkeys([*wrong.get(step, []), *names]))
+            result.worst = max(result.worst, _relative(was[step]["loss"], now[step]["loss"]))
+    result.differs = [(step, names) for step, names in sorted(wrong.items()) if names]
+    return result
+
+
+def _metrics(run: Path) -> dict[int, Row]:
+    """The rows of the metrics by step, counted from 1."""
+    return {int(row["step"]) + 1: row for row in read_rows(run / METRICS)}
+
+
+def _relative(was: Any, now: Any) -> float:
+    """The difference of two losses by the size of the first; infinite if one is no number."""
+    was, now = (math.nan if loss is None else float(loss) for loss in (was, now))
+    difference = abs(now - was) / max(abs(was), 1e-30)
+    return difference if math.isfinite(difference) else math.inf

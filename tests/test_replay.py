@@ -1,0 +1,170 @@
+"""`allranks replay`: steps of a run are made again in one process, with the bits of the run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allranks.checkpoint.folder import committed, step_of
+from allranks.checkpoint.format import digest, read_manifest, seal
+from allranks.errors import RequestError
+from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.start import Result
+from allranks.tools.replay import REPLAYS, Replayed, ReplayRequest, plan_replay, replay
+from conftest import TASKS
+
+Train = Callable[..., Result]
+IMAGES = "contract_tasks:Images"
+JOB = {"digest_every": 3, "checkpoint_every": 4, "steps": 12, "first_check": "off"}
+KILLED = {"inject": "kill@rank=1,step=6", "max_restarts": 1}
+
+
+def again(server: ForkServer, run: Path, step: int, **more: Any) -> Replayed:
+    return replay(ReplayRequest(run, step, **more), server)
+
+
+@pytest.mark.slow(but=2)
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [("zero1", 3), ("local-sgd:every=4", 2), ("ddp", 2), ("fsdp", 3), ("1f1b", 2)],
+)
+def test_a_step_of_any_strategy_has_the_bits_of_the_run(
+    server: ForkServer, train: Train, strategy: str, ranks: int
+) -> None:
+    """After a kill and a restart. What follows the number of ranks is made on as many."""
+    is_exact = not strategy.startswith("local-sgd")
+    run = train(IMAGES, strategy=strategy, ranks=ranks, bitwise=is_exact, **JOB, **KILLED).run_dir
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    replayed = again(server, run, 10)
+    assert replayed.is_equal and replayed.plan.start == 8
+    assert replayed.plan.job.ranks == (1 if is_exact else ranks)
+    assert replayed.digests == ([8, 9] if is_exact else [9]) and replayed.losses == 2
+    after = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    after.pop(run / REPLAYS)
+    assert after == before
+
+
+def test_a_replay_may_begin_at_the_beginning(server: ForkServer, train: Train) -> None:
+    run = train(IMAGES, **JOB, keep=1, bitwise=True).run_dir
+    replayed = again(server, run, 5)
+    assert replayed.is_equal and replayed.plan.checkpoint is None
+    assert replayed.digests == [3, 4] and replayed.losses == 5
+    assert "step 12 and later" in str(replayed)
+
+
+def test_a_step_that_was_computed_wrongly_is_named(server: ForkServer, train: Train) -> None:
+    """A bit of a weight flipped before the tenth step, and nothing showed it."""
+    run = train(IMAGES, **JOB, bitwise=True, inject="corrupt@step=9").run_dir
+    replayed = again(server, run, 12)
+    step, names = replayed.differs[0]
+    assert step == 10 and "loss" in names
+    assert "step 10 is the first step with other" in str(replayed)
+
+
+def test_a_bit_that_flips_in_a_checkpoint_is_named(server: ForkServer, train: Train) -> None:
+    run = train(IMAGES, **JOB, bitwise=True).run_dir
+    folder = next(f for f in committed(run / "checkpoints") if step_of(f) == 8)
+    flip(folder, "common/model/9.weight")
+    replayed = again(server, run, 9)
+    assert replayed.differs[0] == (8, ["weights"])
+    assert "step 8 is the checkpoint itself with other weights" in str(replayed)
+    assert replayed.is_promised and not replayed.is_equal
+
+
+def flip(folder: Path, name: str) -> None:
+    """Flip a bit of a tensor in a checkpoint of one rank, and seal it again."""
+    manifest = read_manifest(folder)
+    ((file, about),) = manifest.files.items()
+    content = bytearray((folder / file).read_bytes())
+    size = int.from_bytes(content[:8], "little")
+    where = json.loads(content[8 : 8 + size])[name]
+    content[8 + size + where["data_offsets"][0]] ^= 1
+    (folder / file).write_bytes(content)
+    files = {file: replace(about, blake2b=digest(bytes(content)))}
+    (folder / "manifest.json").write_bytes(seal(replace(manifest, files=files)))
+
+
+def test_without_bitwise_it_says_how_far_the_losses_are(server: ForkServer, train: Train) -> None:
+    run = train(IMAGES, strategy="ddp", ranks=2, **JOB).run_dir
+    one, two = again(server, run, 10), again(server, run, 10, ranks=2)
+    assert two.is_equal and two.plan.is_as_run
+    assert one.worst < 1e-5 and not one.is_promised
+    assert one.is_equal or "to rounding: without --bitwise" in str(one)
+
+
+def test_a_program_that_has_changed_is_named(
+    server: ForkServer, train: Train, tmp_path: Path
+) -> None:
+    file = tmp_path / "edited.py"
+    shutil.copy(TASKS / "contract_tasks.py", file)
+    run = train(f"{file}:Plain", steps=3, bitwise=True).run_dir
+    file.write_text(file.read_text() + "\n# another line\n")
+    with pytest.raises(RequestError, match=r"edited\.py.*another content") as error:
+        again(server, run, 2)
+    assert "--changed" in error.value.do
+    replayed = again(server, run, 2, changed=True)
+    assert replayed.is_equal and "has changed since the run" in replayed.plan.notes[0]
+
+
+def test_what_cannot_be_replayed_is_refused(train: Train, tmp_path: Path) -> None:
+    def refused(run: Path, step: int, **more: Any) -> str:
+        with pytest.raises(RequestError) as error:
+            plan_replay(ReplayRequest(run, step, **more))
+        return error.value.found
+
+    first = train(IMAGES, **JOB, bitwise=True).run_dir
+    assert "has made 12 steps" in refused(first, 13)
+    assert "no job.toml" in refused(tmp_path / "none", 1)
+    branch = train(
+        IMAGES, **{**JOB, "steps": 14, "checkpoint_every": 14}, resume=str(first)
+    ).run_dir
+    assert plan_replay(ReplayRequest(branch, 13)).start == 12
+    assert "began after step 12" in refused(branch, 3)
+    shutil.rmtree(first / "checkpoints")
+    assert "is gone or does not hold" in refused(branch, 13)
+    shutil.rmtree(branch / "checkpoints")
+    job = (branch / "job.toml").read_text()
+    (branch / "job.toml").write_text(job.replace('engine = "torch"', 'engine = "tensorflow"'))
+    assert "TensorFlow" in refused(branch, 13)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "words", "shown"),
+    [
+        (["--pdb"], "p sorted(gradients)[0], len(data), batch.index\nc\n", "('0.weight', 5, 9)"),
+        (
+            ["--pdb", "--before"],
+            "p gradients, optimizer.state_dict()['state'][0]['step']",
+            "tensor(9.)",
+        ),
+    ],
+)
+def test_the_debugger_has_the_step_at_hand(
+    train: Train, flags: list[str], words: str, shown: str
+) -> None:
+    run = train(IMAGES, **JOB, bitwise=True).run_dir
+    command = [
+        sys.executable,
+        "-m",
+        "allranks.cli.main",
+        "replay",
+        str(run),
+        "--step",
+        "10",
+        *flags,
+    ]
+    ended = subprocess.run(command, input=words, capture_output=True, text=True, check=False)
+    assert shown in ended.stdout, ended
+    goes_on = words.endswith("c\n")
+    assert ended.returncode == (0 if goes_on else 1)
+    assert ("equal: every one has" in ended.stdout) == goes_on
+    assert ("left the debugger" in ended.stderr) != goes_on
