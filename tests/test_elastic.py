@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -25,7 +26,14 @@ from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.process import Exit, failure_of
 from allranks.launcher.start import Result, run_job
 from allranks.launcher.supervisor import Ended
-from allranks.training.engine.regroup import Position, Spare, SpareParts, furthest, newest_spare
+from allranks.training.engine.regroup import (
+    Handover,
+    Position,
+    Spare,
+    SpareParts,
+    furthest,
+    newest_spare,
+)
 from conftest import TASKS
 
 STEPS = 12
@@ -72,6 +80,7 @@ def test_a_rank_is_lost_and_the_others_make_the_step_again(train: Train, alone: 
         rows = list(read_rows(result.run_dir / f"pids-{rank}.jsonl"))
         assert [row["step"] for row in rows] == list(range(STEPS))
         assert len({row["pid"] for row in rows}) == 1
+        assert {row["trainers"] for row in rows} == {1}, "one before has memory and sockets still"
 
 
 @pytest.mark.slow
@@ -138,6 +147,12 @@ def test_a_planned_group_begins_between_two_steps(
     (group,) = groups(result)
     assert (group["step"], group["steps_again"], group["lost"]) == (6, 0, [])
     assert group.get("loaded_from") == loaded
+
+
+@pytest.mark.slow
+def test_what_is_received_is_compared(train: Train) -> None:
+    with pytest.raises(ProgramError, match=r"do not: .*formed a group anew"):
+        elastic(train, "kill@rank=1,step=7", f"{FILE}:Lies")
 
 
 CUT = {"checkpoint_every": 3, "keep": 9, "eval_every": "3"}
@@ -262,7 +277,17 @@ def test_the_furthest_rank_gives_its_state() -> None:
     positions = [Position(4, -1, reached=5), Position(5, 3), Position(5, 5), Position(5, 5)]
     agreed = furthest(positions)
     assert (agreed.source, agreed.behind, agreed.steps_again) == (2, (0, 1), 0)
+    assert agreed.compares and not furthest(positions[2:]).compares
+    assert furthest([Position(5), Position(5, is_compared=False)]).compares
     assert furthest([Position(4, reached=5), Position()]).new == (1,)
+
+
+def test_a_state_that_was_not_compared_is_compared_later() -> None:
+    """A rank was lost before all had compared what they received."""
+    nothing = dict.fromkeys(field.name for field in fields(Handover))
+    state = {"state": {"progress": {"batch_index": 5}}, "is_new": False, "is_compared": True}
+    before = Handover(**cast(Any, {**nothing, **state}))
+    assert not before.after(furthest([Position(5), Position(4)]), before).is_compared
 
 
 @pytest.mark.parametrize(

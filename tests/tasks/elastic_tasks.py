@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+import allranks.torch.regroup as regroup
 import allranks.torch.worker as worker
 from allranks.job.run_folder import JsonLines
 from allranks.launcher import heartbeat
@@ -30,14 +32,17 @@ from allranks.training.engine.regroup import Handover
 
 
 class NotePid(Callback):
-    """Writes down which process makes which step."""
+    """Writes down which process makes which step, and how many of its trainers are in memory."""
 
     def on_start(self, trainer: Any) -> None:
+        self.trainers = WeakSet[Any]()
         path = trainer.saving.saved.sources[0].parent / f"pids-{os.environ['RANK']}.jsonl"
         self.file = JsonLines(path)
 
     def on_step(self, trainer: Any, batch: Any, result: Any) -> None:
-        self.file.row({"step": result.batch_index, "pid": os.getpid()})
+        self.trainers.add(trainer)
+        row = {"step": result.batch_index, "pid": os.getpid(), "trainers": len(self.trainers)}
+        self.file.row(row)
         self.file.flush()
 
     def on_end(self, trainer: Any) -> None:
@@ -74,8 +79,14 @@ class Elastic(Task):
         return [NotePid()]
 
 
+@dataclass
 class FallBehind(Callback):
-    """Rank 2 hands over what it held after step 3, and has lost its weights."""
+    """Rank 2 hands over what it held after step 3, and has lost its weights.
+
+    If it `lies`, it goes on with other weights than it receives.
+    """
+
+    lies: bool = False
 
     def on_step(self, trainer: Any, batch: Any, result: Any) -> None:
         if trainer.world.number == 2 and result.batch_index == 3:
@@ -90,6 +101,12 @@ class FallBehind(Callback):
                 return dataclasses.replace(now, state=state, row=old.row, unheard=None)
 
             worker.hand_over = late  # type: ignore[assignment]
+            if self.lies:
+                received = regroup.unflatten
+                regroup.unflatten = lambda skeleton, tensors: received(
+                    skeleton,
+                    {path: t * 2 if t.is_floating_point() else t for path, t in tensors.items()},
+                )
 
 
 class Plan(Callback):
@@ -107,6 +124,11 @@ class Plan(Callback):
 class Late(Elastic):
     def callbacks(self) -> list[Callback]:
         return [FallBehind()]
+
+
+class Lies(Elastic):
+    def callbacks(self) -> list[Callback]:
+        return [FallBehind(lies=True)]
 
 
 class Planned(Elastic):

@@ -116,7 +116,7 @@ def leave(trainer: Trainer, *, planned: bool) -> None:
 def take_over(trainer: Trainer, before: Handover | None) -> Agreed:
     """Bring all ranks of a new group to the same state; every rank calls this, a new one too.
 
-    Gathers a text of each rank. The state is broadcast only if a rank is behind. Where ranks hold
+    Gathers a text of each rank. The state is sent only to ranks that are behind. Where ranks hold
     parts of it, all load their copies of them, or the newest checkpoint.
     """
     comm = trainer.comm
@@ -126,7 +126,7 @@ def take_over(trainer: Trainer, before: Handover | None) -> Agreed:
         return _load(trainer, agreed)
     state = {} if before is None else before.state
     if agreed.behind:
-        state = _broadcast(trainer, state, agreed.source)
+        state = _handed(trainer, state, agreed)
     _ = trainer.task_data.batches
     if agreed.new:
         trainer.task_data.compare_anew()
@@ -190,19 +190,21 @@ def _position(trainer: Trainer, before: Handover | None) -> Position:
     evaluated = int(before.state["course"]["found_at"])
     at = (before.step, evaluated, before.is_best, before.reached)
     spares = [] if before.spare is None else before.spare.listed()
-    return Position(*at, saved, before.row, before.steps_again, spares)
+    return Position(*at, saved, before.row, before.steps_again, before.is_compared, spares)
 
 
-def _broadcast(trainer: Trainer, state: dict[str, Any], source: int) -> dict[str, Any]:
-    """The state of rank `source`, on all ranks: a text, and the tensors in few messages."""
-    comm, is_source, text = trainer.comm, trainer.comm.rank == source, ""
+def _handed(trainer: Trainer, state: dict[str, Any], agreed: Agreed) -> dict[str, Any]:
+    """The state of the rank `source`, on those behind it: a text, and tensors in few messages."""
+    comm, is_source, text = trainer.comm, trainer.comm.rank == agreed.source, ""
     tensors: dict[str, torch.Tensor] = {}
     if is_source:
         skeleton, tensors = flatten(state, "group")
         forms = [(path, NAMES[t.dtype], list(t.shape)) for path, t in tensors.items()]
         text = json.dumps([skeleton, forms])
-    skeleton, forms = json.loads(comm.gather_texts(text)[source])
-    if not is_source:
+    skeleton, forms = json.loads(comm.gather_texts(text)[agreed.source])
+    is_behind = comm.rank in agreed.behind
+    if is_behind:
         tensors = {path: torch.empty(shape, dtype=DTYPES[name]) for path, name, shape in forms}
-    comm.broadcast(*tensors.values(), source=source)
-    return state if is_source else dict(unflatten(skeleton, tensors))
+    if is_behind or is_source:
+        comm.hand(*tensors.values(), source=agreed.source, to=agreed.behind)
+    return dict(unflatten(skeleton, tensors)) if is_behind else state

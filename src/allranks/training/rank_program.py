@@ -9,6 +9,7 @@ and defines how it loads a task, its trainer, and its figures.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 import socket
 from abc import ABC, abstractmethod
@@ -354,6 +355,8 @@ class RankProgram(ABC, Generic[T]):
         while True:
             trainer = self.trainer
             assert trainer is not None
+            if self.world.group > 0:
+                gc.collect()  # trainers before are cycles, with memory, threads and sockets
             try:
                 begun: dict[str, Any] = {"goes_on": goes_on, "has_ended": has_ended}
                 is_whole = fit(trainer, **begun, digests=self.record.digests)
@@ -423,7 +426,8 @@ class RankProgram(ABC, Generic[T]):
                 before.faults.reach("regroup", max(before.step, 0))
                 trainer = self.trainer = self.join_group(task, before)
                 agreed = self.take_over(trainer, before)
-                self.compare(trainer)
+                if agreed.compares:
+                    self.compare(trainer)
                 break
             except PeerLost as lost:
                 group = next_group(before.heartbeat, self.world, step, lost)

@@ -8,7 +8,7 @@ raises `PeerLost`: this rank is a victim, and its error never hides the first fa
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -49,6 +49,7 @@ from allranks.torch.shared_memory.in_place import share_memory, shared_zeros, su
 CPU = torch.device("cpu")
 NOTHING = nullcontext()
 KINDS = ("gradients", "outputs", "batchnorm", "rows", "control")
+HAND_TAG = 2**30 + 2
 
 
 # --- pending -------------------------------------------------------------------------------------
@@ -326,6 +327,21 @@ class Comm:
             self._count(kind, message.nbytes * (self.size - 1) / self.size)
             self._begin(dist.broadcast, message, group_src=source).wait()
             if self.rank != source:
+                unpack(message, ahead)
+
+    def hand(self, *tensors: Tensor, source: int, to: Sequence[int]) -> None:
+        """Copy `tensors` of rank `source` to the ranks `to`, as `broadcast`; only these call this.
+
+        Sends all of their bytes to each.
+        """
+        for ahead in messages_of(tensors):
+            message = packed(ahead, read=self.rank == source)
+            if self.rank == source:
+                size = message.nbytes
+                for pending in [self.send(message, rank, HAND_TAG, control=size) for rank in to]:
+                    pending.wait()
+            else:
+                self.receive(message, source, HAND_TAG).wait()
                 unpack(message, ahead)
 
     def send(

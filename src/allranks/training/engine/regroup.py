@@ -4,8 +4,8 @@ The supervisor names the ranks of the next group in the heartbeats. A rank leave
 collective breaks, where it waits, or between two steps. It closes its trainer, meets the others of
 the next group, and makes another trainer of what it holds: model, data, callbacks (`Handover`). A
 step that was broken off has changed nothing. So the ranks are at the same step, or some are one
-step behind: these receive the state of the first of the others (`furthest`). Nothing is read from
-a disk.
+step behind: these receive the state of the first of the others (`furthest`), and then all compare
+digests. Nothing is read from a disk.
 
 Where each rank holds a part of the state, parts are lost with a rank. There all ranks build the
 model anew and load the newest checkpoint, as after a restart, or begin anew if there is none: the
@@ -68,6 +68,8 @@ class Handover:
     spare: Any = None
     is_new: bool = False
     """Whether this rank has trained in no group yet: its state is nobody's."""
+    is_compared: bool = True
+    """Whether digests were compared since ranks of this group received a state."""
 
     @property
     def step(self) -> int:
@@ -78,7 +80,8 @@ class Handover:
         """The same once this rank has `loaded` what a group has `agreed` on, and lost it again."""
         is_behind = self.step != agreed.position.step
         unheard = None if is_behind else self.unheard
-        return replace(loaded, row=agreed.position.row, unheard=unheard, reached=self.reached)
+        loaded = replace(loaded, row=agreed.position.row, unheard=unheard, is_compared=False)
+        return replace(loaded, reached=self.reached)
 
 
 class SpareParts(NamedTuple):
@@ -98,8 +101,9 @@ class Position:
     """Where a rank is, as it tells the others: the steps done (-1: it is new), and so on.
 
     `evaluated` is the step after which it last evaluated, `row` what its metrics say of the last
-    step, `saved` the step of the newest checkpoint that it sees; `reached` and `steps_again` are
-    those of `Handover`. `spares` are the copies of parts of the state that it has.
+    step, `saved` the step of the newest checkpoint that it sees; `reached`, `steps_again` and
+    `is_compared` are those of `Handover`. `spares` are the copies of parts of the state that it
+    has.
     """
 
     step: int = -1
@@ -109,6 +113,7 @@ class Position:
     saved: int = -1
     row: dict[str, Any] | None = None
     steps_again: int = 0
+    is_compared: bool = True
     spares: Sequence[SpareParts] = ()
 
 
@@ -160,13 +165,15 @@ class Agreed:
     parts_lost: tuple[int, ...] = ()
     spare: Spare | None = None
     """The newest copies of the state in memory."""
+    compares: bool = False
+    """Whether all compare digests: a rank has received its state, or loaded it."""
 
     def at(self, step: int, loaded_from: str) -> Agreed:
         """The same ranks, after all have loaded the state of `step`."""
         again, spare = self.position.step + self.steps_again - step, self.spare
         lost = () if spare is None or loaded_from == SPARE else spare.missing
         agreed = replace(self, position=Position(step=step), behind=(), steps_again=again)
-        return replace(agreed, loaded_from=loaded_from, parts_lost=lost)
+        return replace(agreed, loaded_from=loaded_from, parts_lost=lost, compares=True)
 
 
 def furthest(positions: Sequence[Position]) -> Agreed:
@@ -174,15 +181,17 @@ def furthest(positions: Sequence[Position]) -> Agreed:
     places = [(position.step, position.evaluated) for position in positions]
     first = max(places)
     source = places.index(first)
+    behind = tuple(rank for rank, place in enumerate(places) if place != first)
     return Agreed(
         positions[source],
         source,
-        tuple(rank for rank, place in enumerate(places) if place != first),
+        behind,
         max(0, max(position.reached for position in positions) - first[0]),
         positions[0].saved,
         tuple(rank for rank, position in enumerate(positions) if position.step < 0),
         max(position.steps_again for position in positions),
         spare=newest_spare(positions),
+        compares=bool(behind) or not all(position.is_compared for position in positions),
     )
 
 
