@@ -130,7 +130,7 @@ SAFETY_OPTIONS: Options = (
     _option("--max-restarts", "Restarts after a fault.", int),
     _option("--hang-timeout", "Seconds without progress that count as a hang; 0: never.", float),
     _option("--elastic", "Go on while MIN:MAX ranks are there, without a restart."),
-    _switch("--spare-state", "Under zero*, fsdp: copy each rank's state to another (--elastic)."),
+    _switch("--spare-state", "Copy each rank's part of the state to another rank (--elastic)."),
     _option("--time-limit", "Save and stop after 30m or 1:30:00 (default none).", DURATION),
     _option("--on-bad-step", "When loss or gradient is not finite."),
     _option(
