@@ -74,6 +74,7 @@ def hand_over(trainer: Trainer) -> Handover:
         built=None if is_cut else trainer.built,
         optimizer=None if is_cut else (step.rates, trainer.strategy.initial_set),
         data=trainer.task_data.opened_data,
+        shard_seconds=trainer.shard_seconds,
     )
 
 
