@@ -94,6 +94,16 @@ def test_callbacks_that_are_called_again_write_no_row_twice(train: Train, alone:
     assert dealt[0] == (0, 3) and (group["step"], 2) in dealt
 
 
+@pytest.mark.slow
+def test_a_slow_rank_is_slow_in_the_next_group(train: Train, alone: Result) -> None:
+    inject = "slow@rank=0,per_sample=0.01 kill@rank=1,step=9"
+    result = elastic(train, inject, share="auto")
+    assert_undisturbed(result, alone)
+    tables = [row for row in read_events(result.run_dir) if row["event"] == "shares"]
+    first = next(table["shares"] for table in tables if len(table["shares"]) == 2)
+    assert first[0] < first[1]
+
+
 LOSSES = {
     "in the first steps": ("kill@rank=1,step=1", [0, 2]),
     "the leader": ("kill@rank=0,step=5", [1, 2]),

@@ -52,6 +52,11 @@ class Dealing:
     """Of each rank for a shard, by which the shares in force were dealt."""
     _seconds: deque[tuple[float, ...]] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
 
+    def seconds_of(self, rank: int) -> float:
+        """What a shard took this rank lately; 0 if that was not measured."""
+        times = [step[rank] for step in self._seconds] or self.seconds_dealt_by[rank : rank + 1]
+        return median(times) if times else 0.0
+
     def after_step(self, seconds: tuple[float, ...]) -> Shares | None:
         """Take the seconds that each rank worked in a step; returns new shares, or `None`."""
         pairs = zip(seconds, self.shares.counts, strict=True)

@@ -84,6 +84,7 @@ def hand_over(trainer: Trainer) -> Handover:
         optimizer=None if is_cut else (step.rates, trainer.strategy.initial_set),
         data=trainer.task_data.opened_data,
         spare=trainer.spare,
+        shard_seconds=trainer.shard_seconds,
     )
 
 

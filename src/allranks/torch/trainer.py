@@ -444,6 +444,11 @@ class Trainer(EngineTrainer[Batch]):
         self.heartbeat.enter(before)
 
     @property
+    def shard_seconds(self) -> float:
+        """What a shard took this rank lately, with `--share auto`; 0 if that was not measured."""
+        return 0.0 if self._dealer is None else self._dealer.seconds
+
+    @property
     def saving(self) -> Saving | None:
         """What saves checkpoints; `None` without a run folder."""
         return self._saving
@@ -515,7 +520,10 @@ class Trainer(EngineTrainer[Batch]):
         if task.overrides("plateau"):
             step.rates.factor = lambda: plan.rate_factor
         if job.share:
-            self._dealer = Dealer(self.strategy, job, self.heartbeat, self.world.number, report)
+            seconds = 0.0 if self._before is None else self._before.shard_seconds
+            self._dealer = Dealer(
+                self.strategy, job, self.heartbeat, self.world.number, report, seconds
+            )
         self._steps = steps_of(self.strategy, job)
         check_limits(task, job, self.strategy)
         whole = whole_norm(task, self.strategy.data, self._scope, self.built.swapped)

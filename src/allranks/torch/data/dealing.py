@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable
+from statistics import median
 
 from allranks.job.job import AUTO, Job
 from allranks.launcher.heartbeat import Heartbeat
@@ -26,7 +27,8 @@ class Dealer:
 
     The constructor gathers the `number` of each process in the job, and the names of hosts and
     devices, and raises `RequestError` for shares that cannot be. `report` is called on the leader
-    for each table of shares.
+    for each table of shares. `seconds_before` are the `seconds` of this rank in the group before, 0
+    if it is new: all deal by these from the first step on, and a new rank counts as the median.
     """
 
     def __init__(
@@ -36,23 +38,33 @@ class Dealer:
         heartbeat: Heartbeat,
         number: int,
         report: Callable[..., None],
+        seconds_before: float = 0.0,
     ) -> None:
         check_share(job.share, job.strategy_spec)
         self.strategy, self._report = strategy, report
         device = strategy.comm.device
         names = [socket.gethostname(), device.type, *filter(None, [chip_name(device)])]
-        of_readers = map(json.loads, strategy.data.gather_texts(json.dumps([number, *names])))
-        numbers, each = zip(*((number, names) for number, *names in of_readers), strict=True)
-        self._numbers = list(numbers)
-        shares = shares_for(job.share, strategy.task.shards, list(each))
+        texts = strategy.data.gather_texts(json.dumps([number, names, seconds_before]))
+        self._numbers, of_readers, seconds = zip(*map(json.loads, texts), strict=True)
+        shares = shares_for(job.share, strategy.task.shards, of_readers)
+        self._seconds_before = seconds_before
         self._dealing: Dealing | None = None
         self._next: Shares | None = None
         self._first: Shares | None = shares
         if job.share == AUTO and 1 < shares.ranks <= shares.shards:  # else nothing is to be dealt
-            self._dealing = Dealing(shares)
+            if known := [each for each in seconds if each]:
+                usual = median(known)
+                shares = Shares.by_speed(shares.shards, [each or usual for each in seconds])
+            self._first, self._dealing = shares, Dealing(shares)
             self._watch = Stopwatch(heartbeat, strategy.data.rank, device)
             strategy.step.stopwatch = self._watch
         strategy.deal(shares)
+
+    @property
+    def seconds(self) -> float:
+        """What a shard took this rank lately; 0 if that was not measured."""
+        here = 0.0 if self._dealing is None else self._dealing.seconds_of(self.strategy.data.rank)
+        return here or self._seconds_before
 
     def before_batch(self, data: TaskData, done: Progress) -> None:
         """Before the next batch is read: deal the shards anew, where the last step said so."""

@@ -68,6 +68,8 @@ class Handover:
     spare: Any = None
     is_new: bool = False
     """Whether this rank has trained in no group yet: its state is nobody's."""
+    shard_seconds: float = 0.0
+    """What a shard took this rank lately, with `--share auto`; 0 if that was not measured."""
     is_compared: bool = True
     """Whether digests were compared since ranks of this group received a state."""
 
