@@ -118,6 +118,7 @@ ENGINES = {
             "profile": "its profiler is torch's",
             "share": "tf.distribute gives every replica as many samples",
             "verify_every": "replicas of tf.distribute are one variable, which it keeps equal",
+            **dict.fromkeys(("audit", "audit_every"), "it computes passes of torch again"),
             "witness": "it looks into the passes of torch; of TensorFlow, `check` alone tells",
         },
         traces=True,

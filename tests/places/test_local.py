@@ -71,6 +71,8 @@ Safety:
   spike = None
   verify_every = None
   witness = warn
+  audit = 
+  audit_every = None
   first_check = auto
   inject = 
 

@@ -57,6 +57,7 @@ from allranks.torch.step.in_flight import steps_of
 from allranks.torch.step.trainable import check_no_scheduler
 from allranks.torch.step.user_buffers import written_in_forward
 from allranks.torch.task import Task, task_of_parts
+from allranks.torch.witness.audit import Auditor, flipper, with_wrong_samples
 from allranks.torch.witness.replicas import verify
 from allranks.torch.witness.witness import Witness, say_what_matters
 from allranks.training.callback import Callback, around_evaluation
@@ -187,6 +188,7 @@ class Trainer(EngineTrainer[Batch]):
     task_data: TaskData
     _saving: Saving | None = None
     _dealer: Dealer | None = None
+    _auditor: Auditor | None = None
 
     def __init__(
         self,
@@ -265,6 +267,8 @@ class Trainer(EngineTrainer[Batch]):
         self.heartbeat.enter("compute")
         if self.faults.faults:
             self.faults.reach("step", batch.index, batch.own_samples)
+            if self.faults.wrong_samples:
+                batch = with_wrong_samples(batch)
         step, steps, witness = self.strategy.step, self._steps, self.witness
         if not steps.progress.batch_index and self.task.overrides("initialise"):
             with explaining(step.precision):
@@ -275,9 +279,13 @@ class Trainer(EngineTrainer[Batch]):
         is_witnessed = witness.observes or batch.index % witness.every == 0
         if is_witnessed:
             witness.before_step(batch, self.task_data.opened, self.settle)
+        is_audited = self._auditor is not None and batch.audited is not None
+        if self._auditor is not None and is_audited:
+            self.settle()
+            self._auditor.before_step(batch, self.task_data.opened)
         try:
             with self.meter.watching(batch.own_samples) if self.meter.waits else NO_CONTEXT:
-                result = steps.make(batch, ahead=not witness.observes)
+                result = steps.make(batch, ahead=not (witness.observes or is_audited))
         except RuntimeError as error:
             explain(error, step.precision)
             raise
@@ -301,6 +309,12 @@ class Trainer(EngineTrainer[Batch]):
         if self.faults.faults:
             self.faults.reach("stepped", batch.index)
         return result
+
+    @property
+    def audits(self) -> dict[str, int] | None:
+        """How many shards were computed again, and how many differed; `None` without `--audit`."""
+        auditor = self._auditor
+        return None if auditor is None else auditor.counts()
 
     def largest_pass(self, batch: Batch) -> int:
         """The samples of the largest pass of this rank through the model for `batch`."""
@@ -505,11 +519,14 @@ class Trainer(EngineTrainer[Batch]):
         self.faults.corrupt = lambda: flip_one_bit(step.parameters[0])
         self.faults.leave_out = self.comm.skip_next_collective
         self.faults.poison = step.poison_next
+        self.faults.flip = flipper(step)
         opened = None if self._before is None else self._before.data
         self.task_data = TaskData(task, job, self.strategy, opened)
         resources.on_close(self.task_data.close)
         self.witness = Witness(self.strategy.learner, job, report, self.world)
         self._watch = self.witness
+        if job.audit:
+            self._auditor = Auditor(self.strategy, job, report)
         if job.run_dir:
             attempt = self.world.attempt
             reach = self.faults.reach if self.faults.faults else nothing

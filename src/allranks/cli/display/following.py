@@ -285,6 +285,8 @@ def in_words(event: dict[str, Any]) -> list[str]:
     if name == "witness":
         lines = [f"note: NOT equal on other numbers of ranks: {text}" for text in event["found"]]
         return [*lines, *(f"note: {NOT_SEEN}: {text}" for text in event.get("unseen", ()))]
+    if name == "audit":
+        return [f"note: {event['text']}"]
     if name == "worker_lost":
         return [f"note: {event['who']} is lost: {event['cause']}; the others go on"]
     if name == "moved":
@@ -336,6 +338,8 @@ def anomalies_in(event: dict[str, Any]) -> list[tuple[int | None, str]]:
         return [*problems] or [(event["rank"] or None, event["bad"])]
     if name == "witness":
         return [(None, f"follows the ranks: {text}") for text in event["found"]]
+    if name == "audit":
+        return [(event["wrong"], event["text"])]
     if name == "worker_lost":
         return [(event["rank"], f"lost: {event['cause']}")]
     if name == "learner_lost":

@@ -74,6 +74,8 @@ SAME = {
     "on_bad_step": "a script takes every step",
     "spike": "a script takes every step",
     "verify_every": "no script compares the weights of its ranks",
+    "audit": "no script computes a shard again",
+    "audit_every": "no script computes a shard again",
     "inject": "faults are made in our ranks alone",
     "log": "a script writes its losses, and nothing else",
     "profile": "a script writes its losses, and nothing else",

@@ -74,7 +74,7 @@ NOT_DECIDING = frozenset(  # options that leave the first steps as they are, or 
         *("task", "seed", "steps", "prefetch", "threads", "place", "devices"),
         *("eval_every", "early_stop", "until", "patience", "verify_every", "time_limit"),
         *("checkpoint_every", "keep", "best", "resume", "max_restarts", "hang_timeout"),
-        *("share", "elastic"),
+        *("share", "elastic", "audit", "audit_every"),
         *("witness", "first_check", "inject", "run_dir", "log", "profile"),
     )
 )
