@@ -110,7 +110,7 @@ def test_rounding_is_no_difference_where_bits_may_differ() -> None:
 def test_the_default_costs_one_percent() -> None:
     for shards, ranks in ((8, 2), (8, 8), (64, 4), (3, 8)):
         busiest = max(Shares.even(shards, ranks).counts)
-        assert 2 / (default_every(shards, ranks) * busiest) <= 0.01
+        assert 5 / (default_every(shards, ranks) * busiest) <= 0.01
 
 
 # --- planted faults ------------------------------------------------------------------------------

@@ -284,12 +284,12 @@ def _audit(task: Task, job: Job, strategy: Strategy) -> RequestError | None:
         'batchnorm = "whole"': whole_norm,
         "tables with max_norm, which a pass shortens": bool(strategy.context.scope.looked_up),
     }
-    found = next((text for text, is_there in refused.items() if is_there), "")
-    if not job.audit or not found:
+    problem = next((text for text, is_there in refused.items() if is_there), "")
+    if not job.audit or not problem:
         return None
     return RequestError(
         asked=f"--audit {job.audit}",
-        found=found,
+        found=problem,
         why="another rank computes a shard again, without the other shards of its batch",
         do="leave --audit out, or change the task",
     )
