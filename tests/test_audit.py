@@ -211,6 +211,16 @@ def test_sound_runs_have_no_alarm_and_no_other_bit(train: Train) -> None:
         assert result.summary["weights_sha256"] == plain.summary["weights_sha256"]
         assert result.summary["audits"] == {"shards": 12, "differed": 0}
     assert plain.summary["audits"] is None
+    cut = audited(train, program=f"{FILE}:Plain", micro_batch=3, **flags)
+    assert cut.summary["audits"] == {"shards": 12, "differed": 0}
+
+
+@pytest.mark.slow
+def test_ranks_whose_bits_may_differ_compare_up_to_rounding(train: Train) -> None:
+    step = steps_of("owner", 1)[0]
+    result = audited(train, f"flip@of=sample,rank=1,step={step}", f"{FILE}:Unlike")
+    assert [(row["step"], row["wrong"]) for row in audits(result.run_dir)] == [(step, 1)]
+    assert any("up to rounding" in note for note in result.summary["model_notes"])
 
 
 @pytest.mark.parametrize(

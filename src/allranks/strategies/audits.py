@@ -70,8 +70,9 @@ result its `sizes`: two numbers that differ by rounding alone where results do."
 class Findings:
     """What one rank knows when an audit has found a difference, as plain data.
 
-    `first` is what entered the step or was compared with it, `again` a computation made afterwards;
-    empty of a rank that made none. `weights` are digests by name.
+    `rank` is the number of its process. `first` is what entered the step or was compared with it,
+    `again` a computation made afterwards; empty of a rank that made none. `weights` are digests by
+    name.
     """
 
     rank: int
@@ -84,9 +85,10 @@ class Findings:
 
 @dataclass(frozen=True)
 class AuditVerdict:
-    """The rank that is `wrong`, and where it differs from a right one; `None`: nobody can be named.
+    """Who is `wrong`, by its place among the ranks, and where it differs from a right one.
 
-    `differs` is one of `REASONS`, `tensor` the first that differs; `by` says who decided.
+    `None`: nobody can be named. `differs` is one of `REASONS`, `tensor` the first that differs;
+    `by` says who decided.
     """
 
     wrong: int | None
@@ -129,43 +131,35 @@ def judged(draw: Draw, rows: Sequence[Findings], tolerance: float = 0.0) -> Audi
         return not first_difference(here, other, tolerance)
 
     owner, auditor = rows[draw.owner], rows[draw.auditor]
+    wrong: Findings | None = None
+    right, known = auditor, auditor.first
     if draw.third is not None:
         third = rows[draw.third]
-        right = [row for row in (owner, auditor) if is_same(row.first, third.again)]
         by = f"rank {third.rank} computed it, too"
-        if len(right) != 1:
-            return _nobody(owner, auditor, by, tolerance)
-        wrong = auditor if right[0] is owner else owner
-        return _named(wrong, wrong.first, third, third.again, by, tolerance)
-    by = "both computed it again"
-    for row, other in ((owner, auditor), (auditor, owner)):
-        if is_same(row.again, other.first) and is_same(other.again, other.first):
-            by = f"computed again it has what rank {other.rank} has"
-            return _named(row, row.first, other, other.first, by, tolerance)
-    return _nobody(owner, auditor, by, tolerance)
-
-
-def _named(
-    wrong: Findings, notes: Notes, right: Findings, known: Notes, by: str, tolerance: float
-) -> AuditVerdict:
-    return AuditVerdict(wrong.rank, *_difference(wrong, notes, right, known, tolerance), by)
-
-
-def _nobody(owner: Findings, auditor: Findings, by: str, tolerance: float) -> AuditVerdict:
-    where = _difference(owner, owner.first, auditor, auditor.first, tolerance)
-    return AuditVerdict(None, *where, by)
+        differ = [row for row in (owner, auditor) if not is_same(row.first, third.again)]
+        if len(differ) == 1:
+            wrong, right, known = differ[0], third, third.again
+    else:
+        by = "both computed it again"
+        for row, other in ((owner, auditor), (auditor, owner)):
+            if is_same(row.again, other.first) and is_same(other.again, other.first):
+                by = f"computed again it has what rank {other.rank} has"
+                wrong, right, known = row, other, other.first
+    where = _difference(wrong or owner, right, known, tolerance)
+    number = None if wrong is None else next(n for n, row in enumerate(rows) if row is wrong)
+    return AuditVerdict(number, *where, by)
 
 
 def _difference(
-    here: Findings, notes: Notes, other: Findings, of_other: Notes, tolerance: float
+    wrong: Findings, right: Findings, known: Notes, tolerance: float
 ) -> tuple[str, str]:
     """The reason, and the first tensor that differs."""
-    for name, digest in here.weights.items():
-        if other.weights.get(name, digest) != digest:
+    for name, digest in wrong.weights.items():
+        if right.weights.get(name, digest) != digest:
             return "weights", name
-    result = first_difference(notes, of_other, tolerance)
+    result = first_difference(wrong.first, known, tolerance)
     for reason in ("samples", "random numbers"):
-        if notes["inputs"].get(reason) != of_other["inputs"].get(reason):
+        if wrong.first["inputs"][reason] != known["inputs"][reason]:
             return reason, result
     return "computation", result
 
@@ -206,13 +200,9 @@ def in_words(step: int, draw: Draw, verdict: AuditVerdict, rows: Sequence[Findin
     """One line about a verdict."""
     tensor = f", first in {verdict.tensor}" if verdict.tensor else ""
     named = f"audit of step {step}, shard {draw.shard}"
+    wheres = [f"rank {row.rank} on {row.host} ({row.device})" for row in rows]
     if verdict.wrong is not None:
-        row = next(row for row in rows if row.rank == verdict.wrong)
-        where = f"rank {row.rank} on {row.host} ({row.device})"
-        return f"{named}: {where} is wrong: {REASONS[verdict.differs]}{tensor}; {verdict.by}"
-    owner, auditor = rows[draw.owner], rows[draw.auditor]
-    pairs = " and ".join(f"{row.rank} on {row.host} ({row.device})" for row in (owner, auditor))
-    return (
-        f"{named}: ranks {pairs} differ in {verdict.differs}{tensor}; {verdict.by}, and nobody "
-        "can tell which of them is right"
-    )
+        is_wrong = f"{wheres[verdict.wrong]} is wrong: {REASONS[verdict.differs]}"
+        return f"{named}: {is_wrong}{tensor}; {verdict.by}"
+    pair = f"{wheres[draw.owner]} and {wheres[draw.auditor]} differ in {verdict.differs}"
+    return f"{named}: {pair}{tensor}; {verdict.by}, and nobody can tell which of them is right"

@@ -28,6 +28,7 @@ from allranks.checkpoint.format import nothing
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.launcher.world import Visible, World, tasks_not_started
+from allranks.strategies.audits import check_audit
 from allranks.torch.batchnorm.across_ranks import whole_norm
 from allranks.torch.build import BuiltModel, build_model, build_strategy, job_for, whole_copy
 from allranks.torch.checkpoint.saving import Saving, contents_of, digest_of_state
@@ -206,6 +207,8 @@ class Trainer(EngineTrainer[Batch]):
         if world is None and job is not None:
             check_own_loop(job, self.world.size)
         job = job_for(job or Job(), self.world)
+        if world is None and job.audit:
+            check_audit(job.audit, job.audit_every, job.strategy_spec, job.elastic)
         check_task(task, type(task).__name__)
         self.task = task = with_recipe(torch_task(task, job.precision), job)
         self.device = device_of(job, self.world)
@@ -526,7 +529,8 @@ class Trainer(EngineTrainer[Batch]):
         self.witness = Witness(self.strategy.learner, job, report, self.world)
         self._watch = self.witness
         if job.audit:
-            self._auditor = Auditor(self.strategy, job, report)
+            self._auditor = Auditor(self.strategy, job, report, self.world.number)
+            self.model_notes += self._auditor.notes
         if job.run_dir:
             attempt = self.world.attempt
             reach = self.faults.reach if self.faults.faults else nothing

@@ -120,18 +120,27 @@ def _dense(parameter: Tensor) -> Tensor:
 class Auditor:
     """Audits the steps of one training; every rank makes one, and calls the same methods.
 
-    The constructor gathers what decides the bits of a pass. `report` is called on rank 0 where
+    The constructor gathers what decides the bits of a pass; `number` is that of this process.
+    `report` is called on rank 0 where
     ranks differ.
     """
 
-    def __init__(self, strategy: Strategy, job: Job, report: Callable[..., None]) -> None:
-        self.strategy, self.job, self._report = strategy, job, report
+    def __init__(
+        self, strategy: Strategy, job: Job, report: Callable[..., None], number: int
+    ) -> None:
+        self.strategy, self.job, self._report, self.number = strategy, job, report, number
         self.batches: GlobalBatches | None = None
         self.audited = self.differences = 0
         device = strategy.comm.device
         facts = [processor(), chip_name(device), torch.get_num_threads(), torch.__version__]
         is_alike = len(set(strategy.data.gather_texts(json.dumps(facts)))) == 1
-        self.is_exact = is_alike and (job.bitwise or not is_accelerator(device))
+        self.notes: list[str] = []
+        self.is_exact = is_alike and not job.compile
+        self.is_exact &= job.bitwise or not is_accelerator(device)
+        if not self.is_exact:
+            why = "compiled passes" if job.compile else "other processors or threads on some ranks"
+            why = why if job.compile or not is_alike else "no --bitwise on an accelerator"
+            self.notes.append(f"audits compare up to rounding, not to the bit: {why}")
         self._tolerance = TOLERANCE.get(job.precision, USUAL_TOLERANCE) / 10
         if self.is_exact:
             self._tolerance = 0.0
@@ -208,8 +217,8 @@ class Auditor:
         assert audited is not None
         draw, comm = audited.draw, self.strategy.data
         if self._tolerance:
-            rows = [json.loads(text) for text in comm.gather_texts(json.dumps(notes))]
-            if not first_difference(rows[draw.owner], rows[draw.auditor], self._tolerance):
+            noted = [json.loads(text) for text in comm.gather_texts(json.dumps(notes))]
+            if not first_difference(noted[draw.owner], noted[draw.auditor], self._tolerance):
                 return
         self.differences += 1
         again: Notes | None = None
@@ -217,7 +226,7 @@ class Auditor:
             again = self._computed(batch, self._read(batch, audited)).notes
         chip = chip_name(comm.device) or processor()
         here = Findings(
-            rank=comm.rank,
+            rank=self.number,
             host=socket.gethostname(),
             device=f"{comm.device}, {chip}" if chip else str(comm.device),
             first=notes or {},
@@ -229,24 +238,18 @@ class Auditor:
         verdict = judged(draw, rows, self._tolerance)
         text = in_words(batch.index, draw, verdict, rows)
         if comm.rank == 0:
-            self._tell(batch, verdict, text, rows)
+            row = None if verdict.wrong is None else rows[verdict.wrong]
+            self._report(
+                "audit",
+                step=batch.index,
+                **draw._asdict(),
+                **{**asdict(verdict), "wrong": row and row.rank},
+                host=row and row.host,
+                device=row and row.device,
+                does=self.job.audit,
+                text=text,
+            )
         self._act(verdict, text)
-
-    def _tell(self, batch: Batch, verdict: AuditVerdict, text: str, rows: list[Findings]) -> None:
-        assert batch.audited is not None
-        draw, wrong = batch.audited.draw, verdict.wrong
-        self._report(
-            "audit",
-            step=batch.index,
-            **draw._asdict(),
-            wrong=wrong,
-            host=None if wrong is None else rows[wrong].host,
-            device=None if wrong is None else rows[wrong].device,
-            differs=verdict.differs,
-            tensor=verdict.tensor,
-            does=self.job.audit,
-            text=text,
-        )
 
     def _act(self, verdict: AuditVerdict, text: str) -> None:
         """Go on, end the job, or let the rank that is wrong leave."""
@@ -256,7 +259,7 @@ class Auditor:
             raise AuditFailed(f"{text}. {ADVICE}.")
         if verdict.wrong == self.strategy.data.rank:
             raise ComputesWrongly(text)
-        raise PeerLost(f"rank {verdict.wrong} leaves: {text}")
+        raise PeerLost(text)
 
 
 @contextmanager
