@@ -82,7 +82,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=120, help="of a training that is timed")
-    parser.add_argument("--sound", type=int, default=4000, help="audited steps of a sound run")
+    parser.add_argument("--sound", type=int, default=1000, help="audited steps of a sound run")
     parser.add_argument("--folder", type=Path, default=Path("/var/tmp"), help="of the run folders")
     parser.add_argument("--records", type=Path, default=RECORDS, help="folder of the record")
     asked = parser.parse_args()
