@@ -29,6 +29,7 @@ BENCHMARKS = (
     "checkpoint",
     "restart",
     "share",
+    "audit",
     "witness",
     "watched",
     "side-by-side",

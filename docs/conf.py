@@ -47,6 +47,7 @@ SECTIONS = {
     "I run a cluster": """
         clusters
         when_it_fails: failures_in_detail faults_on_purpose nothing_left_behind
+        audit
         exit_codes
         gpu: gpu_in_detail
         collectives

@@ -120,6 +120,7 @@ ENGINES = {
             "share": "tf.distribute gives every replica as many samples",
             "verify_every": "replicas of tf.distribute are one variable, which it keeps equal",
             "digest_every": "only the state of torch is digested",
+            **dict.fromkeys(("audit", "audit_every"), "it computes passes of torch again"),
             "witness": "it looks into the passes of torch; of TensorFlow, `check` alone tells",
         },
         traces=True,

@@ -6,6 +6,7 @@
     │   ├── PeerLost    1   ... because another rank went away: a victim, never the cause
     │   ├── BadStep     1   ... because a step had a loss or gradient that must not be applied
     │   ├── ReplicasDiffer 1 .. because ranks that must hold the same weights do not
+    │   ├── AuditFailed 1 .... because a shard computed again differs, and --audit ends the job
     │   ├── FollowsRanks 1 .... because its result follows the number of ranks, and --witness stop
     │   └── NotEqual    5   ... its first check found a difference from one process
     ├── PlaceError      3   the place failed: node, scheduler, network
@@ -53,6 +54,7 @@ class FaultKind(StrEnum):
     CHILD_KILLED = "child_killed"
     TWO_TYPES = "two_types"
     NOT_DETERMINISTIC = "not_deterministic"
+    SILENT_CORRUPTION = "silent_corruption"
 
 
 class AllranksError(Exception):
@@ -132,6 +134,20 @@ class ReplicasDiffer(ProgramError):
     """Ranks that must hold the same weights do not: broken hardware, or a race. A passing fault."""
 
     says_all = True
+
+
+class AuditFailed(ProgramError):
+    """A shard computed again differs: silent data corruption, and --audit ends the job."""
+
+    fault_kind = FaultKind.SILENT_CORRUPTION
+    passing = False
+    says_all = True
+
+
+class ComputesWrongly(AuditFailed):
+    """This rank is the one that computed a shard wrongly, and leaves; the others go on."""
+
+    passing = True
 
 
 class FollowsRanks(ProgramError):

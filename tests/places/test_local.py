@@ -73,6 +73,8 @@ Safety:
   verify_every = None
   digest_every = 500
   witness = warn
+  audit = 
+  audit_every = None
   first_check = auto
   inject = 
 

@@ -79,6 +79,21 @@ class Elastic(Task):
         return [NotePid()]
 
 
+class Plain(Elastic):
+    """Without statistics of a shard, which may then be cut."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 2))
+
+
+class Unlike(Elastic):
+    """Ranks have unequally many threads, so that their bits might differ."""
+
+    def model(self) -> nn.Module:
+        torch.set_num_threads(1 + int(os.environ["RANK"]) % 2)
+        return super().model()
+
+
 @dataclass
 class FallBehind(Callback):
     """Rank 2 hands over what it held after step 3, and has lost its weights.

@@ -10,7 +10,17 @@ import click
 
 from allranks.errors import RequestError
 from allranks.job.config import Resolved, resolve
-from allranks.job.job import BAD_STEPS, GROUPS, LOGS, PRECISIONS, WITNESS, Job, names_in, redacted
+from allranks.job.job import (
+    AUDITS,
+    BAD_STEPS,
+    GROUPS,
+    LOGS,
+    PRECISIONS,
+    WITNESS,
+    Job,
+    names_in,
+    redacted,
+)
 from allranks.job.place import LOCAL
 from allranks.job.units import parse_duration
 from allranks.launcher.places import Rendezvous, chosen_place
@@ -143,6 +153,8 @@ SAFETY_OPTIONS: Options = (
     ),
     _option("--digest-every", "Write digests every N steps, and at checkpoints; 0: never.", int),
     _option("--witness", "If a result is seen to depend on the number of ranks."),
+    _option("--audit", "Compute shards again on other ranks: stop, leave or warn (default: none)."),
+    _option("--audit-every", "Steps from audit to audit (default: for 1 % of the time).", int),
     _option("--first-check", "Compare the first N steps with one process, before training."),
     _option(
         "--inject",
@@ -375,6 +387,7 @@ VALUES = {
     "max|min:METRIC": "--early-stop --best",
     "shared_memory|gloo|nccl": "--backend",
     "torch|tensorflow": "--warm --engine",
+    "|".join(AUDITS): "--audit",
     "|".join(BAD_STEPS): "--on-bad-step",
     "|".join(WITNESS): "--witness",
 }

@@ -54,6 +54,8 @@ class Fault:
     `node` and `link` ("10mbit") are for those of `NODE_FAULTS`, which happen to a simulated node
     when all ranks have come to `step`; a `cut` with `seconds` is mended after them.
 
+    `of` says what a `flip` makes wrong: see `FLIPPED`.
+
     `attempt` counts the restarts since the job was started by hand.
     """
 
@@ -68,6 +70,7 @@ class Fault:
     link: str = ""
     per_sample: float = 0.0
     since: int = -1
+    of: str = "weight"
 
 
 def parse(text: str) -> tuple[Fault, ...]:
@@ -82,7 +85,7 @@ def _parse_one(word: str) -> Fault:
         raise _unknown(asked, "action", action, (*ACTIONS, *NODE_FAULTS))
     values: dict[str, Any] = {}
     kinds = {"rank": int, "step": int, "at": str, "attempt": int, "seconds": float, "code": int}
-    kinds |= {"node": int, "link": str, "per_sample": float, "since": int}
+    kinds |= {"node": int, "link": str, "per_sample": float, "since": int, "of": str}
     for pair in filter(None, tail.split(",")):
         name, _, value = pair.partition("=")
         if name not in kinds:
@@ -93,6 +96,8 @@ def _parse_one(word: str) -> Fault:
     fault = Fault(action, **values)
     if fault.at not in POINTS:
         raise _unknown(asked, "point", fault.at, POINTS)
+    if fault.of not in FLIPPED:
+        raise _unknown(asked, "value of `of`", fault.of, FLIPPED)
     return fault
 
 
@@ -110,13 +115,16 @@ class Faults:
     """The faults of one rank in one attempt.
 
     The engine gives what some of them need: `corrupt` (one bit of the first weight is flipped),
-    `leave_out` (the next collective is not made), `poison` (the loss of the next step is NaN).
+    `leave_out` (the next collective is not made), `poison` (the loss of the next step is NaN),
+    `flip` (one bit of what `FLIPPED` names).
     """
 
     faults: tuple[Fault, ...] = ()
     corrupt: Callable[[], None] = lambda: None
     leave_out: Callable[[], None] = lambda: None
     poison: Callable[[], None] = lambda: None
+    flip: Callable[[str], None] = lambda of: None
+    wrong_samples: bool = False
     done: set[Fault] = field(default_factory=set)
     samples: int = 0
 
@@ -129,7 +137,7 @@ class Faults:
 
     def reach(self, point: str, step: int = -1, samples: int = 0) -> None:
         """Inject the faults for `point` in global batch `step`, of which the rank has `samples`."""
-        self.samples = samples
+        self.samples, self.wrong_samples = samples, False
         for fault in self.faults:
             is_now = fault.at == point and fault.step in (step, -1) and step >= fault.since
             if is_now and fault not in self.done:
@@ -182,6 +190,13 @@ def _corrupt(fault: Fault, faults: Faults) -> None:
     faults.corrupt()
 
 
+def _flip(fault: Fault, faults: Faults) -> None:
+    if fault.of == "sample":
+        faults.wrong_samples = True
+    else:
+        faults.flip(fault.of)
+
+
 def _leave_out(fault: Fault, faults: Faults) -> None:
     faults.leave_out()
 
@@ -201,8 +216,15 @@ ACTIONS: dict[str, Callable[[Fault, Faults], None]] = {
     "disk-full": _disk_full,
     "out-of-memory": _out_of_memory,
     "corrupt": _corrupt,
+    "flip": _flip,
     "skip-collective": _leave_out,
     "nan": _poison,
+}
+FLIPPED = {
+    "weight": "the largest value of the first weight",
+    "gradient": "that of its gradient, in each pass of the next step",
+    "moment": "that of its first moment in the optimizer",
+    "sample": "the largest number in each pass of the next step",
 }
 NODE_FAULTS = {
     "kill-node": "a simulated node is gone, with all its processes",

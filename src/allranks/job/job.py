@@ -32,6 +32,7 @@ DEVICES = (*DEVICES_OF_ALL_ENGINES, "xpu")  # torch knows others, by the names o
 LOGS = ("csv", "tensorboard", "mlflow", "phases")
 BAD_STEPS = ("stop", "skip", "warn")
 WITNESS = ("warn", "stop", "off")
+AUDITS = ("stop", "leave", "warn")
 AUTO = "auto"
 
 
@@ -127,7 +128,9 @@ class Safety:
     asked to. `on_bad_step` says what happens with a step whose loss or gradient is not finite, or
     whose gradient norm is over `spike` times the recent median. Every `verify_every` steps the
     weights of all ranks are compared; `witness` says what happens when the result is seen to follow
-    the number of ranks. `first_check` compares the first steps of a job whose strategy cuts the
+    the number of ranks. With `audit` a rank computes a shard of another one again, every
+    `audit_every` steps (None: so that it costs 1 % of the time), and the word says what happens
+    when they differ. `first_check` compares the first steps of a job whose strategy cuts the
     model with one process before it trains: "auto" where that is cheap, "off", or so many steps.
     Every `digest_every` steps and at checkpoints (0: never) digests of the state are written, which
     `replay` compares. `inject` lists faults to make on purpose (`allranks.job.faults`).
@@ -147,6 +150,8 @@ class Safety:
     verify_every: int | None = None
     digest_every: int = 500
     witness: str = "warn"
+    audit: str = ""
+    audit_every: int | None = None
     first_check: str = "auto"
     inject: str = ""
 

@@ -15,6 +15,7 @@ from allranks.errors import RequestError, nearest
 from allranks.job import faults
 from allranks.job.engines import trained_also_by
 from allranks.job.job import (
+    AUDITS,
     AUTO,
     BAD_STEPS,
     DEVICES,
@@ -26,6 +27,7 @@ from allranks.job.job import (
 )
 from allranks.job.loss_scale import parse_loss_scale
 from allranks.job.recipes import check_recipe
+from allranks.strategies.audits import check_audit
 from allranks.strategies.cards import CARDS
 from allranks.strategies.cards.data_parallel import is_late
 from allranks.strategies.resolve import StrategySpec, resolved_strategy
@@ -34,7 +36,9 @@ from allranks.strategies.shares import check_share
 
 LEAST = {  # of each number: the bound, and whether it is allowed itself
     **dict.fromkeys(("ranks", "nodes", "micro_batch", "steps", "threads"), (1, True)),
-    **dict.fromkeys(("checkpoint_every", "keep", "verify_every", "patience"), (1, True)),
+    **dict.fromkeys(
+        ("checkpoint_every", "keep", "verify_every", "audit_every", "patience"), (1, True)
+    ),
     **dict.fromkeys(("seed", "loader_workers", "max_restarts", "hang_timeout"), (0, True)),
     "digest_every": (0, True),
     **dict.fromkeys(("prefetch", "steps_per_call"), (1, True)),
@@ -81,6 +85,8 @@ def checked(job: Job) -> Job:
     spec = resolved_strategy(job.strategy, ranks=job.ranks, bitwise=job.bitwise, per_node=per_node)
     if job.share:
         check_share(job.share, spec)
+    if job.audit or job.audit_every is not None:
+        check_audit(job.audit, job.audit_every, spec, job.elastic)
     _check_devices(job, spec)
     _check_roles(job, spec.process_set)
     if job.elastic:
@@ -98,9 +104,11 @@ def _check_names(job: Job) -> None:
         "precision": PRECISIONS,
         "on_bad_step": BAD_STEPS,
         "witness": WITNESS,
+        "audit": AUDITS,
         "log": LOGS,
     }
     pairs += [("log", name) for name in logs_of(job)]
+    pairs += [("audit", job.audit)] if job.audit else []
     for name, value in pairs:
         _check_name(name, value, known[name])
     if job.first_check not in ("auto", "off") and not _is_count(job.first_check):

@@ -207,6 +207,8 @@ def _alone(job: Job) -> Job:
         profile=False,
         checkpoint_every=None,
         verify_every=None,
+        audit="",
+        audit_every=None,
         eval_every="",
         early_stop="",
         until="",

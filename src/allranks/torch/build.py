@@ -24,6 +24,7 @@ from allranks.job.engines import default_strategy
 from allranks.job.job import AUTO, Job
 from allranks.job.loss_scale import parse_loss_scale
 from allranks.launcher.world import World
+from allranks.strategies.audits import AUDIT_BYTES
 from allranks.strategies.mesh import DATA, EXPERT
 from allranks.strategies.resolve import fitted, resolved_strategy
 from allranks.strategies.roles import TRAINER
@@ -403,6 +404,7 @@ def build_strategy(task: Task, job: Job, comm: Comm, scope: Scope) -> Strategy:
         job.bitwise,
         parse_loss_scale(job.loss_scale) if job.precision == "fp16" else None,
         times_readers=job.share == AUTO,
+        audit_bytes=AUDIT_BYTES if job.audit else 0,
     )
     strategy: Strategy = load(STRATEGIES[TORCH][spec.name])(context)
     if draws_by_function(job, strategy, comm.device):

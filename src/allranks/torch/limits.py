@@ -276,6 +276,25 @@ def _two_modes(task: Task, job: Job, strategy: Strategy) -> RequestError | None:
     )
 
 
+def _audit(task: Task, job: Job, strategy: Strategy) -> RequestError | None:
+    """Another rank computes a shard alone, and without a trace."""
+    whole_norm = task.batchnorm == "whole" and bool(normalising_layers(strategy.model))
+    refused = {
+        'loss_over = "batch"': task.loss_over == "batch",
+        'batchnorm = "whole"': whole_norm,
+        "tables with max_norm, which a pass shortens": bool(strategy.context.scope.looked_up),
+    }
+    problem = next((text for text, is_there in refused.items() if is_there), "")
+    if not job.audit or not problem:
+        return None
+    return RequestError(
+        asked=f"--audit {job.audit}",
+        found=problem,
+        why="another rank computes a shard again, without the other shards of its batch",
+        do="leave --audit out, or change the task",
+    )
+
+
 RULES: tuple[Callable[[Task, Job, Strategy], RequestError | None], ...] = (
     _whole_norm,
     _norm_of_one_sample,
@@ -290,6 +309,7 @@ RULES: tuple[Callable[[Task, Job, Strategy], RequestError | None], ...] = (
     _mixture_of_a_cut_shard,
     _two_modes,
     _elastic,
+    _audit,
     for_learners,
 )
 """Each finds one thing that cannot be; what the first one finds is raised."""

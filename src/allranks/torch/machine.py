@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -117,15 +118,34 @@ def notes_on_torch() -> list[str]:
 
 
 @torch.no_grad()
-def flip_one_bit(tensor: Tensor) -> None:
+def flip_one_bit(tensor: Tensor, *, largest: bool = False) -> None:
     """A fault on purpose: flip one bit of the mantissa of the first value, as a failing chip would.
 
+    With `largest` of the value that is the largest: the fault is then seen in what follows from it.
     The value is changed where it lies, on any device.
     """
     if (tensor := local(tensor)).numel() == 0:  # this rank has no part of it
         return
-    first = tensor[(0,) * tensor.ndim].view(1).view(torch.uint8)
-    first[-2].bitwise_xor_(1)
+    at: tuple[Any, ...] = (0,) * tensor.ndim
+    if largest and tensor.ndim:
+        at = torch.unravel_index(tensor.abs().argmax(), tensor.shape)
+    value = tensor[tuple(int(place) for place in at)].view(1)
+    value.view(torch.uint8)[-2].bitwise_xor_(1)
+
+
+def flipped_backward(parameter: Tensor, run_backward: Callable[[], None]) -> None:
+    """Run a backward pass that makes one bit of the gradient of `parameter` wrong."""
+
+    def flipped(gradient: Tensor) -> Tensor:
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient.clone()
+        flip_one_bit(gradient, largest=True)
+        return gradient
+
+    hook = parameter.register_hook(flipped)
+    try:
+        run_backward()
+    finally:
+        hook.remove()
 
 
 def facts(job: Job) -> dict[str, Any]:

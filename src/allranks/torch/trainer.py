@@ -28,6 +28,7 @@ from allranks.checkpoint.format import nothing
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.launcher.world import Visible, World, tasks_not_started
+from allranks.strategies.audits import check_audit
 from allranks.torch.batchnorm.across_ranks import whole_norm
 from allranks.torch.build import BuiltModel, build_model, build_strategy, job_for, whole_copy
 from allranks.torch.checkpoint.saving import Saving, contents_of, digest_of_state
@@ -58,6 +59,7 @@ from allranks.torch.step.in_flight import steps_of
 from allranks.torch.step.trainable import check_no_scheduler
 from allranks.torch.step.user_buffers import written_in_forward
 from allranks.torch.task import Task, task_of_parts
+from allranks.torch.witness.audit import Auditor, flipper, with_wrong_samples
 from allranks.torch.witness.replicas import verify
 from allranks.torch.witness.witness import Witness, say_what_matters
 from allranks.training.callback import Callback, around_evaluation
@@ -188,6 +190,7 @@ class Trainer(EngineTrainer[Batch]):
     task_data: TaskData
     _saving: Saving | None = None
     _dealer: Dealer | None = None
+    _auditor: Auditor | None = None
 
     def __init__(
         self,
@@ -205,6 +208,8 @@ class Trainer(EngineTrainer[Batch]):
         if world is None and job is not None:
             check_own_loop(job, self.world.size)
         job = job_for(job or Job(), self.world)
+        if world is None and job.audit:
+            check_audit(job.audit, job.audit_every, job.strategy_spec, job.elastic)
         check_task(task, type(task).__name__)
         self.task = task = with_recipe(torch_task(task, job.precision), job)
         self.device = device_of(job, self.world)
@@ -268,6 +273,8 @@ class Trainer(EngineTrainer[Batch]):
         self.heartbeat.enter("compute")
         if self.faults.faults:
             self.faults.reach("step", batch.index, batch.own_samples)
+            if self.faults.wrong_samples:
+                batch = with_wrong_samples(batch)
         step, steps, witness = self.strategy.step, self._steps, self.witness
         if not steps.progress.batch_index and self.task.overrides("initialise"):
             with explaining(step.precision):
@@ -278,9 +285,13 @@ class Trainer(EngineTrainer[Batch]):
         is_witnessed = witness.observes or batch.index % witness.every == 0
         if is_witnessed:
             witness.before_step(batch, self.task_data.opened, self.settle)
+        is_audited = self._auditor is not None and batch.audited is not None
+        if self._auditor is not None and is_audited:
+            self.settle()
+            self._auditor.before_step(batch, self.task_data.opened)
         try:
             with self.meter.watching(batch.own_samples) if self.meter.waits else NO_CONTEXT:
-                result = steps.make(batch, ahead=not witness.observes)
+                result = steps.make(batch, ahead=not (witness.observes or is_audited))
         except RuntimeError as error:
             explain(error, step.precision)
             raise
@@ -304,6 +315,12 @@ class Trainer(EngineTrainer[Batch]):
         if self.faults.faults:
             self.faults.reach("stepped", batch.index)
         return result
+
+    @property
+    def audits(self) -> dict[str, int] | None:
+        """How many shards were computed again, and how many differed; `None` without `--audit`."""
+        auditor = self._auditor
+        return None if auditor is None else auditor.counts()
 
     def largest_pass(self, batch: Batch) -> int:
         """The samples of the largest pass of this rank through the model for `batch`."""
@@ -538,11 +555,15 @@ class Trainer(EngineTrainer[Batch]):
         self.faults.corrupt = lambda: flip_one_bit(step.parameters[0])
         self.faults.leave_out = self.comm.skip_next_collective
         self.faults.poison = step.poison_next
+        self.faults.flip = flipper(step)
         opened = None if self._before is None else self._before.data
         self.task_data = TaskData(task, job, self.strategy, opened)
         resources.on_close(self.task_data.close)
         self.witness = Witness(self.strategy.learner, job, report, self.world)
         self._watch = self.witness
+        if job.audit:
+            self._auditor = Auditor(self.strategy, job, report, self.world.number)
+            self.model_notes += self._auditor.notes
         if job.run_dir:
             attempt = self.world.attempt
             reach = self.faults.reach if self.faults.faults else nothing

@@ -361,6 +361,7 @@ class TorchRank(RankProgram[Trainer]):
             "backend": backend_record(trainer.comm.of_torch),
             "bitwise": self.job.bitwise,
             "witness": trainer.witness.testimony.to_data(),
+            "audits": trainer.audits,
         }
 
 

@@ -285,6 +285,8 @@ def in_words(event: dict[str, Any]) -> list[str]:
     if name == "witness":
         lines = [f"note: NOT equal on other numbers of ranks: {text}" for text in event["found"]]
         return [*lines, *(f"note: {NOT_SEEN}: {text}" for text in event.get("unseen", ()))]
+    if name == "audit":
+        return [f"note: {event['text']}"]
     if name == "worker_lost":
         return [f"note: {event['who']} is lost: {event['cause']}; the others go on"]
     if name == "moved":
@@ -339,6 +341,8 @@ def anomalies_in(event: dict[str, Any]) -> list[tuple[int | None, str]]:
     if name == "digest_differs":
         again = f"step {event['step']} was made again, and has other {', '.join(event['now'])}"
         return [(None, f"{again} than before: one of the two computed wrongly")]
+    if name == "audit":
+        return [(event["wrong"], event["text"])]
     if name == "worker_lost":
         return [(event["rank"], f"lost: {event['cause']}")]
     if name == "learner_lost":

@@ -196,7 +196,7 @@ def facts(program: str = "") -> NodeFacts:
         source=_digest_of_source(),
         packages={name: v for name in PACKAGES if (v := _version(name)) is not None},
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
-        processor=_named_in(Path("/proc/cpuinfo"), "model name"),
+        processor=processor(),
         cores=len(os.sched_getaffinity(0)),
         processors=",".join(map(str, sorted(os.sched_getaffinity(0)))),
         memory_bytes=psutil.virtual_memory().total,
@@ -246,6 +246,11 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def processor() -> str | None:
+    """The name of this machine's processor."""
+    return _named_in(Path("/proc/cpuinfo"), "model name")
 
 
 def _named_in(file: Path, name: str) -> str | None:

@@ -76,6 +76,8 @@ SAME = {
     "spike": "a script takes every step",
     "verify_every": "no script compares the weights of its ranks",
     "digest_every": "a script writes no digests",
+    "audit": "no script computes a shard again",
+    "audit_every": "no script computes a shard again",
     "inject": "faults are made in our ranks alone",
     "log": "a script writes its losses, and nothing else",
     "profile": "a script writes its losses, and nothing else",

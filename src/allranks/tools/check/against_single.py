@@ -137,6 +137,7 @@ UNDISTURBED: dict[str, Any] = {
     # a job file may say otherwise: both start at step 0 and come to the end
     **{"resume": "", "inject": "", "checkpoint_every": None, "best": "", "max_restarts": 0},
     **{"steps_per_call": 1, "time_limit": None, "early_stop": "", "until": "", "witness": "off"},
+    **{"audit": "", "audit_every": None},
 }
 MANY_NAMES = 4
 

@@ -75,6 +75,7 @@ NOT_DECIDING = frozenset(  # options that leave the first steps as they are, or 
         *("eval_every", "early_stop", "until", "patience", "verify_every", "time_limit"),
         *("checkpoint_every", "keep", "best", "resume", "max_restarts", "hang_timeout"),
         *("share", "elastic", "spare_state", "digest_every"),
+        *("audit", "audit_every"),
         *("witness", "first_check", "inject", "run_dir", "log", "profile"),
     )
 )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from allranks.errors import RequestError
+from allranks.strategies.audits import Draw
 from allranks.strategies.shards import (
     Micro,
     Piece,
@@ -43,6 +44,30 @@ class Leaf:
 
 
 @dataclass(frozen=True)
+class Audited:
+    """The shard of a batch that another rank computes again, too (`--audit`).
+
+    `ids` are the numbers of its samples; `micros` its passes, with data on the auditor alone.
+    """
+
+    draw: Draw
+    ids: Ids
+    micros: tuple[MicroBatch, ...]
+    is_read: bool
+
+    def to_read(self) -> Iterator[Ids]:
+        """The sample numbers of each pass."""
+        start = 0
+        for micro in self.micros:
+            yield self.ids[start : start + micro.samples]
+            start += micro.samples
+
+    def with_data(self, data: Iterator[Any]) -> Audited:
+        """The same with the data of its passes."""
+        return replace(self, micros=tuple(replace(m, data=next(data)) for m in self.micros))
+
+
+@dataclass(frozen=True)
 class Batch:
     """One rank's part of the global batch of one step.
 
@@ -50,7 +75,8 @@ class Batch:
     every shard of the job, or `None` if only a stream knows. `ids` are the numbers of this rank's
     samples in the data set, in order (none for a stream). Every rank runs `passes` forward passes,
     with samples of no weight if it has too few micro-batches (0: one for each micro-batch). `spare`
-    is the micro-batch of a rank without a sample, if it must run one; it is not trained on.
+    is the micro-batch of a rank without a sample, if it must run one; it is not trained on. Of an
+    `audited` batch another rank computes a shard again.
     """
 
     index: int
@@ -62,6 +88,7 @@ class Batch:
     ids: Ids
     passes: int = 0
     spare: MicroBatch | None = None
+    audited: Audited | None = None
 
     @property
     def micros(self) -> list[MicroBatch]:
@@ -70,8 +97,13 @@ class Batch:
 
     @property
     def to_read(self) -> list[MicroBatch]:
-        """The micro-batches whose data is read: those of this rank, and the `spare` one."""
-        return self.micros if self.spare is None else [*self.micros, self.spare]
+        """The micro-batches whose data is read: those of this rank, and the `spare` one.
+
+        On the auditor also those of an audited shard.
+        """
+        micros = self.micros if self.spare is None else [*self.micros, self.spare]
+        audited = self.audited
+        return micros if audited is None or not audited.is_read else [*micros, *audited.micros]
 
     @property
     def passes_without_weight(self) -> int:
@@ -81,7 +113,7 @@ class Batch:
     def with_data(self, leaves: tuple[Leaf, ...], spare: MicroBatch | None) -> Batch:
         """The same with its data. Called in every step: `dataclasses.replace` is half as fast."""
         where = self.index, self.epoch, self.step_in_epoch, self.nominal, self.sizes
-        return Batch(*where, leaves, self.ids, self.passes, spare)
+        return Batch(*where, leaves, self.ids, self.passes, spare, self.audited)
 
     @property
     def own_samples(self) -> int:
@@ -162,8 +194,10 @@ class Cutting:
     collates_alone: bool = False
     dealt: Shares | None = None
     _cuts: dict[int, tuple[Sizes, int, int]] = field(default_factory=dict, init=False)
-    _leaves: dict[Sizes, tuple[Leaf, ...]] = field(default_factory=dict, init=False)
-    _passes: dict[Sizes, int] = field(default_factory=dict, init=False)
+    _leaves: dict[tuple[Sizes, int | None], tuple[Leaf, ...]] = field(
+        default_factory=dict, init=False
+    )
+    _passes: dict[tuple[Sizes, int | None], int] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self._runs = (self.dealt or Shares.even(self.shards, self.ranks)).runs
@@ -183,20 +217,37 @@ class Cutting:
             self._cuts[samples] = sizes, sum(sizes[: self.owned.start]), local
         return self._cuts[samples]
 
-    def leaves(self, sizes: Sizes) -> tuple[Leaf, ...]:
-        """The leaves of this rank for shards of these sizes, data still missing."""
-        if sizes not in self._leaves:
-            self._leaves[sizes] = self._leaves_for(sizes, self.owned)
-        return self._leaves[sizes]
+    def leaves(self, sizes: Sizes, audited: int | None = None) -> tuple[Leaf, ...]:
+        """The leaves of this rank for shards of these sizes, data still missing.
 
-    def passes(self, sizes: Sizes) -> int:
+        The passes of an `audited` shard are the first ones of its leaf, and have no other shard.
+        """
+        key = sizes, audited if audited in self.owned else None
+        if key not in self._leaves:
+            self._leaves[key] = self._leaves_for(sizes, self.owned, audited)
+        return self._leaves[key]
+
+    def passes(self, sizes: Sizes, audited: int | None = None) -> int:
         """The largest number of micro-batches of a rank; 0 unless passes are counted."""
         if not self.counts_passes:
             return 0
-        if sizes not in self._passes:
-            each = (self._leaves_for(sizes, span) for span in self._runs)
-            self._passes[sizes] = max(sum(len(leaf.micros) for leaf in leaves) for leaves in each)
-        return self._passes[sizes]
+        if (key := (sizes, audited)) not in self._passes:
+            each = (self._leaves_for(sizes, span, audited) for span in self._runs)
+            self._passes[key] = max(sum(len(leaf.micros) for leaf in leaves) for leaves in each)
+        return self._passes[key]
+
+    def audited(self, draw: Draw, sizes: Sizes, chosen: Ids) -> Audited:
+        """The passes of the shard that was drawn, of a batch with the samples `chosen`."""
+        start, size = sum(sizes[: draw.shard]), sizes[draw.shard]
+        micros = tuple(
+            MicroBatch(micro, sum(piece.samples for piece in micro))
+            for micro in micro_batches({draw.shard: size}, self.micro_batch)
+        )
+        return Audited(draw, chosen[start : start + size], micros, self.rank == draw.auditor)
+
+    def draw(self, key: int, sizes: Sizes) -> Draw | None:
+        """The draw of a random `key`; `None` where there is no other rank."""
+        return Draw.of(key, sizes, self._runs)
 
     def spare(self, sizes: Sizes) -> MicroBatch | None:
         """The micro-batch of this rank if it has no sample: the first samples of the batch.
@@ -213,7 +264,9 @@ class Cutting:
         micro = micro_batches({first: sizes[first]}, self.micro_batch)[0]
         return MicroBatch(micro, sum(piece.samples for piece in micro))
 
-    def _leaves_for(self, sizes: Sizes, owned_by_it: range) -> tuple[Leaf, ...]:
+    def _leaves_for(
+        self, sizes: Sizes, owned_by_it: range, audited: int | None = None
+    ) -> tuple[Leaf, ...]:
         owned = {shard: sizes[shard] for shard in owned_by_it}
         groups = [{k: size} for k, size in owned.items()] if self.shard_alone else [owned]
         return tuple(
@@ -221,7 +274,7 @@ class Cutting:
                 range(min(group), max(group) + 1),
                 tuple(
                     MicroBatch(m, sum(piece.samples for piece in m))
-                    for part in self._parts(group)
+                    for part in self._parts(group, audited)
                     for m in self._micros_of(part)
                 ),
             )
@@ -238,8 +291,14 @@ class Cutting:
         alone = (micro_batches({k: size}, self.micro_batch) for k, size in group.items())
         return tuple(micro for micros in alone for micro in micros)
 
-    def _parts(self, group: dict[int, int]) -> list[dict[int, int]]:
-        """The shards in groups that no micro-batch may cross: one for each of `cut_for` ranks."""
+    def _parts(self, group: dict[int, int], audited: int | None) -> list[dict[int, int]]:
+        """The shards in groups that no micro-batch may cross: one for each of `cut_for` ranks.
+
+        An `audited` shard is a group, the first one.
+        """
+        if audited in group:
+            others = {k: size for k, size in group.items() if k != audited}
+            return [{audited: group[audited]}, *([others] if others else [])]
         if not self.cut_for:
             return [group]
         spans = [owned_shards(self.shards, self.cut_for, rank) for rank in range(self.cut_for)]

@@ -23,6 +23,7 @@ import numpy as np
 
 import allranks.torch.accelerator as accelerator
 from allranks.errors import RequestError
+from allranks.strategies.audits import AUDIT, Draw
 from allranks.strategies.shards import Shares, even_sizes
 from allranks.torch.data.batch import Batch, Cutting, Leaf, MicroBatch, samples_of, with_data
 from allranks.torch.data.copying import Copying
@@ -80,6 +81,7 @@ class GlobalBatches:
     collates_alone: bool = False
     collate_draws: bool = False
     dealt: Shares | None = None
+    audit_every: int = 0
 
     def __post_init__(self) -> None:
         self.cutting = Cutting(
@@ -212,7 +214,7 @@ class GlobalBatches:
 
     def _owns_nothing(self, source: Source) -> bool:
         """Whether no sample of any batch is this reader's: there are more readers than samples."""
-        if self.order is not None:
+        if self.order is not None or self.audit_every:
             return False
         sizes, _, rows = self.cutting.cut(min(self.batch_size, len(source)))
         return not rows and self.cutting.spare(sizes) is None
@@ -270,8 +272,25 @@ class GlobalBatches:
             if (spare := self.cutting.spare(sizes)) is not None:
                 spare = replace(spare, data=chosen[: spare.samples])
             where = index, epoch, step, len(chosen), sizes
-            passes = self.cutting.passes(sizes)
-            yield Batch(*where, self.cutting.leaves(sizes), own_ids, passes, spare)
+            draw = self._draw(index, sizes)
+            if draw is None:
+                passes = self.cutting.passes(sizes)
+                yield Batch(*where, self.cutting.leaves(sizes), own_ids, passes, spare)
+                continue
+            audited = self.cutting.audited(draw, sizes, chosen)
+            leaves = self.cutting.leaves(sizes, draw.shard)
+            passes = self.cutting.passes(sizes, draw.shard)
+            if draw.owner == self.rank and not self.shard_alone:  # its passes come first
+                start = sum(sizes[: draw.shard]) - first
+                inside = slice(start, start + len(audited.ids))
+                own_ids = np.concatenate([audited.ids, np.delete(own_ids, inside)])
+            yield Batch(*where, leaves, own_ids, passes, spare, audited)
+
+    def _draw(self, index: int, sizes: tuple[int, ...]) -> Draw | None:
+        """The shard that is audited in global batch `index`, if one is; the same on all ranks."""
+        if not self.audit_every or (index + 1) % self.audit_every:
+            return None
+        return self.cutting.draw(random_key(self.seed, index, AUDIT), sizes)
 
     def _filled(self, plan: Batch, data: Iterator[Any]) -> Batch:
         """The batch with its data, which is read in order."""
@@ -280,6 +299,8 @@ class GlobalBatches:
             micros = [MicroBatch(m.pieces, m.samples, next(data)) for m in leaf.micros]
             leaves.append(Leaf(leaf.shards, tuple(micros)))
         spare = plan.spare and replace(plan.spare, data=next(data))
+        if plan.audited is not None and plan.audited.is_read:
+            plan = replace(plan, audited=plan.audited.with_data(data))
         return plan.with_data(tuple(leaves), spare)
 
     def _from_loader(
@@ -413,3 +434,5 @@ def _ids(plan: Batch) -> Iterator[Ids]:
         start += micro.samples
     if plan.spare is not None:
         yield plan.spare.data  # until it is read
+    if plan.audited is not None and plan.audited.is_read:
+        yield from plan.audited.to_read()

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from allranks.errors import RequestError
 from allranks.job.job import AUTO, Job
+from allranks.strategies.audits import default_every
 from allranks.strategies.shards import Shares, largest_shard
 from allranks.torch.checkpoint.state import kept_random_streams
 from allranks.torch.data.batches import COLLATES_ALONE, GlobalBatches
@@ -115,6 +116,7 @@ class TaskData:
                 counts_passes=self._meets_in_passes or self.strategy.counts_passes,
                 needs_spare=self._meets_in_passes or self.task.loss_over == "batch",
                 dealt=self.strategy.dealt,
+                audit_every=self._audit_every,
             )
             alone = probed.collate_draws and not self.strategy.shard_alone
             self.notes += filter(None, (self._batches.note, COLLATES_ALONE if alone else ""))
@@ -148,6 +150,13 @@ class TaskData:
             state_of_rows(training.rows(0, 0, 0))  # may refuse
         if self.job.elastic:
             self._check_elastic()
+        if self.job.audit and isinstance(training, (StreamSource, WholeLoader)):
+            raise RequestError(
+                asked=f"--audit {self.job.audit}",
+                found=f"train_data() of the task: a {type(training).__name__}",
+                why="another rank reads the samples of a shard again, by their numbers",
+                do="give a data set with samples by number, or leave --audit out",
+            )
         self.compare_training()
         sources, names = self._evaluated(), dict[str, float]()
         self._compare_evaluation(sources)
@@ -218,6 +227,13 @@ class TaskData:
         if self.strategy.agreement.cuts_state or getattr(source.dataset, "skips", False):
             return False
         return bool(state_of_rows(source.rows(0, 0, 0)))
+
+    @property
+    def _audit_every(self) -> int:
+        """Steps from audit to audit; 0 without `--audit`."""
+        if not self.job.audit:
+            return 0
+        return self.job.audit_every or default_every(self.task.shards, self.strategy.data.size)
 
     @property
     def _meets_in_passes(self) -> bool:

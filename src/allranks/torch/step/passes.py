@@ -27,6 +27,7 @@ from allranks.strategies.reduction_tree import Span
 from allranks.torch.comm.comm import Comm
 from allranks.torch.data.batch import Batch, Leaf, MicroBatch, copy_of, micro_for_others
 from allranks.torch.data.collate import map_tensors, tensors_in
+from allranks.torch.machine import flipped_backward
 from allranks.torch.model.layers import Scope, computed_again
 from allranks.torch.model.precision import Precision
 from allranks.torch.step.gradients import Backward, Gradients, SparseRows
@@ -41,6 +42,7 @@ from allranks.torch.step.losses import (
     uses_a_parameter,
     weighted_losses,
 )
+from allranks.torch.step.probes import PassObserver, StepProbe
 from allranks.torch.step.tally import Stopwatch, Tally, TallyLayout
 from allranks.torch.step.trainable import TrainableChanges
 from allranks.torch.step.user_buffers import UserBuffers
@@ -228,22 +230,6 @@ class PassesForOthers:
 LOSS = -4  # a key of the generator, in addition to shards
 
 
-class StepProbe(Protocol):
-    """Observes the inside of a step without changing it, as the trace of `check` does."""
-
-    def begin(self, batch: Batch) -> None:
-        """Before the forward passes."""
-        ...
-
-    def losses(self, losses: Tensor) -> None:
-        """The weighted losses of a micro-batch, a row per sample."""
-        ...
-
-    def gradients(self, stage: str, names: list[str], tensors: list[Tensor | None]) -> None:
-        """The gradients after that stage, as this rank holds them."""
-        ...
-
-
 @dataclass(frozen=True)
 class StepParts:
     """The parts of a step that come from its strategy, documented there (`strategies.base`).
@@ -267,6 +253,7 @@ class StepParts:
     shard_alone: bool = False
     tally_type: torch.dtype | None = None
     timed_readers: int = 0
+    audit_bytes: int = 0
 
 
 class Passes:
@@ -315,6 +302,8 @@ class Passes:
         self.has_loss = True  # of a pipeline, the last stage alone
         self.stage = 0  # of a pipeline, that which is passed next
         self.stopwatch: Stopwatch | None = None  # with `--share auto`
+        self.observer: PassObserver | None = None  # in a step with `--audit`
+        self.flips_gradients = False  # a fault on purpose
         self._may_weigh = task.overrides("weight")
         self._unweighted: UnweightedLosses | None = None
         self.batch_loss = (
@@ -344,6 +333,7 @@ class Passes:
             self.parts.tally_type,
             self.scope.device,
             self.parts.timed_readers,
+            self.parts.audit_bytes,
         )
         self.used = [False] * len(self.parameters)
         self._hooks = [
@@ -404,11 +394,23 @@ class Passes:
     def forward(self, micro: MicroBatch, tally: Tally) -> Callable[[], None]:
         """Forward and loss of a micro-batch, added to the tally. Returns its backward pass."""
         loss, weight, run_backward = self._micro_step(micro)
+        if self.flips_gradients:
+            run_backward = partial(flipped_backward, self.parameters[0], run_backward)
+        if self.observes(micro):
+            sums = self.layout.tally()
+            sums.add(loss, weight, micro.samples, self.scope)
+            tally.add_pass(sums)
+            assert self.observer is not None
+            return self.observer.noting(micro, sums, run_backward)
         if self.parts.counts_samples:
             tally.add(loss, weight, micro.samples, self.scope)
         else:
             self.scope.moments.clear()
         return run_backward
+
+    def observes(self, micro: MicroBatch) -> bool:
+        """Whether what a pass computes is noted, so that no gradient may leave before its end."""
+        return self.observer is not None and self.observer.covers(micro)
 
     def backward(self, run_backward: Callable[[], None]) -> None:
         """Run the backward pass of the last forward pass."""
@@ -430,8 +432,11 @@ class Passes:
                 regularizer=self.regularizers.was,
                 touched=self.sparse.touched,
             )
-        if self.stopwatch is not None and leaf is batch.leaves[-1]:
-            self.stopwatch.stop(tally.tensor[self.layout.seconds])
+        if leaf is batch.leaves[-1]:
+            if self.stopwatch is not None:
+                self.stopwatch.stop(tally.tensor[self.layout.seconds])
+            if self.observer is not None:
+                self.observer.write(tally.tensor[self.layout.audit])
 
     def end(self, batch: Batch) -> None:
         """Run the passes for other ranks; then the passes of the step are over."""
@@ -439,6 +444,7 @@ class Passes:
             uses = None if self.batch_loss is None else self.batch_loss.uses
             self.for_others.finish(batch, uses)
         self.scope.leave()
+        self.flips_gradients = False
         if self.user_buffers.are_there:
             self.user_buffers.end(batch)
         if self.on_phase is not None:
@@ -475,8 +481,8 @@ class Passes:
             self.on_phase(where)
 
     @contextmanager
-    def recomputing(self, probe: StepProbe) -> Iterator[None]:
-        """Within, passes belong to no step, and only `probe` observes them."""
+    def recomputing(self, probe: StepProbe | None) -> Iterator[None]:
+        """Within, passes belong to no step, and only `probe` observes them, if there is one."""
         before = self.probe, self.on_phase, self._unweighted
         self.probe, self.on_phase, self._unweighted = probe, None, NotCompared()
         try:

@@ -3,7 +3,8 @@
     [ loss sum | weight, samples, leaves, position, stop, save, changed, regularizer,
       used? per parameter | BatchNorm: weight, mean, variance per layer
       | rows that are touched, of parameters with sparse gradients
-      | seconds that each rank has worked, for `--share auto` alone ]
+      | seconds that each rank has worked, for `--share auto` alone
+      | bytes of a digest, less those of another rank, for `--audit` alone ]
 
 It is sent with the gradients, so a step needs no message for bookkeeping. After the step every
 rank knows the loss and the weight of the whole global batch, whether any rank had a sample, which
@@ -76,6 +77,7 @@ class TallyLayout:
         kind: torch.dtype | None = None,
         device: torch.device | None = None,
         timed_readers: int = 0,
+        audit_bytes: int = 0,
     ) -> None:
         first = reals(local(parameters[0].detach()))
         self.like = first.new_empty(0, dtype=kind or first.dtype, device=device or first.device)
@@ -95,6 +97,8 @@ class TallyLayout:
             self.rows.append(slice(start, self.size))
         self.seconds = slice(self.size, self.size + timed_readers)
         self.size += timed_readers
+        self.audit = slice(self.size, self.size + audit_bytes)
+        self.size += audit_bytes
         self.leaves: float | None = None  # of all ranks, as the first step had them
         self.was_updated = False  # whether the last update had a gradient for each parameter
         self._cache: dict[Hashable, Tensor] = {}
@@ -164,6 +168,12 @@ class Tally:
             self._weight += weight
         self._samples += samples
         self.add_moments(scope)
+
+    def add_pass(self, other: Tally) -> None:
+        """Add a tally with the sums of a pass alone: the same bits as if this one had them."""
+        self.tensor.add_(other.tensor)
+        self._weight, self._samples = self._weight + other._weight, self._samples + other._samples
+        self._weighed = self._weighed + other._weighed
 
     def add_moments(self, scope: Scope) -> None:
         """Add those that a forward pass left in `scope`, if it left any."""

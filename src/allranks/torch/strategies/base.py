@@ -119,6 +119,8 @@ class StrategyContext:
     loss_scale: LossScale | None = None
     times_readers: bool = False
     """Whether ranks tell each other how long they work in each step (`--share auto`)."""
+    audit_bytes: int = 0
+    """The bytes of a digest that ranks tell each other in each step (`--audit`)."""
 
 
 NOTHING = nullcontext()
@@ -135,6 +137,8 @@ class Strategy(Traits, ABC):
 
     two_modes: TwoModes | None = None
     """The modes of the optimizer, if it has two."""
+    on_sums: Callable[[Batch, Tally], None] | None = None
+    """Called with the sums of a step before its update, if it is audited (`--audit`)."""
     dealt: Shares | None = None
     """How many shards each rank that reads data owns, if `--share` says it; else they are even."""
 
@@ -178,6 +182,11 @@ class Strategy(Traits, ABC):
     def shard_alone(self) -> bool:
         """Whether gradients of each shard are computed and added separately (`--bitwise`)."""
         return self.context.bitwise
+
+    @property
+    def each_pass(self) -> bool:
+        """Whether gradients are summed after every backward pass, not once a step."""
+        return False
 
     # --- life: these calls, in this order -------------------------------------------------
 
@@ -225,6 +234,7 @@ class Strategy(Traits, ABC):
             shard_alone=self.shard_alone,
             tally_type=self.tally_type,
             timed_readers=self.data.size if context.times_readers else 0,
+            audit_bytes=context.audit_bytes,
         )
         self.step = SharedStep(self.task, model, optimizer, context.scope, context.precision, parts)
         if self.compares_groups:
@@ -285,6 +295,8 @@ class Strategy(Traits, ABC):
         """One step; every rank calls this with its part of the global batch."""
         local = self.forward_backward(batch)
         sums, gradients = self.reduce(batch, local)
+        if batch.audited is not None and self.on_sums is not None:
+            self.on_sums(batch, sums)
         return self.after_update(batch, self.step.apply(batch, sums, gradients))
 
     def forward_backward(self, batch: Batch) -> Tally:

@@ -71,6 +71,8 @@ def say_what_matters(event: str, **values: Any) -> None:
             sys.stderr.write(f"allranks: NOT equal on other numbers of ranks: {text}\n")
         for text in values["unseen"]:
             sys.stderr.write(f"allranks: note: the witness could not look at everything: {text}\n")
+    if event == "audit":
+        sys.stderr.write(f"allranks: {values['text']}\n")
     if event in ("rate_notes", "callback_notes"):
         for text in values["notes"]:
             sys.stderr.write(f"allranks: note: {text}\n")

@@ -119,7 +119,7 @@ class DDP(Strategy):
             step.begin_leaf()
             for micro in leaf.micros:
                 backward = step.forward(micro, self.tally)
-                if leaf is last and micro is leaf.micros[-1]:
+                if leaf is last and micro is leaf.micros[-1] and not step.observes(micro):
                     buckets.release(leaf.shards)  # each is summed as soon as it is finished
                 step.backward(backward)
             step.end_leaf(batch, leaf, self.tally)

@@ -50,11 +50,6 @@ class ZeRO1(Strategy):
     def shard_alone(self) -> bool:
         return bool(self.context.options["reduce"] == "tree")
 
-    @property
-    def each_pass(self) -> bool:
-        """Whether gradients are summed after every backward pass, not once a step."""
-        return False
-
     def parallelize(self, model: nn.Module) -> nn.Module:
         self._is_cut, self.passes = False, 1
         self.buckets: list[PackedBucket] = []
@@ -146,15 +141,17 @@ class ZeRO1(Strategy):
             parameter.grad = view
         self._leaf, self._is_last, self.passes = batch.leaves[-1], True, 0
         self._order.begin()
-        if self.each_pass:
-            self._order.release()
         step, last = self.step, batch.leaves[-1]
+        self._micros = last.micros
+        if self.each_pass:
+            self._release_pass()
         step.begin(batch)
         for leaf in batch.leaves:
             step.begin_leaf()
             for micro in leaf.micros:
                 backward = step.forward(micro, self.tally)
-                if leaf is last and micro is leaf.micros[-1] and not self.each_pass:
+                is_last = leaf is last and micro is leaf.micros[-1] and not self.each_pass
+                if is_last and not step.observes(micro):
                     self._order.release()
                 step.backward(backward)
             step.end_leaf(batch, leaf, self.tally)
@@ -172,6 +169,11 @@ class ZeRO1(Strategy):
             self.passes += 1
             self._order.finish()
             self._order.begin()
+            self._release_pass()
+
+    def _release_pass(self) -> None:
+        """Let the gradients of the next pass leave on the way, unless they are noted at its end."""
+        if not any(map(self.step.observes, self._micros[self.passes : self.passes + 1])):
             self._order.release()
 
     def _finished(self, position: int) -> None:

@@ -1,0 +1,316 @@
+"""Audits a training against silent data corruption: a shard is computed again by another rank.
+
+The owner notes digests of loss, moments and gradients of the very pass that enters the step. The
+auditor has read the samples of the shard itself, and computes it before its own passes. The bytes
+of both digests travel with the tally, those of the auditor with a minus: where the sum is not zero,
+all ranks know it before the update, and ask who is wrong.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from allranks.errors import AuditFailed, ComputesWrongly, PeerLost, RequestError
+from allranks.job.job import Job
+from allranks.launcher.nodes.facts import processor
+from allranks.strategies.audits import (
+    AUDIT_BYTES,
+    AuditVerdict,
+    Findings,
+    Notes,
+    first_difference,
+    in_words,
+    judged,
+)
+from allranks.torch.accelerator import chip_name, is_accelerator
+from allranks.torch.data.batch import Audited, Batch, Leaf, MicroBatch
+from allranks.torch.data.batches import GlobalBatches
+from allranks.torch.data.collate import copied, tensors_in
+from allranks.torch.machine import flip_one_bit
+from allranks.torch.step.gradients import length_of_each
+from allranks.torch.step.step import SharedStep
+from allranks.torch.step.tally import Tally
+from allranks.torch.step.user_buffers import UserBuffers
+from allranks.torch.strategies.base import Strategy
+from allranks.torch.witness.observed import roots_of_model
+from allranks.torch.witness.recompute import (
+    TOLERANCE,
+    USUAL_TOLERANCE,
+    leaving_no_trace,
+    read_again,
+)
+from allranks.torch.witness.replicas import digest
+
+ADVICE = (
+    "Memory or a chip of that machine may be failing: take it out, and go on from the last "
+    "checkpoint"
+)
+
+
+class PassNotes:
+    """The digests of the passes of one shard on this rank.
+
+    With `sizes`, also lengths and sums of the results, for ranks whose bits may differ. While it
+    `is_open` it covers the passes of that shard.
+    """
+
+    def __init__(self, step: SharedStep, shard: int, *, sizes: bool) -> None:
+        self.shard, self.is_open = shard, True
+        self._step, self._sizes, self._passes = step, sizes, 0
+        self.notes: Notes = {"inputs": {}, "results": {}, "sizes": {}}
+
+    def covers(self, micro: MicroBatch) -> bool:
+        return self.is_open and micro.pieces[0].shard == self.shard
+
+    def noting(
+        self, micro: MicroBatch, sums: Tally, run_backward: Callable[[], None]
+    ) -> Callable[[], None]:
+        self._passes += 1
+        number = f", pass {self._passes}" if self._passes > 1 else ""
+        inputs = self.notes["inputs"]
+        inputs["samples"] = inputs.get("samples", "") + digest(*tensors_in(micro.data))
+        draws = digest(torch.get_rng_state())
+        inputs["random numbers"] = inputs.get("random numbers", "") + draws
+        layout = sums.layout
+        results = {f"the loss{number}": sums.tensor[:1]}
+        if layout.norms:
+            results[f"the moments of BatchNorm{number}"] = sums.tensor[layout.all_moments]
+        self._note(results)
+
+        def run() -> None:
+            run_backward()
+            step = self._step
+            named = zip(step.names, step.parameters, strict=True)
+            self._note({f"the gradient of {name!r}{number}": _dense(p) for name, p in named})
+
+        return run
+
+    @torch.no_grad()
+    def _note(self, results: dict[str, Tensor]) -> None:
+        for name, tensor in results.items():
+            self.notes["results"][name] = digest(tensor + 0)  # -0 + 0 is 0
+        if self._sizes:
+            lengths = length_of_each(list(results.values()))
+            for (name, tensor), size in zip(results.items(), lengths, strict=True):
+                self.notes["sizes"][name] = [size, float(tensor.sum(dtype=torch.float64))]
+
+    def write(self, numbers: Tensor) -> None:
+        """Add the bytes of one digest of all results, those of an auditor with a minus."""
+        total = hashlib.blake2b("".join(self.notes["results"].values()).encode(), digest_size=16)
+        row = numbers.new_tensor(list(total.digest()[:AUDIT_BYTES]))
+        numbers.add_(row if self.is_open else -row)
+
+
+def _dense(parameter: Tensor) -> Tensor:
+    gradient = parameter.grad
+    if gradient is None:  # not used: as a bucket of zeros
+        return torch.zeros_like(parameter)
+    return torch.zeros_like(parameter).add_(gradient) if gradient.is_sparse else gradient
+
+
+class Auditor:
+    """Audits the steps of one training; every rank makes one, and calls the same methods.
+
+    The constructor gathers what decides the bits of a pass; `number` is that of this process.
+    `report` is called on rank 0 where
+    ranks differ.
+    """
+
+    def __init__(
+        self, strategy: Strategy, job: Job, report: Callable[..., None], number: int
+    ) -> None:
+        self.strategy, self.job, self._report, self.number = strategy, job, report, number
+        self.batches: GlobalBatches | None = None
+        self.audited = self.differences = 0
+        device = strategy.comm.device
+        facts = [processor(), chip_name(device), torch.get_num_threads(), torch.__version__]
+        is_alike = len(set(strategy.data.gather_texts(json.dumps(facts)))) == 1
+        self.notes: list[str] = []
+        self.is_exact = is_alike and not job.compile
+        self.is_exact &= job.bitwise or not is_accelerator(device)
+        if not self.is_exact:
+            why = "compiled passes" if job.compile else "other processors or threads on some ranks"
+            why = why if job.compile or not is_alike else "no --bitwise on an accelerator"
+            self.notes.append(f"audits compare up to rounding, not to the bit: {why}")
+        self._tolerance = TOLERANCE.get(job.precision, USUAL_TOLERANCE) / 10
+        if self.is_exact:
+            self._tolerance = 0.0
+        strategy.on_sums = self.compare
+
+    def counts(self) -> dict[str, int]:
+        """How many shards were computed again by this group of ranks, and how many differed."""
+        return {"shards": self.audited, "differed": self.differences}
+
+    def before_step(self, batch: Batch, batches: GlobalBatches | None) -> None:
+        """Before the passes of an audited step, with the step before it settled.
+
+        The auditor computes the shard. No communication.
+        """
+        step, audited = self.strategy.step, batch.audited
+        step.observer = None
+        if audited is None:
+            return
+        self.batches = batches
+        reader, draw = self.strategy.data.rank, audited.draw
+        if reader == draw.auditor:
+            step.observer = self._computed(batch, audited)
+        elif reader == draw.owner:
+            step.observer = PassNotes(step, draw.shard, sizes=not self.is_exact)
+
+    def compare(self, batch: Batch, sums: Tally) -> None:
+        """Whether owner and auditor have the same, from the sums of a step before its update.
+
+        Communicates only if they differ. Raises `AuditFailed`, `ComputesWrongly` on a rank that is
+        to leave, and `PeerLost` on the others.
+        """
+        step, comm = self.strategy.step, self.strategy.data
+        observer, step.observer = step.observer, None
+        self.audited += 1
+        with comm.reading():
+            differs = bool(sums.tensor[step.layout.audit].any())
+        if differs:
+            notes = observer.notes if isinstance(observer, PassNotes) else None
+            self._ask(batch, notes)
+
+    def _computed(self, batch: Batch, audited: Audited) -> PassNotes:
+        """Compute the shard on this rank, as its owner does; leaves no trace."""
+        strategy, step = self.strategy, self.strategy.step
+        shard = audited.draw.shard
+        notes = PassNotes(step, shard, sizes=not self.is_exact)
+        leaf = Leaf(range(shard, shard + 1), audited.micros)
+        alone = replace(batch, leaves=(leaf,), passes=0, spare=None)
+        roots = roots_of_model(step.model, strategy.task)
+        before = step.observer
+        with leaving_no_trace(step, roots), step.recomputing(None), _kept(step.user_buffers):
+            step.observer = notes
+            step.begin(alone)
+            step.begin_leaf()
+            for micro in audited.micros:
+                if strategy.each_pass:
+                    for parameter in step.parameters:
+                        parameter.grad = None
+                step.forward(micro, step.layout.tally())()
+        step.observer, notes.is_open = before, False
+        return notes
+
+    def _read(self, batch: Batch, audited: Audited) -> Audited:
+        """The samples of the shard, read by this rank."""
+        source: Any = None if self.batches is None else self.batches.source
+        step = self.strategy.step
+        data = (copied(read_again(source, batch.epoch, [*ids], step)) for ids in audited.to_read())
+        return audited.with_data(data)
+
+    # --- who is wrong -----------------------------------------------------------------------
+
+    def _ask(self, batch: Batch, notes: Notes | None) -> None:
+        """Find out who is wrong, tell it, and do what `--audit` says; every rank calls this."""
+        audited = batch.audited
+        assert audited is not None
+        draw, comm = audited.draw, self.strategy.data
+        if self._tolerance:
+            noted = [json.loads(text) for text in comm.gather_texts(json.dumps(notes))]
+            if not first_difference(noted[draw.owner], noted[draw.auditor], self._tolerance):
+                return
+        self.differences += 1
+        again: Notes | None = None
+        if comm.rank == draw.third or (draw.third is None and comm.rank in draw[1:3]):
+            again = self._computed(batch, self._read(batch, audited)).notes
+        chip = chip_name(comm.device) or processor()
+        here = Findings(
+            rank=self.number,
+            host=socket.gethostname(),
+            device=f"{comm.device}, {chip}" if chip else str(comm.device),
+            first=notes or {},
+            again=again or {},
+            weights={name: digest(p) for name, p in self.strategy.model.named_parameters()},
+        )
+        texts = comm.gather_texts(json.dumps(asdict(here)))
+        rows = [Findings(**json.loads(text)) for text in texts]
+        verdict = judged(draw, rows, self._tolerance)
+        text = in_words(batch.index, draw, verdict, rows)
+        if comm.rank == 0:
+            row = None if verdict.wrong is None else rows[verdict.wrong]
+            self._report(
+                "audit",
+                step=batch.index,
+                **draw._asdict(),
+                **{**asdict(verdict), "wrong": row and row.rank},
+                host=row and row.host,
+                device=row and row.device,
+                does=self.job.audit,
+                text=text,
+            )
+        self._act(verdict, text)
+
+    def _act(self, verdict: AuditVerdict, text: str) -> None:
+        """Go on, end the job, or let the rank that is wrong leave."""
+        if self.job.audit == "warn":
+            return
+        if self.job.audit == "stop" or verdict.wrong is None:
+            raise AuditFailed(f"{text}. {ADVICE}.")
+        if verdict.wrong == self.strategy.data.rank:
+            raise ComputesWrongly(text)
+        raise PeerLost(text)
+
+
+@contextmanager
+def _kept(buffers: UserBuffers) -> Iterator[None]:
+    """Within, passes may run; afterwards a step can undo what it could undo before."""
+    before = {**vars(buffers), "written": set(buffers.written)}
+    try:
+        yield
+    finally:
+        vars(buffers).update(before)
+
+
+# --- faults on purpose ---------------------------------------------------------------------------
+
+
+def with_wrong_samples(batch: Batch) -> Batch:
+    """The batch with one bit of each pass of this rank flipped."""
+
+    def flipped(micro: MicroBatch) -> MicroBatch:
+        data = copied(micro.data)
+        numbers = (tensor for tensor in tensors_in(data) if tensor.is_floating_point())
+        if (first := next(numbers, None)) is not None:
+            flip_one_bit(first, largest=True)
+        return replace(micro, data=data)
+
+    leaves = tuple(replace(e, micros=tuple(map(flipped, e.micros))) for e in batch.leaves)
+    audited = batch.audited
+    if audited is not None and audited.is_read:
+        audited = replace(audited, micros=tuple(map(flipped, audited.micros)))
+    return replace(batch, leaves=leaves, audited=audited)
+
+
+def flipper(step: SharedStep) -> Callable[[str], None]:
+    """Flips a bit of a weight or of a moment, or of the gradients of the next step."""
+
+    def flip(of: str) -> None:
+        parameter = step.parameters[0]
+        if of == "gradient":
+            step.flips_gradients = True
+        elif of == "weight":
+            flip_one_bit(parameter, largest=True)
+        elif of == "moment":
+            state = step.optimizer.state.get(parameter, {}).values()
+            moments = (value for value in state if isinstance(value, Tensor) and value.ndim)
+            if (moment := next(moments, None)) is None:
+                raise RequestError(
+                    asked="--inject flip@of=moment",
+                    found=f"{type(step.optimizer).__name__} without a state for {step.names[0]!r}",
+                    why="a moment is there after the first update, of an optimizer that has some",
+                    do="a later step, or another optimizer: --optimizer adam:lr=1e-3",
+                )
+            flip_one_bit(moment, largest=True)
+
+    return flip
