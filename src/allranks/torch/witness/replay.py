@@ -12,6 +12,7 @@ import importlib.util
 import pdb
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,10 @@ import torch
 
 from allranks.torch.data.batch import Batch
 from allranks.torch.trainer import Trainer
+from allranks.torch.witness.saved_step import SavedStep
 from allranks.training.progress import StepResult
 
+SAVE = "save"  # followed by the path of the script
 BANNER = "step {step}, {where} it is made. There are: {names}"
 
 
@@ -28,6 +31,7 @@ class ReplayTrainer(Trainer):
     """Makes the steps of a run again, up to one of them."""
 
     _at: Batch | None = None
+    _saved: SavedStep | None = None
 
     def batches(self, epochs: int | None = None, steps: int | None = None) -> Iterator[Batch]:
         """The batches up to that of the last step."""
@@ -39,6 +43,10 @@ class ReplayTrainer(Trainer):
             self._at = batch
             if self.job.look.endswith(":before"):
                 self._look(batch, "before")
+            kind, _, path = self.job.look.partition(":")
+            if kind == SAVE:
+                about = (self.job.program, self.task.shards)
+                self._saved = SavedStep(Path(path), self.strategy.step, batch, *about)
         return super().step(batch)
 
     def finish(self) -> bool:
@@ -46,6 +54,8 @@ class ReplayTrainer(Trainer):
         if self._at is not None and self.job.look.endswith(":after"):
             self.settle()
             self._look(self._at, "after")
+        if self._saved is not None and self.last_result is not None:
+            self._saved.write(self.last_result.loss)
         return super().finish()
 
     def _look(self, batch: Batch, where: str) -> None:
