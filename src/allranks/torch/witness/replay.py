@@ -18,12 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from allranks.catalog import load
 from allranks.torch.data.batch import Batch
 from allranks.torch.trainer import Trainer
-from allranks.torch.witness.saved_step import SavedStep
 from allranks.training.progress import StepResult
 
 SAVE = "save"  # followed by the path of the script
+SAVED_STEP = "allranks.torch.witness.saved_step:SavedStep"
+"""Loaded only if it is asked for: it imports the compiler of torch."""
 BANNER = "step {step}, {where} it is made. There are: {names}"
 
 
@@ -31,7 +33,7 @@ class ReplayTrainer(Trainer):
     """Makes the steps of a run again, up to one of them."""
 
     _at: Batch | None = None
-    _saved: SavedStep | None = None
+    _saved: Any = None
 
     def batches(self, epochs: int | None = None, steps: int | None = None) -> Iterator[Batch]:
         """The batches up to that of the last step."""
@@ -46,7 +48,7 @@ class ReplayTrainer(Trainer):
             kind, _, path = self.job.look.partition(":")
             if kind == SAVE:
                 about = (self.job.program, self.task.shards)
-                self._saved = SavedStep(Path(path), self.strategy.step, batch, *about)
+                self._saved = load(SAVED_STEP)(Path(path), self.strategy.step, batch, *about)
         return super().step(batch)
 
     def finish(self) -> bool:
