@@ -168,3 +168,20 @@ def test_the_debugger_has_the_step_at_hand(
     assert ended.returncode == (0 if goes_on else 1)
     assert ("equal: every one has" in ended.stdout) == goes_on
     assert ("left the debugger" in ended.stderr) != goes_on
+
+
+@pytest.mark.slow
+def test_a_saved_step_runs_with_torch_alone(train: Train, tmp_path: Path) -> None:
+    """BatchNorm, keyed dropout and an uneven batch; a weight that is changed is told."""
+    run, file = (
+        train(IMAGES, **JOB, bitwise=True, strategy="zero1", ranks=2).run_dir,
+        tmp_path / "s.py",
+    )
+    words = [sys.executable, "-m", "allranks.cli.main", "replay", str(run), "--step", "10"]
+    subprocess.run([*words, "--save-step", str(file)], capture_output=True, check=True)
+    assert "allranks." not in file.read_text().replace("`allranks replay", "")
+    alone = [sys.executable, "-I", str(file)]
+    ended = subprocess.run(alone, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0 and "8 of 8 gradients have the bits" in ended.stdout, ended
+    file.write_text(file.read_text().replace("total += tensor", "total += 1.01 * tensor"))
+    assert subprocess.run(alone, capture_output=True, check=False).returncode == 1

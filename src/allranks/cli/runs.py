@@ -309,6 +309,7 @@ def _wait(run: Path, request: ScaleRequest) -> dict[str, Any]:
 @click.option("--after", is_flag=True, help="Stop after the step, the default.")
 @click.option("--pdb", is_flag=True, help="Look at the step in Python's debugger.")
 @click.option("--shell", is_flag=True, help="Look at the step in IPython, or Python's shell.")
+@click.option("--save-step", metavar="FILE", help="Write the step as a script of torch alone.")
 @click.option("--changed", is_flag=True, help="Even if the program has changed since.")
 @click.option("--json", "as_object", is_flag=True, help="Print JSON.")
 def replay(run: str, as_object: bool, **flags: Any) -> None:
@@ -318,9 +319,10 @@ def replay(run: str, as_object: bool, **flags: Any) -> None:
     is read, not changed. Exit code 5: with --bitwise, a digest or a loss is not that of the run.
     """
     where = [flag for flag in ("before", "after") if flags[flag]]
-    tools = [flag for flag in ("pdb", "shell") if flags[flag]]
-    if len(where) > 1 or len(tools) > 1 or (where and not tools):
-        several = " ".join(f"--{flag}" for flag in (*tools, *where))
+    tools = [flag for flag in ("pdb", "shell", "save_step") if flags[flag]]
+    saves = "save_step" in tools
+    if len(where) > 1 or len(tools) > 1 or (where and (saves or not tools)):
+        several = " ".join(f"--{flag.replace('_', '-')}" for flag in (*tools, *where))
         raise RequestError(
             asked=f"replay {run} {several}",
             found="nothing to look with" if not tools else "two of a kind",
@@ -328,6 +330,14 @@ def replay(run: str, as_object: bool, **flags: Any) -> None:
             do="--pdb --before, or --shell --after",
         )
     look = f"{tools[0]}:{(where or ['after'])[0]}" if tools else ""
+    if saves and not Path(flags["save_step"]).absolute().parent.is_dir():
+        raise RequestError(
+            asked=f"--save-step {flags['save_step']}",
+            found="no such folder",
+            why="the script is one file, and no folder is made for it",
+            do="name a file in a folder that is there",
+        )
+    look = f"save:{Path(flags['save_step']).absolute()}" if saves else look
     request = ReplayRequest(Path(run), flags["step"], flags["ranks"] or 0, look, flags["changed"])
     replayed = replay_step(request)
     lines = [printable(line) for line in str(replayed).splitlines()]

@@ -12,15 +12,20 @@ import importlib.util
 import pdb
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from allranks.catalog import load
 from allranks.torch.data.batch import Batch
 from allranks.torch.trainer import Trainer
 from allranks.training.progress import StepResult
 
+SAVE = "save"  # followed by the path of the script
+SAVED_STEP = "allranks.torch.witness.saved_step:SavedStep"
+"""Loaded only if it is asked for: it imports the compiler of torch."""
 BANNER = "step {step}, {where} it is made. There are: {names}"
 
 
@@ -28,6 +33,7 @@ class ReplayTrainer(Trainer):
     """Makes the steps of a run again, up to one of them."""
 
     _at: Batch | None = None
+    _saved: Any = None
 
     def batches(self, epochs: int | None = None, steps: int | None = None) -> Iterator[Batch]:
         """The batches up to that of the last step."""
@@ -39,6 +45,10 @@ class ReplayTrainer(Trainer):
             self._at = batch
             if self.job.look.endswith(":before"):
                 self._look(batch, "before")
+            kind, _, path = self.job.look.partition(":")
+            if kind == SAVE:
+                about = (self.job.program, self.task.shards)
+                self._saved = load(SAVED_STEP)(Path(path), self.strategy.step, batch, *about)
         return super().step(batch)
 
     def finish(self) -> bool:
@@ -46,6 +56,8 @@ class ReplayTrainer(Trainer):
         if self._at is not None and self.job.look.endswith(":after"):
             self.settle()
             self._look(self._at, "after")
+        if self._saved is not None and self.last_result is not None:
+            self._saved.write(self.last_result.loss)
         return super().finish()
 
     def _look(self, batch: Batch, where: str) -> None:
