@@ -538,9 +538,8 @@ class Trainer(EngineTrainer[Batch]):
             step.rates.factor = lambda: plan.rate_factor
         if job.share:
             seconds = 0.0 if self._before is None else self._before.shard_seconds
-            self._dealer = Dealer(
-                self.strategy, job, self.heartbeat, self.world.number, report, seconds
-            )
+            of_rank = self.heartbeat, self.world.number
+            self._dealer = Dealer(self.strategy, job, *of_rank, report, seconds)
         self._steps = steps_of(self.strategy, job)
         check_limits(task, job, self.strategy)
         whole = whole_norm(task, self.strategy.data, self._scope, self.built.swapped)
@@ -565,11 +564,7 @@ class Trainer(EngineTrainer[Batch]):
             self._auditor = Auditor(self.strategy, job, report, self.world.number)
             self.model_notes += self._auditor.notes
         if job.run_dir:
-            attempt = self.world.attempt
-            reach = self.faults.reach if self.faults.faults else nothing
-            spare = SpareState() if job.spare_state else None
-            spare = spare if self._before is None else self._before.spare
-            self._saving = Saving(task, job, self.strategy, attempt, reach, report, spare)
+            self._saving = self._open_saving(report)
             resources.on_leave(self._saving.checkpointer.close)
         self._ending = StopAgreement(self.comm, self.strategy.agreement.lockstep)
         self._loss_scale = step.loss_scale
@@ -578,6 +573,14 @@ class Trainer(EngineTrainer[Batch]):
         self._callback_states = CallbackStates(
             self.callbacks, ranks, digest_of_state, kept_by, report
         )
+
+    def _open_saving(self, report: Callable[..., None]) -> Saving:
+        """What saves checkpoints, with the copies in memory that a group before has made."""
+        reach = self.faults.reach if self.faults.faults else nothing
+        spare = SpareState() if self.job.spare_state else None
+        spare = spare if self._before is None else self._before.spare
+        attempt = self.world.attempt
+        return Saving(self.task, self.job, self.strategy, attempt, reach, report, spare)
 
     def _place_model(self) -> BuiltModel:
         """Build the model, and set the strategy up; in a later group with those of the last one."""

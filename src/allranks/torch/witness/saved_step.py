@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import io
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,7 +34,6 @@ It needs torch alone ({torch}), and was written by `allranks replay --save-step`
 
 import base64
 import hashlib
-import io
 import zlib
 from types import SimpleNamespace
 
@@ -75,7 +73,18 @@ def digest(tensor):
     return hashlib.sha256(bytes(content.tolist())).hexdigest()
 
 
-SAVED = torch.load(io.BytesIO(zlib.decompress(base64.b64decode(CONTENT))), weights_only=True)
+def saved():
+    """Each tensor by its name, from its bytes."""
+    content, tensors = bytearray(zlib.decompress(base64.b64decode(CONTENT))), {{}}
+    for name, (dtype, shape, begin, end) in PLACES.items():
+        flat = torch.empty(0, dtype=dtype)
+        if end > begin:
+            flat = torch.frombuffer(content[begin:end], dtype=dtype)
+        tensors[name] = flat.view(shape)
+    return tensors
+
+
+SAVED = saved()
 LIKE = [torch.zeros(()), torch.zeros(()), *weights()]
 
 if __name__ == "__main__":
@@ -177,10 +186,15 @@ class SavedStep:
 
     def write(self, loss: float) -> None:
         """Write the script; `loss` is that of the step."""
-        buffer = io.BytesIO()
-        torch.save(self._saved, buffer)
-        content = base64.b64encode(zlib.compress(buffer.getvalue())).decode()
-        lines = [content[start : start + 96] for start in range(0, len(content), 96)]
+        content, places = bytearray(), []
+        for name, tensor in self._saved.items():
+            begin = len(content)
+            flat = tensor.cpu().resolve_conj().resolve_neg().contiguous().view(-1)
+            content += flat.view(torch.uint8).numpy().data
+            form = f"({tensor.dtype}, {tuple(tensor.shape)}, {begin}, {len(content)})"
+            places.append(f"{name!r}: {form}")
+        text = base64.b64encode(zlib.compress(content)).decode()
+        lines = [text[start : start + 96] for start in range(0, len(text), 96)]
         values = {"step": self.batch.index + 1, "program": self.program, "torch": torch.__version__}
         programs = [
             code.replace("def forward(", f"def {n}(", 1) for code, n in self._programs.items()
@@ -190,6 +204,7 @@ class SavedStep:
             "LOSS": repr(loss),
             "DIGESTS": repr(self.copies.digests),
             "LEAVES": "[\n    " + ",\n    ".join(self._leaves) + ",\n]",
+            "PLACES": "{\n    " + ",\n    ".join(places) + ",\n}",
             "CONTENT": '"""\n' + "\n".join(lines) + '\n"""',
         }
         parts = [HEAD.format(**values), *programs, *(f"{n} = {v}" for n, v in rows.items())]
