@@ -403,8 +403,8 @@ def hang_report(
         ]
         lines += [hang.stacks[rank] or "it wrote no stack", ""]
     if not hang.missing:
-        apart = ", or do two nodes not reach each other" if len({*hosts}) > 1 else ""
-        lines.append(f"every rank waits for the others: is a task communicating on its own{apart}?")
+        hint = ", or do two nodes not reach each other" if len({*hosts}) > 1 else ""
+        lines.append(f"every rank waits for the others: is a task communicating on its own{hint}?")
     for rank in sorted(set(hang.beats) - set(hang.missing)):
         lines.append(f"{name_of(rank)} waits {hang.describe(rank)}")
     return "\n".join([*lines, f"the stacks of all ranks: {path}"])

@@ -247,11 +247,11 @@ def _checkpoint(request: ReplayRequest) -> tuple[Path | None, int, list[str]]:
 
 def _job_of(run: Path, step: int) -> Job:
     """The job that made the step: of the first checkpoint from there on, or as it was last."""
-    later = [folder for folder in committed(run / CHECKPOINTS) if step_of(folder) >= step]
+    newer = [folder for folder in committed(run / CHECKPOINTS) if step_of(folder) >= step]
     values, task = read_job_file(str(run / "job.toml"))
-    if later:
+    if newer:
         with suppress(RequestError):
-            base = find_base(later[-1], resumes=False)
+            base = find_base(newer[-1], resumes=False)
             values, task = base.values, base.task
     values = {name: value for name, value in values.items() if name not in ("resume", "run_dir")}
     return Job(**values, task={n: v for n, v in task.items() if v != HIDDEN})
