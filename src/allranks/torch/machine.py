@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import platform
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 import allranks.torch.accelerator as accelerator
+from allranks import __version__
 from allranks.errors import RequestError, nearest
 from allranks.job.job import Job
 from allranks.job.program import program_facts
@@ -131,7 +134,11 @@ def flip_one_bit(tensor: Tensor) -> None:
 def facts(job: Job) -> dict[str, Any]:
     """What decides which bits come out, beside the job; recorded with every checkpoint."""
     return {
+        "allranks": __version__,
+        "python": platform.python_version(),
+        "numpy": np.__version__,
         "torch": torch.__version__,
+        "processor": platform.machine(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
