@@ -128,7 +128,7 @@ def test_a_checkpoint_with_other_weights_does_not_hold(server: ForkServer, made:
     run, file = made
     folder = next(f for f in committed(run / "checkpoints") if step_of(f) == 8)
     flip(folder, "common/model/9.weight")
-    result = again(server, file)
+    result = again(server, file, ranks=2)
     fails = [stretch for stretch in result.stretches if stretch.differs]
     assert [(s.start, s.differs) for s in fails] == [(8, (8, ("weights",)))]
     assert not result.holds and result.weights_hold is False
@@ -147,8 +147,9 @@ def test_forged_digests_do_not_hold(server: ForkServer, made: Made) -> None:
         row["chain"] = chain = chain_of(row, chain)
     file.write_text(str(certificate))
     shutil.rmtree(run)
-    result = again(server, file, steps=9)
+    result = again(server, file, steps=9, ranks=2)
     (stretch,) = result.stretches
+    assert stretch.ranks == 2  # as `ddp`: the run was made by one process
     assert stretch.differs == (6, ("optimizer",)) and not result.holds and result.weights_hold
     assert "no checkpoint of the run is there" in result.notes[0]
     door = CliRunner().invoke(cli, ["verify", str(file), "--within", "3"])

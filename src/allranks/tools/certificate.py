@@ -358,6 +358,9 @@ def verify(request: VerifyRequest, server: ForkServer | None = None) -> Verified
             resources = stack.enter_context(resources_for(job, Rendezvous()))
             assert isinstance(resources, LocalMachine), "the job was put on this machine"
             server = resources.server
+        if values["strategy"] == "single" and request.ranks > 1:
+            several = {**certificate.job, "strategy": "ddp"}  # which has the same rows
+            certificate = dataclasses.replace(certificate, job=several)
         _check_surroundings(request, certificate, ask_task(LocalMachine(server), job, *ASK))
         for start in sorted({origin[row] for row in chosen}):
             rows = tuple(row for row in chosen if origin[row] == start)
