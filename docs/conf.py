@@ -55,6 +55,7 @@ SECTIONS = {
     """,
     "Why it is right": """
         correctness: correctness_mechanisms correctness_checks correctness_limits
+        certificate
         found
         suites
         ../benchmarks/README: ../benchmarks/LOG

@@ -1,4 +1,7 @@
-"""`allranks runs`, `show RUN`: what jobs have left behind; `scale`, `join`, `replay RUN`."""
+"""`allranks runs`, `show RUN`: what jobs have left behind; `scale`, `join`, `replay RUN`.
+
+`certify RUN` and `verify CERTIFICATE`, too.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,9 @@ from allranks.job.run_folder import is_in_use, read_events, read_rows
 from allranks.job.scaling import ANSWERS, READ, Bounds, ScaleRequest, post, withdraw
 from allranks.job.units import format_bytes
 from allranks.strategies.resolve import strategy_spec
+from allranks.tools.certificate import VerifyRequest
+from allranks.tools.certificate import certify as certificate_of
+from allranks.tools.certificate import verify as verify_certificate
 from allranks.tools.replay import ReplayRequest
 from allranks.tools.replay import replay as replay_step
 from allranks.tools.report.records import ENDS, outcome_of, read_job, read_watched
@@ -343,4 +349,53 @@ def replay(run: str, as_object: bool, **flags: Any) -> None:
     lines = [printable(line) for line in str(replayed).splitlines()]
     click.echo(as_json(replayed.to_data()) if as_object else "\n".join(lines))
     if replayed.differs and replayed.is_promised:
+        sys.exit(EXIT_DIFFERENCE_FOUND)
+
+
+# --- certify, verify -----------------------------------------------------------------------------
+
+
+@click.command()
+@click.argument("run")
+@click.option("-o", "--output", metavar="FILE", help="Where (default RUN.certificate.json).")
+def certify(run: str, output: str | None) -> None:
+    """Write a certificate of RUN: its program, data, versions, job, digests and weights.
+
+    RUN must be done, and have digests (--digest-every) under --bitwise. Somebody else can make
+    steps of it again with `allranks verify`, on any number of ranks.
+    """
+    name = Path(run).absolute().name
+    target = Path(output or f"{name}.certificate.json")
+    certificate = certificate_of(Path(run))
+    certificate.write(target)
+    steps, rows = certificate.result["steps"], len(certificate.digests)
+    click.echo(printable(f"{target}: {steps} steps, {rows} rows of digests"))
+
+
+@click.command()
+@click.argument("certificate")
+@click.option("--steps", type=click.IntRange(1), default=5, help="How many rows (default 5).")
+@click.option("--ranks", type=click.IntRange(1), help="On so many (default 1).")
+@click.option("--run", metavar="RUN", help="Where its checkpoints are (default: as it says).")
+@click.option(
+    "--within",
+    type=click.IntRange(1),
+    default=1000,
+    help="Make at most so many steps for a row (default 1000).",
+)
+@click.option("--seed", default="", metavar="TEXT", help="Draw other rows (no default).")
+@click.option("--json", "as_object", is_flag=True, help="Print JSON.")
+def verify(certificate: str, run: str | None, as_object: bool, **options: Any) -> None:
+    """Make steps of a CERTIFICATE again, on this machine, and say whether they hold.
+
+    Program and data must be here, with the versions and the kind of processor that it names.
+    Steps are made from the beginning, or from the nearest checkpoint of the run. Exit code 5: a
+    digest is another one.
+    """
+    values = {**options, "ranks": options["ranks"] or 0}
+    folder = None if run is None else Path(run)
+    result = verify_certificate(VerifyRequest(path=Path(certificate), run=folder, **values))
+    lines = [printable(line) for line in str(result).splitlines()]
+    click.echo(as_json(result.to_data()) if as_object else "\n".join(lines))
+    if not result.holds:
         sys.exit(EXIT_DIFFERENCE_FOUND)

@@ -94,6 +94,8 @@ class Replayed:
     differs: list[tuple[int, list[str]]] = field(default_factory=list)
     worst: float = 0.0
     """The largest difference of a loss, by its size."""
+    weights_sha256: str | None = None
+    """Of the weights after the last of these steps."""
 
     @property
     def is_promised(self) -> bool:
@@ -287,7 +289,7 @@ def replay(request: ReplayRequest, server: ForkServer | None = None) -> Replayed
 
     Without `server` one is started.
     """
-    plan = plan_replay(request)
+    plan, sha256 = plan_replay(request), None
     with scratch_folder() as folder:
         job = dataclasses.replace(plan.job, run_dir=str(Path(folder, "run")))
         with ExitStack() as stack:
@@ -298,11 +300,13 @@ def replay(request: ReplayRequest, server: ForkServer | None = None) -> Replayed
             )
             notes = check_program(request, job, resources)
             if not request.look:
-                run_job(Resolved(job, {}), resources=resources)
+                result = run_job(Resolved(job, {}), resources=resources)
+                sha256 = result.summary["weights_sha256"]
         if request.look:
             replay_here(job)
         plan = dataclasses.replace(plan, notes=(*plan.notes, *notes))
         replayed = compare(request, plan, Path(job.run_dir))
+        replayed.weights_sha256 = sha256
     row = {"event": "replay", "time": time.time(), **replayed.to_data()}
     with suppress(OSError), JsonLines(request.run / REPLAYS) as file:
         file.row(row)

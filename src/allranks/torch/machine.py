@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 import allranks.torch.accelerator as accelerator
+from allranks import __version__
 from allranks.errors import RequestError, nearest
 from allranks.job.job import Job
 from allranks.job.program import program_facts
@@ -151,7 +154,11 @@ def flipped_backward(parameter: Tensor, run_backward: Callable[[], None]) -> Non
 def facts(job: Job) -> dict[str, Any]:
     """What decides which bits come out, beside the job; recorded with every checkpoint."""
     return {
+        "allranks": __version__,
+        "python": platform.python_version(),
+        "numpy": np.__version__,
         "torch": torch.__version__,
+        "processor": platform.machine(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),

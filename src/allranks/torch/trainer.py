@@ -538,12 +538,11 @@ class Trainer(EngineTrainer[Batch]):
             step.rates.factor = lambda: plan.rate_factor
         if job.share:
             seconds = 0.0 if self._before is None else self._before.shard_seconds
-            of_rank = self.heartbeat, self.world.number
-            self._dealer = Dealer(self.strategy, job, *of_rank, report, seconds)
+            of_job = self.strategy, job, self.heartbeat
+            self._dealer = Dealer(*of_job, self.world.number, report, seconds)
         self._steps = steps_of(self.strategy, job)
         check_limits(task, job, self.strategy)
-        whole = whole_norm(task, self.strategy.data, self._scope, self.built.swapped)
-        if whole is not None:
+        if whole := whole_norm(task, self.strategy.data, self._scope, self.built.swapped):
             resources.on_leave(whole.leave)
         self.model_notes = notes_on(self.strategy.model, task) + list(task.notes)
         self.model_notes += [CACHE_IS_OFF] * bool(self.built.caching)
@@ -579,8 +578,8 @@ class Trainer(EngineTrainer[Batch]):
         reach = self.faults.reach if self.faults.faults else nothing
         spare = SpareState() if self.job.spare_state else None
         spare = spare if self._before is None else self._before.spare
-        attempt = self.world.attempt
-        return Saving(self.task, self.job, self.strategy, attempt, reach, report, spare)
+        of_job = self.task, self.job, self.strategy, self.world.attempt
+        return Saving(*of_job, reach, report, spare)
 
     def _place_model(self) -> BuiltModel:
         """Build the model, and set the strategy up; in a later group with those of the last one."""

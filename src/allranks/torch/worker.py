@@ -274,6 +274,18 @@ class TorchRank(RankProgram[Trainer]):
 
         return cls._write_event(argument, "measured", measured)
 
+    @classmethod
+    def surroundings(cls, argument: dict[str, Any]) -> int:
+        """Write the event `surroundings`: the facts of machine, program and data. Alone."""
+
+        def known(job: Job) -> dict[str, Any]:
+            cls.set_threads(threads_per_rank(job, 1))
+            with Trainer(cls.load_task(job), job) as trainer:
+                trainer.rehearse()
+                return {"machine": facts(job), "data": trainer.task_data.opened_data.facts}
+
+        return cls._write_event(argument, "surroundings", known)
+
     def make_trainer(self, task: Task, **more: Any) -> Trainer:
         """The trainer, with what traces it where the job asks for that."""
         kind = ReplayTrainer if self.job.last_step is not None else Trainer
@@ -367,3 +379,4 @@ class TorchRank(RankProgram[Trainer]):
 
 describe, main, place = TorchRank.describe, TorchRank.main, TorchRank.place
 measure, weigh = TorchRank.measure, TorchRank.weigh
+surroundings = TorchRank.surroundings

@@ -307,8 +307,10 @@ class TaskData:
 
     @property
     def _compares(self) -> bool:
-        """Whether other ranks have the same data, or may join with them."""
-        return self.strategy.comm.size > 1 or bool(self.job.elastic)
+        """Whether other ranks have the same data, may join with them, or verify the run."""
+        job = self.job
+        is_certified = job.bitwise and bool(job.digest_every or job.digest_at)
+        return self.strategy.comm.size > 1 or bool(job.elastic) or is_certified
 
     def _compare_evaluation(self, sources: dict[str, Any], *, of_task: bool = True) -> None:
         """Raise if evaluation data differ between ranks, the task's once; every rank calls this."""

@@ -65,7 +65,7 @@ class RankRecord(Callback):
         self._seen_before = trainer.progress.samples_seen
         if self.world.is_leader:
             self._open_files(trainer.progress.batch_index)
-            if self.job.elastic:
+            if self.job.elastic or (self.job.bitwise and self.digests is not None):
                 self.events.event("data", data=trainer.task_data.opened_data.facts)
 
     def _open_files(self, step: int) -> None:
