@@ -31,6 +31,7 @@ SECTIONS = {
         elastic
         precision
         checkpoints: checkpoints_in_detail
+        bisect
         tensorflow: tensorflow_in_detail
         deepspeed_configuration
         ../examples/README

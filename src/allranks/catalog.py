@@ -26,6 +26,7 @@ VERBS = {
     "scale": ("allranks.cli.runs:scale", "More or fewer ranks for a job that runs."),
     "join": ("allranks.cli.runs:join", "One more rank for a job that runs."),
     "replay": ("allranks.cli.runs:replay", "A step of a run again, in one process."),
+    "bisect": ("allranks.cli.runs:bisect", "The first step at which two runs differ."),
     "bench": ("allranks.cli.bench:bench", "How fast, by strategy and number of ranks."),
     "report": ("allranks.cli.report:report", "A page to look at, of one run or several."),
     "checkpoints": ("allranks.cli.checkpoints:checkpoints", "The checkpoints of a run."),

@@ -1,4 +1,4 @@
-"""`allranks runs`, `show RUN`: what jobs have left behind; `scale`, `join`, `replay RUN`."""
+"""`allranks runs`, `show RUN`: what jobs have left behind; `scale`, `join`, `replay`, `bisect`."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from allranks.job.run_folder import is_in_use, read_events, read_rows
 from allranks.job.scaling import ANSWERS, READ, Bounds, ScaleRequest, post, withdraw
 from allranks.job.units import format_bytes
 from allranks.strategies.resolve import strategy_spec
+from allranks.tools.bisect import bisect as bisect_runs
 from allranks.tools.replay import ReplayRequest
 from allranks.tools.replay import replay as replay_step
 from allranks.tools.report.records import ENDS, outcome_of, read_job, read_watched
@@ -329,4 +330,21 @@ def replay(run: str, as_object: bool, **flags: Any) -> None:
     lines = [printable(line) for line in str(replayed).splitlines()]
     click.echo(as_json(replayed.to_data()) if as_object else "\n".join(lines))
     if replayed.differs and replayed.is_promised:
+        sys.exit(EXIT_DIFFERENCE_FOUND)
+
+
+@click.command()
+@click.argument("run_a")
+@click.argument("run_b", required=False)
+@click.option("--json", "as_object", is_flag=True, help="Print JSON.")
+def bisect(run_a: str, run_b: str | None, as_object: bool) -> None:
+    """Name the first step at which RUN_B differs from RUN_A, and the first tensor within it.
+
+    Without RUN_B the other side is the program and the libraries of today. Steps are made again
+    from checkpoints; the folders of the runs are read, not changed. Exit code 5: they differ.
+    """
+    result = bisect_runs(Path(run_a), None if run_b is None else Path(run_b))
+    lines = [printable(line) for line in str(result).splitlines()]
+    click.echo(as_json(result.to_data()) if as_object else "\n".join(lines))
+    if not result.is_equal:
         sys.exit(EXIT_DIFFERENCE_FOUND)
