@@ -56,7 +56,8 @@ def drawn(seed: int) -> dict[str, Any]:
     ranks = chance.choice((2, 3))
     fault = {"seed": seed, "kind": kind, "rank": chance.randrange(ranks), "of": chance.randrange(8)}
     at = chance.randrange(101) if kind == "sample" else chance.randint(2, STEPS - 1)
-    return {**fault, "at": at, "ranks": ranks, "strategy": chance.choice(STRATEGIES)}
+    strategy = "ddp" if kind == "moment" else chance.choice(STRATEGIES)  # all ranks have moments
+    return {**fault, "at": at, "ranks": ranks, "strategy": strategy}
 
 
 class Faults:

@@ -28,6 +28,7 @@ STAGES = (
 )
 """In the order in which a step makes them, so that the first difference is next to its cause."""
 OF_SAME_RANKS = ("generator before the step", "generator after the callbacks")
+OF_PASSES = ("sample", "generator in the pass", "losses")
 KEYED = ("generator before the step", "torch")  # set anew in each pass
 
 Row = dict[str, Any]
@@ -51,7 +52,7 @@ class StepDifference:
         return {**asdict(self), "pass": self.number, "operators": operators}
 
     def __str__(self) -> str:
-        where = f" of pass {self.number}" * (self.number is not None)
+        where = f" of pass {self.number}" * (self.stage in OF_PASSES)
         ranks = ", ".join(map(str, self.ranks))
         on = f" on rank{'s' * (len(self.ranks) > 1)} {ranks}" if self.ranks else ""
         lines = [f"first: {self.stage}{where}, {self.tensor or 'all'}{on}"]
