@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from allranks.catalog import load
 from allranks.checkpoint.files import as_json
 from allranks.cli.display.following import anomalies_in, scaled_in_words
 from allranks.cli.display.placement import as_data, table
@@ -23,13 +24,13 @@ from allranks.job.run_folder import is_in_use, read_events, read_rows
 from allranks.job.scaling import ANSWERS, READ, Bounds, ScaleRequest, post, withdraw
 from allranks.job.units import format_bytes
 from allranks.strategies.resolve import strategy_spec
-from allranks.tools.bisect import bisect as bisect_runs
 from allranks.tools.replay import ReplayRequest
 from allranks.tools.replay import replay as replay_step
 from allranks.tools.report.records import ENDS, outcome_of, read_job, read_watched
 from allranks.tools.report.tables import COMMAND_DEFAULTS
 from allranks.training.record.phases import held_in
 
+BISECT = "allranks.tools.bisect:bisect"
 MOST_NOTES = 10
 HEADING_FIELDS = ("schema", "kind", "program", "processes", "run_dir")
 
@@ -343,7 +344,7 @@ def bisect(run_a: str, run_b: str | None, as_object: bool) -> None:
     Without RUN_B the other side is the program and the libraries of today. Steps are made again
     from checkpoints; the folders of the runs are read, not changed. Exit code 5: they differ.
     """
-    result = bisect_runs(Path(run_a), None if run_b is None else Path(run_b))
+    result = load(BISECT)(Path(run_a), None if run_b is None else Path(run_b))
     lines = [printable(line) for line in str(result).splitlines()]
     click.echo(as_json(result.to_data()) if as_object else "\n".join(lines))
     if not result.is_equal:

@@ -28,7 +28,7 @@ from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.leftovers import scratch_folder
 from allranks.launcher.start import resources_for, run_job
 from allranks.strategies.card import Exact
-from allranks.tools.bisect_step import StepDifference, compare_step
+from allranks.tools.bisect_step import RecordDifference, compare_step
 from allranks.tools.replay import OF_METRICS, ReplayPlan, ReplayRequest, check_program, plan_replay
 from allranks.tools.report.records import read_job
 from allranks.tools.report.tables import values_of
@@ -39,31 +39,20 @@ RECORD, STEP = "record", "step"
 
 
 @dataclass(frozen=True)
-class BisectRequest(ReplayRequest):
-    """The replay of one side; `runs` are the words of the command."""
-
-    runs: str = ""
-
-    def refused(self, found: str, why: str, do: str) -> RequestError:
-        """The error for this request."""
-        return RequestError(asked=f"bisect {self.runs}", found=found, why=why, do=do)
-
-
-@dataclass(frozen=True)
-class Written:
+class WrittenSteps:
     """What a run or a replay has written: digests and metrics by step, counted from 1."""
 
     digests: dict[int, Row]
     metrics: dict[int, Row]
 
     @classmethod
-    def read(cls, run: Path) -> Written:
+    def read(cls, run: Path) -> WrittenSteps:
         """Of a run folder."""
         metrics = {int(row["step"]) + 1: row for row in read_rows(run / METRICS)}
         return cls(read_digests(run), metrics)
 
     def unlike(
-        self, other: Written, first: int = 0, last: int | None = None
+        self, other: WrittenSteps, first: int = 0, last: int | None = None
     ) -> dict[int, list[str]]:
         """The names of what differs, by step, in order, within these steps."""
         wrong: dict[int, list[str]] = {}
@@ -78,7 +67,7 @@ class Written:
                 wrong[step] = list(dict.fromkeys(names))
         return wrong
 
-    def in_common(self, other: Written) -> tuple[list[int], int]:
+    def in_common(self, other: WrittenSteps) -> tuple[list[int], int]:
         """The steps that both have digests of, and of how many steps both have losses."""
         steps = sorted(self.digests.keys() & other.digests.keys())
         return steps, len(self.metrics.keys() & other.metrics.keys())
@@ -91,7 +80,7 @@ class MadeSteps:
     plan: ReplayPlan
     alone: bool
     run_dir: Path
-    written: Written
+    written: WrittenSteps
 
 
 @dataclass
@@ -108,7 +97,7 @@ class Bisection:
     step: int = 0
     names: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    first: StepDifference | None = None
+    first: RecordDifference | None = None
 
     @property
     def is_equal(self) -> bool:
@@ -138,10 +127,10 @@ class ReplayedSide:
     """A run whose steps can be made again, in folders below `folder`."""
 
     def __init__(
-        self, request: BisectRequest, folder: Path, stack: ExitStack, server: ForkServer | None
+        self, request: ReplayRequest, folder: Path, stack: ExitStack, server: ForkServer | None
     ) -> None:
         self.request, self.folder, self.stack = request, folder, stack
-        self.written = Written.read(request.run)
+        self.written = WrittenSteps.read(request.run)
         self.why = ""
         """Why its steps cannot be made again as they were; "" if they can."""
         self._resources: Resources | None = None if server is None else LocalMachine(server)
@@ -181,24 +170,24 @@ class ReplayedSide:
             self._is_checked = True
         run_job(Resolved(job, {}), resources=self._resources)
         plan = dataclasses.replace(plan, notes=(*plan.notes, *notes))
-        return MadeSteps(plan, alone, run_dir, Written.read(run_dir))
+        return MadeSteps(plan, alone, run_dir, WrittenSteps.read(run_dir))
 
     def as_written(self, after: int, last: int, alone: bool) -> MadeSteps | None:
         """The same, if it has all that the run wrote; else `why` says what it has not."""
-        made = self.make(after, last, alone)
-        wrong = self.written.unlike(made.written, made.plan.start, last)
+        again = self.make(after, last, alone)
+        wrong = self.written.unlike(again.written, again.plan.start, last)
         if not wrong:
             self.why = ""
-            return made
+            return again
         step, names = next(iter(wrong.items()))
         where = "in one process" if alone else "on its own ranks"
-        at = "its checkpoint" if step == made.plan.start else f"step {step}"
+        at = "its checkpoint" if step == again.plan.start else f"step {step}"
         self.why = f"{at}, made again {where}, has other {', '.join(names)} than the run wrote"
         return None
 
-    def recorded(self, step: int, alone: bool) -> Path:
-        """The folder of the record of a step."""
-        return self.make(step - 1, step, alone, RECORD).run_dir / STEP
+    def recorded(self, like: MadeSteps, step: int) -> Path:
+        """The folder of the record of a step, made as those were: from the same checkpoint."""
+        return self.make(like.plan.start, step, like.alone, RECORD).run_dir / STEP
 
 
 # --- search --------------------------------------------------------------------------------------
@@ -209,9 +198,9 @@ def bisect(run: Path, other: Path | None = None, server: ForkServer | None = Non
 
     Raises `RequestError` for runs that cannot be compared. Without `server` one is started.
     """
-    words = f"{run} {other}" if other is not None else str(run)
+    words = f"bisect {run} {other}" if other is not None else f"bisect {run}"
     with scratch_folder() as folder, ExitStack() as stack:
-        requests = [BisectRequest(path, 1, changed=other is None, runs=words)
+        requests = [ReplayRequest(path, 1, changed=other is None, command=words)
                     for path in (run, other or run)]  # fmt: skip
         for request in requests:
             plan_replay(request)
@@ -250,49 +239,66 @@ def _of_two(a: ReplayedSide, b: ReplayedSide) -> Bisection:
 def _both(
     a: ReplayedSide, b: ReplayedSide, result: Bisection
 ) -> tuple[MadeSteps, MadeSteps] | None:
-    """Both sides made again from an equal state on; `None` if one of them cannot be."""
+    """Both sides made again from an equal state on; `None` if one of them cannot be.
+
+    An older checkpoint is tried where the state of the newest differs already, and where a side is
+    not as it was: a checkpoint holds one copy of what several ranks hold.
+    """
     after = result.before
     while True:
-        made: list[MadeSteps | None] = [None, None]
-        for alone in dict.fromkeys([*a.layouts(after), *b.layouts(after)]):
-            for place, side in enumerate((a, b)):
-                if alone in side.layouts(after):
-                    try:
-                        made[place] = side.as_written(after, result.known, alone) or made[place]
-                    except RequestError as error:  # its program has changed
-                        side.why = error.found
-            if all(each is not None and each.alone == alone for each in made):
-                break
-        first, second = made
-        for side, each in ((a, first), (b, second)):
-            side.why = "" if each is not None else side.why
-        if first is None or second is None:
+        first, second = _pair(a, b, after, result.known)
+        starts = [0 if each is None else each.plan.start for each in (first, second)]
+        if first is not None and second is not None:
+            rows = [each.written.digests.get(max(starts)) for each in (first, second)]
+            if max(starts) == 0 or None in rows or not differing(*rows):  # type: ignore[arg-type]
+                return first, second
+        if after == 0 or "another content" in a.why + b.why:
             return None
-        start = max(first.plan.start, second.plan.start)
-        rows = [each.written.digests.get(start) for each in (first, second)]
-        if start == 0 or None in rows or not differing(*rows):  # type: ignore[arg-type]
-            return first, second
-        older = [step for step in map(step_of, committed(a.request.run / CHECKPOINTS))
-                 if step < start]  # fmt: skip
-        after = sorted(older)[len(older) // 2] if older else 0
+        start = a.plan(after).start
+        older = sorted(s for s in map(step_of, committed(a.request.run / CHECKPOINTS)) if s < start)
+        after = older[len(older) // 2] if older else 0
+
+
+def _pair(
+    a: ReplayedSide, b: ReplayedSide, after: int, last: int
+) -> tuple[MadeSteps | None, MadeSteps | None]:
+    """Each side with what its run wrote, in one layout if there is one in which both have it."""
+    pair: list[MadeSteps | None] = [None, None]
+    for alone in dict.fromkeys([*a.layouts(after), *b.layouts(after)]):
+        for place, side in enumerate((a, b)):
+            if alone in side.layouts(after):
+                try:
+                    pair[place] = side.as_written(after, last, alone) or pair[place]
+                except RequestError as error:  # its program has changed
+                    side.why = error.found
+        if all(each is not None and each.alone == alone for each in pair):
+            break
+    for side, each in zip((a, b), pair, strict=True):
+        side.why = "" if each is not None else side.why
+    return pair[0], pair[1]
 
 
 def _look_closer(
     result: Bisection, a: ReplayedSide, b: ReplayedSide, first: MadeSteps, second: MadeSteps
 ) -> None:
-    """The first step of those that were made again, and the first tensor within it."""
+    """The first step of those that were made again, and the first tensor within it.
+
+    A copy that is not digested may differ before: then the step before is looked at, too.
+    """
     wrong = first.written.unlike(second.written)
     if not wrong:
         result.notes.append("made again, both sides are equal: what the runs wrote is not")
         return
-    result.step, result.names = next(iter(wrong.items()))
-    equal = [step for step in first.written.digests if step < result.step]
-    result.before = max(equal, default=0)
-    if result.step == 0:
-        result.names = [f"{name} before the first step" for name in result.names]
-    last = max(result.step, 1)
-    result.first = compare_step(a.recorded(last, first.alone), b.recorded(last, second.alone))
-    result.step = last
+    step, result.names = next(iter(wrong.items()))
+    start = max(first.plan.start, second.plan.start)
+    for last in range(max(step, 1), start, -1):
+        one_more = compare_step(a.recorded(first, last), b.recorded(second, last))
+        if one_more is None:
+            break
+        result.step, result.first = last, one_more
+        if one_more.stage != "state before the step":
+            break
+    result.before = result.step - 1
 
 
 def _name_missing(result: Bisection, *sides: ReplayedSide) -> None:
@@ -321,10 +327,10 @@ def _of_today(a: ReplayedSide, today: ReplayedSide) -> Bisection:
     while after < last:
         alone = today.layouts(after)[-1] or today.layouts(after)[0]
         end = next((step for step in ends if step >= max(1, 2 * after)), last)
-        made = today.make(after, min(end, last), alone)
-        result.notes += [note for note in made.plan.notes if note not in result.notes]
-        wrong = written.unlike(made.written, made.plan.start)
-        steps, losses = written.in_common(made.written)
+        again = today.make(after, min(end, last), alone)
+        result.notes += [note for note in again.plan.notes if note not in result.notes]
+        wrong = written.unlike(again.written, again.plan.start)
+        steps, losses = written.in_common(again.written)
         if wrong:
             result.known = result.step = min(wrong)
             result.names = wrong[result.step]
@@ -333,22 +339,22 @@ def _of_today(a: ReplayedSide, today: ReplayedSide) -> Bisection:
         result.digests, result.losses = result.digests + len(steps), result.losses + losses
         after = min(end, last)
     if not result.is_equal:
-        _against_own_ranks(result, a, today, made)
+        _against_own_ranks(result, a, today, again)
     return result
 
 
 def _against_own_ranks(
-    result: Bisection, a: ReplayedSide, today: ReplayedSide, made: MadeSteps
+    result: Bisection, a: ReplayedSide, today: ReplayedSide, again: MadeSteps
 ) -> None:
     """Name the tensor, if the run can be made again on its own ranks, and not in one process."""
-    if not made.alone:
+    if not again.alone:
         a.why = "made again on its own ranks, it has other bits than the run wrote"
         _name_missing(result, a, today)
         return
     mine = a.as_written(result.before, result.known, False)
     _name_missing(result, a, today)
     if mine is not None:
-        _look_closer(result, a, today, mine, made)
+        _look_closer(result, a, today, mine, again)
 
 
 # --- what may be compared ------------------------------------------------------------------------

@@ -35,7 +35,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class StepDifference:
+class RecordDifference:
     """The first tensor that differs, and what is known of the operators of the step."""
 
     stage: str
@@ -93,7 +93,7 @@ class StepSide:
         return load_file(path).get(str(row["number"]))
 
 
-def compare_step(first: Path, second: Path) -> StepDifference | None:
+def compare_step(first: Path, second: Path) -> RecordDifference | None:
     """The first difference of the second record from the first; `None` if there is none."""
     ours, theirs = StepSide(second), StepSide(first)
     for stage in STAGES:
@@ -105,7 +105,7 @@ def compare_step(first: Path, second: Path) -> StepDifference | None:
         wrong = [(name, *pair) for name, pair in pairs if pair is not None]
         if wrong:
             name, row, other, ranks = min(wrong, key=lambda each: each[1]["pass"] or 0)
-            return StepDifference(
+            return RecordDifference(
                 stage=stage,
                 tensor=name,
                 ranks=ranks,

@@ -76,7 +76,9 @@ class StepRecord:
         self._recording.close()
         if stage == "gradient":
             for name, parameter in self.strategy.model.named_parameters():
-                self._parts("weights in the passes", name, parameter)
+                is_whole = self.strategy.agreement.weights == "replicated"
+                record = self._row if is_whole else self._parts
+                record("weights in the passes", name, parameter)
         for name, gradient in zip(names, tensors, strict=True):
             if gradient is not None:
                 dense = gradient.to_dense() if gradient.is_sparse else gradient
@@ -104,17 +106,17 @@ class StepRecord:
     def _state(self, when: str) -> None:
         """The state of the strategy, as in a checkpoint: weights, buffers, optimizer."""
         strategy = self.strategy
-        one = strategy.agreement.is_one_training
-        prefix = "common" if one else f"own/{strategy.comm.rank}"
+        is_one = strategy.agreement.is_one_training
+        prefix = "common" if is_one else f"own/{strategy.comm.rank}"
         for part, tensor in local_parts(flatten(strategy.state(), prefix)[1]).items():
             if part.kind != ELSEWHERE:
                 self._add(f"state {when}", part, tensor)
 
     def _parts(self, stage: str, name: str, tensor: Tensor) -> None:
         known = {name: self.strategy.layout.to_global(name, tensor.detach())}
-        for part, own in local_parts(known).items():
+        for part, piece in local_parts(known).items():
             if part.kind != ELSEWHERE:
-                self._add(stage, part, own)
+                self._add(stage, part, piece)
 
     def _row(self, stage: str, name: str, tensor: Tensor, number: int | None = None) -> None:
         """A tensor that no other rank has a part of."""
@@ -125,7 +127,12 @@ class StepRecord:
             self._add(stage, part, plain, number)
 
     def _add(self, stage: str, part: WritePart, tensor: Tensor, number: int | None = None) -> None:
-        row = {"stage": stage, "pass": number, "tensor": part.path, "shape": part.shape}
+        row: dict[str, Any] = {
+            "stage": stage,
+            "pass": number,
+            "tensor": part.path,
+            "shape": part.shape,
+        }
         row |= {"box": [part.offsets, part.sizes], "digest": part_digest(part, tensor)}
         if self._bytes + tensor.nbytes <= MOST_BYTES:
             self._values[str(len(self._rows))] = storable(tensor)

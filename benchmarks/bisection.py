@@ -1,13 +1,13 @@
 """Random planted faults: how many `allranks bisect` names by step, tensor and operator.
 
-    python benchmarks/bisect.py --faults 100
+    python benchmarks/bisection.py --faults 100
 
 Each fault is planted by the task of `tests/tasks/bit_flips.py` on one rank: a bit of a weight, of a
 gradient or of a moment of the optimizer, of a sample, the state of the generator, or a function
 that is off by a bit from a step on. Drawn are kind, step, rank, parameter, strategy and number of
 ranks. The sound run of the same job is trained once for each strategy and number of ranks. A step
-counts as named if it is that of the fault; a weight or moment that flips after a step, on a rank
-whose copy is not digested, differs `before the step` after it. An operator counts if it is named
+counts as named if it is that of the fault. A weight that flips after a step, in a copy that is no
+part of the state (`zero1`), counts in the next step, which is the first that reads it. An operator counts if it is named
 as computing something else, or as the first that reads what is wrong. A moment has none.
 """
 
@@ -39,7 +39,7 @@ from bit_flips import Planted  # noqa: E402
 PROGRAM, STEPS = "bit_flips:Planted", 8
 KINDS = ("weight", "gradient", "moment", "sample", "generator", "function")
 STAGES = {
-    "weight": ("state before the step", "state after the callbacks"),
+    "weight": ("state before the step", "weights in the passes", "state after the callbacks"),
     "moment": ("state before the step", "state after the callbacks", "state after the update"),
     "gradient": ("gradient",),
     "sample": ("sample",),
@@ -102,7 +102,8 @@ class Faults:
             return dict.fromkeys(("is_step", "is_tensor", "is_rank", "is_operator"), False)
         at = {fault["at"]}
         if kind in ("weight", "moment", "generator"):
-            at = {fault["at"] + (first.stage == "state before the step")}
+            is_before = first.stage in ("state before the step", "weights in the passes")
+            at = {fault["at"] + is_before}
         if kind == "sample":
             at = {self.step_of_sample(fault)}
         is_tensor = first.stage in STAGES[kind]
@@ -138,7 +139,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin none after that")
     parser.add_argument("--no-record", dest="record", action="store_false", help="leave none here")
     options = parser.parse_args()
-    record = start_record("bisect", {n: getattr(options, n) for n in ("faults", "first")})
+    record = start_record("bisection", {n: getattr(options, n) for n in ("faults", "first")})
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, (str(ROOT / "tests" / "tasks"), os.getenv("PYTHONPATH")))
     )
