@@ -7,8 +7,9 @@ gradient or of a moment of the optimizer, of a sample, the state of the generato
 that is off by a bit from a step on. Drawn are kind, step, rank, parameter, strategy and number of
 ranks. The sound run of the same job is trained once for each strategy and number of ranks. A step
 counts as named if it is that of the fault. A weight that flips after a step, in a copy that is no
-part of the state (`zero1`), counts in the next step, which is the first that reads it. An operator counts if it is named
-as computing something else, or as the first that reads what is wrong. A moment has none.
+part of the state (`zero1`), counts in the next step, which is the first that reads it. An operator
+counts if it is named as computing something else, or as the first that reads what is wrong. What
+goes wrong after the passes has none: moments, weights that are named where they flip.
 """
 
 from __future__ import annotations

@@ -54,6 +54,16 @@ def test_step_tensor_and_operator_are_named(
     assert result.first.operators.name == operator
 
 
+@pytest.mark.slow
+def test_a_function_that_lies_on_one_rank_is_named_from_one_run(
+    server: ForkServer, train: Train
+) -> None:
+    """The run is made again on its ranks, and beside it in one process."""
+    result = bisect(faulty(train, "function"), None, server)
+    assert result.step == 6 and result.first is not None and result.first.operators is not None
+    assert result.first.operators.name == "planted.activation.default"
+
+
 def test_equal_runs_are_equal_on_other_ranks(server: ForkServer, train: Train, sound: Path) -> None:
     other = train(PROGRAM, **{**JOB, "strategy": "zero1", "ranks": 3}).run_dir
     result = bisect(sound, other, server)
@@ -87,7 +97,7 @@ def test_what_cannot_be_compared_is_refused(train: Train, sound: Path, tmp_path:
     copy = tmp_path / "rounded"
     shutil.copytree(sound, copy)
     (copy / "job.toml").write_text(job.replace("bitwise = true", "bitwise = false"))
-    assert "ddp on 2 ranks" in refused(sound, copy)
+    assert "on 2 ranks" in refused(sound, copy)
     (copy / "job.toml").write_text(job)
     for name in ("digests.jsonl", "metrics.jsonl"):
         (copy / name).unlink()
