@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from allranks.checkpoint.files import as_json
 from allranks.errors import RequestError
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.start import Result
@@ -52,6 +54,7 @@ def test_step_tensor_and_operator_are_named(
     assert "task.fault" in " ".join(result.settings)
     assert result.first.operators is not None
     assert result.first.operators.name == operator
+    assert json.loads(as_json(result.to_data()))["first"]["stage"] == stage
 
 
 @pytest.mark.slow
@@ -99,6 +102,12 @@ def test_what_cannot_be_compared_is_refused(train: Train, sound: Path, tmp_path:
     (copy / "job.toml").write_text(job.replace("bitwise = true", "bitwise = false"))
     assert "on 2 ranks" in refused(sound, copy)
     (copy / "job.toml").write_text(job)
+    flags = {**JOB, "steps": 10, "checkpoint_every": 10, "resume": str(sound)}
+    branch = train(PROGRAM, **flags).run_dir
+    assert bisect(branch, branch).is_equal
+    shutil.rmtree(sound / "checkpoints")
+    shutil.rmtree(branch / "checkpoints")
+    assert "is gone or does not hold" in refused(branch, branch)
     for name in ("digests.jsonl", "metrics.jsonl"):
         (copy / name).unlink()
     assert "no step of which both have digests" in refused(sound, copy)

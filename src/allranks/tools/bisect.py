@@ -67,6 +67,11 @@ class WrittenSteps:
                 wrong[step] = list(dict.fromkeys(names))
         return wrong
 
+    @property
+    def begin(self) -> int:
+        """The step after which they begin: not 0 where a run branched off another one."""
+        return min(self.metrics, default=1) - 1
+
     def in_common(self, other: WrittenSteps) -> tuple[list[int], int]:
         """The steps that both have digests of, and of how many steps both have losses."""
         steps = sorted(self.digests.keys() & other.digests.keys())
@@ -200,7 +205,8 @@ def bisect(run: Path, other: Path | None = None, server: ForkServer | None = Non
     """
     words = f"bisect {run} {other}" if other is not None else f"bisect {run}"
     with scratch_folder() as folder, ExitStack() as stack:
-        requests = [ReplayRequest(path, 1, changed=other is None, command=words)
+        more: dict[str, Any] = {"changed": other is None, "command": words}
+        requests = [ReplayRequest(path, WrittenSteps.read(path).begin + 1, **more)
                     for path in (run, other or run)]  # fmt: skip
         for request in requests:
             plan_replay(request)
@@ -227,7 +233,8 @@ def _of_two(a: ReplayedSide, b: ReplayedSide) -> Bisection:
     if not wrong:
         return result
     result.known = min(wrong)
-    result.before = max((step for step in steps if step < result.known), default=0)
+    begin = max(a.written.begin, b.written.begin)
+    result.before = max((step for step in steps if step < result.known), default=begin)
     result.step, result.names = result.known, wrong[result.known]
     pair = _both(a, b, result)
     _name_missing(result, a, b)
@@ -244,19 +251,19 @@ def _both(
     An older checkpoint is tried where the state of the newest differs already, and where a side is
     not as it was: a checkpoint holds one copy of what several ranks hold.
     """
-    after = result.before
+    after, begin = result.before, max(a.written.begin, b.written.begin)
     while True:
         first, second = _pair(a, b, after, result.known)
         starts = [0 if each is None else each.plan.start for each in (first, second)]
         if first is not None and second is not None:
             rows = [each.written.digests.get(max(starts)) for each in (first, second)]
-            if max(starts) == 0 or None in rows or not differing(*rows):  # type: ignore[arg-type]
+            if max(starts) <= begin or None in rows or not differing(*rows):  # type: ignore[arg-type]
                 return first, second
-        if after == 0 or "another content" in a.why + b.why:
+        if after <= begin or "another content" in a.why + b.why:
             return None
         start = a.plan(after).start
         older = sorted(s for s in map(step_of, committed(a.request.run / CHECKPOINTS)) if s < start)
-        after = older[len(older) // 2] if older else 0
+        after = max(begin, older[len(older) // 2] if older else 0)
 
 
 def _pair(
@@ -313,7 +320,7 @@ def _name_missing(result: Bisection, *sides: ReplayedSide) -> None:
 def _of_today(a: ReplayedSide, today: ReplayedSide) -> Bisection:
     """Where the program and the libraries of today make other steps than the run."""
     labels = str(a.request.run), "the program and libraries of today, here"
-    written, after = a.written, 0
+    written, after = a.written, a.written.begin
     last = max((*written.digests, *written.metrics), default=0)
     if not last:
         raise a.request.refused(
