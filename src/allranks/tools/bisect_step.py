@@ -108,7 +108,7 @@ def compare_step(first: Path, second: Path) -> RecordDifference | None:
             return RecordDifference(
                 stage=stage,
                 tensor=name,
-                ranks=ranks,
+                ranks=() if "gradient" in stage else ranks,  # it is the sum of all ranks
                 number=row["pass"],
                 digests=(f"{other['digest']:016x}", f"{row['digest']:016x}"),
                 values=_in_words(theirs.value(other), ours.value(row)),
