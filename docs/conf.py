@@ -32,6 +32,7 @@ SECTIONS = {
         replay
         precision
         checkpoints: checkpoints_in_detail
+        bisect
         tensorflow: tensorflow_in_detail
         deepspeed_configuration
         ../examples/README

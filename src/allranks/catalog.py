@@ -28,6 +28,7 @@ VERBS = {
     "replay": ("allranks.cli.runs:replay", "A step of a run again, in one process."),
     "certify": ("allranks.cli.runs:certify", "A file that says how a run was made."),
     "verify": ("allranks.cli.runs:verify", "Steps of such a file again: do they hold?"),
+    "bisect": ("allranks.cli.runs:bisect", "The first step at which two runs differ."),
     "bench": ("allranks.cli.bench:bench", "How fast, by strategy and number of ranks."),
     "report": ("allranks.cli.report:report", "A page to look at, of one run or several."),
     "checkpoints": ("allranks.cli.checkpoints:checkpoints", "The checkpoints of a run."),

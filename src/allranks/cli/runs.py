@@ -1,6 +1,6 @@
-"""`allranks runs`, `show RUN`: what jobs have left behind; `scale`, `join`, `replay RUN`.
+"""`allranks runs`, `show RUN`: what jobs have left behind; `scale` and `join` while they run.
 
-`certify RUN` and `verify CERTIFICATE`, too.
+`replay`, `bisect`, `certify` and `verify` make steps of a run again.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from allranks.catalog import load
 from allranks.checkpoint.files import as_json
 from allranks.cli.display.following import anomalies_in, scaled_in_words
 from allranks.cli.display.placement import as_data, table
@@ -35,6 +36,7 @@ from allranks.tools.report.records import ENDS, outcome_of, read_job, read_watch
 from allranks.tools.report.tables import COMMAND_DEFAULTS
 from allranks.training.record.phases import held_in
 
+BISECT = "allranks.tools.bisect:bisect"
 MOST_NOTES = 10
 HEADING_FIELDS = ("schema", "kind", "program", "processes", "run_dir")
 
@@ -398,4 +400,24 @@ def verify(certificate: str, run: str | None, as_object: bool, **options: Any) -
     lines = [printable(line) for line in str(result).splitlines()]
     click.echo(as_json(result.to_data()) if as_object else "\n".join(lines))
     if not result.holds:
+        sys.exit(EXIT_DIFFERENCE_FOUND)
+
+
+# --- bisect --------------------------------------------------------------------------------------
+
+
+@click.command()
+@click.argument("run_a")
+@click.argument("run_b", required=False)
+@click.option("--json", "as_object", is_flag=True, help="Print JSON.")
+def bisect(run_a: str, run_b: str | None, as_object: bool) -> None:
+    """Name the first step at which RUN_B differs from RUN_A, and the first tensor within it.
+
+    Without RUN_B the other side is the program and the libraries of today. Steps are made again
+    from checkpoints; the folders of the runs are read, not changed. Exit code 5: they differ.
+    """
+    result = load(BISECT)(Path(run_a), None if run_b is None else Path(run_b))
+    lines = [printable(line) for line in str(result).splitlines()]
+    click.echo(as_json(result.to_data()) if as_object else "\n".join(lines))
+    if not result.is_equal:
         sys.exit(EXIT_DIFFERENCE_FOUND)

@@ -183,7 +183,7 @@ class Tracing:
     `schedule_steps` is the `total` of the schedule, where the training was given its steps.
 
     A replay ends after `last_step`, and digests the state after the steps in `digest_at` alone. At
-    its last step it does what `look` says: "pdb:before", "shell:after".
+    its last step it does what `look` says: "pdb:before", "shell:after", "record" (for `bisect`).
     """
 
     trace: bool = False

@@ -55,6 +55,7 @@ class ReplayRequest:
     """What is asked: `step` counts from 1; `ranks` 0 means one process where that is right.
 
     `look` is "pdb" or "shell", and where: "pdb:before". With `changed` the program may be another.
+    `command` is that of the user, if it is another one.
     """
 
     run: Path
@@ -62,12 +63,12 @@ class ReplayRequest:
     ranks: int = 0
     look: str = ""
     changed: bool = False
+    command: str = ""
 
     def refused(self, problem: str, why: str, do: str) -> RequestError:
         """The error for this request."""
-        return RequestError(
-            asked=f"replay {self.run} --step {self.step}", found=problem, why=why, do=do
-        )
+        command = self.command or f"replay {self.run} --step {self.step}"
+        return RequestError(asked=command, found=problem, why=why, do=do)
 
 
 @dataclass(frozen=True)

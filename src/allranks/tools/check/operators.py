@@ -37,7 +37,10 @@ Arrays = Sequence[Array]
 
 @dataclass(frozen=True)
 class OperatorSearch:
-    """What was found: a named operator or not; `unmatched` is the first without a counterpart."""
+    """What was found: a named operator or not; `unmatched` is the first without a counterpart.
+
+    `reader` is the first whose inputs differ, where none before it computes something else.
+    """
 
     text: str
     compared: int = 0
@@ -47,6 +50,7 @@ class OperatorSearch:
     module: str = ""
     phase: str = ""
     line: str = ""
+    reader: str = ""
 
     def __str__(self) -> str:
         where = f"{self.module or 'the model'} ({self.phase}){', ' * bool(self.line)}{self.line}"
@@ -233,7 +237,7 @@ def compare_operators(
     compare = _Comparison(tolerance)
     if wrappers:
         compare = _Comparison(tolerance, candidate.ranks / reference.ranks, _order(*sides))
-    compared, total, alone, unequal = 0, 0, "", set[tuple[str, str]]()
+    compared, total, alone, reader, unequal = 0, 0, "", "", set[tuple[str, str]]()
     for key, calls in candidate.items():
         (module, phase, name, _), first = key, calls[0]
         is_compared, agrees, wrong = compare.calls(key, calls, reference.get(key, []))
@@ -246,9 +250,12 @@ def compare_operators(
             if keeps_nothing or unequal <= same_module:
                 text = f"inputs agree{on}; {wrong.in_words()}"
                 named = OperatorSearch(text, 0, 0, "", name, module, phase, first.line)
+        if is_compared and not agrees and not named.name and name != MODULE:
+            reader = reader or f"{name} in {module or 'the model'} ({phase}) {first.line}".strip()
         if is_compared and (wrong is not None or not agrees):
             unequal.add((module, phase))
-    return dataclasses.replace(named, compared=compared, total=total, unmatched=alone)
+    named = dataclasses.replace(named, compared=compared, total=total, unmatched=alone)
+    return dataclasses.replace(named, reader=reader)
 
 
 @dataclass(frozen=True)

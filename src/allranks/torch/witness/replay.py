@@ -2,7 +2,7 @@
 
 `allranks replay RUN --step 412 --pdb` opens Python's debugger in `stand`, whose arguments are what
 there is to look at. `--before` stops when the batch is read and nothing of the step is computed,
-`--after` when the step is over and all callbacks were called.
+`--after` when the step is over and all callbacks were called. `allranks bisect` has it recorded.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from allranks.catalog import load
 from allranks.torch.data.batch import Batch
 from allranks.torch.trainer import Trainer
+from allranks.torch.witness.step_record import StepRecord
 from allranks.training.progress import StepResult
 
 SAVE = "save"  # followed by the path of the script
@@ -34,6 +35,7 @@ class ReplayTrainer(Trainer):
 
     _at: Batch | None = None
     _saved: Any = None
+    _record: StepRecord | None = None
 
     def batches(self, epochs: int | None = None, steps: int | None = None) -> Iterator[Batch]:
         """The batches up to that of the last step."""
@@ -49,10 +51,19 @@ class ReplayTrainer(Trainer):
             if kind == SAVE:
                 about = (self.job.program, self.task.shards)
                 self._saved = load(SAVED_STEP)(Path(path), self.strategy.step, batch, *about)
-        return super().step(batch)
+            if self.job.look == "record":
+                assert self.job.run_dir
+                self._record = StepRecord(Path(self.job.run_dir), self.world.rank, self.strategy)
+        result = super().step(batch)
+        if self._record is not None:
+            self.settle()
+            self._record.end()
+        return result
 
     def finish(self) -> bool:
         """The last step is over, and its callbacks were called."""
+        if self._record is not None:
+            self._record.write()
         if self._at is not None and self.job.look.endswith(":after"):
             self.settle()
             self._look(self._at, "after")
