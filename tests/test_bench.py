@@ -408,7 +408,7 @@ def test_what_ranks_sum_in_a_second_is_measured_by_a_job_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("program", "peers", "fields"),
     [
-        ("digits", "hand,accelerate,fabric,deepspeed,deepspeed-zero1", ("shards=2", "dropout=0")),
+        ("digits", "hand,accelerate,deepspeed-zero1", ("shards=2", "dropout=0")),
         ("digits-keras", "tf", ("shards=2", "dropout=0")),
     ],
 )

@@ -316,7 +316,7 @@ def test_what_is_broken_upstream_was_seen_with_the_versions_that_are_pinned() ->
     assert seen in DOCUMENTS[WITH_TENSORFLOW]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=60)
 @pytest.mark.parametrize(("document", "section"), [*sections(with_tensorflow=False)])
 def test_what_a_section_shows_is_true(document: str, section: str, run: Run) -> None:
     write_files(document)
