@@ -134,7 +134,8 @@ def test_ranks_are_lost_on_any_node(elastic: Elastic, alone: Result, name: str) 
     result = elastic(inject)
     assert_undisturbed(result, alone)
     group = groups(result)[-1]
-    assert (group["members"], group["step"], group["steps_again"]) == (members, 5, 1)
+    assert (group["members"], group["step"]) == (members, 5)
+    assert group["steps_again"] <= 1  # none if no other rank had begun the step
     for rank in members:
         rows = list(read_rows(result.run_dir / f"pids-{rank}.jsonl"))
         assert [row["step"] for row in rows] == list(range(STEPS))

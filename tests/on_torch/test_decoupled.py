@@ -679,7 +679,7 @@ def test_a_synchronizer_that_dies_goes_on_from_its_checkpoint(train: Train, over
         checkpoint_every=10,
         max_restarts=1,
     )
-    assert result.summary["steps"] == STEPS and result.summary["resumed_from_step"] >= 30
+    assert result.summary["steps"] == STEPS and result.summary["resumed_from_step"] >= 10
     joined = [event["learner"] for event in events(result.run_dir, "learner_joined")]
     assert sorted(joined) == [0, 0, 1, 1], "the same learners, which have waited"
     check_all_is_in(result.run_dir, result.summary)
