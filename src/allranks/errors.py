@@ -147,8 +147,6 @@ class AuditFailed(ProgramError):
 class ComputesWrongly(AuditFailed):
     """This rank is the one that computed a shard wrongly, and leaves; the others go on."""
 
-    passing = True
-
 
 class FollowsRanks(ProgramError):
     """The result depends on the number of ranks, and --witness stop ends the job."""

@@ -21,6 +21,7 @@ from typing import Any
 from allranks.checkpoint.folder import candidates, step_of
 from allranks.errors import (
     AllranksError,
+    ComputesWrongly,
     FaultKind,
     Interrupted,
     PlaceError,
@@ -446,8 +447,10 @@ class Attempts:
         def may_lose(rank: int, remaining: Collection[int]) -> bool:
             if rank in heartbeats.group.members:
                 failure = self._rejoining.failure(self.folder.path, rank, attempt)
-                is_alike = failure.get("kind") == ReplicasDiffer.__name__  # all ranks raise it
-                if is_alike or not failure.get("passing", True):
+                kind = failure.get("kind")
+                if kind == ReplicasDiffer.__name__:  # all ranks raise it
+                    return False
+                if not failure.get("passing", True) and kind != ComputesWrongly.__name__:
                     return False
             return scaling.may_lose(rank, remaining)
 
@@ -458,7 +461,7 @@ class Attempts:
         on = (Bounds(*elastic_range(job)), self.folder, attempt, heartbeats)
         plan_for = partial(self.resources.plan_for, self.plan)
         edited = partial(programs.edited, job.program)
-        scaling = Scaling(*on, plan_for, make, edited, programs.differs)
+        scaling = Scaling(*on, plan_for, make, edited, programs.differs, job.nodes > 1)
         policy = dataclasses.replace(policy, may_lose=may_lose, steer=scaling.steer)
         outlive_nodes = frozenset(range(heartbeats.ranks))
         return dataclasses.replace(policy, on_lost=on_lost, outlive_nodes=outlive_nodes)

@@ -9,7 +9,9 @@ rank that fails before it is in a group costs the others nothing.
 
 from __future__ import annotations
 
+import math
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,6 +35,8 @@ from allranks.strategies.roles import LEADER
 
 READY_S = 600.0  # for a new rank to load the program, the model and the data
 STEPS_AHEAD = 2  # a rank may begin one more step before it sees the next group
+ORDERS_S = 1.0  # until all nodes have an order that follows from the beats of all
+PACE_S = 0.5
 WAITS = "joining"  # what a new rank writes when it waits for its first group
 
 
@@ -67,9 +71,16 @@ class Scaling:
     make: Callable[[RankPlan], Process]
     edited: Callable[[], str]
     differs: Callable[[dict[str, Any]], str]
+    has_nodes: bool = False
     change: Change | None = field(init=False, default=None)
     joining: frozenset[int] = field(init=False, default=frozenset())
     """New ranks that have not begun to train."""
+    _pace: deque[tuple[float, int]] = field(init=False)
+    """When the ranks were at which step, lately."""
+
+    def __post_init__(self) -> None:
+        self._pace = deque([(time.monotonic(), 0)], maxlen=4)
+
     is_short: bool = field(init=False, default=False)
     """Whether ranks were lost without which the others cannot end their step."""
 
@@ -114,6 +125,9 @@ class Scaling:
             self.heartbeats.form_group(running & set(self.heartbeats.group.members))
         beats = self.heartbeats.read()
         self.joining = frozenset(r for r in self.joining & running if beats[r].step < 0)
+        if time.monotonic() - self._pace[-1][0] > PACE_S:
+            last = max((beats[rank].step for rank in self.heartbeats.group.members), default=0)
+            self._pace.append((time.monotonic(), last))
         over, members = not running - self.joining, set(self.heartbeats.group.members)
         if request := next_request(self.folder.path):
             self._consider(request, watch)
@@ -193,7 +207,15 @@ class Scaling:
         if wanted == members:
             change.group = Group(-1, last, self.heartbeats.group.members)
         else:
-            change.group = self.heartbeats.form_group(wanted, last + STEPS_AHEAD)
+            change.group = self.heartbeats.form_group(wanted, last + self._steps_ahead(last))
+
+    def _steps_ahead(self, last: int) -> int:
+        """How many steps after the `last` that was begun a group starts; on nodes about a second."""
+        now = time.monotonic()
+        if not self.has_nodes:
+            return STEPS_AHEAD
+        rate = max((last - step) / max(now - at, 0.1) for at, step in self._pace)
+        return STEPS_AHEAD + math.ceil(ORDERS_S * max(rate, 0.0))
 
     def _other_data(self, waits: dict[str, Any]) -> str:
         """How the data of a new rank differ from those that the job began with; "" if they do not.

@@ -114,12 +114,15 @@ def first_difference(here: Notes, other: Notes, tolerance: float = 0.0) -> str:
     if not tolerance:
         return next((n for n in names if here["results"].get(n) != other["results"].get(n)), "")
     sizes, others = here["sizes"], other["sizes"]
-    whole = math.hypot(*(size for size, _ in sizes.values()))
+    whole = math.hypot(*(size for size, _ in sizes.values() if math.isfinite(size)))
     for name in names:
         if name not in sizes or name not in others:
             return name
+        finite = [all(map(math.isfinite, pair)) for pair in (sizes[name], others[name])]
+        if not any(finite):  # as where fp16 overflows: nothing is known of either
+            continue
         off = max(abs(a - b) for a, b in zip(sizes[name], others[name], strict=True))
-        if not off <= tolerance * (sizes[name][0] + whole):
+        if not all(finite) or not off <= tolerance * (sizes[name][0] + whole):
             return name
     return ""
 
@@ -192,6 +195,12 @@ def check_audit(text: str, every: int | None, spec: StrategySpec, elastic: str) 
             "a rank leaves, and the others make the step again without it",
         )
         do = f"--audit leave --elastic {max(1, spec.ranks - 1)}:{spec.ranks}, or --audit stop"
+    elif text == "leave" and elastic.partition(":")[0] == str(spec.ranks):
+        problem, why = (
+            f"--elastic {elastic}",
+            "without the rank that leaves there are fewer than MIN",
+        )
+        do = f"--audit leave --elastic {spec.ranks - 1}:{spec.ranks}, or --audit stop"
     if problem:
         raise RequestError(asked=f"--audit {text}", found=problem, why=why, do=do)
 

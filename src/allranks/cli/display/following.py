@@ -249,6 +249,11 @@ LEFT_OUT = {
     "inner_left_out": "a checkpoint without the newest optimizers",
     "rest_left_out": "the weights of the end lack the last findings",
 }
+LOADED_FROM = {
+    "spare": "their copies of its parts",
+    "checkpoint": "the newest checkpoint",
+    "start": "the start, as there was no checkpoint",
+}
 
 
 def in_words(event: dict[str, Any]) -> list[str]:
@@ -289,6 +294,10 @@ def in_words(event: dict[str, Any]) -> list[str]:
         return [f"note: {event['text']}"]
     if name == "worker_lost":
         return [f"note: {event['who']} is lost: {event['cause']}; the others go on"]
+    if name == "group" and event["steps_again"] > 1:
+        loaded = LOADED_FROM.get(event.get("loaded_from", ""), "the state of another rank")
+        again = f"{event['steps_again']} steps are made again, from step {event['step']} on"
+        return [f"note: {again}: the new group of ranks began with {loaded}"]
     if name == "moved":
         moved = ", ".join(f"{role} from {was} to {now}" for role, was, now in event["processes"])
         return [f"note: moved to a node that is left: {moved}"]

@@ -238,6 +238,13 @@ class Saving:
     ) -> None:
         """Exchange the copies in memory that the job has: see `SpareState.refresh`."""
         assert self.spare is not None
+        if unlike := other_state.get(OF_RANK):
+            raise RequestError(
+                asked="--spare-state",
+                found=f"a state of callbacks that differs between ranks: {', '.join(unlike)}",
+                why="nobody could take up that of a rank that is lost",
+                do="leave it out of their state_dict(), or have it alike on all ranks",
+            )
         strategy, other = self.strategy, {n: s for n, s in other_state.items() if n != OF_RANK}
         rank = PlacedRank(number, group, strategy.comm)
         has_parts = not strategy.layout.kept_whole

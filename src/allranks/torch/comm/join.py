@@ -217,14 +217,18 @@ def _store_of(world: World) -> Any:
         return _stores[world.store]
     if not world.rendezvous:
         return _store_of_environment(world)
+    host, _, port = world.rendezvous.rpartition(":")
+    where: dict[str, Any] = {"host_name": host, "port": int(port), "world_size": world.size}
+    where |= {"timeout": TIMEOUT, "wait_for_workers": False}
+    if world.rank == 0:
+        with _serving:  # a thread of the group before may be about to serve it
+            if world.rendezvous not in _stores:
+                serves = {"is_master": True, "master_listen_fd": world.listener}
+                _stores[world.rendezvous] = TCPStore(**where, **serves)
     if world.rendezvous in _stores:
         return _stores[world.rendezvous]
-    host, _, port = world.rendezvous.rpartition(":")
-    serves: dict[str, Any] = {"is_master": False}
-    if world.rank == 0:
-        serves = {"is_master": True, "master_listen_fd": world.listener}
-    store = TCPStore(host, int(port), world.size, timeout=TIMEOUT, wait_for_workers=False, **serves)
-    if world.rank == 0 or world.group == 0:  # the ranks of a later group connect for that group
+    store = TCPStore(**where, is_master=False)
+    if world.group == 0:  # the ranks of a later group connect for that group
         _stores[world.rendezvous] = store
     return store
 
@@ -265,3 +269,4 @@ def _waiting(world: World, where: str) -> Iterator[None]:
 
 
 _stores: dict[str, Any] = {}  # a second join of a process uses the store of the first
+_serving = threading.Lock()

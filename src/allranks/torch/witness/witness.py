@@ -249,8 +249,7 @@ class Witness:
             self._observer.contents = self.steps == 0 and not self._looked_before
             self.strategy.step.on_phase = self._reached
         self._at = batch.index
-        if self.steps == 0:
-            self.budget.begin()
+        self.budget.begin()
         if self.looks_again_at(batch):
             settle()
             if batches is not None and self._has_time():

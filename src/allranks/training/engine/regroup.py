@@ -29,7 +29,7 @@ from allranks.launcher.world import World
 from allranks.training.callback import Callback
 from allranks.training.progress import StepResult
 
-PATIENCE_S = 10.0  # of a rank that lost a peer, until the supervisor has seen that
+PATIENCE_S = 30.0  # of a rank that lost a peer, until the supervisor has seen that
 LOOK_S = 0.001
 SPARE, CHECKPOINT, START = "spare", "checkpoint", "start"
 
