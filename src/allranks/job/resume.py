@@ -46,6 +46,8 @@ CHANGEABLE = (
     *names_in(Safety),
     *names_in(Looking),
 )
+HARMLESS = frozenset(CHANGEABLE) - {"steps"}
+"""What changes no step of a training; rates may follow the number of steps."""
 POSITION_FIELDS = ("batch_size", "shards", "last_batch")
 NOT_INHERITED = ("inject", "profile", "run_dir", *FOR_CHECK)
 

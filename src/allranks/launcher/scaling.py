@@ -210,7 +210,7 @@ class Scaling:
             change.group = self.heartbeats.form_group(wanted, last + self._steps_ahead(last))
 
     def _steps_ahead(self, last: int) -> int:
-        """How many steps after the `last` that was begun a group starts; on nodes about a second."""
+        """How many steps after the `last` that was begun a group starts; on nodes a second."""
         now = time.monotonic()
         if not self.has_nodes:
             return STEPS_AHEAD

@@ -44,12 +44,15 @@ class WrittenSteps:
 
     digests: dict[int, Row]
     metrics: dict[int, Row]
+    layout: tuple[str, int]
+    """Strategy and number of ranks."""
 
     @classmethod
     def read(cls, run: Path) -> WrittenSteps:
         """Of a run folder."""
         metrics = {int(row["step"]) + 1: row for row in read_rows(run / METRICS)}
-        return cls(read_digests(run), metrics)
+        job = read_job(run) if (run / "job.toml").is_file() else {"strategy": "", "ranks": 0}
+        return cls(read_digests(run), metrics, (job["strategy"], job["ranks"]))
 
     def unlike(
         self, other: WrittenSteps, first: int = 0, last: int | None = None
@@ -60,7 +63,8 @@ class WrittenSteps:
             if step < first or (last is not None and step > last):
                 continue
             a, b = (side.metrics.get(step, {}) for side in (self, other))
-            names = [n for n in OF_METRICS if n in a and n in b and a[n] != b[n]]
+            compared = OF_METRICS if self.layout == other.layout else OF_METRICS[:-1]
+            names = [n for n in compared if n in a and n in b and a[n] != b[n]]
             if step in self.digests and step in other.digests:
                 names += differing(self.digests[step], other.digests[step])
             if names:

@@ -26,7 +26,7 @@ from allranks.job.job import HIDDEN, Job, read_job_file
 from allranks.job.limits import checked
 from allranks.job.place import LOCAL
 from allranks.job.program import MODULES, PROGRAM, by_name
-from allranks.job.resume import CHECKPOINTS, find_base
+from allranks.job.resume import CHECKPOINTS, HARMLESS, find_base
 from allranks.job.run_folder import JsonLines, rank_events_path, read_events, read_rows
 from allranks.launcher.describe import ask_task
 from allranks.launcher.places import Rendezvous
@@ -45,9 +45,11 @@ UNDISTURBED: dict[str, Any] = {
     **{"checkpoint_every": None, "best": "", "log": "", "profile": False, "time_limit": None},
     **{"verify_every": None, "witness": "off", "first_check": "off", "micro_batch_trial": False},
     **{"devices": "", "digest_every": 0, "brief": True, "resume": ""},
+    **{"audit": "", "audit_every": None, "spare_state": False},
 }
 """What a replay does otherwise than its run; none of it changes what a step computes."""
-OF_METRICS = ("loss", "grad_norm", "samples")
+OF_METRICS = ("loss", "samples", "grad_norm")
+"""What is compared of each step; the norm, summed by rank, only on the ranks of the run."""
 
 
 @dataclass(frozen=True)
@@ -174,6 +176,7 @@ def plan_replay(request: ReplayRequest) -> ReplayPlan:
     job = _job_of(run, step)
     _check_kind(request, job)
     checkpoint, start, notes = _checkpoint(request)
+    _check_course(request, start)
     rows = read_digests(run)
     broken = broken_link(rows.values())
     if broken is not None:
@@ -206,6 +209,19 @@ def plan_replay(request: ReplayRequest) -> ReplayPlan:
             "replay it in one process, where the strategy allows that",
         )
     return ReplayPlan(job, checkpoint, start, is_as_run, tuple(notes))
+
+
+def _check_course(request: ReplayRequest, start: int) -> None:
+    """Raise `RequestError` if steps on the way were made by another job than the last one."""
+    for event in read_events(request.run):
+        is_between = event["event"] == "resumed" and start < event["step"] < request.step
+        if is_between and (names := set(event["changes"]) - HARMLESS):
+            raise request.refused(
+                f"{', '.join(sorted(names))}: changed when the run was resumed after step "
+                f"{event['step']}, and no checkpoint from there to step {request.step}",
+                "one job makes all steps of a replay",
+                f"--step {event['step']} or less, or a step after a checkpoint that is there",
+            )
 
 
 def _last_step(run: Path) -> int:
@@ -361,14 +377,19 @@ def compare(request: ReplayRequest, plan: ReplayPlan, again: Path) -> Replayed:
     rows, rows_again = read_digests(request.run), read_digests(again)
     wrong: dict[int, list[str]] = {}
     for step in plan.job.digest_at:
+        result.digests.append(step)
+        wrong[step] = ["digests: none was written"]
         if step in rows_again:
-            result.digests.append(step)
             wrong[step] = differing(rows[step], rows_again[step])
     was, now = _metrics(request.run), _metrics(again)
+    compared = OF_METRICS if plan.is_as_run else OF_METRICS[:-1]
+    reached = max(now, default=plan.start)
+    if reached < request.step:
+        wrong[reached + 1] = [f"end: the training ended after step {reached}"]
     for step in range(plan.start + 1, request.step + 1):
         if step in was and step in now:
             result.losses += 1
-            names = [n for n in OF_METRICS if was[step].get(n) != now[step].get(n)]
+            names = [n for n in compared if was[step].get(n) != now[step].get(n)]
             wrong[step] = list(dict.fromkeys([*wrong.get(step, []), *names]))
             result.worst = max(result.worst, _relative(was[step]["loss"], now[step]["loss"]))
     result.differs = [(step, names) for step, names in sorted(wrong.items()) if names]

@@ -223,8 +223,8 @@ def _store_of(world: World) -> Any:
     if world.rank == 0:
         with _serving:  # a thread of the group before may be about to serve it
             if world.rendezvous not in _stores:
-                serves = {"is_master": True, "master_listen_fd": world.listener}
-                _stores[world.rendezvous] = TCPStore(**where, **serves)
+                where |= {"is_master": True, "master_listen_fd": world.listener}
+                _stores[world.rendezvous] = TCPStore(**where)
     if world.rendezvous in _stores:
         return _stores[world.rendezvous]
     store = TCPStore(**where, is_master=False)

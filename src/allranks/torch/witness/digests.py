@@ -5,8 +5,9 @@ and one for the place in the row. So each rank adds up its part, wherever it lie
 the parts of all ranks are added, exactly. Which rank adds up what is the plan of a checkpoint:
 each part once, and what all hold is shared out. Nothing is gathered but one number for each kind.
 
-A change of one number always changes the sum; any others leave it as it was with a chance of about
-2^-60. It tells faults, not somebody who means to deceive.
+A change of one number always changes the sum. Changes of several leave it as it was with a chance
+of about 2^-60, and of 2^-32 where they are two sign bits alone, the highest of a word. It tells
+faults, not somebody who means to deceive.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from typing import NamedTuple
@@ -24,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from allranks.checkpoint.format import below
+from allranks.errors import RequestError
 from allranks.torch.accelerator import is_accelerator
 from allranks.torch.checkpoint.plan import Planner, WritePart, local_parts
 from allranks.torch.checkpoint.state import flatten
@@ -60,8 +63,19 @@ class PartKeys(NamedTuple):
     """The keys of a part: of its rows, of the words of a row, and of the tensor."""
 
     rows: Words
-    columns: Words
+    columns: Words | KeysOfLongRow
     tensor: int
+
+
+@dataclass(frozen=True)
+class KeysOfLongRow:
+    """The keys of the words from `start` on, made piece by piece: they take twice their memory."""
+
+    start: int
+    stop: int
+
+    def __getitem__(self, piece: slice) -> Words:
+        return _keys(self.start + piece.start, min(self.start + piece.stop, self.stop), COLUMNS)
 
 
 def keys_of_part(part: WritePart, words: int) -> PartKeys:
@@ -77,7 +91,7 @@ def keys_of_part(part: WritePart, words: int) -> PartKeys:
     )
 
 
-_known_keys = lru_cache(maxsize=4096)(keys_of_part)
+_known_keys = lru_cache(maxsize=1024)(keys_of_part)
 
 
 def part_digest(part: WritePart, tensor: Tensor) -> int:
@@ -86,7 +100,7 @@ def part_digest(part: WritePart, tensor: Tensor) -> int:
         return 0
     plain = reals(tensor.detach().resolve_conj().resolve_neg()).contiguous()
     unit = tensor.itemsize if tensor.itemsize in UNSIGNED else 4
-    find = _known_keys if len(part.shape) > 1 or tensor.numel() < SMALL else keys_of_part
+    find = _known_keys if tensor.numel() < SMALL else keys_of_part
     keys = find(part, tensor.itemsize // unit)
     table = plain.view(-1).view(SIGNED[unit]).view(len(keys.rows), -1)
     summed = _summed_there if is_accelerator(table.device) else _summed
@@ -95,12 +109,14 @@ def part_digest(part: WritePart, tensor: Tensor) -> int:
 
 def _columns(
     shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], words: int
-) -> Words:
+) -> Words | KeysOfLongRow:
     """The keys of the words of a row, by their places in the whole row."""
-    if sizes == shape:
-        return _keys(0, math.prod(shape) * words, COLUMNS)
-    if len(shape) == 1:
-        return _keys(offsets[0] * words, (offsets[0] + sizes[0]) * words, COLUMNS)
+    if sizes == shape or len(shape) == 1:
+        start = 0 if sizes == shape else offsets[0] * words
+        stop = start + math.prod(sizes) * words
+        if stop - start > AT_ONCE:
+            return KeysOfLongRow(start, stop)
+        return _keys(start, stop, COLUMNS)
     places = [range(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True)]
     numbers = np.ravel_multi_index(np.ix_(*places), shape).reshape(-1, 1)
     return keys_of((numbers * words + np.arange(words)).ravel().astype(np.uint64), COLUMNS)
@@ -114,7 +130,7 @@ def _pieces(rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
             yield slice(first, first + high), slice(left_most, left_most + wide)
 
 
-def _summed(flat: Tensor, rows: Words, columns: Words) -> int:
+def _summed(flat: Tensor, rows: Words, columns: Words | KeysOfLongRow) -> int:
     table = flat.numpy().view(UNSIGNED[flat.itemsize])
     total = np.zeros((), np.uint64)
     for of_rows, of_columns in _pieces(*table.shape):
@@ -123,14 +139,19 @@ def _summed(flat: Tensor, rows: Words, columns: Words) -> int:
     return int(total)
 
 
-def _summed_there(flat: Tensor, rows: Words, columns: Words) -> int:
+def _summed_there(flat: Tensor, rows: Words, columns: Words | KeysOfLongRow) -> int:
     """The same on the device of the tensor, whose integers of 64 bits wrap around alike."""
-    there = [torch.from_numpy(k.view(np.int64)).to(flat.device) for k in (rows, columns)]
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    high = max(1, (AT_ONCE << 8) // flat.shape[1])
-    for first in range(0, flat.shape[0], high):
-        words = flat[first : first + high].to(torch.int64) & (2 ** (8 * flat.itemsize) - 1)
-        total += ((words * there[1]).sum(1) * there[0][first : first + high]).sum()
+    device, at_once = flat.device, AT_ONCE << 8
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    of_rows = torch.from_numpy(rows.view(np.int64)).to(device)
+    high = max(1, at_once // flat.shape[1])
+    for left_most in range(0, flat.shape[1], at_once):
+        across = slice(left_most, left_most + at_once)
+        keys = torch.from_numpy(columns[across].view(np.int64)).to(device)
+        for first in range(0, flat.shape[0], high):
+            words = flat[first : first + high, across].to(torch.int64)
+            words &= 2 ** (8 * flat.itemsize) - 1
+            total += ((words * keys).sum(1) * of_rows[first : first + high]).sum()
     return int(total) & MASK
 
 
@@ -213,11 +234,24 @@ class StateDigests:
         return "common" if strategy.agreement.is_one_training else f"own/{strategy.comm.rank}"
 
     def _planned(self) -> dict[WritePart, Tensor]:
-        """The parts of the state that this rank adds up; every rank calls this."""
-        strategy = self.strategy
-        tensors = flatten(strategy.state(), self._prefix)[1]
-        if strategy.has_own_state:
-            tensors |= flatten(strategy.own_state(), f"own/{strategy.comm.rank}/{OWN}")[1]
+        """The parts of the state that this rank adds up; every rank calls this.
+
+        Raises `RequestError` on all ranks if one of them has something that no checkpoint can hold.
+        """
+        strategy, problem = self.strategy, ""
+        tensors: dict[str, Tensor] = {}
+        try:
+            tensors = flatten(strategy.state(), self._prefix)[1]
+            if strategy.has_own_state:
+                tensors |= flatten(strategy.own_state(), f"own/{strategy.comm.rank}/{OWN}")[1]
+            local_parts(tensors)
+        except RequestError as error:
+            problem = error.found
+        if problems := [text for text in strategy.comm.gather_texts(problem) if text]:
+            why = "digests are of what a checkpoint can hold"
+            raise RequestError(
+                asked="--digest-every", found=problems[0], why=why, do="--digest-every 0"
+            )
         parts = self._planner.plan(0, tensors)[1]
         self._mine, self._is_planned = set(parts), True
         return parts

@@ -17,8 +17,16 @@ from allranks.checkpoint.format import About, Reach
 from allranks.errors import RequestError
 from allranks.job.job import Job, redacted
 from allranks.job.program import by_name
-from allranks.job.resume import CHECKPOINTS, Base, changed, changed_fields, checkpoint_folders
+from allranks.job.resume import (
+    CHECKPOINTS,
+    HARMLESS,
+    Base,
+    changed,
+    changed_fields,
+    checkpoint_folders,
+)
 from allranks.training.callback import Callback
+from allranks.training.record.digests import begin_course
 from allranks.training.task_fields import TaskFields, plain_fields, plain_values
 
 
@@ -97,6 +105,8 @@ class SavedJob:
             return None
         if rank == 0:
             changes = self.check(loaded)
+            if self.job.run_dir and (changes.facts or set(changes.job) - HARMLESS):
+                begin_course(Path(self.job.run_dir), loaded.step)
             self.report(
                 "resumed",
                 step=loaded.step,

@@ -12,15 +12,16 @@ the file is only added to, and `read_digests` returns the rows that hold.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.job.run_folder import JsonLines, read_rows
 from allranks.strategies.roles import TRAINER
@@ -30,7 +31,6 @@ STATE = ("weights", "buffers", "optimizer", "own")
 """The digests of a state; `own` is of what each rank has by itself, where ranks train apart."""
 OF_STEP = ("gradients", "samples", "loss")
 """What a row has of its last step; `None` where nobody could know it."""
-FULL = (errno.ENOSPC, errno.EDQUOT)
 
 Row = dict[str, Any]
 
@@ -55,6 +55,8 @@ def read_digests(run: Path) -> dict[int, Row]:
     """The rows of a run that hold, by their step, in order."""
     rows: dict[int, Row] = {}
     for row in read_rows(run / NAME):
+        if not isinstance(row.get("step"), int) or not isinstance(row.get("chain"), str):
+            break  # somebody has damaged the file: what follows is chained to nothing
         for step in [step for step in rows if step >= row["step"]]:
             del rows[step]
         rows[int(row["step"])] = row
@@ -79,12 +81,14 @@ class DigestLog:
 
     def __init__(self, run: Path, report: Callable[..., None], *, compares: bool) -> None:
         self.run, self.report, self.compares = run, report, compares
-        self._rows = read_digests(run)
+        self._known: dict[int, Row] | None = None
 
     def add(self, row: Row) -> None:
         """Write a row, unless it is there already."""
         step = int(row["step"])
-        was = self._rows.get(step)
+        if self._known is None:
+            self._known = read_digests(self.run)
+        was = self._known.get(step)
         if was is not None:
             names = differing(row, was)
             if not names:
@@ -93,13 +97,31 @@ class DigestLog:
                 now = {name: row[name] for name in names}
                 before = {name: was[name] for name in names}
                 self.report("digest_differs", step=step, was=before, now=now)
-        self._rows = {s: other for s, other in self._rows.items() if s < step}
-        last = next(reversed(self._rows.values()), {"chain": ""})
-        self._rows[step] = row = {**row, "chain": chain_of(row, str(last["chain"]))}
-        file = JsonLines(self.run / NAME)
+        self._known = {s: other for s, other in self._known.items() if s < step}
+        last = next(reversed(self._known.values()), {"chain": ""})
+        row = {**row, "chain": chain_of(row, str(last["chain"]))}
+        if problem := _append(self.run, row):
+            self.report("not_kept", file=NAME, error=problem)
+        else:
+            self._known[step] = row
+
+
+def _append(run: Path, row: Row) -> str:
+    """Write a row at the end of the file; returns why not, and the file is then as it was."""
+    try:
+        file = JsonLines(run / NAME)
         file.row(row)
-        if file.close_with_unwritten():
-            self.report("not_kept", file=NAME, error="the disk is full")
+        return "the disk is full" if file.close_with_unwritten() else ""
+    except OSError as error:
+        return error.strerror or type(error).__name__
+
+
+def begin_course(run: Path, step: int) -> None:
+    """Steps after this one will be others, since the job has changed: their rows hold no more."""
+    rows = read_digests(run)
+    before = [row for other, row in rows.items() if other <= step]
+    if len(before) < len(rows) and (not before or _append(run, before[-1])):
+        (run / NAME).unlink()
 
 
 class StateDigester(Protocol):
@@ -125,29 +147,38 @@ class RunDigests:
     log: DigestLog | None
     _last: int = -1
     _is_over: bool = False
+    _is_off: bool = False
+    """The state cannot be digested."""
 
     @staticmethod
     def are_wanted(job: Job, role: str) -> bool:
         """Whether a process of this role digests.
 
-        Not in a check, nor where the ranks never meet between two steps.
+        Not in a check, nor where the ranks do not wait for each other.
         """
-        agreement = job.strategy_spec.card.agreement
-        meets = agreement.lockstep or not agreement.is_one_training
+        meets = job.strategy_spec.card.agreement.lockstep
         is_asked = job.digest_every > 0 or bool(job.digest_at)
         return is_asked and meets and role == TRAINER and not (job.trace or job.parts_of)
 
     def is_due(self, step: int) -> bool:
-        """Whether a row follows `step` steps; a checkpoint that is requested has one, too."""
+        """Whether a row follows `step` steps; a checkpoint that is requested has one, too.
+
+        Under `--bitwise` so has the last step.
+        """
+        if self._is_off:
+            return False
         if self.job.digest_at or not self.job.digest_every:
             return step in self.job.digest_at
         every = self.job.checkpoint_every
-        return step % self.job.digest_every == 0 or (every is not None and step % every == 0)
+        is_last = self.job.bitwise and step == self.trainer.total_steps
+        is_saved = every is not None and step % every == 0
+        return is_last or is_saved or step % self.job.digest_every == 0
 
     def before_step(self, batch: Any) -> None:
         """A step follows."""
         if self.is_due(batch.index + 1):
-            self.digester.watch(batch)
+            with self._off_if_refused():
+                self.digester.watch(batch)
 
     def after_step(self) -> None:
         """A step is over, and all callbacks were called."""
@@ -156,7 +187,7 @@ class RunDigests:
 
     def before_save(self) -> None:
         """A checkpoint of this step follows; at the end the weights may not be those of a step."""
-        if self.job.digest_every and not self._is_over:
+        if self.job.digest_every and not self._is_over and not self._is_off:
             self.write()
 
     def begin(self) -> None:
@@ -166,7 +197,21 @@ class RunDigests:
 
     def end(self) -> None:
         """No step follows."""
+        if self.job.bitwise and self.job.digest_every and not self._is_off:
+            self.write()
         self._is_over = True
+
+    @contextmanager
+    def _off_if_refused(self) -> Iterator[None]:
+        """Within, a state that no checkpoint can hold ends the digests, and no training."""
+        try:
+            yield
+        except RequestError as error:
+            if self.job.digest_at:
+                raise
+            self._is_off = True
+            if self.log is not None:
+                self.log.report("not_digested", problem=error.found)
 
     def write(self) -> None:
         """Digest the state as it is; every rank calls this."""
@@ -176,7 +221,11 @@ class RunDigests:
         if step == self._last:
             return
         self._last = step
-        digests = self.digester.digests(step)
+        digests: dict[str, str | None] = {}
+        with self._off_if_refused():
+            digests = self.digester.digests(step)
+        if self._is_off:
+            return
         is_of_step = result is not None and result.batch_index == step - 1
         loss = float(result.loss) if is_of_step else math.nan
         known = {"loss": loss if math.isfinite(loss) else None}
