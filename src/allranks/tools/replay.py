@@ -137,7 +137,8 @@ class Replayed:
         lines.append(f"made steps {plan.start + 1} to {self.step} again on {where}, from {begin}")
         steps = ", ".join(map(str, self.digests))
         digests = f"digests after step {steps}" if steps else "no digests, the run wrote none here"
-        lines.append(f"compared: {digests}; losses and gradient norms of {self.losses} steps")
+        norms = " and gradient norms" if plan.is_as_run else ""
+        lines.append(f"compared: {digests}; losses{norms} of {self.losses} steps")
         if self.is_equal:
             lines.append("equal: every one has the bits of the run")
         elif self.differs and (self.is_promised or not self.losses):
