@@ -6,6 +6,7 @@ do, and plant faults there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -105,6 +106,17 @@ def test_rounding_is_no_difference_where_bits_may_differ() -> None:
     assert not first_difference(one, other, 1e-4)
     assert first_difference(one, notes("b", size=1.1), 1e-4)
     assert first_difference(one, notes("b", size=float("nan")), 1e-4)
+
+
+def test_a_gradient_that_overflows_on_both_ranks_is_no_difference() -> None:
+    """With fp16 the first steps do."""
+    whole, large = notes("a"), notes("b")
+    for each in (whole, large):
+        each["sizes"]["more"] = [math.inf, math.nan]
+        each["results"]["more"] = "i"
+    assert first_difference(whole, large, 1e-4) == ""
+    large["sizes"]["more"] = [1.0, 1.0]
+    assert first_difference(whole, large, 1e-4) == "more"
 
 
 def test_the_default_costs_one_percent() -> None:

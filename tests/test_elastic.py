@@ -105,6 +105,13 @@ def test_a_slow_rank_is_slow_in_the_next_group(train: Train, alone: Result) -> N
     assert first[0] < first[1]
 
 
+@pytest.mark.slow
+def test_the_witness_looks_on_in_a_group_that_formed_anew(train: Train) -> None:
+    """It looks every 500 steps; a later group has observed nothing itself."""
+    result = elastic(train, "kill@rank=1,step=5", steps=1002, bitwise=False)
+    assert result.summary["steps"] == 1002 and result.summary["groups"] == 1
+
+
 LOSSES = {
     "in the first steps": ("kill@rank=1,step=1", [0, 2]),
     "the leader": ("kill@rank=0,step=5", [1, 2]),

@@ -16,6 +16,7 @@ import pytest
 from allranks.checkpoint.folder import committed, step_of
 from allranks.checkpoint.format import digest, read_manifest, seal
 from allranks.errors import RequestError
+from allranks.job.run_folder import JsonLines, read_events, read_rows
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.start import Result
 from allranks.tools.replay import REPLAYS, Replayed, ReplayRequest, plan_replay, replay
@@ -67,6 +68,40 @@ def test_a_step_that_was_computed_wrongly_is_named(server: ForkServer, train: Tr
     step, names = replayed.differs[0]
     assert step == 10 and "loss" in names
     assert "step 10 is the first step with other" in str(replayed)
+
+
+def test_a_sharded_run_that_clips_nothing_has_the_bits_of_one_process(
+    server: ForkServer, train: Train
+) -> None:
+    """It sums the norm of its gradients rank by rank: that is compared on as many ranks alone."""
+    run = train("contract_tasks:Uneven", strategy="zero2", ranks=3, bitwise=True, **JOB).run_dir
+    assert again(server, run, 12).is_equal
+    assert again(server, run, 12, ranks=3).is_equal
+
+
+def test_a_replay_that_ends_before_the_step_is_not_equal(server: ForkServer, train: Train) -> None:
+    run = train(IMAGES, bitwise=True, **{**JOB, "steps": 6, "checkpoint_every": None}).run_dir
+    with JsonLines(run / "metrics.jsonl") as file:
+        file.row({**next(iter(read_rows(run / "metrics.jsonl"))), "step": 99})
+    job = run / "job.toml"
+    assert not again(server, run, 100).is_equal, job.read_text()
+
+
+def test_a_resume_with_another_job_begins_another_course(server: ForkServer, train: Train) -> None:
+    """The rows after it hold no more, and a replay makes no steps of two jobs."""
+    run = train(IMAGES, "clip_norm=0.3", **JOB, bitwise=True).run_dir
+    for folder in committed(run / "checkpoints"):
+        if step_of(folder) > 4:
+            shutil.rmtree(folder)
+    train(IMAGES, "clip_norm=0.1", **JOB, bitwise=True, run_dir=str(run))
+    assert not [e for e in read_events(run) if e["event"] == "digest_differs"]
+    assert again(server, run, 7).is_equal
+    shutil.rmtree(run / "checkpoints" / "step-00000004", ignore_errors=True)
+    for folder in committed(run / "checkpoints"):
+        if step_of(folder) < 8:
+            shutil.rmtree(folder)
+    with pytest.raises(RequestError, match="clip_norm: changed when the run was resumed after step 4"):
+        plan_replay(ReplayRequest(run, 7))
 
 
 def test_a_bit_that_flips_in_a_checkpoint_is_named(server: ForkServer, train: Train) -> None:
