@@ -100,7 +100,9 @@ def test_a_resume_with_another_job_begins_another_course(server: ForkServer, tra
     for folder in committed(run / "checkpoints"):
         if step_of(folder) < 8:
             shutil.rmtree(folder)
-    with pytest.raises(RequestError, match="clip_norm: changed when the run was resumed after step 4"):
+    with pytest.raises(
+        RequestError, match="clip_norm: changed when the run was resumed after step 4"
+    ):
         plan_replay(ReplayRequest(run, 7))
 
 

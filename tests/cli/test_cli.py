@@ -281,7 +281,7 @@ def test_the_version(door: Door) -> None:
 def test_an_unknown_verb_names_the_nearest(door: Door) -> None:
     code, _, err = door("trian")
     assert code == 2
-    assert "no verb 'trian'; did you mean 'train'? known: bench, check, checkpoints" in err
+    assert "no verb 'trian'; did you mean 'train'? known: bench, bisect, certify" in err
 
 
 def test_ctrl_c_at_any_moment_is_130(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -297,9 +297,7 @@ def in_words(event: dict[str, Any]) -> list[str]:
     if name == "worker_lost":
         return [f"note: {event['who']} is lost: {event['cause']}; the others go on"]
     if name == "group" and event["steps_again"] > 1:
-        loaded = LOADED_FROM.get(event.get("loaded_from", ""), "the state of another rank")
-        again = f"{event['steps_again']} steps are made again, from step {event['step']} on"
-        return [f"note: {again}: the new group of ranks began with {loaded}"]
+        return [f"note: {_made_again(event)}"]
     if name == "moved":
         moved = ", ".join(f"{role} from {was} to {now}" for role, was, now in event["processes"])
         return [f"note: moved to a node that is left: {moved}"]
@@ -319,6 +317,12 @@ def in_words(event: dict[str, Any]) -> list[str]:
     if name == "done" and event.get("note"):
         return [event["note"]]
     return []
+
+
+def _made_again(event: Mapping[str, Any]) -> str:
+    loaded = LOADED_FROM.get(event.get("loaded_from", ""), "the state of another rank")
+    again = f"{event['steps_again']} steps are made again, from step {event['step']} on"
+    return f"{again}: the new group of ranks began with {loaded}"
 
 
 def scaled_in_words(event: Mapping[str, Any]) -> str:
