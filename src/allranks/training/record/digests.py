@@ -211,7 +211,8 @@ class RunDigests:
                 raise
             self._is_off = True
             if self.log is not None:
-                self.log.report("not_digested", problem=error.found)
+                text = f"no digests of the state are written: {error.found}"
+                self.log.report("not_digested", text=text)
 
     def write(self) -> None:
         """Digest the state as it is; every rank calls this."""
