@@ -447,10 +447,8 @@ class Attempts:
         def may_lose(rank: int, remaining: Collection[int]) -> bool:
             if rank in heartbeats.group.members:
                 failure = self._rejoining.failure(self.folder.path, rank, attempt)
-                kind = failure.get("kind")
-                if kind == ReplicasDiffer.__name__:  # all ranks raise it
-                    return False
-                if not failure.get("passing", True) and kind != ComputesWrongly.__name__:
+                leaves = failure.get("passing", True) or failure["kind"] == ComputesWrongly.__name__
+                if not leaves or failure.get("kind") == ReplicasDiffer.__name__:  # all raise it
                     return False
             return scaling.may_lose(rank, remaining)
 
@@ -460,11 +458,11 @@ class Attempts:
 
         on = (Bounds(*elastic_range(job)), self.folder, attempt, heartbeats)
         plan_for = partial(self.resources.plan_for, self.plan)
-        edited = partial(programs.edited, job.program)
-        scaling = Scaling(*on, plan_for, make, edited, programs.differs, job.nodes > 1)
+        of_program = partial(programs.edited, job.program), programs.differs
+        scaling = Scaling(*on, plan_for, make, *of_program, job.nodes > 1)
+        ranks = frozenset(range(heartbeats.ranks))
         policy = dataclasses.replace(policy, may_lose=may_lose, steer=scaling.steer)
-        outlive_nodes = frozenset(range(heartbeats.ranks))
-        return dataclasses.replace(policy, on_lost=on_lost, outlive_nodes=outlive_nodes)
+        return dataclasses.replace(policy, on_lost=on_lost, outlive_nodes=ranks)
 
     def _look_at_programs(self, attempt: int, at_once: bool = False) -> None:
         try:

@@ -51,8 +51,9 @@ class WrittenSteps:
     def read(cls, run: Path) -> WrittenSteps:
         """Of a run folder."""
         metrics = {int(row["step"]) + 1: row for row in read_rows(run / METRICS)}
-        job = read_job(run) if (run / "job.toml").is_file() else {"strategy": "", "ranks": 0}
-        return cls(read_digests(run), metrics, (job["strategy"], job["ranks"]))
+        job = read_job(run) if (run / "job.toml").is_file() else {}
+        layout = (str(job.get("strategy")), int(job.get("ranks", 0)))
+        return cls(read_digests(run), metrics, layout)
 
     def unlike(
         self, other: WrittenSteps, first: int = 0, last: int | None = None
