@@ -200,11 +200,13 @@ def test_what_certify_does_not_write_is_refused(made: Made) -> None:
     assert changed("result", "run", 5).startswith("result.run: 5 is of another type")
     assert changed("result", "steps", "forty").startswith("result.steps: ")
     assert changed("result", "steps", 4) == "result.steps: 4, and a row of step 12"
+    assert changed("job", "engine", "tensorflow").startswith("job.engine: 'tensorflow', whose")
     assert changed("job", "strategy", ...) == "job.strategy: not there"
     assert changed("program", "name", "digits") == "program.name: not the program of the job"
     file.write_text(text)
     sections = vars(read_certificate(file))
-    for name, value in [("machine", {}), ("data", []), ("program", 3), ("result", {})]:
+    nothing: dict[str, Any] = {"machine": {}, "data": [], "program": 3, "result": {}}
+    for name, value in nothing.items():
         file.write_text(str(Certificate(**{**sections, name: value})))
         assert refused(lambda: read_certificate(file)) == f"{name}: no fields"
     file.write_text(str(Certificate(**{**sections, "digests": []})))

@@ -17,7 +17,7 @@ import json
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from itertools import accumulate, pairwise
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import allranks
-from allranks.catalog import PROGRAMS
+from allranks.catalog import PROGRAMS, TORCH
 from allranks.checkpoint.export import verified
 from allranks.checkpoint.files import as_json
 from allranks.checkpoint.folder import committed, step_of
@@ -55,7 +55,7 @@ NOT_OF_THE_JOB = ("source", "proof", "run_dir")  # what job.toml has besides
 HARMLESS = frozenset(CHANGEABLE) - {"steps"}  # rates may follow the number of steps
 TEXT, NUMBER, MAYBE = (str,), (int,), (str, type(None))
 FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
-    "job": {"program": TEXT, "strategy": TEXT, "ranks": NUMBER, "bitwise": (bool,)},
+    "job": {"engine": TEXT, "program": TEXT, "strategy": TEXT, "ranks": NUMBER, "bitwise": (bool,)},
     "result": {"run": TEXT, "steps": NUMBER, "weights_sha256": MAYBE},
     "program": {"name": TEXT, PROGRAM: MAYBE},
     "machine": {},
@@ -155,13 +155,13 @@ def certify(run: Path) -> Certificate:
         raise refused(
             f"a run of {job['strategy']}", why, "see `allranks strategies` for exact ones"
         )
-    made = max((int(row["step"]) + 1 for row in read_rows(run / METRICS)), default=1)
+    last = max((int(row["step"]) + 1 for row in read_rows(run / METRICS)), default=1)
     if not rows:
         why = (
             f"steps that are made again are compared with them; it had --digest-every "
-            f"{job['digest_every']} and made {made} steps"
+            f"{job['digest_every']} and made {last} steps"
         )
-        do = f"train with --digest-every {max(1, min(made, 500) // 2)}"
+        do = f"train with --digest-every {max(1, min(last, 500) // 2)}"
         raise refused("a run without digests", why, do)
     broken = broken_link(rows.values())
     if broken is not None:
@@ -185,7 +185,7 @@ def certify(run: Path) -> Certificate:
     machine = {name: value for each in facts for name, value in each.items()}
     program = {name: machine.pop(name) for name in list(machine) if _is_of_program(name)}
     weights = outcome.summary["weights_sha256"]
-    result = {"steps": max(made, *rows), "weights_sha256": weights}
+    result = {"steps": max(last, *rows), "weights_sha256": weights}
     sections = {
         "program": {"name": job["program"], **program},
         "data": data[-1],
@@ -271,6 +271,8 @@ def _odd_fields(certificate: Certificate) -> Iterator[str]:
         yield f"result.steps: {certificate.result['steps']}, and a row of step {steps[-1]}"
     if certificate.program["name"] != certificate.job["program"]:
         yield "program.name: not the program of the job"
+    if certificate.job["engine"] != TORCH:
+        yield f"job.engine: {certificate.job['engine']!r}, whose steps have no digests"
 
 
 # --- verify --------------------------------------------------------------------------------------
@@ -462,7 +464,9 @@ def _check_program(request: VerifyRequest, program: dict[str, Any]) -> None:
     for name, path in _files_of(program["name"]):
         if any(part in INSTALLED for part in path.parts) or HERE in path.parents:
             continue
-        now, was = file_sha256(str(path)), program.get(name)
+        now, was = None, program.get(name)
+        with suppress(OSError):
+            now = file_sha256(str(path))
         if now is None or now != was:
             raise request.refused(
                 f"{path} is {_short(now) if now else 'not a file'} here, {_short(was)} in the "
@@ -555,7 +559,8 @@ def _stretch(
             wrong.setdefault(step, ["digests: none was written"])
     for step in certificate.rows.keys() & replayed.rows.keys():
         row, again = certificate.rows[step], replayed.rows[step]
-        # Before the first step nothing is known of a step; of a checkpoint on request, little.
+        # The replay knows nothing of the step before its start, nor the run of the gradients of a
+        # step after which a checkpoint was requested.
         known = [n for n in OF_STEP if row[n] is not None or row["gradients"] is not None]
         names = (*STATE, *(known if step > start else ()))
         absent = [n for n in names if (row.get(n) is None) != (again.get(n) is None)]
