@@ -18,6 +18,7 @@ from allranks.errors import EXIT_DIFFERENCE_FOUND, RequestError
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.start import Result
 from allranks.tools.certificate import (
+    Certificate,
     Verified,
     VerifyRequest,
     certify,
@@ -140,13 +141,17 @@ def test_forged_digests_do_not_hold(server: ForkServer, made: Made) -> None:
     """A chain and seals that are right, over a row that is not; without a checkpoint."""
     run, file = made
     certificate = read_certificate(file)
-    chain = ""
-    for row in certificate.digests:
-        if row["step"] == 6:
-            row["optimizer"] = f"{int(row['optimizer'], 16) ^ 1:016x}"
-        row["chain"] = chain = chain_of(row, chain)
-    file.write_text(str(certificate))
     shutil.rmtree(run)
+    right = certificate.digests[2]["optimizer"]
+    for name in ("optimizer", "gradients"):  # a row without them
+        value, certificate.digests[2][name] = certificate.digests[2][name], None
+        rewrite(certificate, file)
+        (stretch,) = again(server, file, steps=1, within=6).stretches
+        expected = (6, ("optimizer",)) if name == "optimizer" else None  # as one on request
+        assert stretch.rows[-1] < 6 or stretch.differs == expected
+        certificate.digests[2][name] = value
+    certificate.digests[2]["optimizer"] = f"{int(right, 16) ^ 1:016x}"
+    rewrite(certificate, file)
     result = again(server, file, steps=9, ranks=2)
     (stretch,) = result.stretches
     assert stretch.ranks == 2  # as `ddp`: the run was made by one process
@@ -157,6 +162,71 @@ def test_forged_digests_do_not_hold(server: ForkServer, made: Made) -> None:
     assert "holds: 3 of 12 steps were made again (25.0%)" in door.output
     door = CliRunner().invoke(cli, ["verify", str(file), "--json"])
     assert door.exit_code == EXIT_DIFFERENCE_FOUND and not json.loads(door.output)["holds"]
+
+
+def rewrite(certificate: Certificate, file: Path) -> None:
+    """Write it with a chain and seals that are right."""
+    chain = ""
+    for row in certificate.digests:
+        if isinstance(row, dict):
+            row["chain"] = chain = chain_of(row, chain)
+    file.write_text(str(certificate))
+
+
+def test_what_certify_does_not_write_is_refused(made: Made) -> None:
+    """Right seals over nothing to compare, or over values of other types."""
+    file = made[1]
+    text = file.read_text()
+
+    def changed(section: str, name: Any, value: Any) -> str:
+        file.write_text(text)
+        certificate = read_certificate(file)
+        inside = getattr(certificate, section)
+        if section == "digests":
+            inside = inside[2]
+        if value is ...:
+            del inside[name]
+        else:
+            inside[name] = value
+        rewrite(certificate, file)
+        return refused(lambda: read_certificate(file))
+
+    for name in ("weights", "optimizer", "samples", "loss"):
+        assert changed("digests", name, ...) == f"digests.2.{name}: not there"
+    assert changed("digests", "weights", None).startswith("digests.2.weights: None is of another")
+    for value in ("x", 16.5, True):
+        assert changed("digests", "step", value).startswith("digests.2.step: ")
+    assert changed("digests", "step", 4) == "digests: no rows of one step after the other"
+    assert changed("result", "run", 5).startswith("result.run: 5 is of another type")
+    assert changed("result", "steps", "forty").startswith("result.steps: ")
+    assert changed("result", "steps", 4) == "result.steps: 4, and a row of step 12"
+    assert changed("job", "engine", "tensorflow").startswith("job.engine: 'tensorflow', whose")
+    assert changed("job", "strategy", ...) == "job.strategy: not there"
+    assert changed("program", "name", "digits") == "program.name: not the program of the job"
+    file.write_text(text)
+    sections = vars(read_certificate(file))
+    nothing: dict[str, Any] = {"machine": {}, "data": [], "program": 3, "result": {}}
+    for name, value in nothing.items():
+        file.write_text(str(Certificate(**{**sections, name: value})))
+        assert refused(lambda: read_certificate(file)) == f"{name}: no fields"
+    file.write_text(str(Certificate(**{**sections, "digests": []})))
+    assert refused(lambda: read_certificate(file)).startswith("digests: no rows")
+
+
+@pytest.mark.parametrize("form", ["{folder}/other.py", "{folder}/other.py:Plain", "other:Plain"])
+def test_another_program_is_not_executed(
+    server: ForkServer, made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    file, trace = made[1], tmp_path / "trace"
+    monkeypatch.chdir(tmp_path)
+    Path("other.py").write_text(f"open({str(trace)!r}, 'x')")
+    certificate, name = read_certificate(file), form.format(folder=tmp_path)
+    certificate.program["name"] = certificate.job["program"] = name
+    rewrite(certificate, file)
+    assert "nothing of it was executed" in refused(lambda: again(server, file))
+    Path("other.py").unlink()
+    assert "is not a file here" in refused(lambda: again(server, file))
+    assert not trace.exists()
 
 
 def test_what_is_around_must_be_as_it_was(server: ForkServer, train: Train, tmp_path: Path) -> None:
@@ -173,11 +243,14 @@ def test_what_is_around_must_be_as_it_was(server: ForkServer, train: Train, tmp_
 
     assert "cpu_capability is " in with_other("machine", "cpu_capability", "AVX2000")
     assert "here, 1.13.0 in the" in with_other("machine", "torch", "1.13.0")
+    without = {n: v for n, v in certificate.machine.items() if n != "torch"}
+    file.write_text(str(Certificate(**{**vars(certificate), "machine": without})))
+    assert "here, None in the" in refused(lambda: again(server, file))
     digest = {**certificate.data["train_data"], "digest": "0"}
     assert with_other("data", "train_data", digest).startswith("train_data is kind ")
     file.write_text(str(certificate))
     program.write_text(program.read_text() + "\n# another line\n")
-    assert f"{program}:Plain is " in refused(lambda: again(server, file))
+    assert f"{program} is " in refused(lambda: again(server, file))
 
 
 def test_what_cannot_be_certified_is_refused(
@@ -187,7 +260,9 @@ def test_what_cannot_be_certified_is_refused(
     short = {**JOB, "steps": 4}
     assert "without --bitwise" in refused(lambda: certify(train(IMAGES, **short).run_dir))
     silent = train(IMAGES, **{**short, "digest_every": 0}, bitwise=True).run_dir
-    assert refused(lambda: certify(silent)) == "a run without digests"
+    with pytest.raises(RequestError, match="a run without digests") as error:
+        certify(silent)
+    assert error.value.do == "train with --digest-every 2"  # of 4 steps
     run = train(IMAGES, **short, bitwise=True).run_dir
     assert certify(run).result["steps"] == 4
     rows = (run / "digests.jsonl").read_text()

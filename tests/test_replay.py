@@ -207,18 +207,32 @@ def test_the_debugger_has_the_step_at_hand(
     assert ("left the debugger" in ended.stderr) != goes_on
 
 
+def test_a_saved_step_replaces_no_file(train: Train, tmp_path: Path) -> None:
+    run, file = train(IMAGES, **{**JOB, "steps": 3}).run_dir, tmp_path / "mine.py"
+    file.write_text("mine")
+    for path, problem in [(file, "it exists"), (tmp_path / "no" / "s.py", "no such folder")]:
+        with pytest.raises(RequestError, match=problem):
+            plan_replay(ReplayRequest(run, 2, look=f"save:{path}"))
+    assert file.read_text() == "mine"
+
+
 @pytest.mark.slow
 def test_a_saved_step_runs_with_torch_alone(train: Train, tmp_path: Path) -> None:
-    """BatchNorm, keyed dropout and an uneven batch; a weight that is changed is told."""
-    run, file = (
-        train(IMAGES, **JOB, bitwise=True, strategy="zero1", ranks=2).run_dir,
-        tmp_path / "s.py",
-    )
+    """BatchNorm, keyed dropout and an uneven batch; a gradient that is changed is told.
+
+    The path of the program is text, and no part of the script.
+    """
+    folder, file = tmp_path / 'a""" + str(print("INJECTED")) + r"""\\x{é}', tmp_path / "s.py"
+    folder.mkdir()
+    shutil.copy(TASKS / "contract_tasks.py", folder / "copied.py")
+    program = f"{folder}/copied.py:Images"
+    run = train(program, **JOB, bitwise=True, strategy="zero1", ranks=2).run_dir
     words = [sys.executable, "-m", "allranks.cli.main", "replay", str(run), "--step", "10"]
     subprocess.run([*words, "--save-step", str(file)], capture_output=True, check=True)
     assert "allranks." not in file.read_text().replace("`allranks replay", "")
     alone = [sys.executable, "-I", str(file)]
     ended = subprocess.run(alone, capture_output=True, text=True, check=False)
     assert ended.returncode == 0 and "8 of 8 gradients have the bits" in ended.stdout, ended
+    assert "INJECTED" not in ended.stdout.splitlines()
     file.write_text(file.read_text().replace("total += tensor", "total += 1.01 * tensor"))
     assert subprocess.run(alone, capture_output=True, check=False).returncode == 1

@@ -338,13 +338,6 @@ def replay(run: str, as_object: bool, **flags: Any) -> None:
             do="--pdb --before, or --shell --after",
         )
     look = f"{tools[0]}:{(where or ['after'])[0]}" if tools else ""
-    if saves and not Path(flags["save_step"]).absolute().parent.is_dir():
-        raise RequestError(
-            asked=f"--save-step {flags['save_step']}",
-            found="no such folder",
-            why="the script is one file, and no folder is made for it",
-            do="name a file in a folder that is there",
-        )
     look = f"save:{Path(flags['save_step']).absolute()}" if saves else look
     request = ReplayRequest(Path(run), flags["step"], flags["ranks"] or 0, look, flags["changed"])
     replayed = replay_step(request)

@@ -15,20 +15,24 @@ import dataclasses
 import hashlib
 import json
 import random
+import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
+from importlib.machinery import PathFinder
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+import allranks
+from allranks.catalog import PROGRAMS, TORCH
 from allranks.checkpoint.export import verified
 from allranks.checkpoint.files import as_json
 from allranks.checkpoint.folder import committed, step_of
 from allranks.checkpoint.format import BadCheckpoint
 from allranks.errors import RequestError
 from allranks.job.job import HIDDEN, Job, job_values, write_toml
-from allranks.job.program import MODULES, PROGRAM, by_name
+from allranks.job.program import INSTALLED, MODULES, PROGRAM, by_name, file_sha256
 from allranks.job.resume import CHANGEABLE, CHECKPOINTS
 from allranks.job.run_folder import JsonLines, is_in_use, read_events, read_rows
 from allranks.launcher.describe import ask_task
@@ -42,13 +46,28 @@ from allranks.strategies.resolve import strategy_spec
 from allranks.tools.replay import UNDISTURBED, Replayed, ReplayRequest, plan_replay, replay
 from allranks.tools.report.records import outcome_of, read_job
 from allranks.training.record.digests import NAME as DIGESTS
-from allranks.training.record.digests import Row, broken_link, read_digests
+from allranks.training.record.digests import OF_STEP, STATE, Row, broken_link, read_digests
 from allranks.training.record.logs import METRICS
 
 FORMAT = 1
 SEAL = 16  # hexadecimal digits
 NOT_OF_THE_JOB = ("source", "proof", "run_dir")  # what job.toml has besides
 HARMLESS = frozenset(CHANGEABLE) - {"steps"}  # rates may follow the number of steps
+TEXT, NUMBER, MAYBE = (str,), (int,), (str, type(None))
+FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
+    "job": {"engine": TEXT, "program": TEXT, "strategy": TEXT, "ranks": NUMBER, "bitwise": (bool,)},
+    "result": {"run": TEXT, "steps": NUMBER, "weights_sha256": MAYBE},
+    "program": {"name": TEXT, PROGRAM: MAYBE},
+    "machine": {},
+    "data": {},
+}
+"""What the sections must have, and of which types; a large model has no digest at the end."""
+OF_ROW: dict[str, tuple[type, ...]] = {
+    **{"step": NUMBER, "epoch": NUMBER, "weights": TEXT, "chain": TEXT},
+    **dict.fromkeys(("buffers", "optimizer", "gradients", "samples"), MAYBE),
+    "loss": (float, type(None)),
+}
+"""A row has `None` for what there is not: the row of a checkpoint on request has no gradients."""
 LIMITS = (
     "not proved: nothing is known of other steps, and a digest of 64 bits tells faults, not "
     "somebody who means to deceive"
@@ -136,9 +155,14 @@ def certify(run: Path) -> Certificate:
         raise refused(
             f"a run of {job['strategy']}", why, "see `allranks strategies` for exact ones"
         )
+    last = max((int(row["step"]) + 1 for row in read_rows(run / METRICS)), default=1)
     if not rows:
-        why = "they are what steps that are made again are compared with"
-        raise refused("a run without digests", why, "train with --digest-every 500, the default")
+        why = (
+            f"steps that are made again are compared with them; it had --digest-every "
+            f"{job['digest_every']} and made {last} steps"
+        )
+        do = f"train with --digest-every {max(1, min(last, 500) // 2)}"
+        raise refused("a run without digests", why, do)
     broken = broken_link(rows.values())
     if broken is not None:
         why = f"{DIGESTS} was changed after the run: nobody knows what it was"
@@ -160,8 +184,8 @@ def certify(run: Path) -> Certificate:
                 raise refused(text, "a certificate has one of each", "train anew, in one place")
     machine = {name: value for each in facts for name, value in each.items()}
     program = {name: machine.pop(name) for name in list(machine) if _is_of_program(name)}
-    steps = max((int(row["step"]) + 1 for row in read_rows(run / METRICS)), default=max(rows))
-    result = {"steps": steps, "weights_sha256": outcome.summary["weights_sha256"]}
+    weights = outcome.summary["weights_sha256"]
+    result = {"steps": max(last, *rows), "weights_sha256": weights}
     sections = {
         "program": {"name": job["program"], **program},
         "data": data[-1],
@@ -220,10 +244,35 @@ def read_certificate(path: Path) -> Certificate:
             raise refused(f"digests.{number}: the chain breaks at the row of step {broken}")
         if _sha256({n: value for n, value in data.items() if n != "sha256"}) != data["sha256"]:
             raise refused("sha256: not the digest of the rest")
+        if odd := next(_odd_fields(certificate), ""):
+            raise refused(odd)
         job_values(certificate.job, str(path))
         return certificate
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise refused(f"{type(error).__name__}: {error}") from None
+
+
+def _odd_fields(certificate: Certificate) -> Iterator[str]:
+    """What is not as `certify` writes it, though its seals are right."""
+    tables = [(name, getattr(certificate, name), kinds) for name, kinds in FIELDS.items()]
+    rows = certificate.digests
+    for path, table, kinds in (*tables, *((f"digests.{i}", r, OF_ROW) for i, r in enumerate(rows))):
+        if not isinstance(table, dict) or not table:
+            yield f"{path}: no fields"
+        for name, kind in kinds.items():
+            if name not in table:
+                yield f"{path}.{name}: not there"
+            elif type(table[name]) not in kind:
+                yield f"{path}.{name}: {table[name]!r} is of another type"
+    steps = [row["step"] for row in rows]
+    if not steps or any(step >= after for step, after in pairwise([-1, *steps])):
+        yield "digests: no rows of one step after the other"
+    if certificate.result["steps"] < steps[-1]:
+        yield f"result.steps: {certificate.result['steps']}, and a row of step {steps[-1]}"
+    if certificate.program["name"] != certificate.job["program"]:
+        yield "program.name: not the program of the job"
+    if certificate.job["engine"] != TORCH:
+        yield f"job.engine: {certificate.job['engine']!r}, whose steps have no digests"
 
 
 # --- verify --------------------------------------------------------------------------------------
@@ -293,7 +342,7 @@ class Verified:
         """Whether the weights at the end are those of the run; `None` if nobody has made them."""
         expected = self.certificate.result["weights_sha256"]
         digests = [s.weights_sha256 for s in self.stretches if s.weights_sha256]
-        return digests[-1] == expected if digests and expected else None
+        return digests[-1] == expected if digests else None
 
     @property
     def holds(self) -> bool:
@@ -335,6 +384,7 @@ def verify(request: VerifyRequest, server: ForkServer | None = None) -> Verified
     Without `server` one is started.
     """
     certificate = read_certificate(request.path)
+    _check_program(request, certificate.program)
     starts, notes = _starts(request, certificate)
     origin = {row: max(s for s in starts if s < row) for row in certificate.rows if row > 0}
     reachable = [row for row in sorted(origin) if row - origin[row] <= request.within]
@@ -390,7 +440,11 @@ def _starts(
     notes = []
     if request.run is not None and not run.is_dir():
         raise request.refused(f"--run {run}: no such folder", "it has the checkpoints", "check it")
-    for folder in committed(run / CHECKPOINTS):
+    try:
+        folders = committed(run / CHECKPOINTS)
+    except (OSError, ValueError):  # the name is the certificate's
+        folders = []
+    for folder in folders:
         try:
             if step_of(folder) in certificate.rows:
                 verified(folder)
@@ -402,6 +456,46 @@ def _starts(
     return starts, notes
 
 
+def _check_program(request: VerifyRequest, program: dict[str, Any]) -> None:
+    """Raise `RequestError` for another program than that of the run, before any of it is executed.
+
+    Looked at are its file, or its module with the packages around it, if they are a user's.
+    """
+    for name, path in _files_of(program["name"]):
+        if any(part in INSTALLED for part in path.parts) or HERE in path.parents:
+            continue
+        now, was = None, program.get(name)
+        with suppress(OSError):
+            now = file_sha256(str(path))
+        if now is None or now != was:
+            raise request.refused(
+                f"{path} is {_short(now) if now else 'not a file'} here, {_short(was)} in the "
+                "certificate: nothing of it was executed",
+                "other code makes other steps, and may do anything",
+                "check out the version of the run, where the job names it",
+            )
+
+
+def _files_of(program: str) -> Iterator[tuple[str, Path]]:
+    """The files that are executed when a program is imported, by the names of their digests."""
+    place = program if program.endswith(".py") else program.rpartition(":")[0]
+    if place.endswith(".py"):
+        yield PROGRAM, Path(place)
+    elif program not in PROGRAMS:
+        folders: Any = [str(Path.cwd())]
+        for name in accumulate(place.split("."), "{}.{}".format):
+            spec = PathFinder.find_spec(name, folders)
+            if spec is None and "." not in name:  # as `import` looks for it
+                specs = (finder.find_spec(name, None) for finder in sys.meta_path)
+                spec = next((spec for spec in specs if spec is not None), None)
+            folders = [] if spec is None else spec.submodule_search_locations or []
+            if spec is None or spec.origin is not None:  # a folder without a file executes nothing
+                yield f"module {name}", Path(name if spec is None else str(spec.origin))
+
+
+HERE = Path(allranks.__file__).parent
+
+
 def _check_surroundings(
     request: VerifyRequest, certificate: Certificate, answer: dict[str, Any]
 ) -> None:
@@ -411,16 +505,22 @@ def _check_surroundings(
     """
     facts = by_name(answer["machine"])
     program = {n: value for n, value in certificate.program.items() if n != "name"}
+    machine = {name: value for name, value in facts.items() if not _is_of_program(name)}
     for was, now, why, do in (
-        (certificate.machine, facts, OF_MACHINE, "verify it where these are as they were"),
-        (program, facts, "other code makes other steps", "check out the version of the run"),
+        (certificate.machine, machine, OF_MACHINE, "verify it where these are as they were"),
+        (
+            program,
+            {n: facts[n] for n in program if n in facts},
+            "other code makes other steps",
+            "check out the version of the run",
+        ),
         (certificate.data, answer["data"], "other data make other steps", "verify with its data"),
     ):
         lines = [
             f"{certificate.program['name'] if name == PROGRAM else name} is {_short(now.get(name))}"
-            f" here, {_short(was[name])} in the certificate"
-            for name in was
-            if was[name] != now.get(name) and (name in now or not name.startswith("module "))
+            f" here, {_short(was.get(name))} in the certificate"
+            for name in {**was, **now}
+            if was.get(name) != now.get(name) and (name in now or not name.startswith("module "))
         ]
         if lines:
             raise request.refused("; ".join(lines), why, do)
@@ -453,10 +553,20 @@ def _stretch(
     certificate: Certificate, start: int, rows: tuple[int, ...], replayed: Replayed
 ) -> VerifiedSteps:
     """What the replay of the steps from `start` to the last of `rows` has shown."""
-    first = replayed.differs[0] if replayed.differs else None
-    missing = [row for row in rows if row not in replayed.digests]
-    if first is None and missing:
-        first = missing[0], ["digests: none was written"]
+    wrong = {step: list(names) for step, names in replayed.differs}
+    for step in rows:
+        if step not in replayed.rows:
+            wrong.setdefault(step, ["digests: none was written"])
+    for step in certificate.rows.keys() & replayed.rows.keys():
+        row, again = certificate.rows[step], replayed.rows[step]
+        # The replay knows nothing of the step before its start, nor the run of the gradients of a
+        # step after which a checkpoint was requested.
+        known = [n for n in OF_STEP if row[n] is not None or row["gradients"] is not None]
+        names = (*STATE, *(known if step > start else ()))
+        absent = [n for n in names if (row.get(n) is None) != (again.get(n) is None)]
+        if absent:
+            wrong[step] = [*wrong.get(step, []), *absent]
+    first = min(wrong.items(), default=None)
     is_end = rows[-1] == certificate.result["steps"]
     return VerifiedSteps(
         start=start,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -99,6 +100,8 @@ class Replayed:
     """The largest difference of a loss, by its size."""
     weights_sha256: str | None = None
     """Of the weights after the last of these steps."""
+    rows: dict[int, Row] = field(default_factory=dict)
+    """The digests that the replay has written, by their step."""
 
     @property
     def is_promised(self) -> bool:
@@ -176,6 +179,7 @@ def plan_replay(request: ReplayRequest) -> ReplayPlan:
         )
     job = _job_of(run, step)
     _check_kind(request, job)
+    _check_file(request)
     checkpoint, start, notes = _checkpoint(request)
     _check_course(request, start)
     rows = read_digests(run)
@@ -299,6 +303,18 @@ def _check_kind(request: ReplayRequest, job: Job) -> None:
         )
 
 
+def _check_file(request: ReplayRequest) -> None:
+    """Raise `RequestError` if the script of a step cannot become a new file."""
+    kind, _, name = request.look.partition(":")
+    file = Path(name)
+    if kind == "save" and (os.path.lexists(file) or not file.parent.is_dir()):
+        raise request.refused(
+            f"--save-step {file}: {'it exists' if os.path.lexists(file) else 'no such folder'}",
+            "the script is a new file, replaces none, and no folder is made for it",
+            "name a new file in a folder that is there",
+        )
+
+
 # --- replay --------------------------------------------------------------------------------------
 
 
@@ -324,7 +340,7 @@ def replay(request: ReplayRequest, server: ForkServer | None = None) -> Replayed
             replay_here(job)
         plan = dataclasses.replace(plan, notes=(*plan.notes, *notes))
         replayed = compare(request, plan, Path(job.run_dir))
-        replayed.weights_sha256 = sha256
+        replayed.weights_sha256, replayed.rows = sha256, read_digests(Path(job.run_dir))
     row = {"event": "replay", "time": time.time(), **replayed.to_data()}
     with suppress(OSError), JsonLines(request.run / REPLAYS) as file:
         file.row(row)

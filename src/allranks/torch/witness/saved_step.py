@@ -27,9 +27,9 @@ from allranks.torch.data.collate import copied
 from allranks.torch.step.step import SharedStep
 from allranks.torch.witness.recompute import leaving_no_trace
 
-HEAD = '''"""Step {step} of {program}: python FILE computes its loss and its gradients.
+HEAD = '''"""One step of a training: python FILE computes its loss and its gradients.
 
-It needs torch alone ({torch}), and was written by `allranks replay --save-step`.
+It needs torch alone, and was written by `allranks replay --save-step`.
 """
 
 import base64
@@ -41,6 +41,7 @@ import torch
 from torch import device, inf, nan  # noqa: F401
 
 torch.set_num_threads(1)
+STEP, PROGRAM, TORCH = {step}, {program!a}, {torch!a}
 '''
 TAIL = '''
 
@@ -88,6 +89,7 @@ SAVED = saved()
 LIKE = [torch.zeros(()), torch.zeros(()), *weights()]
 
 if __name__ == "__main__":
+    print(f"step {{STEP}} of {{PROGRAM!a}}, made with torch {{TORCH}}")
     loss, gradients = step()
     print(f"loss {{loss!r}}, of the run {{LOSS!r}}")
     equal = [name for name, g in zip(NAMES, gradients) if digest(g) == DIGESTS[name]]
@@ -146,10 +148,8 @@ class SavedStep:
                 self._leaves.append(f"([{', '.join(passes)}], {complete})")
         self.copies = GradientCopies(step)
 
-    def _refused(self, problem: str, why: str) -> RequestError:
-        return RequestError(
-            asked=f"--save-step {self.path}", found=problem, why=why, do="look at it with --pdb"
-        )
+    def _refused(self, problem: str, why: str, do: str = "look at it with --pdb") -> RequestError:
+        return RequestError(asked=f"--save-step {self.path}", found=problem, why=why, do=do)
 
     def _traced(self, micro: MicroBatch) -> str:
         """A pass in the script: its function, and where its tensors are."""
@@ -185,7 +185,7 @@ class SavedStep:
         return f"({name}, {constants!r})"
 
     def write(self, loss: float) -> None:
-        """Write the script; `loss` is that of the step."""
+        """Write the script; `loss` is that of the step. Raises `RequestError` if it cannot be."""
         content, places = bytearray(), []
         for name, tensor in self._saved.items():
             begin = len(content)
@@ -208,7 +208,13 @@ class SavedStep:
             "CONTENT": '"""\n' + "\n".join(lines) + '\n"""',
         }
         parts = [HEAD.format(**values), *programs, *(f"{n} = {v}" for n, v in rows.items())]
-        self.path.write_text("\n".join([*parts, TAIL.format(nominal=self.batch.nominal)]))
+        try:
+            with open(self.path, "x", encoding="utf-8") as file:
+                file.write("\n".join([*parts, TAIL.format(nominal=self.batch.nominal)]))
+        except OSError as error:
+            problem = error.strerror or type(error).__name__
+            why = "the script is a new file, and replaces none"
+            raise self._refused(problem, why, "name another file") from None
 
 
 def _only_here(target: Any) -> str:
