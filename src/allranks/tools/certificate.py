@@ -33,7 +33,7 @@ from allranks.checkpoint.format import BadCheckpoint
 from allranks.errors import RequestError
 from allranks.job.job import HIDDEN, Job, job_values, write_toml
 from allranks.job.program import INSTALLED, MODULES, PROGRAM, by_name, file_sha256
-from allranks.job.resume import CHANGEABLE, CHECKPOINTS
+from allranks.job.resume import CHECKPOINTS, HARMLESS
 from allranks.job.run_folder import JsonLines, is_in_use, read_events, read_rows
 from allranks.launcher.describe import ask_task
 from allranks.launcher.places import Rendezvous
@@ -52,7 +52,6 @@ from allranks.training.record.logs import METRICS
 FORMAT = 1
 SEAL = 16  # hexadecimal digits
 NOT_OF_THE_JOB = ("source", "proof", "run_dir")  # what job.toml has besides
-HARMLESS = frozenset(CHANGEABLE) - {"steps"}  # rates may follow the number of steps
 TEXT, NUMBER, MAYBE = (str,), (int,), (str, type(None))
 FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
     "job": {"engine": TEXT, "program": TEXT, "strategy": TEXT, "ranks": NUMBER, "bitwise": (bool,)},
@@ -157,10 +156,8 @@ def certify(run: Path) -> Certificate:
         )
     last = max((int(row["step"]) + 1 for row in read_rows(run / METRICS)), default=1)
     if not rows:
-        why = (
-            f"steps that are made again are compared with them; it had --digest-every "
-            f"{job['digest_every']} and made {last} steps"
-        )
+        steps = f"it had --digest-every {job['digest_every']}, and made {last} steps"
+        why = f"steps that are made again are compared with them; {steps}"
         do = f"train with --digest-every {max(1, min(last, 500) // 2)}"
         raise refused("a run without digests", why, do)
     broken = broken_link(rows.values())
@@ -184,8 +181,7 @@ def certify(run: Path) -> Certificate:
                 raise refused(text, "a certificate has one of each", "train anew, in one place")
     machine = {name: value for each in facts for name, value in each.items()}
     program = {name: machine.pop(name) for name in list(machine) if _is_of_program(name)}
-    weights = outcome.summary["weights_sha256"]
-    result = {"steps": max(last, *rows), "weights_sha256": weights}
+    result = {"steps": max(last, *rows), "weights_sha256": outcome.summary["weights_sha256"]}
     sections = {
         "program": {"name": job["program"], **program},
         "data": data[-1],
