@@ -57,10 +57,15 @@ def read_digests(run: Path) -> dict[int, Row]:
     for row in read_rows(run / NAME):
         if not isinstance(row.get("step"), int) or not isinstance(row.get("chain"), str):
             break  # somebody has damaged the file: what follows is chained to nothing
-        for step in [step for step in rows if step >= row["step"]]:
-            del rows[step]
-        rows[int(row["step"])] = row
+        _drop_from(rows, row["step"])
+        rows[row["step"]] = row
     return rows
+
+
+def _drop_from(rows: dict[int, Row], step: int) -> None:
+    """Forget the rows of this step and later ones; they are in order."""
+    while rows and next(reversed(rows)) >= step:
+        rows.popitem()
 
 
 def broken_link(rows: Iterable[Mapping[str, Any]]) -> int | None:
@@ -97,7 +102,7 @@ class DigestLog:
                 now = {name: row[name] for name in names}
                 before = {name: was[name] for name in names}
                 self.report("digest_differs", step=step, was=before, now=now)
-        self._known = {s: other for s, other in self._known.items() if s < step}
+        _drop_from(self._known, step)
         last = next(reversed(self._known.values()), {"chain": ""})
         row = {**row, "chain": chain_of(row, str(last["chain"]))}
         if problem := _append(self.run, row):
