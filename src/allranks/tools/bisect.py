@@ -21,7 +21,7 @@ from allranks.errors import RequestError
 from allranks.job.config import Resolved
 from allranks.job.program import MODULES, PROGRAM, by_name
 from allranks.job.resume import CHECKPOINTS
-from allranks.job.run_folder import read_events, read_rows
+from allranks.job.run_folder import read_events
 from allranks.launcher.places import Rendezvous
 from allranks.launcher.plan import LocalMachine, Resources
 from allranks.launcher.processes.fork_server_client import ForkServer
@@ -29,11 +29,18 @@ from allranks.launcher.processes.leftovers import scratch_folder
 from allranks.launcher.start import resources_for, run_job
 from allranks.strategies.card import Exact
 from allranks.tools.bisect_step import RecordDifference, compare_step
-from allranks.tools.replay import OF_METRICS, ReplayPlan, ReplayRequest, check_program, plan_replay
+from allranks.tools.replay import (
+    OF_ANY_RANKS,
+    OF_SAME_RANKS,
+    ReplayPlan,
+    ReplayRequest,
+    check_program,
+    metrics_of,
+    plan_replay,
+)
 from allranks.tools.report.records import read_job
 from allranks.tools.report.tables import values_of
 from allranks.training.record.digests import Row, differing, read_digests
-from allranks.training.record.logs import METRICS
 
 RECORD, STEP = "record", "step"
 
@@ -50,10 +57,9 @@ class WrittenSteps:
     @classmethod
     def read(cls, run: Path) -> WrittenSteps:
         """Of a run folder."""
-        metrics = {int(row["step"]) + 1: row for row in read_rows(run / METRICS)}
         job = read_job(run) if (run / "job.toml").is_file() else {}
         layout = (str(job.get("strategy")), int(job.get("ranks", 0)))
-        return cls(read_digests(run), metrics, layout)
+        return cls(read_digests(run), metrics_of(run), layout)
 
     def unlike(
         self, other: WrittenSteps, first: int = 0, last: int | None = None
@@ -64,7 +70,7 @@ class WrittenSteps:
             if step < first or (last is not None and step > last):
                 continue
             a, b = (side.metrics.get(step, {}) for side in (self, other))
-            compared = OF_METRICS if self.layout == other.layout else OF_METRICS[:-1]
+            compared = OF_SAME_RANKS if self.layout == other.layout else OF_ANY_RANKS
             names = [n for n in compared if n in a and n in b and a[n] != b[n]]
             if step in self.digests and step in other.digests:
                 names += differing(self.digests[step], other.digests[step])

@@ -49,8 +49,9 @@ UNDISTURBED: dict[str, Any] = {
     **{"audit": "", "audit_every": None, "spare_state": False},
 }
 """What a replay does otherwise than its run; none of it changes what a step computes."""
-OF_METRICS = ("loss", "samples", "grad_norm")
-"""What is compared of each step; the norm, summed by rank, only on the ranks of the run."""
+OF_ANY_RANKS = ("loss", "samples")
+OF_SAME_RANKS = (*OF_ANY_RANKS, "grad_norm")
+"""What is compared of each step: the norm, summed by rank, only on the ranks of the run."""
 
 
 @dataclass(frozen=True)
@@ -398,8 +399,8 @@ def compare(request: ReplayRequest, plan: ReplayPlan, again: Path) -> Replayed:
         wrong[step] = ["digests: none was written"]
         if step in rows_again:
             wrong[step] = differing(rows[step], rows_again[step])
-    was, now = _metrics(request.run), _metrics(again)
-    compared = OF_METRICS if plan.is_as_run else OF_METRICS[:-1]
+    was, now = metrics_of(request.run), metrics_of(again)
+    compared = OF_SAME_RANKS if plan.is_as_run else OF_ANY_RANKS
     reached = max(now, default=plan.start)
     if reached < request.step:
         wrong[reached + 1] = [f"end: the training ended after step {reached}"]
@@ -413,7 +414,7 @@ def compare(request: ReplayRequest, plan: ReplayPlan, again: Path) -> Replayed:
     return result
 
 
-def _metrics(run: Path) -> dict[int, Row]:
+def metrics_of(run: Path) -> dict[int, Row]:
     """The rows of the metrics by step, counted from 1."""
     return {int(row["step"]) + 1: row for row in read_rows(run / METRICS)}
 

@@ -121,8 +121,7 @@ class Auditor:
     """Audits the steps of one training; every rank makes one, and calls the same methods.
 
     The constructor gathers what decides the bits of a pass; `number` is that of this process.
-    `report` is called on rank 0 where
-    ranks differ.
+    `report` is called on rank 0 where ranks differ.
     """
 
     def __init__(
