@@ -143,6 +143,9 @@ def test_what_was_said_of_a_model_at_the_start_is_not_said_again(
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_has_help(door: Door, verb: str) -> None:
+    """Also `-h`, and also alone: a command keeps the names of its first call, whoever made it."""
+    names = load(VERBS[verb][0]).context_settings["help_option_names"]
+    assert list(names) == ["-h", "--help"]
     for word in ("--help", "-h"):
         code, out, err = door(verb, word)
         assert code == 0, err

@@ -47,7 +47,7 @@ ENDING = ".keras"
 as_object_option = click.option("--json", "as_object", is_flag=True, help="Print JSON.")
 
 
-@click.group()
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def checkpoints() -> None:
     """The checkpoints of a run. RUN is a run folder, or a single checkpoint in it."""
 

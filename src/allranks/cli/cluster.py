@@ -16,7 +16,7 @@ from allranks.launcher.slurm.limits import slurm_time
 from allranks.launcher.slurm.site import Partition, Site, bundled_names, bundled_text, load_site
 
 
-@click.group()
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def cluster() -> None:
     """The computing sites that submit knows: bundled, in your own files, and this machine's."""
 

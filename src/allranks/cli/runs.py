@@ -18,6 +18,7 @@ from allranks.checkpoint.files import as_json
 from allranks.cli.display.following import anomalies_in, scaled_in_words
 from allranks.cli.display.placement import as_data, table
 from allranks.cli.display.progress import in_sentences
+from allranks.cli.options import Verb
 from allranks.errors import EXIT_DIFFERENCE_FOUND, ProgramError, RequestError, printable
 from allranks.job.job import Job
 from allranks.job.limits import elastic_range
@@ -41,7 +42,7 @@ MOST_NOTES = 10
 HEADING_FIELDS = ("schema", "kind", "program", "processes", "run_dir")
 
 
-@click.command()
+@click.command(cls=Verb)
 @click.argument("folder", default="runs")
 @click.option("--json", "as_object", is_flag=True, help="Print JSON.")
 def runs(folder: str, as_object: bool) -> None:
@@ -60,7 +61,7 @@ def runs(folder: str, as_object: bool) -> None:
         click.echo(printable(f"no run folder in {folder}"), err=True)
 
 
-@click.command()
+@click.command(cls=Verb)
 @click.argument("run")
 @click.option("--placement", is_flag=True, help="What each rank holds on which device.")
 @click.option("--job", "whole_job", is_flag=True, help="Its job file too, with every default.")
@@ -193,7 +194,7 @@ NOTICE_S = 10.0  # for a launcher to read a request; it looks ten times a second
 POLL_S = 0.1
 
 
-@click.command()
+@click.command(cls=Verb)
 @click.argument("run")
 @click.option("--ranks", type=click.IntRange(1), metavar="M", help="So many (no default).")
 @click.option("--leave", type=click.IntRange(0), metavar="RANK", help="Without it (no default).")
@@ -216,7 +217,7 @@ def scale(run: str, ranks: int | None, leave: int | None, as_object: bool) -> No
     _print_answer(_answer(Path(run), request), as_object)
 
 
-@click.command()
+@click.command(cls=Verb)
 @click.argument("run")
 @click.option("--json", "as_object", is_flag=True, help="Print JSON.")
 def join(run: str, as_object: bool) -> None:
@@ -309,7 +310,7 @@ def _wait(run: Path, request: ScaleRequest) -> dict[str, Any]:
 # --- replay --------------------------------------------------------------------------------------
 
 
-@click.command()
+@click.command(cls=Verb)
 @click.argument("run")
 @click.option("--step", type=click.IntRange(1), required=True, help="Which, as the display counts.")
 @click.option("--ranks", type=click.IntRange(1), help="On so many (default 1 where that is right).")
@@ -350,7 +351,7 @@ def replay(run: str, as_object: bool, **flags: Any) -> None:
 # --- certify, verify -----------------------------------------------------------------------------
 
 
-@click.command()
+@click.command(cls=Verb)
 @click.argument("run")
 @click.option("-o", "--output", metavar="FILE", help="Where (default RUN.certificate.json).")
 def certify(run: str, output: str | None) -> None:
@@ -367,7 +368,7 @@ def certify(run: str, output: str | None) -> None:
     click.echo(printable(f"{target}: {steps} steps, {rows} rows of digests"))
 
 
-@click.command()
+@click.command(cls=Verb)
 @click.argument("certificate")
 @click.option("--steps", type=click.IntRange(1), default=5, help="How many rows (default 5).")
 @click.option("--ranks", type=click.IntRange(1), help="On so many (default 1).")
@@ -378,7 +379,7 @@ def certify(run: str, output: str | None) -> None:
     default=1000,
     help="Make at most so many steps for a row (default 1000).",
 )
-@click.option("--seed", default="", metavar="TEXT", help="Draw other rows (no default).")
+@click.option("--seed", default="", metavar="WORD", help="Draw other rows (no default).")
 @click.option("--json", "as_object", is_flag=True, help="Print JSON.")
 def verify(certificate: str, run: str | None, as_object: bool, **options: Any) -> None:
     """Make steps of a CERTIFICATE again, on this machine, and say whether they hold.
@@ -399,7 +400,7 @@ def verify(certificate: str, run: str | None, as_object: bool, **options: Any) -
 # --- bisect --------------------------------------------------------------------------------------
 
 
-@click.command()
+@click.command(cls=Verb)
 @click.argument("run_a")
 @click.argument("run_b", required=False)
 @click.option("--json", "as_object", is_flag=True, help="Print JSON.")
