@@ -7,6 +7,9 @@ nodes make some of their own.
 from __future__ import annotations
 
 import json
+import os
+import signal
+import socket
 import threading
 from collections.abc import Callable, Collection
 from contextlib import closing
@@ -23,7 +26,10 @@ from allranks.job.run_folder import read_events, read_rows
 from allranks.job.scaling import ANSWERS, ScaleRequest, post
 from allranks.launcher.heartbeat import Group, Heartbeat, HeartbeatTable
 from allranks.launcher.nodes.cluster import Cluster
+from allranks.launcher.nodes.join import Ticket
+from allranks.launcher.nodes.nodes import Node, Nodes
 from allranks.launcher.places import Rendezvous
+from allranks.launcher.places.simulated import SimulatedNodes
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.process import Exit
 from allranks.launcher.start import JobWatcher, Result, run_job
@@ -173,7 +179,7 @@ def test_ranks_leave_and_join_on_nodes(nodes: Cluster, server: ForkServer, tmp_p
     """The leader leaves; the new ranks start on the node with free seats, one as the leader."""
     hurry, program = tmp_path / "hurry", str(TASKS / "scale_tasks.py")
     flags = {**ON_NODES, "run_dir": str(tmp_path / "run"), "steps": 300, "elastic": "1:5"}
-    commands = [ScaleRequest.new(leave=0), ScaleRequest.new(ranks=5)]
+    commands = [ScaleRequest.new(leave=[0]), ScaleRequest.new(ranks=5)]
     numbers = [request.number for request in commands]
 
     def tick() -> None:
@@ -192,3 +198,72 @@ def test_ranks_leave_and_join_on_nodes(nodes: Cluster, server: ForkServer, tmp_p
     assert [group["members"] for group in groups(result)] == [[1, 2, 3], [0, 1, 2, 3, 4]]
     joins = [row for row in read_events(result.run_dir) if row["event"] == "joins"]
     assert sorted((row["rank"], row["host"]) for row in joins) == [(0, "node0"), (4, "node0")]
+
+
+@pytest.mark.parametrize(
+    ("asked", "name", "stops", "ranks"),
+    [
+        ([1], "SIGTERM", "", {2, 3}),
+        ([1, 2], "SIGUSR1", "", {2, 3, 4}),
+        ([1, 0], "SIGUSR1", "SIGUSR1", set()),  # to the whole job
+        ([1], "SIGINT", "SIGINT", set()),  # a person ends the job
+    ],
+)
+def test_a_signal_to_the_node_of_the_head_is_one_to_the_job(
+    monkeypatch: pytest.MonkeyPatch, asked: list[int], name: str, stops: str, ranks: set[int]
+) -> None:
+    monkeypatch.setattr("allranks.launcher.nodes.nodes.DRAIN_S", 0.0)
+    hosts, tickets = (socket.gethostname(), "n1", "n2"), ({0: 0, 1: 1}, {2: 2, 3: 3}, {4: 4})
+    messages = list[dict[str, Any]]()
+    channel: Any = SimpleNamespace(send=messages.append)
+    facts: list[Any] = [SimpleNamespace(host=host) for host in hosts]
+    every = [
+        Node(number, channel, facts[number], (), (0, ""), (), 0.0, tickets=tickets[number])
+        for number in range(3)
+    ]
+    nodes = Nodes(every, 20.0)
+    nodes.are_free_to_leave = True
+    with closing(HeartbeatTable(5)) as nodes._heartbeats:
+        for number in asked:
+            nodes._handle(every[number], {"asked": name})
+        assert (nodes.stop_reason(), nodes.drained()[1]) == (stops, ranks)
+        assert not messages
+        for number in asked:
+            every[number].tickets.clear()
+        nodes.drained()
+        nodes.drained()
+    assert [row["code"] for row in messages] == [0] * (0 if stops else len(asked))
+
+
+@pytest.mark.slow
+def test_a_node_that_gets_a_signal_leaves(
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ranks end at a step boundary, in one group, then its agent ends; no step is lost."""
+    monkeypatch.setattr("allranks.launcher.nodes.nodes.DRAIN_S", 0.3)
+    hurry, program, agents = tmp_path / "hurry", str(TASKS / "scale_tasks.py"), list[int]()
+    outputs, start = list[Callable[[int], str]](), SimulatedNodes.start
+
+    def noted(self: SimulatedNodes, number: int, ticket: Ticket) -> int:
+        agents.append(start(self, number, ticket))
+        outputs.append(self.last_words)
+        return agents[-1]
+
+    def tick() -> None:
+        if len(agents) == 2 and len(list(read_rows(tmp_path / "run/metrics.jsonl"))) > 3:
+            os.kill(agents.pop(), signal.SIGTERM)
+        if "has left the job, which goes on (SIGTERM)" in outputs[1](1):
+            hurry.touch()
+
+    monkeypatch.setattr(SimulatedNodes, "start", noted)
+    flags = {**ON_NODES, "run_dir": str(tmp_path / "run"), "steps": 300}
+    job = resolve(program, flags, (f"hurry={hurry}",))
+    result = run_job(job, watcher=JobWatcher(tick=tick))
+    alone = in_one_process(server, program, tmp_path, 300)
+    assert result.summary["weights_sha256"] == alone.summary["weights_sha256"]
+    (group,) = groups(result)
+    assert (group["members"], group["steps_again"]) == ([0, 1], 0)
+    assert hurry.exists(), "its agent ended while the others trained"
+    rows = {row["event"]: row for row in read_events(result.run_dir)}
+    assert (rows["drained"]["signal"], rows["scaled"]["left"]) == ("SIGTERM", [2, 3])
+    assert "worker_lost" not in rows

@@ -59,11 +59,12 @@ BOUNDS = Bounds(2, 4)
         ({"ranks": 2}, (0, 1, 3), 2, (3,), ()),  # the highest numbers leave
         ({"ranks": 2}, (1, 3), 2, (), ()),
         ({"join": 1}, (1, 2, 3), 4, (), (0,)),
-        ({"leave": 0}, (0, 1, 2), 2, (0,), ()),  # also the leader
+        ({"leave": (0,)}, (0, 1, 2), 2, (0,), ()),  # also the leader
+        ({"leave": (3, 0, 3)}, (0, 1, 2, 3), 2, (0, 3), ()),
     ],
 )
 def test_who_joins_and_who_leaves(
-    words: dict[str, int],
+    words: dict[str, Any],
     members: tuple[int, ...],
     size: int,
     leavers: tuple[int, ...],
@@ -81,13 +82,13 @@ def test_who_joins_and_who_leaves(
         ({"ranks": 5}, (0, 1), "elastic 2:4, and 2 ranks train"),
         ({"ranks": 1}, (0, 1), "elastic 2:4"),
         ({"join": 1}, (0, 1, 2, 3), "join: 5 ranks"),
-        ({"leave": 1}, (0, 1), "scale --leave 1: 1 rank\n"),
+        ({"leave": (1,)}, (0, 1), "scale --leave 1: 1 rank\n"),
         ({"ranks": 5}, (), "elastic 2:4\n"),
-        ({"leave": 2}, (0, 1, 3), "ranks 0, 1, 3 train"),
+        ({"leave": (0, 2)}, (0, 1, 3), "ranks 0, 1, 3 train"),
     ],
 )
 def test_outside_of_the_bounds_is_refused(
-    words: dict[str, int], members: tuple[int, ...], says: str
+    words: dict[str, Any], members: tuple[int, ...], says: str
 ) -> None:
     with pytest.raises(RequestError, match=says):
         ScaleRequest.new(**words).size_after(members, BOUNDS)
@@ -106,7 +107,7 @@ def test_a_request_is_read_once_and_replaces_no_other(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-NUMBERS = {"number": "1", "by": "", "ranks": 0, "join": 0, "leave": -1}
+NUMBERS = {"number": "1", "by": "", "ranks": 0, "join": 0, "leave": []}
 
 
 @pytest.mark.parametrize(
@@ -169,6 +170,7 @@ class FakeWatch:
 
     alive: dict[int, int]
     ends: str = ""
+    asked_to_stop: str = ""
     dismissed: list[int] = field(default_factory=list)
 
     def start(self, process: Process) -> None:
@@ -189,7 +191,7 @@ class Launch:
     watch: Any
     scaling: Scaling
 
-    def ask(self, **words: int) -> None:
+    def ask(self, **words: Any) -> None:
         post(self.folder.path, ScaleRequest.new(**words))
         self.tick()
 
@@ -343,7 +345,7 @@ def test_a_group_that_nobody_has_entered_is_not_replaced(launch: Launch) -> None
 
 
 def test_whom_the_job_can_lose_meanwhile(launch: Launch) -> None:
-    launch.ask(leave=1)
+    launch.ask(leave=(1,))
     assert launch.table.group.members == (0,) and not launch.answer
     assert launch.scaling.may_lose(1, {0}) and not launch.scaling.may_lose(0, {1})
     launch.scaling.lost(1, Exit(1, -9, 0.0))  # before it left: in the middle of a step
@@ -356,8 +358,26 @@ def test_whom_the_job_can_lose_meanwhile(launch: Launch) -> None:
     assert launch.answer["event"] == "scaled" and launch.answer["left"] == [1]
 
 
+def test_the_ranks_of_a_node_that_gets_a_signal_leave_together(launch: Launch) -> None:
+    """A change under way is given up for it; if too few ranks are left, the job stops."""
+    launch.ask(join=1)
+    launch.scaling.drained = lambda: ("SIGTERM", frozenset({0, 2}))
+    launch.tick()
+    assert "ranks 0, 2 leave first (SIGTERM)" in launch.answer["report"]
+    assert launch.watch.dismissed == [2] and launch.table.group.number == 0
+    launch.tick()
+    assert launch.table.group.members == (1,) and not launch.watch.asked_to_stop
+    Heartbeat(launch.table.fd, 1).enter_group(1)
+    launch.watch.alive.pop(0)
+    launch.tick()
+    assert launch.answer["left"] == [0] and launch.answer["by"] == "SIGTERM"
+    launch.scaling.drained = lambda: ("SIGUSR1", frozenset({1}))
+    launch.tick()
+    assert launch.watch.asked_to_stop == "SIGUSR1" and launch.table.group.number == 1
+
+
 def test_who_leaves_a_job_that_is_done_has_not_left(launch: Launch) -> None:
-    launch.ask(leave=0)
+    launch.ask(leave=(0,))
     launch.watch.alive = {1: 1}
     launch.tick()
     assert not launch.answer

@@ -86,7 +86,7 @@ def test_the_whole_step_of_an_agent_for_every_node_and_for_every_rank(
     monkeypatch.setenv("ALLRANKS_INSIDE", "apptainer exec 'a b.sif'")
     job = allocation(SLURM_TASKS_PER_NODE="2(x2)", SLURM_CPUS_PER_TASK="7")
     first = ["srun", "--nodes=2"]
-    always = ["--kill-on-bad-exit=0", "--no-kill", "--export=ALL", "--unbuffered"]
+    always = ["--kill-on-bad-exit=0", "--no-kill", "--wait=0", "--export=ALL", "--unbuffered"]
     last = ["apptainer", "exec", "a b.sif", sys.executable, *AGENT]
     assert srun(True, 4, job) == [
         *(*first, "--ntasks=4", *always, "--distribution=block"),

@@ -197,24 +197,23 @@ POLL_S = 0.1
 @click.command(cls=Verb)
 @click.argument("run")
 @click.option("--ranks", type=click.IntRange(1), metavar="M", help="So many (no default).")
-@click.option("--leave", type=click.IntRange(0), metavar="RANK", help="Without it (no default).")
+@click.option("--leave", type=click.IntRange(0), multiple=True, help="Without it; may be repeated.")
 @click.option("--json", "as_object", is_flag=True, help="Print JSON.")
-def scale(run: str, ranks: int | None, leave: int | None, as_object: bool) -> None:
-    """Let --ranks M ranks train the job in RUN from now on, or let one --leave.
+def scale(run: str, ranks: int | None, leave: tuple[int, ...], as_object: bool) -> None:
+    """Let --ranks M ranks train the job in RUN from now on, or let some --leave.
 
     The job must have been started with --elastic MIN:MAX. New ranks load the program while the
     others train, and receive the weights at the boundary of a step. Nothing starts again, and the
     result does not change. Returns when the new ranks train, and those that leave have ended.
     """
-    if (ranks is None) == (leave is None):
+    if (ranks is None) == (not leave):
         raise RequestError(
             asked=f"scale {run}",
             found="both --ranks and --leave" if ranks else "neither --ranks nor --leave",
-            why="a request says how many ranks are to train, or which one is to leave",
+            why="a request says how many ranks are to train, or which are to leave",
             do=f"allranks scale {run} --ranks 4, or allranks scale {run} --leave 2",
         )
-    request = ScaleRequest.new(ranks=ranks or 0, leave=-1 if leave is None else leave)
-    _print_answer(_answer(Path(run), request), as_object)
+    _print_answer(_answer(Path(run), ScaleRequest.new(ranks=ranks or 0, leave=leave)), as_object)
 
 
 @click.command(cls=Verb)

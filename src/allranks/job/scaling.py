@@ -38,7 +38,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class ScaleRequest:
-    """Let `ranks` ranks train (0: as `join` and `leave` say), or `join` more, or rank `leave` go.
+    """Let `ranks` ranks train (0: as `join` and `leave` say), or `join` more, or ranks `leave` go.
 
     `number` is drawn by chance: the answer has it too. `by` is who asks, for the record.
     """
@@ -47,30 +47,33 @@ class ScaleRequest:
     by: str
     ranks: int = 0
     join: int = 0
-    leave: int = -1
+    leave: tuple[int, ...] = ()
 
     @classmethod
-    def new(cls, *, ranks: int = 0, join: int = 0, leave: int = -1) -> ScaleRequest:
-        """A request of this process."""
-        by = f"process {os.getpid()} of user {os.getuid()}"
-        return cls(secrets.token_hex(8), by, ranks=ranks, join=join, leave=leave)
+    def new(
+        cls, *, ranks: int = 0, join: int = 0, leave: Collection[int] = (), by: str = ""
+    ) -> ScaleRequest:
+        """A request of this process, or `by` another."""
+        by = by or f"process {os.getpid()} of user {os.getuid()}"
+        return cls(secrets.token_hex(8), by, ranks, join, tuple(sorted(set(leave))))
 
     def __str__(self) -> str:
         """The words of the command."""
         if self.join:
             return "join"
-        return f"scale --leave {self.leave}" if self.leave >= 0 else f"scale --ranks {self.ranks}"
+        leavers = "".join(f" --leave {rank}" for rank in self.leave)
+        return f"scale{leavers or f' --ranks {self.ranks}'}"
 
     def size_after(self, members: Collection[int], bounds: Bounds) -> int:
         """How many ranks train then, of those that do now; raises `RequestError`."""
-        if self.leave >= 0 and self.leave not in members:
+        if not set(self.leave) <= set(members):
             raise RequestError(
                 asked=str(self),
                 found=f"ranks {', '.join(map(str, sorted(members)))} train",
                 why="only a rank that trains can leave",
                 do="name one of them",
             )
-        size = self.ranks or len(members) + (self.join or -1)
+        size = self.ranks or len(members) + self.join - len(self.leave)
         if not bounds.least <= size <= bounds.most:
             raise RequestError(
                 asked=f"{self}: {size} rank{'s' * (size != 1)}",
@@ -87,10 +90,8 @@ def _and_train(ranks: int) -> str:
 
 
 def leavers_of(request: ScaleRequest, members: Collection[int], size: int) -> tuple[int, ...]:
-    """The members that leave so that `size` train: the named one, or the highest numbers."""
-    if request.leave >= 0:
-        return (request.leave,)
-    return tuple(sorted(members)[size:])
+    """The members that leave so that `size` train: those named, or the highest numbers."""
+    return request.leave or tuple(sorted(members)[size:])
 
 
 def joiners_of(members: Collection[int], running: Collection[int], size: int) -> tuple[int, ...]:
@@ -166,11 +167,11 @@ def _read(path: Path) -> bytes:
 def _parsed(content: bytes) -> ScaleRequest | None:
     try:
         values = json.loads(content)
-        request = ScaleRequest(**values)
-    except (ValueError, TypeError, RecursionError):
+        request = ScaleRequest(**{**values, "leave": tuple(values["leave"])})
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
-    texts, numbers = (request.number, request.by), (request.ranks, request.join, request.leave)
+    texts, numbers = (request.number, request.by), (request.ranks, request.join, *request.leave)
     if any(type(text) is not str for text in texts) or any(type(n) is not int for n in numbers):
         return None
-    asks_once = (request.ranks > 0) + (request.join > 0) + (request.leave >= 0) == 1
+    asks_once = (request.ranks > 0) + (request.join > 0) + bool(request.leave) == 1
     return request if asks_once else None

@@ -459,7 +459,7 @@ class Attempts:
         on = (Bounds(*elastic_range(job)), self.folder, attempt, heartbeats)
         plan_for = partial(self.resources.plan_for, self.plan)
         of_program = partial(programs.edited, job.program), programs.differs
-        scaling = Scaling(*on, plan_for, make, *of_program, job.nodes > 1)
+        scaling = Scaling(*on, plan_for, make, *of_program, job.nodes > 1, self.resources.drained)
         ranks = frozenset(range(heartbeats.ranks))
         policy = dataclasses.replace(policy, may_lose=may_lose, steer=scaling.steer)
         return dataclasses.replace(policy, on_lost=on_lost, outlive_nodes=ranks)

@@ -292,6 +292,10 @@ class Resources(Protocol):
         """Each of these ranks, of which the `new` ones join those that train as in `plan`."""
         ...
 
+    def drained(self) -> tuple[str, frozenset[int]]:
+        """The ranks on nodes that are to leave, and which signal says so; none: no such node."""
+        ...
+
     def inject_due_faults(self, beats: Sequence[Beat]) -> None:
         """Break the nodes whose fault is due. Called about ten times a second while ranks run."""
         ...
@@ -329,6 +333,9 @@ class LocalMachine:
     ) -> dict[int, RankPlan]:
         job = dataclasses.replace(plan.job, ranks=len(ranks))
         return dict(zip(ranks, self.plan(job, plan.shape).ranks, strict=True))
+
+    def drained(self) -> tuple[str, frozenset[int]]:
+        return "", frozenset()
 
     def inject_due_faults(self, beats: Sequence[Beat]) -> None:
         """No fault of a node can be asked for on one machine."""

@@ -60,7 +60,7 @@ class Scaling:
     `plan_for(ranks, new)` has the plan of each of `ranks`, of which some are `new`; `make` makes a
     process of one. `edited()` names a file of the program that is not as the ranks have loaded it;
     `differs(ready)` one that a new rank has loaded otherwise, by its event `ready`; "" if there
-    is none.
+    is none. `drained()` has the ranks of nodes that are to leave, and the signal that says so.
     """
 
     bounds: Bounds
@@ -72,6 +72,7 @@ class Scaling:
     edited: Callable[[], str]
     differs: Callable[[dict[str, Any]], str]
     has_nodes: bool = False
+    drained: Callable[[], tuple[str, frozenset[int]]] = lambda: ("", frozenset())
     change: Change | None = field(init=False, default=None)
     joining: frozenset[int] = field(init=False, default=frozenset())
     """New ranks that have not begun to train."""
@@ -131,6 +132,8 @@ class Scaling:
         over, members = not running - self.joining, set(self.heartbeats.group.members)
         if request := next_request(self.folder.path):
             self._consider(request, watch)
+        if not watch.ends:
+            self._drain(*self.drained(), watch)
         if (change := self.change) is not None:
             if over or (watch.ends and change.group is None):
                 self.close(watch.ends)
@@ -141,6 +144,29 @@ class Scaling:
         unwanted = self.joining if over else self.joining - members if not self.change else ()
         if unwanted:
             watch.dismiss(unwanted)
+
+    def _drain(self, name: str, ranks: frozenset[int], watch: RankWatch) -> None:
+        """Let the `ranks` of nodes that got signal `name` leave; if too many would, stop the job.
+
+        A change whose group is formed is carried out first, one without a group is given up.
+        """
+        members = self.heartbeats.group.members
+        if not ranks:
+            return
+        if self.change is not None and self.change.group is None:
+            self._give_up(self.change, f"ranks {_listed(ranks)} leave first ({name})")
+        elif not self._is_busy(watch) and (leavers := ranks.intersection(members)):
+            request = ScaleRequest.new(leave=leavers, by=name)
+            if len(members) - len(leavers) < self.bounds.least:
+                watch.asked_to_stop = name
+                return
+            self.folder.events.event("drained", signal=name, leave=list(request.leave))
+            self._begin(request, watch)
+
+    def _is_busy(self, watch: RankWatch) -> bool:
+        """Whether a change is not done yet: ranks join or leave."""
+        running = set(watch.alive.values())
+        return self.change is not None or bool(running - set(self.heartbeats.group.members))
 
     def close(self, ends: str = "") -> None:
         """Answer a request that the ranks did not live to fulfil; `ends` is why, if not done."""
@@ -157,7 +183,7 @@ class Scaling:
     def _begin(self, request: ScaleRequest, watch: RankWatch) -> None:
         """Start the processes that are to join; raises `RequestError`."""
         members, running = self.heartbeats.group.members, set(watch.alive.values())
-        if watch.ends or self.change is not None or running - set(members):
+        if watch.ends or self._is_busy(watch):
             busy = "a change that is not done yet"
             why = "ranks join and leave at one boundary, and then at the next one"
             raise _refused(request, "a job that ends" if watch.ends else busy, why, "ask later")
@@ -260,6 +286,10 @@ class Scaling:
         """Leave the ranks as they are, and say why; new ones are dismissed with the next tick."""
         self.change, report = None, report + "; the other ranks train on" * goes_on
         self.folder.events.event("not_scaled", **_about(change.request), report=report)
+
+
+def _listed(ranks: Collection[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))
 
 
 def _about(request: ScaleRequest) -> dict[str, Any]:

@@ -128,7 +128,7 @@ class Watch:
         self.exits: dict[int, Exit] = {}
         self.gone: frozenset[int] = frozenset()  # those of a lost node end at once
         self.stopped: frozenset[int] = frozenset()
-        self.reason = ""
+        self.reason = self.asked_to_stop = ""  # the second: by whoever steers the job
         self.stop_at = self.kill_at = NEVER
 
     def run(self, processes: list[Process], on_tick: Callable[[], None], signals: Signals) -> None:
@@ -173,7 +173,7 @@ class Watch:
         Only the first reason counts.
         """
         self.pass_on(signals)
-        reason = signals.reason or self.server.stop_reason()
+        reason = signals.reason or self.server.stop_reason() or self.asked_to_stop
         if not reason and time.monotonic() >= self.time_limit_at:
             reason = "time limit"
         if reason and not self.reason:

@@ -68,6 +68,7 @@ class Cluster:
         return run_dir.parent
 
     def plan(self, job: Job, shape: Shape) -> LaunchPlan:
+        self.nodes.are_free_to_leave = bool(job.elastic)
         return plan_of(job, shape, Visible.from_environment(), self._take_seats(job))
 
     def replan(self, plan: LaunchPlan) -> LaunchPlan:
@@ -148,12 +149,13 @@ class Cluster:
     def plan_for(
         self, plan: LaunchPlan, ranks: Sequence[int], new: Collection[int]
     ) -> dict[int, RankPlan]:
-        """A new rank gets a seat on the living node with the most free ones."""
+        """A new rank gets a seat on the node with the most free ones, of those that stay."""
         seats = {rank: self.nodes.seats[rank] for rank in ranks if rank not in new}
         running = Counter(node.number for node in seats.values())
+        staying = [node for node in self.nodes.living if not node.asked] or self.nodes.living
         for rank in new:
-            free = [self.counts[node.number] - running[node.number] for node in self.nodes.living]
-            seats[rank] = self.nodes.living[free.index(max(free))]
+            free = [self.counts[node.number] - running[node.number] for node in staying]
+            seats[rank] = staying[free.index(max(free))]
             running[seats[rank].number] += 1
         job = dataclasses.replace(plan.job, ranks=len(ranks))
         places = [self._seat(seats[rank], self.nodes.nodes) for rank in ranks]
@@ -161,6 +163,9 @@ class Cluster:
         planned = with_rendezvous(planned, plan.ranks[0].world.rendezvous)
         self.nodes.seats |= seats
         return dict(zip(ranks, planned.ranks, strict=True))
+
+    def drained(self) -> tuple[str, frozenset[int]]:
+        return self.nodes.drained()
 
     def _seat(self, node: Node, living: list[Node]) -> Seat:
         """Nodes are numbered by host: with an agent per rank, several agents share one."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from allranks.errors import PlaceError
+from allranks.errors import EXIT_DONE, PlaceError
 from allranks.launcher.heartbeat import HeartbeatTable
 from allranks.launcher.nodes.channel import Channel, Disconnected, Message, wait_for
 from allranks.launcher.nodes.facts import Interface, NodeFacts
@@ -31,6 +32,7 @@ from allranks.launcher.world import World
 ALIVE_EVERY_S = 1.0
 SILENT_S = 3.0
 SAME_REQUEST_S = 5.0
+DRAIN_S = 2.0  # for a signal to all nodes to come to that of the head
 MESSAGES = ("SIGUSR1", "SIGUSR2")
 SUSPENDED_S = 2.0
 CLOCKS_LAST_S = 60.0
@@ -40,7 +42,10 @@ LEAVE_S = 5.0
 
 @dataclass
 class Node:
-    """One node of the job, as the head knows it. `lost` says why it is lost; "" while it is not."""
+    """One node of the job, as the head knows it. `lost` says why it is lost; "" while it is not.
+
+    `asked` is the signal by which this node alone is asked to leave, and `asked_at` when.
+    """
 
     number: int
     channel: Channel
@@ -53,6 +58,8 @@ class Node:
     measured_at: float = 0.0
     chosen: Interface | None = None
     lost: str = ""
+    asked: str = ""
+    asked_at: float = float("inf")
     tickets: dict[int, int] = field(default_factory=dict)  # ticket -> rank
     started: set[int] = field(default_factory=set)
     answers: list[Any] = field(default_factory=list)
@@ -89,6 +96,7 @@ class Nodes:
         self.hash_seed = hash_seed()
         self.on_idle = on_idle
         self.seats: dict[int, Node] = {}
+        self.are_free_to_leave = False  # whether a job goes on without a node that got a signal
         self._tickets = itertools.count()
         self._exits: list[Exit] = []
         self._heartbeats: HeartbeatTable | None = None
@@ -194,6 +202,23 @@ class Nodes:
     def stop_reason(self) -> str:
         return self._stop_reason
 
+    def drained(self) -> tuple[str, frozenset[int]]:
+        """The signal and the ranks of the nodes that are asked to leave; lets go those without any.
+
+        A signal to the whole job comes to the node of the head, too, in these `DRAIN_S` seconds.
+        """
+        asked = [node for node in self.living if node.asked]
+        first = min((node.asked_at for node in asked), default=float("inf"))
+        if self._stop_reason or time.monotonic() < first + DRAIN_S:
+            return "", frozenset()
+        for node in asked:
+            if not node.tickets and node.number not in self._reported:
+                self._reported.add(node.number)  # its end is no fault
+                text = f"allranks: this node has left the job, which goes on ({node.asked})"
+                self._send(node, {"do": "leave", "code": EXIT_DONE, "text": text})
+        name = asked[0].asked
+        return name, frozenset(rank for node in asked for rank in node.tickets.values())
+
     def ask(self, node: Node, message: Message, seconds: float = ANSWER_S) -> Any:
         """A node's answer; raises `PlaceError` if it is lost before it comes."""
         self._send(node, message)
@@ -287,7 +312,7 @@ class Nodes:
                 node.round_trip_s, node.measured_at = trip, now
                 node.clock_ahead_s = message["clock"] - (message["alive"] + trip / 2)
         elif "asked" in message:
-            self._note_request(message["asked"])
+            self._note_request(node, message["asked"])
         elif "broken" in message:
             self._lose(node, message["broken"])
 
@@ -297,8 +322,11 @@ class Nodes:
             ahead = node.clock_ahead_s
             self._exits.append(Exit(**{**exit_, "monotonic": when, "clock_ahead_s": ahead}))
 
-    def _note_request(self, name: str) -> None:
-        """Handle a request to stop or to save, which a scheduler sends to all nodes at once."""
+    def _note_request(self, node: Node, name: str) -> None:
+        """Handle a request to stop or to save, which a scheduler sends to all nodes at once.
+
+        One to stop may be for this node alone: `drained` says so if the head's does not get it.
+        """
         if self._heartbeats is None and name in MESSAGES:
             now = time.monotonic()
             if now - self._forwarded_at.get(name, 0.0) > SAME_REQUEST_S:
@@ -307,8 +335,15 @@ class Nodes:
         elif name == signal.SIGUSR2.name:
             if self._heartbeats is not None and not self._heartbeats.is_closed:
                 self._heartbeats.ask_to_save()
+        elif self._may_leave(node) and name != signal.SIGINT.name:  # which a person sends
+            node.asked, node.asked_at = name, min(node.asked_at, time.monotonic())
         else:
             self._stop_reason = self._stop_reason or name
+
+    def _may_leave(self, node: Node) -> bool:
+        """Whether the job can go on without this node: not without that of the head."""
+        has_begun = self._heartbeats is not None
+        return has_begun and self.are_free_to_leave and node.name != socket.gethostname()
 
     def _forward_orders(self) -> None:
         if self._heartbeats is None or self._heartbeats.is_closed:

@@ -105,9 +105,12 @@ def _end_of(job: Allocation) -> float:
 
 
 def _srun(job: Allocation, request: NodeRequest, tasks: int) -> list[str]:
-    """A step with the whole allocation, which survives the loss of one of its nodes."""
+    """A step with the whole allocation, which survives the loss or the leave of one of its nodes.
+
+    Without `--wait=0` a site may have srun end the other agents some time after the first has left.
+    """
     words = ["srun", f"--nodes={request.nodes}", f"--ntasks={tasks}", "--kill-on-bad-exit=0"]
-    words += ["--no-kill", "--export=ALL", "--unbuffered", "--distribution=block"]
+    words += ["--no-kill", "--wait=0", "--export=ALL", "--unbuffered", "--distribution=block"]
     if not request.rendezvous.per_rank:
         words += ["--ntasks-per-node=1", "--cpu-bind=none", "--mem=0", "--overlap"]
     if job.cpus_per_task is not None and len(set(job.tasks_per_node)) == 1:
