@@ -250,6 +250,34 @@ def test_without_a_part_and_its_copy_the_checkpoint_is_loaded(
     assert group["step"] == (0 if checkpoint_every is None else 6)
 
 
+REPLICAS = {
+    "one of two, then one of none": (
+        "kill@rank=2,step=5 kill@rank=0,step=8",
+        PROGRAM,
+        [([0, 1, 3], "replicas"), ([1, 3], "start")],
+    ),
+    "both": ("kill@rank=1,step=7 kill@rank=3,step=7", PROGRAM, [([0, 2], "start")]),
+    "in an update": ("", f"{FILE}:BreaksOff", [([0, 1, 3], "start")]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REPLICAS)
+def test_parts_of_the_state_come_from_replicas(train: Train, alone: Result, name: str) -> None:
+    """Each of two parts is on two ranks; what is updated in part is used by nobody."""
+    inject, program, expected = REPLICAS[name]
+    flags: dict[str, Any] = {"strategy": "hsdp:shard=2", "ranks": 4, "elastic": "1:4"}
+    result = elastic(train, inject, program, **flags)
+    assert_undisturbed(result, alone)
+    every = groups(result)
+    if name != "both":  # one may be seen before the other
+        assert [(row["members"], row["loaded_from"]) for row in every] == expected
+    assert (every[-1]["members"], every[-1]["loaded_from"]) == expected[-1]
+    for row in every:
+        assert (row["loaded_from"] == "replicas") == (row["steps_again"] <= 1)
+        assert bool(row["parts_lost"]) == (row["loaded_from"] == "start" and name != "in an update")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "ddp-plain"])
 def test_without_bitwise_it_is_equal_up_to_rounding(train: Train, strategy: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from torch.utils.data import (
 
 import allranks.torch.regroup as regroup
 import allranks.torch.worker as worker
+from allranks.errors import PeerLost
 from allranks.job.run_folder import JsonLines
 from allranks.launcher import heartbeat
 from allranks.torch import Task
@@ -149,6 +151,35 @@ class Lies(Elastic):
 class Planned(Elastic):
     def callbacks(self) -> list[Callback]:
         return [Plan()]
+
+
+class BrokenOff(torch.optim.AdamW):
+    """Once, in its update after step 4, rank 2 dies and the others lose it half-way."""
+
+    is_due = False
+
+    def step(self, closure: Any = None) -> Any:
+        if BrokenOff.is_due:
+            BrokenOff.is_due = False
+            if os.environ["RANK"] == "2":
+                os.kill(os.getpid(), signal.SIGKILL)
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].mul_(2.0)
+            raise PeerLost("rank 2")
+        return super().step(closure)
+
+
+class AfterStepFour(Callback):
+    def on_step(self, trainer: Any, batch: Any, result: Any) -> None:
+        BrokenOff.is_due = result.batch_index == 4 and trainer.world.group == 0
+
+
+class BreaksOff(Elastic):
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return BrokenOff(model.parameters(), lr=0.01)
+
+    def callbacks(self) -> list[Callback]:
+        return [AfterStepFour()]
 
 
 class EvaluateAlways(Callback):

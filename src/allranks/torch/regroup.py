@@ -15,6 +15,7 @@ from allranks.checkpoint.folder import committed, step_of
 from allranks.checkpoint.format import unflatten
 from allranks.errors import PeerLost, ProgramError
 from allranks.job.resume import CHECKPOINTS
+from allranks.torch.checkpoint.spare import LiveParts
 from allranks.torch.checkpoint.state import (
     DTYPES,
     NAMES,
@@ -22,10 +23,12 @@ from allranks.torch.checkpoint.state import (
     random_streams,
     set_random_streams,
 )
+from allranks.torch.data.sources import StreamSource
 from allranks.torch.witness.replicas import verify
 from allranks.training.engine.regroup import (
     CHECKPOINT,
     LOOK_S,
+    REPLICAS,
     SPARE,
     START,
     Agreed,
@@ -48,6 +51,7 @@ def hand_over(trainer: Trainer) -> Handover:
     """
     step, reached = trainer.strategy.step, trainer.progress.batch_index
     is_cut, state = trainer.strategy.agreement.cuts_state, trainer.course()
+    is_between = trainer.last_result is None
     if trainer.in_step and trainer.in_step[0].index >= reached:
         if reached == 0 and not is_cut and trainer.task.overrides("initialise"):
             raise PeerLost(
@@ -59,6 +63,7 @@ def hand_over(trainer: Trainer) -> Handover:
                 "a rank was lost after the update of a step that is not over: it cannot be made "
                 "again, but by a start from the last checkpoint"
             )
+        is_between = step.updated_at != reached
         reached = trainer.in_step[0].index + 1
         trainer.heartbeat.take_back_save()
         step.user_buffers.undo()
@@ -84,8 +89,24 @@ def hand_over(trainer: Trainer) -> Handover:
         optimizer=None if is_cut else (step.rates, trainer.strategy.initial_set),
         data=trainer.task_data.opened_data,
         spare=trainer.spare,
+        live=_live(trainer) if is_between and trainer.spare is None else None,
         shard_seconds=trainer.shard_seconds,
     )
+
+
+def _live(trainer: Trainer) -> LiveParts | None:
+    """This rank's part of the state between two steps, if others may have the same; else `None`.
+
+    The states of a stream's shards are lost with a rank.
+    """
+    replica, done = trainer.strategy.replica_state(), trainer.progress.batch_index
+    is_made = done > 0 or not trainer.task.overrides("initialise")
+    is_stream = isinstance(trainer.task_data.batches.source, StreamSource)
+    if replica is None or not is_made or is_stream or trainer.world.group < 0:
+        return None
+    place, places, state = replica
+    at, callbacks = (done, trainer.world.group), trainer.callback_states()
+    return LiveParts.of(at, (place, places), {**state, **trainer.course()}, callbacks)
 
 
 def leave(trainer: Trainer, *, planned: bool) -> None:
@@ -124,7 +145,7 @@ def take_over(trainer: Trainer, before: Handover | None) -> Agreed:
     mine = dataclasses.asdict(_position(trainer, before))
     agreed = furthest([Position(**json.loads(t)) for t in comm.gather_texts(json.dumps(mine))])
     if trainer.strategy.agreement.cuts_state:
-        return _load(trainer, agreed)
+        return _load(trainer, agreed, None if before is None else before.live)
     state = {} if before is None else before.state
     if agreed.behind:
         state = _handed(trainer, state, agreed)
@@ -151,14 +172,15 @@ def _check_can_join(trained: dict[str, Any]) -> None:
         )
 
 
-def _load(trainer: Trainer, agreed: Agreed) -> Agreed:
-    """Load the copies in memory, or the newest checkpoint; without either all begin anew."""
+def _load(trainer: Trainer, agreed: Agreed, live: LiveParts | None) -> Agreed:
+    """Load what is in memory, or the newest checkpoint; without either all begin anew."""
     _ = trainer.task_data.batches
     if agreed.new:
         trainer.task_data.compare_anew()
-    spare, loaded_from = agreed.spare, SPARE
+    spare, loaded_from = agreed.spare, REPLICAS if trainer.spare is None else SPARE
     if spare is not None and not spare.missing and spare.step >= agreed.saved:
-        trainer.load_spare(spare)
+        is_there = live is not None and (live.step, live.group) == (spare.step, spare.group)
+        trainer.load_spare(spare, live if is_there else None)
         assert trainer.saving is not None
         trainer.saving.checkpointer.done_step = agreed.saved
     else:
@@ -190,7 +212,8 @@ def _position(trainer: Trainer, before: Handover | None) -> Position:
         return Position(saved=saved)
     evaluated = int(before.state["course"]["found_at"])
     at = (before.step, evaluated, before.is_best, before.reached)
-    spares = [] if before.spare is None else before.spare.listed()
+    parts = before.live or before.spare
+    spares = [] if parts is None else parts.listed()
     return Position(*at, saved, before.row, before.steps_again, before.is_compared, spares)
 
 

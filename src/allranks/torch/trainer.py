@@ -32,7 +32,7 @@ from allranks.strategies.audits import check_audit
 from allranks.torch.batchnorm.across_ranks import whole_norm
 from allranks.torch.build import BuiltModel, build_model, build_strategy, job_for, whole_copy
 from allranks.torch.checkpoint.saving import Saving, contents_of, digest_of_state
-from allranks.torch.checkpoint.spare import SpareState
+from allranks.torch.checkpoint.spare import LiveParts, SpareState
 from allranks.torch.checkpoint.state import copied, random_streams, set_random_streams
 from allranks.torch.comm.comm import Comm
 from allranks.torch.comm.join import join
@@ -453,11 +453,12 @@ class Trainer(EngineTrainer[Batch]):
         self._saving.refresh_spare(self.world.number, group, step, self._other_state())
         self.heartbeat.enter(before)
 
-    def load_spare(self, spare: Spare) -> None:
-        """Resume from copies that the ranks have in memory, as from a checkpoint; all call this."""
+    def load_spare(self, spare: Spare, live: LiveParts | None) -> None:
+        """Resume from what the ranks have in memory, as from a checkpoint; all call this."""
         before = self.heartbeat.enter("save")
         assert self._saving is not None
-        self._saving.load_spare(spare, self._load_other_state)
+        own = {} if live is None else live.callbacks
+        self._saving.load_spare(spare, live, lambda state: self._load_other_state({**state, **own}))
         self.heartbeat.enter(before)
 
     @property

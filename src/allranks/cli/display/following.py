@@ -251,6 +251,7 @@ LEFT_OUT = {
 }
 LOADED_FROM = {
     "spare": "their copies of its parts",
+    "replicas": "what the ranks that are left held",
     "checkpoint": "the newest checkpoint",
     "start": "the start, as there was no checkpoint",
 }
@@ -307,6 +308,9 @@ def in_words(event: dict[str, Any]) -> list[str]:
         return [f"note: learner {event['learner']} joins at version {event['version']}"]
     if name == "straggler":
         return [f"note: rank {event['rank']} on {event['host']} is {_slow(event)}"]
+    if name == "drained":
+        ranks = ", ".join(map(str, event["leave"]))
+        return [f"note: their node got {event['signal']}: ranks {ranks} leave, the others go on"]
     if name == "scaled":
         return [f"note: {scaled_in_words(event)}"]
     if name == "not_scaled":

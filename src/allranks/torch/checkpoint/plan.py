@@ -170,7 +170,7 @@ class Planner:
         if digests != self._known:
             texts = self.comm.gather_texts(self._text)
             ranks = [self._looks if text == self._text else read_parts(text) for text in texts]
-            self._plan = _global(ranks)
+            self._plan = global_plan(ranks)
             self._known = digests
 
 
@@ -189,7 +189,7 @@ def _whole(path: str, tensor: Tensor) -> WritePart:
     return WritePart(path, NAMES[tensor.dtype], shape, (0,) * len(shape), shape, kind)
 
 
-def _global(ranks: list[list[WritePart]]) -> WritePlan:
+def global_plan(ranks: list[list[WritePart]]) -> WritePlan:
     """The plan for the parts of all ranks, the same on every rank."""
     _check(ranks)
     ranks = [[part for part in parts if part.kind != ELSEWHERE] for parts in ranks]

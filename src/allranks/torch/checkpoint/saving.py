@@ -33,7 +33,13 @@ from allranks.torch.checkpoint.plan import (
     TorchSnapshot,
     read_files,
 )
-from allranks.torch.checkpoint.spare import PlacedRank, SpareReader, SpareState
+from allranks.torch.checkpoint.spare import (
+    LiveParts,
+    PlacedRank,
+    SpareReader,
+    SpareState,
+    opened_live,
+)
 from allranks.torch.checkpoint.state import (
     DTYPES,
     flatten,
@@ -251,11 +257,18 @@ class Saving:
         local_state = {**strategy.local_state(), **other} if has_parts else {}
         self.spare.refresh(rank, step, local_state, lambda: {**strategy.state(), **other})
 
-    def load_spare(self, spare: Spare, load_other_state: Callable[[dict[str, Any]], None]) -> None:
-        """Load the copies that the ranks have in memory; every rank calls this."""
-        assert self.spare is not None
+    def load_spare(
+        self,
+        spare: Spare,
+        live: LiveParts | None,
+        load_other_state: Callable[[dict[str, Any]], None],
+    ) -> None:
+        """Load what the ranks have in memory; every rank calls this."""
         comm = self.strategy.comm
-        version = self.spare.opened(comm, spare)
+        if self.spare is None:
+            version = opened_live(comm, spare, live)
+        else:
+            version = self.spare.opened(comm, spare)
         fill = SpareReader(comm, version, spare.holders).fill
         reader = CheckpointReader(comm.rank, 0, self._templates(), fill)
         self._take(load_other_state, reader.read(Path(), version.manifest))

@@ -1,9 +1,11 @@
-"""Copies of the state of a training in the memory of its ranks: `--spare-state`.
+"""The state of a training in the memory of its ranks: copies with `--spare-state`, and replicas.
 
 After each step every rank copies its part of the state, planned as for a checkpoint, and sends the
 copy to the next rank, the last rank to the first. So where a rank is lost, or several that are not
 neighbours, the others have all parts (`newest_spare` in `engine.regroup`). A rank has two versions,
 and writes over the older one: until all ranks have the newer one, the older one stays whole.
+
+Under `hsdp` several ranks hold each part without a copy: `LiveParts`, what a rank trained with.
 """
 
 from __future__ import annotations
@@ -26,10 +28,13 @@ from allranks.torch.checkpoint.plan import (
     Planner,
     Read,
     TorchSnapshot,
+    WritePart,
     WritePlan,
     by_piece,
+    global_plan,
     layout_of,
     load_plan,
+    local_parts,
     parts_text,
     read_parts,
 )
@@ -173,6 +178,52 @@ class SpareState:
         plan = WritePlan(tuple(tuple(read_parts(text)) for text in plans))
         parts = {} if version is None else version.parts
         return Version(spare.step, spare.group, tuple(numbers), common, plan, parts)
+
+
+@dataclass(frozen=True)
+class LiveParts:
+    """What this rank trained with, after `step`: part `place` of `places`, as other ranks have it.
+
+    `tensors` are no copies: the model that they are of trains no more. `callbacks` are the states
+    of those of this rank.
+    """
+
+    step: int
+    group: int
+    place: int
+    places: int
+    common: Any
+    tensors: dict[WritePart, Tensor]
+    callbacks: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls, at: tuple[int, int], part: tuple[int, int], state: Any, callbacks: dict[str, Any]
+    ) -> LiveParts:
+        """`at` are step and group; `state` is as a checkpoint has it. No communication."""
+        common, tensors = flatten({**state, **callbacks}, "common")
+        return cls(*at, *part, common, local_parts(tensors), callbacks)
+
+    def listed(self) -> list[SpareParts]:
+        """What this rank has, as of copies; parts go by their places."""
+        return [SpareParts(self.step, self.group, tuple(range(self.places)), (self.place,))]
+
+
+def opened_live(comm: Comm, spare: Spare, live: LiveParts | None) -> Version:
+    """The version that the ranks of `comm` load of what some of them trained with.
+
+    Every rank calls this, one without any part (`None`) too. Gathers the plans of all.
+    """
+    text = "" if live is None else json.dumps([live.common, parts_text(live.tensors)])
+    texts, places = comm.gather_texts(text), tuple(sorted(spare.holders))
+    of_places = [json.loads(texts[spare.holders[place]]) for place in places]
+    plan = global_plan([read_parts(parts) for _, parts in of_places])
+    parts = {}
+    if live is not None and spare.holders[live.place] == comm.rank:
+        snapshot = TorchSnapshot()
+        snapshot.take({part: live.tensors[part] for part in plan.parts[live.place]})
+        parts = {live.place: snapshot.flat}
+    return Version(spare.step, spare.group, places, of_places[0][0], plan, parts)
 
 
 @dataclass(frozen=True)

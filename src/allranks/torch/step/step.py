@@ -145,7 +145,7 @@ class SharedStep(Passes):
         self.own_positions: Sequence[int] | None = None  # of the parameters that its passes meet
         self._is_awaited = is_accelerator(self.scope.device)
         self.average: MovingAverage | None = None
-        self.updated_at = -1  # the step of the last update
+        self.updated_at = -1  # the step of the last update, from its beginning on
         self.guard = Guard()
         self.rates = Rates(self.task, self.optimizer)
 
@@ -190,8 +190,8 @@ class SharedStep(Passes):
         elif (bad := self._judged(loss, norm)) is not None:
             verdict = self._decide(batch, bad)
         if verdict.update:
-            self._update(batch, norm, tally, gradients, factor)
             self.updated_at = batch.index
+            self._update(batch, norm, tally, gradients, factor)
             tally.update_norms()
             self.layout.was_updated = not totals.unused
         else:

@@ -458,6 +458,13 @@ class Strategy(Traits, ABC):
                 state["evaluated"] = self.two_modes.state(self.model)
             return state
 
+    def replica_state(self) -> tuple[int, int, dict[str, Any]] | None:
+        """Which part this rank has of so many, and `state`; `None` if no other rank has that part.
+
+        Also in a step that was broken off, after which this strategy trains no more.
+        """
+        return None
+
     def load_state(self, state: dict[str, Any]) -> None:
         """Load what `state` returned; every rank calls this."""
         step, groups = self.step, len(self.initial_set.groups)

@@ -11,7 +11,8 @@ Where each rank holds a part of the state, parts are lost with a rank. There all
 model anew and load the newest checkpoint, as after a restart, or begin anew if there is none: the
 steps since then are made again. Before ranks join or leave, the old group saves one of its last
 step, so that none is. With `--spare-state` ranks have copies of the parts of others in memory, and
-load these instead where all parts are there (`newest_spare`).
+load these instead where all parts are there (`newest_spare`). Where several ranks hold each part
+(`hsdp`), what the ranks that are left trained with serves instead of copies.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from allranks.training.progress import StepResult
 
 PATIENCE_S = 30.0  # of a rank that lost a peer, until the supervisor has seen that
 LOOK_S = 0.001
-SPARE, CHECKPOINT, START = "spare", "checkpoint", "start"
+SPARE, REPLICAS, CHECKPOINT, START = "spare", "replicas", "checkpoint", "start"
 
 
 class TrainsNoMore(PeerLost):
@@ -49,7 +50,8 @@ class Handover:
     and `data` are the engine's model, its optimizer as it was made, and its opened data.
 
     Where parts of the state are lost with a rank, it has neither state of the engine, nor model,
-    nor callbacks: the next trainer makes them anew. `spare` are the engine's copies of parts.
+    nor callbacks: the next trainer makes them anew. `spare` are the engine's copies of parts, and
+    `live` is the part that this rank trained with, if other ranks have the same.
     """
 
     callbacks: list[Callback]
@@ -66,6 +68,7 @@ class Handover:
     optimizer: Any
     data: Any
     spare: Any = None
+    live: Any = None
     is_new: bool = False
     """Whether this rank has trained in no group yet: its state is nobody's."""
     shard_seconds: float = 0.0
@@ -150,8 +153,9 @@ class Agreed:
     """What the ranks of a group have agreed on: the position of `source`, which others received.
 
     With `loaded_from` the position is that of the state that all have loaded: of their copies
-    ("spare"), of a checkpoint, or of a start. `parts_lost` are then the numbers of the ranks whose
-    part of the newest copies nobody had.
+    ("spare"), of the "replicas" that are left, of a checkpoint, or of a start. `parts_lost` are
+    then the parts of the newest copies or replicas that nobody had: the numbers of the ranks that
+    made the copies, or places within a replica.
     """
 
     position: Position
@@ -173,8 +177,10 @@ class Agreed:
     def at(self, step: int, loaded_from: str) -> Agreed:
         """The same ranks, after all have loaded the state of `step`."""
         again, spare = self.position.step + self.steps_again - step, self.spare
-        lost = () if spare is None or loaded_from == SPARE else spare.missing
-        agreed = replace(self, position=Position(step=step), behind=(), steps_again=again)
+        is_whole = spare is None or loaded_from in (SPARE, REPLICAS)
+        lost = () if spare is None or is_whole else spare.missing
+        row = self.position.row if step == self.position.step else None
+        agreed = replace(self, position=Position(step=step, row=row), behind=(), steps_again=again)
         return replace(agreed, loaded_from=loaded_from, parts_lost=lost, compares=True)
 
 

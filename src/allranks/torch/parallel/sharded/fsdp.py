@@ -464,3 +464,9 @@ class HSDP(FSDP):
     """The same within groups of K ranks; torch sums gradients over the groups."""
 
     name = "hsdp"
+
+    def replica_state(self) -> tuple[int, int, dict[str, Any]] | None:
+        shards = self.axis(SHARD)
+        if self.is_cut:
+            self.guard.put_parts_back()
+        return shards.rank, shards.size, self.state()

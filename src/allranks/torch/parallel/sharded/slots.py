@@ -337,6 +337,12 @@ class WeightGuard:
                 vars(module)["_parameters"] = Guarded(module._parameters, self)
         self._make_stale({id(p) for p in self.model.parameters()})
 
+    def put_parts_back(self) -> None:
+        """The shards stand in their places again, wherever a pass was broken off."""
+        for weight in self._by_part.values():
+            for module, name in weight.places:
+                module._parameters[name] = weight.part
+
     def close(self) -> None:
         """Give the modules plain dicts again."""
         for module in self.model.modules():
