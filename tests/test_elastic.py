@@ -257,6 +257,11 @@ REPLICAS = {
         [([0, 1, 3], "replicas"), ([1, 3], "start")],
     ),
     "both": ("kill@rank=1,step=7 kill@rank=3,step=7", PROGRAM, [([0, 2], "start")]),
+    "one while a group forms": (
+        "kill@rank=1,step=5 kill@rank=2,at=regroup",
+        PROGRAM,
+        [([0, 3], "replicas")],
+    ),
     "in an update": ("", f"{FILE}:BreaksOff", [([0, 1, 3], "start")]),
 }
 

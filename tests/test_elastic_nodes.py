@@ -222,7 +222,7 @@ def test_a_signal_to_the_node_of_the_head_is_one_to_the_job(
         for number in range(3)
     ]
     nodes = Nodes(every, 20.0)
-    nodes.are_free_to_leave = True
+    nodes.is_elastic = True
     with closing(HeartbeatTable(5)) as nodes._heartbeats:
         for number in asked:
             nodes._handle(every[number], {"asked": name})
@@ -265,5 +265,5 @@ def test_a_node_that_gets_a_signal_leaves(
     assert (group["members"], group["steps_again"]) == ([0, 1], 0)
     assert hurry.exists(), "its agent ended while the others trained"
     rows = {row["event"]: row for row in read_events(result.run_dir)}
-    assert (rows["drained"]["signal"], rows["scaled"]["left"]) == ("SIGTERM", [2, 3])
+    assert (rows["scaled"]["by"], rows["scaled"]["left"]) == ("SIGTERM", [2, 3])
     assert "worker_lost" not in rows

@@ -363,7 +363,7 @@ def test_the_ranks_of_a_node_that_gets_a_signal_leave_together(launch: Launch) -
     launch.ask(join=1)
     launch.scaling.drained = lambda: ("SIGTERM", frozenset({0, 2}))
     launch.tick()
-    assert "ranks 0, 2 leave first (SIGTERM)" in launch.answer["report"]
+    assert "ranks [0, 2] leave first (SIGTERM)" in launch.answer["report"]
     assert launch.watch.dismissed == [2] and launch.table.group.number == 0
     launch.tick()
     assert launch.table.group.members == (1,) and not launch.watch.asked_to_stop

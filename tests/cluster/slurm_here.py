@@ -345,6 +345,11 @@ class SlurmHere:
                 f"ssh to {name}",
             )
 
+    def agents_on(self, name: str) -> list[int]:
+        """The agents of jobs on a node, by their process ids there."""
+        every = self.processes_on(name).items()
+        return [pid for pid, command in every if "allranks.launcher.nodes.agent" in command]
+
     def _answers(self) -> bool:
         return self.run("scontrol", "ping").returncode == 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from allranks.job.config import resolve
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.start import run_job
 from slurm_here import SlurmHere
+
+TASKS = Path(__file__).parents[1] / "tasks"
 
 
 @pytest.fixture
@@ -45,6 +48,30 @@ def test_a_training_on_hosts_has_the_bits_of_one_rank(
         for name in ("n1", "n2")
         for command in hosts.processes_on(name).values()
     )
+
+
+def test_a_host_leaves_when_its_agent_gets_a_signal(
+    hosts: SlurmHere, server: ForkServer, tmp_path: Path
+) -> None:
+    """The head runs on none of the hosts."""
+    (hosts.work / "slow.py").write_text((TASKS / "scale_tasks.py").read_text())
+    hurry, metrics = hosts.work / "hurry", hosts.work / "run" / "metrics.jsonl"
+    words = ("--hosts", "hosts", "--nodes", "2", "--ranks", "4", "--bitwise", "--steps", "800")
+    words += ("--elastic", "1:4", "--first-check", "off", "--set", f"hurry={hurry}")
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(ask, hosts, "train", "slow.py", *words, "--run-dir", "run", "--json")
+        hosts.wait_for(lambda: job.done() or metrics.exists(), 60, "it trains")
+        for agent in hosts.agents_on("n2"):
+            hosts.on_node("n2", "kill", "-TERM", str(agent))
+        hosts.wait_for(lambda: job.done() or not hosts.agents_on("n2"), 60, "n2 empty")
+        assert not job.done(), job.result()
+        hurry.touch()
+        code, out, err = job.result()
+    assert code == 0, err
+    assert "1 rank trains from step" in err and "1, 2, 3 left (their node got SIGTERM)" in err
+    flags = {"bitwise": True, "steps": 800, "run_dir": str(tmp_path / "one")}
+    one = run_job(resolve(str(hosts.work / "slow.py"), flags), server)
+    assert json.loads(out.splitlines()[-1])["weights_sha256"] == one.summary["weights_sha256"]
 
 
 def test_a_script_runs_where_the_slots_are(hosts: SlurmHere) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from allranks.launcher.start import run_job
 from slurm_here import SlurmHere
 
 STEPS, LONG = 100, 400
+TASKS = Path(__file__).parents[1] / "tasks"
 ON_TWO = ("--nodes=2", "--ranks-per-node=2", "--time=10m")
 
 
@@ -39,9 +41,15 @@ def on_one_rank(
     return digest
 
 
-def submit(slurm: SlurmHere, *words: str, steps: int = STEPS, how: tuple[str, ...] = ()) -> str:
-    """Send a training of `digits` to two nodes; returns its job."""
-    train = ("--", "train", "digits", "--bitwise", "--steps", str(steps), *words)
+def submit(
+    slurm: SlurmHere,
+    *words: str,
+    steps: int = STEPS,
+    how: tuple[str, ...] = (),
+    program: str = "digits",
+) -> str:
+    """Send a training to two nodes; returns its job."""
+    train = ("--", "train", program, "--bitwise", "--steps", str(steps), *words)
     said = slurm.ask("allranks", "submit", *ON_TWO, "--json", "--run-dir=run", *how, *train)
     return str(json.loads(said.splitlines()[-1])["job_id"])
 
@@ -162,3 +170,33 @@ def test_two_jobs_at_once_do_not_meet(slurm: SlurmHere) -> None:
         done = [row for row in read_events(slurm.work / name) if row["event"] == "done"]
         summary = next(row["summary"] for row in done if row["rank"] == 0)
         assert (summary["world_size"], summary["steps"]) == (2, 30)
+
+
+def test_ranks_are_lost_join_and_leave_with_their_node(slurm: SlurmHere, tmp_path: Path) -> None:
+    """One dies, another joins in its place, and n2 is emptied by a signal to its agent."""
+    text = (TASKS / "scale_tasks.py").read_text()
+    (slurm.work / "slow.py").write_text(text.replace("PASS_S = 0.005", "PASS_S = 0.03"))
+    hurry = slurm.work / "hurry"
+    words = (
+        "--first-check=off",
+        "--elastic=2:4",
+        "--inject=kill@rank=1,step=10",
+        "--set",
+        f"hurry={hurry}",
+    )
+    job = submit(slurm, *words, program="slow.py", steps=LONG)
+    slurm.wait_for(lambda: events(slurm, "group"), 120, "a group without rank 1")
+    slurm.ask("allranks", "scale", "run", "--ranks", "4", timeout_s=120)
+    (agent,) = slurm.agents_on("n2")
+    slurm.on_node("n2", "kill", "-TERM", str(agent))
+    slurm.wait_for(lambda: not slurm.processes_on("n2"), 60, "n2 empty")
+    assert not events(slurm, "done"), "the others train"
+    hurry.touch()
+    slurm.wait_for_state(job, "COMPLETED", timeout_s=240)
+    flags = {"bitwise": True, "steps": LONG, "run_dir": str(tmp_path / "one")}
+    alone = run_job(resolve(str(slurm.work / "slow.py"), flags)).summary
+    summary = summary_of(slurm)
+    assert summary["weights_sha256"] == alone["weights_sha256"]
+    rows = [(row["members"], row["steps_again"]) for row in events(slurm, "group")]
+    assert rows[1:] == [([0, 1, 2, 3], 0), ([0, 1], 0)] and rows[0][0] == [0, 2, 3]
+    assert [row["rank"] for row in events(slurm, "worker_lost")] == [1]

@@ -154,14 +154,12 @@ class Scaling:
         if not ranks:
             return
         if self.change is not None and self.change.group is None:
-            self._give_up(self.change, f"ranks {_listed(ranks)} leave first ({name})")
+            self._give_up(self.change, f"ranks {sorted(ranks)} leave first ({name})")
         elif not self._is_busy(watch) and (leavers := ranks.intersection(members)):
-            request = ScaleRequest.new(leave=leavers, by=name)
             if len(members) - len(leavers) < self.bounds.least:
                 watch.asked_to_stop = name
-                return
-            self.folder.events.event("drained", signal=name, leave=list(request.leave))
-            self._begin(request, watch)
+            else:
+                self._begin(ScaleRequest.new(leave=leavers, by=name), watch)
 
     def _is_busy(self, watch: RankWatch) -> bool:
         """Whether a change is not done yet: ranks join or leave."""
@@ -286,10 +284,6 @@ class Scaling:
         """Leave the ranks as they are, and say why; new ones are dismissed with the next tick."""
         self.change, report = None, report + "; the other ranks train on" * goes_on
         self.folder.events.event("not_scaled", **_about(change.request), report=report)
-
-
-def _listed(ranks: Collection[int]) -> str:
-    return ", ".join(map(str, sorted(ranks)))
 
 
 def _about(request: ScaleRequest) -> dict[str, Any]:

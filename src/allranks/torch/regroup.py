@@ -15,6 +15,7 @@ from allranks.checkpoint.folder import committed, step_of
 from allranks.checkpoint.format import unflatten
 from allranks.errors import PeerLost, ProgramError
 from allranks.job.resume import CHECKPOINTS
+from allranks.torch.checkpoint.plan import local_parts
 from allranks.torch.checkpoint.spare import LiveParts
 from allranks.torch.checkpoint.state import (
     DTYPES,
@@ -99,14 +100,18 @@ def _live(trainer: Trainer) -> LiveParts | None:
 
     The states of a stream's shards are lost with a rank.
     """
-    replica, done = trainer.strategy.replica_state(), trainer.progress.batch_index
+    opened, done = trainer.task_data.opened, trainer.progress.batch_index
     is_made = done > 0 or not trainer.task.overrides("initialise")
-    is_stream = isinstance(trainer.task_data.batches.source, StreamSource)
-    if replica is None or not is_made or is_stream or trainer.world.group < 0:
+    if opened is None or isinstance(opened.source, StreamSource) or not is_made:
+        return None
+    replica = trainer.strategy.replica_state()
+    if replica is None or trainer.world.group < 0:
         return None
     place, places, state = replica
-    at, callbacks = (done, trainer.world.group), trainer.callback_states()
-    return LiveParts.of(at, (place, places), {**state, **trainer.course()}, callbacks)
+    callbacks = trainer.callback_states()
+    common, tensors = flatten({**state, **trainer.course(), **callbacks}, "common")
+    at = done, trainer.world.group, place, places
+    return LiveParts(*at, common, local_parts(tensors), callbacks)
 
 
 def leave(trainer: Trainer, *, planned: bool) -> None:

@@ -457,8 +457,7 @@ class Trainer(EngineTrainer[Batch]):
         """Resume from what the ranks have in memory, as from a checkpoint; all call this."""
         before = self.heartbeat.enter("save")
         assert self._saving is not None
-        own = {} if live is None else live.callbacks
-        self._saving.load_spare(spare, live, lambda state: self._load_other_state({**state, **own}))
+        self._saving.load_spare(spare, live, self._load_other_state)
         self.heartbeat.enter(before)
 
     @property

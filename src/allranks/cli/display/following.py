@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 from allranks.errors import FaultKind
@@ -308,9 +309,6 @@ def in_words(event: dict[str, Any]) -> list[str]:
         return [f"note: learner {event['learner']} joins at version {event['version']}"]
     if name == "straggler":
         return [f"note: rank {event['rank']} on {event['host']} is {_slow(event)}"]
-    if name == "drained":
-        ranks = ", ".join(map(str, event["leave"]))
-        return [f"note: their node got {event['signal']}: ranks {ranks} leave, the others go on"]
     if name == "scaled":
         return [f"note: {scaled_in_words(event)}"]
     if name == "not_scaled":
@@ -333,6 +331,7 @@ def scaled_in_words(event: Mapping[str, Any]) -> str:
         f"{', '.join(map(str, event[name]))} {name}" for name in ("joined", "left") if event[name]
     ]
     changes = f": {'; '.join(moves)}" if moves else ", as before"
+    changes += f" (their node got {event['by']})" if event.get("by") in Signals.__members__ else ""
     size = event["ranks"]
     verb = "rank trains" if size == 1 else "ranks train"
     wanted = event.get("wanted", size)

@@ -68,7 +68,7 @@ class Cluster:
         return run_dir.parent
 
     def plan(self, job: Job, shape: Shape) -> LaunchPlan:
-        self.nodes.are_free_to_leave = bool(job.elastic)
+        self.nodes.is_elastic = bool(job.elastic)
         return plan_of(job, shape, Visible.from_environment(), self._take_seats(job))
 
     def replan(self, plan: LaunchPlan) -> LaunchPlan:
@@ -152,7 +152,7 @@ class Cluster:
         """A new rank gets a seat on the node with the most free ones, of those that stay."""
         seats = {rank: self.nodes.seats[rank] for rank in ranks if rank not in new}
         running = Counter(node.number for node in seats.values())
-        staying = [node for node in self.nodes.living if not node.asked] or self.nodes.living
+        staying = [node for node in self.nodes.living if not node.drain] or self.nodes.living
         for rank in new:
             free = [self.counts[node.number] - running[node.number] for node in staying]
             seats[rank] = staying[free.index(max(free))]

@@ -44,7 +44,7 @@ LEAVE_S = 5.0
 class Node:
     """One node of the job, as the head knows it. `lost` says why it is lost; "" while it is not.
 
-    `asked` is the signal by which this node alone is asked to leave, and `asked_at` when.
+    `drain` is the signal by which this node alone was asked to leave, at `drained_at`.
     """
 
     number: int
@@ -58,8 +58,8 @@ class Node:
     measured_at: float = 0.0
     chosen: Interface | None = None
     lost: str = ""
-    asked: str = ""
-    asked_at: float = float("inf")
+    drain: str = ""
+    drained_at: float = 0.0
     tickets: dict[int, int] = field(default_factory=dict)  # ticket -> rank
     started: set[int] = field(default_factory=set)
     answers: list[Any] = field(default_factory=list)
@@ -96,7 +96,8 @@ class Nodes:
         self.hash_seed = hash_seed()
         self.on_idle = on_idle
         self.seats: dict[int, Node] = {}
-        self.are_free_to_leave = False  # whether a job goes on without a node that got a signal
+        self.is_elastic = False  # whether the job goes on without a node
+        self._host = socket.gethostname()
         self._tickets = itertools.count()
         self._exits: list[Exit] = []
         self._heartbeats: HeartbeatTable | None = None
@@ -207,17 +208,16 @@ class Nodes:
 
         A signal to the whole job comes to the node of the head, too, in these `DRAIN_S` seconds.
         """
-        asked = [node for node in self.living if node.asked]
-        first = min((node.asked_at for node in asked), default=float("inf"))
-        if self._stop_reason or time.monotonic() < first + DRAIN_S:
+        nodes = sorted((node for node in self.living if node.drain), key=lambda n: n.drained_at)
+        if not nodes or self._stop_reason or time.monotonic() < nodes[0].drained_at + DRAIN_S:
             return "", frozenset()
-        for node in asked:
+        for node in nodes:
             if not node.tickets and node.number not in self._reported:
                 self._reported.add(node.number)  # its end is no fault
-                text = f"allranks: this node has left the job, which goes on ({node.asked})"
+                text = f"allranks: this node has left the job, which goes on ({node.drain})"
                 self._send(node, {"do": "leave", "code": EXIT_DONE, "text": text})
-        name = asked[0].asked
-        return name, frozenset(rank for node in asked for rank in node.tickets.values())
+        ranks = (rank for node in nodes for rank in node.tickets.values())
+        return nodes[0].drain, frozenset(ranks)
 
     def ask(self, node: Node, message: Message, seconds: float = ANSWER_S) -> Any:
         """A node's answer; raises `PlaceError` if it is lost before it comes."""
@@ -335,15 +335,10 @@ class Nodes:
         elif name == signal.SIGUSR2.name:
             if self._heartbeats is not None and not self._heartbeats.is_closed:
                 self._heartbeats.ask_to_save()
-        elif self._may_leave(node) and name != signal.SIGINT.name:  # which a person sends
-            node.asked, node.asked_at = name, min(node.asked_at, time.monotonic())
-        else:
+        elif name == signal.SIGINT.name or node.name == self._host or not self.is_elastic:
             self._stop_reason = self._stop_reason or name
-
-    def _may_leave(self, node: Node) -> bool:
-        """Whether the job can go on without this node: not without that of the head."""
-        has_begun = self._heartbeats is not None
-        return has_begun and self.are_free_to_leave and node.name != socket.gethostname()
+        elif not node.drain:
+            node.drain, node.drained_at = name, time.monotonic()
 
     def _forward_orders(self) -> None:
         if self._heartbeats is None or self._heartbeats.is_closed:

@@ -271,7 +271,9 @@ class Saving:
             version = self.spare.opened(comm, spare)
         fill = SpareReader(comm, version, spare.holders).fill
         reader = CheckpointReader(comm.rank, 0, self._templates(), fill)
-        self._take(load_other_state, reader.read(Path(), version.manifest))
+        callbacks = {} if live is None else live.callbacks
+        load = lambda state: load_other_state({**state, **callbacks})  # noqa: E731
+        self._take(load, reader.read(Path(), version.manifest))
 
     def _take(self, load_other_state: Callable[[dict[str, Any]], None], loaded: Loaded) -> None:
         state, rank_state = self._state_in(loaded), loaded.rank_state or {}

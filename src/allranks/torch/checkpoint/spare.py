@@ -34,7 +34,6 @@ from allranks.torch.checkpoint.plan import (
     global_plan,
     layout_of,
     load_plan,
-    local_parts,
     parts_text,
     read_parts,
 )
@@ -182,10 +181,10 @@ class SpareState:
 
 @dataclass(frozen=True)
 class LiveParts:
-    """What this rank trained with, after `step`: part `place` of `places`, as other ranks have it.
+    """What this rank trained with, after `step`: part `place` of `places`, which others have, too.
 
-    `tensors` are no copies: the model that they are of trains no more. `callbacks` are the states
-    of those of this rank.
+    `common` is the state without its `tensors`, which are no copies: their model trains no more.
+    `callbacks` are the states of those of this rank.
     """
 
     step: int
@@ -195,14 +194,6 @@ class LiveParts:
     common: Any
     tensors: dict[WritePart, Tensor]
     callbacks: dict[str, Any]
-
-    @classmethod
-    def of(
-        cls, at: tuple[int, int], part: tuple[int, int], state: Any, callbacks: dict[str, Any]
-    ) -> LiveParts:
-        """`at` are step and group; `state` is as a checkpoint has it. No communication."""
-        common, tensors = flatten({**state, **callbacks}, "common")
-        return cls(*at, *part, common, local_parts(tensors), callbacks)
 
     def listed(self) -> list[SpareParts]:
         """What this rank has, as of copies; parts go by their places."""
