@@ -36,7 +36,7 @@ from allranks.torch.parameter_server.scheduler import SchedulerTrainer
 from allranks.torch.parameter_server.server import ServedTrainer, evaluate_checkpoints, serve
 from allranks.torch.parameter_server.worker import work
 from allranks.torch.random.keyed_rng import seed_generators
-from allranks.torch.regroup import compare, hand_over, leave, take_over
+from allranks.torch.regroup import compare, hand_over, leave, make_room, take_over
 from allranks.torch.shared_memory.backend import backend_record
 from allranks.torch.task import Task
 from allranks.torch.trainer import Trainer
@@ -348,9 +348,13 @@ class TorchRank(RankProgram[Trainer]):
         """Sends a text, and the state to the ranks that are behind."""
         return take_over(trainer, before)
 
-    def compare(self, trainer: Trainer) -> None:
+    def compare(self, trainer: Trainer, agreed: Agreed) -> None:
         """Sends a digest."""
-        compare(trainer)
+        compare(trainer, agreed)
+
+    def make_room(self, trainer: Trainer) -> None:
+        """Make the state of the optimizer, unless ranks load it from elsewhere."""
+        make_room(trainer)
 
     def digester(self, trainer: Trainer) -> StateDigester | None:
         """The digests of the strategy's state."""
