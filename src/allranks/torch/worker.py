@@ -44,7 +44,7 @@ from allranks.torch.witness.digests import StateDigests
 from allranks.torch.witness.replay import ReplayTrainer
 from allranks.torch.witness.trace import RankTrace
 from allranks.training.callback import Callback
-from allranks.training.engine.regroup import Agreed, Handover
+from allranks.training.engine.regroup import Handover
 from allranks.training.keras_task import Task as KerasTask
 from allranks.training.progress import StepResult
 from allranks.training.rank_program import RankProgram, Role
@@ -248,6 +248,8 @@ class TorchRank(RankProgram[Trainer]):
     facts = staticmethod(facts)
 
     load_task = staticmethod(_load_task)
+    make_room, take_over = staticmethod(make_room), staticmethod(take_over)
+    compare = staticmethod(compare)
 
     @staticmethod
     def check_machine(job: Job) -> None:
@@ -343,18 +345,6 @@ class TorchRank(RankProgram[Trainer]):
         before = hand_over(trainer)
         leave(trainer, planned=planned)
         return before
-
-    def take_over(self, trainer: Trainer, before: Handover | None) -> Agreed:
-        """Sends a text, and the state to the ranks that are behind."""
-        return take_over(trainer, before)
-
-    def compare(self, trainer: Trainer, agreed: Agreed) -> None:
-        """Sends a digest."""
-        compare(trainer, agreed)
-
-    def make_room(self, trainer: Trainer) -> None:
-        """Make the state of the optimizer, unless ranks load it from elsewhere."""
-        make_room(trainer)
 
     def digester(self, trainer: Trainer) -> StateDigester | None:
         """The digests of the strategy's state."""

@@ -194,16 +194,20 @@ class RankProgram(ABC, Generic[T]):
         """Close a trainer whose group trains no more; returns what the next one goes on with."""
         raise NotImplementedError
 
-    def take_over(self, trainer: T, before: Handover | None) -> Agreed:
+    @staticmethod
+    def take_over(trainer: T, before: Handover | None) -> Agreed:
         """Bring the ranks of a new group to one state; every rank calls this."""
         raise NotImplementedError
 
-    def compare(self, trainer: T, agreed: Agreed) -> None:
+    @staticmethod
+    def compare(trainer: T, agreed: Agreed) -> None:
         """Raise `ReplicasDiffer` unless they have it; every rank calls this."""
         raise NotImplementedError
 
-    def make_room(self, trainer: T) -> None:
+    @staticmethod
+    def make_room(trainer: T) -> None:
         """Allocate what a new rank is going to receive, before the others wait for it."""
+        raise NotImplementedError
 
     def digester(self, trainer: T) -> StateDigester | None:
         """What digests the state on the way; `None` for an engine that has nothing."""
