@@ -18,15 +18,27 @@ first step to the last, over the same of `undisturbed`. `loss_gap` is the held-o
 over that of `undisturbed`, less one, and `accuracy_gap` one less the accuracy over its. Needs root,
 as simulated nodes do.
 
-With `--elastic` there are four ranks of `ddp --elastic 1:4 --share auto --bitwise` on this machine,
-without nodes or links. Each sleeps so long for every sample that a step with even shares takes
-`--step-s` more: fewer ranks need longer for a step. The runs are
+With `--elastic` there are four ranks of `ddp --elastic 1:4 --share auto --bitwise` on this machine.
+Each sleeps so long for every sample that a step with even shares takes `--step-s` more: fewer ranks
+need longer for a step. A batch has 32 shards, so that shares can be as the speeds are. The runs are
 
     undisturbed  nothing happens
-    kills        ranks are killed as above, any of them; after each `allranks scale --ranks 4`
+    kills        any rank is killed every `--mean-s` seconds, half of that or half more; after each
+                 `allranks scale --ranks 4`
     slow         rank 0 is five times slower, and ranks are killed as well
+    nodes        nothing happens, on four simulated nodes with a rank each
+    cut          the same, and the link of one node is cut for `--cut-s` seconds
 
-`over_ideal` is the goodput of `slow` over the sum of the speeds, which is 0.8 of four equal ranks.
+Time counts from step 20 on, when `auto` has settled (`share.py` measures how soon that is).
+`over_ideal` is the goodput over that of all ranks at their speeds all the time: 1, of `slow` 0.8,
+of `cut` over that of `nodes`. So what a lost rank would have computed until another one has joined
+counts as lost. A table says where the time went, in seconds:
+
+    kills_s   the others stood, from the step before a loss to the one after it, less a step
+    joins_s   they stood for a new rank, less a step
+    short_s   what the missing ranks would have computed meanwhile, as time of the whole job
+    other_s   all else: slower steps, a cut link, shares that are not as the speeds yet
+
 The weights must be those of `undisturbed`, bit by bit.
 """
 
@@ -46,11 +58,13 @@ from typing import Any
 
 from harness import RECORDS, Comparison, finish_record, median_interval, say, start_record
 
-from allranks.job.run_folder import read_events
+from allranks.job.run_folder import read_events, read_rows
 
 RANKS, BATCH = 4, 256
 BAR, ELASTIC_BAR, LOSS_BAR = 0.88, 0.97, 0.005
-SLOW, IDEAL = 5, {"kills": 1.0, "slow": (RANKS - 1 + 1 / 5) / RANKS}
+SLOW, SETTLED, SHARDS = 5, 20, 32
+IDEAL = {"kills": 1.0, "slow": (RANKS - 1 + 1 / SLOW) / RANKS, "cut": 1.0}
+QUIET = {"undisturbed", "nodes"}
 DECOUPLED = "decoupled:every=4,grace_s=1,rejoins=1000"
 
 
@@ -62,6 +76,7 @@ def main() -> None:
     parser.add_argument("--mean-s", type=float, default=6.0)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--cut-s", type=float, default=1.0, help="of a link, with --elastic")
     parser.add_argument("--strategy", default=DECOUPLED)
     parser.add_argument(
         "--elastic", action="store_true", help="ranks on one machine, that come back"
@@ -84,7 +99,7 @@ def of_seed(given: argparse.Namespace, folder: Path, seed: int) -> list[dict[str
     """The runs of a seed, each beside the undisturbed one."""
     acts = [("undisturbed", "ddp"), ("decoupled", given.strategy)]
     if given.elastic:
-        acts = [(name, "ddp") for name in ("undisturbed", *IDEAL)]
+        acts = [(name, "ddp") for name in ("undisturbed", "kills", "slow", "nodes", "cut")]
     elif seed == given.first_seed and not given.without_ddp:
         acts.append(("ddp", "ddp"))
     runs = []
@@ -92,7 +107,7 @@ def of_seed(given: argparse.Namespace, folder: Path, seed: int) -> list[dict[str
         place = folder / f"{name}-{seed}"
         found = run(given, place, strategy, seed, name)
         runs.append({"seed": seed, "contender": name, **found})
-        whole = runs[0]
+        whole = next(one for one in runs if name != "cut" or one["contender"] == "nodes")
         runs[-1] |= {
             "goodput": found["samples_per_s"] / whole["samples_per_s"],
             "loss_gap": found["loss"] / whole["loss"] - 1,
@@ -101,6 +116,7 @@ def of_seed(given: argparse.Namespace, folder: Path, seed: int) -> list[dict[str
         if name in IDEAL:
             assert found["weights_sha256"] == whole["weights_sha256"], f"seed {seed}, {name}"
             runs[-1]["over_ideal"] = runs[-1]["goodput"] / IDEAL[name]
+            runs[-1] |= lost_time(place, name, found["seconds"], whole["seconds"], given.steps)
         say(json.dumps(runs[-1]))
     return runs
 
@@ -135,7 +151,7 @@ def run(
     given: argparse.Namespace, folder: Path, strategy: str, seed: int, name: str
 ) -> dict[str, Any]:
     """One training, with what happens to it."""
-    disturbed, first = name != "undisturbed", int(strategy != "ddp")  # the process of learner 0
+    disturbed, first = name not in QUIET, int(strategy != "ddp")  # the process of learner 0
     slow = [
         f"slow@rank={first + rank},seconds={given.step_s * (5 if disturbed and not rank else 1)}"
         ",attempt=-1"
@@ -150,6 +166,10 @@ def run(
         more = per_sample * (SLOW - 1)
         acts += [f"slow@rank=0,per_sample={more},attempt=-1"] if name == "slow" else []
         command += ["--elastic", f"1:{RANKS}", "--share", "auto", "--bitwise", "--threads", "1"]
+        command += ["--set", f"shards={SHARDS}"]
+        command += ["--nodes", str(RANKS), "--place", "simulated"] * (name in ("nodes", "cut"))
+        cut = f"cut@node=2,step={given.steps // 2},seconds={given.cut_s}"
+        acts += [cut] if name == "cut" else []
     else:
         command += ["--nodes", str(RANKS), "--place", "simulated:link=1gbit"]
         command += ["--checkpoint-every", "10", "--max-restarts", "1000"]
@@ -157,14 +177,16 @@ def run(
     command += ["--ranks", str(RANKS), "--seed", str(seed), "--witness", "off"]
     command += [word for act in acts for word in ("--inject", act)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    kills = _disturb(process, folder, given, first, seed) if disturbed else 0
+    has_kills = disturbed and name != "cut"
+    kills = _disturb(process, folder, given, first, seed) if has_kills else 0
     answer, _ = process.communicate()
     assert process.returncode == 0, f"{strategy} ended with {process.returncode}"
     summary = json.loads(answer.splitlines()[-1])
-    seconds = _seconds(folder)
+    counted = given.steps - SETTLED * given.elastic
+    seconds = _seconds(folder, given.steps - counted)
     return {
         "seconds": seconds,
-        "samples_per_s": given.steps * BATCH / seconds,
+        "samples_per_s": counted * BATCH / seconds,
         "kills": kills,
         "loss": summary["eval"]["loss"],
         "accuracy": summary["eval"]["accuracy"],
@@ -181,12 +203,18 @@ def _disturb(
     chance, kills = random.Random(seed), 0
     while process.poll() is None and not any(row["event"] == "training" for row in _events(folder)):
         time.sleep(0.1)
-    due = time.monotonic() + chance.expovariate(1 / given.mean_s)
+
+    def pause_s() -> float:
+        if given.elastic:  # runs are short: none without a kill
+            return given.mean_s * chance.uniform(0.5, 1.5)
+        return chance.expovariate(1 / given.mean_s)
+
+    due = time.monotonic() + pause_s()
     while process.poll() is None:
         time.sleep(0.05)
         if time.monotonic() < due:
             continue
-        due = time.monotonic() + chance.expovariate(1 / given.mean_s)
+        due = time.monotonic() + pause_s()
         victim = first + chance.randrange(0 if given.elastic else 1, RANKS)
         kills += _kill(folder / "logs" / f"rank-{victim:03}.log")
         if given.elastic:
@@ -211,12 +239,40 @@ def _events(folder: Path) -> list[dict[str, Any]]:
     return list(read_events(folder)) if folder.is_dir() else []
 
 
-def _seconds(folder: Path) -> float:
-    """From the first step of the first attempt to the end of the training."""
+def _seconds(folder: Path, after: int) -> float:
+    """From the first step of the first attempt, or so many steps later, to the end."""
     rows = _events(folder)
     begun = min(row["monotonic"] for row in rows if row["event"] == "training")
+    if after:
+        begun = _end_of_step(folder, after)
     ended = max(row["monotonic"] for row in rows if row["event"] == "done")
     return float(ended - begun)
+
+
+def _end_of_step(folder: Path, step: int) -> float:
+    """When this step, counted from 1, had ended, on the monotonic clock."""
+    rows = read_rows(folder / "metrics.jsonl")
+    return next(float(row["monotonic"]) for row in rows if row["step"] == step - 1)
+
+
+def lost_time(
+    folder: Path, name: str, seconds: float, undisturbed_s: float, steps: int
+) -> dict[str, float]:
+    """Where the time of an elastic run went, beyond that of all ranks at their speeds."""
+    speeds = [1 / SLOW if name == "slow" and not rank else 1.0 for rank in range(RANKS)]
+    ideal_s, since = undisturbed_s / IDEAL[name], _end_of_step(folder, SETTLED)
+    step_s, size, stood = ideal_s / (steps - SETTLED), 1.0, {"kills_s": 0.0, "joins_s": 0.0}
+    short_s = 0.0
+    groups = [row for row in _events(folder) if row["event"] == "group"]
+    for row in groups:
+        short_s += (1 - size) * (row["monotonic"] - since)
+        since, size = row["monotonic"], sum(speeds[r] for r in row["members"]) / sum(speeds)
+        stood["joins_s" if row["joined"] else "kills_s"] += row["stood_s"] - step_s
+    short_s += (1 - size) * (_end_of_step(folder, steps) - since)
+    other_s = seconds - ideal_s - short_s - sum(stood.values())
+    found = {"ideal_s": ideal_s, **stood, "short_s": short_s, "other_s": other_s}
+    say(f"  {name}: " + "  ".join(f"{key} {value:.2f}" for key, value in found.items()))
+    return found
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ What is lost is one step at most. The digests are those of one process that nobo
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import fields
@@ -13,7 +14,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from allranks.checkpoint.folder import committed, step_of
 from allranks.errors import ProgramError, RequestError
@@ -26,6 +29,9 @@ from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.process import Exit, failure_of
 from allranks.launcher.start import Result, run_job
 from allranks.launcher.supervisor import Ended
+from allranks.torch import Trainer, regroup
+from allranks.torch.checkpoint.state import NAMES, flatten
+from allranks.torch.regroup import hand_over, make_room
 from allranks.training.engine.regroup import (
     Handover,
     Position,
@@ -328,8 +334,10 @@ def test_the_furthest_rank_gives_its_state() -> None:
     positions = [Position(4, -1, reached=5), Position(5, 3), Position(5, 5), Position(5, 5)]
     agreed = furthest(positions)
     assert (agreed.source, agreed.behind, agreed.steps_again) == (2, (0, 1), 0)
-    assert agreed.compares and not furthest(positions[2:]).compares
-    assert furthest([Position(5), Position(5, is_compared=False)]).compares
+    assert agreed.compares and agreed.unequal == (2, 0, 1)
+    assert not furthest(positions[2:]).compares
+    all_may_differ = furthest([Position(5), Position(5, is_compared=False), Position()])
+    assert all_may_differ.compares and not all_may_differ.unequal
     assert furthest([Position(4, reached=5), Position()]).new == (1,)
 
 
@@ -423,3 +431,43 @@ def test_a_bad_request_after_a_step_does_not_remove_the_run(
     fault = RankFault(0, 2, 1.0, event)
     error, rank = Attempts._error(cast(Any, attempts), ended, fault, 0, beats)
     assert type(error) is kind and str(error) == str(request) and rank == 0
+
+
+class NeedsAll(torch.optim.AdamW):
+    """Cannot be called for one parameter at a time."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert all(p.grad is not None for group in self.param_groups for p in group["params"])
+        super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, NeedsAll])
+def test_a_new_rank_receives_into_memory_that_it_has(kind: type[torch.optim.AdamW]) -> None:
+    """What its optimizer could not make alone, it receives into other memory."""
+
+    def trainer() -> Trainer:
+        data = torch.ones(8, 2), torch.ones(8, 1)
+        return Trainer.from_parts(
+            nn.Linear(2, 1),
+            lambda model: kind(model.parameters()),
+            loss=lambda output, batch: (output - batch[1]).square().sum(1),
+            train_data=data,
+        )
+
+    with trainer() as trains, trainer() as joins:
+        trains.step(next(trains.batches()))
+        make_room(joins)
+        theirs, own = ({**hand_over(each).state, "random": {}} for each in (trains, joins))
+        (skeleton, sends), (_, rooms) = (flatten(state, "group") for state in (theirs, own))
+        forms = [(path, NAMES[t.dtype], list(t.shape)) for path, t in sends.items()]
+        memory = list[int]()
+        comm = SimpleNamespace(
+            rank=1,
+            gather_texts=lambda text: [json.dumps([skeleton, forms]), text],
+            hand=lambda *tensors, **_: memory.extend(t.data_ptr() for t in tensors),
+        )
+        agreed = furthest([Position(1), Position()])
+        received = regroup._handed(cast(Any, SimpleNamespace(comm=comm)), own, agreed)
+    assert len(memory) == len(sends) == len(flatten(received, "group")[1])
+    has_all = set(memory) <= {tensor.data_ptr() for tensor in rooms.values()}
+    assert has_all == (kind is not NeedsAll)

@@ -19,7 +19,7 @@ from click.testing import CliRunner
 
 from allranks.cli import runs
 from allranks.cli.display.following import scaled_in_words
-from allranks.errors import RequestError
+from allranks.errors import ProgramError, RequestError
 from allranks.job.config import resolve
 from allranks.job.run_folder import JsonLines, RunFolder, rank_events_path, read_rows
 from allranks.job.scaling import (
@@ -425,6 +425,7 @@ class Changing:
     program: Path
     commands: list[tuple[str, ...]]
     job: dict[str, Any]
+    fields: tuple[str, ...] = ()
     answers: list[tuple[int, str, str]] = field(default_factory=list)
     before: Callable[[], None] = lambda: None
     _process: subprocess.Popen[str] | None = None
@@ -440,7 +441,7 @@ class Changing:
         flags |= {"run_dir": str(self.run_dir), "first_check": "off", **self.job}
         try:
             return run_job(
-                resolve(str(self.program), flags, (f"hurry={hurry}",)),
+                resolve(str(self.program), flags, (f"hurry={hurry}", *self.fields)),
                 self.server,
                 JobWatcher(tick=self._tick),
             )
@@ -561,6 +562,14 @@ def test_a_new_rank_that_dies_harms_nobody(
         assert (code, out) == (1, "") and "3 ranks train from step " in err
         assert err.endswith(" on, not 4, as another rank was lost: 2 joined\n")
     assert [row["rank"] for row in job.events("worker_lost")] == [3]
+
+
+@pytest.mark.slow
+def test_what_a_new_rank_has_received_is_compared(changing: Change) -> None:
+    job = changing(("join",))
+    job.fields = ("lies=true",)
+    with pytest.raises(ProgramError, match=r"rank 2 differs from .* exp_avg of 0.weight"):
+        job.run()
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from allranks.launcher.world import World
 from allranks.torch import Task
 from allranks.torch.data.batch import Batch
 
@@ -27,6 +28,8 @@ class Unhurried(Task):
     epochs: int = 1000
     hurry: str = ""
     """The file with which a pass takes no longer than it must."""
+    lies: bool = False
+    """Whether rank 2 takes up another state of the optimizer than it was given."""
 
     def model(self) -> nn.Module:
         return nn.Sequential(
@@ -34,7 +37,13 @@ class Unhurried(Task):
         )
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if self.lies and World.from_environment().number == 2:
+            first = next(model.parameters())
+            optimizer.register_load_state_dict_post_hook(
+                lambda loaded: loaded.state[first]["exp_avg"].add_(1)
+            )
+        return optimizer
 
     def train_data(self) -> tuple[Tensor, Tensor]:
         inputs = torch.randn(256, 8, generator=torch.Generator().manual_seed(0))

@@ -25,6 +25,7 @@ from allranks.torch.checkpoint.state import (
     set_random_streams,
 )
 from allranks.torch.data.sources import StreamSource
+from allranks.torch.model.placement import update_by_nothing
 from allranks.torch.witness.replicas import verify
 from allranks.training.engine.regroup import (
     CHECKPOINT,
@@ -203,9 +204,23 @@ def _wait_for_thread(trainer: Trainer) -> None:
     trainer.heartbeat.enter(before)
 
 
-def compare(trainer: Trainer) -> None:
+def compare(trainer: Trainer, agreed: Agreed) -> None:
     """Raise `ReplicasDiffer` if the ranks of a new group hold different weights, or optimizers."""
-    verify(trainer.strategy.learner, CAUSES)
+    verify(trainer.strategy.learner, CAUSES, agreed.unequal)
+
+
+def make_room(trainer: Trainer) -> None:
+    """Let the optimizer of a new rank make the state that it receives, whose memory is then there.
+
+    The first write to a page of memory takes longer than to receive it. An optimizer that cannot
+    step by itself has its state made on receipt.
+    """
+    strategy = trainer.strategy
+    if strategy.agreement.cuts_state:
+        return
+    step = strategy.step
+    with suppress(Exception), strategy.owned():
+        update_by_nothing(step.parameters, step.optimizer, step.sparse.positions)
 
 
 def _position(trainer: Trainer, before: Handover | None) -> Position:
@@ -223,17 +238,28 @@ def _position(trainer: Trainer, before: Handover | None) -> Position:
 
 
 def _handed(trainer: Trainer, state: dict[str, Any], agreed: Agreed) -> dict[str, Any]:
-    """The state of the rank `source`, on those behind it: a text, and tensors in few messages."""
+    """The state of the rank `source`, on those behind it: a text, and tensors in few messages.
+
+    A new rank receives into the tensors of its own `state` where these are alike.
+    """
     comm, is_source, text = trainer.comm, trainer.comm.rank == agreed.source, ""
-    tensors: dict[str, torch.Tensor] = {}
-    if is_source:
+    tensors, skeleton = dict[str, torch.Tensor](), None
+    if is_source or comm.rank in agreed.new:
         skeleton, tensors = flatten(state, "group")
+    if is_source:
         forms = [(path, NAMES[t.dtype], list(t.shape)) for path, t in tensors.items()]
         text = json.dumps([skeleton, forms])
     skeleton, forms = json.loads(comm.gather_texts(text)[agreed.source])
     is_behind = comm.rank in agreed.behind
     if is_behind:
-        tensors = {path: torch.empty(shape, dtype=DTYPES[name]) for path, name, shape in forms}
+        tensors = {path: _room(tensors.get(path), DTYPES[t], shape) for path, t, shape in forms}
     if is_behind or is_source:
         comm.hand(*tensors.values(), source=agreed.source, to=agreed.behind)
     return dict(unflatten(skeleton, tensors)) if is_behind else state
+
+
+def _room(tensor: torch.Tensor | None, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
+    """This tensor, if it is one of that type and shape, else another one."""
+    if tensor is not None and (tensor.dtype, list(tensor.shape)) == (dtype, shape):
+        return tensor
+    return torch.empty(shape, dtype=dtype)

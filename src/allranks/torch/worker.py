@@ -36,7 +36,7 @@ from allranks.torch.parameter_server.scheduler import SchedulerTrainer
 from allranks.torch.parameter_server.server import ServedTrainer, evaluate_checkpoints, serve
 from allranks.torch.parameter_server.worker import work
 from allranks.torch.random.keyed_rng import seed_generators
-from allranks.torch.regroup import compare, hand_over, leave, take_over
+from allranks.torch.regroup import compare, hand_over, leave, make_room, take_over
 from allranks.torch.shared_memory.backend import backend_record
 from allranks.torch.task import Task
 from allranks.torch.trainer import Trainer
@@ -44,7 +44,7 @@ from allranks.torch.witness.digests import StateDigests
 from allranks.torch.witness.replay import ReplayTrainer
 from allranks.torch.witness.trace import RankTrace
 from allranks.training.callback import Callback
-from allranks.training.engine.regroup import Agreed, Handover
+from allranks.training.engine.regroup import Handover
 from allranks.training.keras_task import Task as KerasTask
 from allranks.training.progress import StepResult
 from allranks.training.rank_program import RankProgram, Role
@@ -248,6 +248,8 @@ class TorchRank(RankProgram[Trainer]):
     facts = staticmethod(facts)
 
     load_task = staticmethod(_load_task)
+    make_room, take_over = staticmethod(make_room), staticmethod(take_over)
+    compare = staticmethod(compare)
 
     @staticmethod
     def check_machine(job: Job) -> None:
@@ -343,14 +345,6 @@ class TorchRank(RankProgram[Trainer]):
         before = hand_over(trainer)
         leave(trainer, planned=planned)
         return before
-
-    def take_over(self, trainer: Trainer, before: Handover | None) -> Agreed:
-        """Sends a text, and the state to the ranks that are behind."""
-        return take_over(trainer, before)
-
-    def compare(self, trainer: Trainer) -> None:
-        """Sends a digest."""
-        compare(trainer)
 
     def digester(self, trainer: Trainer) -> StateDigester | None:
         """The digests of the strategy's state."""

@@ -194,12 +194,19 @@ class RankProgram(ABC, Generic[T]):
         """Close a trainer whose group trains no more; returns what the next one goes on with."""
         raise NotImplementedError
 
-    def take_over(self, trainer: T, before: Handover | None) -> Agreed:
+    @staticmethod
+    def take_over(trainer: T, before: Handover | None) -> Agreed:
         """Bring the ranks of a new group to one state; every rank calls this."""
         raise NotImplementedError
 
-    def compare(self, trainer: T) -> None:
+    @staticmethod
+    def compare(trainer: T, agreed: Agreed) -> None:
         """Raise `ReplicasDiffer` unless they have it; every rank calls this."""
+        raise NotImplementedError
+
+    @staticmethod
+    def make_room(trainer: T) -> None:
+        """Allocate what a new rank is going to receive, before the others wait for it."""
         raise NotImplementedError
 
     def digester(self, trainer: T) -> StateDigester | None:
@@ -383,6 +390,7 @@ class RankProgram(ABC, Generic[T]):
         self.world = dataclasses.replace(world, rank=0, size=1)
         task, trainer = self._set_up()
         trainer.rehearse()
+        self.make_room(trainer)
         trainer.faults.reach("start")
         before = dataclasses.replace(self.leave_group(trainer, planned=False), is_new=True)
         self.record.events.event("joining", data=before.data.facts)
@@ -427,7 +435,7 @@ class RankProgram(ABC, Generic[T]):
                 trainer = self.trainer = self.join_group(task, before)
                 agreed = self.take_over(trainer, before)
                 if agreed.compares:
-                    self.compare(trainer)
+                    self.compare(trainer, agreed)
                 break
             except PeerLost as lost:
                 group = next_group(before.heartbeat, self.world, step, lost)

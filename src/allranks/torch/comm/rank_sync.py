@@ -32,7 +32,7 @@ EVALUATE = "evaluate()"
 WHOLE_MODEL = "whole_model()"
 AT_THE_END = "the end of the training"
 LASTS = timedelta(seconds=5)  # a longer wait reads the store, which takes 0.1 ms
-GLANCE = timedelta(seconds=0.05)  # the same for a change of the group, which takes 1 us
+GLANCE = timedelta(seconds=0.02)  # the same for a change of the group, which takes 1 us
 LONGEST_WHY = 4000  # characters of an error that other ranks get
 LAST_WORDS_S = 1.0
 SOONEST_S, LATEST_S = 0.0005, 0.05  # between two reads of a rank at a barrier
@@ -55,7 +55,7 @@ class StoreBarrier:
     """The barriers of one rank in one training: `begun` collectives and `passed` barriers so far.
 
     `looks` are called when a wait in a collective lasts; each may raise an error. `glance` is
-    called in every wait of an elastic job, at least every 50 ms, and raises `PeerLost` if another
+    called in every wait of an elastic job, at least every 20 ms, and raises `PeerLost` if another
     group trains now.
     """
 

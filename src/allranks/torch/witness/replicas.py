@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -38,18 +38,23 @@ CAUSES = (
 
 
 def compare_replicas(
-    named_tensors: Iterable[tuple[str, Tensor]], comm: Comm, causes: str = CAUSES
+    named_tensors: Iterable[tuple[str, Tensor]],
+    comm: Comm,
+    causes: str = CAUSES,
+    only: Collection[int] = (),
 ) -> None:
     """Raise `ReplicasDiffer` on all ranks unless their tensors are equal; every rank calls this.
 
-    `causes` names likely causes in the error.
+    `causes` names likely causes in the error. With `only` the tensors of these ranks are compared.
     Sends 32 bytes to each other rank if all are equal, else the digest of each name. A name that
     some rank does not have is left out.
     """
     if comm.size == 1:
         return
     named = list(named_tensors)
-    if len(set(comm.gather_texts(digest(*(tensor for _, tensor in named))))) == 1:
+    takes_part = not only or comm.rank in only
+    texts = comm.gather_texts(digest(*(tensor for _, tensor in named)) if takes_part else "")
+    if len(set(filter(None, texts))) == 1:
         return
     digests = {name: digest(tensor) for name, tensor in named}
     rows = [json.loads(text) for text in comm.gather_texts(json.dumps(digests))]
@@ -59,17 +64,18 @@ def compare_replicas(
             raise ReplicasDiffer(f"{_difference(name, values)} {causes}")
 
 
-def verify(strategy: Strategy, causes: str = CAUSES) -> None:
+def verify(strategy: Strategy, causes: str = CAUSES, only: Collection[int] = ()) -> None:
     """Compare the ranks that hold the same tensors of one training; every rank calls this.
 
     If weights are cut, ranks with the same part compare it, and all ranks compare uncut tensors.
+    `only` is for replicas of the whole state.
     """
     agreement = strategy.agreement
     if strategy.comm.on_device:
         with strategy.comm.reading():  # reads after this do not wait for the device
             accelerator.synchronize([strategy.comm.device])
     if agreement.is_one_training:
-        compare_replicas(replicated(strategy), strategy.axis(REPLICATE), causes)
+        compare_replicas(replicated(strategy), strategy.axis(REPLICATE), causes, only)
     if agreement.weights == "sharded":
         compare_replicas(_not_cut(strategy), strategy.comm, causes)
 

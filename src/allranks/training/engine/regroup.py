@@ -171,8 +171,18 @@ class Agreed:
     parts_lost: tuple[int, ...] = ()
     spare: Spare | None = None
     """The newest copies of the state in memory."""
-    compares: bool = False
-    """Whether all compare digests: a rank has received its state, or loaded it."""
+    is_compared: bool = True
+    """Whether digests were compared since ranks of earlier groups received a state."""
+
+    @property
+    def compares(self) -> bool:
+        """Whether digests are compared: a rank has received its state, or loaded it."""
+        return bool(self.behind or self.loaded_from) or not self.is_compared
+
+    @property
+    def unequal(self) -> tuple[int, ...]:
+        """The ranks that may differ: the sender and the receivers of the state; () is all."""
+        return (self.source, *self.behind) if self.behind and self.is_compared else ()
 
     def at(self, step: int, loaded_from: str) -> Agreed:
         """The same ranks, after all have loaded the state of `step`."""
@@ -181,7 +191,7 @@ class Agreed:
         lost = () if spare is None or is_whole else spare.missing
         row = self.position.row if step == self.position.step else None
         agreed = replace(self, position=Position(step=step, row=row), behind=(), steps_again=again)
-        return replace(agreed, loaded_from=loaded_from, parts_lost=lost, compares=True)
+        return replace(agreed, loaded_from=loaded_from, parts_lost=lost)
 
 
 def furthest(positions: Sequence[Position]) -> Agreed:
@@ -199,7 +209,7 @@ def furthest(positions: Sequence[Position]) -> Agreed:
         tuple(rank for rank, position in enumerate(positions) if position.step < 0),
         max(position.steps_again for position in positions),
         spare=newest_spare(positions),
-        compares=bool(behind) or not all(position.is_compared for position in positions),
+        is_compared=all(position.is_compared for position in positions),
     )
 
 
