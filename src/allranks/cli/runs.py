@@ -28,13 +28,13 @@ from allranks.job.run_folder import is_in_use, read_events, read_rows
 from allranks.job.scaling import ANSWERS, READ, Bounds, ScaleRequest, post, withdraw
 from allranks.job.units import format_bytes
 from allranks.strategies.resolve import strategy_spec
-from allranks.tools.certificate import VerifyRequest
 from allranks.tools.certificate import certify as certificate_of
-from allranks.tools.certificate import verify as verify_certificate
 from allranks.tools.replay import ReplayRequest
 from allranks.tools.replay import replay as replay_step
 from allranks.tools.report.records import ENDS, outcome_of, read_job, read_watched
 from allranks.tools.report.tables import COMMAND_DEFAULTS
+from allranks.tools.verify import VerifyRequest
+from allranks.tools.verify import verify as verify_certificate
 from allranks.training.record.phases import held_in
 
 BISECT = "allranks.tools.bisect:bisect"
