@@ -24,7 +24,7 @@ from allranks.job.job import Job
 from allranks.job.limits import elastic_range
 from allranks.job.place import read_placements
 from allranks.job.resume import how_to_resume
-from allranks.job.run_folder import is_in_use, read_events, read_rows
+from allranks.job.run_folder import check_is_run, is_in_use, read_events, read_rows
 from allranks.job.scaling import ANSWERS, READ, Bounds, ScaleRequest, post, withdraw
 from allranks.job.units import format_bytes
 from allranks.strategies.resolve import strategy_spec
@@ -69,13 +69,7 @@ def runs(folder: str, as_object: bool) -> None:
 def show(run: str, placement: bool, whole_job: bool, as_object: bool) -> None:
     """Show one run: its state, its result or its first fault, and what was asked of it."""
     path = Path(run)
-    if not (path / "job.toml").is_file():
-        raise RequestError(
-            asked=f"show {run}",
-            found="no job.toml in it",
-            why="a run folder always has one",
-            do="see `allranks runs` for those there are",
-        )
+    check_is_run(path, f"show {run}")
     job = read_job(path)
     if placement:
         _print_placement(path, job, as_object)
@@ -249,12 +243,13 @@ def _answer(run: Path, request: ScaleRequest) -> dict[str, Any]:
 
 def _check(run: Path, request: ScaleRequest) -> None:
     """Raise `RequestError` for what can be known without the launcher of the run."""
-    if not (run / "job.toml").is_file():
+    check_is_run(run, f"{request} {run}")
+    if (state := _state(run)) in ENDS and not is_in_use(run):
         raise RequestError(
             asked=f"{request} {run}",
-            found="no job.toml in it",
-            why="a run folder always has one",
-            do="see `allranks runs` for those there are",
+            found=f"a run that is over: {state}",
+            why="ranks join and leave while others train",
+            do=f"resume it on another number of ranks: allranks train --run-dir {run} --ranks M",
         )
     elastic = read_job(run).get("elastic", "")
     if not elastic:
@@ -266,13 +261,6 @@ def _check(run: Path, request: ScaleRequest) -> None:
         )
     if request.ranks:
         request.size_after((), Bounds(*elastic_range(Job(elastic=elastic))))
-    if (state := _state(run)) in ENDS and not is_in_use(run):
-        raise RequestError(
-            asked=f"{request} {run}",
-            found=f"a run that is over: {state}",
-            why="ranks join and leave while others train",
-            do=f"resume it on another number of ranks: allranks train --run-dir {run} --ranks M",
-        )
 
 
 def _state(run: Path) -> str:
