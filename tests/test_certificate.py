@@ -17,15 +17,8 @@ from allranks.cli.main import cli
 from allranks.errors import EXIT_DIFFERENCE_FOUND, RequestError
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.start import Result
-from allranks.tools.certificate import (
-    Certificate,
-    Verified,
-    VerifyRequest,
-    certify,
-    drawn,
-    read_certificate,
-    verify,
-)
+from allranks.tools.certificate import Certificate, certify, read_certificate
+from allranks.tools.verify import Verified, VerifyRequest, drawn, verify
 from allranks.training.record.digests import chain_of
 from conftest import TASKS
 from test_replay import flip

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from allranks.checkpoint.folder import committed, step_of
+from allranks.cli.display.progress import in_sentences
 from allranks.errors import ProgramError, RequestError
 from allranks.job.config import resolve
 from allranks.job.run_folder import read_events, read_rows
@@ -76,8 +77,13 @@ def assert_undisturbed(result: Result, alone: Result) -> None:
 
 
 def test_a_rank_is_lost_and_the_others_make_the_step_again(train: Train, alone: Result) -> None:
-    result = elastic(train, "kill@rank=1,step=5")
+    result = elastic(train, "kill@rank=1,step=5 fail@rank=2,step=99")
     assert_undisturbed(result, alone)
+    assert "\n2 ranks at the end: ranks were lost, joined or left once, " in in_sentences(
+        result.summary
+    )
+    (never,) = [row for row in read_events(result.run_dir) if row["event"] == "never_due"]
+    assert never["text"].startswith("the fault fail@rank=2,step=99 was never due")
     (group,) = groups(result)
     assert (group["members"], group["lost"]) == ([0, 2], [1])
     assert group["steps_again"] <= 1  # none if no other rank had begun the step

@@ -399,7 +399,7 @@ def test_an_answer_says_what_was_asked(launch: Launch) -> None:
         heartbeat.at_step(8)
     launch.tick()
     assert (launch.answer["ranks"], launch.answer["wanted"]) == (2, 3)
-    words = "2 ranks train from step 8 on, not 3, as another rank was lost: 2 joined"
+    words = "2 ranks train from step 8 on, not 3, as another rank was lost: rank 2 joined"
     assert scaled_in_words(launch.answer) == words
 
 
@@ -510,7 +510,7 @@ def test_ranks_join_and_leave_while_a_job_trains(changing: Change, alone: str) -
     job.job |= {"checkpoint_every": 7, "eval_every": "10"}
     result = job.run()
     assert [(code, err) for code, _, err in job.answers] == [(0, "")] * 3, job.answers
-    assert job.answers[0][1].endswith(" on: 2, 3 joined\n")
+    assert job.answers[0][1].endswith(" on: ranks 2, 3 joined\n")
     assert job.answers[1][1].startswith("3 ranks train from step ")
     assert json.loads(job.answers[2][1])["members"] == [0, 1, 2, 3]
     check_undisturbed(job, result, alone)
@@ -560,7 +560,7 @@ def test_a_new_rank_that_dies_harms_nobody(
         assert not job.events("group") and not job.events("scaled")
     else:
         assert (code, out) == (1, "") and "3 ranks train from step " in err
-        assert err.endswith(" on, not 4, as another rank was lost: 2 joined\n")
+        assert err.endswith(" on, not 4, as another rank was lost: rank 2 joined\n")
     assert [row["rank"] for row in job.events("worker_lost")] == [3]
 
 

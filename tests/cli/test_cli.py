@@ -237,9 +237,9 @@ def test_help_names_what_protects_a_job_where_it_can_be_asked_for(door: Door) ->
         (["--time-limit", "1:30:00"], "time_limit", 5400.0),
         (["--hang-timeout", "0"], "hang_timeout", 0.0),
         (
-            ["--inject", "kill@step=1", "--inject", "slow@rank=1"],
+            ["--inject", "kill@step=1", "--inject", "slow@seconds=1"],
             "inject",
-            "kill@step=1 slow@rank=1",
+            "kill@step=1 slow@seconds=1",
         ),
         (["--best", "min:loss"], "best", "min:loss"),
         (["--keep", "1"], "keep", 1),
@@ -479,7 +479,8 @@ def test_show_of_a_folder_that_is_no_run_is_refused(
 ) -> None:
     code, _, err = door("show", name)
     assert code == 2
-    assert f"asked: show {name}\nfound: no job.toml in it\n" in err
+    problem = {"runs": "no job.toml in it", "runs/no run": "an empty folder: no job.toml in it"}
+    assert f"asked: show {name}\nfound: {problem.get(name, f'no folder {name}')}\n" in err
 
 
 def test_one_broken_folder_does_not_hide_the_others(door: Door, runs_folder: Path) -> None:

@@ -24,17 +24,17 @@ from allranks.job.job import Job
 from allranks.job.limits import elastic_range
 from allranks.job.place import read_placements
 from allranks.job.resume import how_to_resume
-from allranks.job.run_folder import is_in_use, read_events, read_rows
+from allranks.job.run_folder import check_is_run, is_in_use, read_events, read_rows
 from allranks.job.scaling import ANSWERS, READ, Bounds, ScaleRequest, post, withdraw
 from allranks.job.units import format_bytes
 from allranks.strategies.resolve import strategy_spec
-from allranks.tools.certificate import VerifyRequest
 from allranks.tools.certificate import certify as certificate_of
-from allranks.tools.certificate import verify as verify_certificate
 from allranks.tools.replay import ReplayRequest
 from allranks.tools.replay import replay as replay_step
 from allranks.tools.report.records import ENDS, outcome_of, read_job, read_watched
 from allranks.tools.report.tables import COMMAND_DEFAULTS
+from allranks.tools.verify import VerifyRequest
+from allranks.tools.verify import verify as verify_certificate
 from allranks.training.record.phases import held_in
 
 BISECT = "allranks.tools.bisect:bisect"
@@ -69,13 +69,7 @@ def runs(folder: str, as_object: bool) -> None:
 def show(run: str, placement: bool, whole_job: bool, as_object: bool) -> None:
     """Show one run: its state, its result or its first fault, and what was asked of it."""
     path = Path(run)
-    if not (path / "job.toml").is_file():
-        raise RequestError(
-            asked=f"show {run}",
-            found="no job.toml in it",
-            why="a run folder always has one",
-            do="see `allranks runs` for those there are",
-        )
+    check_is_run(path, f"show {run}")
     job = read_job(path)
     if placement:
         _print_placement(path, job, as_object)
@@ -248,12 +242,13 @@ def _answer(run: Path, request: ScaleRequest) -> dict[str, Any]:
 
 def _check(run: Path, request: ScaleRequest) -> None:
     """Raise `RequestError` for what can be known without the launcher of the run."""
-    if not (run / "job.toml").is_file():
+    check_is_run(run, f"{request} {run}")
+    if (state := _state(run)) in ENDS and not is_in_use(run):
         raise RequestError(
             asked=f"{request} {run}",
-            found="no job.toml in it",
-            why="a run folder always has one",
-            do="see `allranks runs` for those there are",
+            found=f"a run that is over: {state}",
+            why="ranks join and leave while others train",
+            do=f"resume it on another number of ranks: allranks train --run-dir {run} --ranks M",
         )
     elastic = read_job(run).get("elastic", "")
     if not elastic:
@@ -265,13 +260,6 @@ def _check(run: Path, request: ScaleRequest) -> None:
         )
     if request.ranks:
         request.size_after((), Bounds(*elastic_range(Job(elastic=elastic))))
-    if (state := _state(run)) in ENDS and not is_in_use(run):
-        raise RequestError(
-            asked=f"{request} {run}",
-            found=f"a run that is over: {state}",
-            why="ranks join and leave while others train",
-            do=f"resume it on another number of ranks: allranks train --run-dir {run} --ranks M",
-        )
 
 
 def _state(run: Path) -> str:

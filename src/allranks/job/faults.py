@@ -15,7 +15,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NoReturn
 
 from allranks.errors import RequestError, nearest
@@ -72,10 +72,28 @@ class Fault:
     since: int = -1
     of: str = "weight"
 
+    def __str__(self) -> str:
+        """`kill@rank=1,step=9`: what is not as by default."""
+        values = [(each.name, getattr(self, each.name), each.default) for each in fields(self)[1:]]
+        pairs = [f"{name}={value}" for name, value, default in values if value != default]
+        return f"{self.action}@{','.join(pairs)}" if pairs else self.action
+
 
 def parse(text: str) -> tuple[Fault, ...]:
     """The faults that a text describes, separated by white space; raises `RequestError`."""
     return tuple(_parse_one(word) for word in text.split())
+
+
+def check_ranks(text: str, count: int) -> None:
+    """Raise `RequestError` for a fault on a rank that a job of `count` processes does not have."""
+    for fault in parse(text):
+        if fault.action in ACTIONS and not 0 <= fault.rank < count:
+            raise RequestError(
+                asked=f"--inject {fault}",
+                found=f"no rank {fault.rank}: the job has {count}",
+                why="a fault on a rank that is not there would never happen",
+                do=f"--inject {replace(fault, rank=count - 1)}",
+            )
 
 
 def _parse_one(word: str) -> Fault:
@@ -126,6 +144,7 @@ class Faults:
     flip: Callable[[str], None] = lambda of: None
     wrong_samples: bool = False
     done: set[Fault] = field(default_factory=set)
+    reached: set[Fault] = field(default_factory=set)
     samples: int = 0
 
     @classmethod
@@ -143,7 +162,17 @@ class Faults:
             if is_now and fault not in self.done:
                 if fault.action not in REPEATED_KINDS:
                     self.done.add(fault)
+                self.reached.add(fault)
                 ACTIONS[fault.action](fault, self)
+
+    def never_due(self) -> list[str]:
+        """A sentence for each fault whose point did not come; called when the training is over."""
+        never = [f for f in self.faults if f not in self.reached and f.at != "done"]
+        at_step = {f: f" with step {f.step}" if f.step >= 0 else "" for f in never}
+        return [
+            f"the fault {f} was never due: the job did not come to point {f.at!r}{at_step[f]}"
+            for f in never
+        ]
 
 
 # Functions rather than lambdas: the stack of a rank that stands still shows their names.

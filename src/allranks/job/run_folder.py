@@ -241,14 +241,28 @@ def _taken(path: Path) -> RequestError:
     )
 
 
+def check_is_run(path: Path, asked: str) -> None:
+    """Raise `RequestError`, as an answer to what was asked, if `path` is not a run folder."""
+    if (path / "job.toml").is_file():
+        return
+    is_empty = path.is_dir() and not any(path.iterdir())
+    in_folder = "an empty folder: no job.toml in it" if is_empty else "no job.toml in it"
+    raise RequestError(
+        asked=asked,
+        found=in_folder if path.is_dir() else f"no folder {path}",
+        why="a run is a folder with the job.toml that its job wrote",
+        do="see `allranks runs` for those there are",
+    )
+
+
 def is_in_use(path: Path) -> bool:
-    """Whether a living supervisor holds this run folder."""
+    """Whether a living supervisor holds this run folder; it need not be writable here."""
     try:
-        lock = os.open(path / ".lock", os.O_RDWR | os.O_CLOEXEC)
+        lock = os.open(path / ".lock", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return False
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     finally:

@@ -392,6 +392,7 @@ class RankProgram(ABC, Generic[T]):
         trainer.rehearse()
         self.make_room(trainer)
         trainer.faults.reach("start")
+        trainer.faults.reached.update(trainer.faults.faults)  # its number may have had them before
         before = dataclasses.replace(self.leave_group(trainer, planned=False), is_new=True)
         self.record.events.event("joining", data=before.data.facts)
         group = first_group(trainer.heartbeat, world)
@@ -464,6 +465,8 @@ class RankProgram(ABC, Generic[T]):
         digest = self.sha256(trainer.weights()) if size <= DIGEST_LIMIT_BYTES else None
         summary = self.record.summary(trainer, evaluation, digest)
         summary |= self.figures(trainer, summary["samples_per_s"])
+        for text in trainer.faults.never_due():
+            self.record.events.event("never_due", text=text)
         trainer.comm.barrier()
         trainer.close()
         self._tell_reads()

@@ -292,7 +292,7 @@ def in_words(event: dict[str, Any]) -> list[str]:
     if name == "witness":
         lines = [f"note: NOT equal on other numbers of ranks: {text}" for text in event["found"]]
         return [*lines, *(f"note: {NOT_SEEN}: {text}" for text in event.get("unseen", ()))]
-    if name in ("not_digested", "audit"):
+    if name in ("not_digested", "audit", "never_due"):
         return [f"note: {event['text']}"]
     if name == "worker_lost":
         return [f"note: {event['who']} is lost: {event['cause']}; the others go on"]
@@ -326,9 +326,11 @@ def _made_again(event: Mapping[str, Any]) -> str:
 
 
 def scaled_in_words(event: Mapping[str, Any]) -> str:
-    """`4 ranks train from step 120 on: 2, 3 joined`."""
+    """`4 ranks train from step 120 on: ranks 2, 3 joined`."""
     moves = [
-        f"{', '.join(map(str, event[name]))} {name}" for name in ("joined", "left") if event[name]
+        f"{'rank' if len(event[name]) == 1 else 'ranks'} {', '.join(map(str, event[name]))} {name}"
+        for name in ("joined", "left")
+        if event[name]
     ]
     changes = f": {'; '.join(moves)}" if moves else ", as before"
     changes += f" (their node got {event['by']})" if event.get("by") in Signals.__members__ else ""
@@ -359,6 +361,8 @@ def anomalies_in(event: dict[str, Any]) -> list[tuple[int | None, str]]:
         return [(None, f"{again} than before: one of the two computed wrongly")]
     if name == "audit":
         return [(event["wrong"], event["text"])]
+    if name == "never_due":
+        return [(None, event["text"])]
     if name == "worker_lost":
         return [(event["rank"], f"lost: {event['cause']}")]
     if name == "learner_lost":

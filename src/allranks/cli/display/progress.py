@@ -165,6 +165,15 @@ def lost_in(summary: dict[str, Any]) -> str:
     return f"the training came to its end, but {why}{names} {fate}"
 
 
+def _regrouped(summary: dict[str, Any]) -> str:
+    """`3 ranks at the end: ranks were lost, joined or left once, and 1 step was made again`."""
+    ranks, groups, again = (summary[name] for name in ("world_size", "groups", "steps_again"))
+    size = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    times = "once" if groups == 1 else f"{groups} times"
+    steps = "1 step was" if again == 1 else f"{again or 'no'} steps were"
+    return f"{size} at the end: ranks were lost, joined or left {times}, and {steps} made again"
+
+
 def in_sentences(summary: dict[str, Any]) -> str:
     """The result of a job for a person."""
     lines = [f"{printable(name):<10} {float(value):.4f}" for name, value in summary["eval"].items()]
@@ -192,6 +201,8 @@ def in_sentences(summary: dict[str, Any]) -> str:
         lines.append(f"the witness computed {batches} again")
     unseen = summary.get("witness", {}).get("unseen", ())
     lines += [f"note       {NOT_SEEN}: {text}" for text in unseen]
+    if summary.get("groups"):
+        lines.append(_regrouped(summary))
     if summary["restarts"]:
         times = "once" if summary["restarts"] == 1 else f"{summary['restarts']} times"
         lines.append(f"started again {times} after a fault")

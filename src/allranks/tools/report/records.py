@@ -24,7 +24,7 @@ from allranks.checkpoint.folder import committed, step_of
 from allranks.errors import RequestError
 from allranks.job.job import SCHEMA, redacted
 from allranks.job.place import RankPlacement, read_placements
-from allranks.job.run_folder import is_in_use, read_events, read_rows
+from allranks.job.run_folder import check_is_run, is_in_use, read_events, read_rows
 from allranks.launcher.heartbeat import PHASES
 from allranks.tools.script_check.rules.facts import FACTS
 from allranks.tools.script_check.rules.watch import Watched, watched_in
@@ -244,13 +244,7 @@ class RecordedRun:
 
 def read_run(path: Path, label: str) -> RecordedRun:
     """The records of a run folder; raises `RequestError` if it is none, or cannot be read."""
-    if not (path / "job.toml").is_file():
-        raise RequestError(
-            asked=f"report {path}",
-            found="an empty folder" if _is_empty(path) else "no job.toml in it",
-            why="a run folder always has one",
-            do="see `allranks runs` for those there are",
-        )
+    check_is_run(path, f"report {path}")
     job = read_job(path)
     if job.get("schema") != SCHEMA:
         raise RequestError(
@@ -334,10 +328,6 @@ def _phases(path: Path, ranks: int) -> dict[int, tuple[dict[str, Any], ...]]:
         if rows:
             phases[rank] = rows
     return phases
-
-
-def _is_empty(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
 
 
 def labels_of(paths: list[Path]) -> list[str]:
