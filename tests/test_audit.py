@@ -169,6 +169,28 @@ def test_faults_are_named_where_gradients_leave_in_parts(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "bitwise"),
+    [("fsdp", 3, True), ("fsdp", 2, True), ("fsdp", 3, False), ("hsdp:shard=2", 4, False)],
+)
+def test_faults_are_named_where_passes_gather_weights(
+    train: Train, strategy: str, ranks: int, bitwise: bool
+) -> None:
+    """All ranks make the passes of an audit together, and none of them counts."""
+    owned, audits_it = steps_of("owner", 0, ranks)[-1], steps_of("auditor", 1, ranks)[-2]
+    inject = f"flip@of=gradient,rank=0,step={owned} flip@of=sample,rank=1,step={audits_it}"
+    flags: dict[str, Any] = {"strategy": strategy, "ranks": ranks, "bitwise": bitwise}
+    result = audited(train, inject, **flags)
+    rows = {row["step"]: row for row in audits(result.run_dir)}
+    assert {step: row["wrong"] for step, row in rows.items()} == {owned: 0, audits_it: 1}
+    assert rows[owned]["tensor"] == "the gradient of '0.0.weight'"
+    assert [rows[at]["differs"] for at in (owned, audits_it)] == ["computation", "samples"]
+    if bitwise:
+        plain = train(PROGRAM, steps=STEPS, inject=inject, witness="off", **flags)
+        assert result.summary["weights_sha256"] == plain.summary["weights_sha256"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", range(3))
 def test_a_wrong_weight_ends_the_job_with_its_name(train: Train, rank: int, tmp_path: Any) -> None:
     step = steps_of("owner", rank)[0]
@@ -241,7 +263,8 @@ def test_ranks_whose_bits_may_differ_compare_up_to_rounding(train: Train) -> Non
         ({"audit": "tell"}, "known: leave, stop, warn"),
         ({"audit": ""}, "--audit stop --audit-every 1"),
         ({"ranks": 1}, "one rank"),
-        ({"strategy": "fsdp"}, "--strategy fsdp"),
+        ({"strategy": "fsdp:tensor=3"}, "fsdp:tensor=3"),
+        ({"strategy": "tensor"}, "--strategy tensor"),
         ({"strategy": "ddp:late=1"}, "with late=1"),
         ({"strategy": "ddp:reduce=bf16"}, "reduce=bf16 rounds"),
         ({"audit": "leave"}, "no --elastic"),

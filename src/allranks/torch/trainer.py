@@ -553,7 +553,7 @@ class Trainer(EngineTrainer[Batch]):
         self.faults.corrupt = lambda: flip_one_bit(step.parameters[0])
         self.faults.leave_out = self.comm.skip_next_collective
         self.faults.poison = step.poison_next
-        self.faults.flip = flipper(step)
+        self.faults.flip = flipper(self.strategy)
         opened = None if self._before is None else self._before.data
         self.task_data = TaskData(task, job, self.strategy, opened)
         resources.on_close(self.task_data.close)

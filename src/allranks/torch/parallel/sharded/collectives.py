@@ -192,6 +192,7 @@ class UnitSums:
         if reduce.name in SIGNED:
             self.demo = DeMo(replicas, shards, **reduce.options)
         self.keeps_residuals = self.compressed is not None or self.demo is not None
+        self.are_dropped = False
         self.replicas = replicas if across and self.keeps_residuals else None
         where = "across groups" if across else "to owners"
         self.name = f"{reduce.name} {where} of {self.holders.size}"  # others keep other residuals
@@ -245,6 +246,15 @@ class UnitSums:
                     gradient.copy_(view)
         if self.compressed is not None:
             self.compressed.steps += 1
+
+    @contextmanager
+    def dropped(self) -> Iterator[None]:
+        """Within, the gradients of passes are not summed."""
+        self.are_dropped = True
+        try:
+            yield
+        finally:
+            self.are_dropped = False
 
     @contextmanager
     def uncompressed(self) -> Iterator[None]:
@@ -304,7 +314,7 @@ class Gather:
 
 
 class Scatter(Gather):
-    """Reduce-scatters the gradients of a unit by `sums`.
+    """Reduce-scatters the gradients of a unit by one of `sums`, or drops them.
 
     `weights` are those of the unit; `is_apart` tells whether code of the task is running.
     """
@@ -315,11 +325,12 @@ class Scatter(Gather):
         kind: Callable[[], str],
         at: At,
         weights: list[nn.Parameter],
-        sums: UnitSum,
+        sums: UnitSums,
         is_apart: Callable[[], bool],
     ) -> None:
         super().__init__(shards, kind, at)
-        self.weights, self.sums, self.is_apart = weights, sums, is_apart
+        self.weights, self.is_apart = weights, is_apart
+        self.sums, self.unit_sum = sums, sums.of(weights)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, *_: Any, **__: Any
@@ -330,8 +341,11 @@ class Scatter(Gather):
         trained = [parameter for parameter in self.weights if parameter.requires_grad]
         if input_tensor.nbytes != sum(padded(p, self.shards.size) for p in trained):
             raise _unused()
+        if self.sums.are_dropped:
+            output_tensor.zero_()
+            return
         with self.at():
-            self.sums.add(output_tensor, input_tensor)
+            self.unit_sum.add(output_tensor, input_tensor)
 
 
 class Filling:
