@@ -151,7 +151,7 @@ def test_each_fault_in_an_audited_shard_is_named(
     assert {row["differs"] for row in rows} == {reason}
     if of == "gradient":
         assert {row["tensor"] for row in rows} == {"the gradient of '0.0.weight'"}
-    assert result.summary["audits"] == {"shards": STEPS, "differed": 6}
+    assert result.summary["audits"] == {"shards": STEPS, "differed": 6, "every": 1}
 
 
 @pytest.mark.slow
@@ -243,10 +243,10 @@ def test_sound_runs_have_no_alarm_and_no_other_bit(train: Train) -> None:
     for strategy in ("ddp:bucket_mb=0.001", "zero1", "zero2"):
         result = audited(train, strategy=strategy, **flags)
         assert result.summary["weights_sha256"] == plain.summary["weights_sha256"]
-        assert result.summary["audits"] == {"shards": 12, "differed": 0}
+        assert result.summary["audits"] == {"shards": 12, "differed": 0, "every": 1}
     assert plain.summary["audits"] is None
     cut = audited(train, program=f"{FILE}:Plain", micro_batch=3, **flags)
-    assert cut.summary["audits"] == {"shards": 12, "differed": 0}
+    assert cut.summary["audits"] == {"shards": 12, "differed": 0, "every": 1}
 
 
 @pytest.mark.slow

@@ -318,9 +318,9 @@ class Trainer(EngineTrainer[Batch]):
 
     @property
     def audits(self) -> dict[str, int] | None:
-        """How many shards were computed again, and how many differed; `None` without `--audit`."""
+        """Counts of shards that were computed again, every so many steps; `None` without."""
         auditor = self._auditor
-        return None if auditor is None else auditor.counts()
+        return auditor and {**auditor.counts(), "every": self.task_data.audit_every}
 
     def largest_pass(self, batch: Batch) -> int:
         """The samples of the largest pass of this rank through the model for `batch`."""
