@@ -47,7 +47,7 @@ CONTENDERS = {"ddp --bitwise": ("ddp", "--bitwise"), "ddp": ("ddp",), "zero2": (
 BOTH = ("ddp", "zero1", "zero2", "fsdp")
 SOUND = [("ddp-plain",), *((name, *more) for name in BOTH for more in ((), ("--bitwise",)))]
 TINY = "tiny"
-TINY_BATCH = 16
+TINY_BATCH, TINY_SHARDS = 16, 4
 FAULTY = {
     ("ddp", "--bitwise"): ("gradient", "sample"),
     ("zero1",): ("gradient", "sample", "weight"),  # a wrong weight is made anew by the update
@@ -75,12 +75,11 @@ def train(
         command = [_tool("allranks"), "train", f"{HERE / 'audit_task.py'}:Audited", "--strategy"]
         command += [*words, "--ranks", str(ranks), "--steps", str(steps), "--threads", "1"]
         command += ["--witness", "off", "--first-check", "off", "--digest-every", "0", "--json"]
-        command += ["--set", f"shards={SHARDS}", "--set", f"model_name={model}"]
-        command += ["--run-dir", str(run)]
+        command += ["--set", f"model_name={model}", "--run-dir", str(run)]
         if model == TINY:
-            command += ["--set", f"batch_size={TINY_BATCH}"]
+            command += ["--set", f"batch_size={TINY_BATCH}", "--set", f"shards={TINY_SHARDS}"]
         else:
-            command += ["--set", f"notes={notes}"]
+            command += ["--set", f"notes={notes}", "--set", f"shards={SHARDS}"]
         done = subprocess.run([*command, *more], capture_output=True, text=True, timeout=LIMIT_S)
         if done.returncode != 0:
             raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
@@ -141,7 +140,9 @@ def cost(asked: argparse.Namespace) -> None:
 def sound(asked: argparse.Namespace) -> None:
     """Count audited shards of sound runs, under each strategy on 2 and 3 ranks in turn."""
     settings = {"shards": asked.shards, "seconds": asked.seconds, "steps": asked.steps}
-    record = start_record("audit_sound", {**settings, "batch": TINY_BATCH})
+    record = start_record(
+        "audit_sound", {**settings, "batch": TINY_BATCH, "per_batch": TINY_SHARDS}
+    )
     begun, counts = time.monotonic(), dict[tuple[str, int], int]()
     cells = [(words, ranks) for ranks in (2, 3) for words in SOUND]
     turn = 0
@@ -169,7 +170,8 @@ def sound(asked: argparse.Namespace) -> None:
 
 def drawn(step: int) -> Draw:
     """The draw of a step, as the ranks draw it."""
-    sizes, runs = even_sizes(TINY_BATCH, SHARDS), Shares.even(SHARDS, FAULTY_RANKS).runs
+    sizes = even_sizes(TINY_BATCH, TINY_SHARDS)
+    runs = Shares.even(TINY_SHARDS, FAULTY_RANKS).runs
     draw = Draw.of(random_key(0, step, AUDIT), sizes, runs)
     assert draw is not None
     return draw

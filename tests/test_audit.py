@@ -223,12 +223,15 @@ def test_of_two_ranks_the_one_that_contradicts_itself_is_wrong(train: Train) -> 
 
 
 @pytest.mark.slow
-def test_the_rank_that_is_wrong_leaves_and_no_bit_of_the_result_changes(train: Train) -> None:
+@pytest.mark.parametrize(("strategy", "of"), [("ddp", "weight"), ("fsdp", "gradient")])
+def test_the_rank_that_is_wrong_leaves_and_no_bit_of_the_result_changes(
+    train: Train, strategy: str, of: str
+) -> None:
     step = steps_of("owner", 1)[0]
     flags: dict[str, Any] = {"bitwise": True, "steps": 12}
     alone = train(PROGRAM, strategy="ddp", **flags)
-    inject = f"flip@of=weight,rank=1,step={step}"
-    result = audited(train, inject, audit="leave", elastic="1:3", **flags)
+    inject, flags["spare_state"] = f"flip@of={of},rank=1,step={step}", strategy == "fsdp"
+    result = audited(train, inject, audit="leave", elastic="1:3", strategy=strategy, **flags)
     assert result.summary["weights_sha256"] == alone.summary["weights_sha256"]
     (row,) = audits(result.run_dir)
     assert (row["wrong"], row["step"], row["does"]) == (1, step, "leave")

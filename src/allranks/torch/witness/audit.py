@@ -2,7 +2,7 @@
 
 The owner notes digests of loss, moments and gradients of the very pass that enters the step. The
 auditor has read the samples of the shard itself, and computes it before its own passes. Where a
-pass gathers weights (`fsdp`), the others make as many passes meanwhile, which count for nothing.
+pass gathers weights (`fsdp`), the others make as many short passes, which count for nothing.
 The bytes of both digests travel with the tally, those of the auditor with a minus: where the sum is
 not zero, all ranks know it before the update, and ask who is wrong.
 """
@@ -33,11 +33,12 @@ from allranks.strategies.audits import (
     judged,
 )
 from allranks.torch.accelerator import chip_name, is_accelerator
-from allranks.torch.data.batch import Audited, Batch, Leaf, MicroBatch
+from allranks.torch.data.batch import Audited, Batch, Leaf, MicroBatch, micro_for_others
 from allranks.torch.data.batches import GlobalBatches
 from allranks.torch.data.collate import copied, tensors_in
 from allranks.torch.machine import flip_one_bit
 from allranks.torch.step.gradients import length_of_each
+from allranks.torch.step.passes import SAMPLES_FOR_OTHERS
 from allranks.torch.step.tally import Tally
 from allranks.torch.step.user_buffers import UserBuffers
 from allranks.torch.strategies.base import Strategy
@@ -201,7 +202,7 @@ class Auditor:
         shard, micros = batch.audited.draw.shard, () if audited is None else audited.micros
         notes = PassNotes(strategy, shard, sizes=not self.is_exact)
         leaves, passes = (Leaf(range(shard, shard + 1), micros),), len(batch.audited.micros)
-        spare = batch.spare or next(iter(batch.micros), None)
+        spare = micro_for_others(batch, SAMPLES_FOR_OTHERS) if strategy.equal_passes else None
         alone = replace(batch, leaves=leaves, passes=passes, spare=spare)
         with (
             leaving_no_trace(step, roots_of_model(step.model, strategy.task)),

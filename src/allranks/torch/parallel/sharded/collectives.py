@@ -192,7 +192,7 @@ class UnitSums:
         if reduce.name in SIGNED:
             self.demo = DeMo(replicas, shards, **reduce.options)
         self.keeps_residuals = self.compressed is not None or self.demo is not None
-        self.are_dropped = False
+        self.are_dropped = False  # whether the gradients of a pass are not summed, but lost
         self.replicas = replicas if across and self.keeps_residuals else None
         where = "across groups" if across else "to owners"
         self.name = f"{reduce.name} {where} of {self.holders.size}"  # others keep other residuals
@@ -246,15 +246,6 @@ class UnitSums:
                     gradient.copy_(view)
         if self.compressed is not None:
             self.compressed.steps += 1
-
-    @contextmanager
-    def dropped(self) -> Iterator[None]:
-        """Within, the gradients of passes are not summed."""
-        self.are_dropped = True
-        try:
-            yield
-        finally:
-            self.are_dropped = False
 
     @contextmanager
     def uncompressed(self) -> Iterator[None]:

@@ -362,8 +362,12 @@ class FSDP(Single):
         """Every rank enters this, and makes as many passes."""
         self.order.begin()
         self.trail.begin()
-        with self.exchange.opened("control"), self.sums.dropped():
-            yield
+        self.sums.are_dropped = True
+        try:
+            with self.exchange.opened("control"):
+                yield
+        finally:
+            self.sums.are_dropped = False
 
     def _note(self, number: int, *_: Any) -> None:
         self.order.note(number)
