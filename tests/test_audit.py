@@ -151,7 +151,7 @@ def test_each_fault_in_an_audited_shard_is_named(
     assert {row["differs"] for row in rows} == {reason}
     if of == "gradient":
         assert {row["tensor"] for row in rows} == {"the gradient of '0.0.weight'"}
-    assert result.summary["audits"] == {"shards": STEPS, "differed": 6}
+    assert result.summary["audits"] == {"shards": STEPS, "differed": 6, "every": 1}
 
 
 @pytest.mark.slow
@@ -166,6 +166,28 @@ def test_faults_are_named_where_gradients_leave_in_parts(
     flags = {"strategy": strategy, "micro_batch": micro_batch}
     rows = audits(audited(train, inject, program, **flags).run_dir)
     assert {row["step"]: row["wrong"] for row in rows} == planted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "bitwise"),
+    [("fsdp", 3, True), ("fsdp", 2, True), ("fsdp", 3, False), ("hsdp:shard=2", 4, False)],
+)
+def test_faults_are_named_where_passes_gather_weights(
+    train: Train, strategy: str, ranks: int, bitwise: bool
+) -> None:
+    """All ranks make the passes of an audit together, and none of them counts."""
+    owned, audits_it = steps_of("owner", 0, ranks)[-1], steps_of("auditor", 1, ranks)[-2]
+    inject = f"flip@of=gradient,rank=0,step={owned} flip@of=sample,rank=1,step={audits_it}"
+    flags: dict[str, Any] = {"strategy": strategy, "ranks": ranks, "bitwise": bitwise}
+    result = audited(train, inject, **flags)
+    rows = {row["step"]: row for row in audits(result.run_dir)}
+    assert {step: row["wrong"] for step, row in rows.items()} == {owned: 0, audits_it: 1}
+    assert rows[owned]["tensor"] == "the gradient of '0.0.weight'"
+    assert [rows[at]["differs"] for at in (owned, audits_it)] == ["computation", "samples"]
+    if bitwise:
+        plain = train(PROGRAM, steps=STEPS, inject=inject, witness="off", **flags)
+        assert result.summary["weights_sha256"] == plain.summary["weights_sha256"]
 
 
 @pytest.mark.slow
@@ -201,12 +223,15 @@ def test_of_two_ranks_the_one_that_contradicts_itself_is_wrong(train: Train) -> 
 
 
 @pytest.mark.slow
-def test_the_rank_that_is_wrong_leaves_and_no_bit_of_the_result_changes(train: Train) -> None:
+@pytest.mark.parametrize(("strategy", "of"), [("ddp", "weight"), ("fsdp", "gradient")])
+def test_the_rank_that_is_wrong_leaves_and_no_bit_of_the_result_changes(
+    train: Train, strategy: str, of: str
+) -> None:
     step = steps_of("owner", 1)[0]
     flags: dict[str, Any] = {"bitwise": True, "steps": 12}
     alone = train(PROGRAM, strategy="ddp", **flags)
-    inject = f"flip@of=weight,rank=1,step={step}"
-    result = audited(train, inject, audit="leave", elastic="1:3", **flags)
+    inject, flags["spare_state"] = f"flip@of={of},rank=1,step={step}", strategy == "fsdp"
+    result = audited(train, inject, audit="leave", elastic="1:3", strategy=strategy, **flags)
     assert result.summary["weights_sha256"] == alone.summary["weights_sha256"]
     (row,) = audits(result.run_dir)
     assert (row["wrong"], row["step"], row["does"]) == (1, step, "leave")
@@ -221,10 +246,10 @@ def test_sound_runs_have_no_alarm_and_no_other_bit(train: Train) -> None:
     for strategy in ("ddp:bucket_mb=0.001", "zero1", "zero2"):
         result = audited(train, strategy=strategy, **flags)
         assert result.summary["weights_sha256"] == plain.summary["weights_sha256"]
-        assert result.summary["audits"] == {"shards": 12, "differed": 0}
+        assert result.summary["audits"] == {"shards": 12, "differed": 0, "every": 1}
     assert plain.summary["audits"] is None
     cut = audited(train, program=f"{FILE}:Plain", micro_batch=3, **flags)
-    assert cut.summary["audits"] == {"shards": 12, "differed": 0}
+    assert cut.summary["audits"] == {"shards": 12, "differed": 0, "every": 1}
 
 
 @pytest.mark.slow
@@ -241,7 +266,8 @@ def test_ranks_whose_bits_may_differ_compare_up_to_rounding(train: Train) -> Non
         ({"audit": "tell"}, "known: leave, stop, warn"),
         ({"audit": ""}, "--audit stop --audit-every 1"),
         ({"ranks": 1}, "one rank"),
-        ({"strategy": "fsdp"}, "--strategy fsdp"),
+        ({"strategy": "fsdp:tensor=3"}, "fsdp:tensor=3"),
+        ({"strategy": "tensor"}, "--strategy tensor"),
         ({"strategy": "ddp:late=1"}, "with late=1"),
         ({"strategy": "ddp:reduce=bf16"}, "reduce=bf16 rounds"),
         ({"audit": "leave"}, "no --elastic"),

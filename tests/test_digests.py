@@ -30,13 +30,13 @@ def drawn(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(shape).mul(9).to(dtype)
 
 
-def digest(tensor: torch.Tensor, box: tuple[slice, ...] | None = None) -> int:
+def digest(tensor: torch.Tensor, box: tuple[slice, ...] | None = None, name: str = "w") -> int:
     shape = tuple(tensor.shape)
     box = box or tuple(slice(0, n) for n in shape)
     offsets = tuple(s.start for s in box)
     sizes = tuple(s.stop - s.start for s in box)
     return part_digest(
-        WritePart("common/model/w", NAMES[tensor.dtype], shape, offsets, sizes), tensor[box]
+        WritePart(f"common/model/{name}", NAMES[tensor.dtype], shape, offsets, sizes), tensor[box]
     )
 
 
@@ -73,6 +73,11 @@ def test_signs_that_flip_in_many_rows_change_it() -> None:
     assert digest(tensor) != before
 
 
+def test_tensors_that_change_places_change_the_sum() -> None:
+    a, b = drawn((3, 4), torch.float32).unbind(0)[:2]
+    assert digest(a) + digest(b, name="v") != digest(b) + digest(a, name="v")
+
+
 def test_a_device_adds_up_alike() -> None:
     words = drawn((70, 3000), torch.float32).view(torch.int32)
     keys = _keys(5, 75, 1), _keys(0, 3000, 2)
@@ -91,6 +96,7 @@ def test_the_chain_names_the_first_row_that_was_changed() -> None:
         row = {"step": step, "weights": f"{step}"}
         rows.append({**row, "chain": chain_of(row, rows[-1]["chain"] if rows else "")})
     assert broken_link(rows) is None
+    assert broken_link([rows[0], rows[2]]) == 2, "a row is missing"
     rows[1]["weights"] = "another"
     assert broken_link(rows) == 1
 

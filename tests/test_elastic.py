@@ -31,7 +31,9 @@ from allranks.launcher.processes.process import Exit, failure_of
 from allranks.launcher.start import Result, run_job
 from allranks.launcher.supervisor import Ended
 from allranks.torch import Trainer, regroup
+from allranks.torch.checkpoint.spare import PlacedRank, SpareState
 from allranks.torch.checkpoint.state import NAMES, flatten
+from allranks.torch.comm.comm import Comm
 from allranks.torch.regroup import hand_over, make_room
 from allranks.training.engine.regroup import (
     Handover,
@@ -320,6 +322,18 @@ def test_the_model_that_was_trained_is_no_new_one(train: Train) -> None:
     """Without a checkpoint they would begin anew with trained weights."""
     with pytest.raises(ProgramError, match="the model that was trained before"):
         elastic(train, "kill@rank=1,step=5", f"{FILE}:Same", strategy="zero1")
+
+
+@pytest.mark.parametrize("step", [5, 6])
+def test_a_copy_of_another_step_is_not_loaded(step: int) -> None:
+    """A rank has two versions, and loads the one that all ranks have agreed on."""
+    comm, spares = Comm(device=torch.device("cpu")), SpareState()
+    for made in (5, 6):
+        state = {"model": {"w": torch.full((3,), float(made))}}
+        spares.refresh(PlacedRank(4, 1, comm), made, state, lambda state=state: state)
+    version = spares.opened(comm, Spare(step, 1, {4: 0}))
+    assert version.parts[4][:4].view(torch.float32).item() == step
+    assert version.step == step
 
 
 def test_the_newest_copies_of_which_no_part_is_missing() -> None:

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
-from allranks.cli.main import main
+from allranks.cli.main import cli, main
 from allranks.job.job import write_toml
 from allranks.job.run_folder import read_rows
 from allranks.launcher.scripts.plan import CommandRequest
@@ -25,6 +26,7 @@ from allranks.launcher.start import Result
 from allranks.tools.report.numbers import Series, thinned
 from allranks.tools.report.plot import charts_of, constants_of
 from allranks.tools.report.records import read_run
+from allranks.training.record.digests import DigestLog
 from report_runs import DIGEST, event, job_toml, write_lines, write_phases, write_run
 
 Door = Callable[..., tuple[int, str, str]]
@@ -359,6 +361,57 @@ def test_the_shares_of_a_run_are_steps_of_a_line_for_each_rank(tmp_path: Path) -
         ("rank 1", (0, 5), (2, 2)),
         ("rank 2", (0, 5, 5, last), (4, 4, 5, 5)),
     ]
+
+
+def test_what_was_computed_twice_is_shown(door: Door, tmp_path: Path) -> None:
+    """A chain that somebody has changed, an alarm, and replays."""
+    run = write_run(tmp_path / "run")
+    log = DigestLog(run, lambda *_, **__: None, compares=True)
+    for step in (3, 6, 9):
+        log.add({"step": step, "weights": f"{step:016x}", "loss": 0.5})
+    alarm = {"step": 7, "wrong": 1, "host": "node1", "shard": 5, "text": "audit of step 7"}
+    alarm |= {"differs": "samples", "tensor": "the loss"}
+    events = run / "events-0.jsonl"
+    rows = [json.loads(line) for line in events.read_text().splitlines()]
+    rows[-1]["summary"] |= {"user_buffers": [], "user_randomness": []}
+    rows[-1]["summary"]["audits"] = {"shards": 6, "differed": 1, "every": 2}
+    differs = event(5.3, "digest_differs", step=6, was={"weights": "a"}, now={"weights": "b"})
+    write_lines(events, [*rows[:-1], differs, event(5.4, "audit", **alarm), rows[-1]])
+    usual = {"losses": 3, "bitwise": True, "worst_loss": 0.1, "ranks": 1, "equal": False}
+    there = [{"step": 7, "what": ["loss"]}]
+    replays: list[dict[str, Any]] = [
+        {"step": 9, **usual, "differs": [], "equal": True},
+        {"step": 8, **usual, "differs": there, "ranks": 2},
+        {"step": 8, **usual, "differs": there, "bitwise": False},
+    ]
+    write_lines(run / "replays.jsonl", replays)
+    door(run)
+    words = words_of((run / "report.html").read_text())
+    for text in (
+        "digests 3 to 9 3 rows, the chain holds",
+        "made again 6 other weights than before",
+        "audits 6 shards computed again, 1 differ; one every 2 steps",
+        "alarm 8 1 on node1 other samples, first in the loss",
+        "replay 9 on 1 rank equal",
+        "replay 8 on 2 ranks differs from step 7 on: loss",
+        "replay 8 on 1 rank equal to rounding: losses differ by 1.0e-01 at most",
+    ):
+        assert text in words, text
+    lines = (run / "digests.jsonl").read_text().replace("0000006", "0000007").splitlines()
+    (run / "digests.jsonl").write_text("\n".join(lines) + "\n")
+    _, out, _ = door("--json", run)
+    (shown,) = json.loads(out)["runs"]
+    assert shown["computed_again"][0] == [
+        *("digests", "3 to 9", "", "3 rows, the chain breaks at step 6")
+    ]
+    shown_lines = CliRunner().invoke(cli, ["show", str(run)], catch_exceptions=False).output
+    for line in (
+        "digests    3 rows, the chain breaks at step 6 (step 3 to 9)",
+        "audits     6 shards computed again, 1 differ; one every 2 steps",
+        "replay     equal to rounding: losses differ by 1.0e-01 at most (step 8 on 1 rank)",
+        "note: rank 1: audit of step 7",
+    ):
+        assert line in shown_lines.splitlines(), line
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ from allranks.tools.certificate import certify as certificate_of
 from allranks.tools.replay import ReplayRequest
 from allranks.tools.replay import replay as replay_step
 from allranks.tools.report.records import ENDS, outcome_of, read_job, read_watched
-from allranks.tools.report.tables import COMMAND_DEFAULTS
+from allranks.tools.report.tables import COMMAND_DEFAULTS, computed_again
 from allranks.tools.verify import VerifyRequest
 from allranks.tools.verify import verify as verify_certificate
 from allranks.training.record.phases import held_in
@@ -87,6 +87,8 @@ def show(run: str, placement: bool, whole_job: bool, as_object: bool) -> None:
         click.echo(in_sentences(row["summary"]))
     if row["memory"]:
         click.echo(_memory_in_words(row["memory"]))
+    for line in _computed_again(path, row["summary"] or {}):
+        click.echo(printable(line))
     if row["fault"]:
         click.echo("\n".join(printable(line) for line in row["fault"].splitlines()))
     if row["state"] not in ("done", "running") and (again := how_to_resume(path)):
@@ -106,6 +108,15 @@ def _memory_in_words(memory: dict[str, dict[str, int | None]]) -> str:
             most, rank = max(known)
             texts.append(f"{name} held {format_bytes(most)} at most (rank {rank})")
     return "memory     " + ("; ".join(texts) or "unknown")
+
+
+def _computed_again(path: Path, summary: dict[str, Any]) -> list[str]:
+    """One line each of digests, audits and the newest replay."""
+    newest = {row[0]: row for row in computed_again(path, (), summary).rows}
+    return [
+        f"{name:<10} {result}" + (f" (step {steps} {ranks}".rstrip() + ")" if steps else "")
+        for name, steps, ranks, result in newest.values()
+    ]
 
 
 def _went_wrong(path: Path) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from allranks.errors import RequestError
 from allranks.strategies.resolve import StrategySpec
 
-AUDITED = ("ddp", "ddp-plain", "zero1", "zero2")
+AUDITED = ("ddp", "ddp-plain", "zero1", "zero2", "fsdp", "hsdp")
 SHARE_OF_TIME = 0.01
 SHARDS_OF_AUDIT = 5.0
 """What an audit takes at most, in the time of a shard of a small model: measured, with room
@@ -180,13 +180,15 @@ def check_audit(text: str, every: int | None, spec: StrategySpec, elastic: str) 
             do=f"--audit stop --audit-every {every}, or leave it out",
         )
     problem = why = ""
-    do = "leave --audit out, or --strategy ddp, zero1 or zero2"
+    do = "leave --audit out, or --strategy ddp, zero1, zero2 or fsdp"
     if spec.ranks < 2:
         problem, why = "one rank", "another rank computes a shard again"
         do = "leave --audit out, or --ranks 2"
     elif spec.name not in AUDITED:
         problem = f"--strategy {spec.name}"
-        why = "a shard is computed again by one rank alone, which needs the weights whole"
+        why = "one rank computes a shard again, and here a shard is computed by several"
+    elif int(spec.options.get("tensor", 1)) > 1:
+        problem, why = f"--strategy {spec.text}", "several ranks compute a layer together"
     elif why := spec.card.even_shares(spec.options):
         problem = f"--strategy {spec.text}"
     elif text == "leave" and not elastic:

@@ -42,11 +42,10 @@ from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.leftovers import scratch_folder
 from allranks.launcher.start import resources_for, run_job
 from allranks.strategies.card import Exact
-from allranks.tools.report.records import read_job
+from allranks.tools.report.records import REPLAYS, read_job
 from allranks.training.record.digests import Row, broken_link, differing, read_digests
 from allranks.training.record.logs import METRICS
 
-REPLAYS = "replays.jsonl"
 UNDISTURBED: dict[str, Any] = {
     **{"nodes": 1, "place": LOCAL, "elastic": "", "share": "", "inject": "", "max_restarts": 0},
     **{"checkpoint_every": None, "best": "", "log": "", "profile": False, "time_limit": None},

@@ -318,9 +318,9 @@ class Trainer(EngineTrainer[Batch]):
 
     @property
     def audits(self) -> dict[str, int] | None:
-        """How many shards were computed again, and how many differed; `None` without `--audit`."""
+        """Counts of shards that were computed again, every so many steps; `None` without."""
         auditor = self._auditor
-        return None if auditor is None else auditor.counts()
+        return auditor and {**auditor.counts(), "every": self.task_data.audit_every}
 
     def largest_pass(self, batch: Batch) -> int:
         """The samples of the largest pass of this rank through the model for `batch`."""
@@ -553,7 +553,7 @@ class Trainer(EngineTrainer[Batch]):
         self.faults.corrupt = lambda: flip_one_bit(step.parameters[0])
         self.faults.leave_out = self.comm.skip_next_collective
         self.faults.poison = step.poison_next
-        self.faults.flip = flipper(step)
+        self.faults.flip = flipper(self.strategy)
         opened = None if self._before is None else self._before.data
         self.task_data = TaskData(task, job, self.strategy, opened)
         resources.on_close(self.task_data.close)

@@ -531,6 +531,7 @@ def run_to_data(run: RecordedRun) -> dict[str, Any]:
         "checkpoints": run.checkpoints,
         "curves": curves,
         "spans": [dataclasses.asdict(span) for span in timeline.spans],
+        "computed_again": tables.computed_again(run.path, run.events, run.summary).rows,
         "seconds_per_step": {str(rank): seconds for rank, seconds in mean.items()},
         **bars_to_data(run),
     }

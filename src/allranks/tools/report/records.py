@@ -33,6 +33,8 @@ from allranks.training.record.phases import MemoryPeaks, held_in, phases_path
 BENCH_RECORD = "bench.json"
 CHECK_RECORD = "check.json"
 """The file that `allranks check --keep-runs FOLDER` writes to that folder."""
+REPLAYS = "replays.jsonl"
+"""What `allranks replay` has compared, a row for each replay; in the folder of the run."""
 
 # --- outcome -------------------------------------------------------------------------------------
 # The state of a run: its job, and from its events its state, its result and its first fault.

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from allranks.errors import RequestError
 from allranks.job.job import HIDDEN, write_toml
+from allranks.job.run_folder import read_rows
 from allranks.job.units import format_bytes
 from allranks.launcher.scripts.plan import CommandRequest
 from allranks.strategies.mesh import REPLICATE
 from allranks.strategies.resolve import strategy_spec
-from allranks.tools.report.numbers import UNKNOWN, evaluations, format_number, format_seconds
+from allranks.tools.report.numbers import (
+    UNKNOWN,
+    counted,
+    evaluations,
+    format_number,
+    format_seconds,
+)
 from allranks.tools.report.plot import letter_of
-from allranks.tools.report.records import RecordedRun
+from allranks.tools.report.records import REPLAYS, Event, RecordedRun
 from allranks.tools.report.timeline import timeline_of
+from allranks.training.record.digests import broken_link, read_digests
 
 COMMAND_HEADING = ("program", "command", "processes")
 COMMAND_DEFAULTS = {**CommandRequest(()).to_data(), "ranks": 1, "nodes": 1}
@@ -138,6 +147,44 @@ def placement(run: RecordedRun) -> Table:
     head = ("rank", "role", "host", "node", *axes, "device", "tensors held")
     kinds = (RIGHT, LEFT, LEFT, RIGHT, *[RIGHT] * len(axes), LEFT, RIGHT)
     return Table(head, tuple(rows), kinds)
+
+
+def computed_again(path: Path, events: Iterable[Event], summary: Mapping[str, Any]) -> Table:
+    """What was computed twice, and whether it agreed: digests, audits and replays of a run.
+
+    Steps count from 1. The chain of the digests is computed anew.
+    """
+    rows, digests = [], read_digests(path)
+    if digests:
+        broken = broken_link(digests.values())
+        chain = "the chain holds" if broken is None else f"the chain breaks at step {broken:,}"
+        steps = f"{min(digests):,} to {max(digests):,}"
+        rows.append(("digests", steps, "", f"{counted(len(digests), 'row')}, {chain}"))
+    for event in (e for e in events if e["event"] == "digest_differs"):
+        now = f"other {', '.join(event['now'])} than before"
+        rows.append(("made again", f"{event['step']:,}", "", now))
+    if audits := summary.get("audits"):
+        result = f"{counted(audits['shards'], 'shard')} computed again, {audits['differed']} differ"
+        rows.append(("audits", "", "", f"{result}; one every {counted(audits['every'], 'step')}"))
+    for event in (e for e in events if e["event"] == "audit"):
+        is_named = event["wrong"] is not None
+        where = f"{event['wrong']} on {event['host']}" if is_named else UNKNOWN
+        differs = f"other {event['differs']}, first in {event['tensor'] or 'no result'}"
+        rows.append(("alarm", f"{event['step'] + 1:,}", where, differs))
+    for row in read_rows(path / REPLAYS):
+        ranks = f"on {counted(row['ranks'], 'rank')}"
+        rows.append(("replay", f"{row['step']:,}", ranks, _replayed(row)))
+    return Table(("", "step", "rank", "result"), tuple(rows), (LEFT, RIGHT, LEFT, LEFT))
+
+
+def _replayed(row: Mapping[str, Any]) -> str:
+    """The verdict of a replay, in words."""
+    if not row["differs"]:
+        return "equal" if row["equal"] else "nothing to compare"
+    if row["losses"] and not row["bitwise"]:
+        return f"equal to rounding: losses differ by {row['worst_loss']:.1e} at most"
+    first = row["differs"][0]
+    return f"differs from step {first['step']:,} on: {', '.join(first['what'])}"
 
 
 def role_of(run: RecordedRun, rank: int) -> str:

@@ -116,7 +116,7 @@ class TaskData:
                 counts_passes=self._meets_in_passes or self.strategy.counts_passes,
                 needs_spare=self._meets_in_passes or self.task.loss_over == "batch",
                 dealt=self.strategy.dealt,
-                audit_every=self._audit_every,
+                audit_every=self.audit_every,
             )
             alone = probed.collate_draws and not self.strategy.shard_alone
             self.notes += filter(None, (self._batches.note, COLLATES_ALONE if alone else ""))
@@ -230,7 +230,7 @@ class TaskData:
         return bool(state_of_rows(source.rows(0, 0, 0)))
 
     @property
-    def _audit_every(self) -> int:
+    def audit_every(self) -> int:
         """Steps from audit to audit; 0 without `--audit`."""
         if not self.job.audit:
             return 0

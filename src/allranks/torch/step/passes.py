@@ -303,7 +303,7 @@ class Passes:
         self.stage = 0  # of a pipeline, that which is passed next
         self.stopwatch: Stopwatch | None = None  # with `--share auto`
         self.observer: PassObserver | None = None  # in a step with `--audit`
-        self.flips_gradients = False  # a fault on purpose
+        self.flips: Tensor | None = None  # the weight whose gradient is wrong on purpose
         self._may_weigh = task.overrides("weight")
         self._unweighted: UnweightedLosses | None = None
         self.batch_loss = (
@@ -394,8 +394,8 @@ class Passes:
     def forward(self, micro: MicroBatch, tally: Tally) -> Callable[[], None]:
         """Forward and loss of a micro-batch, added to the tally. Returns its backward pass."""
         loss, weight, run_backward = self._micro_step(micro)
-        if self.flips_gradients:
-            run_backward = partial(flipped_backward, self.parameters[0], run_backward)
+        if self.flips is not None:
+            run_backward = partial(flipped_backward, self.flips, run_backward)
         if self.observes(micro):
             sums = self.layout.tally()
             sums.add(loss, weight, micro.samples, self.scope)
@@ -444,7 +444,7 @@ class Passes:
             uses = None if self.batch_loss is None else self.batch_loss.uses
             self.for_others.finish(batch, uses)
         self.scope.leave()
-        self.flips_gradients = False
+        self.flips = None
         if self.user_buffers.are_there:
             self.user_buffers.end(batch)
         if self.on_phase is not None:

@@ -7,7 +7,7 @@ its ranks from `comm`, and the parts of a step that all strategies share from `S
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
@@ -375,6 +375,16 @@ class Strategy(Traits, ABC):
         Leaves gradients in `.grad`, uncompressed, and summed only where passes sum them.
         """
         return Strategy.forward_backward(self, batch)
+
+    # --- audits: passes of a shard that another rank owns ---------------------------------
+
+    def in_passes(self) -> Sequence[nn.Parameter]:
+        """The trained parameters as passes see them, whose gradients are those of this rank."""
+        return self.step.parameters
+
+    def apart_from_steps(self) -> AbstractContextManager[None]:
+        """Within, passes belong to no step, and their gradients leave this rank for none."""
+        return NOTHING
 
     # --- which weights the model has ------------------------------------------------------
 

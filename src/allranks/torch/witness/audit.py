@@ -1,9 +1,10 @@
 """Audits a training against silent data corruption: a shard is computed again by another rank.
 
 The owner notes digests of loss, moments and gradients of the very pass that enters the step. The
-auditor has read the samples of the shard itself, and computes it before its own passes. The bytes
-of both digests travel with the tally, those of the auditor with a minus: where the sum is not zero,
-all ranks know it before the update, and ask who is wrong.
+auditor has read the samples of the shard itself, and computes it before its own passes. Where a
+pass gathers weights (`fsdp`), the others make as many short passes, which count for nothing.
+The bytes of both digests travel with the tally, those of the auditor with a minus: where the sum is
+not zero, all ranks know it before the update, and ask who is wrong.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from allranks.strategies.audits import (
     judged,
 )
 from allranks.torch.accelerator import chip_name, is_accelerator
-from allranks.torch.data.batch import Audited, Batch, Leaf, MicroBatch
+from allranks.torch.data.batch import Audited, Batch, Leaf, MicroBatch, micro_for_others
 from allranks.torch.data.batches import GlobalBatches
 from allranks.torch.data.collate import copied, tensors_in
 from allranks.torch.machine import flip_one_bit
 from allranks.torch.step.gradients import length_of_each
-from allranks.torch.step.step import SharedStep
+from allranks.torch.step.passes import SAMPLES_FOR_OTHERS
 from allranks.torch.step.tally import Tally
 from allranks.torch.step.user_buffers import UserBuffers
 from allranks.torch.strategies.base import Strategy
@@ -63,9 +64,9 @@ class PassNotes:
     `is_open` it covers the passes of that shard.
     """
 
-    def __init__(self, step: SharedStep, shard: int, *, sizes: bool) -> None:
+    def __init__(self, strategy: Strategy, shard: int, *, sizes: bool) -> None:
         self.shard, self.is_open = shard, True
-        self._step, self._sizes, self._passes = step, sizes, 0
+        self._strategy, self._sizes, self._passes = strategy, sizes, 0
         self.notes: Notes = {"inputs": {}, "results": {}, "sizes": {}}
 
     def covers(self, micro: MicroBatch) -> bool:
@@ -87,10 +88,18 @@ class PassNotes:
         self._note(results)
 
         def run() -> None:
+            step, weights = self._strategy.step, self._strategy.in_passes()
+            names = [f"the gradient of {name!r}{number}" for name in step.names]
+            if not self._strategy.equal_passes:
+                run_backward()
+                self._note({n: _dense(p) for n, p in zip(names, weights, strict=True)})
+                return
+            # a gradient is summed over the ranks, and gone, before backward ends
+            before = step.on_gradient
+            step.on_gradient = lambda at: self._note({names[at]: _dense(weights[at])})
             run_backward()
-            step = self._step
-            named = zip(step.names, step.parameters, strict=True)
-            self._note({f"the gradient of {name!r}{number}": _dense(p) for name, p in named})
+            step.on_gradient, noted = before, self.notes["results"]
+            noted.update({name: noted.pop(name) for name in names if name in noted})  # in order
 
         return run
 
@@ -152,7 +161,7 @@ class Auditor:
     def before_step(self, batch: Batch, batches: GlobalBatches | None) -> None:
         """Before the passes of an audited step, with the step before it settled.
 
-        The auditor computes the shard. No communication.
+        The auditor computes the shard. Communicates only what the passes of the strategy do.
         """
         step, audited = self.strategy.step, batch.audited
         step.observer = None
@@ -160,10 +169,10 @@ class Auditor:
             return
         self.batches = batches
         reader, draw = self.strategy.data.rank, audited.draw
-        if reader == draw.auditor:
-            step.observer = self._computed(batch, audited)
-        elif reader == draw.owner:
-            step.observer = PassNotes(step, draw.shard, sizes=not self.is_exact)
+        notes = self._computed(batch, audited if reader == draw.auditor else None)
+        if reader == draw.owner:
+            notes = PassNotes(self.strategy, draw.shard, sizes=not self.is_exact)
+        step.observer = notes
 
     def compare(self, batch: Batch, sums: Tally) -> None:
         """Whether owner and auditor have the same, from the sums of a step before its update.
@@ -180,26 +189,38 @@ class Auditor:
             notes = observer.notes if isinstance(observer, PassNotes) else None
             self._ask(batch, notes)
 
-    def _computed(self, batch: Batch, audited: Audited) -> PassNotes:
-        """Compute the shard on this rank, as its owner does; leaves no trace."""
+    def _computed(self, batch: Batch, audited: Audited | None) -> PassNotes | None:
+        """Compute the shard on this rank, as its owner does; leaves no trace.
+
+        Without `audited` this rank only makes the passes that others wait for. Where passes
+        communicate, every rank calls this.
+        """
         strategy, step = self.strategy, self.strategy.step
-        shard = audited.draw.shard
-        notes = PassNotes(step, shard, sizes=not self.is_exact)
-        leaf = Leaf(range(shard, shard + 1), audited.micros)
-        alone = replace(batch, leaves=(leaf,), passes=0, spare=None)
-        roots = roots_of_model(step.model, strategy.task)
-        before = step.observer
-        with leaving_no_trace(step, roots), step.recomputing(None), _kept(step.user_buffers):
+        if audited is None and not strategy.equal_passes:
+            return None
+        assert batch.audited is not None
+        shard, micros = batch.audited.draw.shard, () if audited is None else audited.micros
+        notes = PassNotes(strategy, shard, sizes=not self.is_exact)
+        leaves, passes = (Leaf(range(shard, shard + 1), micros),), len(batch.audited.micros)
+        spare = micro_for_others(batch, SAMPLES_FOR_OTHERS) if strategy.equal_passes else None
+        alone = replace(batch, leaves=leaves, passes=passes, spare=spare)
+        with (
+            leaving_no_trace(step, roots_of_model(step.model, strategy.task)),
+            step.recomputing(None),
+            _kept(step.user_buffers),
+            strategy.apart_from_steps(),
+        ):
             step.observer = notes
             step.begin(alone)
             step.begin_leaf()
-            for micro in audited.micros:
+            for micro in micros:
                 if strategy.each_pass:
                     for parameter in step.parameters:
                         parameter.grad = None
                 step.forward(micro, step.layout.tally())()
-        step.observer, notes.is_open = before, False
-        return notes
+            step.for_others.finish(alone, None)
+        step.observer, notes.is_open = None, False
+        return None if audited is None else notes
 
     def _read(self, batch: Batch, audited: Audited) -> Audited:
         """The samples of the shard, read by this rank."""
@@ -220,17 +241,18 @@ class Auditor:
             if not first_difference(noted[draw.owner], noted[draw.auditor], self._tolerance):
                 return
         self.differences += 1
-        again: Notes | None = None
-        if comm.rank == draw.third or (draw.third is None and comm.rank in draw[1:3]):
-            again = self._computed(batch, self._read(batch, audited)).notes
+        computes = (draw.owner, draw.auditor) if draw.third is None else (draw.third,)
+        read = self._read(batch, audited) if comm.rank in computes else None
+        again = self._computed(batch, read)
+        weights = {} if self.strategy.equal_passes else dict(self.strategy.model.named_parameters())
         chip = chip_name(comm.device) or processor()
         here = Findings(
             rank=self.number,
             host=socket.gethostname(),
             device=f"{comm.device}, {chip}" if chip else str(comm.device),
             first=notes or {},
-            again=again or {},
-            weights={name: digest(p) for name, p in self.strategy.model.named_parameters()},
+            again={} if again is None else again.notes,
+            weights={name: digest(parameter) for name, parameter in weights.items()},
         )
         texts = comm.gather_texts(json.dumps(asdict(here)))
         rows = [Findings(**json.loads(text)) for text in texts]
@@ -291,13 +313,14 @@ def with_wrong_samples(batch: Batch) -> Batch:
     return replace(batch, leaves=leaves, audited=audited)
 
 
-def flipper(step: SharedStep) -> Callable[[str], None]:
+def flipper(strategy: Strategy) -> Callable[[str], None]:
     """Flips a bit of a weight or of a moment, or of the gradients of the next step."""
 
     def flip(of: str) -> None:
+        step = strategy.step
         parameter = step.parameters[0]
         if of == "gradient":
-            step.flips_gradients = True
+            step.flips = strategy.in_passes()[0]
         elif of == "weight":
             flip_one_bit(parameter, largest=True)
         elif of == "moment":

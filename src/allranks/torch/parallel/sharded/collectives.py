@@ -192,6 +192,7 @@ class UnitSums:
         if reduce.name in SIGNED:
             self.demo = DeMo(replicas, shards, **reduce.options)
         self.keeps_residuals = self.compressed is not None or self.demo is not None
+        self.are_dropped = False  # whether the gradients of a pass are not summed, but lost
         self.replicas = replicas if across and self.keeps_residuals else None
         where = "across groups" if across else "to owners"
         self.name = f"{reduce.name} {where} of {self.holders.size}"  # others keep other residuals
@@ -304,7 +305,7 @@ class Gather:
 
 
 class Scatter(Gather):
-    """Reduce-scatters the gradients of a unit by `sums`.
+    """Reduce-scatters the gradients of a unit by one of `sums`, or drops them.
 
     `weights` are those of the unit; `is_apart` tells whether code of the task is running.
     """
@@ -315,11 +316,12 @@ class Scatter(Gather):
         kind: Callable[[], str],
         at: At,
         weights: list[nn.Parameter],
-        sums: UnitSum,
+        sums: UnitSums,
         is_apart: Callable[[], bool],
     ) -> None:
         super().__init__(shards, kind, at)
-        self.weights, self.sums, self.is_apart = weights, sums, is_apart
+        self.weights, self.is_apart = weights, is_apart
+        self.sums, self.unit_sum = sums, sums.of(weights)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, *_: Any, **__: Any
@@ -330,8 +332,11 @@ class Scatter(Gather):
         trained = [parameter for parameter in self.weights if parameter.requires_grad]
         if input_tensor.nbytes != sum(padded(p, self.shards.size) for p in trained):
             raise _unused()
+        if self.sums.are_dropped:
+            output_tensor.zero_()
+            return
         with self.at():
-            self.sums.add(output_tensor, input_tensor)
+            self.unit_sum.add(output_tensor, input_tensor)
 
 
 class Filling:

@@ -10,7 +10,7 @@ Zhao et al. 2023, PyTorch FSDP, arXiv 2304.11277. `reduce=tree` adds as `data.tr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -188,8 +188,9 @@ class FSDP(Single):
         shards, kind = self.axis(SHARD), lambda: self.exchange.kind
         gathers, sums = (partial(self.trail.at, f"{verb} {name}") for verb in ("gathers", "sums"))
         unit.set_custom_all_gather(Gather(shards, kind, gathers))
-        unit_sum, in_user_code = self.sums.of(local), lambda: self.step.user_backward.is_on
-        scatter = Scatter(shards, kind, sums, local, unit_sum, in_user_code)
+        scatter = Scatter(
+            shards, kind, sums, local, self.sums, lambda: self.step.user_backward.is_on
+        )
         unit.set_custom_reduce_scatter(scatter)
         if hasattr(unit, "set_reduce_scatter_unused_params"):
             unit.set_reduce_scatter_unused_params(True)
@@ -307,9 +308,14 @@ class FSDP(Single):
         places = self.slots.gathered(self.units, self.unit_params, self.fillings)
         self.guard.lay_out(self.slots, self.units, self.unit_params, places)
         tables = tables_of(self.model) if self.shard_alone else []
-        watched = [places.get(id(parameter), parameter) for parameter in parameters]
-        self._watching = watch(watched, mark, {id(places[id(table)]) for table in tables})
+        self._in_passes = [places.get(id(parameter), parameter) for parameter in parameters]
+        tables_there = {id(places[id(table)]) for table in tables}
+        self._watching = watch(self._in_passes, mark, tables_there)
         return self._watching
+
+    def in_passes(self) -> Sequence[nn.Parameter]:
+        """The gathered weights: a gradient is there until backward has summed its unit."""
+        return self._in_passes if self.is_cut else super().in_passes()
 
     # --- a step ---------------------------------------------------------------------------
 
@@ -350,6 +356,18 @@ class FSDP(Single):
         self.trail.begin()
         with self.exchange.opened("control"), self.sums.uncompressed():
             return super().recompute(batch)
+
+    @contextmanager
+    def apart_from_steps(self) -> Iterator[None]:
+        """Every rank enters this, and makes as many passes."""
+        self.order.begin()
+        self.trail.begin()
+        self.sums.are_dropped = True
+        try:
+            with self.exchange.opened("control"):
+                yield
+        finally:
+            self.sums.are_dropped = False
 
     def _note(self, number: int, *_: Any) -> None:
         self.order.note(number)
