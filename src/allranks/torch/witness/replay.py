@@ -29,7 +29,7 @@ from allranks.training.progress import StepResult
 SAVE = "save"  # followed by the path of the script
 SAVED_STEP = "allranks.torch.witness.saved_step:SavedStep"
 """Loaded only if it is asked for: it imports the compiler of torch."""
-BANNER = "{what}, {where} it is made. There are: {names}"
+BANNER = "{subject}, {where} it is made. There are: {names}"
 
 
 class ReplayTrainer(Trainer):
@@ -141,13 +141,9 @@ class ReplayTrainer(Trainer):
             "generators": {"torch": torch.default_generator, "numpy": np.random, "python": random},
             "trainer": self,
         }
-        shard = self.job.only_shard
-        what = (
-            f"step {batch.index + 1}"
-            if shard is None
-            else f"shard {shard} of step {batch.index + 1}"
-        )
-        banner = BANNER.format(what=what, where=where, names=", ".join(names))
+        shard, step_number = self.job.only_shard, batch.index + 1
+        subject = f"step {step_number}" if shard is None else f"shard {shard} of step {step_number}"
+        banner = BANNER.format(subject=subject, where=where, names=", ".join(names))
         if self.job.look.startswith("pdb"):
             stand(banner, **names)
         else:
