@@ -5,11 +5,12 @@
 Each fault is planted by the task of `tests/tasks/bit_flips.py` on one rank: a bit of a weight, of a
 gradient or of a moment of the optimizer, of a sample, the state of the generator, or a function
 that is off by a bit from a step on. Drawn are kind, step, rank, parameter, strategy and number of
-ranks. The sound run of the same job is trained once for each strategy and number of ranks. A step
-counts as named if it is that of the fault. A weight that flips after a step, in a copy that is no
-part of the state (`zero1`), counts in the next step, which is the first that reads it. An operator
-counts if it is the right one of its kind (`OPERATORS`): either the one that computes something else
-from equal inputs, or the first that reads what is wrong; these are counted apart.
+ranks; none is later than the seventh step of nine, so that a later loss has read what it changed.
+The sound run of the same job is trained once for each strategy and number of ranks. A step counts
+as named if it is that of the fault. A weight that flips after a step, in a copy that is no part of
+the state (`zero1`), counts in the next step, which is the first that reads it. An operator counts
+if it is the right one of its kind (`OPERATORS`): either the one that computes something else from
+equal inputs, or the first that reads what is wrong; these are counted apart.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from allranks.tools.bisect import Bisection, bisect  # noqa: E402
 from allranks.tools.bisect_step import AFTER_UPDATE  # noqa: E402
 from bit_flips import Planted  # noqa: E402
 
-PROGRAM, STEPS = "bit_flips:Planted", 8  # in the fifth, a short batch, not all ranks have samples
+PROGRAM, STEPS = "bit_flips:Planted", 9  # in the fifth, a short batch, not all ranks have samples
 KINDS = ("weight", "gradient", "moment", "sample", "generator", "function")
 STAGES = {
     "weight": ("state before the step", "weights in the passes", "state after the callbacks"),

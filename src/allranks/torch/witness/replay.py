@@ -44,17 +44,12 @@ class ReplayTrainer(Trainer):
 
         Raises `RequestError` if there is no such shard.
         """
-        shard, last = self.job.only_shard, self.job.last_step
-        if shard is not None and (shard >= self.task.shards or self.task.loss_over == "batch"):
-            is_there = shard < self.task.shards
-            raise RequestError(
-                asked=f"--only-shard {shard}",
-                found="a loss over the whole batch" if is_there else f"{self.task.shards} shards",
-                why="its passes know the outputs of all shards"
-                if is_there
-                else "they count from 0",
-                do="leave --only-shard out" if is_there else f"0 to {self.task.shards - 1}",
-            )
+        shard, last, count = self.job.only_shard, self.job.last_step, self.task.shards
+        if shard is not None and shard >= count:
+            raise _no_pass(shard, f"{count} shards", "they count from 0", f"0 to {count - 1}")
+        if shard is not None and self.task.loss_over == "batch":
+            why = "it knows the outputs of all shards"
+            raise _no_pass(shard, "a loss over the whole batch", why, "leave --only-shard out")
         for batch in super().batches(epochs, last if steps is None else steps):
             if shard is None or batch.index + 1 != last:
                 yield batch
@@ -69,12 +64,9 @@ class ReplayTrainer(Trainer):
         """
         leaf = batch.leaves[shard]
         if not leaf.micros:
-            raise RequestError(
-                asked=f"--only-shard {shard}",
-                found=f"step {batch.index + 1}, in which it has no sample",
-                why="the batch is a short one, the last of an epoch",
-                do="another shard, or another step",
-            )
+            problem = f"step {batch.index + 1}, in which it has no sample"
+            why = "the batch is a short one, the last of an epoch"
+            raise _no_pass(shard, problem, why, "another shard, or another step")
         start = sum(micro.samples for before in batch.leaves[:shard] for micro in before.micros)
         samples = sum(micro.samples for micro in leaf.micros)
         batch = replace(batch, leaves=(leaf,), ids=batch.ids[start : start + samples])
@@ -86,7 +78,7 @@ class ReplayTrainer(Trainer):
                 parameter.grad += 0  # a step adds it to zeros: 0 + -0.0 is 0.0
         if self._saved is not None:
             loss, weight = tally.tensor[:2].tolist()
-            self._saved.copies.gradients("gradient", step.names, [p.grad for p in step.parameters])
+            self._saved.gradients("gradient", step.names, [p.grad for p in step.parameters])
             self._saved.write(loss / weight)
         if self.job.look.endswith(":after"):
             self._look(batch, "after")
@@ -148,6 +140,10 @@ class ReplayTrainer(Trainer):
             stand(banner, **names)
         else:
             shell(banner, names)
+
+
+def _no_pass(shard: int, problem: str, why: str, do: str) -> RequestError:
+    return RequestError(asked=f"--only-shard {shard}", found=problem, why=why, do=do)
 
 
 def stand(

@@ -99,33 +99,11 @@ if __name__ == "__main__":
 AUTO_NAMESPACES = ("aten", "prims", "prim")
 
 
-class GradientCopies:
-    """The probe of a step that copies its gradients, for one that may be there already."""
-
-    def __init__(self, step: SharedStep) -> None:
-        self.step, self.before = step, step.probe
-        self.digests: dict[str, str] = {}
-        step.probe = self
-
-    def begin(self, batch: Batch) -> None:
-        """The passes of the step begin."""
-
-    def losses(self, losses: Tensor) -> None:
-        """Only their sum is compared."""
-
-    def gradients(self, stage: str, names: list[str], tensors: list[Tensor | None]) -> None:
-        """Before they are clipped."""
-        self.step.probe = self.before
-        for name, tensor in zip(names, tensors, strict=True):
-            if tensor is not None:
-                flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-                self.digests[name] = hashlib.sha256(flat.numpy().data).hexdigest()
-        if self.before is not None:
-            self.before.gradients(stage, names, tensors)
-
-
 class SavedStep:
-    """The script of a step: traced before it is made, written when its loss is known."""
+    """The script of a step, or of one shard of it: traced before, written when its loss is known.
+
+    As the probe of the step it digests the gradients, for another probe that may be there already.
+    """
 
     def __init__(
         self,
@@ -154,7 +132,24 @@ class SavedStep:
             for leaf, complete in zip(batch.leaves, counts, strict=True):
                 passes = [self._traced(micro) for micro in leaf.micros]
                 self._leaves.append(f"([{', '.join(passes)}], {complete})")
-        self.copies = GradientCopies(step)
+        self._digests: dict[str, str] = {}
+        self._probe, step.probe = step.probe, self
+
+    def begin(self, batch: Batch) -> None:
+        """The passes of the step begin."""
+
+    def losses(self, losses: Tensor) -> None:
+        """Only their sum is compared."""
+
+    def gradients(self, stage: str, names: list[str], tensors: list[Tensor | None]) -> None:
+        """Before they are clipped: the gradients that the script has to compute."""
+        self.step.probe = self._probe
+        for name, tensor in zip(names, tensors, strict=True):
+            if tensor is not None:
+                flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+                self._digests[name] = hashlib.sha256(flat.numpy().data).hexdigest()
+        if self._probe is not None:
+            self._probe.gradients(stage, names, tensors)
 
     def _refused(self, problem: str, why: str, do: str = "look at it with --pdb") -> RequestError:
         return RequestError(asked=f"--save-step {self.path}", found=problem, why=why, do=do)
@@ -213,7 +208,7 @@ class SavedStep:
         rows = {
             "NAMES": repr(list(self.step.names)),
             "LOSS": repr(loss),
-            "DIGESTS": repr(self.copies.digests),
+            "DIGESTS": repr(self._digests),
             "LEAVES": "[\n    " + ",\n    ".join(self._leaves) + ",\n]",
             "PLACES": "{\n    " + ",\n    ".join(places) + ",\n}",
             "CONTENT": '"""\n' + "\n".join(lines) + '\n"""',
