@@ -5,11 +5,12 @@
 Each fault is planted by the task of `tests/tasks/bit_flips.py` on one rank: a bit of a weight, of a
 gradient or of a moment of the optimizer, of a sample, the state of the generator, or a function
 that is off by a bit from a step on. Drawn are kind, step, rank, parameter, strategy and number of
-ranks. The sound run of the same job is trained once for each strategy and number of ranks. A step
-counts as named if it is that of the fault. A weight that flips after a step, in a copy that is no
-part of the state (`zero1`), counts in the next step, which is the first that reads it. An operator
-counts if it is named as computing something else, or as the first that reads what is wrong. What
-goes wrong after the passes has none: moments, weights that are named where they flip.
+ranks; none is later than the seventh step of nine, so that a later loss has read what it changed.
+The sound run of the same job is trained once for each strategy and number of ranks. A step counts
+as named if it is that of the fault. A weight that flips after a step, in a copy that is no part of
+the state (`zero1`), counts in the next step, which is the first that reads it. An operator counts
+if it is the right one of its kind (`OPERATORS`): either the one that computes something else from
+equal inputs, or the first that reads what is wrong; these are counted apart.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ from allranks.job.engines import preload_for  # noqa: E402
 from allranks.launcher.processes.fork_server_client import ForkServer  # noqa: E402
 from allranks.launcher.start import run_job  # noqa: E402
 from allranks.tools.bisect import Bisection, bisect  # noqa: E402
+from allranks.tools.bisect_step import AFTER_UPDATE  # noqa: E402
 from bit_flips import Planted  # noqa: E402
 
-PROGRAM, STEPS = "bit_flips:Planted", 8  # in the fifth, a short batch, not all ranks have samples
+PROGRAM, STEPS = "bit_flips:Planted", 9  # in the fifth, a short batch, not all ranks have samples
 KINDS = ("weight", "gradient", "moment", "sample", "generator", "function")
 STAGES = {
     "weight": ("state before the step", "weights in the passes", "state after the callbacks"),
@@ -47,6 +49,15 @@ STAGES = {
     "generator": ("generator after the callbacks", "state before the step"),
     "function": ("losses",),
 }
+OPERATORS = {
+    "weight": "in {module} (forward)",
+    "moment": "of exp_avg of '{parameter}' (update)",
+    "gradient": "of gradient of '{parameter}' (accumulation)",
+    "sample": "in 0 (forward)",
+    "generator": "aten.rand.default in Plant.on_step() (callbacks), bit_flips.py",
+    "function": "planted.activation.default in 7 (forward)",
+}
+"""What is to be named; `module` is that of the parameter."""
 STRATEGIES = ("ddp", "ddp", "zero1")
 
 
@@ -92,15 +103,14 @@ class Faults:
         if first is not None:
             search = first.operators
             row |= {"stage": first.stage, "tensor": first.tensor, "on": first.ranks}
-            row["operator"] = "" if search is None else search.name or search.reader
-            row["values"], row["unmatched"] = first.values, search and search.unmatched
+            row |= {"values": first.values, "operators": search and str(first).splitlines()[3:]}
         return {**row, **self.judged(fault, result)}
 
     def judged(self, fault: dict[str, Any], result: Bisection) -> dict[str, bool]:
         """Whether step, tensor, rank and operator are right."""
         first, kind = result.first, fault["kind"]
         if result.is_equal or first is None:
-            return dict.fromkeys(("is_step", "is_tensor", "is_rank", "is_operator"), False)
+            return dict.fromkeys(("is_step", "is_tensor", "is_rank", "computes", "reads"), False)
         at = {fault["at"]}
         if kind in ("weight", "moment", "generator"):
             is_before = first.stage in ("state before the step", "weights in the passes")
@@ -108,15 +118,19 @@ class Faults:
         if kind == "sample":
             at = {self.step_of_sample(fault)}
         is_tensor = first.stage in STAGES[kind]
+        parameter = self.parameters[fault["of"] % len(self.parameters)]
         if kind in ("weight", "gradient", "moment"):
-            parameter = self.parameters[fault["of"] % len(self.parameters)]
             is_tensor = is_tensor and (kind == "moment" or parameter in first.tensor)
-        search = first.operators
+        right = OPERATORS[kind].format(parameter=parameter, module=parameter.partition(".")[0])
+        if kind == "weight" and parameter == "9.bias" and first.stage in AFTER_UPDATE:
+            right = "aten.add_.Tensor in Plant.on_step() (callbacks), bit_flips.py"
+        lines = str(first).splitlines()
         return {
             "is_step": result.step in at,
             "is_tensor": is_tensor,
             "is_rank": first.ranks == (fault["rank"],),
-            "is_operator": search is not None and bool(search.name or search.reader),
+            "computes": any(line.startswith("operator: ") and right in line for line in lines),
+            "reads": any(line.startswith("first operator ") and right in line for line in lines),
         }
 
     @property
@@ -152,13 +166,15 @@ def main() -> None:
             if time.monotonic() > until_s:
                 break
             rows.append(faults.run(drawn(seed)))
-            if not (rows[-1]["is_step"] and rows[-1]["is_tensor"]):
-                say(json.dumps(rows[-1]))
+            row = rows[-1]
+            if not (row["is_step"] and row["is_tensor"] and (row["computes"] or row["reads"])):
+                say(json.dumps(row))
     checks = {
         "is_step": "step",
         "is_tensor": "tensor",
         "is_rank": "rank",
-        "is_operator": "operator",
+        "computes": "operator that computes something else",
+        "reads": "first operator with other inputs",
     }
     counts = {what: sum(row[name] for row in rows) for name, what in checks.items()}
     kinds = Counter(row["kind"] for row in rows)

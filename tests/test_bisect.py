@@ -24,9 +24,9 @@ JOB: dict[str, Any] = {
 }
 
 
-def faulty(train: Train, kind: str, at: int = 6) -> Path:
-    settings = (f"fault={kind}", f"at={at}", "rank=1", "of=2")
-    return train(PROGRAM, *settings, **JOB).run_dir
+def faulty(train: Train, kind: str, at: int = 6, **job: Any) -> Path:
+    settings = (f"fault={kind}", f"at={at}", "rank=1", "of=0")
+    return train(PROGRAM, *settings, **{**JOB, **job}).run_dir
 
 
 @pytest.fixture
@@ -34,26 +34,42 @@ def sound(train: Train) -> Path:
     return train(PROGRAM, **JOB).run_dir
 
 
-@pytest.mark.slow
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
-    ("kind", "stage", "operator"),
+    ("kind", "strategy", "stage", "operator"),
     [
-        ("function", "losses", "planted.activation.default"),
-        ("weight", "state after the callbacks", ""),
-        ("gradient", "gradient", ""),
+        (
+            *("moment", "zero1", "state after the callbacks"),
+            ", in the next step: aten.lerp_.Scalar of exp_avg of '0.weight' (update), "
+            "[3:6, 0:2, 0:3, 0:3]",
+        ),
+        ("function", "ddp", "losses", "planted.activation.default in 7 (forward), bit_flips.py"),
+        (
+            *("weight", "ddp", "state after the callbacks"),
+            ", in the next step: aten.convolution.default in 0 (forward)",
+        ),
+        (
+            *("gradient", "ddp", "gradient"),
+            ": aten.add_.Tensor of gradient of '0.weight' (accumulation)",
+        ),
+        (
+            *("generator", "ddp", "generator after the callbacks"),
+            ": aten.rand.default in Plant.on_step() (callbacks), bit_flips.py",
+        ),
     ],
 )
 def test_step_tensor_and_operator_are_named(
-    server: ForkServer, train: Train, sound: Path, kind: str, stage: str, operator: str
+    server: ForkServer, train: Train, kind: str, strategy: str, stage: str, operator: str
 ) -> None:
     """On rank 1 of two; the runs are digested every third step."""
-    result = bisect(sound, faulty(train, kind), server)
+    sound = train(PROGRAM, **{**JOB, "strategy": strategy}).run_dir
+    result = bisect(sound, faulty(train, kind, strategy=strategy), server)
     assert result.first is not None and not result.notes
     assert (result.step, result.before, result.first.stage) == (6, 5, stage)
     assert result.first.ranks == (() if kind == "gradient" else (1,))
     assert "task.fault" in " ".join(result.settings)
-    assert result.first.operators is not None
-    assert result.first.operators.name == operator
+    line = "operator: " if kind == "function" else "first operator with other inputs"
+    assert f"\n{line}{operator}" in str(result)
     assert json.loads(as_json(result.to_data()))["first"]["stage"] == stage
 
 

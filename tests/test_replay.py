@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import shutil
 import subprocess
@@ -236,3 +237,75 @@ def test_a_saved_step_runs_with_torch_alone(train: Train, tmp_path: Path) -> Non
     assert "INJECTED" not in ended.stdout.splitlines()
     file.write_text(file.read_text().replace("total += tensor", "total += 1.01 * tensor"))
     assert subprocess.run(alone, capture_output=True, check=False).returncode == 1
+
+
+NOTED = """
+import hashlib, json
+from pathlib import Path
+from allranks.training.callback import Callback
+from contract_tasks import Images
+
+
+class Noted(Images):
+    def callbacks(self):
+        return [Notes()]
+
+
+class Notes(Callback):
+    def on_start(self, trainer):
+        self.file = Path(trainer.job.run_dir, f"passes-{trainer.comm.rank}.jsonl").open("a")
+        for name, parameter in trainer.model.named_parameters():
+            parameter.register_hook(lambda gradient, name=name: self.note(trainer, name, gradient))
+
+    def note(self, trainer, name, gradient):
+        content = hashlib.sha256((gradient + 0).contiguous().numpy().data).hexdigest()
+        row = {"step": trainer.progress.batch_index + 1, "name": name, "sha256": content}
+        self.file.write(json.dumps(row) + chr(10))
+
+    def on_end(self, trainer):
+        self.file.close()
+"""
+
+
+@pytest.mark.slow
+def test_one_shard_of_a_step_has_the_gradients_that_its_rank_computed(
+    train: Train, tmp_path: Path
+) -> None:
+    """Shard 5 of 8 is the second pass of rank 1 of 2. The short batch of step 10 has no shard 7."""
+
+    def saved(step: int, file: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+        words = [sys.executable, "-m", "allranks.cli.main", "replay", str(run), "--step", str(step)]
+        words += ["--save-step", str(file), *flags]
+        return subprocess.run(words, capture_output=True, text=True, check=False)
+
+    program = tmp_path / "noted.py"
+    program.write_text(NOTED)
+    run = train(f"{program}:Noted", **JOB, bitwise=True, strategy="ddp", ranks=2).run_dir
+    alone, whole = tmp_path / "alone.py", tmp_path / "whole.py"
+    ended = saved(9, alone, "--only-shard", "5")
+    assert "of step 9 shard 5 alone: its gradients" in ended.stdout, ended
+    assert saved(9, whole).returncode == 0
+    assert alone.stat().st_size < whole.stat().st_size
+    words = [sys.executable, "-I", str(alone)]
+    ended = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0 and "8 of 8 gradients have the bits" in ended.stdout, ended
+    assert "step 9, shard 5 alone," in ended.stdout
+    (line,) = (row for row in alone.read_text().splitlines() if row.startswith("DIGESTS = "))
+    for name, content in ast.literal_eval(line.removeprefix("DIGESTS = ")).items():
+        rows = read_rows(run / "passes-1.jsonl")
+        passes = [r["sha256"] for r in rows if (r["step"], r["name"]) == (9, name)]
+        assert len(passes) == 4 and passes[1] == content
+    for flags, problem in [(("10", "7"), "no sample"), (("9", "8"), "found: 8 shards")]:
+        ended = saved(int(flags[0]), tmp_path / "none.py", "--only-shard", flags[1])
+        assert ended.returncode == 2 and problem in ended.stderr
+        assert not (tmp_path / "none.py").exists()
+
+
+def test_a_shard_that_is_no_pass_is_refused(train: Train) -> None:
+    run = train(IMAGES, **JOB, bitwise=True).run_dir
+    with pytest.raises(RequestError, match="nothing to look with"):
+        plan_replay(ReplayRequest(run, 9, only_shard=1))
+    assert plan_replay(ReplayRequest(run, 9, look="pdb:after", only_shard=1)).job.only_shard == 1
+    run = train(IMAGES, **JOB).run_dir
+    with pytest.raises(RequestError, match="without --bitwise"):
+        plan_replay(ReplayRequest(run, 9, look="pdb:after", only_shard=1))

@@ -317,6 +317,7 @@ def _wait(run: Path, request: ScaleRequest) -> dict[str, Any]:
 @click.option("--pdb", is_flag=True, help="Look at the step in Python's debugger.")
 @click.option("--shell", is_flag=True, help="Look at the step in IPython, or Python's shell.")
 @click.option("--save-step", metavar="FILE", help="Write the step as a script of torch alone.")
+@click.option("--only-shard", type=click.IntRange(0), metavar="S", help="Of it only this shard.")
 @click.option("--changed", is_flag=True, help="Even if the program has changed since.")
 @click.option("--json", "as_object", is_flag=True, help="Print JSON.")
 def replay(run: str, as_object: bool, **flags: Any) -> None:
@@ -338,7 +339,8 @@ def replay(run: str, as_object: bool, **flags: Any) -> None:
         )
     look = f"{tools[0]}:{(where or ['after'])[0]}" if tools else ""
     look = f"save:{Path(flags['save_step']).absolute()}" if saves else look
-    request = ReplayRequest(Path(run), flags["step"], flags["ranks"] or 0, look, flags["changed"])
+    more = {name: flags[name] for name in ("changed", "only_shard")}
+    request = ReplayRequest(Path(run), flags["step"], flags["ranks"] or 0, look, **more)
     replayed = replay_step(request)
     lines = [printable(line) for line in str(replayed).splitlines()]
     click.echo(as_json(replayed.to_data()) if as_object else "\n".join(lines))

@@ -184,6 +184,7 @@ class Tracing:
 
     A replay ends after `last_step`, and digests the state after the steps in `digest_at` alone. At
     its last step it does what `look` says: "pdb:before", "shell:after", "record" (for `bisect`).
+    With `only_shard` no more than the pass of that shard is made of this step.
     """
 
     trace: bool = False
@@ -199,6 +200,7 @@ class Tracing:
     last_step: int | None = None
     digest_at: tuple[int, ...] = ()
     look: str = ""
+    only_shard: int | None = None
 
 
 GROUPS: dict[str, type] = {

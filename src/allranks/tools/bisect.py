@@ -280,7 +280,10 @@ def _both(
 def _pair(
     a: ReplayedSide, b: ReplayedSide, after: int, last: int
 ) -> tuple[MadeSteps | None, MadeSteps | None]:
-    """Each side with what its run wrote, in one layout if there is one in which both have it."""
+    """Each side with what its run wrote, in one layout if there is one in which both have it.
+
+    And in which they differ: a process alone does not have the norms that ranks have written.
+    """
     pair: list[MadeSteps | None] = [None, None]
     for alone in dict.fromkeys([*a.layouts(after), *b.layouts(after)]):
         for place, side in enumerate((a, b)):
@@ -289,7 +292,10 @@ def _pair(
                     pair[place] = side.as_written(after, last, alone) or pair[place]
                 except RequestError as error:  # its program has changed
                     side.why = error.found
-        if all(each is not None and each.alone == alone for each in pair):
+        first, second = pair
+        if first is None or second is None or not first.alone == second.alone == alone:
+            continue
+        if first.written.unlike(second.written):
             break
     for side, each in zip((a, b), pair, strict=True):
         side.why = "" if each is not None else side.why
@@ -301,7 +307,8 @@ def _look_closer(
 ) -> None:
     """The first step of those that were made again, and the first tensor within it.
 
-    A copy that is not digested may differ before: then the step before is looked at, too.
+    A copy that is not digested may differ before: then the step before is looked at, too. What
+    changed after the update is read by the operators of the next step.
     """
     wrong = first.written.unlike(second.written)
     if not wrong:
@@ -317,6 +324,12 @@ def _look_closer(
         if one_more.stage != "state before the step":
             break
     result.before = result.step - 1
+    following = result.step + 1
+    is_there = all(following in side.written.metrics for side in (a, b))
+    if result.first is not None and result.first.wants_reader and is_there:
+        one_more = compare_step(a.recorded(first, following), b.recorded(second, following))
+        if one_more is not None:
+            result.first = result.first.read_by(one_more)
 
 
 def _name_missing(result: Bisection, *sides: ReplayedSide) -> None:

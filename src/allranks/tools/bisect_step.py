@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ STAGES = (
     *("sample numbers", "sample", "state before the step", "weights in the passes"),
     *("generator before the step", "generator in the pass", "losses"),
     *("gradient", "clipped gradient", "state after the update"),
-    *("generator after the callbacks", "state after the callbacks"),
+    *(AFTER_UPDATE := ("generator after the callbacks", "state after the callbacks")),
 )
 """In the order in which a step makes them, so that the first difference is next to its cause."""
 OF_SAME_RANKS = ("generator before the step", "generator after the callbacks")
@@ -46,6 +46,19 @@ class RecordDifference:
     values: str
     others: int
     operators: OperatorSearch | None
+    are_of_next: bool = False
+    """Whether `operators` are those of the next step, the first that reads what is wrong."""
+
+    @property
+    def wants_reader(self) -> bool:
+        """Whether it came up after the update, so that the next step is the first to read it."""
+        search = self.operators
+        is_named = search is not None and bool(search.name or search.reader)
+        return self.stage in AFTER_UPDATE and not is_named
+
+    def read_by(self, following: RecordDifference) -> RecordDifference:
+        """The same with the operators of the step that follows."""
+        return replace(self, operators=following.operators, are_of_next=True)
 
     def to_data(self) -> dict[str, Any]:
         operators = None if self.operators is None else asdict(self.operators)
@@ -69,10 +82,10 @@ class RecordDifference:
         if search.name:
             return str(search).splitlines()
         if search.reader:
-            return [f"first operator with other inputs: {search.reader}"]
-        if search.unmatched:
-            return [f"operators: all agree; without a counterpart: {search.unmatched}"]
-        return ["operators: those of the passes agree (those of the update are not recorded)"]
+            step = ", in the next step" * self.are_of_next
+            return [f"first operator with other inputs{step}: {search.reader}"]
+        alone = f"; without a counterpart: {search.unmatched}" * bool(search.unmatched)
+        return [f"operators: all that were recorded agree{alone}"]
 
 
 class StepSide:
@@ -121,7 +134,7 @@ def compare_step(first: Path, second: Path) -> RecordDifference | None:
 def _operators(ours: Path, theirs: Path) -> OperatorSearch | None:
     if not all(any((side / OPERATORS).glob("*.json")) for side in (ours, theirs)):
         return None
-    return compare_operators(ours / OPERATORS, theirs / OPERATORS, 0.0)
+    return compare_operators(ours / OPERATORS, theirs / OPERATORS, 0.0, is_exact=True)
 
 
 def _unequal(

@@ -12,6 +12,7 @@ import dataclasses
 import math
 import os
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,7 +65,8 @@ class ReplayRequest:
     """What is asked: `step` counts from 1; `ranks` 0 means one process where that is right.
 
     `look` is "pdb" or "shell", and where: "pdb:before". With `changed` the program may be another.
-    `command` is that of the user, if it is another one.
+    `command` is that of the user, if it is another one. With `only_shard` the step is looked at as
+    the pass of that shard, and is not compared.
     """
 
     run: Path
@@ -73,6 +75,12 @@ class ReplayRequest:
     look: str = ""
     changed: bool = False
     command: str = ""
+    only_shard: int | None = None
+
+    @property
+    def last(self) -> int:
+        """The last step that is made as a whole."""
+        return self.step if self.only_shard is None else self.step - 1
 
     @property
     def words(self) -> str:
@@ -127,6 +135,7 @@ class Replayed:
         plan = self.plan
         return {
             "step": self.step,
+            "only_shard": plan.job.only_shard,
             "from_step": plan.start,
             "checkpoint": None if plan.checkpoint is None else str(plan.checkpoint),
             "ranks": plan.job.ranks,
@@ -147,7 +156,12 @@ class Replayed:
             "the beginning" if plan.checkpoint is None else f"the checkpoint of step {plan.start}"
         )
         lines = [f"note: {note}" for note in plan.notes]
-        lines.append(f"made steps {plan.start + 1} to {self.step} again on {where}, from {begin}")
+        last = self.step if job.only_shard is None else self.step - 1
+        steps = f"made steps {plan.start + 1} to {last} again" if last > plan.start else "began"
+        lines.append(f"{steps} on {where}, from {begin}")
+        if job.only_shard is not None:
+            alone = f"of step {self.step} shard {job.only_shard} alone"
+            lines.append(f"{alone}: its gradients, as the step adds them up, and no update")
         steps = ", ".join(map(str, self.digests))
         digests = f"digests after step {steps}" if steps else "no digests, the run wrote none here"
         norms = " and gradient norms" if plan.is_as_run else ""
@@ -171,56 +185,105 @@ class Replayed:
 
 def plan_replay(request: ReplayRequest) -> ReplayPlan:
     """The plan; raises `RequestError` for what cannot be replayed. Nothing is started."""
-    run, step = request.run, request.step
-    check_is_run(run, request.words)
-    if "kind" in read_job(run):
-        raise request.refused(
-            "a run of a script", "its steps are its own", "replay a run of `allranks train`"
-        )
-    last = _last_step(run)
-    if step > last:
-        raise request.refused(
-            f"a run that has made {last} steps",
-            "a replay makes again what was made, and compares it",
-            f"--step {last} or less" if last else "train first",
-        )
-    job = _job_of(run, step)
-    _check_kind(request, job)
-    _check_file(request)
+    _check_run(request)
+    job = _job_of(request.run, request.step)
+    for is_wrong, problem, why, do in _refusals(request, job):
+        if is_wrong:
+            raise request.refused(problem, why, do)
     checkpoint, start, notes = _checkpoint(request)
     _check_course(request, start)
-    rows = read_digests(run)
+    rows = read_digests(request.run)
     broken = broken_link(rows.values())
     if broken is not None:
         notes.append(f"digests.jsonl was changed by hand: its chain breaks at step {broken}")
-    spec = job.strategy_spec
-    alone = isinstance(spec.guarantee, Exact) and request.ranks <= 1
+    is_exact = isinstance(job.strategy_spec.guarantee, Exact)
+    alone = is_exact and request.ranks <= 1
     ranks = 1 if alone else request.ranks or job.ranks
-    if not isinstance(spec.guarantee, Exact) and ranks != job.ranks:
-        raise request.refused(
-            f"--ranks {ranks} for a run of {job.strategy} on {job.ranks}",
-            "its result depends on the number of ranks",
-            "leave --ranks out",
-        )
-    is_as_run = ranks == job.ranks and not (alone and job.ranks > 1)
-    first = start if isinstance(spec.guarantee, Exact) else start + 1  # its end changes weights
-    at = [row for row in rows if first <= row <= step]
-    values: dict[str, Any] = {"ranks": ranks, "last_step": step, "look": request.look}
+    first = start if is_exact else start + 1  # its end changes weights
+    values: dict[str, Any] = {"ranks": ranks, "last_step": request.step, "look": request.look}
+    values |= {"only_shard": request.only_shard, "strategy": "single" if alone else job.strategy}
     if alone and job.micro_batch is None and not job.bitwise:
         batch = int(job.task.get("batch_size", 0))
         values["micro_batch"] = -(-batch // job.ranks) if batch else None  # fits one device
     if checkpoint is not None:
         values["resume"] = str(checkpoint.absolute())
-    strategy = "single" if alone else job.strategy
-    job = dataclasses.replace(job, **{**UNDISTURBED, **values, "strategy": strategy})
-    job = dataclasses.replace(checked(job), digest_at=tuple(at))
-    if request.look and ranks > 1:
+    again = checked(dataclasses.replace(job, **{**UNDISTURBED, **values}))
+    at = tuple(row for row in rows if first <= row <= request.last)
+    again = dataclasses.replace(again, digest_at=at)
+    return ReplayPlan(again, checkpoint, start, ranks == job.ranks, tuple(notes))
+
+
+def _check_run(request: ReplayRequest) -> None:
+    """Raise `RequestError` unless the folder is that of a run that has made the step."""
+    check_is_run(request.run, request.words)
+    if "kind" in read_job(request.run):
         raise request.refused(
-            f"--{request.look.partition(':')[0]} on {ranks} ranks",
-            "a terminal talks to one process",
-            "replay it in one process, where the strategy allows that",
+            "a run of a script", "its steps are its own", "replay a run of `allranks train`"
         )
-    return ReplayPlan(job, checkpoint, start, is_as_run, tuple(notes))
+    last = _last_step(request.run)
+    if request.step > last:
+        raise request.refused(
+            f"a run that has made {last} steps",
+            "a replay makes again what was made, and compares it",
+            f"--step {last} or less" if last else "train first",
+        )
+
+
+def _refusals(request: ReplayRequest, job: Job) -> Iterator[tuple[bool, str, str, str]]:
+    """For each rule: whether it is broken, what is wrong, why, and what works."""
+    yield (
+        job.engine != TORCH,
+        f"a run of the {ENGINES[job.engine].title} engine",
+        "only steps of torch are digested, and have equal bits",
+        "replay a run of torch",
+    )
+    yield (
+        not job.program,
+        "a loop of your own, which names no program",
+        "its steps are made by code that nobody can call",
+        "train with `allranks train PROGRAM`",
+    )
+    agreement = job.strategy_spec.card.agreement
+    yield (
+        agreement.is_one_training and not agreement.lockstep,
+        f"a run of {job.strategy}",
+        "its processes run asynchronously: no two runs of it make the same steps",
+        "replay a run of another strategy: allranks strategies",
+    )
+    kind, _, name = request.look.partition(":")
+    exists = kind == "save" and os.path.lexists(name)
+    yield (
+        exists or (kind == "save" and not Path(name).parent.is_dir()),
+        f"--save-step {name}: {'it exists' if exists else 'no such folder'}",
+        "the script is a new file, replaces none, and no folder is made for it",
+        "name a new file in a folder that is there",
+    )
+    is_exact, shard = isinstance(job.strategy_spec.guarantee, Exact), request.only_shard
+    yield (
+        not is_exact and request.ranks not in (0, job.ranks),
+        f"--ranks {request.ranks} for a run of {job.strategy} on {job.ranks}",
+        "its result depends on the number of ranks",
+        "leave --ranks out",
+    )
+    yield (
+        shard is not None and not request.look,
+        f"--only-shard {shard}, and nothing to look with",
+        "the pass of one shard is no step, and has nothing that the run wrote",
+        "--pdb, --shell or --save-step FILE",
+    )
+    yield (
+        shard is not None and not (job.bitwise and is_exact),
+        f"--only-shard {shard} of a run of {job.strategy}{' without --bitwise' * is_exact}",
+        "its passes go through the samples of several shards",
+        "leave --only-shard out; train with --bitwise",
+    )
+    ranks = request.ranks if is_exact else job.ranks
+    yield (
+        bool(request.look) and ranks > 1,
+        f"--{kind} on {ranks} ranks",
+        "a terminal talks to one process",
+        "replay it in one process, where the strategy allows that",
+    )
 
 
 def _check_course(request: ReplayRequest, start: int) -> None:
@@ -286,40 +349,6 @@ def _job_of(run: Path, step: int) -> Job:
             values, task = base.values, base.task
     values = {name: value for name, value in values.items() if name not in ("resume", "run_dir")}
     return Job(**values, task={n: v for n, v in task.items() if v != HIDDEN})
-
-
-def _check_kind(request: ReplayRequest, job: Job) -> None:
-    if job.engine != TORCH:
-        raise request.refused(
-            f"a run of the {ENGINES[job.engine].title} engine",
-            "only steps of torch are digested, and have equal bits",
-            "replay a run of torch",
-        )
-    if not job.program:
-        raise request.refused(
-            "a loop of your own, which names no program",
-            "its steps are made by code that nobody can call",
-            "train with `allranks train PROGRAM`",
-        )
-    agreement = job.strategy_spec.card.agreement
-    if agreement.is_one_training and not agreement.lockstep:
-        raise request.refused(
-            f"a run of {job.strategy}",
-            "its processes run asynchronously: no two runs of it make the same steps",
-            "replay a run of another strategy: allranks strategies",
-        )
-
-
-def _check_file(request: ReplayRequest) -> None:
-    """Raise `RequestError` if the script of a step cannot become a new file."""
-    kind, _, name = request.look.partition(":")
-    file = Path(name)
-    if kind == "save" and (os.path.lexists(file) or not file.parent.is_dir()):
-        raise request.refused(
-            f"--save-step {file}: {'it exists' if os.path.lexists(file) else 'no such folder'}",
-            "the script is a new file, replaces none, and no folder is made for it",
-            "name a new file in a folder that is there",
-        )
 
 
 # --- replay --------------------------------------------------------------------------------------
@@ -408,9 +437,9 @@ def compare(request: ReplayRequest, plan: ReplayPlan, again: Path) -> Replayed:
     was, now = metrics_of(request.run), metrics_of(again)
     compared = OF_SAME_RANKS if plan.is_as_run else OF_ANY_RANKS
     reached = max(now, default=plan.start)
-    if reached < request.step:
+    if reached < request.last:
         wrong[reached + 1] = [f"end: the training ended after step {reached}"]
-    for step in range(plan.start + 1, request.step + 1):
+    for step in range(plan.start + 1, request.last + 1):
         if step in was and step in now:
             result.losses += 1
             names = [n for n in compared if was[step].get(n) != now[step].get(n)]

@@ -30,6 +30,8 @@ from allranks.tools.check.sizes import Array, norm, tensor_difference
 from allranks.training.record.trace import OPERATORS, START
 
 MODULE = "module"  # the name of a call of a module, whose class may be another one on ranks
+AFTER_PASSES = "clipping", "update", "callbacks"
+OF_TENSORS = "accumulation", "clipping", "update"  # phases whose operators are those of a tensor
 NOISE = 16  # units of rounding, of the norm of the inputs, by which an output may be off
 LIKE = SAME, EACH = "same", "each"
 Arrays = Sequence[Array]
@@ -53,11 +55,17 @@ class OperatorSearch:
     reader: str = ""
 
     def __str__(self) -> str:
-        where = f"{self.module or 'the model'} ({self.phase}){', ' * bool(self.line)}{self.line}"
-        where = f"{'the call' if self.name == MODULE else self.name} in {where}"
+        where = _in_words(self.name, self.module, self.phase, self.line)
         unmatched = f"; without a counterpart: {self.unmatched}" if self.unmatched else ""
         counts = f"{self.compared} of {self.total} operators were compared{unmatched}"
         return f"operator: {where if self.name else 'none is named'}: {self.text}\n  {counts}"
+
+
+def _in_words(name: str, module: str, phase: str, line: str) -> str:
+    """An operator and where it is: in a module or function, or of a tensor."""
+    is_of_tensor = phase in OF_TENSORS and not module.endswith("()")
+    where = f"{'of' if is_of_tensor else 'in'} {module or 'the model'} ({phase})"
+    return f"{'the call' if name == MODULE else name} {where}{', ' * bool(line)}{line}"
 
 
 def search_operators(
@@ -115,7 +123,8 @@ class RecordedOperators(defaultdict[tuple[str, str, str, int], list[RecordedCall
             calls = [n for key, n in times.items() if key[1:] == ("forward", MODULE)]
             passes = math.gcd(*calls) or 1
             for key, row in zip(keys, rows, strict=True):
-                each = times[key] // passes if times[key] % passes == 0 else times[key]
+                is_each = key[1] not in AFTER_PASSES and times[key] % passes == 0
+                each = times[key] // passes if is_each else times[key]
                 sides = row["inputs"], row["outputs"]
                 a, b = ([values[digest].reshape(shape) for digest, shape in t] for t in sides)
                 call = RecordedCall(rank, row["line"], row["writes"], a, b, row["numbers"])
@@ -225,16 +234,22 @@ def _order(candidate: RecordedOperators, reference: RecordedOperators) -> Array 
 
 
 def compare_operators(
-    ours: Path, theirs: Path, tolerance: float, wrappers: Sequence[str] = ()
+    ours: Path,
+    theirs: Path,
+    tolerance: float,
+    wrappers: Sequence[str] = (),
+    *,
+    is_exact: bool = False,
 ) -> OperatorSearch:
     """The first operator of our folder that differs from its counterpart, if any.
 
-    Of scripts, which have `wrappers`, each rank may have taken the mean over its own samples.
+    Of scripts, which have `wrappers`, each rank may have taken the mean over its own samples. If
+    the comparison `is_exact`, numbers count as inputs, and none is named after the first reader.
     """
     sides = candidate, reference = [RecordedOperators(side, wrappers) for side in (ours, theirs)]
     on = {1: "", 2: " on both ranks"}.get(candidate.ranks, f" on all {candidate.ranks} ranks")
     named = OperatorSearch("no output differs where all inputs agree")
-    compare = _Comparison(tolerance)
+    compare = _Comparison(tolerance, is_exact=is_exact)
     if wrappers:
         compare = _Comparison(tolerance, candidate.ranks / reference.ranks, _order(*sides))
     compared, total, alone, reader, unequal = 0, 0, "", "", set[tuple[str, str]]()
@@ -244,18 +259,28 @@ def compare_operators(
         compared, total = compared + (is_compared and name != MODULE), total + (name != MODULE)
         if not is_compared:
             alone = alone or f"{name} in {module or 'the model'}" * (name != MODULE)
-        elif wrong is not None and not named.name and first.matters:
+        elif wrong is not None and not named.name and first.matters and not (is_exact and reader):
             same_module = {(module, phase)} if name != MODULE else set()
             keeps_nothing = not wrappers or name.count(".") > 1  # of what differs elsewhere
             if keeps_nothing or unequal <= same_module:
                 text = f"inputs agree{on}; {wrong.in_words()}"
                 named = OperatorSearch(text, 0, 0, "", name, module, phase, first.line)
         if is_compared and not agrees and not named.name and name != MODULE:
-            reader = reader or f"{name} in {module or 'the model'} ({phase}) {first.line}".strip()
+            line = _first_unlike(calls, reference[key]).line
+            reader = reader or _in_words(name, module, phase, line)
         if is_compared and (wrong is not None or not agrees):
             unequal.add((module, phase))
     named = dataclasses.replace(named, compared=compared, total=total, unmatched=alone)
     return dataclasses.replace(named, reader=reader)
+
+
+def _first_unlike(ours: list[RecordedCall], theirs: list[RecordedCall]) -> RecordedCall:
+    """The first of our calls that has other inputs than its counterpart, where each has one."""
+    for call, other in zip(ours, theirs, strict=False):
+        pairs = zip(call.inputs, other.inputs, strict=True)
+        if len(ours) == len(theirs) and any(a.tobytes() != b.tobytes() for a, b in pairs):
+            return call
+    return ours[0]
 
 
 @dataclass(frozen=True)
@@ -265,6 +290,7 @@ class _Comparison:
     tolerance: float
     times: float = 0.0
     order: Array | None = None
+    is_exact: bool = False
 
     def calls(
         self, key: tuple[str, str, str, int], ours: list[RecordedCall], theirs: list[RecordedCall]
@@ -276,6 +302,8 @@ class _Comparison:
         usual = [1.0, *{self.times, len(ours) / len(theirs)} - {1.0}] if self.times else [1.0]
         numbers = [{tuple(call.numbers) for call in side} for side in (ours, theirs)]
         is_open = bool(self.times) and (numbers[0] != numbers[1] or key[2].endswith(".backward"))
+        if self.is_exact and numbers[0] != numbers[1]:
+            return True, False, None
         inputs = [*self._matches("inputs", ours, theirs, usual)]
         agreeing = [[way for way in ways if way.agrees] for ways in inputs]
         if not all(agreeing):

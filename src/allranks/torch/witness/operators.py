@@ -5,6 +5,10 @@ the user's code calls (buckets, sums over ranks). In backward it has the module 
 forward made its node of the graph. Calls of modules, and both passes of an `autograd.Function`, are
 recorded too, in case the operators within have no counterpart. They are wrapped for the step:
 torch's hooks of all modules miss keywords, and functions have no hooks.
+
+With an optimizer (`bisect`) the rest of the step is recorded, too: what adds up the gradients of
+the passes, clips them and updates the weights, by the name of the tensor; what callbacks call; and
+the state of the generator as an input of what draws from it.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import hashlib
 import json
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,8 +26,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 import allranks
 from allranks.torch.checkpoint.state import local
@@ -42,9 +48,15 @@ def storable(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def recorded_operators(folder: Path, rank: int, model: nn.Module) -> Iterator[None]:
-    """Within, the operators of this process are recorded; `model` names the modules."""
-    recorder, call, apply = _Recorder(), nn.Module.__call__, Function.__dict__["apply"]
+def recorded_operators(
+    folder: Path, rank: int, model: nn.Module, optimizer: Optimizer | None = None
+) -> Iterator[OperatorRecorder]:
+    """Within, the operators of this process are recorded; `model` names modules and tensors.
+
+    With `optimizer` also those between and after the passes, as `OperatorRecorder.phase` says.
+    """
+    recorder, call = OperatorRecorder(model, optimizer), nn.Module.__call__
+    apply = Function.__dict__["apply"]
     names = {id(module): name for name, module in model.named_modules()}
 
     def call_recorded(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -63,7 +75,7 @@ def recorded_operators(folder: Path, rank: int, model: nn.Module) -> Iterator[No
     Function.apply = classmethod(apply_recorded)  # type: ignore[assignment]
     try:
         with recorder:
-            yield
+            yield recorder
     finally:
         nn.Module.__call__, Function.apply = call, apply  # type: ignore[method-assign]
     folder.mkdir(parents=True, exist_ok=True)
@@ -71,30 +83,98 @@ def recorded_operators(folder: Path, rank: int, model: nn.Module) -> Iterator[No
     save_file(recorder.values, folder / f"rank-{rank:03d}.safetensors")
 
 
-class _Recorder(TorchDispatchMode):
-    """The record: rows of operators, as they end, and the nodes that backward comes to."""
+class OperatorRecorder(TorchDispatchMode):
+    """The record: rows of operators, as they end, and the nodes that backward comes to.
 
-    def __init__(self) -> None:
+    `phase` is "" in the passes; then `after_passes` sets it, and the tensors whose operators count.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.record: dict[str, list[Any]] = {"rows": [], "reached": []}
         self.values: dict[str, Tensor] = {}
         self.modules: list[str] = []
+        self.phase = ""
+        self._optimizer = optimizer
+        self._trained = [] if optimizer is None else [*model.named_parameters()]
+        self._tensors_of: dict[Place, str] = {}
+        self._computed = WeakTensorKeyDictionary()  # of each the name of a parameter
+        self._parts: Mapping[str, str] = {}
         self._origins: dict[int, tuple[str, str] | None] = {}
         self._bytes = 0
 
+    def after_passes(
+        self, phase: str, named: Mapping[str, Tensor], parts: Mapping[str, str]
+    ) -> None:
+        """From here on record what reads or writes the tensors `named`, and what users call.
+
+        `parts` says which part of a parameter this rank has.
+        """
+        self.phase, self._parts = phase, parts
+        self._computed = WeakTensorKeyDictionary()
+        self._tensors_of = {place_of(t): name for name, t in named.items() if t.numel()}
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if {*types} - {Tensor, nn.Parameter}:
+            return func(*args, **kwargs)
         origin, node = self._origin()
-        if origin is None or func.is_view or {*types} - {Tensor, nn.Parameter}:
-            return func(*args, **(kwargs or {}))
-        inputs = self._tensors((args, kwargs))
-        output = func(*args, **(kwargs or {}))
+        if origin is None and self._trained:
+            return self._between(func, args, kwargs)
+        if origin is None or func.is_view:
+            return func(*args, **kwargs)
+        inputs = self._tensors((args, kwargs, self._drawn_from(func, kwargs)))
+        output = func(*args, **kwargs)
         if func._schema.name.startswith(("aten::empty", "aten::new_empty")):
             output.zero_()  # what its memory held before is no input of what is written to it
-        pairs = zip(func._schema.arguments, args, strict=False)
-        written = [a for kind, a in pairs if kind.alias_info and kind.alias_info.is_write]
+        written = _written(func, args)
         more = {"writes": bool(written), "numbers": _numbers((args, kwargs))}
         self._row(str(func), origin, inputs, [output, written], node=node, **more)
         return output
+
+    def _between(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call an operator that neither a module nor the user calls: a row for each tensor.
+
+        It is recorded if it reads or writes a tensor with a name, or what was computed of one.
+        """
+        calls = [*_calls_of_one(args)]
+        read = {name: kwarg for name, kwarg in kwargs.items() if name != "out"}
+        names = [self._name_of((call, read)) for call in calls]
+        is_read_out = func is torch.ops.aten._local_scalar_dense.default
+        rows = [] if func.is_view or is_read_out else [n for n, name in enumerate(names) if name]
+        inputs = {number: self._tensors((calls[number], read)) for number in rows}
+        output = func(*args, **kwargs)
+        has_each = isinstance(output, list | tuple) and len(output) == len(calls)
+        outputs = [output] if len(calls) == 1 else output if has_each else [None] * len(calls)
+        for name, tensors in zip(names, outputs, strict=True):
+            for tensor in tree_leaves(tensors) if name else ():
+                if isinstance(tensor, Tensor):
+                    self._computed[tensor] = _parameter_in(name)
+        for number in rows:
+            name, written = names[number], _written(func, calls[number])
+            origin = name, self._parts.get(_parameter_in(name), "")
+            more = {"writes": bool(written), "numbers": _numbers((calls[number], read))}
+            more |= {"phase": self.phase or "accumulation"}
+            self._row(str(func), origin, inputs[number], [outputs[number], written], **more)
+        return output
+
+    def _name_of(self, tree: Any) -> str:
+        """The name of the first tensor that has one; "" of others."""
+        tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+        if not self.phase:
+            gradients = {id(p.grad): name for name, p in self._trained if p.grad is not None}
+            names = [gradients[id(tensor)] for tensor in tensors if id(tensor) in gradients]
+            return f"gradient of {names[0]!r}" if names else ""
+        places = [place_of(tensor) for tensor in tensors]
+        names = [self._tensors_of[place] for place in places if place in self._tensors_of]
+        names += [f"a value of {self._computed[t]}" for t in tensors if t in self._computed]
+        return names[0] if names else ""
+
+    def _drawn_from(self, func: Any, kwargs: Any) -> Any:
+        """The state of the generator that an operator draws from, where that is recorded."""
+        if self._optimizer is None or torch.Tag.nondeterministic_seeded not in func.tags:
+            return None
+        return (kwargs.get("generator") or torch.default_generator).get_state()
 
     def call(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call, and record the call like an operator."""
@@ -141,6 +221,7 @@ class _Recorder(TorchDispatchMode):
         tensors = {"inputs": inputs, "outputs": self._tensors(outputs)}
         tensors = tensors if self._bytes <= MOST_BYTES else {"inputs": [], "outputs": []}
         phase = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
+        phase = self.phase or phase
         row = {"name": name, "module": origin[0], "line": origin[1], "phase": phase, **tensors}
         self.record["rows"].append({"node": None, "writes": True, "numbers": [], **row, **more})
 
@@ -162,3 +243,35 @@ class _Recorder(TorchDispatchMode):
 def _numbers(tree: Any) -> list[str]:
     """Arguments that are numbers, such as the divisor of a mean, in words."""
     return [repr(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, int | float)]
+
+
+# --- between the passes and after them -----------------------------------------------------------
+
+Place = tuple[int, int]
+
+
+def place_of(tensor: Tensor) -> Place:
+    """Where a tensor lies, and how many numbers it has: views of it have the same place."""
+    return local(tensor).data_ptr(), local(tensor).numel()
+
+
+def _parameter_in(name: str) -> str:
+    """The parameter in the name of one of its tensors: of "exp_avg of '0.weight'" the last word."""
+    return name.rpartition(" of ")[2]
+
+
+def _calls_of_one(args: Any) -> Iterator[Any]:
+    """The arguments of an operator; of one over lists as of calls for one tensor each."""
+    lists = [a for a in args if isinstance(a, list | tuple) and a and isinstance(a[0], Tensor)]
+    if not lists:
+        yield args
+        return
+    count = len(lists[0])
+    for number in range(count):
+        yield [a[number] if isinstance(a, list | tuple) and len(a) == count else a for a in args]
+
+
+def _written(func: Any, args: Any) -> list[Any]:
+    """The arguments that an operator writes to."""
+    pairs = zip(func._schema.arguments, args, strict=False)
+    return [a for kind, a in pairs if kind.alias_info and kind.alias_info.is_write]

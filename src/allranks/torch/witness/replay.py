@@ -12,6 +12,7 @@ import importlib.util
 import pdb
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 
 from allranks.catalog import load
+from allranks.errors import RequestError
 from allranks.torch.data.batch import Batch
 from allranks.torch.trainer import Trainer
 from allranks.torch.witness.step_record import StepRecord
@@ -27,7 +29,7 @@ from allranks.training.progress import StepResult
 SAVE = "save"  # followed by the path of the script
 SAVED_STEP = "allranks.torch.witness.saved_step:SavedStep"
 """Loaded only if it is asked for: it imports the compiler of torch."""
-BANNER = "step {step}, {where} it is made. There are: {names}"
+BANNER = "{subject}, {where} it is made. There are: {names}"
 
 
 class ReplayTrainer(Trainer):
@@ -38,19 +40,63 @@ class ReplayTrainer(Trainer):
     _record: StepRecord | None = None
 
     def batches(self, epochs: int | None = None, steps: int | None = None) -> Iterator[Batch]:
-        """The batches up to that of the last step."""
-        return super().batches(epochs, self.job.last_step if steps is None else steps)
+        """The batches up to that of the last step; that one is no step if one shard is asked for.
+
+        Raises `RequestError` if there is no such shard.
+        """
+        shard, last, count = self.job.only_shard, self.job.last_step, self.task.shards
+        if shard is not None and shard >= count:
+            raise _no_pass(shard, f"{count} shards", "they count from 0", f"0 to {count - 1}")
+        if shard is not None and self.task.loss_over == "batch":
+            why = "it knows the outputs of all shards"
+            raise _no_pass(shard, "a loss over the whole batch", why, "leave --only-shard out")
+        for batch in super().batches(epochs, last if steps is None else steps):
+            if shard is None or batch.index + 1 != last:
+                yield batch
+            else:
+                self._make_shard(batch, shard)
+                break
+
+    def _make_shard(self, batch: Batch, shard: int) -> None:
+        """Make the pass of one shard alone, and look at it; there is no update.
+
+        Its gradients are as the step would add them to those of other shards.
+        """
+        leaf = batch.leaves[shard]
+        if not leaf.micros:
+            problem = f"step {batch.index + 1}, in which it has no sample"
+            why = "the batch is a short one, the last of an epoch"
+            raise _no_pass(shard, problem, why, "another shard, or another step")
+        start = sum(micro.samples for before in batch.leaves[:shard] for micro in before.micros)
+        samples = sum(micro.samples for micro in leaf.micros)
+        batch = replace(batch, leaves=(leaf,), ids=batch.ids[start : start + samples])
+        self.settle()
+        self._begin_look(batch)
+        tally, step = self.strategy.recompute(batch), self.strategy.step
+        for parameter in step.parameters:
+            if parameter.grad is not None:
+                parameter.grad += 0  # a step adds it to zeros: 0 + -0.0 is 0.0
+        if self._saved is not None:
+            loss, weight = tally.tensor[:2].tolist()
+            self._saved.gradients("gradient", step.names, [p.grad for p in step.parameters])
+            self._saved.write(loss / weight)
+        if self.job.look.endswith(":after"):
+            self._look(batch, "after")
+
+    def _begin_look(self, batch: Batch) -> None:
+        """Look at what the last step begins with, and prepare to save it."""
+        if self.job.look.endswith(":before"):
+            self._look(batch, "before")
+        kind, _, path = self.job.look.partition(":")
+        if kind == SAVE:
+            about = (self.job.program, self.task.shards, self.job.only_shard)
+            self._saved = load(SAVED_STEP)(Path(path), self.strategy.step, batch, *about)
 
     def step(self, batch: Batch) -> StepResult:
         """One step; the last one may be looked at before."""
         if batch.index + 1 == self.job.last_step:
             self._at = batch
-            if self.job.look.endswith(":before"):
-                self._look(batch, "before")
-            kind, _, path = self.job.look.partition(":")
-            if kind == SAVE:
-                about = (self.job.program, self.task.shards)
-                self._saved = load(SAVED_STEP)(Path(path), self.strategy.step, batch, *about)
+            self._begin_look(batch)
             if self.job.look == "record":
                 assert self.job.run_dir
                 self._record = StepRecord(Path(self.job.run_dir), self.world.rank, self.strategy)
@@ -67,7 +113,7 @@ class ReplayTrainer(Trainer):
         if self._at is not None and self.job.look.endswith(":after"):
             self.settle()
             self._look(self._at, "after")
-        if self._saved is not None and self.last_result is not None:
+        if self._saved is not None and self._at is not None and self.last_result is not None:
             self._saved.write(self.last_result.loss)
         return super().finish()
 
@@ -87,11 +133,17 @@ class ReplayTrainer(Trainer):
             "generators": {"torch": torch.default_generator, "numpy": np.random, "python": random},
             "trainer": self,
         }
-        banner = BANNER.format(step=batch.index + 1, where=where, names=", ".join(names))
+        shard, step_number = self.job.only_shard, batch.index + 1
+        subject = f"step {step_number}" if shard is None else f"shard {shard} of step {step_number}"
+        banner = BANNER.format(subject=subject, where=where, names=", ".join(names))
         if self.job.look.startswith("pdb"):
             stand(banner, **names)
         else:
             shell(banner, names)
+
+
+def _no_pass(shard: int, problem: str, why: str, do: str) -> RequestError:
+    return RequestError(asked=f"--only-shard {shard}", found=problem, why=why, do=do)
 
 
 def stand(

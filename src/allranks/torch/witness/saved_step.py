@@ -41,7 +41,7 @@ import torch
 from torch import device, inf, nan  # noqa: F401
 
 torch.set_num_threads(1)
-STEP, PROGRAM, TORCH = {step}, {program!a}, {torch!a}
+STEP, PROGRAM, TORCH = {step!a}, {program!a}, {torch!a}
 '''
 TAIL = '''
 
@@ -60,7 +60,7 @@ def step():
             last = stack.pop()
             stack.append([a + b for a, b in zip(stack.pop(), last)])
     ((loss, weight, *gradients),) = stack
-    factor = {nominal} / float(weight)
+    factor = {factor}
     return float(loss) / float(weight), [g * factor if factor != 1 else g for g in gradients]
 
 
@@ -99,38 +99,23 @@ if __name__ == "__main__":
 AUTO_NAMESPACES = ("aten", "prims", "prim")
 
 
-class GradientCopies:
-    """The probe of a step that copies its gradients, for one that may be there already."""
-
-    def __init__(self, step: SharedStep) -> None:
-        self.step, self.before = step, step.probe
-        self.digests: dict[str, str] = {}
-        step.probe = self
-
-    def begin(self, batch: Batch) -> None:
-        """The passes of the step begin."""
-
-    def losses(self, losses: Tensor) -> None:
-        """Only their sum is compared."""
-
-    def gradients(self, stage: str, names: list[str], tensors: list[Tensor | None]) -> None:
-        """Before they are clipped."""
-        self.step.probe = self.before
-        for name, tensor in zip(names, tensors, strict=True):
-            if tensor is not None:
-                flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-                self.digests[name] = hashlib.sha256(flat.numpy().data).hexdigest()
-        if self.before is not None:
-            self.before.gradients(stage, names, tensors)
-
-
 class SavedStep:
-    """The script of a step: traced before it is made, written when its loss is known."""
+    """The script of a step, or of one shard of it: traced before, written when its loss is known.
+
+    As the probe of the step it digests the gradients, for another probe that may be there already.
+    """
 
     def __init__(
-        self, path: Path, step: SharedStep, batch: Batch, program: str, shards: int
+        self,
+        path: Path,
+        step: SharedStep,
+        batch: Batch,
+        program: str,
+        shards: int,
+        only_shard: int | None = None,
     ) -> None:
         self.path, self.step, self.batch, self.program = path, step, batch, program
+        self.only_shard = only_shard
         if step.batch_loss is not None or step.regularizers.is_there or step.loss_scale is not None:
             raise self._refused(
                 "a loss over the batch, a regularizer or a loss scale",
@@ -143,10 +128,28 @@ class SavedStep:
         self._count = 0
         spans = tuple((leaf.shards.start, leaf.shards.stop) for leaf in batch.leaves)
         with leaving_no_trace(step, []):
-            for leaf, complete in zip(batch.leaves, merges(spans, shards), strict=True):
+            counts = merges(spans, shards) if only_shard is None else bytes(1)
+            for leaf, complete in zip(batch.leaves, counts, strict=True):
                 passes = [self._traced(micro) for micro in leaf.micros]
                 self._leaves.append(f"([{', '.join(passes)}], {complete})")
-        self.copies = GradientCopies(step)
+        self._digests: dict[str, str] = {}
+        self._probe, step.probe = step.probe, self
+
+    def begin(self, batch: Batch) -> None:
+        """The passes of the step begin."""
+
+    def losses(self, losses: Tensor) -> None:
+        """Only their sum is compared."""
+
+    def gradients(self, stage: str, names: list[str], tensors: list[Tensor | None]) -> None:
+        """Before they are clipped: the gradients that the script has to compute."""
+        self.step.probe = self._probe
+        for name, tensor in zip(names, tensors, strict=True):
+            if tensor is not None:
+                flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+                self._digests[name] = hashlib.sha256(flat.numpy().data).hexdigest()
+        if self._probe is not None:
+            self._probe.gradients(stage, names, tensors)
 
     def _refused(self, problem: str, why: str, do: str = "look at it with --pdb") -> RequestError:
         return RequestError(asked=f"--save-step {self.path}", found=problem, why=why, do=do)
@@ -195,14 +198,17 @@ class SavedStep:
             places.append(f"{name!r}: {form}")
         text = base64.b64encode(zlib.compress(content)).decode()
         lines = [text[start : start + 96] for start in range(0, len(text), 96)]
-        values = {"step": self.batch.index + 1, "program": self.program, "torch": torch.__version__}
+        of_shard = "" if self.only_shard is None else f", shard {self.only_shard} alone,"
+        values = {"step": f"{self.batch.index + 1}{of_shard}", "program": self.program}
+        values["torch"] = torch.__version__
+        factor = f"{self.batch.nominal} / float(weight)" if self.only_shard is None else "1.0"
         programs = [
             code.replace("def forward(", f"def {n}(", 1) for code, n in self._programs.items()
         ]
         rows = {
             "NAMES": repr(list(self.step.names)),
             "LOSS": repr(loss),
-            "DIGESTS": repr(self.copies.digests),
+            "DIGESTS": repr(self._digests),
             "LEAVES": "[\n    " + ",\n    ".join(self._leaves) + ",\n]",
             "PLACES": "{\n    " + ",\n    ".join(places) + ",\n}",
             "CONTENT": '"""\n' + "\n".join(lines) + '\n"""',
@@ -210,7 +216,7 @@ class SavedStep:
         parts = [HEAD.format(**values), *programs, *(f"{n} = {v}" for n, v in rows.items())]
         try:
             with open(self.path, "x", encoding="utf-8") as file:
-                file.write("\n".join([*parts, TAIL.format(nominal=self.batch.nominal)]))
+                file.write("\n".join([*parts, TAIL.format(factor=factor)]))
         except OSError as error:
             problem = error.strerror or type(error).__name__
             why = "the script is a new file, and replaces none"

@@ -12,7 +12,9 @@ ranks that hold parts can be compared with one process that holds the whole.
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from allranks.torch.checkpoint.plan import ELSEWHERE, WritePart, local_parts
-from allranks.torch.checkpoint.state import NAMES, flatten, random_streams
+from allranks.torch.checkpoint.state import NAMES, flatten, local, random_streams
 from allranks.torch.data.batch import Batch
 from allranks.torch.data.collate import tensors_in
+from allranks.torch.step.gradients import Gradients
 from allranks.torch.strategies.base import Strategy
 from allranks.torch.witness.digests import part_digest
-from allranks.torch.witness.operators import recorded_operators, storable
+from allranks.torch.witness.operators import OperatorRecorder, recorded_operators, storable
 
 STEP = "step"
 MOST_BYTES = 2**29  # of the tensors of one rank; of those beyond there are digests alone
@@ -45,7 +48,9 @@ class StepRecord:
         self._values: dict[str, Tensor] = {}
         self._bytes, self._passes = 0, 0
         self._recording = ExitStack()
-        strategy.step.probe = self
+        self._operators: OperatorRecorder
+        step, self._parts_of_step = strategy.step, strategy.step.parts
+        step.probe, step.parts = self, replace(step.parts, updating=self._updating)
 
     # --- as a probe -----------------------------------------------------------------------
 
@@ -60,9 +65,9 @@ class StepRecord:
             if isinstance(state, Tensor):
                 self._row("generator before the step", name, state, 0)
         self._state("before the step")
-        model = self.strategy.model
-        recorded = recorded_operators(self.folder / "operators", self.rank, model)
-        self._recording.enter_context(recorded)
+        of_step = self.strategy.model, self.strategy.step.optimizer
+        recorded = recorded_operators(self.folder / "operators", self.rank, *of_step)
+        self._operators = self._recording.enter_context(recorded)
 
     def losses(self, losses: Tensor) -> None:
         """The losses of a pass, and the generator that it may have drawn from."""
@@ -73,27 +78,48 @@ class StepRecord:
 
     def gradients(self, stage: str, names: list[str], tensors: list[Tensor | None]) -> None:
         """The gradients of all ranks, summed; the weights that the passes have used."""
-        self._recording.close()
-        if stage == "gradient":
-            for name, parameter in self.strategy.model.named_parameters():
+        there = {n: g for n, g in zip(names, tensors, strict=True) if g is not None}
+        with _disable_current_modes():
+            if stage == "gradient":
                 is_whole = self.strategy.agreement.weights == "replicated"
                 record = self._row if is_whole else self._parts
-                record("weights in the passes", name, parameter)
-        for name, gradient in zip(names, tensors, strict=True):
-            if gradient is not None:
-                dense = gradient.to_dense() if gradient.is_sparse else gradient
-                self._parts(stage, name, dense)
+                for name, parameter in self.strategy.model.named_parameters():
+                    record("weights in the passes", name, parameter)
+            for name, gradient in there.items():
+                self._parts(stage, name, gradient.to_dense() if gradient.is_sparse else gradient)
+        dense = {_gradient_of(n): local(g) for n, g in there.items() if not g.is_sparse}
+        self._operators.after_passes("clipping", dense, {})
+
+    @contextmanager
+    def _updating(self, gradients: Gradients) -> Iterator[None]:
+        """Around the update: its operators, by the tensors that this rank updates."""
+        with self._parts_of_step.updating(gradients):
+            step, named, parts = self.strategy.step, dict[str, Tensor](), dict[str, str]()
+            with _disable_current_modes():
+                for name, parameter in zip(step.names, step.parameters, strict=True):
+                    named[repr(name)] = local(parameter.detach())
+                    parts[repr(name)] = self._part(name, parameter)
+                    if parameter.grad is not None and not parameter.grad.is_sparse:
+                        named[_gradient_of(name)] = local(parameter.grad)
+                    for key, tensor in step.optimizer.state.get(parameter, {}).items():
+                        if isinstance(tensor, Tensor):
+                            named[f"{key} of {name!r}"] = local(tensor)
+            self._operators.after_passes("update", named, parts)
+            yield
+            self._operators.after_passes("callbacks", {}, {})
 
     # --- around the step ------------------------------------------------------------------
 
     def end(self) -> None:
         """The update is over; callbacks follow."""
-        self._recording.close()
-        self.strategy.step.probe = None
-        self._state("after the update")
+        step = self.strategy.step
+        step.probe, step.parts = None, self._parts_of_step
+        with _disable_current_modes():
+            self._state("after the update")
 
     def write(self) -> None:
         """Callbacks were called: write all."""
+        self._recording.close()
         self._row("generator after the callbacks", "torch", torch.get_rng_state(), 0)
         self._state("after the callbacks")
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -118,6 +144,15 @@ class StepRecord:
             if part.kind != ELSEWHERE:
                 self._add(stage, part, piece)
 
+    def _part(self, name: str, tensor: Tensor) -> str:
+        """Which part of a parameter this rank has, as an index of the whole; "" if it has it."""
+        known = {name: self.strategy.layout.to_global(name, tensor.detach())}
+        return " and ".join(
+            "[" + ", ".join(f"{a}:{a + n}" for a, n in zip(*box, strict=True)) + "]"
+            for part in local_parts(known)
+            if (box := (part.offsets, part.sizes))[1] != part.shape
+        )
+
     def _row(self, stage: str, name: str, tensor: Tensor, number: int | None = None) -> None:
         """A tensor that no other rank has a part of."""
         plain = tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
@@ -138,3 +173,7 @@ class StepRecord:
             self._values[str(len(self._rows))] = storable(tensor)
             self._bytes += tensor.nbytes
         self._rows.append(row)
+
+
+def _gradient_of(name: str) -> str:
+    return f"gradient of {name!r}"
