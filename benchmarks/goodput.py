@@ -107,7 +107,7 @@ def of_seed(given: argparse.Namespace, folder: Path, seed: int) -> list[dict[str
         place = folder / f"{name}-{seed}"
         found = run(given, place, strategy, seed, name)
         runs.append({"seed": seed, "contender": name, **found})
-        whole = next(one for one in runs if name != "cut" or one["contender"] == "nodes")
+        whole = next(row for row in runs if name != "cut" or row["contender"] == "nodes")
         runs[-1] |= {
             "goodput": found["samples_per_s"] / whole["samples_per_s"],
             "loss_gap": found["loss"] / whole["loss"] - 1,
