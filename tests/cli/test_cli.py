@@ -416,7 +416,7 @@ def test_show_tells_the_result(door: Door, runs_folder: Path) -> None:
     code, out, _ = door("show", str(runs_folder / "well"))
     assert code == 0 and out.startswith("digits × 2: done\naccuracy   0.9750\n")
     assert "2.0 KiB sent by rank 0 in each step" in out
-    asked = out.partition("asked of it\n")[2].splitlines()
+    asked = out.partition("values that were set\n")[2].splitlines()
     assert [" ".join(line.split()) for line in asked] == [
         "ranks 2 command line",
         "task.lr 0.1 command line",
@@ -440,7 +440,7 @@ def test_show_tells_what_went_wrong_on_the_way(door: Door, tmp_path: Path) -> No
     _, out, _ = door("show", "runs/again")
     assert "note: step 3: the loss is nan" in out
     assert "note: and 20 more: see runs/again/events*.jsonl" in out
-    assert out.index("accuracy") < out.index("note: ") < out.index("asked of it")
+    assert out.index("accuracy") < out.index("note: ") < out.index("values that were set")
 
 
 def test_show_tells_of_a_command_what_was_said_of_it(door: Door, tmp_path: Path) -> None:
@@ -451,7 +451,7 @@ def test_show_tells_of_a_command_what_was_said_of_it(door: Door, tmp_path: Path)
     folder.close()
     _, out, _ = door("show", "runs/script")
     assert out.startswith("python train.py × 2: done\n")
-    asked = out.partition("asked of it\n")[2].splitlines()
+    asked = out.partition("values that were set\n")[2].splitlines()
     assert [" ".join(line.split()) for line in asked[:-1]] == ["max_restarts 3", "ranks 2"]
 
 

@@ -52,10 +52,12 @@ def runs(folder: str, as_object: bool) -> None:
     if as_object:
         click.echo(as_json(rows))
         return
+    width = max((len(row["run_dir"]) for row in rows), default=0)
     for row in rows:
         summary = row["summary"] or {}
         metrics = "  ".join(f"{n} {float(v):.4f}" for n, v in summary.get("eval", {}).items())
-        line = f"{row['run_dir']}  {row['state']:<11} {row['program']} × {row['ranks']}  {metrics}"
+        job = f"{row['program']} × {row['ranks']}"
+        line = f"{row['run_dir']:<{width}}  {row['state']:<11} {job}  {metrics}"
         click.echo(printable(line.rstrip()))
     if not rows:
         click.echo(printable(f"no run folder in {folder}"), err=True)
@@ -67,7 +69,7 @@ def runs(folder: str, as_object: bool) -> None:
 @click.option("--job", "whole_job", is_flag=True, help="Its job file too, with every default.")
 @click.option("--json", "as_object", is_flag=True, help="Print JSON.")
 def show(run: str, placement: bool, whole_job: bool, as_object: bool) -> None:
-    """Show one run: its state, its result or its first fault, and what was asked of it."""
+    """Show one run: its state, its result or its first fault, and the values that were set."""
     path = Path(run)
     check_is_run(path, f"show {run}")
     job = read_job(path)
@@ -140,7 +142,7 @@ def _asked(job: dict[str, Any], run: str, with_hint: bool) -> list[str]:
     hint = f"the whole job: allranks show --job {shlex.quote(run)}"
     if with_hint:
         lines.append(f"  the rest has its default; {hint}" if lines else f"  only defaults; {hint}")
-    return ["asked of it", *lines]
+    return ["values that were set", *lines]
 
 
 def _print_placement(path: Path, job: dict[str, Any], as_object: bool) -> None:
