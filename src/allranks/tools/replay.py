@@ -28,13 +28,7 @@ from allranks.job.limits import checked
 from allranks.job.place import LOCAL
 from allranks.job.program import MODULES, PROGRAM, by_name
 from allranks.job.resume import CHECKPOINTS, HARMLESS, find_base
-from allranks.job.run_folder import (
-    JsonLines,
-    check_is_run,
-    rank_events_path,
-    read_events,
-    read_rows,
-)
+from allranks.job.run_folder import JsonLines, rank_events_path, read_events, read_rows
 from allranks.launcher.describe import ask_task
 from allranks.launcher.places import Rendezvous
 from allranks.launcher.plan import LocalMachine, Resources
@@ -75,14 +69,10 @@ class ReplayRequest:
     changed: bool = False
     command: str = ""
 
-    @property
-    def words(self) -> str:
-        """The request, as an error repeats it."""
-        return self.command or f"replay {self.run} --step {self.step}"
-
     def refused(self, problem: str, why: str, do: str) -> RequestError:
         """The error for this request."""
-        return RequestError(asked=self.words, found=problem, why=why, do=do)
+        command = self.command or f"replay {self.run} --step {self.step}"
+        return RequestError(asked=command, found=problem, why=why, do=do)
 
 
 @dataclass(frozen=True)
@@ -173,7 +163,10 @@ class Replayed:
 def plan_replay(request: ReplayRequest) -> ReplayPlan:
     """The plan; raises `RequestError` for what cannot be replayed. Nothing is started."""
     run, step = request.run, request.step
-    check_is_run(run, request.words)
+    if not (run / "job.toml").is_file():
+        raise request.refused(
+            "no job.toml in it", "a run folder always has one", "see `allranks runs` for the runs"
+        )
     if "kind" in read_job(run):
         raise request.refused(
             "a run of a script", "its steps are its own", "replay a run of `allranks train`"

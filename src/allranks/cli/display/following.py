@@ -250,9 +250,9 @@ LEFT_OUT = {
     "rest_left_out": "the weights of the end lack the last findings",
 }
 LOADED_FROM = {
-    "spare": "with copies of the lost parts",
-    "checkpoint": "with the newest checkpoint",
-    "start": "anew, as there was no checkpoint",
+    "spare": "their copies of its parts",
+    "checkpoint": "the newest checkpoint",
+    "start": "the start, as there was no checkpoint",
 }
 
 
@@ -318,9 +318,9 @@ def in_words(event: dict[str, Any]) -> list[str]:
 
 
 def _made_again(event: Mapping[str, Any]) -> str:
-    loaded = LOADED_FROM.get(event.get("loaded_from", ""), "with the state of another rank")
+    loaded = LOADED_FROM.get(event.get("loaded_from", ""), "the state of another rank")
     again = f"{event['steps_again']} steps are made again, from step {event['step']} on"
-    return f"{again}: the new group of ranks began {loaded}"
+    return f"{again}: the new group of ranks began with {loaded}"
 
 
 def scaled_in_words(event: Mapping[str, Any]) -> str:
