@@ -443,6 +443,16 @@ def test_show_tells_what_went_wrong_on_the_way(door: Door, tmp_path: Path) -> No
     assert out.index("accuracy") < out.index("note: ") < out.index("values that were set")
 
 
+def test_runs_and_show_tell_how_many_ranks_go_on(door: Door, tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "runs" / "elastic", "", SUMMARY)
+    folder.events.event("group", members=[1], lost=[0], steps_again=1)
+    assert "digits × 2, then 1" in door("runs")[1]
+    assert door("show", "runs/elastic")[1].startswith("digits × 2, then 1: running\n")
+    folder.events.event("attempt", ranks=2)
+    assert door("show", "runs/elastic")[1].startswith("digits × 2: running\n")
+    folder.close()
+
+
 def test_show_tells_of_a_command_what_was_said_of_it(door: Door, tmp_path: Path) -> None:
     plan = plan_command(CommandRequest(("python", "train.py"), 2, max_restarts=3), HOSTS, {})
     folder = RunFolder(tmp_path / "runs" / "script")

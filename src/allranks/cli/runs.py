@@ -56,8 +56,7 @@ def runs(folder: str, as_object: bool) -> None:
     for row in rows:
         summary = row["summary"] or {}
         metrics = "  ".join(f"{n} {float(v):.4f}" for n, v in summary.get("eval", {}).items())
-        job = f"{row['program']} × {row['ranks']}"
-        line = f"{row['run_dir']:<{width}}  {row['state']:<11} {job}  {metrics}"
+        line = f"{row['run_dir']:<{width}}  {row['state']:<11} {_name_of(row)}  {metrics}"
         click.echo(printable(line.rstrip()))
     if not rows:
         click.echo(printable(f"no run folder in {folder}"), err=True)
@@ -82,7 +81,7 @@ def show(run: str, placement: bool, whole_job: bool, as_object: bool) -> None:
         findings = {} if watched is None else watched.to_data()
         click.echo(as_json({**row, **findings, "job": job}))
         return
-    click.echo(printable(f"{row['program']} × {row['ranks']}: {row['state']}"))
+    click.echo(printable(f"{_name_of(row)}: {row['state']}"))
     if watched is not None:
         click.echo("\n".join(printable(line) for line in str(watched).splitlines()))
     if row["summary"]:
@@ -166,7 +165,7 @@ def _row(path: Path) -> dict[str, Any]:
     try:
         job = read_job(path)
     except RequestError:
-        nothing = dict.fromkeys(("program", "ranks", "summary", "fault", "memory"))
+        nothing = dict.fromkeys(("program", "ranks", "members", "summary", "fault", "memory"))
         return {"run_dir": str(path), "state": "unreadable", **nothing}
     is_running = is_in_use(path)
     events = read_events(path)
@@ -176,10 +175,26 @@ def _row(path: Path) -> dict[str, Any]:
         "state": outcome.state,
         "program": job["program"],
         "ranks": job["ranks"],
+        "members": _members(events),
         "summary": outcome.summary,
         "fault": outcome.fault,
         "memory": {str(rank): use.to_data() for rank, use in held_in(events).items()},
     }
+
+
+def _members(events: list[dict[str, Any]]) -> list[int] | None:
+    """The ranks that trained last, if ranks were lost, joined or left since the last start."""
+    members = None
+    for event in events:
+        if event["event"] in ("attempt", "group"):
+            members = event.get("members")
+    return members
+
+
+def _name_of(row: dict[str, Any]) -> str:
+    """`mytask.py × 4, then 3`: the ranks at the start, and of an elastic job those that go on."""
+    name, size = f"{row['program']} × {row['ranks']}", len(row["members"] or ())
+    return f"{name}, then {size}" if size not in (0, row["ranks"]) else name
 
 
 # --- scale ---------------------------------------------------------------------------------------
