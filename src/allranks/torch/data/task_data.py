@@ -152,8 +152,10 @@ class TaskData:
         if self.job.elastic:
             self._check_elastic()
         if self.job.audit and isinstance(training, (StreamSource, WholeLoader)):
-            is_stream = isinstance(training, StreamSource)
-            data = f"a {type(training.dataset).__name__}" if is_stream else training.kind
+            if isinstance(training, WholeLoader):
+                data = training.kind
+            else:
+                data = f"a {type(training.dataset).__name__}"
             raise RequestError(
                 asked=f"--audit {self.job.audit}",
                 found=f"train_data() is {data}, whose samples have no numbers",
