@@ -8,6 +8,8 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,14 @@ from allranks.cli.display.following import anomalies_in, scaled_in_words
 from allranks.cli.display.placement import as_data, table
 from allranks.cli.display.progress import in_sentences
 from allranks.cli.options import Verb
-from allranks.errors import EXIT_DIFFERENCE_FOUND, ProgramError, RequestError, printable
+from allranks.errors import (
+    EXIT_DIFFERENCE_FOUND,
+    Interrupted,
+    ProgramError,
+    RequestError,
+    Stopped,
+    printable,
+)
 from allranks.job.job import Job
 from allranks.job.limits import elastic_range
 from allranks.job.place import read_placements
@@ -346,11 +355,21 @@ def replay(run: str, as_object: bool, **flags: Any) -> None:
     look = f"{tools[0]}:{(where or ['after'])[0]}" if tools else ""
     look = f"save:{Path(flags['save_step']).absolute()}" if saves else look
     request = ReplayRequest(Path(run), flags["step"], flags["ranks"] or 0, look, flags["changed"])
-    replayed = replay_step(request)
+    with _in_a_temporary_folder():
+        replayed = replay_step(request)
     lines = [printable(line) for line in str(replayed).splitlines()]
     click.echo(as_json(replayed.to_data()) if as_object else "\n".join(lines))
     if replayed.differs and replayed.is_promised:
         sys.exit(EXIT_DIFFERENCE_FOUND)
+
+
+@contextmanager
+def _in_a_temporary_folder() -> Iterator[None]:
+    """A context in which steps are made again: if they are stopped, there is nothing to resume."""
+    try:
+        yield
+    except (Stopped, Interrupted):
+        raise Interrupted("interrupted: nothing was compared, and the run is as it was") from None
 
 
 # --- certify, verify -----------------------------------------------------------------------------
@@ -395,7 +414,8 @@ def verify(certificate: str, run: str | None, as_object: bool, **options: Any) -
     """
     values = {**options, "ranks": options["ranks"] or 0}
     folder = None if run is None else Path(run)
-    result = verify_certificate(VerifyRequest(path=Path(certificate), run=folder, **values))
+    with _in_a_temporary_folder():
+        result = verify_certificate(VerifyRequest(path=Path(certificate), run=folder, **values))
     lines = [printable(line) for line in str(result).splitlines()]
     click.echo(as_json(result.to_data()) if as_object else "\n".join(lines))
     if not result.holds:
@@ -415,7 +435,8 @@ def bisect(run_a: str, run_b: str | None, as_object: bool) -> None:
     Without RUN_B the other side is the program and the libraries of today. Steps are made again
     from checkpoints; the folders of the runs are read, not changed. Exit code 5: they differ.
     """
-    result = load(BISECT)(Path(run_a), None if run_b is None else Path(run_b))
+    with _in_a_temporary_folder():
+        result = load(BISECT)(Path(run_a), None if run_b is None else Path(run_b))
     lines = [printable(line) for line in str(result).splitlines()]
     click.echo(as_json(result.to_data()) if as_object else "\n".join(lines))
     if not result.is_equal:
