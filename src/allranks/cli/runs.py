@@ -324,6 +324,15 @@ def _wait(run: Path, request: ScaleRequest) -> dict[str, Any]:
 # --- replay --------------------------------------------------------------------------------------
 
 
+@contextmanager
+def _in_a_temporary_folder() -> Iterator[None]:
+    """A context in which steps are made again: if they are stopped, there is nothing to resume."""
+    try:
+        yield
+    except (Stopped, Interrupted):
+        raise Interrupted("interrupted: nothing was compared, and the run is as it was") from None
+
+
 @click.command(cls=Verb)
 @click.argument("run")
 @click.option("--step", type=click.IntRange(1), required=True, help="Which, as the display counts.")
@@ -335,6 +344,7 @@ def _wait(run: Path, request: ScaleRequest) -> dict[str, Any]:
 @click.option("--save-step", metavar="FILE", help="Write the step as a script of torch alone.")
 @click.option("--changed", is_flag=True, help="Even if the program has changed since.")
 @click.option("--json", "as_object", is_flag=True, help="Print JSON.")
+@_in_a_temporary_folder()
 def replay(run: str, as_object: bool, **flags: Any) -> None:
     """Make a step of RUN again, in one process, and compare it with what RUN wrote.
 
@@ -355,21 +365,11 @@ def replay(run: str, as_object: bool, **flags: Any) -> None:
     look = f"{tools[0]}:{(where or ['after'])[0]}" if tools else ""
     look = f"save:{Path(flags['save_step']).absolute()}" if saves else look
     request = ReplayRequest(Path(run), flags["step"], flags["ranks"] or 0, look, flags["changed"])
-    with _in_a_temporary_folder():
-        replayed = replay_step(request)
+    replayed = replay_step(request)
     lines = [printable(line) for line in str(replayed).splitlines()]
     click.echo(as_json(replayed.to_data()) if as_object else "\n".join(lines))
     if replayed.differs and replayed.is_promised:
         sys.exit(EXIT_DIFFERENCE_FOUND)
-
-
-@contextmanager
-def _in_a_temporary_folder() -> Iterator[None]:
-    """A context in which steps are made again: if they are stopped, there is nothing to resume."""
-    try:
-        yield
-    except (Stopped, Interrupted):
-        raise Interrupted("interrupted: nothing was compared, and the run is as it was") from None
 
 
 # --- certify, verify -----------------------------------------------------------------------------
@@ -405,6 +405,7 @@ def certify(run: str, output: str | None) -> None:
 )
 @click.option("--seed", default="", metavar="WORD", help="Draw other rows (no default).")
 @click.option("--json", "as_object", is_flag=True, help="Print JSON.")
+@_in_a_temporary_folder()
 def verify(certificate: str, run: str | None, as_object: bool, **options: Any) -> None:
     """Make steps of a CERTIFICATE again, on this machine, and say whether they hold.
 
@@ -414,8 +415,7 @@ def verify(certificate: str, run: str | None, as_object: bool, **options: Any) -
     """
     values = {**options, "ranks": options["ranks"] or 0}
     folder = None if run is None else Path(run)
-    with _in_a_temporary_folder():
-        result = verify_certificate(VerifyRequest(path=Path(certificate), run=folder, **values))
+    result = verify_certificate(VerifyRequest(path=Path(certificate), run=folder, **values))
     lines = [printable(line) for line in str(result).splitlines()]
     click.echo(as_json(result.to_data()) if as_object else "\n".join(lines))
     if not result.holds:
@@ -429,14 +429,14 @@ def verify(certificate: str, run: str | None, as_object: bool, **options: Any) -
 @click.argument("run_a")
 @click.argument("run_b", required=False)
 @click.option("--json", "as_object", is_flag=True, help="Print JSON.")
+@_in_a_temporary_folder()
 def bisect(run_a: str, run_b: str | None, as_object: bool) -> None:
     """Name the first step at which RUN_B differs from RUN_A, and the first tensor within it.
 
     Without RUN_B the other side is the program and the libraries of today. Steps are made again
     from checkpoints; the folders of the runs are read, not changed. Exit code 5: they differ.
     """
-    with _in_a_temporary_folder():
-        result = load(BISECT)(Path(run_a), None if run_b is None else Path(run_b))
+    result = load(BISECT)(Path(run_a), None if run_b is None else Path(run_b))
     lines = [printable(line) for line in str(result).splitlines()]
     click.echo(as_json(result.to_data()) if as_object else "\n".join(lines))
     if not result.is_equal:
