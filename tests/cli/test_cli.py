@@ -20,8 +20,10 @@ import pytest
 
 import allranks
 from allranks.catalog import VERBS, load
+from allranks.cli import runs
 from allranks.cli.main import main
 from allranks.cli.options import HELPS, option_groups
+from allranks.errors import EXIT_INTERRUPTED, Interrupted, Stopped
 from allranks.job.config import Resolved, resolve
 from allranks.job.job import GROUPS, Job
 from allranks.job.run_folder import JsonLines, RunFolder, rank_events_path, read_events
@@ -441,6 +443,21 @@ def test_show_tells_what_went_wrong_on_the_way(door: Door, tmp_path: Path) -> No
     assert "note: step 3: the loss is nan" in out
     assert "note: and 20 more: see runs/again/events*.jsonl" in out
     assert out.index("accuracy") < out.index("note: ") < out.index("values that were set")
+
+
+@pytest.mark.parametrize("stopped", [Stopped("after step 2"), Interrupted("after step 2")])
+def test_a_replay_that_is_stopped_cannot_be_resumed(
+    door: Door, monkeypatch: pytest.MonkeyPatch, stopped: Exception
+) -> None:
+    """Its folder was a temporary one."""
+
+    def replay_step(request: object) -> None:
+        raise stopped
+
+    monkeypatch.setattr(runs, "replay_step", replay_step)
+    code, _, err = door("replay", "runs/well", "--step", "2")
+    assert code == EXIT_INTERRUPTED
+    assert err == "allranks: interrupted: nothing was compared, and the run is as it was\n"
 
 
 def test_runs_and_show_tell_how_many_ranks_go_on(door: Door, tmp_path: Path) -> None:
