@@ -37,13 +37,12 @@ from allranks.job.run_folder import check_is_run, is_in_use, read_events, read_r
 from allranks.job.scaling import ANSWERS, READ, Bounds, ScaleRequest, post, withdraw
 from allranks.job.units import format_bytes
 from allranks.strategies.resolve import strategy_spec
+from allranks.tools import verify as verification
 from allranks.tools.certificate import certify as certificate_of
 from allranks.tools.replay import ReplayRequest
 from allranks.tools.replay import replay as replay_step
 from allranks.tools.report.records import ENDS, outcome_of, read_job, read_watched
 from allranks.tools.report.tables import COMMAND_DEFAULTS
-from allranks.tools.verify import VerifyRequest
-from allranks.tools.verify import verify as verify_certificate
 from allranks.training.record.phases import held_in
 
 BISECT = "allranks.tools.bisect:bisect"
@@ -415,7 +414,8 @@ def verify(certificate: str, run: str | None, as_object: bool, **options: Any) -
     """
     values = {**options, "ranks": options["ranks"] or 0}
     folder = None if run is None else Path(run)
-    result = verify_certificate(VerifyRequest(path=Path(certificate), run=folder, **values))
+    request = verification.VerifyRequest(path=Path(certificate), run=folder, **values)
+    result = verification.verify(request)
     lines = [printable(line) for line in str(result).splitlines()]
     click.echo(as_json(result.to_data()) if as_object else "\n".join(lines))
     if not result.holds:
