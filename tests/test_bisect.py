@@ -103,6 +103,17 @@ def test_a_fault_that_does_not_come_again_is_the_answer(
     assert result.step == 6 and "B cannot be made again here" in str(result)
 
 
+@pytest.mark.slow
+def test_a_norm_that_differs_on_its_own_ranks_comes_before_a_later_loss(
+    server: ForkServer, train: Train
+) -> None:
+    """One process does not compare norms, and without digests sees the loss of the next step."""
+    flags = {**JOB, "digest_every": 0, "checkpoint_every": None}
+    run = train(PROGRAM, **flags, inject="flip@rank=1,of=gradient,step=5").run_dir
+    result = bisect(run, None, server)
+    assert result.known > 6 and (result.step, result.names) == (6, ["grad_norm"])
+
+
 def test_what_cannot_be_compared_is_refused(train: Train, sound: Path, tmp_path: Path) -> None:
     def refused(*runs: Path) -> str:
         with pytest.raises(RequestError) as error:

@@ -77,6 +77,22 @@ def test_a_folder_is_free_once_it_is_closed(tmp_path: Path) -> None:
     folder.close()
 
 
+def test_somebody_who_may_only_read_sees_that_it_is_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, opened = RunFolder(tmp_path / "run"), os.open
+
+    def for_reading_only(path: Path, flags: int) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR):
+            raise PermissionError(path)
+        return opened(path, flags)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", for_reading_only)
+        assert is_in_use(folder.path)
+    folder.close()
+
+
 def test_what_is_no_run_folder_is_not_in_use(tmp_path: Path) -> None:
     assert not is_in_use(tmp_path) and not is_in_use(tmp_path / "nowhere")
 

@@ -20,8 +20,10 @@ import pytest
 
 import allranks
 from allranks.catalog import VERBS, load
+from allranks.cli import runs
 from allranks.cli.main import main
 from allranks.cli.options import HELPS, option_groups
+from allranks.errors import EXIT_INTERRUPTED, Interrupted, Stopped
 from allranks.job.config import Resolved, resolve
 from allranks.job.job import GROUPS, Job
 from allranks.job.run_folder import JsonLines, RunFolder, rank_events_path, read_events
@@ -416,7 +418,7 @@ def test_show_tells_the_result(door: Door, runs_folder: Path) -> None:
     code, out, _ = door("show", str(runs_folder / "well"))
     assert code == 0 and out.startswith("digits × 2: done\naccuracy   0.9750\n")
     assert "2.0 KiB sent by rank 0 in each step" in out
-    asked = out.partition("asked of it\n")[2].splitlines()
+    asked = out.partition("values that were set\n")[2].splitlines()
     assert [" ".join(line.split()) for line in asked] == [
         "ranks 2 command line",
         "task.lr 0.1 command line",
@@ -440,7 +442,32 @@ def test_show_tells_what_went_wrong_on_the_way(door: Door, tmp_path: Path) -> No
     _, out, _ = door("show", "runs/again")
     assert "note: step 3: the loss is nan" in out
     assert "note: and 20 more: see runs/again/events*.jsonl" in out
-    assert out.index("accuracy") < out.index("note: ") < out.index("asked of it")
+    assert out.index("accuracy") < out.index("note: ") < out.index("values that were set")
+
+
+@pytest.mark.parametrize("stopped", [Stopped("after step 2"), Interrupted("after step 2")])
+def test_a_replay_that_is_stopped_cannot_be_resumed(
+    door: Door, monkeypatch: pytest.MonkeyPatch, stopped: Exception
+) -> None:
+    """Its folder was a temporary one."""
+
+    def replay_step(request: object) -> None:
+        raise stopped
+
+    monkeypatch.setattr(runs, "replay_step", replay_step)
+    code, _, err = door("replay", "runs/well", "--step", "2")
+    assert code == EXIT_INTERRUPTED
+    assert err == "allranks: interrupted: nothing was compared, and the run is as it was\n"
+
+
+def test_runs_and_show_tell_how_many_ranks_go_on(door: Door, tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "runs" / "elastic", "", SUMMARY)
+    folder.events.event("group", members=[1], lost=[0], steps_again=1)
+    assert "digits × 2, then 1" in door("runs")[1]
+    assert door("show", "runs/elastic")[1].startswith("digits × 2, then 1: running\n")
+    folder.events.event("attempt", ranks=2)
+    assert door("show", "runs/elastic")[1].startswith("digits × 2: running\n")
+    folder.close()
 
 
 def test_show_tells_of_a_command_what_was_said_of_it(door: Door, tmp_path: Path) -> None:
@@ -451,7 +478,7 @@ def test_show_tells_of_a_command_what_was_said_of_it(door: Door, tmp_path: Path)
     folder.close()
     _, out, _ = door("show", "runs/script")
     assert out.startswith("python train.py × 2: done\n")
-    asked = out.partition("asked of it\n")[2].splitlines()
+    asked = out.partition("values that were set\n")[2].splitlines()
     assert [" ".join(line.split()) for line in asked[:-1]] == ["max_restarts 3", "ranks 2"]
 
 

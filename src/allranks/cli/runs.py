@@ -8,6 +8,8 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,14 @@ from allranks.cli.display.following import anomalies_in, scaled_in_words
 from allranks.cli.display.placement import as_data, table
 from allranks.cli.display.progress import in_sentences
 from allranks.cli.options import Verb
-from allranks.errors import EXIT_DIFFERENCE_FOUND, ProgramError, RequestError, printable
+from allranks.errors import (
+    EXIT_DIFFERENCE_FOUND,
+    Interrupted,
+    ProgramError,
+    RequestError,
+    Stopped,
+    printable,
+)
 from allranks.job.job import Job
 from allranks.job.limits import elastic_range
 from allranks.job.place import read_placements
@@ -28,13 +37,12 @@ from allranks.job.run_folder import check_is_run, is_in_use, read_events, read_r
 from allranks.job.scaling import ANSWERS, READ, Bounds, ScaleRequest, post, withdraw
 from allranks.job.units import format_bytes
 from allranks.strategies.resolve import strategy_spec
+from allranks.tools import verify as verification
 from allranks.tools.certificate import certify as certificate_of
 from allranks.tools.replay import ReplayRequest
 from allranks.tools.replay import replay as replay_step
 from allranks.tools.report.records import ENDS, outcome_of, read_job, read_watched
 from allranks.tools.report.tables import COMMAND_DEFAULTS, computed_again
-from allranks.tools.verify import VerifyRequest
-from allranks.tools.verify import verify as verify_certificate
 from allranks.training.record.phases import held_in
 
 BISECT = "allranks.tools.bisect:bisect"
@@ -52,10 +60,11 @@ def runs(folder: str, as_object: bool) -> None:
     if as_object:
         click.echo(as_json(rows))
         return
+    width = max((len(row["run_dir"]) for row in rows), default=0)
     for row in rows:
         summary = row["summary"] or {}
         metrics = "  ".join(f"{n} {float(v):.4f}" for n, v in summary.get("eval", {}).items())
-        line = f"{row['run_dir']}  {row['state']:<11} {row['program']} × {row['ranks']}  {metrics}"
+        line = f"{row['run_dir']:<{width}}  {row['state']:<11} {_name_of(row)}  {metrics}"
         click.echo(printable(line.rstrip()))
     if not rows:
         click.echo(printable(f"no run folder in {folder}"), err=True)
@@ -67,7 +76,7 @@ def runs(folder: str, as_object: bool) -> None:
 @click.option("--job", "whole_job", is_flag=True, help="Its job file too, with every default.")
 @click.option("--json", "as_object", is_flag=True, help="Print JSON.")
 def show(run: str, placement: bool, whole_job: bool, as_object: bool) -> None:
-    """Show one run: its state, its result or its first fault, and what was asked of it."""
+    """Show one run: its state, its result or its first fault, and the values that were set."""
     path = Path(run)
     check_is_run(path, f"show {run}")
     job = read_job(path)
@@ -80,7 +89,7 @@ def show(run: str, placement: bool, whole_job: bool, as_object: bool) -> None:
         findings = {} if watched is None else watched.to_data()
         click.echo(as_json({**row, **findings, "job": job}))
         return
-    click.echo(printable(f"{row['program']} × {row['ranks']}: {row['state']}"))
+    click.echo(printable(f"{_name_of(row)}: {row['state']}"))
     if watched is not None:
         click.echo("\n".join(printable(line) for line in str(watched).splitlines()))
     if row["summary"]:
@@ -151,7 +160,7 @@ def _asked(job: dict[str, Any], run: str, with_hint: bool) -> list[str]:
     hint = f"the whole job: allranks show --job {shlex.quote(run)}"
     if with_hint:
         lines.append(f"  the rest has its default; {hint}" if lines else f"  only defaults; {hint}")
-    return ["asked of it", *lines]
+    return ["values that were set", *lines]
 
 
 def _print_placement(path: Path, job: dict[str, Any], as_object: bool) -> None:
@@ -175,7 +184,7 @@ def _row(path: Path) -> dict[str, Any]:
     try:
         job = read_job(path)
     except RequestError:
-        nothing = dict.fromkeys(("program", "ranks", "summary", "fault", "memory"))
+        nothing = dict.fromkeys(("program", "ranks", "members", "summary", "fault", "memory"))
         return {"run_dir": str(path), "state": "unreadable", **nothing}
     is_running = is_in_use(path)
     events = read_events(path)
@@ -185,10 +194,26 @@ def _row(path: Path) -> dict[str, Any]:
         "state": outcome.state,
         "program": job["program"],
         "ranks": job["ranks"],
+        "members": _members(events),
         "summary": outcome.summary,
         "fault": outcome.fault,
         "memory": {str(rank): use.to_data() for rank, use in held_in(events).items()},
     }
+
+
+def _members(events: list[dict[str, Any]]) -> list[int] | None:
+    """The ranks that trained last, if ranks were lost, joined or left since the last start."""
+    members = None
+    for event in events:
+        if event["event"] in ("attempt", "group"):
+            members = event.get("members")
+    return members
+
+
+def _name_of(row: dict[str, Any]) -> str:
+    """`mytask.py × 4, then 3`: the ranks at the start, and of an elastic job those that go on."""
+    name, size = f"{row['program']} × {row['ranks']}", len(row["members"] or ())
+    return f"{name}, then {size}" if size not in (0, row["ranks"]) else name
 
 
 # --- scale ---------------------------------------------------------------------------------------
@@ -308,6 +333,15 @@ def _wait(run: Path, request: ScaleRequest) -> dict[str, Any]:
 # --- replay --------------------------------------------------------------------------------------
 
 
+@contextmanager
+def _in_a_temporary_folder() -> Iterator[None]:
+    """A context in which steps are made again: if they are stopped, there is nothing to resume."""
+    try:
+        yield
+    except (Stopped, Interrupted):
+        raise Interrupted("interrupted: nothing was compared, and the run is as it was") from None
+
+
 @click.command(cls=Verb)
 @click.argument("run")
 @click.option("--step", type=click.IntRange(1), required=True, help="Which, as the display counts.")
@@ -320,6 +354,7 @@ def _wait(run: Path, request: ScaleRequest) -> dict[str, Any]:
 @click.option("--only-shard", type=click.IntRange(0), metavar="S", help="Of it only this shard.")
 @click.option("--changed", is_flag=True, help="Even if the program has changed since.")
 @click.option("--json", "as_object", is_flag=True, help="Print JSON.")
+@_in_a_temporary_folder()
 def replay(run: str, as_object: bool, **flags: Any) -> None:
     """Make a step of RUN again, in one process, and compare it with what RUN wrote.
 
@@ -381,6 +416,7 @@ def certify(run: str, output: str | None) -> None:
 )
 @click.option("--seed", default="", metavar="WORD", help="Draw other rows (no default).")
 @click.option("--json", "as_object", is_flag=True, help="Print JSON.")
+@_in_a_temporary_folder()
 def verify(certificate: str, run: str | None, as_object: bool, **options: Any) -> None:
     """Make steps of a CERTIFICATE again, on this machine, and say whether they hold.
 
@@ -390,7 +426,8 @@ def verify(certificate: str, run: str | None, as_object: bool, **options: Any) -
     """
     values = {**options, "ranks": options["ranks"] or 0}
     folder = None if run is None else Path(run)
-    result = verify_certificate(VerifyRequest(path=Path(certificate), run=folder, **values))
+    request = verification.VerifyRequest(path=Path(certificate), run=folder, **values)
+    result = verification.verify(request)
     lines = [printable(line) for line in str(result).splitlines()]
     click.echo(as_json(result.to_data()) if as_object else "\n".join(lines))
     if not result.holds:
@@ -404,6 +441,7 @@ def verify(certificate: str, run: str | None, as_object: bool, **options: Any) -
 @click.argument("run_a")
 @click.argument("run_b", required=False)
 @click.option("--json", "as_object", is_flag=True, help="Print JSON.")
+@_in_a_temporary_folder()
 def bisect(run_a: str, run_b: str | None, as_object: bool) -> None:
     """Name the first step at which RUN_B differs from RUN_A, and the first tensor within it.
 

@@ -147,6 +147,7 @@ class ReplayedSide:
     ) -> None:
         self.request, self.folder, self.stack = request, folder, stack
         self.written = WrittenSteps.read(request.run)
+        self.wrong: tuple[int, list[str]] = (0, [])
         self.why = ""
         """Why its steps cannot be made again as they were; "" if they can."""
         self._resources: Resources | None = None if server is None else LocalMachine(server)
@@ -195,7 +196,7 @@ class ReplayedSide:
         if not wrong:
             self.why = ""
             return again
-        step, names = next(iter(wrong.items()))
+        step, names = self.wrong = next(iter(wrong.items()))
         where = "in one process" if alone else "on its own ranks"
         at = "its checkpoint" if step == again.plan.start else f"step {step}"
         self.why = f"{at}, made again {where}, has other {', '.join(names)} than the run wrote"
@@ -384,6 +385,11 @@ def _against_own_ranks(
         return
     mine = a.as_written(result.before, result.known, False)
     _name_missing(result, a, today)
+    if mine is None and a.wrong < (
+        result.step,
+        [],
+    ):  # by the norm, which one process sums otherwise
+        result.step, result.names = a.wrong
     if mine is not None:
         _look_closer(result, a, today, mine, again)
 

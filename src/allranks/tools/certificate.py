@@ -123,8 +123,7 @@ def certify(run: Path) -> Certificate:
     facts = [by_name(e["machine"]) for e in events if e["event"] == "ready" and "machine" in e]
     data = [e["data"] for e in events if e["event"] == "data"]
     for text, why, do in chain(
-        _objections_to_job(run, job, outcome),
-        _objections_to_digests(rows, job, last),
+        _objections_to_run(run, job, outcome, rows, last),
         _objections_to_changes(events, {"machine and program": facts, "data": data}),
     ):
         raise RequestError(asked=f"certify {run}", found=text, why=why, do=do)
@@ -143,7 +142,9 @@ def certify(run: Path) -> Certificate:
     return Certificate(**json.loads(as_json(sections)))
 
 
-def _objections_to_job(run: Path, job: dict[str, Any], outcome: RunOutcome) -> Iterator[Objection]:
+def _objections_to_run(
+    run: Path, job: dict[str, Any], outcome: RunOutcome, rows: dict[int, Row], last: int
+) -> Iterator[Objection]:
     if outcome.state != "done" or outcome.summary is None:
         resume = f"resume it until it is done: allranks train --run-dir {run}"
         do = "wait until it is done" if outcome.state == RUNNING else resume
@@ -154,19 +155,11 @@ def _objections_to_job(run: Path, job: dict[str, Any], outcome: RunOutcome) -> I
     if not isinstance(strategy_spec(job["strategy"], int(job["ranks"])).guarantee, Exact):
         why = "its result depends on the number of ranks, and a certificate holds on any"
         yield f"a run of {job['strategy']}", why, "see `allranks strategies` for exact ones"
-
-
-def _objections_to_digests(
-    rows: dict[int, Row], job: dict[str, Any], last: int
-) -> Iterator[Objection]:
     if not rows:
         steps = f"it had --digest-every {job['digest_every']}, and made {last} steps"
+        do = f"train with --digest-every {max(1, min(last, 500) // 2)}"
         why = f"steps that are made again are compared with them; {steps}"
-        yield (
-            "a run without digests",
-            why,
-            f"train with --digest-every {max(1, min(last, 500) // 2)}",
-        )
+        yield "a run without digests", why, do
     if (broken := broken_link(rows.values())) is not None:
         why = f"{DIGESTS} was changed after the run: nobody knows what it was"
         yield f"a chain that is broken at step {broken}", why, "train again"

@@ -403,7 +403,8 @@ def check_program(request: ReplayRequest, job: Job, resources: Resources) -> lis
             "other code makes other steps",
             "check out the version of the run, or see what it makes of the steps: --changed",
         )
-    return [f"{name} has changed since the run" for name in files]
+    values = "fields of the task have the values of the run, not new defaults"
+    return [f"{name} has changed since the run; {values}" for name in files]
 
 
 def replay_here(job: Job) -> None:

@@ -32,7 +32,7 @@ class MicroBatch:
 
     pieces: Micro
     samples: int
-    data: Any = None
+    data: Any = field(default=None, repr=False)  # a debugger prints a batch
 
 
 @dataclass(frozen=True)

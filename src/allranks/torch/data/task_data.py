@@ -152,9 +152,13 @@ class TaskData:
         if self.job.elastic:
             self._check_elastic()
         if self.job.audit and isinstance(training, (StreamSource, WholeLoader)):
+            if isinstance(training, WholeLoader):
+                data = training.kind
+            else:
+                data = f"a {type(training.dataset).__name__}"
             raise RequestError(
                 asked=f"--audit {self.job.audit}",
-                found=f"train_data() of the task: a {type(training).__name__}",
+                found=f"train_data() is {data}, whose samples have no numbers",
                 why="another rank reads the samples of a shard again, by their numbers",
                 do="give a data set with samples by number, or leave --audit out",
             )
@@ -207,7 +211,7 @@ class TaskData:
         torch's own samplers draw an epoch from generators alone, which are keyed by its number.
         """
         source, order = self.batches.source, self.batches.order
-        why = "a rank may draw an epoch twice, or join in a later one, and it may count them itself"
+        why = "a rank may read an epoch twice, or join in a later one; the data may count epochs"
         do = "give a data set with samples by number, without a sampler of its own"
         if order is not None and not order.is_of_torch:
             data = f"a DataLoader with its own {order.kind}"

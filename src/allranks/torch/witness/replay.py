@@ -170,6 +170,6 @@ def shell(banner: str, names: dict[str, Any]) -> None:
     """Stop in IPython, or in Python's shell if it is not installed; the end of input goes on."""
     if importlib.util.find_spec("IPython") is not None:
         ipython: Any = importlib.import_module("IPython")
-        ipython.embed(user_ns=names, banner1=banner, colors="neutral")
+        ipython.embed(user_ns=names, banner1=f"{banner}\n", colors="neutral")
     else:
         code.interact(banner, local=names, exitmsg="")

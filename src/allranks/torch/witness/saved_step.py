@@ -228,7 +228,7 @@ def _only_here(target: Any) -> str:
     if not isinstance(target, torch._ops.OpOverload):
         return ""
     if torch.Tag.nondeterministic_seeded in target.tags:
-        return "it draws random numbers that no key has"
+        return "it draws random numbers that the script could not draw again"
     return "" if target.namespace in AUTO_NAMESPACES else "torch alone does not have it"
 
 
