@@ -76,12 +76,10 @@ class Scaling:
     change: Change | None = field(init=False, default=None)
     joining: frozenset[int] = field(init=False, default=frozenset())
     """New ranks that have not begun to train."""
-    _pace: deque[tuple[float, int]] = field(init=False)
+    _pace: deque[tuple[float, int]] = field(
+        init=False, default_factory=lambda: deque([(time.monotonic(), 0)], maxlen=4)
+    )
     """When the ranks were at which step, lately."""
-
-    def __post_init__(self) -> None:
-        self._pace = deque([(time.monotonic(), 0)], maxlen=4)
-
     is_short: bool = field(init=False, default=False)
     """Whether ranks were lost without which the others cannot end their step."""
 

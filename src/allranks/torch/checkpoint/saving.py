@@ -271,9 +271,11 @@ class Saving:
             version = self.spare.opened(comm, spare)
         fill = SpareReader(comm, version, spare.holders).fill
         reader = CheckpointReader(comm.rank, 0, self._templates(), fill)
-        callbacks = {} if live is None else live.callbacks
-        load = lambda state: load_other_state({**state, **callbacks})  # noqa: E731
-        self._take(load, reader.read(Path(), version.manifest))
+
+        def take(state: dict[str, Any]) -> None:
+            load_other_state(state if live is None else {**state, **live.callbacks})
+
+        self._take(take, reader.read(Path(), version.manifest))
 
     def _take(self, load_other_state: Callable[[dict[str, Any]], None], loaded: Loaded) -> None:
         state, rank_state = self._state_in(loaded), loaded.rank_state or {}
