@@ -100,7 +100,8 @@ def test_a_fault_that_does_not_come_again_is_the_answer(
     assert result.step == 6 and "loss" in result.names
     assert "A cannot be made again here" in str(result)
     result = bisect(sound, run, server)
-    assert result.step == 6 and "B cannot be made again here" in str(result)
+    assert (result.step, result.known) == (6, 6), "its loss is written"
+    assert "B cannot be made again here" in str(result)
 
 
 @pytest.mark.slow
