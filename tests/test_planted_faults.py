@@ -156,7 +156,7 @@ FAULTS = {
     ),
     "gradients of one rank in its parts": Fault(
         "torch/parallel/sharded/collectives.py",
-        "self.sums.add(output_tensor, input_tensor)",
+        "self.unit_sum.add(output_tensor, input_tensor)",
         "output_tensor.copy_(input_tensor.view(self.shards.size, -1)[self.shards.rank])",
         step=0,
         stage="gradient",

@@ -160,7 +160,7 @@ def test_what_cannot_be_replayed_is_refused(train: Train, tmp_path: Path) -> Non
 
     first = train(IMAGES, **JOB, bitwise=True).run_dir
     assert "has made 12 steps" in refused(first, 13)
-    assert "no job.toml" in refused(tmp_path / "none", 1)
+    assert "no folder" in refused(tmp_path / "none", 1)
     branch = train(
         IMAGES, **{**JOB, "steps": 14, "checkpoint_every": 14}, resume=str(first)
     ).run_dir

@@ -37,7 +37,7 @@ def test_every_mutant_names_a_test_that_is_there() -> None:
         if file not in names:
             body = ast.parse((ROOT / file).read_text()).body
             names[file] = {node.name for node in body if isinstance(node, ast.FunctionDef)}
-        assert name in names[file], mutant.test
+        assert name.partition("[")[0] in names[file], mutant.test
 
 
 def test_there_are_many_and_no_two_are_one() -> None:

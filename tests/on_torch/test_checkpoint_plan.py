@@ -20,7 +20,7 @@ from allranks.torch.checkpoint.plan import (
     Planner,
     TorchSnapshot,
     WritePart,
-    _global,
+    global_plan,
     dtensor_plan,
     read_parts,
 )
@@ -39,7 +39,7 @@ def elsewhere(part: WritePart) -> WritePart:
 
 def planned(ranks: list[list[WritePart]]) -> list[list[WritePart]]:
     texts = [json.dumps([astuple(part) for part in parts]) for parts in ranks]
-    return [list(parts) for parts in _global([read_parts(text) for text in texts]).parts]
+    return [list(parts) for parts in global_plan([read_parts(text) for text in texts]).parts]
 
 
 @given(st.lists(SHAPES, max_size=12), st.integers(1, 5), st.lists(SHAPES, max_size=3))

@@ -241,14 +241,14 @@ def _taken(path: Path) -> RequestError:
     )
 
 
-def check_is_run(path: Path, asked: str) -> None:
-    """Raise `RequestError`, as an answer to what was asked, if `path` is not a run folder."""
+def check_is_run(path: Path, request: str) -> None:
+    """Raise `RequestError`, as the answer to `request`, if `path` is not a run folder."""
     if (path / "job.toml").is_file():
         return
     is_empty = path.is_dir() and not any(path.iterdir())
     in_folder = "an empty folder: no job.toml in it" if is_empty else "no job.toml in it"
     raise RequestError(
-        asked=asked,
+        asked=request,
         found=in_folder if path.is_dir() else f"no folder {path}",
         why="a run is a folder with the job.toml that its job wrote",
         do="see `allranks runs` for those there are",
