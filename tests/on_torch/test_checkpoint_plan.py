@@ -20,8 +20,8 @@ from allranks.torch.checkpoint.plan import (
     Planner,
     TorchSnapshot,
     WritePart,
-    global_plan,
     dtensor_plan,
+    global_plan,
     read_parts,
 )
 from counting import calls_of
