@@ -319,8 +319,8 @@ class Trainer(EngineTrainer[Batch]):
     @property
     def audits(self) -> dict[str, int] | None:
         """Counts of shards that were computed again, every so many steps; `None` without."""
-        every = {"every": self.task_data.audit_every}
-        return None if self._auditor is None else {**self._auditor.counts(), **every}
+        auditor, every = self._auditor, self.task_data.audit_every
+        return None if auditor is None else {**auditor.counts(), "every": every}
 
     def largest_pass(self, batch: Batch) -> int:
         """The samples of the largest pass of this rank through the model for `batch`."""
