@@ -3,7 +3,7 @@
     python benchmarks/elastic.py --schedules 1000
 
 Each schedule draws how many ranks a job begins with, their strategy, how the shards are dealt,
-whether ranks of `zero1`, `zero2` and `fsdp` have copies of parts (`--spare-state`), and
+whether ranks of `zero1`, `zero2`, `fsdp` and `hsdp` have copies of parts (`--spare-state`), and
 what happens to it while it trains: a rank is killed, two are, `allranks scale` asks for another
 number, a rank is stopped for a while. The task has BatchNorm and dropout. With `--bitwise` the
 digest of the weights at the end must be that of one undisturbed process; without it (every
@@ -40,8 +40,9 @@ from launch_host import Host, Launch, until  # noqa: E402
 TASK, STEPS, MOST = "contract_tasks:Images", 60, 6
 STEP_S = 0.02
 TOLERANCE = 1e-10
-OF_PARTS = ("zero1", "zero2", "fsdp")
-EXACT = ("ddp", "ddp", "zero1", "zero2", "fsdp")
+HSDP = "hsdp:shard=2"
+OF_PARTS = ("zero1", "zero2", "fsdp", HSDP)
+EXACT = ("ddp", "ddp", "zero1", "zero2", "fsdp", HSDP)
 KILL, KILL_TWO, SCALE, STALL = "kill", "kill two", "scale", "stall"
 
 
@@ -79,6 +80,7 @@ def drawn(seed: int, plain_every: int) -> Schedule:
     is_plain = plain_every > 0 and seed % plain_every == plain_every - 1
     ranks, share = chance.randint(1, MOST), chance.choice(("", "", "auto"))
     strategy = chance.choice(of_plain if is_plain else EXACT)
+    ranks += ranks % 2 if strategy == HSDP else 0
     is_spared = strategy in OF_PARTS and ranks > 1 and chance.random() < 0.5
     return Schedule(seed, ranks, share, strategy, is_plain, tuple(acts), is_spared)
 
