@@ -261,7 +261,7 @@ def _both(
     """Both sides made again from an equal state on; `None` if one of them cannot be.
 
     An older checkpoint is tried where the state of the newest differs already, and where a side is
-    not as it was: a checkpoint holds one copy of what several ranks hold.
+    not as it was, or both are equal now: a checkpoint holds one copy of what several ranks hold.
     """
     after, begin = result.before, max(a.written.begin, b.written.begin)
     while True:
@@ -269,7 +269,8 @@ def _both(
         starts = [0 if each is None else each.plan.start for each in (first, second)]
         if first is not None and second is not None:
             rows = [each.written.digests.get(max(starts)) for each in (first, second)]
-            if max(starts) <= begin or None in rows or not differing(*rows):  # type: ignore[arg-type]
+            is_one_state = None in rows or not differing(*rows)  # type: ignore[arg-type]
+            if max(starts) <= begin or (is_one_state and first.written.unlike(second.written)):
                 return first, second
         if after <= begin or "another content" in a.why + b.why:
             return None
