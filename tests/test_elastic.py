@@ -478,6 +478,26 @@ class NeedsAll(torch.optim.AdamW):
         super().step(closure)
 
 
+@torch.no_grad()
+def begin_alike(optimizer: torch.optim.Optimizer) -> None:
+    """Let all moments lie in one number, and weights in place of squares, as some optimizers do."""
+    zero = torch.zeros(())
+    for parameter in optimizer.param_groups[0]["params"]:
+        optimizer.state[parameter] |= {
+            "exp_avg": zero.expand_as(parameter),
+            "exp_avg_sq": parameter,
+        }
+
+
+def test_a_new_rank_receives_into_no_memory_that_it_shares() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    begin_alike(optimizer)
+    state = {"model": dict(model.named_parameters()), "optimizer": [*optimizer.state.values()]}
+    _, rooms = flatten({**state, "other": torch.ones(2)}, "group")
+    assert list(regroup._apart(rooms)) == ["group/other"]
+
+
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, NeedsAll])
 def test_a_new_rank_receives_into_memory_that_it_has(kind: type[torch.optim.AdamW]) -> None:
     """What its optimizer could not make alone, it receives into other memory."""
