@@ -100,6 +100,20 @@ def test_the_third_decides_and_two_contradict_themselves() -> None:
     assert judged(two, [found(0, right, right), found(1, wrong, wrong)]).wrong is None
 
 
+def test_nobody_is_named_where_replicas_hold_a_part_unalike() -> None:
+    """Owner and third are of one group, and both compute with the wrong part of rank 0."""
+    draw, right, wrong = Draw(0, 1, 2, 0), notes("loss"), notes("off")
+    weights = [{"a, part 0 of 2": "off"}, {"a, part 1 of 2": "b"}, {"a, part 0 of 2": "a"}]
+    first, again = [{}, wrong, right], [wrong, {}, {}]
+    rows = [
+        Findings(rank, "host", "cpu", first[rank], again[rank], weights[rank]) for rank in range(3)
+    ]
+    verdict = judged(draw, rows)
+    assert (verdict.wrong, verdict.tensor) == (None, "a, part 0 of 2")
+    weights[0]["a, part 0 of 2"] = "a"
+    assert judged(draw, rows).wrong == 2
+
+
 def test_rounding_is_no_difference_where_bits_may_differ() -> None:
     one, other = notes("a", size=1.0), notes("b", size=1.0 + 1e-6)
     assert first_difference(one, other)
@@ -188,6 +202,16 @@ def test_faults_are_named_where_passes_gather_weights(
     if bitwise:
         plain = train(PROGRAM, steps=STEPS, inject=inject, witness="off", **flags)
         assert result.summary["weights_sha256"] == plain.summary["weights_sha256"]
+
+
+@pytest.mark.slow
+def test_a_wrong_part_of_a_weight_ends_the_job_whoever_computes_with_it(train: Train) -> None:
+    """Rank 2 holds it, and rank 3 computes with it, too: neither the third nor `leave` decides."""
+    flags = {"strategy": "hsdp:shard=2", "ranks": 4, "bitwise": True, "elastic": "1:4"}
+    with pytest.raises(
+        ProgramError, match=r"differ in weights, first in 0\.0\.weight, part 0 of 2"
+    ):
+        audited(train, "flip@of=weight,rank=2,step=3", audit="leave", **flags)
 
 
 @pytest.mark.slow

@@ -277,6 +277,11 @@ REPLICAS = {
         [([0, 3], "replicas")],
     ),
     "in an update": ("", f"{FILE}:BreaksOff", [([0, 1, 3], "start")]),
+    "callbacks hold other tensors": (
+        "kill@rank=2,step=5",
+        f"{FILE}:KeepsRows",
+        [([0, 1, 3], "replicas")],
+    ),
 }
 
 
@@ -295,6 +300,18 @@ def test_parts_of_the_state_come_from_replicas(train: Train, alone: Result, name
     for row in every:
         assert (row["loaded_from"] == "replicas") == (row["steps_again"] <= 1)
         assert bool(row["parts_lost"]) == (row["loaded_from"] == "start" and name != "in an update")
+
+
+@pytest.mark.slow
+def test_no_rank_is_lost_by_what_its_partner_kept_whole(train: Train) -> None:
+    """Ranks tell each other the names of what they keep for an optimizer, but not of a lost one."""
+    program = f"{FILE}:NeedsWhole"
+    alone = train(program, strategy="ddp", bitwise=True, steps=STEPS)
+    flags: dict[str, Any] = {"strategy": "hsdp:shard=2", "ranks": 4, "elastic": "1:4"}
+    result = elastic(train, "kill@rank=2,step=5", program, **flags)
+    assert_undisturbed(result, alone)
+    (group,) = groups(result)
+    assert (group["members"], group["loaded_from"]) == ([0, 1, 3], "start")
 
 
 @pytest.mark.slow
@@ -459,6 +476,26 @@ class NeedsAll(torch.optim.AdamW):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert all(p.grad is not None for group in self.param_groups for p in group["params"])
         super().step(closure)
+
+
+@torch.no_grad()
+def begin_alike(optimizer: torch.optim.Optimizer) -> None:
+    """Let all moments lie in one number, and weights in place of squares, as some optimizers do."""
+    zero = torch.zeros(())
+    for parameter in optimizer.param_groups[0]["params"]:
+        optimizer.state[parameter] |= {
+            "exp_avg": zero.expand_as(parameter),
+            "exp_avg_sq": parameter,
+        }
+
+
+def test_a_new_rank_receives_into_no_memory_that_it_shares() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    begin_alike(optimizer)
+    state = {"model": dict(model.named_parameters()), "optimizer": [*optimizer.state.values()]}
+    _, rooms = flatten({**state, "other": torch.ones(2)}, "group")
+    assert list(regroup._apart(rooms)) == ["group/other"]
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, NeedsAll])

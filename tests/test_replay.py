@@ -217,23 +217,34 @@ def test_a_saved_step_replaces_no_file(train: Train, tmp_path: Path) -> None:
     assert file.read_text() == "mine"
 
 
+WITH_UNUSED = """
+
+class WithUnused(Images):
+    def model(self):
+        model = super().model()
+        model.unused = nn.Parameter(torch.ones(2))
+        return model
+"""
+
+
 @pytest.mark.slow
 def test_a_saved_step_runs_with_torch_alone(train: Train, tmp_path: Path) -> None:
-    """BatchNorm, keyed dropout and an uneven batch; a gradient that is changed is told.
+    """BatchNorm, keyed dropout, an uneven batch and an unused weight; what is changed is told.
 
     The path of the program is text, and no part of the script.
     """
     folder, file = tmp_path / 'a""" + str(print("INJECTED")) + r"""\\x{é}', tmp_path / "s.py"
     folder.mkdir()
-    shutil.copy(TASKS / "contract_tasks.py", folder / "copied.py")
-    program = f"{folder}/copied.py:Images"
+    text = (TASKS / "contract_tasks.py").read_text() + WITH_UNUSED
+    (folder / "copied.py").write_text(text)
+    program = f"{folder}/copied.py:WithUnused"
     run = train(program, **JOB, bitwise=True, strategy="zero1", ranks=2).run_dir
     words = [sys.executable, "-m", "allranks.cli.main", "replay", str(run), "--step", "10"]
     subprocess.run([*words, "--save-step", str(file)], capture_output=True, check=True)
     assert "allranks." not in file.read_text().replace("`allranks replay", "")
     alone = [sys.executable, "-I", str(file)]
     ended = subprocess.run(alone, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0 and "8 of 8 gradients have the bits" in ended.stdout, ended
+    assert ended.returncode == 0 and "9 of 9 gradients have the bits" in ended.stdout, ended
     assert "INJECTED" not in ended.stdout.splitlines()
     file.write_text(file.read_text().replace("total += tensor", "total += 1.01 * tensor"))
     assert subprocess.run(alone, capture_output=True, check=False).returncode == 1
@@ -288,7 +299,7 @@ def test_one_shard_of_a_step_has_the_gradients_that_its_rank_computed(
     assert alone.stat().st_size < whole.stat().st_size
     words = [sys.executable, "-I", str(alone)]
     ended = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0 and "8 of 8 gradients have the bits" in ended.stdout, ended
+    assert ended.returncode == 0 and "9 of 9 gradients have the bits" in ended.stdout, ended
     assert "step 9, shard 5 alone," in ended.stdout
     (line,) = (row for row in alone.read_text().splitlines() if row.startswith("DIGESTS = "))
     for name, content in ast.literal_eval(line.removeprefix("DIGESTS = ")).items():

@@ -376,6 +376,19 @@ def test_the_ranks_of_a_node_that_gets_a_signal_leave_together(launch: Launch) -
     assert launch.watch.asked_to_stop == "SIGUSR1" and launch.table.group.number == 1
 
 
+def test_the_ranks_of_a_drained_node_wait_for_a_group_that_forms(launch: Launch) -> None:
+    """They leave once all ranks are in their group; meanwhile nothing is given up."""
+    launch.table.form_group({0, 1})
+    launch.scaling.drained = lambda: ("SIGTERM", frozenset({0}))
+    for _ in range(4):
+        launch.tick()
+    assert not launch.answer and launch.table.group.number == 1
+    for rank in (0, 1):
+        Heartbeat(launch.table.fd, rank).enter_group(1)
+    launch.tick()
+    assert launch.table.group.members == (1,) and not launch.answer
+
+
 def test_who_leaves_a_job_that_is_done_has_not_left(launch: Launch) -> None:
     launch.ask(leave=(0,))
     launch.watch.alive = {1: 1}

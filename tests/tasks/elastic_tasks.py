@@ -182,6 +182,41 @@ class BreaksOff(Elastic):
         return [AfterStepFour()]
 
 
+class LastRows(Callback):
+    """Keeps a tensor whose shape is another one on each rank."""
+
+    rows = torch.zeros(0)
+
+    def on_step(self, trainer: Any, batch: Any, result: Any) -> None:
+        self.rows = torch.zeros(1 + trainer.world.number)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"rows": self.rows}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.rows = state["rows"]
+
+
+class KeepsRows(Elastic):
+    def callbacks(self) -> list[Callback]:
+        return [LastRows()]
+
+
+class NormalisedSGD(torch.optim.SGD):
+    """Steps of one length: it needs whole weights."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad / (parameter.grad.norm() + 1e-6)
+        return super().step(closure)
+
+
+class NeedsWhole(Elastic):
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return NormalisedSGD(model.parameters(), lr=0.02, momentum=0.9)
+
+
 class EvaluateAlways(Callback):
     def on_step(self, trainer: Any, batch: Any, result: Any) -> None:
         trainer.evaluate()

@@ -146,13 +146,15 @@ class Scaling:
     def _drain(self, name: str, ranks: frozenset[int], watch: RankWatch) -> None:
         """Let the `ranks` of nodes that got signal `name` leave; if too many would, stop the job.
 
-        A change whose group is formed is carried out first, one without a group is given up.
+        A change whose group is formed is carried out first, as one that waits for no new rank; one
+        that does is given up.
         """
         members = self.heartbeats.group.members
         if not ranks:
             return
-        if self.change is not None and self.change.group is None:
-            self._give_up(self.change, f"ranks {sorted(ranks)} leave first ({name})")
+        change = self.change
+        if change is not None and change.joiners and change.group is None:
+            self._give_up(change, f"ranks {sorted(ranks)} leave first ({name})")
         elif not self._is_busy(watch) and (leavers := ranks.intersection(members)):
             if len(members) - len(leavers) < self.bounds.least:
                 watch.asked_to_stop = name

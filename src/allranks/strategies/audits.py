@@ -72,7 +72,7 @@ class Findings:
 
     `rank` is the number of its process. `first` is what entered the step or was compared with it,
     `again` a computation made afterwards; empty of a rank that made none. `weights` are digests by
-    name.
+    name, of parts by names that say which.
     """
 
     rank: int
@@ -128,7 +128,13 @@ def first_difference(here: Notes, other: Notes, tolerance: float = 0.0) -> str:
 
 
 def judged(draw: Draw, rows: Sequence[Findings], tolerance: float = 0.0) -> AuditVerdict:
-    """Who is wrong, from the findings of all ranks in their order."""
+    """Who is wrong, from the findings of all ranks in their order.
+
+    Nobody can be named where replicas hold a part of a weight unalike: a rank computes with parts
+    of others, and so does the third.
+    """
+    if part := _unlike_part(rows):
+        return AuditVerdict(None, "weights", part, "ranks hold that part unalike")
 
     def is_same(here: Notes, other: Notes) -> bool:
         return not first_difference(here, other, tolerance)
@@ -151,6 +157,18 @@ def judged(draw: Draw, rows: Sequence[Findings], tolerance: float = 0.0) -> Audi
     where = _difference(wrong or owner, right, known, tolerance)
     number = None if wrong is None else next(n for n, row in enumerate(rows) if row is wrong)
     return AuditVerdict(number, *where, by)
+
+
+def _unlike_part(rows: Sequence[Findings]) -> str:
+    """The first part of a weight that some ranks hold, not all, and not alike; "" if there is none.
+
+    Names of parts say which part it is.
+    """
+    for name in dict.fromkeys(name for row in rows for name in row.weights):
+        digests = [row.weights[name] for row in rows if name in row.weights]
+        if len(digests) < len(rows) and len(set(digests)) > 1:
+            return name
+    return ""
 
 
 def _difference(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from time import sleep
@@ -240,7 +241,8 @@ def _position(trainer: Trainer, before: Handover | None) -> Position:
 def _handed(trainer: Trainer, state: dict[str, Any], agreed: Agreed) -> dict[str, Any]:
     """The state of the rank `source`, on those behind it: a text, and tensors in few messages.
 
-    A new rank receives into the tensors of its own `state` where these are alike.
+    A new rank receives into the tensors of its own `state` where these are alike, and share no
+    memory.
     """
     comm, is_source, text = trainer.comm, trainer.comm.rank == agreed.source, ""
     tensors, skeleton = dict[str, torch.Tensor](), None
@@ -252,10 +254,24 @@ def _handed(trainer: Trainer, state: dict[str, Any], agreed: Agreed) -> dict[str
     skeleton, forms = json.loads(comm.gather_texts(text)[agreed.source])
     is_behind = comm.rank in agreed.behind
     if is_behind:
-        tensors = {path: _room(tensors.get(path), DTYPES[t], shape) for path, t, shape in forms}
+        rooms = _apart(tensors)
+        tensors = {path: _room(rooms.get(path), DTYPES[t], shape) for path, t, shape in forms}
     if is_behind or is_source:
         comm.hand(*tensors.values(), source=agreed.source, to=agreed.behind)
     return dict(unflatten(skeleton, tensors)) if is_behind else state
+
+
+def _apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Those of which each number is in memory of its own: one may be filled, and no other changes.
+
+    An optimizer may begin with one tensor for all weights, or with one number for all of a tensor.
+    """
+    users = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors.values())
+    return {
+        path: tensor
+        for path, tensor in tensors.items()
+        if tensor.is_contiguous() and users[tensor.untyped_storage().data_ptr()] == 1
+    }
 
 
 def _room(tensor: torch.Tensor | None, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -22,9 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from allranks.checkpoint.checkpointer import is_below
 from allranks.checkpoint.format import PAIR, Manifest, SavedTensor, piece_name
 from allranks.checkpoint.format import flatten as flatten_as
 from allranks.torch.checkpoint.plan import (
+    ELSEWHERE,
     Planner,
     Read,
     TorchSnapshot,
@@ -40,6 +42,9 @@ from allranks.torch.checkpoint.plan import (
 from allranks.torch.checkpoint.state import DTYPES, flatten
 from allranks.torch.comm.comm import Comm
 from allranks.training.engine.regroup import Spare, SpareParts
+
+CALLBACKS = "common/callbacks"
+"""Where the states of callbacks are."""
 
 
 @dataclass(frozen=True)
@@ -203,12 +208,16 @@ class LiveParts:
 def opened_live(comm: Comm, spare: Spare, live: LiveParts | None) -> Version:
     """The version that the ranks of `comm` load of what some of them trained with.
 
-    Every rank calls this, one without any part (`None`) too. Gathers the plans of all.
+    Every rank calls this, one without any part (`None`) too. Gathers the plans of all. Callbacks
+    may hold other tensors on each rank: those of the first place are the version's.
     """
     text = "" if live is None else json.dumps([live.common, parts_text(live.tensors)])
     texts, places = comm.gather_texts(text), tuple(sorted(spare.holders))
     of_places = [json.loads(texts[spare.holders[place]]) for place in places]
-    plan = global_plan([read_parts(parts) for _, parts in of_places])
+    first, *others = [read_parts(parts) for _, parts in of_places]
+    theirs = [replace(p, kind=ELSEWHERE) for p in first if is_below(p.path, CALLBACKS)]
+    others = [[p for p in parts if not is_below(p.path, CALLBACKS)] + theirs for parts in others]
+    plan = global_plan([first, *others])
     parts = {}
     if live is not None and spare.holders[live.place] == comm.rank:
         snapshot = TorchSnapshot()

@@ -32,6 +32,7 @@ from allranks.strategies.audits import (
     in_words,
     judged,
 )
+from allranks.strategies.mesh import SHARD
 from allranks.torch.accelerator import chip_name, is_accelerator
 from allranks.torch.data.batch import Audited, Batch, Leaf, MicroBatch, micro_for_others
 from allranks.torch.data.batches import GlobalBatches
@@ -244,7 +245,9 @@ class Auditor:
         computes = (draw.owner, draw.auditor) if draw.third is None else (draw.third,)
         read = self._read(batch, audited) if comm.rank in computes else None
         again = self._computed(batch, read)
-        weights = {} if self.strategy.equal_passes else dict(self.strategy.model.named_parameters())
+        shards = self.strategy.axis(SHARD)
+        part = f", part {shards.rank} of {shards.size}" if shards.size > 1 else ""
+        weights = self.strategy.model.named_parameters()
         chip = chip_name(comm.device) or processor()
         here = Findings(
             rank=self.number,
@@ -252,7 +255,7 @@ class Auditor:
             device=f"{comm.device}, {chip}" if chip else str(comm.device),
             first=notes or {},
             again={} if again is None else again.notes,
-            weights={name: digest(parameter) for name, parameter in weights.items()},
+            weights={f"{name}{part}": digest(parameter) for name, parameter in weights},
         )
         texts = comm.gather_texts(json.dumps(asdict(here)))
         rows = [Findings(**json.loads(text)) for text in texts]

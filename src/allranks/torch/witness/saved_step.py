@@ -92,7 +92,8 @@ if __name__ == "__main__":
     print(f"step {{STEP}} of {{PROGRAM!a}}, made with torch {{TORCH}}")
     loss, gradients = step()
     print(f"loss {{loss!r}}, of the run {{LOSS!r}}")
-    equal = [name for name, g in zip(NAMES, gradients) if digest(g) == DIGESTS[name]]
+    of_run = [DIGESTS.get(name, digest(torch.zeros_like(g))) for name, g in zip(NAMES, gradients)]
+    equal = [g for g, of_it in zip(gradients, of_run) if digest(g) == of_it]
     print(f"{{len(equal)}} of {{len(NAMES)}} gradients have the bits of the run")
     raise SystemExit(len(equal) != len(NAMES))
 '''

@@ -484,7 +484,10 @@ class HSDP(FSDP):
     name = "hsdp"
 
     def replica_state(self) -> tuple[int, int, dict[str, Any]] | None:
+        """`None` also if an optimizer needs whole weights: ranks tell each other what they keep."""
         shards = self.axis(SHARD)
+        if self.layout.kept_whole:
+            return None
         if self.is_cut:
             self.guard.put_parts_back()
         return shards.rank, shards.size, self.state()
