@@ -61,7 +61,7 @@ def train(
     if not is_head(rendezvous):
         sys.exit(load(NODES).take_part(rendezvous, words, program or ""))
     resolved = resolved_from(program, {**flags, **implied})
-    if not resolved.job.elastic:  # where ranks come later
+    if resolved.job.inject and not resolved.job.elastic:  # with it ranks come later
         check_ranks(resolved.job.inject, resolved.job.strategy_spec.process_set.size)
     _check_placement(placement, dry_run)
     if dry_run:
