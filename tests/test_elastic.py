@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import fields
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,7 +21,7 @@ from torch import nn
 
 from allranks.checkpoint.folder import committed, step_of
 from allranks.cli.display.progress import in_sentences
-from allranks.errors import ProgramError, RequestError
+from allranks.errors import PeerLost, ProgramError, RequestError
 from allranks.job.config import resolve
 from allranks.job.run_folder import read_events, read_rows
 from allranks.launcher.attempts import Attempts
@@ -34,6 +35,7 @@ from allranks.torch import Trainer, regroup
 from allranks.torch.checkpoint.spare import PlacedRank, SpareState
 from allranks.torch.checkpoint.state import NAMES, flatten
 from allranks.torch.comm.comm import Comm
+from allranks.torch.comm.rank_sync import StoreBarrier
 from allranks.torch.regroup import hand_over, make_room
 from allranks.training.engine.regroup import (
     Handover,
@@ -365,6 +367,19 @@ def test_the_newest_copies_of_which_no_part_is_missing() -> None:
     assert newest_spare([first, new]) == Spare(6, 1, {4: 0, 7: 1, 2: 1})
     assert newest_spare([Position(), second]) == Spare(6, 1, {7: 1}, (2, 4))
     assert newest_spare([Position()]) is None
+
+
+def test_no_reason_of_a_loss_is_waited_for_if_another_group_trains() -> None:
+    """The group that came to nothing is left at once, whatever the store says in the meantime."""
+
+    def another(*_: Any) -> None:
+        raise PeerLost("another group trains")
+
+    store = SimpleNamespace(check=another, get=another)
+    barrier = StoreBarrier(store, 0, 2, timedelta(seconds=1))
+    assert barrier.why_lost() == ""
+    store.check, barrier.glance = lambda keys: pytest.fail("asked"), another
+    assert barrier.why_lost() == ""
 
 
 def test_the_furthest_rank_gives_its_state() -> None:

@@ -107,11 +107,15 @@ class StoreBarrier:
     def why_lost(self) -> str:
         """The reason that the first failed rank gave; "" if there is none within a second.
 
-        For ranks that lost a peer: a rank leaves its groups before it writes the reason.
+        For ranks that lost a peer: a rank leaves its groups before it writes the reason. Ranks of
+        an elastic job that another group waits for do not wait.
         """
         until = time.monotonic() + LAST_WORDS_S
-        with suppress(RuntimeError):  # the rank that served the store has gone
+        # the rank that served the store has gone, or another group trains now
+        with suppress(RuntimeError, PeerLost):
             while time.monotonic() < until:
+                if self.glance is not None:
+                    self.glance()
                 if self.store.check([f"{self.passed}/left"]):
                     rank, failed, why = json.loads(self.store.get(f"{self.passed}/left"))
                     return f"rank {rank} left first: {why}" if failed and why else ""
