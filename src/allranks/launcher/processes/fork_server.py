@@ -86,8 +86,9 @@ def serve(control: socket.socket) -> None:
             _signal_group(pid, signal.SIGKILL)
         for _, pid in running.values():  # their memory is freed at the same time
             os.waitpid(pid, 0)
+        _end_orphans()  # one that is not dead yet may write into the folder of its rank
+        for _, pid in running.values():
             remove_loader_files(pid)
-        _end_orphans()
 
 
 def _report_exit(
@@ -102,9 +103,9 @@ def _report_exit(
     _signal_group(pid, signal.SIGKILL)
     _, status, usage = os.wait4(pid, 0)
     os.close(pidfd)
-    remove_loader_files(pid)
     if is_last:
         _end_orphans()
+    remove_loader_files(pid)
     code = os.waitstatus_to_exitcode(status)
     peak = usage.ru_maxrss * 1024
     _tell(control, exited=ticket, code=code, monotonic=now, peak_bytes=peak)
