@@ -147,7 +147,7 @@ class ReplayedSide:
     ) -> None:
         self.request, self.folder, self.stack = request, folder, stack
         self.written = WrittenSteps.read(request.run)
-        self.wrong: tuple[int, list[str]] = (0, [])
+        self.wrong: tuple[int, list[str]] = (0, [])  # the first step that was made otherwise
         self.why = ""
         """Why its steps cannot be made again as they were; "" if they can."""
         self._resources: Resources | None = None if server is None else LocalMachine(server)
@@ -386,11 +386,8 @@ def _against_own_ranks(
         return
     mine = a.as_written(result.before, result.known, False)
     _name_missing(result, a, today)
-    if mine is None and a.wrong < (
-        result.step,
-        [],
-    ):  # by the norm, which one process sums otherwise
-        result.step, result.names = a.wrong
+    if mine is None and a.wrong[0] < result.step:
+        result.step, result.names = a.wrong  # the norm, which one process sums in another order
     if mine is not None:
         _look_closer(result, a, today, mine, again)
 

@@ -1,8 +1,8 @@
 """`allranks verify`: steps of a certificate made again, and whether they hold.
 
-`verify` makes chosen steps again. It unpacks the certificate into a temporary run folder, links one
-checkpoint of the run into it, and replays that folder. So the rows that are compared are those of
-the certificate, and the run is only read.
+The certificate is unpacked into a temporary run folder, with links to one checkpoint of the run,
+and that folder is replayed. So the rows that are compared are those of the certificate, and the run
+is only read.
 """
 
 from __future__ import annotations

@@ -254,7 +254,7 @@ LOADED_FROM = {
     "spare": "their copies of its parts",
     "replicas": "what the ranks that are left held",
     "checkpoint": "the newest checkpoint",
-    "start": "the start, as there was no checkpoint",
+    "start": "new weights, as there was no checkpoint",
 }
 
 
