@@ -296,6 +296,27 @@ def test_a_planned_group_that_the_job_did_not_live_to_see(launch: Launch) -> Non
     assert launch.answer["event"] == "not_scaled" and launch.watch.dismissed == [2]
 
 
+def test_a_change_that_was_made_before_the_last_step_is_done(launch: Launch) -> None:
+    """The last beats of other nodes come with the ends of their ranks."""
+    launch.ask(leave=(1,))
+    Heartbeat(launch.table.fd, 0).enter_group(1)
+    launch.watch.alive = {}
+    launch.tick()
+    assert launch.answer["event"] == "scaled" and launch.answer["left"] == [1]
+
+
+def test_a_rank_can_be_lost_before_all_have_said_that_they_began(launch: Launch) -> None:
+    """Beats of other nodes come late; where one has ended a step, all had begun it."""
+    launch.table.clear(1)
+    Heartbeat(launch.table.fd, 0).at_step(5)
+    assert not launch.scaling.may_lose(0, {1}), "rank 1 may still load its data"
+    launch.table.clear(0)
+    rank = Heartbeat(launch.table.fd, 0)
+    rank.at_step(5)
+    rank.at_step(6)
+    assert launch.scaling.may_lose(0, {1})
+
+
 def test_a_new_rank_with_another_file_or_too_late_is_ended(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:

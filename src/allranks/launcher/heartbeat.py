@@ -9,7 +9,7 @@ behind.
     [ wanted: stop, save | group: number, step from which it trains, where its ranks meet, and
       whether each rank is in it
     | rank 0: beats, step, phase, since, collectives, whether the thread that saves waits for
-      others, the group it is in, seconds per phase | … ]
+      others, the group it is in, the step it began with, seconds per phase | … ]
 
 Numbers are doubles, eight bytes aligned: each is read whole or not yet. Below: which rank is slower
 than the others, by its heartbeats.
@@ -31,7 +31,7 @@ from allranks.job.run_folder import JsonLines
 
 PHASES = ("start", "data", "compute", "exchange", "evaluate", "save", "done")
 _NUMBER = {phase: number for number, phase in enumerate(PHASES)}
-_BEATS, _STEP, _PHASE, _SINCE, _COLLECTIVES, _SAVE_WAITS, _ENTERED, _SECONDS = range(8)
+_BEATS, _STEP, _PHASE, _SINCE, _COLLECTIVES, _SAVE_WAITS, _ENTERED, _FIRST, _SECONDS = range(9)
 _ROW = _SECONDS + len(PHASES)
 _STOP, _SAVE, _GROUP, _FROM_STEP, _STORE, _MEMBERS = range(6)
 _WANTED = 2
@@ -70,7 +70,8 @@ class Beat:
     """What a rank last said: `step` of the job (-1 before the first), and since when (monotonic).
 
     `save_waits`: the thread that saves, beside the training, waits for the other ranks. `group` is
-    the number of the group that it is in, or meets the others of.
+    the number of the group that it is in, or meets the others of. `first` is the step with which
+    this process began.
     """
 
     rank: int
@@ -82,6 +83,7 @@ class Beat:
     seconds: dict[str, float]
     save_waits: bool = False
     group: int = 0
+    first: int = -1
 
 
 class Heartbeat:
@@ -93,7 +95,7 @@ class Heartbeat:
         start = _rows_at(self._ranks) + (rank if fd >= 0 else 0) * _ROW
         self._row = self._all[start : start + _ROW]
         self._phase = int(self._row[_PHASE])
-        self._row[_STEP] = -1
+        self._row[_STEP] = self._row[_FIRST] = -1
         self._since = self._row[_SINCE] = time.monotonic()
         self._saves = self._saves_before = 0.0
         self.watch: Callable[[str, float, float], None] | None = None
@@ -114,6 +116,8 @@ class Heartbeat:
     def at_step(self, step: int) -> None:
         """This rank works on step `step` of the job from now on."""
         self._row[_STEP] = step
+        if self._row[_FIRST] < 0:
+            self._row[_FIRST] = step
 
     @property
     def phase(self) -> str:
@@ -242,7 +246,7 @@ class HeartbeatTable:
         start = _rows_at(self.ranks) + rank * _ROW
         for number in range(_ROW):
             self._memory[start + number] = 0.0
-        self._memory[start + _STEP] = -1
+        self._memory[start + _STEP] = self._memory[start + _FIRST] = -1
 
     def read(self) -> list[Beat]:
         """The last beat of every rank."""
@@ -261,6 +265,7 @@ class HeartbeatTable:
                     seconds,
                     bool(row[_SAVE_WAITS]),
                     int(row[_ENTERED]),
+                    int(row[_FIRST]),
                 )
             )
         return beats

@@ -86,14 +86,16 @@ class Scaling:
     def may_lose(self, rank: int, remaining: Collection[int]) -> bool:
         """Whether the `remaining` processes go on without `rank`; each trains, or joins.
 
-        The others do not need one that joins or leaves.
+        The others do not need one that joins or leaves. If one, be it the lost one, has ended a
+        step, all had begun it, though the beats of other nodes may come later.
         """
         members, beats = self.heartbeats.group.members, self.heartbeats.read()
         if rank not in members:
             return True
         goes_on = [member for member in members if member in remaining]
-        trains = [member for member in goes_on if member not in self.joining]
-        has_begun = bool(trains) and all(beats[member].step >= 0 for member in trains)
+        trains = [beats[member].step for member in goes_on if member not in self.joining]
+        has_ended_one = any(beats[member].step > beats[member].first for member in members)
+        has_begun = bool(trains) and (has_ended_one or min(trains) >= 0)
         return has_begun and len(goes_on) >= self.bounds.least
 
     def lost(self, rank: int, exit_: Exit) -> None:
@@ -133,12 +135,12 @@ class Scaling:
         if not watch.ends:
             self._drain(*self.drained(), watch)
         if (change := self.change) is not None:
+            if change.group is not None:
+                self._conclude_if_over(change, change.group, running)
+            elif not over and not watch.ends:
+                self._form_if_ready(change)
             if over or (watch.ends and change.group is None):
                 self.close(watch.ends)
-            elif change.group is None:
-                self._form_if_ready(change)
-            else:
-                self._conclude_if_over(change, change.group, running)
         unwanted = self.joining if over else self.joining - members if not self.change else ()
         if unwanted:
             watch.dismiss(unwanted)
