@@ -81,13 +81,17 @@ def assert_undisturbed(result: Result, alone: Result) -> None:
 
 
 def test_a_rank_is_lost_and_the_others_make_the_step_again(train: Train, alone: Result) -> None:
-    result = elastic(train, "kill@rank=1,step=5 fail@rank=2,step=99")
+    result = elastic(train, "kill@rank=1,step=5 fail@rank=2,step=99 fail@rank=7")
     assert_undisturbed(result, alone)
     assert "\n2 ranks at the end: ranks were lost, joined or left once, " in in_sentences(
         result.summary
     )
-    (never,) = [row for row in read_events(result.run_dir) if row["event"] == "never_due"]
-    assert never["text"].startswith("the fault fail@rank=2,step=99 was never due")
+    never = {row["text"] for row in read_events(result.run_dir) if row["event"] == "never_due"}
+    assert never == {
+        "the fault fail@rank=2,step=99 was never due: the job did not come to point 'step' with "
+        "step 99",
+        "the fault fail@rank=7 was never due: there was no rank 7, of 3",
+    }
     (group,) = groups(result)
     assert (group["members"], group["lost"]) == ([0, 2], [1])
     assert group["steps_again"] <= 1  # none if no other rank had begun the step

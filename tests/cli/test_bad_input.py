@@ -159,7 +159,6 @@ def test_a_name_that_no_file_system_takes_is_refused(
         ("--inject", "kill@at=savee:write", "did you mean 'save:write'?"),
         ("--inject", "kill@step=soon", "give step a value of that type"),
         ("--inject", "@", "known: abort, "),
-        ("--inject", "kill@rank=1,step=3", "--inject kill@step=3"),
     ],
 )
 def test_a_bad_value_of_what_protects_a_job(

@@ -25,7 +25,6 @@ from allranks.cli.options import (
 )
 from allranks.errors import PlaceError, RequestError
 from allranks.job.config import Resolved
-from allranks.job.faults import check_ranks
 from allranks.job.resume import how_to_resume
 from allranks.launcher.describe import first_check
 from allranks.launcher.places import AgentPlace, Rendezvous, find_place, is_head
@@ -61,8 +60,6 @@ def train(
     if not is_head(rendezvous):
         sys.exit(load(NODES).take_part(rendezvous, words, program or ""))
     resolved = resolved_from(program, {**flags, **implied})
-    if resolved.job.inject and not resolved.job.elastic:  # with it ranks come later
-        check_ranks(resolved.job.inject, resolved.job.strategy_spec.process_set.size)
     _check_placement(placement, dry_run)
     if dry_run:
         _print_plan(resolved, rendezvous, placement, as_object)

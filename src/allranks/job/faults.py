@@ -15,7 +15,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn
 
 from allranks.errors import RequestError, nearest
@@ -84,16 +84,10 @@ def parse(text: str) -> tuple[Fault, ...]:
     return tuple(_parse_one(word) for word in text.split())
 
 
-def check_ranks(text: str, count: int) -> None:
-    """Raise `RequestError` for a fault on a rank that a job of `count` processes does not have."""
-    for fault in parse(text):
-        if fault.action in ACTIONS and not 0 <= fault.rank < count:
-            raise RequestError(
-                asked=f"--inject {fault}",
-                found=f"no rank {fault.rank}: the job has {count}",
-                why="a fault on a rank that is not there would never happen",
-                do=f"--inject {replace(fault, rank=count - 1)}",
-            )
+def on_no_rank(text: str, count: int) -> list[str]:
+    """A sentence for each fault on a rank that a job of at most `count` processes never had."""
+    faults = (f for f in parse(text) if f.action in ACTIONS and not 0 <= f.rank < count)
+    return [f"the fault {f} was never due: there was no rank {f.rank}, of {count}" for f in faults]
 
 
 def _parse_one(word: str) -> Fault:

@@ -19,7 +19,9 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from allranks.errors import AllranksError, PeerLost
 from allranks.job.config import threads_per_rank
+from allranks.job.faults import on_no_rank
 from allranks.job.job import Job
+from allranks.job.limits import elastic_range
 from allranks.job.place import Placed, write_placement
 from allranks.job.program import Reads, program_facts
 from allranks.job.run_folder import JsonLines, rank_events_path
@@ -465,7 +467,11 @@ class RankProgram(ABC, Generic[T]):
         digest = self.sha256(trainer.weights()) if size <= DIGEST_LIMIT_BYTES else None
         summary = self.record.summary(trainer, evaluation, digest)
         summary |= self.figures(trainer, summary["samples_per_s"])
-        for text in trainer.faults.never_due():
+        texts = trainer.faults.never_due()
+        if self.world.is_leader:
+            most = elastic_range(self.job)[1] if self.job.elastic else 0
+            texts += on_no_rank(self.job.inject, most or self.job.strategy_spec.process_set.size)
+        for text in texts:
             self.record.events.event("never_due", text=text)
         trainer.comm.barrier()
         trainer.close()
