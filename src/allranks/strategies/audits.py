@@ -17,7 +17,7 @@ from allranks.strategies.resolve import StrategySpec
 
 AUDITED = ("ddp", "ddp-plain", "zero1", "zero2", "fsdp", "hsdp")
 SHARE_OF_TIME = 0.01
-SHARDS_OF_AUDIT = 5.0
+SHARDS_OF_AUDIT = 6.0
 """What an audit takes at most, in the time of a shard of a small model: measured, with room
 (`benchmarks/audit.py`). Without `--bitwise` it is more, as a step has fewer passes."""
 AUDIT_BYTES = 16  # of the digest that ranks compare
