@@ -374,14 +374,7 @@ class Posting(Named):
 
     def _posted(self, call: PostedCall, tensors: list[Tensor], opts: Any = None) -> Any:
         """The work of a call; after `_start_coalescing` it becomes part of a larger one."""
-        work = SharedMemoryWork(
-            self,
-            call.ops,
-            tensors,
-            call.keep_alive,
-            call.afterwards,
-            seconds_of(opts, self.seconds),
-        )
+        work = SharedMemoryWork(self, call, tensors, seconds_of(opts, self.seconds))
         if (works := self._coalesced.works) is not None:
             works.append(work)
         return work
