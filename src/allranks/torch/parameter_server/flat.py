@@ -27,14 +27,6 @@ MOST_NUMBERS = 1_000_000
 
 
 @dataclass(frozen=True)
-class Sized:
-    """A tensor to place: how many numbers it has, of how many bytes each."""
-
-    numbers: int
-    itemsize: int
-
-
-@dataclass(frozen=True)
 class WeightPiece:
     """The numbers `start` to `stop` - 1 of the tensor at `position`, and their server.
 
@@ -53,7 +45,7 @@ class WeightPiece:
 
 
 def placed(
-    tensors: Sequence[Sized],
+    tensors: Sequence[Tensor],
     servers: int,
     bound: int = MOST_NUMBERS,
     whole: Collection[int] = (),
@@ -66,17 +58,17 @@ def placed(
     cut = [
         at
         for at, tensor in enumerate(tensors)
-        if servers > 1 and at not in whole and tensor.numbers >= max(bound, servers)
+        if servers > 1 and at not in whole and tensor.numel() >= max(bound, servers)
     ]
     for at in cut:
-        pieces[at] = cut_evenly(at, tensors[at].numbers, servers)
+        pieces[at] = cut_evenly(at, tensors[at].numel(), servers)
         for piece in pieces[at]:
             load[piece.server] += piece.numbers * tensors[at].itemsize
     for at, tensor in enumerate(tensors):
         if at not in pieces:
             least = load.index(min(load))
-            load[least] += tensor.numbers * tensor.itemsize
-            pieces[at] = [WeightPiece(at, 0, tensor.numbers, least, is_whole=True)]
+            load[least] += tensor.nbytes
+            pieces[at] = [WeightPiece(at, 0, tensor.numel(), least, is_whole=True)]
     return [piece for at in range(len(tensors)) for piece in pieces[at]]
 
 
