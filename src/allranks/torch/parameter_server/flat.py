@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -76,8 +77,8 @@ def cut_evenly(position: int, numbers: int, servers: int) -> list[WeightPiece]:
     """As many pieces as servers; each begins at the rounded part of the whole."""
     starts = [round(numbers * server / servers) for server in range(servers + 1)]
     return [
-        WeightPiece(position, starts[server], starts[server + 1], server, is_whole=False)
-        for server in range(servers)
+        WeightPiece(position, start, stop, server, is_whole=False)
+        for server, (start, stop) in enumerate(pairwise(starts))
     ]
 
 

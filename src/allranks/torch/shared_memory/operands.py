@@ -362,8 +362,3 @@ def hosts_of(cards: Sequence[ProcessCard]) -> list[list[int]]:
     for rank, card in enumerate(cards):
         hosts.setdefault(card.host, []).append(rank)
     return list(hosts.values())
-
-
-def have_one_file(cards: Sequence[ProcessCard]) -> bool:
-    """Whether all have the same memory file from their launcher."""
-    return bool(cards[0].given) and len({card.given for card in cards}) == 1
