@@ -32,6 +32,7 @@ from allranks.launcher.start import run_job
 from allranks.launcher.world import World
 from allranks.strategies.shards import even_sizes, owned_shards
 from allranks.torch.build import job_for
+from allranks.torch.checkpoint.state import unpacked
 from allranks.torch.elastic.learner import Learner
 from allranks.torch.elastic.merge import Clock, Merging, Remainder, Work
 from allranks.torch.elastic.service import (
@@ -39,7 +40,6 @@ from allranks.torch.elastic.service import (
     inner_state,
     load_inner_state,
     packed,
-    unpacked,
 )
 from allranks.torch.elastic.strategy import FlatModel, Numbers
 from allranks.torch.local_sgd.global_weights import Nesterov

@@ -56,7 +56,7 @@ def test_what_backward_finishes_twice_is_pushed_as_a_sum() -> None:
         both = [checkpoint(model[2], n * hidden, use_reentrant=True) for n in (1, 2)]
         (sum(both).squeeze(1) - wanted).square().mean().backward()
         said = {"groups": [{"lr": 0.5, "momentum": 0.0}], "number": 0}
-        side.push(said, unused=True, pulls=True)
+        side.push(said, pulls=True)
         side.receive_weights()
         for now, then in zip(model.parameters(), weights, strict=True):
             expected = then - 0.5 * then.grad

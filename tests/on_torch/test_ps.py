@@ -32,18 +32,18 @@ from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.world import World
 from allranks.strategies.cards.parameter_server import PLAIN, STALENESS_AWARE
 from allranks.tools.check.against_single import CheckPlan, check_against_one
-from allranks.torch.parameter_server.exchange import Exchange, Stale
-from allranks.torch.parameter_server.flat import FlatLayout, Sized, WeightPiece, placed
-from allranks.torch.parameter_server.links import Links
+from allranks.torch.checkpoint.state import packed, unpacked
+from allranks.torch.parameter_server.exchange import Exchange
+from allranks.torch.parameter_server.flat import FlatLayout, WeightPiece, placed
+from allranks.torch.parameter_server.links import Links, Stale
 from allranks.torch.parameter_server.server import SCHEDULER_ID, Server
 from allranks.torch.parameter_server.service import WorkQueue
-from allranks.torch.parameter_server.shard import MANY, Shard
-from allranks.torch.parameter_server.state import (
+from allranks.torch.parameter_server.shard import (
+    MANY,
+    Shard,
     cut_state,
     join_state,
-    packed,
     plain_hyperparameters,
-    unpacked,
 )
 from allranks.torch.trainer import Trainer
 from allranks.training.work_queue import Chunk, Ledger
@@ -59,15 +59,17 @@ TASK = "decoupled_tasks:Plain"
 
 def test_large_tensors_are_cut_over_all_servers_and_small_ones_are_balanced() -> None:
     """By hand: 10 numbers in thirds (0, 3, 7, 10); then each to the first with the fewest bytes."""
-    sizes = [Sized(5, 4), Sized(10, 4), Sized(2, 4), Sized(3, 4), Sized(1, 8)]
-    found = placed(sizes, 3, bound=10)
+    tensors = [torch.empty(numbers) for numbers in (5, 10, 2, 3)]
+    tensors.append(torch.empty(1, dtype=torch.float64))
+    found = placed(tensors, 3, bound=10)
     assert [(p.position, p.start, p.stop, p.server) for p in found] == [
         *((0, 0, 5, 0), (1, 0, 3, 0), (1, 3, 7, 1), (1, 7, 10, 2)),
         *((2, 0, 2, 2), (3, 0, 3, 1), (4, 0, 1, 2)),
     ]
-    assert placed(sizes, 3, bound=10, whole={1})[1] == WeightPiece(1, 0, 10, 1, is_whole=True)
-    assert {p.server for p in placed(sizes, 1, bound=1)} == {0}
-    assert all(p.is_whole for p in placed([Sized(2, 4)], 3, bound=1)), "fewer numbers than servers"
+    assert placed(tensors, 3, bound=10, whole={1})[1] == WeightPiece(1, 0, 10, 1, is_whole=True)
+    assert {p.server for p in placed(tensors, 1, bound=1)} == {0}
+    few = placed([torch.empty(2)], 3, bound=1)
+    assert all(p.is_whole for p in few), "fewer numbers than servers"
 
 
 # --- what a server does -------------------------------------------------------------------
@@ -211,15 +213,14 @@ def test_what_an_optimizer_keeps_is_cut_and_put_together_again(optimizer: Any) -
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
     made.step()
-    sizes = [Sized(p.numel(), 8) for p in parameters]
-    pieces = placed(sizes, 3, bound=12)
+    pieces = placed(parameters, 3, bound=12)
     assert any(not piece.is_whole for piece in pieces)
     other: Optimizer = optimizer(parameters, lr=0.1)
     for server in range(3):
         own = [piece for piece in pieces if piece.server == server]
-        spec, body = packed(cut_state(made, parameters, own))
+        body = packed(cut_state(made, parameters, own))
         held = memoryview(bytearray(b"".join(map(bytes, body))))
-        join_state(other, parameters, own, unpacked(spec, held))
+        join_state(other, parameters, own, unpacked(held))
     for parameter in parameters:
         for name, value in made.state[parameter].items():
             assert torch.equal(
@@ -342,7 +343,7 @@ def test_a_scripted_order_of_pulls_and_pushes_is_a_plain_loop(rate: str) -> None
             own = sides[worker].strategy
             loss_of(own.model, number).backward()
             said = {"groups": plain_hyperparameters(own.step.optimizer)}
-            sides[worker].push({"number": number, **said}, unused=True, pulls=True)
+            sides[worker].push({"number": number, **said}, pulls=True)
             sides[worker].receive_weights()
             own.model.zero_grad()
             loop.turn(worker, number)

@@ -23,7 +23,7 @@ from allranks.job.job import Job
 from allranks.launcher.nodes.channel import Disconnected
 from allranks.torch.parameter_server.exchange import Changes, Exchange, ramp
 from allranks.torch.parameter_server.service import Done, Service, WorkQueue
-from allranks.torch.parameter_server.state import plain_hyperparameters
+from allranks.torch.parameter_server.shard import plain_hyperparameters
 from allranks.torch.trainer import Trainer
 from allranks.training.work_queue import Chunk, Ledger
 from conftest import Train
@@ -253,7 +253,7 @@ def test_a_save_waits_until_what_came_is_counted() -> None:
         said = {"chunk": chunk.number, "era": service.era, "steps": [{}] * chunk.steps}
         with service.changed:
             service._accept(0, said, memoryview(bytearray(8)))
-        assert service.wait_until_idle(0) and not service.wait_until_settled(60)
+        assert service.queue.is_idle and not service.wait_until_settled(60)
         assert [one.chunk for one in service.results(0)] == [chunk]
         assert service.wait_until_settled(0)
 

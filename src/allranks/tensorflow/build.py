@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +35,15 @@ def build(task: Task, job: Job, strategy: TensorFlowStrategy) -> BuiltKerasModel
         _check_optimizer(task, optimizer)
         optimizer.build(strategy.trained(model))
         take_sums_as_they_are(optimizer)
-    rate = optimizer._learning_rate
-    is_schedule = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
-    return BuiltKerasModel(model, optimizer, swapped, None if is_schedule else float(rate.numpy()))
+    has_rate = not _has_own_schedule(optimizer)
+    made_rate = float(optimizer._learning_rate.numpy()) if has_rate else None
+    return BuiltKerasModel(model, optimizer, swapped, made_rate)
+
+
+def _has_own_schedule(optimizer: Any) -> bool:
+    """Whether a schedule of Keras sets its rate."""
+    schedule = keras.optimizers.schedules.LearningRateSchedule
+    return isinstance(optimizer._learning_rate, schedule)
 
 
 def take_sums_as_they_are(optimizer: Any) -> None:
@@ -109,75 +114,52 @@ def _check_optimizer(task: Task, optimizer: Any) -> None:
             "a Keras model is updated by an optimizer of Keras",
             "return for example keras.optimizers.AdamW(3e-4)",
         )
-    for rule in OPTIMIZER_RULES:
-        forbidden = rule.finds(optimizer)
-        if forbidden:
-            raise _refused(OPTIMIZER, forbidden, rule.why, rule.do)
-    rate = optimizer._learning_rate
-    is_schedule = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
+    _check_settings(optimizer)
     ours = [name for name in ("schedule", "plateau") if task.overrides(name)]
-    if is_schedule and ours:
+    if ours and _has_own_schedule(optimizer):
         raise _refused(
             f"{ours[0]}() of the task",
-            f"{described(rate)} in its optimizer too",
+            f"{described(optimizer._learning_rate)} in its optimizer too",
             "two schedules would both set one learning rate",
             "leave one of them out",
         )
 
 
-@dataclass(frozen=True)
-class _Rule:
-    """What an optimizer must not have: how it is found, "" if it is not there."""
-
-    finds: Callable[[Any], str]
-    why: str
-    do: str
-
-
-def _own_average(optimizer: Any) -> str:
-    return "use_ema=True" if optimizer.use_ema else ""
-
-
-def _own_loss_scale(optimizer: Any) -> str:
-    wraps = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    return "a LossScaleOptimizer" if wraps else ""
-
-
-def _clipped_copy(optimizer: Any) -> str:
-    clips = [name for name in ("clipnorm", "clipvalue") if getattr(optimizer, name)]
-    return f"{clips[0]}={getattr(optimizer, clips[0])}" if clips else ""
-
-
-def _matter_of_the_engine(optimizer: Any) -> str:
-    if optimizer.global_clipnorm:
-        return "global_clipnorm"
+def _check_settings(optimizer: Any) -> None:
+    """Raise `RequestError` for a setting by which Keras would do what the engine does."""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise _refused(
+            OPTIMIZER,
+            "a LossScaleOptimizer",
+            "the loss scale belongs to the job, which skips a step on all replicas alike",
+            "return the optimizer in it, and ask for --precision fp16",
+        )
+    if optimizer.use_ema:
+        raise _refused(
+            OPTIMIZER,
+            "use_ema=True",
+            "the average that Keras keeps is put in the place of the weights by `fit` alone, so "
+            "neither the evaluation nor the final weights would be those of the average",
+            "leave it out; with --engine torch, --set ema=0.999 keeps and evaluates one",
+        )
+    for name in ("clipnorm", "clipvalue"):
+        if limit := getattr(optimizer, name):
+            raise _refused(
+                OPTIMIZER,
+                f"{name}={limit}",
+                "each replica would clip its copy, of values that Keras takes for those of one "
+                "device",
+                "set clip_norm in the task: the norm of the whole gradient",
+            )
     others = optimizer.gradient_accumulation_steps or optimizer.loss_scale_factor
-    return "gradient_accumulation_steps or loss_scale_factor" if others else ""
-
-
-OPTIMIZER_RULES = (
-    _Rule(
-        _own_loss_scale,
-        "the loss scale belongs to the job, which skips a step on all replicas alike",
-        "return the optimizer in it, and ask for --precision fp16",
-    ),
-    _Rule(
-        _own_average,
-        "the average that Keras keeps is put in the place of the weights by `fit` alone, so "
-        "neither the evaluation nor the final weights would be those of the average",
-        "leave it out; with --engine torch, --set ema=0.999 keeps and evaluates one",
-    ),
-    _Rule(
-        _clipped_copy,
-        "each replica would clip its copy, of values that Keras takes for those of one device",
-        "set clip_norm in the task: the norm of the whole gradient",
-    ),
-    _Rule(
-        _matter_of_the_engine,
-        "norm, global batch and loss scale are the engine's: the same on any number of ranks",
-        "set clip_norm, batch_size and --micro-batch, or --precision fp16 instead",
-    ),
-)
+    if optimizer.global_clipnorm or others:
+        is_norm = bool(optimizer.global_clipnorm)
+        raise _refused(
+            OPTIMIZER,
+            "global_clipnorm" if is_norm else "gradient_accumulation_steps or loss_scale_factor",
+            "norm, global batch and loss scale are the engine's: the same on any number of ranks",
+            "set clip_norm, batch_size and --micro-batch, or --precision fp16 instead",
+        )
 
 
 def _refused(asked: str, found: str, why: str, do: str) -> RequestError:

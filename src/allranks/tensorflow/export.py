@@ -7,7 +7,6 @@ it: layers are the user's own, with no strategy around them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,19 +60,13 @@ def model_of(job: Job, folder: Path) -> Any:
 def write(model: Any, target: Path, temporary: Path, form: str) -> None:
     """Write a model to `temporary`, sync it, and rename it to `target`. Raises `RequestError`."""
     try:
-        _saved(lambda: FORMS[form](model, str(temporary)), target)
+        if form == "keras":
+            model.save(str(temporary))
+        else:
+            model.export(str(temporary), format="tf_saved_model", verbose=False)
     except OSError as error:
         raise refused(target, str(error), "it cannot be written there") from None
-    put_in_place(temporary, target)
-
-
-def _saved(save: Callable[[], None], target: Path) -> None:
-    """Keras saves; what it says against a model is an answer to the user."""
-    try:
-        save()
-    except OSError:
-        raise
-    except Exception as error:
+    except Exception as error:  # what Keras says against a model is an answer to the user
         raise RequestError(
             asked=f"to export the model to {target}",
             found=f"{type(error).__name__}: {error}",
@@ -81,14 +74,4 @@ def _saved(save: Callable[[], None], target: Path) -> None:
             do="mend what it says (get_config of a layer, a model called once), "
             "or --format safetensors",
         ) from error
-
-
-def _save_keras(model: Any, path: str) -> None:
-    model.save(path)
-
-
-def _save_model(model: Any, path: str) -> None:
-    model.export(path, format="tf_saved_model", verbose=False)
-
-
-FORMS: dict[str, Callable[[Any, str], None]] = {"keras": _save_keras, "saved-model": _save_model}
+    put_in_place(temporary, target)

@@ -92,7 +92,12 @@ def take_devices(job: Job, replicas: int, local_rank: int = 0, ranks_here: int =
     gpus = tf.config.list_physical_devices("GPU")
     needed = ranks_here if replicas == 1 else replicas
     if len(gpus) < needed:
-        raise _too_few(job, len(gpus), "GPUs that TensorFlow can use", "a GPU of its own")
+        raise RequestError(
+            asked=f"--device {job.device} --strategy {job.strategy} --ranks {job.ranks}",
+            found=f"{len(gpus)} GPUs that TensorFlow can use",
+            why="every replica needs a GPU of its own",
+            do="--device cpu, or fewer ranks or replicas",
+        )
     chosen = [gpus[local_rank]] if replicas == 1 else gpus[:replicas]
     try:
         tf.config.set_visible_devices(chosen, "GPU")
@@ -140,20 +145,6 @@ def check_backend() -> None:
             why="it takes its backend once, when it is imported",
             do="set KERAS_BACKEND=tensorflow before that, or use `allranks train`, which does",
         )
-
-
-def has_tpu() -> bool:
-    """Whether TensorFlow sees a TPU in this process."""
-    return bool(tf.config.list_physical_devices("TPU"))
-
-
-def _too_few(job: Job, found: int, kind: str, needs: str) -> RequestError:
-    return RequestError(
-        asked=f"--device {job.device} --strategy {job.strategy} --ranks {job.ranks}",
-        found=f"{found} {kind}",
-        why=f"every replica needs {needs}",
-        do="--device cpu, or fewer ranks or replicas",
-    )
 
 
 def begun(job: Job, found: str) -> RequestError:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Collection
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from allranks.errors import PeerLost, RequestError
 from allranks.launcher.messages import LOCALHOST, address_of_rank_0, listen
@@ -38,25 +38,12 @@ PARTING = "parting"
 WENT_AWAY = "another process went away while the ranks met"
 
 
-class ProcessExchange(Protocol):
-    """A way for all processes to exchange a value under a word, once."""
-
-    host: str
-    """The address at which the others reach this process."""
-
-    def all(self, word: str, value: Any) -> list[Any]:
-        """The values of all processes under `word`, by rank; returns when all have called this."""
-        ...
-
-    def close(self) -> None: ...
-
-
 @dataclass
 class ReservedPorts:
     """The `host:port` of all processes, by rank; this process's port is reserved until `close`."""
 
     addresses: list[str]
-    _exchange: ProcessExchange
+    _exchange: _AsLeader | _ByLeader | None
     _port: ExitStack = field(default_factory=ExitStack)
 
     def close(self) -> None:
@@ -65,9 +52,10 @@ class ReservedPorts:
 
     def part(self) -> None:
         """Return when every process has called this; nothing more is sent after it."""
-        with suppress(PeerLost):  # the peer has left, or the launcher handles its fault
-            self._exchange.all(PARTING, None)
-        self._exchange.close()
+        if self._exchange is not None:
+            with suppress(PeerLost):  # the peer has left, or the launcher handles its fault
+                self._exchange.all(PARTING, None)
+            self._exchange.close()
 
 
 def meet(world: World) -> ReservedPorts:
@@ -78,14 +66,17 @@ def meet(world: World) -> ReservedPorts:
     with ExitStack() as stack:
         port = stack.enter_context(Reservation(1)).ports[0]
         exchange = _exchange_of(world)
-        endpoints = exchange.all("address", [exchange.host, port])
+        endpoints: list[Any] = [[LOCALHOST, port]]
+        if exchange is not None:
+            endpoints = exchange.all("address", [exchange.host, port])
         addresses = [f"{host}:{number}" for host, number in endpoints]
         return ReservedPorts(addresses, exchange, stack.pop_all())
 
 
-def _exchange_of(world: World) -> ProcessExchange:
+def _exchange_of(world: World) -> _AsLeader | _ByLeader | None:
+    """The way in which all processes exchange a value under a word, once; `None` for one alone."""
     if world.size == 1:
-        return _Alone()
+        return None
     if not (world.store or world.rendezvous):  # another launcher started this process
         world = dataclasses.replace(world, rendezvous=master_endpoint(), listener=-1)
         if not world.rendezvous:
@@ -96,18 +87,6 @@ def _exchange_of(world: World) -> ProcessExchange:
                 do="start them with `allranks train`, `allranks run` or srun",
             )
     return _AsLeader(world) if world.rank == 0 else _ByLeader(world)
-
-
-class _Alone:
-    """One process."""
-
-    host = LOCALHOST
-
-    def all(self, word: str, value: Any) -> list[Any]:
-        return [value]
-
-    def close(self) -> None:
-        """Nothing to close."""
 
 
 class _AsLeader:

@@ -14,7 +14,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import tensorflow as tf
 from numpy.typing import NDArray
@@ -39,11 +39,7 @@ from allranks.tensorflow.saving import KerasVariables, TensorFlowSaving, digest_
 from allranks.tensorflow.step.inputs import StepInputs, StepSums
 from allranks.tensorflow.step.layers import restore_layers, shard_norms
 from allranks.tensorflow.step.step import Graphs, StepResultBuilder
-from allranks.tensorflow.strategies.base import (
-    BuiltKerasModel,
-    TensorFlowContext,
-    TensorFlowStrategy,
-)
+from allranks.tensorflow.strategies.base import BuiltKerasModel, TensorFlowStrategy
 from allranks.training.callback import Callback, around_evaluation
 from allranks.training.engine.own_loop import warn_ignored
 from allranks.training.engine.saved_job import CallbackStates
@@ -69,12 +65,12 @@ class WrittenVariables:
 
     def __init__(self, model: Any) -> None:
         self.names: list[str] = []
-        self._model, self._before = model, dict[str, Any]()
-        self._is_over = False
+        self._model = model
+        self._before: dict[str, Any] | None = None
 
     def before_step(self) -> None:
         """Remember them. Moving statistics that the engine updates are not among them."""
-        if self._is_over:
+        if self._before is not None:
             return
         ours = [v for n in shard_norms(self._model) for v in (n.moving_mean, n.moving_variance)]
         known = {id(v) for v in (*self._model.trainable_variables, *ours)}
@@ -83,12 +79,10 @@ class WrittenVariables:
 
     def after_step(self) -> None:
         """Compare them, once."""
-        if self._is_over:
-            return
-        self._is_over = True
-        now = names_of(self._model)
-        self.names = [n for n, was in self._before.items() if (value_of(now[n]) != was).any()]
-        self._before.clear()
+        if self._before:
+            now = names_of(self._model)
+            self.names = [n for n, was in self._before.items() if (value_of(now[n]) != was).any()]
+            self._before = {}
 
 
 class Trainer(EngineTrainer[ReplicaBatch]):
@@ -103,6 +97,8 @@ class Trainer(EngineTrainer[ReplicaBatch]):
     task: Task
     built: BuiltKerasModel
     task_data: KerasTaskData
+    graphs_kind: ClassVar[type[Graphs]] = Graphs
+    state_kind: ClassVar[type[KerasVariables]] = KerasVariables
     _saving: TensorFlowSaving | None = None
 
     def __init__(
@@ -126,45 +122,30 @@ class Trainer(EngineTrainer[ReplicaBatch]):
         self._poison = 1.0
         self._undo = set_arithmetic(self.job)
         try:
-            self.strategy = _make_strategy(task, self.job, self.world)
+            kind = load(STRATEGIES[TENSORFLOW][self.job.strategy_spec.name])
+            self.strategy: TensorFlowStrategy = kind(task, self.job, self.world)
             self.comm = self.strategy.comm
             self.built = build(task, self.job, self.strategy)
             self.strategy.check(self.built)
             self.results = StepResultBuilder(self.job, "rank" if self.comm.size > 1 else "replica")
-            self.graphs = self._make_graphs()
+            self.graphs = self.graphs_kind(
+                task, self.built, self.strategy, updates_bad=self.results.updates_bad
+            )
             self.written = WrittenVariables(self.built.model)
             self.task_data = KerasTaskData(task, self.job, self.strategy, self.built.model)
             self.faults.corrupt = lambda: flip_one_bit(self.built.model.trainable_variables[0])
             self.faults.poison = self._poison_next
-            self._saving = self._make_saving(report) if self.job.run_dir else None
+            if self.job.run_dir:
+                state, reach = self.state_kind(self.built), self.faults.reach
+                self._saving = TensorFlowSaving(
+                    task, self.job, self.comm, state, world.attempt, reach, report
+                )
             self._ending = StopAgreement(self.comm, lockstep=True)
             self.guard, self._loss_scale = self.results.guard, self.results.loss_scale
             self._callback_states = CallbackStates(self.callbacks, self.comm, digest_of_state)
         except BaseException:
             self._undo()
             raise
-
-    def _make_graphs(self) -> Graphs:
-        strategy = self.strategy
-        return Graphs(
-            self.task,
-            self.built.model,
-            self.built.optimizer,
-            strategy.distribution,
-            replicas=strategy.replicas,
-            first=strategy.local_replicas.start,
-            options=strategy.collective_options,
-            updates_bad=self.results.updates_bad,
-        )
-
-    def _make_state(self) -> KerasVariables:
-        return KerasVariables(self.built)
-
-    def _make_saving(self, report: Callable[..., None]) -> TensorFlowSaving:
-        attempt, reach = self.world.attempt, self.faults.reach
-        return TensorFlowSaving(
-            self.task, self.job, self.comm, self._make_state(), attempt, reach, report
-        )
 
     # --- the loop -------------------------------------------------------------------------
 
@@ -330,9 +311,3 @@ def _for_world(job: Job, world: World) -> Job:
     spec = resolved_strategy(name, ranks=world.size, bitwise=job.bitwise)
     ranks = world.size if world.role == TRAINER else job.ranks
     return dataclasses.replace(job, engine=TENSORFLOW, ranks=ranks, strategy=str(spec))
-
-
-def _make_strategy(task: Task, job: Job, world: World) -> TensorFlowStrategy:
-    context = TensorFlowContext(task, job, world, job.strategy_spec.options)
-    strategy: TensorFlowStrategy = load(STRATEGIES[TENSORFLOW][job.strategy_spec.name])(context)
-    return strategy

@@ -14,20 +14,24 @@ What has to be read is: `prefetch` batches, so a process holds that many and the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import groupby, tee
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 from numpy.typing import NDArray
 
 from allranks.errors import RequestError
+from allranks.job.job import Job
 from allranks.strategies.shards import Micro, even_sizes, micro_batches, owned_shards
 from allranks.tensorflow.data.nested import arrays_in, joined, mapped
 from allranks.tensorflow.data.tf_dataset import WholeDataset
 from allranks.tensorflow.step.inputs import InputSplit
+from allranks.tensorflow.strategies.base import TensorFlowStrategy
+from allranks.training.keras_task import Task
 from allranks.training.order import Epochs, Order, places_after, random_key
 from allranks.training.prefetch import staged
 from allranks.training.progress import Progress
@@ -69,16 +73,19 @@ class Arrays:
     def __len__(self) -> int:
         return len(next(arrays_in(self.arrays)))
 
+    def __getitem__(self, number: int) -> Any:
+        return mapped(lambda array: array[number], self.arrays)
+
     def rows(self, ids: Ids) -> Any:
         return mapped(lambda array: array[ids], self.arrays)
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Samples by number; `change(epoch, number, sample)` is what augmentation makes of one."""
+    """Samples by number; with `augments` the task changes each one when it is read."""
 
     samples: Any
-    change: Callable[[int, int, Any], Any] | None = None
+    augments: bool = False
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -87,42 +94,32 @@ class Samples:
         return collated([self.samples[int(number)] for number in ids])
 
 
+Source = Arrays | Samples | WholeDataset
+
+
 def collated(samples: Sequence[Any]) -> Any:
     """A batch of samples that are alike: their arrays stacked along a new first axis."""
     return joined(np.stack, [mapped(np.asarray, sample) for sample in samples])
 
 
-@dataclass
 class Batches:
-    """The batches of a job for the `local_replicas` of all `replicas`.
+    """The batches of a job for the replicas of this process, out of `source`.
 
-    `place` converts an array into an input of the step; `threads` read samples by number. With
-    `cut_for` one replica cuts its batches as that many would.
+    With `cut_for` of the job one replica cuts its batches as that many would.
     """
 
-    source: Arrays | Samples | WholeDataset
-    batch_size: int
-    shards: int
-    last_batch: str
-    seed: int
-    local_replicas: range
-    replicas: int
-    micro_batch: int | None = None
-    cut_for: int = 0
-    prefetch: int = 2
-    threads: int = 1
-    place: Callable[[Any], Any] = lambda array: array
-
-    def __post_init__(self) -> None:
+    def __init__(self, source: Source, task: Task, job: Job, strategy: TensorFlowStrategy) -> None:
+        self.source, self.task, self.job = source, task, job
+        self.replicas, self.local_replicas = strategy.replicas, strategy.local_replicas
         self._open: list[Generator[ReplicaBatch]] = []
         self._cuts: dict[tuple[int, ...], InputSplit] = {}
-        runs = [owned_shards(self.shards, self.replicas, n) for n in self.local_replicas]
+        runs = [owned_shards(self.task.shards, self.replicas, n) for n in self.local_replicas]
         self._mine = range(runs[0].start, runs[-1].stop)
         self.expected_steps = self.steps_per_epoch  # of an epoch, before any was read
         if self.expected_steps == 0:
             raise RequestError(
                 asked="last_batch = drop",
-                found=f"fewer than batch_size = {self.batch_size} samples",
+                found=f"fewer than batch_size = {self.task.batch_size} samples",
                 why="the only batch of an epoch would be dropped",
                 do="a smaller --set batch_size, or --set last_batch=keep",
             )
@@ -135,7 +132,7 @@ class Batches:
         return self._order(self.source).steps_per_epoch
 
     def _order(self, source: Arrays | Samples) -> Order:
-        return Order(len(source), self.batch_size, self.seed, self.last_batch)
+        return Order(len(source), self.task.batch_size, self.job.seed, self.task.last_batch)
 
     def after(self, done: Progress, epochs: int, steps: int | None) -> Iterator[ReplicaBatch]:
         """The batches that follow `done`, to the end of `epochs` epochs or of `steps` steps."""
@@ -169,7 +166,7 @@ class Batches:
         """The batches without their data: arithmetic only."""
         for index, epoch, step in places_after(done, epochs, steps, order.steps_in):
             samples = order.batch(epoch, step)
-            sizes = even_sizes(len(samples), self.shards)
+            sizes = even_sizes(len(samples), self.task.shards)
             start, stop = self._span(sizes)
             yield ReplicaBatch(index, epoch, step, sizes, self.cut(sizes), samples[start:stop])
 
@@ -191,17 +188,19 @@ class Batches:
 
     def _micros(self, sizes: tuple[int, ...], replica: int) -> tuple[Micro, ...]:
         """The micro-batches of a replica; with `cut_for`, those of that many replicas."""
-        spans = [owned_shards(self.shards, self.replicas, replica)]
-        if self.cut_for:
-            spans = [owned_shards(self.shards, self.cut_for, n) for n in range(self.cut_for)]
+        shards, ranks = self.task.shards, self.job.cut_for
+        spans = [owned_shards(shards, self.replicas, replica)]
+        if ranks:
+            spans = [owned_shards(shards, ranks, n) for n in range(ranks)]
         parts = ({shard: sizes[shard] for shard in span} for span in spans)
-        return tuple(micro for part in parts for micro in micro_batches(part, self.micro_batch))
+        size = self.job.micro_batch
+        return tuple(micro for part in parts for micro in micro_batches(part, size))
 
     def _data(
         self, source: Arrays | Samples, plans: Iterator[ReplicaBatch]
     ) -> Generator[list[list[Any]]]:
         if isinstance(source, Arrays):
-            yield from (split(source.rows(p.ids), p.cut, self.place) for p in plans)
+            yield from (split(source.rows(p.ids), p.cut) for p in plans)
         else:
             epochs = Epochs(source.samples)
             if not epochs:
@@ -220,10 +219,10 @@ class Batches:
             return key if isinstance(key, ReplicaBatch) else source.samples[key[1]]
 
         def decode(key: Any, raw: Any) -> Any:
-            if isinstance(key, ReplicaBatch) or source.change is None:
+            if isinstance(key, ReplicaBatch) or not source.augments:
                 return raw
-            epoch, number = key
-            return source.change(epoch, number, raw)
+            keyed = np.random.Philox(key=random_key(self.job.seed, *key))
+            return self.task.augment(raw, np.random.Generator(keyed))
 
         def collate(samples: list[Any]) -> list[list[Any]]:
             *rows, plan = samples
@@ -233,15 +232,15 @@ class Batches:
                 if rows
                 else mapped(lambda a: a[:0], source.rows(np.zeros(1, np.int64)))
             )
-            return split(whole, plan.cut, self.place)
+            return split(whole, plan.cut)
 
         yield from staged(
             ([*((plan.epoch, int(n)) for n in plan.ids), plan] for plan in plans),
             read,
             decode,
             collate,
-            threads=self.threads,
-            ahead=self.prefetch,
+            threads=max(1, self.job.loader_workers),
+            ahead=self.job.prefetch,
         )
 
     # --- a tf.data.Dataset ----------------------------------------------------------------
@@ -252,9 +251,9 @@ class Batches:
         epoch, step, index = done.epoch, done.step_in_epoch, done.batch_index
         while epoch < epochs and (steps is None or index < steps):
             for whole, rows in source.open(epoch, skip=step):
-                sizes = even_sizes(rows, self.shards)
+                sizes = even_sizes(rows, self.task.shards)
                 cut = self.cut(sizes)
-                parts = split(_rows_of(whole, *self._span(sizes)), cut, self.place)
+                parts = split(_rows_of(whole, *self._span(sizes)), cut)
                 shapes = tuple(tuple(array.shape[1:]) for array in arrays_in(whole))
                 yield ReplicaBatch(
                     index, epoch, step, sizes, cut, np.empty(0, np.int64), parts, shapes
@@ -265,27 +264,23 @@ class Batches:
             epoch, step = epoch + 1, 0
 
 
-def split(rows: Any, cut: InputSplit, place: Callable[[Any], Any]) -> list[list[Any]]:
-    """Cut the rows of a process for each replica and micro-batch, and `place` each part."""
+def split(rows: Any, cut: InputSplit) -> list[list[Any]]:
+    """Cut the rows of a process for each replica and micro-batch, as tensors on the host."""
     at, parts = 0, list[list[Any]]()
     for micros in cut.pieces:
         parts.append([])
         for micro in micros:
             size = sum(piece.samples for piece in micro)
-            parts[-1].append(mapped(place, _rows_of(rows, at, at + size)))
+            parts[-1].append(mapped(on_host, _rows_of(rows, at, at + size)))
             at += size
     return parts
 
 
+def on_host(array: Any) -> Any:
+    """An array as a tensor in the memory of the host: each replica takes its part from there."""
+    with tf.device("CPU:0"):
+        return tf.convert_to_tensor(array)
+
+
 def _rows_of(batch: Any, start: int, stop: int) -> Any:
     return mapped(lambda array: array[start:stop], batch)
-
-
-def augmenting(augment: Callable[[Any, Any], Any], seed: int) -> Callable[[int, int, Any], Any]:
-    """Apply a task's `augment` to a sample, with randomness keyed by (seed, epoch, sample)."""
-
-    def change(epoch: int, number: int, sample: Any) -> Any:
-        key = random_key(seed, epoch, number)
-        return augment(sample, np.random.Generator(np.random.Philox(key=key)))
-
-    return change

@@ -12,13 +12,14 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from numpy.typing import NDArray
 
 from allranks.errors import RequestError
 from allranks.job.job import Job
 from allranks.strategies.shards import largest_shard
 from allranks.tensorflow.build import names_of, set_weights, values_of
 from allranks.tensorflow.comm import translated
-from allranks.tensorflow.data.batches import Arrays, Batches, Samples, augmenting
+from allranks.tensorflow.data.batches import Arrays, Batches, Samples, Source
 from allranks.tensorflow.data.nested import arrays_in, mapped
 from allranks.tensorflow.data.tf_dataset import WholeDataset
 from allranks.tensorflow.machine import described
@@ -47,16 +48,13 @@ from allranks.training.task_fields import metric_pairs, other_metrics
 Chunk = Callable[[], Any]
 
 
-def _as_it_is(arrays: Any) -> Any:
-    return arrays
-
-
 class Evaluator:
-    """Evaluates `model` for `task` on the replicas of `strategy`, in chunks of `chunk` samples."""
+    """Evaluates `model` for `task` on the replicas of `strategy`, in chunks of a shard's size."""
 
-    def __init__(self, task: Task, model: Any, strategy: TensorFlowStrategy, chunk: int) -> None:
+    def __init__(self, task: Task, model: Any, strategy: TensorFlowStrategy) -> None:
         self.task: Any = InGraph(task)
-        self.model, self.strategy, self.chunk = model, strategy, chunk
+        self.model, self.strategy = model, strategy
+        self.chunk = largest_shard(task.batch_size, task.shards)
         self._names: list[str] = []
         self._call = tf.function(self._on_replicas, autograph=False)
 
@@ -67,14 +65,7 @@ class Evaluator:
             alive()
             rows += self._pairs(group)
         table = self.strategy.comm.sum(np.array(rows, np.float64))
-        sums = table.cumsum(0)[-1]
-        means = {
-            name: float(total / count)
-            for name, (total, count) in zip(self._names, sums, strict=True)
-            if count
-        }
-        finalized: dict[str, float] = self.task.finalize(means)
-        return finalized
+        return self._finalized(table.cumsum(0)[-1])
 
     def rehearse(self, source: Source) -> dict[str, float]:
         """Evaluate the first samples, on the first replica of each rank; sends nothing.
@@ -84,17 +75,20 @@ class Evaluator:
         read, before = next(self._chunks(source)), values_of(names_of(self.model))
         pairs = np.array(self._pairs([(read, True)]))[0]
         set_weights(self.model, before)
-        means = {
-            name: float(total / count)
-            for name, (total, count) in zip(self._names, pairs, strict=True)
-            if count
-        }
-        return {**dict.fromkeys(self._names, math.nan), **self.task.finalize(means)}
+        return {**dict.fromkeys(self._names, math.nan), **self._finalized(pairs)}
+
+    def _finalized(self, sums: NDArray[np.float64]) -> dict[str, float]:
+        """The metrics of the task from (metrics, 2): the sum and the count of each."""
+        pairs = zip(self._names, sums, strict=True)
+        means = {name: float(total / count) for name, (total, count) in pairs if count}
+        finalized: dict[str, float] = self.task.finalize(means)
+        return finalized
 
     def _chunks(self, source: Source) -> Iterator[Chunk]:
         """What reads each chunk; of a `tf.data.Dataset` every rank reads all."""
         if isinstance(source, WholeDataset):
-            yield from (partial(_as_it_is, arrays) for arrays, _ in source.open(0))
+            for arrays, _ in source.open(0):
+                yield lambda whole=arrays: whole
             return
         for start in range(0, len(source), self.chunk):
             ids = np.arange(start, min(start + self.chunk, len(source)))
@@ -116,9 +110,7 @@ class Evaluator:
         """For each chunk (sum, count) of every metric; zeros for those of other processes."""
         chunks = [read() for read, is_own in group if is_own]
         tables = iter(self._computed(chunks))
-        if (
-            not self._names
-        ):  # nothing of the group was its own: the names must be known all the same
+        if not self._names:  # none of the group is its own; the names must be known all the same
             self._computed([group[0][0]()])
         nothing = [[0.0, 0.0]] * len(self._names)
         return [next(tables) if is_own else nothing for _, is_own in group]
@@ -156,12 +148,6 @@ class Evaluator:
         return tf.reshape(tf.stack(numbers), (-1, 2))
 
 
-def on_host(array: Any) -> Any:
-    """An array as a tensor in the memory of the host: each replica takes its part from there."""
-    with tf.device("CPU:0"):
-        return tf.convert_to_tensor(array)
-
-
 class KerasTaskData:
     """What one rank reads for one task under one strategy: its batches, and its evaluation data."""
 
@@ -171,9 +157,7 @@ class KerasTaskData:
         self._batches: Batches | None = None
         self._compared = False
         self._eval_source: Source | None = None
-        self._evaluator = Evaluator(
-            task, model, strategy, largest_shard(task.batch_size, task.shards)
-        )
+        self._evaluator = Evaluator(task, model, strategy)
 
     @property
     def batches(self) -> Batches:
@@ -186,20 +170,7 @@ class KerasTaskData:
                     "train_data() is a tf.data.Dataset: every rank reads all of it and takes its "
                     "own rows; resuming in mid-epoch reads the epoch from its start"
                 )
-            self._batches = Batches(
-                source,
-                self.task.batch_size,
-                self.task.shards,
-                self.task.last_batch,
-                self.job.seed,
-                self.strategy.local_replicas,
-                self.strategy.replicas,
-                micro_batch=self.job.micro_batch,
-                cut_for=self.job.cut_for,
-                prefetch=self.job.prefetch,
-                threads=max(1, self.job.loader_workers),
-                place=on_host,
-            )
+            self._batches = Batches(source, self.task, self.job, self.strategy)
         return self._batches
 
     def evaluate(self, alive: Callable[[], Any] = lambda: None) -> dict[str, float]:
@@ -276,9 +247,6 @@ def _identity_of(source: Source | None) -> str:
 # From a task's data to the source that reads it; refuses data that no source can read.
 
 
-Source = Arrays | Samples | WholeDataset
-
-
 def open_data(task: Task, name: str, model: Any, seed: int) -> Source | None:
     """What reads `task.<name>()`; raises `RequestError`. Only training data is augmented.
 
@@ -299,30 +267,14 @@ def open_data(task: Task, name: str, model: Any, seed: int) -> Source | None:
         if augments:
             problem = "a tf.data.Dataset, and augment() of the task"
             raise _unusable(name, problem, "it changes its samples itself", "use its map()")
-        last = task.last_batch if name == "train_data" else "keep"
-        return WholeDataset(
-            method, task.batch_size, seed, last, task.inputs, _input_ndim(model), name
-        )
+        return WholeDataset(task, name, seed, _input_ndim(model))
     source = _by_number(data, name)
     if augments:
-        samples = _ArrayRows(source) if isinstance(source, Arrays) else source.samples
-        source = Samples(samples, augmenting(task.augment, seed))
+        samples = source if isinstance(source, Arrays) else source.samples
+        source = Samples(samples, augments=True)
     if len(source) == 0:
         raise _unusable(name, "0 samples", "there is nothing to learn from", "give it some")
     return source
-
-
-class _ArrayRows:
-    """Arrays as samples by number."""
-
-    def __init__(self, arrays: Arrays) -> None:
-        self._arrays = arrays
-
-    def __len__(self) -> int:
-        return len(self._arrays)
-
-    def __getitem__(self, number: int) -> Any:
-        return mapped(lambda array: array[number], self._arrays.arrays)
 
 
 def _by_number(data: Any, name: str) -> Arrays | Samples:

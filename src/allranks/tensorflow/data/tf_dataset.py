@@ -8,7 +8,7 @@ to there. Random operations in a parallel `map` without a seed may still draw in
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,34 +16,27 @@ import tensorflow as tf
 
 from allranks.errors import RequestError
 from allranks.tensorflow.data.nested import arrays_in, mapped
+from allranks.training.keras_task import Task
 from allranks.training.order import random_key
 
 
 class WholeDataset:
-    """Batches of `batch_size` samples of the `tf.data.Dataset` that `make()` returns.
+    """The batches of the `tf.data.Dataset` that the method `name` of the task returns.
 
     `input_ndim` is the number of axes of the model's first input, with that of the samples. It
     distinguishes a data set of samples from one of batches.
     """
 
-    def __init__(
-        self,
-        make: Callable[[], Any],
-        batch_size: int,
-        seed: int,
-        last_batch: str,
-        first_input: Callable[[Any], Any],
-        input_ndim: int | None,
-        name: str = "train_data",
-    ) -> None:
-        self._make, self._size, self._seed, self._last = make, batch_size, seed, last_batch
-        self._first_input, self._ndim, self._name = first_input, input_ndim, name
+    def __init__(self, task: Task, name: str, seed: int, input_ndim: int | None) -> None:
+        self._make, self._name, self._seed = getattr(task, name), name, seed
+        self._size, self._first_input, self._ndim = task.batch_size, task.inputs, input_ndim
+        self._last = task.last_batch if name == "train_data" else "keep"
         cardinality = int(self._batched(self._opened(0)).cardinality())
         if cardinality == tf.data.INFINITE_CARDINALITY:
             raise self._refused("it never ends", "an epoch has an end", "dataset.take(…) of it")
         if cardinality == 0:
             raise self._refused("nothing in it", "there is nothing to learn from", "give it some")
-        self._known = cardinality if cardinality > 0 and last_batch == "keep" else None
+        self._known = cardinality if cardinality > 0 and self._last == "keep" else None
         self.steps_per_epoch = self._known
 
     def open(self, epoch: int, skip: int = 0) -> Iterator[tuple[Any, int]]:
@@ -75,10 +68,9 @@ class WholeDataset:
     def fingerprint(self) -> str:
         """What all ranks must have in common: the first batch of the first epoch."""
         digest = hashlib.blake2b(digest_size=16)
-        for arrays, _ in self.open(0):
-            for array in arrays_in(arrays):
-                digest.update(np.ascontiguousarray(array).tobytes())
-            break
+        arrays, _ = next(self.open(0))
+        for array in arrays_in(arrays):
+            digest.update(np.ascontiguousarray(array).tobytes())
         return digest.hexdigest()
 
     def _opened(self, epoch: int) -> Any:
@@ -116,11 +108,10 @@ class WholeDataset:
             )
         (samples,) = rows
         if samples > self._size:
-            raise RequestError(
-                asked=f"{self._name}() of the task: a tf.data.Dataset",
-                found=f"a batch of {samples} samples",
-                why=f"what it gives is the global batch of a step: batch_size = {self._size}",
-                do=f"--set batch_size={samples}, or .batch({self._size})",
+            raise self._refused(
+                f"a batch of {samples} samples",
+                f"what it gives is the global batch of a step: batch_size = {self._size}",
+                f"--set batch_size={samples}, or .batch({self._size})",
             )
         return samples
 

@@ -33,7 +33,6 @@ from allranks.tensorflow.build import build, set_weights
 from allranks.tensorflow.data.task_data import KerasTaskData
 from allranks.tensorflow.machine import set_arithmetic, take_devices
 from allranks.tensorflow.rendezvous import meet
-from allranks.tensorflow.strategies.base import TensorFlowContext
 from allranks.tensorflow.strategies.one_process import OneDevice
 from allranks.training import work_queue
 from allranks.training.keras_task import Task
@@ -65,26 +64,20 @@ def serve(job: Job, world: World, events: JsonLines) -> NoReturn:
         tf.config.set_visible_devices([], "GPU")
     ports = meet(world)
     cluster = cluster_of(job.strategy_spec.process_set, ports.addresses)
-    name = TENSORFLOW_JOB_NAMES[world.role]
+    threads = threads_per_rank(job, world.on_machine or world.local_size)
     _ = tf.distribute.Server(
         tf.train.ClusterSpec(cluster),
-        job_name=name,
+        job_name=TENSORFLOW_JOB_NAMES[world.role],
         task_index=world.role_index,
         protocol="grpc",
-        config=_threads(job, world),
+        config=tf.compat.v1.ConfigProto(
+            intra_op_parallelism_threads=threads,  # in one operation
+            inter_op_parallelism_threads=max(threads, world.size),  # for calls of all processes
+        ),
     )
     ports.close()
     events.event("ready", host=socket.gethostname(), role=world.role, index=world.role_index)
     _beat(heartbeat, Faults.of(job.inject, world.rank, world.restarts))
-
-
-def _threads(job: Job, world: World) -> tf.compat.v1.ConfigProto:
-    """Threads in one operation, and for as many calls at once as there are processes."""
-    threads = threads_per_rank(job, world.on_machine or world.local_size)
-    return tf.compat.v1.ConfigProto(
-        intra_op_parallelism_threads=threads,
-        inter_op_parallelism_threads=max(threads, world.size),
-    )
 
 
 def _beat(heartbeat: Heartbeat, faults: Faults) -> NoReturn:
@@ -114,7 +107,7 @@ def evaluate_checkpoints(task: Task, job: Job, world: World, events: JsonLines) 
     heartbeat = Heartbeat(world.heartbeat, world.number)
     meet(world).close()  # it serves nothing, but the others wait for all
     set_arithmetic(job)
-    alone = OneDevice(TensorFlowContext(task, job, world, {}))
+    alone = OneDevice(task, job, world)
     built = build(task, job, alone)
     data = KerasTaskData(task, job, alone, built.model)
 

@@ -70,20 +70,14 @@ class RemoteStep:
 
 
 class RemoteSteps(Graphs):
-    """The graphs of steps that the workers of `coordinator` run."""
+    """The graphs of steps that the workers of the chief's `coordinator` run."""
 
-    coordinator: Any
-    _datasets: Any = None
-    _fetching: ThreadPoolExecutor
+    datasets: Any = None
+    """The arrays of the task, once the workers have them."""
 
-    @property
-    def holds(self) -> bool:
-        """Whether the workers have the data."""
-        return self._datasets is not None
-
-    def serve(self, coordinator: Any, trained: list[Any]) -> None:
-        """Set the coordinator that runs steps, and the trained variables; once, before step 0."""
-        self.coordinator, self.variables = coordinator, trained
+    def __init__(self, task: Task, built: BuiltKerasModel, strategy: Any, **more: Any) -> None:
+        super().__init__(task, built, strategy, **more)
+        self.coordinator = strategy.coordinator
         self._fetching = ThreadPoolExecutor(1, "allranks-results")
 
     def hold(self, arrays: Any) -> None:
@@ -94,7 +88,7 @@ class RemoteSteps(Graphs):
         def data() -> Any:
             return tf.data.Dataset.from_tensors(tensors).repeat()
 
-        self._datasets = iter(self.coordinator.create_per_worker_dataset(data))
+        self.datasets = iter(self.coordinator.create_per_worker_dataset(data))
 
     def schedule(self, data: Any, cut: InputSplit, says: StepInputs) -> RemoteStep:
         """Schedule a step on a worker; rows are fetched in the order of the calls."""
@@ -102,7 +96,7 @@ class RemoteSteps(Graphs):
         known = cut, 1
         if known not in self._made:
             self._made[known] = self._graph(cut, arguments)
-        held_data = () if self._datasets is None else (self._datasets,)
+        held_data = () if self.datasets is None else (self.datasets,)
         handed = RemoteStep(self._made[known], (*held_data, *arguments))
         self._schedule(handed)
         return handed
@@ -155,7 +149,7 @@ class RemoteSteps(Graphs):
     def _graph(self, cut: InputSplit, arguments: Any) -> Any:
         """The graph of a step, traced outside the scope of the strategy (see its module)."""
         specs = tf.nest.map_structure(tf.TensorSpec.from_tensor, arguments)
-        if self._datasets is None:
+        if self.datasets is None:
             return tf.function(partial(self._one, cut)).get_concrete_function(*specs)
 
         def by_number(arrays: Any, numbers: Any, *inputs: Any) -> Any:
@@ -179,11 +173,49 @@ PART = re.compile(r"_part_([0-9]+)_of_([0-9]+)")
 WHOLE_VARIABLE_OPTIMIZERS = ("Adafactor", "Lamb", "Muon")
 
 
+class ServedState(KerasVariables):
+    """A state whose sharded variables are whole: any number of servers resumes from it."""
+
+    def __init__(self, built: BuiltKerasModel) -> None:
+        super().__init__(built)
+        self._parts = _by_whole(self._kept)
+
+    def arrays(self) -> dict[str, Any]:
+        state = super().arrays()
+        arrays = state["optimizer"]
+        whole = {
+            name: np.concatenate([arrays[p] for p in parts]) if parts[1:] else arrays[parts[0]]
+            for name, parts in self._parts.items()
+        }
+        return {**state, "optimizer": whole}
+
+    def load(self, state: dict[str, Any]) -> None:
+        arrays: dict[str, Any] = {}
+        for name, array in state["optimizer"].items():
+            parts = self._parts.get(name, [name])
+            sizes = [self._kept[part].shape[0] for part in parts] if len(parts) > 1 else []
+            cut = np.split(array, np.cumsum(sizes)[:-1]) if sizes else [array]
+            arrays |= dict(zip(parts, cut, strict=True))
+        super().load({**state, "optimizer": arrays})
+
+
+def _by_whole(names: dict[str, Any]) -> dict[str, list[str]]:
+    """The names of whole variables, each with the names of its parts in order."""
+    parts_of: dict[str, list[tuple[int, str]]] = {}
+    for name in names:
+        part = PART.search(name)
+        number = int(part[1]) if part else 0
+        parts_of.setdefault(PART.sub("", name), []).append((number, name))
+    return {whole: [name for _, name in sorted(parts)] for whole, parts in parts_of.items()}
+
+
 class ChiefTrainer(Trainer):
     """The chief's trainer of a job with servers. Workers and servers have none."""
 
     strategy: ParameterServerChief
     graphs: RemoteSteps
+    graphs_kind = RemoteSteps
+    state_kind = ServedState
 
     def __init__(self, task: Task, job: Job | None = None, **more: Any) -> None:
         self._asked = NOTHING
@@ -197,23 +229,15 @@ class ChiefTrainer(Trainer):
         super().__init__(task, job, **more)
         most = 1 if self.job.trace else self.strategy.most_under_way  # a trace sees each step end
         self._ahead = Ahead[ReplicaBatch, RemoteStep](most, self._scheduled, self._holds_back)
-        if any(len(pieces_of(v.value)) > 1 for v in self.built.model.trainable_variables):
-            _check_optimizer(self.built.optimizer)
-
-    def _make_graphs(self) -> RemoteSteps:
-        graphs = RemoteSteps(
-            self.task,
-            self.built.model,
-            self.built.optimizer,
-            self.strategy.distribution,
-            replicas=1,
-            updates_bad=self.job.on_bad_step == "warn",
-        )
-        graphs.serve(self.strategy.coordinator, self.strategy.trained(self.built.model))
-        return graphs
-
-    def _make_state(self) -> KerasVariables:
-        return ServedState(self.built)
+        name = type(self.built.optimizer).__name__
+        is_cut = any(len(pieces_of(v.value)) > 1 for v in self.built.model.trainable_variables)
+        if is_cut and name in WHOLE_VARIABLE_OPTIMIZERS:
+            raise RequestError(
+                asked=f"the optimizer {name} on variables that are cut over servers",
+                found=f"{name}, whose update follows from a whole variable",
+                why="each server updates its part by itself",
+                do="--strategy parameter-server:partition=none, or another optimizer",
+            )
 
     # --- the loop -------------------------------------------------------------------------
 
@@ -276,7 +300,7 @@ class ChiefTrainer(Trainer):
         """Send arrays to every worker once; from then on a batch is made of indices of samples."""
         batches = self.task_data.batches
         source = batches.source
-        if isinstance(source, Arrays) and not self.graphs.holds:
+        if isinstance(source, Arrays) and self.graphs.datasets is None:
             self.graphs.hold(source.arrays)
             batches.source = Arrays(np.arange(len(source)))
 
@@ -298,50 +322,3 @@ class ChiefTrainer(Trainer):
     def close(self) -> None:
         self.graphs.close()
         super().close()
-
-
-class ServedState(KerasVariables):
-    """A state whose sharded variables are whole: any number of servers resumes from it."""
-
-    def __init__(self, built: BuiltKerasModel) -> None:
-        super().__init__(built)
-        self._parts = _by_whole(self._kept)
-
-    def arrays(self) -> dict[str, Any]:
-        state = super().arrays()
-        arrays = state["optimizer"]
-        whole = {
-            name: np.concatenate([arrays[p] for p in parts]) if parts[1:] else arrays[parts[0]]
-            for name, parts in self._parts.items()
-        }
-        return {**state, "optimizer": whole}
-
-    def load(self, state: dict[str, Any]) -> None:
-        arrays: dict[str, Any] = {}
-        for name, array in state["optimizer"].items():
-            parts = self._parts.get(name, [name])
-            sizes = [self._kept[part].shape[0] for part in parts] if len(parts) > 1 else []
-            cut = np.split(array, np.cumsum(sizes)[:-1]) if sizes else [array]
-            arrays |= dict(zip(parts, cut, strict=True))
-        super().load({**state, "optimizer": arrays})
-
-
-def _by_whole(names: dict[str, Any]) -> dict[str, list[str]]:
-    """The names of whole variables, each with the names of its parts in order."""
-    parts_of: dict[str, list[tuple[int, str]]] = {}
-    for name in names:
-        part = PART.search(name)
-        number = int(part[1]) if part else 0
-        parts_of.setdefault(PART.sub("", name), []).append((number, name))
-    return {whole: [name for _, name in sorted(parts)] for whole, parts in parts_of.items()}
-
-
-def _check_optimizer(optimizer: Any) -> None:
-    name = type(optimizer).__name__
-    if name in WHOLE_VARIABLE_OPTIMIZERS:
-        raise RequestError(
-            asked=f"the optimizer {name} on variables that are cut over servers",
-            found=f"{name}, whose update follows from a whole variable",
-            why="each server updates its part by itself",
-            do="--strategy parameter-server:partition=none, or another optimizer",
-        )

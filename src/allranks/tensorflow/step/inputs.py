@@ -47,10 +47,7 @@ class StepInputs:
     poison: float = 1.0
 
     def numbers(self) -> list[float]:
-        return [
-            *(self.nominal, self.rate, self.stop, self.save, self.scale, self.limit),
-            self.poison,
-        ]
+        return [self.nominal, self.rate, self.stop, self.save, self.scale, self.limit, self.poison]
 
 
 def pack(says: list[StepInputs]) -> Any:

@@ -61,17 +61,13 @@ from allranks.tensorflow.step.inputs import (
     pack,
 )
 from allranks.tensorflow.step.layers import GraphPass, InGraph, passing, shard_norms
+from allranks.tensorflow.strategies.base import BuiltKerasModel, TensorFlowStrategy
 from allranks.training.guard import BadStepFinding, Guard, weightless
 from allranks.training.keras_task import Task
 from allranks.training.progress import RankRequests, StepResult
 
 # --- gradients -----------------------------------------------------------------------------------
 # Arithmetic on the gradients of a replica: a list, with `None` where the loss does not reach.
-
-
-def or_zeros(gradient: Any, variable: Any) -> Any:
-    """The gradient of a variable, or zeros in its shape."""
-    return tf.zeros(variable.shape, variable.dtype) if gradient is None else gradient
 
 
 def times(gradients: list[Any], factor: Any) -> list[Any]:
@@ -141,40 +137,29 @@ def check_layer_losses(model: Any) -> None:
 
 
 class Graphs:
-    """The graphs of the steps of one training: of `model`, updated by `optimizer`.
+    """The graphs of the steps of one training: of the model and optimizer that were `built`.
 
-    `first` is the number of the first local replica among all `replicas`; `options` are those of
-    the collectives. With `updates_bad` the update is made whatever the gradient is. A `probe`, set
-    before the first step, is told the insides of every step; without one they never leave the
-    graph.
+    With `updates_bad` the update is made whatever the gradient is. A `probe`, set before the first
+    step, is told the insides of every step; without one they never leave the graph.
     """
 
     probe: GraphProbe | None = None
 
     def __init__(
-        self,
-        task: Task,
-        model: Any,
-        optimizer: Any,
-        distribution: Any,
-        *,
-        replicas: int,
-        first: int = 0,
-        options: Any = None,
-        updates_bad: bool = False,
+        self, task: Task, built: BuiltKerasModel, strategy: TensorFlowStrategy, *, updates_bad: bool
     ) -> None:
         self.task: Any = InGraph(task)
-        self.model, self.optimizer = model, optimizer
-        self.distribution, self.replicas, self.first = distribution, replicas, first
-        self.options = options
+        self.model, self.optimizer = built.model, built.optimizer
+        self.distribution, self.replicas = strategy.distribution, strategy.replicas
+        self.first, self.options = strategy.local_replicas.start, strategy.collective_options
         self.updates_bad = updates_bad
-        self.variables = list(model.trainable_variables)
-        self.norms = shard_norms(model)
+        self.variables = strategy.trained(self.model)
+        self.norms = shard_norms(self.model)
         self.kind = tf.as_dtype(keras.config.floatx())
         self.has_schedule = task.overrides("schedule") or task.overrides("plateau")
         self._reached = [True] * len(self.variables)
         self._made: dict[Any, Callable[..., Any]] = {}
-        self.tally_size = HEAD + replicas + sum(norm.moment_size for norm in self.norms)
+        self.tally_size = HEAD + self.replicas + sum(norm.moment_size for norm in self.norms)
 
     @property
     def message_bytes(self) -> int:
@@ -262,8 +247,9 @@ class Graphs:
             return [g for g in gradients if g is not None], row, moments, inside
 
         gradients, row, moments, inside = self.distribution.run(replica, args=(data,))
-        row, moments = self._first(row), self._first(moments)
-        insides = by_replica(self._local, inside)
+        local = self.distribution.experimental_local_results
+        row, moments = local(row)[0], local(moments)[0]
+        insides = by_replica(local, inside)
         with self.distribution.scope():
             if self.has_schedule:
                 self.optimizer.learning_rate.assign(tf.cast(numbers[RATE], self.kind))
@@ -276,12 +262,6 @@ class Graphs:
                     lambda: tf.constant(0),
                 )
         return row, insides
-
-    def _local(self, value: Any) -> Any:
-        return self.distribution.experimental_local_results(value)
-
-    def _first(self, value: Any) -> Any:
-        return self._local(value)[0]
 
     def gradients_of(
         self, cut: InputSplit, micros: Any, key: Any, numbers: Any
@@ -307,10 +287,14 @@ class Graphs:
             self._reached = [g is not None for g in gradients]
         else:  # one that has nothing to pass through knows what the loss reaches from before
             three = zip(gradients, self.variables, self._reached, strict=True)
-            gradients = [or_zeros(g, v) if is_reached else g for g, v, is_reached in three]
+            gradients = [
+                tf.zeros(v.shape, v.dtype) if g is None and is_reached else g
+                for g, v, is_reached in three
+            ]
         marks = tf.zeros(self.replicas, self.kind)
         if self.replicas > 1:  # with several replicas, mark which one is bad
-            bad = self._is_bad(gradients, tally)
+            fine = tf.math.is_finite(tally[LOSS]) & tf.math.is_finite(length(gradients))
+            bad = tf.cast(~fine, self.kind)
             marks = tf.one_hot(replica, self.replicas, dtype=self.kind) * bad
         zeros = self.tally_size - HEAD - self.replicas
         requests = tf.cast(numbers[ASKED_STOP : ASKED_SAVE + 1], self.kind)
@@ -346,10 +330,6 @@ class Graphs:
         tally = tf.concat([tf.stack(counts), zeros, *moments], 0)
         return gradients, tally, tf.reduce_sum(tf.abs(losses))
 
-    def _is_bad(self, gradients: list[Any], tally: Any) -> Any:
-        fine = tf.math.is_finite(tally[LOSS]) & tf.math.is_finite(length(gradients))
-        return tf.cast(~fine, self.kind)
-
     def _reduced(self, gradients: list[Any], tally: Any) -> tuple[list[Any], Any]:
         """Sums over all replicas; gradients that are `None` are skipped."""
         there = [g for g in gradients if g is not None]
@@ -380,17 +360,14 @@ class Graphs:
             inside |= named("clipped gradient", gradients)
         fine = tf.math.is_finite(loss) & tf.math.is_finite(norm)
         fine &= norm <= tf.cast(numbers[LIMIT], norm.dtype)
-        rate = numbers[RATE] if self.has_schedule else self._rate()
-        judged = [tf.cast(x, tf.float64) for x in (norm, fine, rate)]
+        rate = numbers[RATE] if self.has_schedule else self.optimizer.learning_rate
+        judged = [tf.cast(tf.convert_to_tensor(x), tf.float64) for x in (norm, fine, rate)]
         row = [
             tf.cast(tf.concat([[loss], tally[1:HEAD]], 0), tf.float64),
             tf.stack(judged),
             tf.cast(tally[HEAD : HEAD + self.replicas], tf.float64),
         ]
         return gradients, tf.concat(row, 0), tally[HEAD + self.replicas :], inside
-
-    def _rate(self) -> Any:
-        return tf.cast(tf.convert_to_tensor(self.optimizer.learning_rate), tf.float64)
 
     def _regularized(self, loss: Any, gradients: list[Any]) -> tuple[Any, list[Any]]:
         """With the regularizer of the task, which is the same on every replica."""

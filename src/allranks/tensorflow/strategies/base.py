@@ -13,20 +13,10 @@ from typing import Any, ClassVar
 
 from allranks.job.job import Job
 from allranks.launcher.world import World
-from allranks.strategies.card import Card, Workload
+from allranks.strategies.card import Workload
 from allranks.strategies.cards import CARDS
 from allranks.tensorflow.comm import ReplicaComm
 from allranks.training.keras_task import Task
-
-
-@dataclass(frozen=True)
-class TensorFlowContext:
-    """The arguments of a strategy: the task, the job, this process, the options of its card."""
-
-    task: Task
-    job: Job
-    world: World
-    options: Mapping[str, Any]
 
 
 class TensorFlowStrategy(ABC):
@@ -44,9 +34,9 @@ class TensorFlowStrategy(ABC):
     comm: ReplicaComm
     collective_options: Any = None
 
-    def __init__(self, context: TensorFlowContext) -> None:
-        self.context = context
-        self.task, self.job, self.world = context.task, context.job, context.world
+    def __init__(self, task: Task, job: Job, world: World) -> None:
+        self.task, self.job, self.world = task, job, world
+        self.options: Mapping[str, Any] = job.strategy_spec.options
         self.comm = ReplicaComm()
         self.join()
 
@@ -54,15 +44,10 @@ class TensorFlowStrategy(ABC):
     def join(self) -> None:
         """Take the devices of this process, and join the other ranks. Every rank calls this."""
 
-    @classmethod
-    def card_of(cls) -> Card:
-        """The card of this strategy."""
-        return CARDS[cls.name]
-
     def promised_bytes(self, message_bytes: int) -> int:
         """The bytes that the busiest rank sends in a step, by the card."""
         work = Workload((message_bytes,), self.comm.size, self.task.shards)
-        return self.card_of().bytes_sent(work, self.context.options)
+        return CARDS[self.name].bytes_sent(work, self.options)
 
     def scope(self) -> Any:
         """A context in which variables are created where this strategy places them."""

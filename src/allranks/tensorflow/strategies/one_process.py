@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from allranks.errors import RequestError
 from allranks.tensorflow.comm import ReplicaComm, translated
-from allranks.tensorflow.machine import begun, devices_for, has_tpu, take_devices
+from allranks.tensorflow.machine import begun, devices_for, take_devices
 from allranks.tensorflow.rendezvous import meet
 from allranks.tensorflow.strategies.base import BuiltKerasModel, TensorFlowStrategy
 
@@ -46,7 +46,7 @@ class Mirrored(TensorFlowStrategy):
         self.distribution = tf.distribute.MirroredStrategy(devices, cross_device_ops=ops)
 
     def _devices(self) -> list[str]:
-        self.replicas = int(self.context.options["replicas"])
+        self.replicas = int(self.options["replicas"])
         self.local_replicas = range(self.replicas)
         return devices_for(self.job, self.replicas)
 
@@ -86,7 +86,8 @@ class TPU(TensorFlowStrategy):
     name = "tpu"
 
     def join(self) -> None:
-        devices = "a TPU, which this version was never tried on" if has_tpu() else "no TPU"
+        has_tpu = bool(tf.config.list_physical_devices("TPU"))
+        devices = "a TPU, which this version was never tried on" if has_tpu else "no TPU"
         raise RequestError(
             asked="--strategy tpu",
             found=devices,
@@ -117,7 +118,7 @@ class MultiWorkerMirrored(TensorFlowStrategy):
         world = self.world
         self.replicas, self.local_replicas = world.size, range(world.rank, world.rank + 1)
         how = tf.distribute.experimental.CommunicationImplementation
-        wanted = self.context.options["collective"]
+        wanted = self.options["collective"]
         if wanted == "auto":
             wanted = NCCL if self.job.device == "cuda" else RING
         self.collective_options = tf.distribute.experimental.CommunicationOptions(

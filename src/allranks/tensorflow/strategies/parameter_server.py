@@ -57,7 +57,7 @@ class ParameterServerChief(TensorFlowStrategy):
                 rpc_layer="grpc",
                 num_accelerators=accelerators,
             ),
-            variable_partitioner=partitioner(self.context.options),
+            variable_partitioner=partitioner(self.options),
         )
         ports.close()
         self.coordinator = tf.distribute.coordinator.ClusterCoordinator(self.served)
@@ -66,7 +66,7 @@ class ParameterServerChief(TensorFlowStrategy):
     @property
     def most_under_way(self) -> int:
         """How many batches may be handed out and not done."""
-        return int(self.context.options["in_flight"]) * self.job.ranks
+        return int(self.options["in_flight"]) * self.job.ranks
 
     def scope(self) -> Any:
         return self.served.scope()
@@ -100,7 +100,7 @@ def parts_of(variable: Any) -> list[Any]:
         return [variable]
     name = variable.path.replace("/", "_")
     return [
-        keras.Variable(part, name=f"{name}{part_name(number, len(parts))}", trainable=True)
+        keras.Variable(part, name=f"{name}_part_{number}_of_{len(parts)}", trainable=True)
         for number, part in enumerate(parts)
     ]
 
@@ -109,8 +109,3 @@ def pieces_of(value: Any) -> list[Any]:
     """The variables of TensorFlow that one is made of: several where it is cut over servers."""
     parts = getattr(value, "variables", None)
     return list(parts) if isinstance(parts, (list, tuple)) else [value]
-
-
-def part_name(number: int, count: int) -> str:
-    """What is put behind the name of a variable for one of its parts."""
-    return f"_part_{number}_of_{count}"

@@ -125,21 +125,16 @@ class WholeBatchNorm:
         squares = (input - _along(mean, input)).square().sum(dims)
         if self.comm.size == 1:
             return values, mean, squares
-        self.collectives.append(("gather", 1 + 2 * len(mean), input.dtype))
-        parts = self._gathered(torch.cat((mean.new_tensor([values]), mean, squares)))
+        part = torch.cat((mean.new_tensor([values]), mean, squares))
+        self.collectives.append(("gather", part.numel(), part.dtype))
+        whole = part.new_empty(self.comm.size * part.numel())
+        self.comm.all_gather(whole, part, KIND).wait()
+        parts = whole.view(self.comm.size, -1)
         counts, means = parts[:, :1], parts[:, 1 : 1 + len(mean)]
         count = counts.sum()
         mean = (counts * means).sum(0) / count
         squares = (parts[:, 1 + len(mean) :] + counts * (means - mean).square()).sum(0)
         return float(count), mean, squares
-
-    def _gathered(self, part: Tensor) -> Tensor:
-        """(size,) of each rank -> (rank, size)."""
-        if self.comm.size == 1:
-            return part[None]
-        whole = part.new_empty(self.comm.size * part.numel())
-        self.comm.all_gather(whole, part, KIND).wait()
-        return whole.view(self.comm.size, -1)
 
     def summed(self, part: Tensor) -> Tensor:
         """The sum over all ranks, in place."""

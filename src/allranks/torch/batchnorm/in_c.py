@@ -13,6 +13,7 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
+from allranks.torch.model.layers import Normalising
 from allranks.torch.native import built
 
 LIBRARY = built("allranks.torch.batchnorm._norms")
@@ -42,12 +43,7 @@ def _lies_in_memory(tensor: Tensor) -> bool:
 
 
 def normalise(
-    library: ModuleType,
-    source: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    target: Tensor,
+    library: ModuleType, source: Tensor, by: Normalising, target: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Fill `target`; mean and variance, (2, pieces, 1, channels, 1), and 1 / sqrt(var + eps)."""
     pieces, _, channels, _ = source.shape
@@ -56,8 +52,8 @@ def normalise(
     mean = both.data_ptr()
     library.normalise(
         source.dtype == torch.float64,
-        *(_address(source), tuple(source.shape), _address(weight), _address(bias), eps),
-        *(_address(target), mean, mean + inverse.nbytes, inverse.data_ptr()),
+        *(_address(source), tuple(source.shape), _address(by.weight), _address(by.bias)),
+        *(by.eps, _address(target), mean, mean + inverse.nbytes, inverse.data_ptr()),
     )
     return both, inverse
 

@@ -91,7 +91,7 @@ class _ByShard(torch.autograd.Function):
                 saved += more
                 kinds.append((len(more), kernel))
                 continue
-            result, inverse = _normalise(run, source, weight, bias, by, target)
+            result, inverse = _normalise(run, source, by, target)
             if not is_alone(run, by):
                 values = source.shape[1] * source.shape[3]
                 moments.append(weighted_moments(run, values, result, by))
@@ -139,25 +139,20 @@ class _ByShard(torch.autograd.Function):
 
 
 def _normalise(
-    run: ShardRun,
-    source: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    by: Normalising,
-    target: Tensor,
+    run: ShardRun, source: Tensor, by: Normalising, target: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Fill `target`; mean and variance of each (shard, channel), and 1 / sqrt(var + eps)."""
     alone = is_alone(run, by)
-    library = None if alone else in_c.library_for(source, target, weight, bias)
+    library = None if alone else in_c.library_for(source, target, by.weight, by.bias)
     if library is not None:
-        return in_c.normalise(library, source, weight, bias, by.eps, target)
+        return in_c.normalise(library, source, by, target)
     if alone:
         both = running_moments(by, full_type(source.dtype), source.ndim)
     else:
         both = _statistics(source, target)
     mean, var = both.unbind()
     inverse = (var + by.eps).rsqrt_()
-    _affine(source, mean, inverse, weight, bias, target)
+    _affine(source, mean, inverse, by, target)
     return both, inverse
 
 
@@ -212,20 +207,13 @@ def _derive(
     return sums
 
 
-def _affine(
-    source: Tensor,
-    mean: Tensor,
-    inverse: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    target: Tensor,
-) -> None:
+def _affine(source: Tensor, mean: Tensor, inverse: Tensor, by: Normalising, target: Tensor) -> None:
     """`target` = (source - mean) * inverse * weight + bias, which is one scale and one shift."""
-    scale = inverse if weight is None else inverse * along(weight, source)
-    if bias is None:
+    scale = inverse if by.weight is None else inverse * along(by.weight, source)
+    if by.bias is None:
         shift = (mean * scale).neg_()
     else:
-        shift = torch.addcmul(along(bias, source), mean, scale, value=-1)
+        shift = torch.addcmul(along(by.bias, source), mean, scale, value=-1)
     if target.dtype == scale.dtype:
         torch.mul(source, scale, out=target).add_(shift)
     else:

@@ -149,7 +149,14 @@ class BranchExchange:
             branch, key = keys[number]
             known = self.known.get(key)
             if known is not None and known != looks:
-                raise _changed(branch, known, looks)
+                raise RequestError(
+                    asked="--strategy branches",
+                    found=f"{branch.name!r} returned {looks.text} for inputs of the shapes for "
+                    f"which it had returned {known.text}"[:300],
+                    why="the other ranks have allocated tensors of the first shapes",
+                    do="let the shapes of a branch's outputs depend only on the shapes of its "
+                    "inputs",
+                )
         if any(key not in self.known for _, key in keys):
             mine = json.dumps({number: looks.text for number, looks in local.items()})
             for text in self.line.gather_texts(mine):
@@ -169,16 +176,6 @@ class BranchExchange:
         if self.kind == "gradients":
             self.reduced_bytes += tensor.nbytes
         self.line.all_reduce(tensor, self.kind).wait()
-
-
-def _changed(branch: Branch, known: TensorMeta, looks: TensorMeta) -> RequestError:
-    return RequestError(
-        asked="--strategy branches",
-        found=f"{branch.name!r} returned {looks.text} for inputs of the shapes for which it had "
-        f"returned {known.text}"[:300],
-        why="the other ranks have allocated tensors of the first shapes",
-        do="let the shapes of a branch's outputs depend only on the shapes of its inputs",
-    )
 
 
 @dataclass(frozen=True)
@@ -217,7 +214,13 @@ class BranchCall:
     def check_unwritten(self, when: str) -> None:
         """Raise `RequestError` if an argument was written in place."""
         if versions_of(self.tensors()) != self.versions:
-            raise _written(self.branch, when)
+            raise RequestError(
+                asked="--strategy branches",
+                found=f"what goes into {self.branch.name!r} is written in place {when}",
+                why="other ranks have their own copy of it, and branches run after all have been "
+                "called",
+                do="write into a copy: no inplace=True, no x += … on the inputs of branches",
+            )
 
 
 class BranchRun:
@@ -366,15 +369,6 @@ def versions_of(tensors: list[Tensor]) -> list[int]:
     return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-def _written(branch: Branch, when: str) -> RequestError:
-    return RequestError(
-        asked="--strategy branches",
-        found=f"what goes into {branch.name!r} is written in place {when}",
-        why="other ranks have their own copy of it, and branches run after all have been called",
-        do="write into a copy: no inplace=True, no x += … on the inputs of branches",
-    )
-
-
 # --- calls ---------------------------------------------------------------------------------------
 # Calls of branches are deferred, and then run in parallel, each rank its own.
 #
@@ -409,7 +403,12 @@ class Calls:
     def call(self, branch: Branch, forward: Callable[..., Any], args: Any, keywords: Any) -> Any:
         """The output of a branch; its tensors may be lazy."""
         if torch._C._current_graph_task_id() != -1:
-            raise _again(branch)
+            raise RequestError(
+                asked="activation checkpointing around a branch",
+                found=f"{branch.name!r} is called again during backward",
+                why="the ranks exchange its outputs at each call",
+                do="checkpoint within the branch: blocks(model) of the task",
+            )
         arguments, mode = real((args, keywords)), self._mode_now()
         if mode != self._mode:
             self.close()
@@ -478,12 +477,3 @@ def _words(value: Any) -> Hashable:
     if isinstance(value, (tuple, list)):
         return tuple(map(_words, value))
     return value if isinstance(value, (bool, str, type(None))) else type(value).__name__
-
-
-def _again(branch: Branch) -> RequestError:
-    return RequestError(
-        asked="activation checkpointing around a branch",
-        found=f"{branch.name!r} is called again during backward",
-        why="the ranks exchange its outputs at each call",
-        do="checkpoint within the branch: blocks(model) of the task",
-    )

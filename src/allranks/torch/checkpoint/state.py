@@ -8,7 +8,10 @@ and put together by `allranks.checkpoint.format`; what is torch's of that is at 
 from __future__ import annotations
 
 import copy
+import json
+import math
 import random
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -344,3 +347,46 @@ def _saveable(tensor: Tensor, path: str) -> Tensor:
     if is_dtensor(tensor) and any(place.is_partial() for place in tensor.placements):  # type: ignore[attr-defined]
         raise refused(path, "a DTensor whose sum over the ranks was not taken")
     return tensor.detach().resolve_conj().resolve_neg()
+
+
+# --- messages ------------------------------------------------------------------------------------
+# A state as the body of a message between processes. No pickle is involved.
+#
+#     | bytes of the text: u64 | text: JSON | tensors, one behind the other |
+
+
+_LENGTH = struct.Struct("!Q")
+
+
+def packed(state: Any, prefix: str = "optimizer") -> list[bytes | memoryview]:
+    """The body of a message with a state; raises `RequestError` for what cannot be saved."""
+    skeleton, tensors = flatten(state, prefix)
+    flat = {path: tensor.cpu().contiguous() for path, tensor in tensors.items()}
+    rows = [[path, NAMES[t.dtype], list(t.shape)] for path, t in flat.items()]
+    text = json.dumps({"state": skeleton, "tensors": rows}).encode()
+    return [_LENGTH.pack(len(text)), text, *map(_bytes, flat.values())]
+
+
+def unpacked(body: memoryview) -> Any:
+    """The state in a message; raises `ValueError` or `KeyError` if it is malformed."""
+    if len(body) < _LENGTH.size:
+        raise ValueError("no state of an optimizer")
+    at = _LENGTH.size + _LENGTH.unpack(body[: _LENGTH.size])[0]
+    header = json.loads(bytes(body[_LENGTH.size : at]))
+    tensors: dict[str, Tensor] = {}
+    for path, name, shape in header["tensors"]:
+        dtype = DTYPES[name]
+        end = at + math.prod(shape) * dtype.itemsize
+        if end > len(body):
+            raise ValueError(f"the bytes of {path} are missing")
+        raw = torch.tensor([], dtype=torch.uint8)
+        if end > at:
+            raw = torch.frombuffer(body[at:end], dtype=torch.uint8).clone()  # aligned
+        tensors[path] = raw.view(dtype).view(shape)
+        at = end
+    return tree.unflatten(header["state"], tensors)
+
+
+def _bytes(tensor: Tensor) -> bytes | memoryview:
+    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array) if tensor.numel() else b""

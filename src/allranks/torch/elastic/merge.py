@@ -61,15 +61,12 @@ class Work:
         return self.samples if self.share < 0 else self.share
 
 
-@dataclass
+@dataclass(frozen=True)
 class FragmentPart:
     """The delta of one learner in one fragment, (n,), and its number of samples."""
 
     delta: Tensor
     samples: int
-
-    def add(self, other: FragmentPart) -> None:
-        self.delta, self.samples = other.delta.add_(self.delta), self.samples + other.samples
 
 
 @dataclass
@@ -84,6 +81,12 @@ class LearnerUpdate:
     @property
     def samples(self) -> int:
         return sum(work.samples for work in self.work)
+
+    def add(self, fragment: int, delta: Tensor, samples: int) -> None:
+        """Add a delta of one fragment. Its memory is kept."""
+        if before := self.parts.get(fragment):
+            delta, samples = delta.add_(before.delta), samples + before.samples
+        self.parts[fragment] = FragmentPart(delta, samples)
 
 
 @dataclass(frozen=True)
@@ -177,7 +180,7 @@ class Merging:
         known = self.updates.setdefault(learner, LearnerUpdate({}, buffers, delta.counts, []))
         known.buffers, known.counts = buffers, delta.counts
         known.work.append(work)
-        self._add(known, work.fragment, FragmentPart(delta.weights[:cut], work.delta_samples))
+        known.add(work.fragment, delta.weights[:cut], work.delta_samples)
         return True
 
     def add_remainder(self, learner: int, shares: Sequence[int], delta: Numbers) -> None:
@@ -194,15 +197,8 @@ class Merging:
         )
         for fragment, (part, samples) in enumerate(zip(self.parts, shares, strict=True)):
             if samples:
-                self._add(known, fragment, FragmentPart(delta.weights[part], samples))
+                known.add(fragment, delta.weights[part], samples)
         self.owing.discard(learner)
-
-    @staticmethod
-    def _add(known: LearnerUpdate, fragment: int, part: FragmentPart) -> None:
-        if fragment in known.parts:
-            known.parts[fragment].add(part)
-        else:
-            known.parts[fragment] = part
 
     @property
     def is_due(self) -> bool:

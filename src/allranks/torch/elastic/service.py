@@ -21,24 +21,18 @@ last checkpoint after its first answer.
 from __future__ import annotations
 
 import dataclasses
-import json
 import socket
-import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from allranks.checkpoint.format import unflatten
 from allranks.errors import RequestError
-from allranks.launcher.messages import ANSWER_S, Answering, Buffer, Connection, Place, connect
+from allranks.launcher.messages import ANSWER_S, Answering, Connection, Place, connect
 from allranks.launcher.nodes.channel import Disconnected, Message, Refused
 from allranks.launcher.world import World
-from allranks.torch.checkpoint.state import DTYPES, NAMES, copied, flatten
+from allranks.torch.checkpoint.state import copied, unpacked
+from allranks.torch.checkpoint.state import packed as as_message
 from allranks.torch.elastic.merge import Merged, Merging, Work
 from allranks.torch.elastic.strategy import FlatModel, Numbers
 from allranks.torch.strategies.base import Strategy
@@ -47,15 +41,12 @@ from allranks.training.work_queue import Chunk
 # --- inner state ---------------------------------------------------------------------------------
 # The inner optimizer of a learner as a message: to the synchronizer's checkpoint, and back.
 #
-#     | bytes of the text: u64 | text: JSON | tensors, one behind the other |
-#
 # A learner keeps its optimizer state after each chunk that waits for a merge, and after the last
 # merged one. A checkpoint has the latter, so that a resumed job makes each step once, with the
-# right optimizer state. No pickle is involved.
+# right optimizer state.
 
 
 OPTIMIZER, REMAINDERS = "optimizer", "rest"
-_LENGTH = struct.Struct("!Q")
 
 
 def largest(weight_bytes: int) -> int:
@@ -88,13 +79,9 @@ def without_remainder(state: Any) -> Any:
     return state[OPTIMIZER] if REMAINDERS in state else state
 
 
-def packed(state: Any, most_bytes: int) -> list[Buffer]:
+def packed(state: Any, most_bytes: int) -> list[bytes | memoryview]:
     """The body of a message with a state; raises `RequestError` if it is too large."""
-    skeleton, tensors = flatten(state, OPTIMIZER)
-    flat = {path: tensor.cpu().contiguous() for path, tensor in tensors.items()}
-    rows = [[path, NAMES[t.dtype], list(t.shape)] for path, t in flat.items()]
-    text = json.dumps({"state": skeleton, "tensors": rows}).encode()
-    pieces: list[Buffer] = [_LENGTH.pack(len(text)), text, *map(_bytes, flat.values())]
+    pieces = as_message(state)
     size = sum(map(len, pieces))
     if size > most_bytes:
         raise RequestError(
@@ -104,31 +91,6 @@ def packed(state: Any, most_bytes: int) -> list[Buffer]:
             do="--strategy decoupled:inner=anew",
         )
     return pieces
-
-
-def unpacked(body: memoryview) -> Any:
-    """The state in a message; raises `ValueError` or `KeyError` if it is malformed."""
-    if len(body) < _LENGTH.size:
-        raise ValueError("no state of an optimizer")
-    at = _LENGTH.size + _LENGTH.unpack(body[: _LENGTH.size])[0]
-    header = json.loads(bytes(body[_LENGTH.size : at]))
-    tensors: dict[str, Tensor] = {}
-    for path, name, shape in header["tensors"]:
-        dtype = DTYPES[name]
-        end = at + prod(shape) * dtype.itemsize
-        if end > len(body):
-            raise ValueError(f"the bytes of {path} are missing")
-        raw = torch.tensor([], dtype=torch.uint8)
-        if end > at:
-            raw = torch.frombuffer(body[at:end], dtype=torch.uint8).clone()  # aligned
-        tensors[path] = raw.view(dtype).view(shape)
-        at = end
-    return unflatten(header["state"], tensors)
-
-
-def _bytes(tensor: Tensor) -> Buffer:
-    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-    return memoryview(array) if tensor.numel() else b""
 
 
 OVER, REMAINDER = "over", "rest"
@@ -224,11 +186,6 @@ class LearnerService(Answering):
             k: {"chunk": n, "state": without_remainder(i) if k in stripped else i}
             for k, (n, i) in states.items()
         }
-
-    def sent_by_kind(self) -> dict[str, float]:
-        """The bytes sent to learners so far: weights, and everything else."""
-        sent_bytes = self.sent_bytes()
-        return {"gradients": sent_bytes["sent"], "control": sent_bytes["control"]}
 
     # --- threads --------------------------------------------------------------------------
 

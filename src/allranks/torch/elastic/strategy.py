@@ -22,7 +22,7 @@ optimizer. A checkpoint has the state of each after its last chunk in the weight
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -68,16 +68,11 @@ class Numbers:
         pieces = [self.weights[each] for each in (*parts, slice(tail, None))]
         return [_bytes(piece) for piece in (*pieces, self.counts)]
 
-    @property
-    def nbytes(self) -> int:
-        return self.weights.nbytes + self.counts.nbytes
-
 
 class FlatModel:
     """A model whose weights are read and written as flat numbers, on the host."""
 
-    def __init__(self, model: nn.Module, changed: Callable[[], None] = lambda: None) -> None:
-        self._changed = changed
+    def __init__(self, model: nn.Module) -> None:
         self._trained = [p for p in model.parameters() if p.requires_grad]
         parameters = {id(p) for p in model.parameters()}
         buffers = [b for b in model.buffers() if id(b) not in parameters]
@@ -98,8 +93,8 @@ class FlatModel:
     @torch.no_grad()
     def read(self) -> Numbers:
         """A copy of the present weights and buffers."""
-        real = [reals(t.detach()).reshape(-1).to("cpu", self.type) for t in self._trained]
-        real += [reals(t.detach()).reshape(-1).to("cpu", self.type) for t in self._real]
+        moving = (*self._trained, *self._real)
+        real = [reals(t.detach()).reshape(-1).to("cpu", self.type) for t in moving]
         whole = [t.detach().reshape(-1).to("cpu", torch.int64) for t in self._whole]
         weights = torch.cat(real) if real else torch.empty(0, dtype=self.type)
         counts = torch.cat(whole) if whole else torch.empty(0, dtype=torch.int64)
@@ -117,12 +112,6 @@ class FlatModel:
                 real = reals(tensor.detach())
                 real.copy_(flat[at : at + real.numel()].view(real.shape))
                 at += real.numel()
-        self._changed()
-
-    def empty(self) -> Numbers:
-        """Memory for numbers of this model."""
-        numbers = self.read()
-        return Numbers(torch.empty_like(numbers.weights), torch.empty_like(numbers.counts))
 
     @property
     def nbytes(self) -> int:

@@ -61,7 +61,8 @@ class SynchronizerTrainer(Trainer):
             if not merges and service.is_done:
                 break
         service.is_over = True
-        self.comm.sent_bytes.update(service.sent_by_kind())
+        replies = service.sent_bytes()
+        self.comm.sent_bytes.update({"gradients": replies["sent"], "control": replies["control"]})
 
     def steps(self, batches: list[Any]) -> list[StepResult]:
         """The result of each merge: the mean loss of its samples, and the progress of the job."""

@@ -93,22 +93,18 @@ def _of_type(keras: Any, floatx: str) -> Iterator[None]:
     try:
         rounded["float64"] = floatx
         if floatx == "float64" != keras.backend.result_type("float64", "float32"):
-            raise _rounds(keras)
+            raise RequestError(
+                asked="--precision fp64 for a Keras task on the torch engine",
+                found=f"Keras {keras.__version__}, which rounds what it computes to 32 bits",
+                why="it treats torch like JAX here, and this version has no table to change that",
+                do="--engine tensorflow, or --precision fp32",
+            )
         yield
     finally:
         rounded.clear()
         rounded.update(saved)
         keras.config.set_floatx(before)
         keras.config.set_dtype_policy(policy)
-
-
-def _rounds(keras: Any) -> RequestError:
-    return RequestError(
-        asked="--precision fp64 for a Keras task on the torch engine",
-        found=f"Keras {keras.__version__}, which rounds what it computes to 32 bits",
-        why="it treats torch like JAX here, and this version has no table to change that",
-        do="--engine tensorflow, or --precision fp32",
-    )
 
 
 def check_types(model: Any, floatx: str) -> None:
@@ -333,7 +329,9 @@ def check_keras(task: Task, model: nn.Module) -> None:
             difference = _what_differs(layer)
             if difference is not None:
                 raise _refused(layer, *difference)
-        _show_all_weights(keras_layer)
+        known = {id(parameter) for parameter in nn.Module.parameters(keras_layer)}
+        if any(id(variable.value) not in known for variable in keras_layer.variables):
+            keras_layer._track_variables()
         regularized = any(v.regularizer is not None for v in keras_layer.trainable_variables)
         if regularized and not task.overrides("regularizer"):
             why = (
@@ -341,12 +339,6 @@ def check_keras(task: Task, model: nn.Module) -> None:
                 "so these weights would not be regularized"
             )
             raise _refused(module, "regularizers", why, "let regularizer(model) return their sum")
-
-
-def _show_all_weights(layer: Any) -> None:
-    known = {id(parameter) for parameter in nn.Module.parameters(layer)}
-    if any(id(variable.value) not in known for variable in layer.variables):
-        layer._track_variables()
 
 
 def _what_differs(layer: Any) -> tuple[str, str, str] | None:

@@ -6,8 +6,8 @@ the learners train separately.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from math import nan
 from typing import Any
@@ -38,36 +38,27 @@ WEIGHT_BYTES = 8
 
 
 class Sums:
-    """Sums `delta` over the learners of `comm`. Sends 2(L-1)/L of its bytes."""
+    """Sums deltas over the learners of `comm`. Sends 2(L-1)/L of their bytes.
 
-    def __init__(self, comm: Comm) -> None:
+    With a `codec` parameters are compressed, buffers not: L-1 times a message.
+    """
+
+    def __init__(
+        self, comm: Comm, weights: GlobalWeights, codec: Codec | None, decay: float
+    ) -> None:
         self.comm = comm
+        self.feedback: dict[int, ErrorFeedback] = {}
+        self._named: dict[str, int] = {}
+        if codec is not None:
+            flats = [flat for fragment in weights.fragments for flat in fragment.flats]
+            self.feedback = {id(f): ErrorFeedback(codec, f.weights, decay) for f in flats}
+            self._named = {", ".join(flat.names): id(flat) for flat in flats}
 
     def begin(self, flat: FlatWeights, trained: float) -> Pending:
         """Begin the sum of `trained` times the delta; every learner calls this."""
-        return self.comm.all_reduce(flat.compute_delta(trained))
-
-    def own_state(self) -> dict[str, Any]:
-        """The state of this learner alone."""
-        return {}
-
-    def load_own_state(self, state: dict[str, Any]) -> None:
-        """Load what `own_state` returned for flats of the same tensors."""
-
-
-class CodedSums(Sums):
-    """Compresses parameters by `codec`, and buffers not. Sends L-1 times a message."""
-
-    def __init__(self, comm: Comm, weights: GlobalWeights, codec: Codec, decay: float) -> None:
-        super().__init__(comm)
-        flats = [flat for fragment in weights.fragments for flat in fragment.flats]
-        self.feedback = {id(f): ErrorFeedback(codec, f.weights, decay) for f in flats}
-        self._named = {", ".join(flat.names): id(flat) for flat in flats}
-
-    def begin(self, flat: FlatWeights, trained: float) -> Pending:
         feedback = self.feedback.get(id(flat))
         if feedback is None:
-            return super().begin(flat, trained)
+            return self.comm.all_reduce(flat.compute_delta(trained))
         count = flat.weights.numel()
         if trained:
             message = feedback.encode(flat.compute_delta(1.0)[:count])
@@ -93,9 +84,11 @@ class CodedSums(Sums):
                 codec.add_decoded(message[WEIGHT_BYTES:], total, weight)
 
     def own_state(self) -> dict[str, Any]:
+        """The state of this learner alone."""
         return {names: self.feedback[flat].residual for names, flat in self._named.items()}
 
     def load_own_state(self, state: dict[str, Any]) -> None:
+        """Load what `own_state` returned for flats of the same tensors."""
         for names, flat in self._named.items():
             residual = state.get(names)
             if residual is not None and residual.shape == self.feedback[flat].residual.shape:
@@ -120,24 +113,21 @@ class LearnerReport:
     save: float = 0
 
     @staticmethod
-    def of(
-        result: StepResult,
-        trained: float = 0,
-        samples: int | None = None,
-        requests: RankRequests = NOTHING,
-    ) -> LearnerReport:
+    def of(result: StepResult, requests: RankRequests = NOTHING) -> LearnerReport:
         """The report of a learner after a step."""
-        samples = result.samples if samples is None else samples
         weight = result.weight if result.updated and result.weight > 0 else 0.0
-        loss = result.loss * weight if weight else 0.0
-        rate, asks = result.learning_rate, (requests.stop, requests.save)
-        return LearnerReport(trained, loss, weight, samples, rate, *asks)
+        return LearnerReport(
+            loss=result.loss * weight if weight else 0.0,
+            weight=weight,
+            samples=result.samples,
+            rate=result.learning_rate,
+            stop=requests.stop,
+            save=requests.save,
+        )
 
     def tensor(self, comm: Comm) -> Tensor:
         """All fields, in their order."""
-        numbers = [self.trained, self.loss, self.weight, self.samples]
-        numbers += [self.rate, self.stop, self.save]
-        return torch.tensor(numbers, dtype=torch.float64, device=comm.device)
+        return torch.tensor(astuple(self), dtype=torch.float64, device=comm.device)
 
     @property
     def requests(self) -> RankRequests:
@@ -182,26 +172,22 @@ class UnderWay:
 class LearnerExchange:
     """In each exchange of L learners, sends a fragment by `sums`, and 2(L-1)/L of a report.
 
-    With a `codec` deltas are compressed, and residuals decay by `decay`. `moved` is called after
-    an exchange has changed the weights of this learner.
+    `options` are those of the strategy. With a `codec` deltas are compressed. `moved` is called
+    after an exchange has changed the weights of this learner.
     """
 
     def __init__(
         self,
         comm: Comm,
         weights: GlobalWeights,
-        *,
-        every: int,
-        overlap: int = 0,
-        mix: float = 0.0,
-        codec: Codec | None = None,
-        decay: float = 1.0,
-        moved: Callable[[], None] = lambda: None,
+        options: Mapping[str, Any],
+        codec: Codec | None,
+        moved: Callable[[], None],
     ) -> None:
-        self.comm, self.weights, self.every = comm, weights, every
-        self.sums: Sums = Sums(comm) if codec is None else CodedSums(comm, weights, codec, decay)
-        self.overlap, self.mix = overlap, mix
-        self._moved = moved
+        self.comm, self.weights, self._moved = comm, weights, moved
+        self.every, self.overlap = int(options["every"]), int(options.get("overlap", 0))
+        self.mix, decay = float(options.get("mix", 0.0)), float(options.get("decay", 1.0))
+        self.sums = Sums(comm, weights, codec, decay)
         self._trained, self._seen = [0.0] * len(weights.fragments), 0
         self._under_way: list[UnderWay] = []
 
@@ -212,7 +198,7 @@ class LearnerExchange:
         """
         report = self._apply_due(at)
         for number in self._due(at):
-            self._send(number, at + self.overlap, result, requests)
+            self._send(number, at + self.overlap, LearnerReport.of(result, requests))
             report = self._apply_due(at) or report
         return report
 
@@ -236,18 +222,9 @@ class LearnerExchange:
         Returns whether the weights have changed.
         """
         moved = self._apply_due(at + self.overlap) is not None
-        nothing = StepResult(
-            batch_index=at,
-            epoch=0,
-            loss=nan,
-            samples=0,
-            weight=0.0,
-            learning_rate=rate,
-            updated=False,
-        )
         for number in range(len(self._trained)):
             if at and number not in self._due(at):
-                self._send(number, at, nothing, NOTHING)
+                self._send(number, at, LearnerReport(rate=rate))
                 moved = self._apply_due(at) is not None or moved
         return moved
 
@@ -263,18 +240,18 @@ class LearnerExchange:
     def _flats(self, fragment: int) -> Sequence[FlatWeights]:
         return (*self.weights.fragments[fragment].flats, *self._buffers(fragment))
 
-    def _send(self, fragment: int, until: int, result: StepResult, requests: RankRequests) -> None:
+    def _send(self, fragment: int, until: int, report: LearnerReport) -> None:
         trained, self._trained[fragment] = self._trained[fragment], 0.0
         samples, buffers = 0, self._buffers(fragment)
         if buffers:
             samples, self._seen = self._seen, 0
-        report = LearnerReport.of(result, trained, samples, requests).tensor(self.comm)
+        numbers = replace(report, trained=trained, samples=samples).tensor(self.comm)
         with torch.no_grad():
             flats = self.weights.fragments[fragment].flats
             pending = [self.sums.begin(flat, trained) for flat in flats]
             pending += [self.sums.begin(flat, samples) for flat in buffers]
-        pending.append(self.comm.all_reduce(report))
-        self._under_way.append(UnderWay(fragment, until, report, pending, self.comm))
+        pending.append(self.comm.all_reduce(numbers))
+        self._under_way.append(UnderWay(fragment, until, numbers, pending, self.comm))
 
     def _apply_due(self, at: int) -> LearnerReport | None:
         """Update the global weights by the means that are due, and this learner's from them."""
@@ -311,7 +288,7 @@ class LearnerExchange:
             {
                 "fragment": exchange.fragment,
                 "until": exchange.until,
-                "said": list(vars(exchange.wait()).values()),
+                "said": list(astuple(exchange.wait())),
                 "found": self._deltas(exchange.fragment),
             }
             for exchange in self._under_way

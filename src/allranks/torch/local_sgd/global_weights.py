@@ -178,7 +178,7 @@ class Fragment:
 class GlobalWeights:
     """All global weights: parameters by fragment, and buffers, which go with the last fragment.
 
-    `make` makes an outer optimizer for each flat tensor of parameters, `average` for buffers;
+    `make` makes an outer optimizer for each flat tensor of parameters; buffers are averaged.
     `zeros` is called alike on all ranks of the exchange.
     """
 
@@ -187,8 +187,6 @@ class GlobalWeights:
         parameters: Named,
         buffers: Named,
         make: Callable[[], OuterOptimizer],
-        average: Callable[[], OuterOptimizer],
-        *,
         offsets: Sequence[int],
         zeros: Zeros,
     ) -> None:
@@ -197,7 +195,7 @@ class GlobalWeights:
             Fragment(tuple(FlatWeights(same, make(), zeros) for same in by_type(named)), offset)
             for named, offset in zip(cut, offsets, strict=True)
         ]
-        self.buffers = tuple(FlatWeights(same, average(), zeros) for same in by_type(buffers))
+        self.buffers = tuple(FlatWeights(same, Average(), zeros) for same in by_type(buffers))
         self._parameters = [flat for fragment in self.fragments for flat in fragment.flats]
 
     @property

@@ -246,28 +246,18 @@ class Outer(Strategy):
         every, count = int(self.options["every"]), self.fragments
         parameters, buffers = self._agreed()
         self._buffers = dict(buffers)
+        offsets = [at * every // count for at in range(count)]
         weights = GlobalWeights(
-            parameters,
-            buffers,
-            self.build_outer_optimizer,
-            Average,
-            offsets=[at * every // count for at in range(count)],
-            zeros=self._meeting.zeros,
+            parameters, buffers, self.build_outer_optimizer, offsets, self._meeting.zeros
         )
-        return LearnerExchange(
-            self._meeting,
-            weights,
-            every=every,
-            overlap=int(self.options.get("overlap", 0)),
-            mix=float(self.options.get("mix", 0.0)),
-            codec=self.build_codec(),
-            decay=float(self.options.get("decay", 1.0)),
-            moved=self._reset if self.options.get("state") == "reset" else lambda: None,
-        )
+        codec = self.build_codec()
+        return LearnerExchange(self._meeting, weights, self.options, codec, self._moved)
 
-    def _reset(self) -> None:
-        self.step.optimizer.state.clear()
-        self.step.layout.was_updated = False
+    def _moved(self) -> None:
+        """An exchange has changed the weights of this learner."""
+        if self.options.get("state") == "reset":
+            self.step.optimizer.state.clear()
+            self.step.layout.was_updated = False
 
     @contextmanager
     def evaluated_weights(self) -> Iterator[None]:

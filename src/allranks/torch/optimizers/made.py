@@ -204,13 +204,11 @@ class OptimizerArguments:
 
     def is_new(self) -> bool:
         """Whether it is to be asked: never as it is now. The next answer is no."""
-        key = str([hook_of(self.optimizer), *map(_key, self._groups())])
+        groups = [] if is_by_number(self.optimizer) else self.optimizer.param_groups
+        key = str([hook_of(self.optimizer), *map(_key, groups)])
         is_new = key not in self._seen
         self._seen.add(key)
         return is_new
-
-    def _groups(self) -> list[dict[str, Any]]:
-        return [] if is_by_number(self.optimizer) else self.optimizer.param_groups
 
 
 def _key(group: dict[str, Any]) -> dict[str, Any]:

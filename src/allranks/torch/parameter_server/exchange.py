@@ -31,19 +31,21 @@ from torch import Tensor
 from allranks.errors import RequestError
 from allranks.launcher.nodes.channel import Disconnected, Message
 from allranks.strategies.cards.parameter_server import LINE, STAIRCASE
+from allranks.torch.checkpoint.state import unpacked
 from allranks.torch.data.batch import Batch
 from allranks.torch.parameter_server.flat import Flat
-from allranks.torch.parameter_server.links import Links, SharedNumbers, Stale
+from allranks.torch.parameter_server.links import Links, SharedNumbers
 from allranks.torch.parameter_server.pulled_tables import Lookups, pull_tables
+from allranks.torch.parameter_server.row_table import split
 from allranks.torch.parameter_server.served_tables import (
-    RemoteRows,
     RowGradients,
     TableGradients,
-    let_go,
+    leave_rows,
+    numbers_of,
+    rows_in,
 )
 from allranks.torch.parameter_server.service import Done
-from allranks.torch.parameter_server.shard import Shard
-from allranks.torch.parameter_server.state import plain_hyperparameters, unpacked
+from allranks.torch.parameter_server.shard import Shard, plain_hyperparameters
 from allranks.torch.parameter_server.strategy import ParameterServer, Side
 from allranks.torch.step.gradients import Gradients, make_dense
 from allranks.torch.step.tally import Tally
@@ -80,7 +82,7 @@ class LocalUpdate:
         shard = self._shards[server]
         if "kept" in answer:
             whole = body[: shard.layout.nbytes]
-            shard.load(shard.layout.new(whole), unpacked(answer["kept"], body[len(whole) :]))
+            shard.load(shard.layout.new(whole), unpacked(body[len(whole) :]))
         elif answer["update"] is not None:
             how: dict[str, Any] = answer["update"]
             shard.update(flat, how["groups"], how["unused"])
@@ -100,19 +102,14 @@ class Exchange(Side):
         self.links: Links | None = None
         self.era = self.version = -1
         self.number = -1
-        self.tally: Tally | None = None
         self.moved: dict[str, Any] = {"pushed": 0, "pulled": [0] * len(self._local), "kept": 0}
         """The bytes pushed so far, pulled from each server, and pulled of optimizer states."""
         self.local_update = LocalUpdate(strategy) if strategy.updates_on_worker else None
-        self.rows = RemoteRows(strategy.tables, self.moved)
-        self.lookups = Lookups(self.rows.pull, self._used)
-        pull_tables(strategy.model, self.lookups, self.rows.tables)
-        for table in strategy.tables:
-            let_go(strategy.parameters[table.position], strategy.step.optimizer)
-
-    def _used(self, table: str) -> None:
-        """Backward has reached a lookup in a table (called during backward)."""
-        self.strategy.step.mark(self.rows.tables[table][1].position)
+        self.tables = {table.plan.name: (n, table) for n, table in enumerate(strategy.tables)}
+        self.lookups = Lookups(self._pull_rows, self._used)
+        pull_tables(strategy.model, self.lookups, self.tables)
+        tables = [strategy.parameters[table.position] for table in strategy.tables]
+        leave_rows(tables, strategy.step.optimizer)
 
     def link(self, links: Links, era: int, hello: Message, *, shares: bool = True) -> None:
         """Use these servers; with `shares` through shared memory, if they are on this host."""
@@ -126,7 +123,6 @@ class Exchange(Side):
         self.links, self.era, self.version = links, era, -1
         if self.local_update is not None:
             self.local_update.forget()
-        self.rows.link(links, era)
 
     def _lay(self, server: int, shared: SharedNumbers | None) -> None:
         """Put gradient and weights into the memory shared with a server, if there is one."""
@@ -172,8 +168,6 @@ class Exchange(Side):
         assert links is not None
         for server, flat in enumerate(self.weights):
             answer, body = links.receive(server, flat.place)
-            if "stale" in answer:
-                raise Stale(f"server {server} has been loaded anew")
             self.moved["pulled"][server] += int(answer.get("numbers", flat.layout.nbytes))
             self.moved["kept"] += max(0, len(body) - flat.layout.nbytes)
             answers.append((server, answer, body))
@@ -181,32 +175,27 @@ class Exchange(Side):
         return answers
 
     def push(
-        self,
-        header: dict[str, Any],
-        rows: TableGradients | None = None,
-        *,
-        unused: bool = False,
-        pulls: bool = False,
+        self, header: dict[str, Any], rows: TableGradients | None = None, *, pulls: bool = False
     ) -> None:
-        """Send the gradients in `.grad` to all servers; with `pulls` also request weights."""
+        """Send the gradients in `.grad` to all servers.
+
+        With `pulls` also say which parameters have none, and request weights.
+        """
         touched = self.lookups.gradients() if rows is None else rows
         for table, (ids, gradient) in touched.items():
-            self.rows.push(table, ids, gradient)
-        absent = self.rows.absent(touched)
+            self._push_rows(table, ids, gradient)
+        tables = self.strategy.tables
+        absent = [table.position for table in tables if table.plan.name not in touched]
         gradients = [
             p.grad.to_dense() if p.grad is not None and p.grad.is_sparse else p.grad
             for p in self.strategy.parameters
         ]
         missing = [flat.read_from(gradients) for flat in self.gradients]
-        more = [{"unused": positions + absent} for positions in missing] if unused else []
+        more = [{"unused": positions + absent} for positions in missing] if pulls else []
         self.push_numbers(header, more, pulls=pulls)
 
     def push_numbers(
-        self,
-        header: dict[str, Any],
-        more: Sequence[dict[str, Any]] = (),
-        *,
-        pulls: bool = False,
+        self, header: dict[str, Any], more: Sequence[dict[str, Any]] = (), *, pulls: bool = False
     ) -> None:
         """Send `gradients` to all servers, with the fields `more` of each; request weights."""
         links = self.links
@@ -219,11 +208,42 @@ class Exchange(Side):
             if pulls:
                 links.send(server, {"pull": -1, "era": self.era})
 
-    # --- out of step: the update of a step of this process ----------------------------------
+    # --- rows of tables -------------------------------------------------------------------
 
-    def forward_backward(self, batch: Batch) -> Tally:
-        self.tally = self.compute(batch)
-        return self.tally
+    def _pull_rows(self, table: str, ids: Tensor) -> Tensor:
+        """Send requests to all servers that have some of the rows, then wait for all."""
+        links = self.links
+        assert links is not None
+        number, placed = self.tables[table]
+        rows = torch.empty(len(ids), placed.plan.dim, dtype=placed.plan.kind)
+        places = enumerate(split(ids, len(links.servers)))
+        parts = [(server, at) for server, at in places if len(at)]
+        for server, at in parts:
+            request = {"table": number, "count": len(at)}
+            links.send(server, {"rows": request, "era": self.era}, numbers_of(ids[at]))
+        for server, at in parts:
+            _, body = links.receive(server)
+            rows[at] = rows_in(body, len(at), placed.plan.dim, placed.plan.kind)
+            self.moved["pulled"][server] += len(body)
+        return rows
+
+    def _push_rows(self, table: str, ids: Tensor, gradient: Tensor) -> None:
+        """Send each server its rows; they count with the dense push that follows."""
+        links = self.links
+        assert links is not None
+        number, _ = self.tables[table]
+        for server, at in enumerate(split(ids, len(links.servers))):
+            if len(at):
+                header = {"table": number, "count": len(at)}
+                body = numbers_of(ids[at]), numbers_of(gradient[at])
+                links.send(server, {"hold": header, "era": self.era}, *body)
+                self.moved["pushed"] += sum(map(len, body))
+
+    def _used(self, table: str) -> None:
+        """Backward has reached a lookup in a table (called during backward)."""
+        self.strategy.step.mark(self.tables[table][1].position)
+
+    # --- out of step: the update of a step of this process ----------------------------------
 
     def compute(self, batch: Batch) -> Tally:
         """Forward and backward, with the gradients in `.grad`.
@@ -252,11 +272,11 @@ class Exchange(Side):
 
     def check_gradients(self, tally: Tally) -> None:
         """Raise `RequestError` if the gradient of a parameter that was used is not in `.grad`."""
-        tables = (table.position for _, table in self.rows.tables.values())
+        tables = (table.position for table in self.strategy.tables)
         make_dense(self.strategy.parameters, len({*tally.unused(), *tables}))
 
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
-        return local, RowGradients(self.strategy.parameters, self.rows, self.lookups)
+        return local, RowGradients(self.strategy.parameters, self.strategy.tables, self.lookups)
 
     @contextmanager
     def updating(self, gradients: Gradients) -> Iterator[None]:
@@ -266,7 +286,7 @@ class Exchange(Side):
             "number": self.number,
             "groups": plain_hyperparameters(self.strategy.step.optimizer),
         }
-        self.push(header, gradients.of_tables, unused=True, pulls=True)
+        self.push(header, gradients.of_tables, pulls=True)
         for parameter in gradients.parameters:
             parameter.grad = None
         yield
@@ -312,7 +332,6 @@ class Changes(Side):
         super().__init__(exchange.strategy)
         self.exchange, self.workers = exchange, workers
         self.options = self.strategy.context.options
-        self.tally: Tally | None = None
         self._bases = [layout.new() for layout in self.strategy.layouts]
         self._sender: ThreadPoolExecutor | None = None
         if self.options["pipeline"] == "yes":
@@ -387,7 +406,3 @@ class Changes(Side):
     def close(self) -> None:
         if self._sender is not None:
             self._sender.shutdown()
-
-    def forward_backward(self, batch: Batch) -> Tally:
-        self.tally = super().forward_backward(batch)
-        return self.tally

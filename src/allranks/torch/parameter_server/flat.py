@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,14 +25,6 @@ from torch import Tensor, nn
 from allranks.launcher.nodes.channel import Message
 
 MOST_NUMBERS = 1_000_000
-
-
-@dataclass(frozen=True)
-class Sized:
-    """A tensor to place: how many numbers it has, of how many bytes each."""
-
-    numbers: int
-    itemsize: int
 
 
 @dataclass(frozen=True)
@@ -53,7 +46,7 @@ class WeightPiece:
 
 
 def placed(
-    tensors: Sequence[Sized],
+    tensors: Sequence[Tensor],
     servers: int,
     bound: int = MOST_NUMBERS,
     whole: Collection[int] = (),
@@ -66,17 +59,17 @@ def placed(
     cut = [
         at
         for at, tensor in enumerate(tensors)
-        if servers > 1 and at not in whole and tensor.numbers >= max(bound, servers)
+        if servers > 1 and at not in whole and tensor.numel() >= max(bound, servers)
     ]
     for at in cut:
-        pieces[at] = cut_evenly(at, tensors[at].numbers, servers)
+        pieces[at] = cut_evenly(at, tensors[at].numel(), servers)
         for piece in pieces[at]:
             load[piece.server] += piece.numbers * tensors[at].itemsize
     for at, tensor in enumerate(tensors):
         if at not in pieces:
             least = load.index(min(load))
-            load[least] += tensor.numbers * tensor.itemsize
-            pieces[at] = [WeightPiece(at, 0, tensor.numbers, least, is_whole=True)]
+            load[least] += tensor.nbytes
+            pieces[at] = [WeightPiece(at, 0, tensor.numel(), least, is_whole=True)]
     return [piece for at in range(len(tensors)) for piece in pieces[at]]
 
 
@@ -84,8 +77,8 @@ def cut_evenly(position: int, numbers: int, servers: int) -> list[WeightPiece]:
     """As many pieces as servers; each begins at the rounded part of the whole."""
     starts = [round(numbers * server / servers) for server in range(servers + 1)]
     return [
-        WeightPiece(position, starts[server], starts[server + 1], server, is_whole=False)
-        for server in range(servers)
+        WeightPiece(position, start, stop, server, is_whole=False)
+        for server, (start, stop) in enumerate(pairwise(starts))
     ]
 
 

@@ -61,13 +61,15 @@ class Links:
     def receive(self, server: int, place: Place = new_memory) -> tuple[Message, memoryview]:
         """The answer of one server, its body in the memory which `place` returns for it.
 
-        Raises `Disconnected` also if it refuses.
+        Raises `Disconnected` also if it refuses, and `Stale`.
         """
         with naming(server):
             answer, body = self.servers[server].receive(place)
             if "refused" in answer:
                 raise Disconnected(f"it refuses: {answer['refused']}")
-            return answer, body
+        if "stale" in answer:
+            raise Stale(f"server {server} has been loaded anew")
+        return answer, body
 
     def send_to_all(self, message: Message, bodies: Sequence[Buffer] = ()) -> None:
         """Send a message to all servers, with one body for each; does not wait."""

@@ -74,35 +74,25 @@ class SGDRule(RowRule):
 
 
 class AdagradRule(RowRule):
-    """`torch.optim.Adagrad`: an accumulator for each number."""
+    """`torch.optim.Adagrad`: an accumulator for each number.
+
+    With `by_row`, `allranks.torch.optimizers.rowwise_adagrad`: an accumulator for each row.
+    """
+
+    def __init__(self, *, by_row: bool = False) -> None:
+        self.by_row = by_row
 
     def state_for(self, rows: int, dim: int, kind: torch.dtype, group: Group) -> State:
         start = float(group["initial_accumulator_value"])
-        return {"sum": torch.full((rows, self.width(dim)), start, dtype=kind)}
+        width = 1 if self.by_row else dim
+        return {"sum": torch.full((rows, width), start, dtype=kind)}
 
     def update(self, rows: Tensor, gradient: Tensor, state: State, step: int, group: Group) -> None:
         rate = float(group["lr"]) / (1 + (step - 1) * group["lr_decay"])
-        state["sum"].add_(self.squares(gradient))
+        squares = gradient.square()
+        state["sum"].add_(squares.mean(1, keepdim=True) if self.by_row else squares)
         divisor = state["sum"].sqrt().add_(group["eps"])
         rows.addcdiv_(_signed(gradient, group), divisor.expand_as(rows), value=-rate)
-
-    def width(self, dim: int) -> int:
-        """How many accumulators a row has."""
-        return dim
-
-    def squares(self, gradient: Tensor) -> Tensor:
-        """What is added to the accumulators: (n, width)."""
-        return gradient.square()
-
-
-class RowwiseAdagradRule(AdagradRule):
-    """`allranks.torch.optimizers.rowwise_adagrad`: an accumulator for each row."""
-
-    def width(self, dim: int) -> int:
-        return 1
-
-    def squares(self, gradient: Tensor) -> Tensor:
-        return gradient.square().mean(1, keepdim=True)
 
 
 class SparseAdamRule(RowRule):
@@ -127,7 +117,7 @@ class SparseAdamRule(RowRule):
 RULES: dict[str, RowRule] = {
     "SGD": SGDRule(),
     "Adagrad": AdagradRule(),
-    "RowwiseAdagrad": RowwiseAdagradRule(),
+    "RowwiseAdagrad": AdagradRule(by_row=True),
     "SparseAdam": SparseAdamRule(),
 }
 """By the name of the optimizer's class, which is sent to servers."""
@@ -145,11 +135,9 @@ def rule_name(optimizer: Optimizer, parameter: Tensor, table: str) -> str:
             f"{kind.__qualname__}, which has no rule for rows",
             "it would change rows, or their counts, that no sample has touched",
         )
-    group = next(
-        (g for g in optimizer.param_groups if any(p is parameter for p in g["params"])), None
-    )
-    if group is not None:
-        check_group(name, group, table)
+    for group in optimizer.param_groups:
+        if any(p is parameter for p in group["params"]):
+            check_group(name, group, table)
     return name
 
 

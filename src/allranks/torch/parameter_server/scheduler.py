@@ -21,27 +21,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from allranks.errors import PeerLost, RequestError
 from allranks.launcher.messages import listen
 from allranks.launcher.nodes.channel import Disconnected, Message
+from allranks.torch.checkpoint.state import packed, unpacked
 from allranks.torch.data.batch import Batch
 from allranks.torch.model.precision import explaining
 from allranks.torch.parameter_server.flat import Flat
 from allranks.torch.parameter_server.links import Links
-from allranks.torch.parameter_server.served_tables import (
-    check_no_rows,
-    load_tables,
-    take_tables,
-)
+from allranks.torch.parameter_server.row_table import state_in_torch
+from allranks.torch.parameter_server.served_tables import check_no_rows, numbers_of, rows_in
 from allranks.torch.parameter_server.service import ChunkResult, Service, WorkQueue
-from allranks.torch.parameter_server.state import (
-    cut_state,
-    join_state,
-    packed,
-    plain_hyperparameters,
-    unpacked,
-)
+from allranks.torch.parameter_server.shard import cut_state, join_state, plain_hyperparameters
 from allranks.torch.parameter_server.strategy import ParameterServer, Side
 from allranks.torch.step.gradients import Gradients, clip_factor
 from allranks.torch.step.tally import Tally
@@ -86,30 +79,69 @@ class AsyncScheduler(Side):
         weights = self._flats(strategy.weights)
         message = {"do": "load", "version": version, "era": era}
         with _is_lost():
-            load_tables(strategy.tables, strategy.parameters, optimizer, self.links)
+            self._load_tables()
             for server, flat in enumerate(weights):
                 states = cut_state(optimizer, strategy.parameters, flat.layout.pieces)
-                spec, body = packed(states)
-                self.links.send(server, {**message, "kept": spec}, flat.buffer, *body)
+                self.links.send(server, message, flat.buffer, *packed(states))
                 self.links.receive(server)
 
     def take_weights(self, *, optimizer: bool = False) -> None:
         """Load the weights of the servers into the model, and optimizer states if asked."""
         answers = self.ask_all({"do": "fetch", "state": optimizer})
         strategy = self.strategy
-        for layout, (answer, body) in zip(strategy.layouts, answers, strict=True):
+        for layout, (_, body) in zip(strategy.layouts, answers, strict=True):
             if layout.nbytes:
                 layout.new(body[: layout.nbytes]).write_to(strategy.weights)
             if optimizer:
-                states = unpacked(answer["kept"], body[layout.nbytes :])
+                states = unpacked(body[layout.nbytes :])
                 join_state(strategy.step.optimizer, strategy.parameters, layout.pieces, states)
-        keeping = strategy.step.optimizer if optimizer else None
         with _is_lost():
-            take_tables(strategy.tables, strategy.parameters, keeping, self.links)
+            self._take_tables(strategy.step.optimizer if optimizer else None)
 
     def put_weights(self) -> None:
         """Send the weights of this process to the servers; no worker may pull meanwhile."""
         self.ask_all({"do": "put"}, self.strategy.weights)
+
+    def _load_tables(self) -> None:
+        """Send each server its rows of the tables, and their optimizer state."""
+        strategy, servers = self.strategy, len(self.links.servers)
+        for number, table in enumerate(strategy.tables):
+            weight = strategy.parameters[table.position]
+            state = strategy.step.optimizer.state.get(weight, {})
+            columns = {n: v for n, v in state.items() if isinstance(v, Tensor) and v.ndim > 1}
+            header = {"do": "load_rows", "table": number, "columns": list(columns)}
+            header["step"] = int(state.get("step", 0))
+            for server in range(servers):
+                tensors = (weight, *columns.values())
+                body = [numbers_of(each[server::servers]) for each in tensors]
+                self.links.send(server, header, *body)
+                self.links.receive(server)
+
+    @torch.no_grad()
+    def _take_tables(self, optimizer: Optimizer | None) -> None:
+        """Fetch the tables from the servers, and their state if there is an `optimizer` for it."""
+        servers = len(self.links.servers)
+        for number, table in enumerate(self.strategy.tables):
+            weight, plan = self.strategy.parameters[table.position], table.plan
+            columns: dict[str, Tensor] = {}
+            step = 0
+            for server in range(servers):
+                request = {"do": "fetch_rows", "table": number, "state": optimizer is not None}
+                self.links.send(server, request)
+                answer, body = self.links.receive(server)
+                count, step = len(range(server, plan.rows, servers)), int(answer["step"])
+                rows = rows_in(body, count, plan.dim, plan.kind)
+                weight[server::servers] = rows.to(weight.device)
+                at = rows.nbytes
+                for name, width in zip(answer["columns"], answer["widths"], strict=True):
+                    column = rows_in(body, count, width, plan.kind, at)
+                    at += column.nbytes
+                    if name not in columns:
+                        columns[name] = weight.new_empty(plan.rows, width)
+                    columns[name][server::servers] = column.to(weight.device)
+            state = state_in_torch(table.rule, step, columns)
+            if optimizer is not None and state and step:
+                optimizer.state[weight].update(state)
 
     def _flats(self, tensors: Sequence[Tensor | None]) -> list[Flat]:
         """The pieces of whole tensors, in new memory for each server."""
@@ -306,9 +338,8 @@ class SchedulerTrainer(Trainer):
     def _drain(self, service: Service) -> None:
         """Hand out no more work, and wait for the chunks under way: they are in the weights."""
         service.pause()
-        while not service.wait_until_idle(LOOK_S):
-            pass
-        self._uncounted += [step for result in service.results(0.0) for step in result.steps()]
+        while not service.wait_until_settled(LOOK_S):
+            self._uncounted += [step for result in service.results(0.0) for step in result.steps()]
 
     def steps(self, batches: list[Any]) -> list[StepResult]:
         """The result of each step."""

@@ -3,12 +3,12 @@
 The evaluator of a job with servers is here too.
 
     sender      message                           answer
-    scheduler   load   version, era, kept; body   version              weights and optimizer
+    scheduler   load   version, era; body         version              weights and optimizer
                 squares  unused                   squares              once all parts are there
                 add    factor; body               version              sum <- factor · sum + body
                 apply  factor, groups, unused     version
                 pass                              version              the step updates nothing
-                fetch  state                      version, kept; body  weights, and optimizer
+                fetch  state                      version; body        weights, and optimizer
                 put; body                         version              other weights, for a check
                 gradients                         version; body        the sum of all parts
                 load_rows   table, step, columns; body      rows of a table, and their state
@@ -49,12 +49,11 @@ from allranks.launcher.world import World
 from allranks.strategies.cards.parameter_server import SERVER
 from allranks.torch.build import BuiltModel
 from allranks.torch.checkpoint.plan import read_files
-from allranks.torch.checkpoint.state import DTYPES, load_model_state
+from allranks.torch.checkpoint.state import DTYPES, load_model_state, packed, unpacked
 from allranks.torch.parameter_server.flat import Flat
 from allranks.torch.parameter_server.links import SharedNumbers, largest_message
 from allranks.torch.parameter_server.served_tables import ServedTables, numbers_of
 from allranks.torch.parameter_server.shard import Shard
-from allranks.torch.parameter_server.state import packed, unpacked
 from allranks.torch.parameter_server.strategy import ParameterServer
 from allranks.torch.trainer import Trainer
 from allranks.training import work_queue
@@ -187,14 +186,19 @@ class Server(Answering):
             return []
         answer["numbers"] = self.layout.nbytes
         if last is None or (has, last.version) != (last.version - 1, self.shard.version):
-            answer["kept"], more = packed(self.shard.optimizer_state())
-            return [bytes(self.shard.weights.buffer), *map(bytes, more)]
+            answer["kept"] = True
+            return self._whole_state()
         answer["update"] = last.settings
         if last.gradient is None:
             answer["numbers"] = 0
             return []
         into.copy_(last.gradient)
         return body
+
+    def _whole_state(self, *, optimizer: bool = True) -> list[bytes]:
+        """Copies of the weights, and of the state of their optimizer."""
+        state = packed(self.shard.optimizer_state()) if optimizer else []
+        return [bytes(self.shard.weights.buffer), *map(bytes, state)]
 
     def _gradient_of(self, peer: int) -> Flat:
         """Memory for its pushes, made at the first one: a server may hold only rows of tables."""
@@ -261,9 +265,7 @@ class Server(Answering):
                     self.tables.forget()
                     shard.pass_over()
                 case "fetch":
-                    states = shard.optimizer_state() if message["state"] else []
-                    answer["kept"], more = packed(states)
-                    pieces = [bytes(shard.weights.buffer), *map(bytes, more)]
+                    pieces = self._whole_state(optimizer=message["state"])
                 case "put":
                     shard.put(self.layout.new(bytearray(body)))
                 case "gradients":
@@ -282,7 +284,7 @@ class Server(Answering):
 
     def _load(self, message: Message, body: memoryview) -> None:
         cut = self.layout.nbytes
-        state = unpacked(message["kept"], body[cut:])
+        state = unpacked(body[cut:])
         self.shard.load(self.layout.new(bytearray(body[:cut])), state)
         self.shard.begin(int(message["version"]))
         self.era = int(message["era"])

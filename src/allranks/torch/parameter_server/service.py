@@ -233,12 +233,6 @@ class Service(Answering):
             self.queue.is_paused = False
             self.changed.notify_all()
 
-    def wait_until_idle(self, timeout_s: float) -> bool:
-        """Whether no worker has a chunk any more."""
-        with self.changed:
-            self._wait(lambda: self.queue.is_idle, timeout_s)
-            return self.queue.is_idle
-
     def wait_until_settled(self, timeout_s: float) -> bool:
         """Whether no worker has a chunk any more and `results` has returned all results."""
         with self.changed:

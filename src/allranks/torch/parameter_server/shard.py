@@ -16,7 +16,7 @@ mode=delta: a worker pushes the change of its weights instead of a gradient: w <
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, isnan
 from typing import Any
@@ -27,8 +27,7 @@ from torch.optim import Optimizer
 
 from allranks.strategies.cards.parameter_server import PLAIN, STALENESS_AWARE
 from allranks.torch.parallel.sharded.gradients import squares_of
-from allranks.torch.parameter_server.flat import Flat, FlatLayout, WeightPiece
-from allranks.torch.parameter_server.state import PieceState, cut_state, join_state
+from allranks.torch.parameter_server.flat import Flat, FlatLayout, WeightPiece, cut
 from allranks.torch.step.trainable import update
 
 MANY = 2**17
@@ -282,3 +281,76 @@ def _squares_in_doubles(gradient: Tensor) -> float:
     kind = torch.promote_types(gradient.dtype, torch.float64)
     parts = gradient.reshape(-1).split(MANY)
     return sum(float(torch.linalg.vector_norm(part, dtype=kind)) ** 2 for part in parts)
+
+
+# --- optimizer state -----------------------------------------------------------------------------
+# Cut into pieces for the servers, and joined again.
+#
+# The scheduler has the whole state for checkpoints; a server has that of its pieces. A tensor with
+# as many numbers as its parameter is cut with it; anything else, such as a step count, is copied.
+
+
+PieceState = dict[str, Any]
+PLAIN_VALUES = (bool, int, float, str, type(None))
+
+
+def cut_state(
+    optimizer: Optimizer, parameters: Sequence[nn.Parameter], pieces: Sequence[WeightPiece]
+) -> list[PieceState]:
+    """The state of an optimizer of whole `parameters`, cut for each of the pieces."""
+    return [
+        _cut_one(optimizer.state.get(parameters[p.position], {}), p, parameters) for p in pieces
+    ]
+
+
+def _cut_one(
+    state: Mapping[str, Any], piece: WeightPiece, parameters: Sequence[nn.Parameter]
+) -> PieceState:
+    whole = parameters[piece.position].numel()
+
+    def of_piece(value: Any) -> Any:
+        if isinstance(value, Tensor) and not piece.is_whole and value.numel() == whole:
+            return cut(value, piece)
+        return value
+
+    return {name: of_piece(value) for name, value in state.items()}
+
+
+@torch.no_grad()
+def join_state(
+    optimizer: Optimizer,
+    parameters: Sequence[nn.Parameter],
+    pieces: Sequence[WeightPiece],
+    states: Sequence[PieceState],
+) -> None:
+    """Copy the `states` of these pieces into the state of an optimizer of whole parameters."""
+    for piece, state in zip(pieces, states, strict=True):
+        parameter = parameters[piece.position]
+        whole_state = optimizer.state[parameter]
+        for name, value in state.items():
+            is_part = isinstance(value, Tensor) and value.numel() == piece.numbers
+            if piece.is_whole or not is_part or value.numel() == parameter.numel():
+                whole_state[name] = value
+                continue
+            there = whole_state.get(name)
+            if not isinstance(there, Tensor) or there.numel() != parameter.numel():
+                there = whole_state[name] = value.new_empty(parameter.shape)
+            cut(there, piece).copy_(value)
+
+
+def plain_hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The hyperparameters of each group which a message can carry: numbers, strings, lists.
+
+    Others stay on the servers as the task created them.
+    """
+
+    def is_plain(value: Any) -> bool:
+        if isinstance(value, (tuple, list)):
+            return all(map(is_plain, value))
+        return isinstance(value, PLAIN_VALUES)
+
+    def plain(value: Any) -> Any:
+        return float(value) if isinstance(value, Tensor) and value.numel() == 1 else value
+
+    groups = [{n: plain(v) for n, v in g.items()} for g in optimizer.param_groups]
+    return [{n: v for n, v in g.items() if n != "params" and is_plain(v)} for g in groups]

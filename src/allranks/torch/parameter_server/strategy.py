@@ -10,12 +10,12 @@ so no worker blocks when another one dies.
     counts the steps     <-  applies it at once          <->  divides, clips, pushes, pulls
                                                                                     (mode=async)
 
-`flat` assigns weights to servers and lays them out; `shard` is the arithmetic of a server, `server`
-its communication and process. `service` assigns chunks to workers and sends them. `scheduler`
-leads: each step is a step of the job, so record, evaluation and checkpoints are those of every
-strategy. `worker` is a worker's loop, `exchange` what it pulls and pushes. `state` cuts the
-optimizer state. Tables of rows: `row_table` has their updates, `served_tables` both ends of their
-messages, and `pulled_tables` the layers of a worker.
+`flat` assigns weights to servers and lays them out; `shard` is the arithmetic of a server, with
+its part of the optimizer state, `server` its communication and process. `service` assigns chunks to
+workers and sends them. `scheduler` leads: each step is a step of the job, so record, evaluation and
+checkpoints are those of every strategy. `worker` is a worker's loop, `exchange` what it pulls and
+pushes. Tables of rows: `row_table` has their updates, `served_tables` the rows of a server, and
+`pulled_tables` the layers of a worker.
 
 A lost worker is no failure while `least` are left, and is restarted. If a server or the scheduler
 is lost, workers wait until all weights are loaded again from the checkpoint (`Role`).
@@ -54,13 +54,12 @@ from allranks.torch.optimizers.elementwise import (
     check_no_step_hooks,
     groups_of_whole,
 )
-from allranks.torch.parameter_server.flat import FlatLayout, Sized, cut_evenly, placed
+from allranks.torch.parameter_server.flat import FlatLayout, cut_evenly, placed
 from allranks.torch.parameter_server.pulled_tables import find_tables
 from allranks.torch.parameter_server.served_tables import (
     PlacedTable,
     ServedTables,
     leave_rows,
-    let_go,
     most_bytes,
     placed_tables,
 )
@@ -78,10 +77,18 @@ class Side:
     A server, and a worker in step, which only computes gradients, keep this one.
     """
 
+    tally: Tally | None = None
+    """That of the last passes of this process."""
+
     def __init__(self, strategy: ParameterServer) -> None:
         self.strategy = strategy
 
     def forward_backward(self, batch: Batch) -> Tally:
+        tally = self.tally = self.compute(batch)
+        return tally
+
+    def compute(self, batch: Batch) -> Tally:
+        """Forward and backward of a part of a batch, here."""
         return self.strategy.compute(batch)
 
     def reduce(self, batch: Batch, local: Tally) -> tuple[Tally, Gradients]:
@@ -112,21 +119,14 @@ class ParameterServer(Strategy):
 
     def __init__(self, context: StrategyContext) -> None:
         super().__init__(context)
-        self.side = Side(self)
-
-    @property
-    def in_step(self) -> bool:
-        return bool(self.context.options["mode"] == IN_STEP)
-
-    @property
-    def updates_on_worker(self) -> bool:
+        self.side, options = Side(self), context.options
+        self.in_step = options["mode"] == IN_STEP
+        self.updates_on_worker = options["update"] == ON_WORKER
         """Whether workers pull gradients, and update weights of their own."""
-        return bool(self.context.options["update"] == ON_WORKER)
-
-    @property
-    def pushes_changes(self) -> bool:
+        self.pushes_changes = options["mode"] == CHANGES
         """Whether workers train alone, and push the change of their weights."""
-        return bool(self.context.options["mode"] == CHANGES)
+        self.rows_travel = options["tables"] == ROWS
+        """Whether tables are on servers only."""
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         if self.rows_travel:
@@ -137,11 +137,6 @@ class ParameterServer(Strategy):
             if self.builds_in_turn:
                 leave_rows(tables)
         return model
-
-    @property
-    def rows_travel(self) -> bool:
-        """Whether tables are on servers only."""
-        return bool(self.context.options["tables"] == ROWS)
 
     def prepare(self) -> None:
         step, options = self.step, self.context.options
@@ -156,8 +151,7 @@ class ParameterServer(Strategy):
         uncut |= {id(p) for p in step.parameters if not p.is_contiguous()}
         params = [step.parameters[at] for at in dense]
         whole = {n for n, p in enumerate(params) if id(p) in uncut}
-        sizes = [Sized(p.numel(), p.element_size()) for p in params]
-        pieces_of_params = placed(sizes, options["servers"], options["bound"], whole)
+        pieces_of_params = placed(params, options["servers"], options["bound"], whole)
         pieces = [replace(piece, position=dense[piece.position]) for piece in pieces_of_params]
         self.layouts = [
             FlatLayout([p for p in pieces if p.server == server], step.parameters)
@@ -230,8 +224,7 @@ class ParameterServer(Strategy):
         """The rows of a server; afterwards this process has no whole table."""
         step, servers = self.step, self.context.options["servers"]
         tables = ServedTables(self.tables, step.optimizer, server, servers)
-        for table in self.tables:
-            let_go(step.parameters[table.position], step.optimizer)
+        leave_rows([step.parameters[table.position] for table in self.tables], step.optimizer)
         return tables
 
     # --- the step -------------------------------------------------------------------------

@@ -237,7 +237,7 @@ class Worker:
         if trainer.user_buffers:
             raise written_in_forward(trainer.user_buffers)
         loss = result.loss if math.isfinite(result.loss) else math.nan
-        tally = self.exchange.tally if self.changes is None else self.changes.tally
+        tally = self.strategy.side.tally
         assert tally is not None
         report = {
             "loss": loss,

@@ -1,12 +1,16 @@
-"""The collectives of a shared-memory group in which all ranks act alike: sums, copies, barriers.
+"""A process group of torch whose ranks share a host: its collectives run in memory they all map.
 
-Torch calls these methods with more forms of arguments than its declarations allow.
+Torch calls it like Gloo, from Python and from C++: `dist`, DDP, FSDP2, DTensor, pipelining. It does
+so with more forms of arguments than its declarations allow. Tensors which are not contiguous are
+copied; complex numbers are two real ones; booleans are summed by `or`. What the library lacks
+(bitwise operations, sparse tensors, means of integers) goes to a Gloo group of the same ranks,
+created at its first use.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -31,16 +35,23 @@ from allranks.torch.shared_memory.operands import (
     write,
 )
 from allranks.torch.shared_memory.posting import Named, Posting, collective, untraced_methods
-from allranks.torch.shared_memory.work import SAYS, SharedMemoryWork, seconds_in
+from allranks.torch.shared_memory.work import SAYS, GroupWork, SharedMemoryWork, seconds_in
 
 # mypy: disable-error-code="override, assignment, attr-defined"
 
 
-class Collectives(Posting):
-    """Methods with torch's signatures: lists of tensors, one per device, so of length one.
+OUR_TAGS = 1 << 61
+ANY_RANK = -1
+
+
+class SharedMemoryGroup(Posting):
+    """The methods have torch's signatures: lists of tensors, one per device, so of length one.
 
     Longer lists go to Gloo, which adds them up or refuses.
     """
+
+    _turn = 0
+    """The number of collectives of this group so far which are made of messages."""
 
     @collective("all_reduce", 1, c10d.AllreduceOptions)
     def allreduce(self, tensors: Any, opts: Any) -> Any:
@@ -127,7 +138,7 @@ class Collectives(Posting):
             check_parts("all_gather", wholes, part, self.count)
             memory = in_one_piece(wholes)
             if memory is not None and part.is_contiguous() and self._fits(memory, part):
-                call = PostedCall(keep_alive=(memory, wholes))
+                call = PostedCall(keep_alive=[memory, wholes])
                 self._gather(call, memory, part)
                 return self._posted(call, list(wholes), opts)
         gathered, others = list[Tensor](), list[Tensor]()
@@ -204,7 +215,7 @@ class Collectives(Posting):
             else:
                 sums = call.scratch(part, sum(sizes))
                 self._sum(call, call.joint_source([*parts, part[:0]]), sums, operation)
-                call.afterwards.append(_copying(part, sums.split(sizes)[self.my_rank]))
+                call.afterwards.append(partial(write, part, sums.split(sizes)[self.my_rank]))
         return self._posted(call, list(outputs), opts)
 
     def _sum_cut(self, call: PostedCall, part: Tensor, whole: Tensor, operation: str) -> None:
@@ -224,35 +235,9 @@ class Collectives(Posting):
     def barrier(self, opts: Any) -> Any:
         return self._posted(PostedCall([self.library_group.barrier()]), [], opts)
 
-    if hasattr(dist.ProcessGroup, "all_gather_single"):  # since torch 2.13
-        all_gather_single = _allgather_base
-        all_gather_single_coalesced = allgather_into_tensor_coalesced
-        reduce_scatter_single = _reduce_scatter_base
-        reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
-
-
-def _copying(to: Tensor, values: Tensor) -> Callable[[], object]:
-    return lambda: write(to, values)
-
-
-# --- messages ------------------------------------------------------------------------------------
-# Sends and receives of a shared-memory group, and the collectives that are made of them.
-#
-# A message of the user has the user's tag. A collective made of messages has a tag outside the
-# user's range, from a count of such collectives: all ranks of a group make them in one order.
-
-
-# mypy: disable-error-code="override, assignment, attr-defined"
-
-
-OUR_TAGS = 1 << 61
-ANY_RANK = -1
-
-
-class Messages(Posting):
-    """`_turn` counts the collectives of this group which are made of messages."""
-
-    _turn = 0
+    # --- messages -------------------------------------------------------------------------
+    # A message of the user has the user's tag. A collective made of messages has a tag outside the
+    # user's range, from a count of such collectives: all ranks of a group make them in one order.
 
     @collective("send", 3)
     def send(self, tensors: Any, dstRank: int, tag: int = 0) -> Any:
@@ -446,22 +431,13 @@ class Messages(Posting):
             )
             raise
 
-    if hasattr(dist.ProcessGroup, "all_to_all_single"):  # since torch 2.13
+    if hasattr(dist.ProcessGroup, "all_gather_single"):  # since torch 2.13
+        all_gather_single = _allgather_base
+        all_gather_single_coalesced = allgather_into_tensor_coalesced
+        reduce_scatter_single = _reduce_scatter_base
+        reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
         all_to_all_single = alltoall_base
 
 
-# --- group ---------------------------------------------------------------------------------------
-# A process group of torch whose ranks share a host: its collectives run in memory they all map.
-#
-# Torch calls it like Gloo, from Python and from C++: `dist`, DDP, FSDP2, DTensor, pipelining.
-# Tensors which are not contiguous are copied; complex numbers are two real ones; booleans are
-# summed by `or`. What the library lacks (bitwise operations, sparse tensors, means of integers)
-# goes to a Gloo group of the same ranks, created at its first use.
-
-
-class SharedMemoryGroup(Collectives, Messages):
-    """A process group of torch for ranks of one host."""
-
-
-for _class in (SharedMemoryWork, Named, Posting, Collectives, Messages):
+for _class in (GroupWork, SharedMemoryWork, Named, Posting, SharedMemoryGroup):
     untraced_methods(_class)

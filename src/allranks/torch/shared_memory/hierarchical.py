@@ -15,9 +15,8 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as NotYet
-from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -45,12 +44,12 @@ from allranks.torch.shared_memory.posting import (
     gloo_group,
     untraced_methods,
 )
-from allranks.torch.shared_memory.work import FOR_EVER, SAYS, begin_event, future_of, seconds_in
+from allranks.torch.shared_memory.work import FOR_EVER, SAYS, GroupWork, begin_event, seconds_in
 
 LEADER = 0  # index among the ranks of a host
 
 
-class StagedWork(dist.Work):
+class StagedWork(GroupWork):
     """A call that the thread of its group makes; `tensors` are its results."""
 
     def __init__(self, done: Future[None], tensors: list[Tensor], seconds: float) -> None:
@@ -68,28 +67,10 @@ class StagedWork(dist.Work):
         return True
 
     def drive(self, seconds: float) -> bool:
-        with suppress(NotYet, RuntimeError):
-            self._done.result(seconds)
-        return self._done.done()
-
-    def is_completed(self) -> bool:
-        return self._done.done()
-
-    def is_success(self) -> bool:
-        return self._done.done() and self._done.exception() is None
+        return self._done in wait([self._done], seconds).done
 
     def exception(self) -> Any:
         return self._done.exception() if self._done.done() else None
-
-    def result(self) -> list[Tensor]:
-        self.wait()
-        return self.tensors
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def get_future(self) -> Any:
-        return future_of(self, self.result)
 
     def record(self, title: str) -> None:
         """Show it to the profiler from now on until it is over."""
@@ -107,14 +88,13 @@ class _CallThread:
     def __init__(self, broken: Callable[[], object]) -> None:
         self._broken = broken
         self._error: BaseException | None = None
-        self._calls: queue.SimpleQueue[tuple[list[Callable[[], object]], Future[None]] | None]
-        self._calls = queue.SimpleQueue()
+        self._calls = queue.SimpleQueue[tuple[Callable[[], object], Future[None]] | None]()
         name = "allranks-hierarchical"
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
-    def add(self, calls: list[Callable[[], object]]) -> Future[None]:
+    def add(self, call: Callable[[], object]) -> Future[None]:
         done: Future[None] = Future()
-        self._calls.put((calls, done))
+        self._calls.put((call, done))
         return done
 
     def end(self) -> None:
@@ -122,22 +102,21 @@ class _CallThread:
 
     def _run(self) -> None:
         while (entry := self._calls.get()) is not None:
-            calls, done = entry
+            call, done = entry
             try:
-                self._make(calls)
+                self._make(call)
             except BaseException as error:
                 done.set_exception(error)
             else:
                 done.set_result(None)
-            del entry, calls, done  # do not keep their tensors alive until the next call
+            del entry, call, done  # do not keep their tensors alive until the next call
 
-    def _make(self, calls: list[Callable[[], object]]) -> None:
+    def _make(self, call: Callable[[], object]) -> None:
         if self._error is not None:
             raise self._error
         try:
             with torch.no_grad():
-                for call in calls:
-                    call()
+                call()
         except BaseException as error:
             self._error = error
             self._broken()
@@ -177,8 +156,8 @@ class HierarchicalGroup(Named):
         if self.inside is not None:
             self.inside.shutdown()
 
-    def _staged(self, calls: list[Callable[[], object]], tensors: list[Tensor]) -> StagedWork:
-        return StagedWork(self._line.add(calls), tensors, self.seconds)
+    def _staged(self, call: Callable[[], object], tensors: list[Tensor]) -> StagedWork:
+        return StagedWork(self._line.add(call), tensors, self.seconds)
 
     def _broadcast_in_host(self, tensor: Tensor, root: int = LEADER) -> None:
         """Broadcast from `root` to the ranks of this host."""
@@ -192,7 +171,7 @@ class HierarchicalGroup(Named):
         tensors, operation = listed(tensors), operation_of(opts)
         if len(tensors) != 1 or not is_reducible(tensors[0], operation):
             return self.gloo.allreduce(tensors, opts)
-        return self._staged([partial(self._sum, tensors[0], operation)], tensors)
+        return self._staged(partial(self._sum, tensors[0], operation), tensors)
 
     def _sum(self, tensor: Tensor, operation: str) -> None:
         memory = flat(tensor)
@@ -216,7 +195,7 @@ class HierarchicalGroup(Named):
         tensors, root = listed(tensors), root_of(opts, self.count)
         if len(tensors) != 1:
             return self.gloo.broadcast(tensors, opts)
-        return self._staged([partial(self._broadcast, tensors[0], root)], tensors)
+        return self._staged(partial(self._broadcast, tensors[0], root), tensors)
 
     def _broadcast(self, tensor: Tensor, root: int) -> None:
         memory = flat(tensor)
@@ -235,12 +214,12 @@ class HierarchicalGroup(Named):
     @collective("barrier", 0, c10d.BarrierOptions)
     def barrier(self, opts: Any) -> Any:
         came = torch.zeros(1)
-        return self._staged([partial(self._sum, came, "sum")], [])
+        return self._staged(partial(self._sum, came, "sum"), [])
 
     @collective("_all_gather_base", 2, c10d.AllgatherOptions)
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any) -> Any:
         gather = partial(self._gather, output.view(self.count, -1), input)
-        return self._staged([gather], [output])
+        return self._staged(gather, [output])
 
     @collective("all_gather", 2, c10d.AllgatherOptions)
     def allgather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
@@ -257,7 +236,7 @@ class HierarchicalGroup(Named):
             for whole, row in zip(wholes, rows, strict=True):
                 write(whole, row)
 
-        return self._staged([gather], list(wholes))
+        return self._staged(gather, list(wholes))
 
     def _gather(self, rows: Tensor, part: Tensor) -> None:
         """Gather `part` of rank r into `rows[r]`; hosts may have different numbers of ranks."""

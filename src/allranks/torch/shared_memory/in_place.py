@@ -19,6 +19,7 @@ from torch import Tensor
 
 from allranks.strategies.reduction_tree import Span, merges
 from allranks.torch.shared_memory.collectives import SharedMemoryGroup
+from allranks.torch.shared_memory.operands import TYPES, PostedCall
 from allranks.torch.shared_memory.segment import Segment
 from allranks.torch.shared_memory.work import SharedMemoryWork
 
@@ -53,7 +54,8 @@ def shared_zeros(group: Any, count: int, like: Tensor, begin: Begin) -> Tensor:
     that a wait for them is reported like any other.
     """
     nbytes = max(1, -(-count * like.element_size() // PAGE)) * PAGE
-    if not share_memory(group) or like.device.type != "cpu" or like.dtype not in _TYPES:
+    is_float = like.dtype.is_floating_point and like.dtype in TYPES
+    if not share_memory(group) or like.device.type != "cpu" or not is_float:
         return like.new_zeros(count, requires_grad=False)
     segment = _segment(group, nbytes, begin)
     if segment is None:
@@ -130,18 +132,13 @@ def plan_of_sum(
     if plan is None:
         plan = memory.plans[key] = group.library.Plan(
             *(group.library_group, tuple(leaves), memory.addresses, into.numel()),
-            *(group.library.TYPES[_TYPES[into.dtype]], order, False),
+            *(group.library.TYPES[TYPES[into.dtype]], order, False),
         )
 
     def begin(**_: Any) -> SharedMemoryWork:
-        ops, seconds = [plan.start()], group.seconds
-        return SharedMemoryWork(group, ops, [into], keep_alive=into, seconds=seconds)
+        return SharedMemoryWork(group, PostedCall([plan.start()], [into]), [into], group.seconds)
 
     return begin
 
 
-_TYPES = {
-    kind: str(kind).removeprefix("torch.")
-    for kind in (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-}
 _memories: WeakValueDictionary[int, _Memory] = WeakValueDictionary()

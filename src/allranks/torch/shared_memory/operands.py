@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -184,23 +184,17 @@ def _check_memory(tensor: Tensor) -> None:
         raise TypeError(f"a collective of a {kind}, which has no memory of its own: to_local()")
 
 
+@dataclass(slots=True)
 class PostedCall:
     """One call of torch: the library's ops, the memory they use, and what to do afterwards.
 
     With `copies` its tensors overlap: all are copied first, and written in order at the end.
     """
 
-    __slots__ = ("afterwards", "copies", "keep_alive", "ops")
-
-    def __init__(
-        self,
-        ops: Iterable[Any] = (),
-        keep_alive: Iterable[Any] = (),
-        afterwards: Iterable[Callable[[], object]] = (),
-        copies: bool = False,
-    ) -> None:
-        self.ops, self.keep_alive, self.afterwards = [*ops], [*keep_alive], [*afterwards]
-        self.copies = copies
+    ops: list[Any] = field(default_factory=list)
+    keep_alive: list[Any] = field(default_factory=list)
+    afterwards: list[Callable[[], object]] = field(default_factory=list)
+    copies: bool = False
 
     def source(self, tensor: Tensor) -> Tensor:
         """Contiguous memory with the values of a tensor, which the call reads."""
@@ -368,8 +362,3 @@ def hosts_of(cards: Sequence[ProcessCard]) -> list[list[int]]:
     for rank, card in enumerate(cards):
         hosts.setdefault(card.host, []).append(rank)
     return list(hosts.values())
-
-
-def have_one_file(cards: Sequence[ProcessCard]) -> bool:
-    """Whether all have the same memory file from their launcher."""
-    return bool(cards[0].given) and len({card.given for card in cards}) == 1

@@ -31,7 +31,6 @@ from allranks.strategies.reduction_tree import merges
 from allranks.torch.shared_memory.operands import (
     PostedCall,
     ProcessCard,
-    have_one_file,
     in_one_form,
     seconds_of,
 )
@@ -188,7 +187,8 @@ def attached(
 def _segment(
     store: Any, position: int, members: Sequence[ProcessCard], nbytes: int, fd: int
 ) -> Segment:
-    if have_one_file(members):
+    files = {card.given for card in members}
+    if len(files) == 1 and "" not in files:  # all have the same one from their launcher
         return Segment.within(fd, nbytes)
     drop(fd)
     if position == 0:
@@ -374,14 +374,7 @@ class Posting(Named):
 
     def _posted(self, call: PostedCall, tensors: list[Tensor], opts: Any = None) -> Any:
         """The work of a call; after `_start_coalescing` it becomes part of a larger one."""
-        work = SharedMemoryWork(
-            self,
-            call.ops,
-            tensors,
-            call.keep_alive,
-            call.afterwards,
-            seconds_of(opts, self.seconds),
-        )
+        work = SharedMemoryWork(self, call, tensors, seconds_of(opts, self.seconds))
         if (works := self._coalesced.works) is not None:
             works.append(work)
         return work

@@ -13,11 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from allranks.torch.shared_memory.operands import PostedCall
 
 LOOK_S = 0.02  # the longest delay of a future which is done while the thread waits for another
 LINGER_S = 2.0  # the next training step has futures again, and a thread takes time to start
@@ -25,22 +27,16 @@ NAME = "allranks-shared-memory-futures"
 at_rest: list[Callable[[], None]] = []  # called when the thread has no reference to an op
 
 
-class Awaited(Protocol):
-    """A work. `drive` waits for it and returns whether it is over, with or without an error."""
-
-    def drive(self, seconds: float) -> bool: ...
-
-
 class _Completer:
     """The futures whose work is not over, and the thread that completes them."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._waiting: list[tuple[Awaited, Any]] = []
+        self._waiting: list[tuple[GroupWork, Any]] = []
         self._thread: threading.Thread | None = None
         self._stays = True
 
-    def add(self, work: Awaited, future: Any) -> None:
+    def add(self, work: GroupWork, future: Any) -> None:
         with self._changed:
             self._waiting.append((work, future))
             self._stays = True
@@ -75,7 +71,7 @@ class _Completer:
                 future.set_result(None)
 
 
-def future_of(work: Awaited, outputs: Callable[[], object]) -> Any:
+def future_of(work: GroupWork, outputs: Callable[[], object]) -> Any:
     """A future of what `outputs` returns or raises once `work` is over."""
     over: Any = torch.futures.Future()
     future = over.then(lambda _: outputs())  # its exception reaches C++, too
@@ -151,11 +147,38 @@ def seconds_in(timeout: timedelta | float) -> float:
     return timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
 
 
-class SharedMemoryWork(dist.Work):
+class GroupWork(dist.Work):
+    """What the works of our groups have alike; `tensors` are the results."""
+
+    tensors: list[Tensor]
+
+    def drive(self, seconds: float) -> bool:
+        """Drive it for at most so long; returns whether it is over, with or without an error."""
+        raise NotImplementedError
+
+    def is_completed(self) -> bool:
+        return self.drive(0)
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def result(self) -> list[Tensor]:
+        self.wait()
+        return self.tensors
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def get_future(self) -> Any:
+        """A future of the tensors; its callbacks run in the thread that completes futures."""
+        return future_of(self, self.result)
+
+
+class SharedMemoryWork(GroupWork):
     """One call of torch under way: its `ops` of the library, and what follows them.
 
-    `tensors` are the results; `keep_alive` has memory that is used until it is over. `afterwards`
-    runs once, in the first thread that waits: it copies results to where torch expects them.
+    `tensors` are the results. The `afterwards` of the call runs once, in the first thread that
+    waits: it copies results to where torch expects them.
     `seconds` is the default timeout of a wait. The group references every work until it is over:
     dropping one neither stops it nor frees its memory.
     """
@@ -164,19 +187,13 @@ class SharedMemoryWork(dist.Work):
     _error: BaseException | None = None
     _source = -1
 
-    def __init__(
-        self,
-        group: Any,
-        ops: Sequence[Any],
-        tensors: list[Tensor],
-        keep_alive: object = (),
-        afterwards: Sequence[Callable[[], object]] = (),
-        seconds: float = 0.0,
-    ) -> None:
+    def __init__(self, group: Any, call: PostedCall, tensors: list[Tensor], seconds: float) -> None:
         super().__init__()
-        self.group, self.ops, self.tensors, self.keep_alive = group, ops, tensors, keep_alive
-        self.afterwards, self.seconds = afterwards, seconds
-        self._is_over = not ops and not afterwards
+        self.group, self.tensors, self.seconds = group, tensors, seconds
+        self.ops: Sequence[Any] = call.ops
+        self.keep_alive: Sequence[Any] = call.keep_alive
+        self.afterwards: Sequence[Callable[[], object]] = call.afterwards
+        self._is_over = not call.ops and not call.afterwards
         self._lock = threading.Lock()
         if not self._is_over:
             group.under_way.add(self)
@@ -197,7 +214,6 @@ class SharedMemoryWork(dist.Work):
         return True
 
     def drive(self, seconds: float) -> bool:
-        """Drive it for at most so long; returns whether it is over, with or without an error."""
         if self._is_over:
             return True
         try:
@@ -244,21 +260,8 @@ class SharedMemoryWork(dist.Work):
                 return
         end()
 
-    def is_completed(self) -> bool:
-        return self._is_over or self.drive(0)
-
-    def is_success(self) -> bool:
-        return self.is_completed() and self._error is None
-
     def exception(self) -> Any:
         return self._error if self.is_completed() else None
-
-    def result(self) -> list[Tensor]:
-        self.wait()
-        return self.tensors
-
-    def synchronize(self) -> None:
-        self.wait()
 
     def source_rank(self) -> int:
         """The rank of the group that sent the received message."""
@@ -267,10 +270,6 @@ class SharedMemoryWork(dist.Work):
 
     def _source_rank(self) -> int:
         return self.source_rank()
-
-    def get_future(self) -> Any:
-        """A future of the tensors; its callbacks run in the thread that completes futures."""
-        return future_of(self, self.result)
 
     def boxed(self) -> Any:
         """As an object of TorchScript, which references the future, not this object."""

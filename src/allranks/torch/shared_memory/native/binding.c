@@ -28,7 +28,6 @@ typedef struct {
 typedef struct {
     PyObject_HEAD op *op;
     PyObject *group;
-    uint64_t bytes;
 } PyOp;
 
 typedef struct {
@@ -111,7 +110,7 @@ static PyObject *new_self(PyTypeObject *type)
 
 /* ---- ops ---- */
 
-static PyObject *op_object(PyObject *group, op *o, uint64_t bytes)
+static PyObject *op_object(PyObject *group, op *o)
 {
     if (o == NULL)
         return PyErr_NoMemory();
@@ -120,7 +119,7 @@ static PyObject *op_object(PyObject *group, op *o, uint64_t bytes)
         op_release(o);
         return NULL;
     }
-    self->op = o, self->bytes = bytes;
+    self->op = o;
     self->group = Py_NewRef(group);
     return (PyObject *)self;
 }
@@ -199,12 +198,6 @@ static PyObject *op_from(PyObject *self, void *unused)
     return PyLong_FromLong(op_source(((PyOp *)self)->op));
 }
 
-static PyObject *op_nbytes(PyObject *self, void *unused)
-{
-    (void)unused;
-    return PyLong_FromUnsignedLongLong(((PyOp *)self)->bytes);
-}
-
 #define FAST(name, function, doc) {name, (PyCFunction)(void (*)(void))function, METH_FASTCALL, doc}
 
 static PyMethodDef op_methods[] = {
@@ -214,7 +207,6 @@ static PyMethodDef op_methods[] = {
 static PyGetSetDef op_getters[] = {
     {"done", op_done, NULL, "whether it is over, one way or the other", NULL},
     {"source", op_from, NULL, "of a receive that is over: the rank that sent", NULL},
-    {"nbytes", op_nbytes, NULL, "of its result", NULL},
     {0}};
 static PyType_Slot op_slots[] = {{Py_tp_dealloc, op_dealloc},
                                  {Py_tp_methods, op_methods},
@@ -342,32 +334,31 @@ static void group_dealloc(PyObject *self)
     free_self(self);
 }
 
-static bool is_type(const PyGroup *g, uint64_t type, uint64_t how)
+static bool is_type(uint64_t type, uint64_t how)
 {
-    (void)g;
     return is_below(type, TYPES, "type") && is_below(how, HOWS, "op");
 }
 
 #define POINTER(number) ((void *)(uintptr_t)(number))
 
-static PyObject *all_reduce(PyObject *self, PyObject *const *args, Py_ssize_t given)
+static PyObject *reduction(op *(*post)(group *, const void *, void *, uint64_t, int, int),
+                           PyObject *self, PyObject *const *args, Py_ssize_t given)
 {
     uint64_t a[5];
-    PyGroup *g = (PyGroup *)self;
-    if (!are(given, 5) || !read_numbers(args, 5, a) || !is_type(g, a[3], a[4]))
+    group *g = ((PyGroup *)self)->group;
+    if (!are(given, 5) || !read_numbers(args, 5, a) || !is_type(a[3], a[4]))
         return NULL;
-    op *o = post_all_reduce(g->group, POINTER(a[0]), POINTER(a[1]), a[2], (int)a[3], (int)a[4]);
-    return op_object(self, o, a[2] * item_bytes[a[3]]);
+    return op_object(self, post(g, POINTER(a[0]), POINTER(a[1]), a[2], (int)a[3], (int)a[4]));
+}
+
+static PyObject *all_reduce(PyObject *self, PyObject *const *args, Py_ssize_t given)
+{
+    return reduction(post_all_reduce, self, args, given);
 }
 
 static PyObject *reduce_scatter(PyObject *self, PyObject *const *args, Py_ssize_t given)
 {
-    uint64_t a[5];
-    PyGroup *g = (PyGroup *)self;
-    if (!are(given, 5) || !read_numbers(args, 5, a) || !is_type(g, a[3], a[4]))
-        return NULL;
-    op *o = post_reduce_scatter(g->group, POINTER(a[0]), POINTER(a[1]), a[2], (int)a[3], (int)a[4]);
-    return op_object(self, o, a[2] * item_bytes[a[3]]);
+    return reduction(post_reduce_scatter, self, args, given);
 }
 
 static PyObject *all_gather(PyObject *self, PyObject *const *args, Py_ssize_t given)
@@ -376,8 +367,7 @@ static PyObject *all_gather(PyObject *self, PyObject *const *args, Py_ssize_t gi
     PyGroup *g = (PyGroup *)self;
     if (!are(given, 3) || !read_numbers(args, 3, a))
         return NULL;
-    op *o = post_all_gather(g->group, POINTER(a[0]), POINTER(a[1]), a[2]);
-    return op_object(self, o, a[2] * (uint64_t)g->size);
+    return op_object(self, post_all_gather(g->group, POINTER(a[0]), POINTER(a[1]), a[2]));
 }
 
 static PyObject *broadcast(PyObject *self, PyObject *const *args, Py_ssize_t given)
@@ -386,7 +376,7 @@ static PyObject *broadcast(PyObject *self, PyObject *const *args, Py_ssize_t giv
     PyGroup *g = (PyGroup *)self;
     if (!are(given, 3) || !read_numbers(args, 3, a) || !is_below(a[2], (uint64_t)g->size, "rank"))
         return NULL;
-    return op_object(self, post_broadcast(g->group, POINTER(a[0]), a[1], (int)a[2]), a[1]);
+    return op_object(self, post_broadcast(g->group, POINTER(a[0]), a[1], (int)a[2]));
 }
 
 static PyObject *barrier(PyObject *self, PyObject *const *args, Py_ssize_t given)
@@ -394,7 +384,7 @@ static PyObject *barrier(PyObject *self, PyObject *const *args, Py_ssize_t given
     (void)args;
     if (!are(given, 0))
         return NULL;
-    return op_object(self, post_barrier(((PyGroup *)self)->group), 0);
+    return op_object(self, post_barrier(((PyGroup *)self)->group));
 }
 
 static PyObject *send(PyObject *self, PyObject *const *args, Py_ssize_t given)
@@ -403,7 +393,7 @@ static PyObject *send(PyObject *self, PyObject *const *args, Py_ssize_t given)
     PyGroup *g = (PyGroup *)self;
     if (!are(given, 4) || !read_numbers(args, 4, a) || !is_below(a[2], (uint64_t)g->size, "rank"))
         return NULL;
-    return op_object(self, post_send(g->group, POINTER(a[0]), a[1], (int)a[2], a[3]), a[1]);
+    return op_object(self, post_send(g->group, POINTER(a[0]), a[1], (int)a[2], a[3]));
 }
 
 static PyObject *receive(PyObject *self, PyObject *const *args, Py_ssize_t given)
@@ -417,7 +407,7 @@ static PyObject *receive(PyObject *self, PyObject *const *args, Py_ssize_t given
         return NULL;
     if (from != ANY_RANK && !is_below((uint64_t)from, (uint64_t)g->size, "rank"))
         return NULL;
-    return op_object(self, post_receive(g->group, POINTER(a[0]), a[1], (int)from, tag), a[1]);
+    return op_object(self, post_receive(g->group, POINTER(a[0]), a[1], (int)from, tag));
 }
 
 static PyObject *leave(PyObject *self, PyObject *const *args, Py_ssize_t given)
@@ -516,7 +506,7 @@ static PyObject *start(PyObject *self, PyObject *const *args, Py_ssize_t given)
     (void)args;
     if (!are(given, 0))
         return NULL;
-    return op_object(p->group, plan_start(p->plan), 0);
+    return op_object(p->group, plan_start(p->plan));
 }
 
 static PyMethodDef plan_methods[] = {FAST("start", start, "start() -> Op"), {0}};

@@ -38,11 +38,6 @@ op *post_receive(group *g, void *memory, uint64_t bytes, int from, uint64_t tag)
 
 static void end(op *o) { atomic_store_explicit(&o->state, DONE, memory_order_release); }
 
-static bool is_open(const op *o)
-{
-    return atomic_load_explicit(&o->state, memory_order_relaxed) == UNDER_WAY;
-}
-
 /* Bytes go round the end of the ring in two parts. */
 static void write_ring(char *ring, uint64_t at, const char *from, uint64_t bytes)
 {
@@ -92,7 +87,7 @@ static bool advance_send(op *o)
 
 static bool asks_for(const op *o, int from, uint64_t tag)
 {
-    return o->kind == RECEIVE && is_open(o) && !o->begun && o->tag == tag &&
+    return o->kind == RECEIVE && op_state(o) == UNDER_WAY && !o->begun && o->tag == tag &&
            (o->peer == from || o->peer == ANY_RANK);
 }
 
@@ -107,7 +102,7 @@ static op *who_asks_for(group *g, int from, uint64_t tag)
 static bool somebody_asks(group *g, int from)
 {
     for (op *o = g->first; o != NULL; o = o->next)
-        if (o->kind == RECEIVE && is_open(o) && !o->begun &&
+        if (o->kind == RECEIVE && op_state(o) == UNDER_WAY && !o->begun &&
             (o->peer == from || o->peer == ANY_RANK))
             return true;
     return false;
@@ -225,10 +220,10 @@ bool advance_messages(group *g)
 {
     bool moved = g->kept != NULL && hand_out(g);
     for (op *o = g->first; o != NULL; o = o->next) {
-        if (o->kind == SEND && is_open(o)) {
+        if (o->kind == SEND && op_state(o) == UNDER_WAY) {
             bool is_first = true; /* of those to that rank: they go one behind another */
             for (op *p = g->first; p != o && is_first; p = p->next)
-                is_first = !(p->kind == SEND && p->peer == o->peer && is_open(p));
+                is_first = !(p->kind == SEND && p->peer == o->peer && op_state(p) == UNDER_WAY);
             if (is_first)
                 moved |= advance_send(o);
         }

@@ -168,5 +168,3 @@ void add_along_tree(char *target, char *const *leaf, int leaves, const uint8_t *
                 memcpy(also[k] + offset, target + offset, now * item);
     }
 }
-
-void divide(char *values, uint64_t count, int type, int by) { divisions[type](values, count, by); }

@@ -14,7 +14,4 @@ extern const size_t item_bytes[];
 void add_along_tree(char *target, char *const *leaf, int leaves, const uint8_t *merges,
                     uint64_t count, int type, int how, char *const *also, int others);
 
-/* What a mean has left to do. */
-void divide(char *values, uint64_t count, int type, int by);
-
 #endif
