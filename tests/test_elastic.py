@@ -481,11 +481,12 @@ def test_a_bad_request_after_a_step_does_not_remove_the_run(
         plan=SimpleNamespace(job=SimpleNamespace(elastic=elastic)),
         resources=SimpleNamespace(lost=lambda: ""),
         _table=SimpleNamespace(group=Group(group, -1, (0, 1))),
+        _attempt=0,
     )
     ended = Ended({0: Exit(0, 2, 1.0), 1: Exit(1, -9, 2.0)}, frozenset({1}))
     beats = [Beat(rank, 1, step, "compute", 0.0, 0, {}) for rank in range(2)]
-    fault = RankFault(0, 2, 1.0, event)
-    error, rank = Attempts._error(cast(Any, attempts), ended, fault, 0, beats)
+    fault = RankFault(0, ended.exits[0], 1.0, event)
+    error, rank = Attempts._error(cast(Any, attempts), ended, fault, beats)
     assert type(error) is kind and str(error) == str(request) and rank == 0
 
 

@@ -19,8 +19,8 @@ from allranks.cli.display.progress import in_sentences
 from allranks.errors import PlaceError, ProgramError, RequestError
 from allranks.job.config import resolve
 from allranks.job.run_folder import JsonLines, rank_events_path, read_events, read_rows
-from allranks.launcher.attempts import SamePrograms
 from allranks.launcher.processes.fork_server_client import ForkServer
+from allranks.launcher.same_program import SamePrograms
 from allranks.launcher.start import Result, run_job
 from conftest import Train
 from flipping import flip_bit

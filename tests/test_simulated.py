@@ -83,9 +83,9 @@ def test_the_bits_are_those_of_one_rank(
 
 def test_nodes_are_answered_while_the_head_does_something_else(nodes: Cluster) -> None:
     """A first check trains on the head alone, for longer than agents bear its silence."""
-    channels = [node.channel for node in nodes.nodes.living]
+    channels = [node.channel for node in nodes.server.living]
     before = [channel.heard_at for channel in channels]
-    with nodes.nodes.attended():
+    with nodes.server.attended():
         until(
             lambda: all(c.heard_at > at for c, at in zip(channels, before, strict=True)),
             "an answer of every node",
@@ -101,8 +101,8 @@ def test_an_error_of_the_nodes_ends_what_the_head_does_meanwhile(
         asked.set()
         raise PlaceError("the allocation is over")
 
-    monkeypatch.setattr(nodes.nodes, "on_idle", watch)
-    with pytest.raises(PlaceError, match="the allocation is over"), nodes.nodes.attended():
+    monkeypatch.setattr(nodes.server, "on_idle", watch)
+    with pytest.raises(PlaceError, match="the allocation is over"), nodes.server.attended():
         assert asked.wait(60)
 
 

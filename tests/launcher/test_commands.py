@@ -21,12 +21,13 @@ from allranks.job.run_folder import read_events
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.linux import state_of
 from allranks.launcher.scripts.plan import CommandRequest
-from allranks.launcher.scripts.run import CommandResult, CommandWatcher, run_command
+from allranks.launcher.scripts.run import CommandWatcher, run_command
 from allranks.launcher.scripts.supervise import ForwardedSignals
 from allranks.launcher.scripts.topology import parse_roles
+from allranks.launcher.start import Result
 
 PATIENCE_S = 60
-Run = Callable[..., CommandResult]
+Run = Callable[..., Result]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def run(plain_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """`run(script, ranks)`: a script on so many ranks, in a run folder named `run`."""
     monkeypatch.chdir(tmp_path)
 
-    def run(script: str, ranks: int = 2, **request: Any) -> CommandResult:
+    def run(script: str, ranks: int = 2, **request: Any) -> Result:
         watcher, forwarded = request.pop("watcher", None), request.pop("forwarded", None)
         (tmp_path / "script.py").write_text("import os, sys, time\n" + textwrap.dedent(script))
         request.setdefault("command", (sys.executable, "script.py"))

@@ -30,7 +30,7 @@ from allranks.launcher.nodes.facts import (
     differences,
     facts,
 )
-from allranks.launcher.nodes.join import Expected, JoinServer, Ticket, preflight
+from allranks.launcher.nodes.join import JoinServer, Ticket, preflight
 from allranks.launcher.nodes.nodes import Node, Nodes
 
 KEY = "the key of this job"
@@ -63,13 +63,7 @@ class Comer(threading.Thread):
 
 def gather(listener: socket.socket, nodes: int, seconds: float = 20.0, words: Any = ()) -> Any:
     names = tuple(f"node {number}" for number in range(nodes))
-    return JoinServer(Expected(names, KEY, words, seconds), listener).wait_for_all()
-
-
-@pytest.fixture(autouse=True)
-def no_signals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread can hold no signals; the agent of a command does it in the main thread."""
-    monkeypatch.setattr("allranks.launcher.nodes.agent.signal.signal", lambda number, handler: None)
+    return JoinServer(names, KEY, listener, words, seconds).wait_for_all()
 
 
 def test_all_come_in_order_of_their_numbers(listener: socket.socket) -> None:
@@ -105,7 +99,7 @@ def test_a_node_of_another_version_is_turned_away_by_name(listener: socket.socke
         thread = threading.Thread(target=lambda: authenticate(other, KEY.encode()))
         thread.start()
         names = ("node 0",)
-        server = JoinServer(Expected(names, KEY, (), 5.0), listener)
+        server = JoinServer(names, KEY, listener, join_timeout_s=5.0)
         sender = threading.Timer(1.0, lambda: other.send({"joins": 0, "facts": {"host": "old"}}))
         sender.start()
         with pytest.raises(PlaceError, match="turned away: a node: it runs another version"):

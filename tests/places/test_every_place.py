@@ -142,7 +142,7 @@ def test_it_starts_an_agent_on_every_node(path: str, request_for: Any) -> None:
             stack.enter_context(_second_node(request))
         cluster = stack.enter_context(gathered(request))
         assert cluster.counts == {0: 2, 1: 2}
-        cluster.nodes.check_all()
+        cluster.server.check_all()
         assert cluster.lost() == ""
         assert (cluster.break_node is not None) == place.has_links
 

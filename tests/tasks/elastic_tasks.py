@@ -38,7 +38,7 @@ class NotePid(Callback):
 
     def on_start(self, trainer: Any) -> None:
         self.trainers = WeakSet[Any]()
-        path = trainer.saving.saved.sources[0].parent / f"pids-{os.environ['RANK']}.jsonl"
+        path = trainer.saving.sources[0].parent / f"pids-{os.environ['RANK']}.jsonl"
         self.file = JsonLines(path)
 
     def on_step(self, trainer: Any, batch: Any, result: Any) -> None:

@@ -16,7 +16,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from allranks.checkpoint.files import fsync_folder
+from allranks.checkpoint.files import fsync_folder, write_whole
 from allranks.checkpoint.folder import verify_files
 from allranks.checkpoint.format import (
     COMPLEX,
@@ -108,19 +108,10 @@ def model_name(path: str, below: str = MODEL) -> str:
 
 
 def _write(target: Path, layout: FileLayout, tensors: Iterator[bytes | bytearray]) -> None:
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        with open(temporary, "wb") as file:
-            file.write(layout.header)
-            for tensor in tensors:
-                file.write(tensor)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(target)
+        write_whole(target, itertools.chain([layout.header], tensors))
     except OSError as error:
         raise refused(target, str(error), "it cannot be written there") from None
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def put_in_place(temporary: Path, target: Path) -> None:

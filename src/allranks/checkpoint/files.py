@@ -5,20 +5,26 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 
-def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
-    """Write a file atomically: to a temporary name in its folder, fsync, rename."""
+def write_whole(
+    path: Path, content: bytes | Iterable[bytes | bytearray], mode: int = 0o666
+) -> None:
+    """Write a file atomically: to a temporary name in its folder, fsync, rename.
+
+    The content may come in parts; the file is there whole, or not at all.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
-            file.write(content)
+            file.writelines([content] if isinstance(content, bytes) else content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError:  # the disk is full
+    except BaseException:  # the disk is full
         temporary.unlink(missing_ok=True)
         raise
 

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from allranks.checkpoint.files import as_json, write_whole
 from allranks.cli.display.progress import DUMB_TERMINALS, say
-from allranks.cli.options import Verb
+from allranks.cli.options import Verb, typed_options
 from allranks.cli.run import request_from
 from allranks.cli.train import resolved_words
 from allranks.errors import Interrupted, ProgramError, RequestError, printable
@@ -137,7 +137,7 @@ def bench(
     a script that runs unchanged, whose own steps are timed.
     """
     is_script = ctx.meta.get(SCRIPT)
-    check_options(_typed_options(ctx) if is_script else ())
+    check_options(typed_options(ctx) if is_script else ())
     planned = _plan_of_script((program, *words), more) if is_script else None
     plan, jobs, refused = (planned, {}, {}) if planned else _plan(program, words, more)
     runs = sum(c not in refused for c in plan.combinations) * plan.repeats
@@ -245,12 +245,6 @@ def _plan_of_script(words: tuple[str, ...], more: dict[str, Any]) -> BenchPlan:
         peer_limit_s=more["peer_limit"],
         command=request.command,
     )
-
-
-def _typed_options(ctx: click.Context) -> list[str]:
-    """The names of the options that were typed."""
-    typed = click.core.ParameterSource.COMMANDLINE
-    return [name for name in ctx.params if ctx.get_parameter_source(name) == typed]
 
 
 def _refuse_script(program: str) -> None:

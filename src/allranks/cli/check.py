@@ -38,12 +38,7 @@ from allranks.launcher.places import NodeRequest
 from allranks.launcher.scripts.plan import CommandRequest, redacted_words
 from allranks.launcher.scripts.run import CommandWatcher, run_dir_of, run_side_by_side
 from allranks.launcher.scripts.torchrun import TorchrunFlags
-from allranks.tools.check.against_single import (
-    DEEP_STEPS,
-    STEPS,
-    of_first_steps,
-    options_left_out,
-)
+from allranks.tools.check.against_single import DEEP_STEPS, STEPS, of_first_steps, options_left_out
 from allranks.tools.check.check import checked_in_scratch
 from allranks.tools.report.records import CHECK_RECORD
 from allranks.tools.script_check.rules.against import (

@@ -27,13 +27,7 @@ from allranks.tools.doctor.cleaning import Cleaned, Leftover, clean
 from allranks.tools.doctor.doctor import diagnose
 from allranks.tools.doctor.folder import WORKS
 from allranks.tools.doctor.probes import METHOD, Cells, Matrix
-from allranks.tools.doctor.rules import (
-    STOP,
-    UNKNOWN,
-    WARNING,
-    Diagnosis,
-    NodeReport,
-)
+from allranks.tools.doctor.rules import STOP, UNKNOWN, WARNING, Diagnosis, NodeReport
 
 GPUS = "allranks.tools.doctor.gpus:examine"  # it needs numpy
 RUNS = "runs"

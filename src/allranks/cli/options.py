@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence, Set
+from functools import partial
 from typing import Any
 
 import click
@@ -165,21 +166,6 @@ SAFETY_OPTIONS: Options = (
 )
 
 
-def job_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that decide the result to a command."""
-    return with_options(SHARED_OPTIONS, command)
-
-
-def rendezvous_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that say how several nodes come together to a command."""
-    return with_options((*NODE_OPTIONS, *RENDEZVOUS), command)
-
-
-def network_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The same for a command that has its own words for the numbers of nodes and ranks."""
-    return with_options(RENDEZVOUS, command)
-
-
 def rendezvous_from(flags: dict[str, Any]) -> tuple[Rendezvous, dict[str, Any]]:
     """The rendezvous of the nodes, and the fields of the job that follow; pops both from `flags`.
 
@@ -232,18 +218,29 @@ def words_of(flags: dict[str, Any], *more: str) -> tuple[str, ...]:
     return (*more, *(f"{name}={value}" for name, value in values.items()))
 
 
-def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that describe a training, wherever it runs, to a command."""
-    return with_options(
-        (*TRAINING_OPTIONS, *SHARED_OPTIONS, *EVALUATION_OPTIONS, *SAFETY_OPTIONS), command
-    )
-
-
 def with_options(options: Options, command: Callable[..., Any]) -> Callable[..., Any]:
     """The command with these options, in their order."""
     for option in reversed(options):
         command = option(command)
     return command
+
+
+job_options = partial(with_options, SHARED_OPTIONS)
+"""Adds the options that decide the result to a command."""
+rendezvous_options = partial(with_options, (*NODE_OPTIONS, *RENDEZVOUS))
+"""Adds the options that say how several nodes come together to a command."""
+network_options = partial(with_options, RENDEZVOUS)
+"""The same for a command that has its own words for the numbers of nodes and ranks."""
+training_options = partial(
+    with_options, (*TRAINING_OPTIONS, *SHARED_OPTIONS, *EVALUATION_OPTIONS, *SAFETY_OPTIONS)
+)
+"""Adds the options that describe a training, wherever it runs, to a command."""
+
+
+def typed_options(context: click.Context) -> list[str]:
+    """The names of the options that were typed."""
+    typed = click.core.ParameterSource.COMMANDLINE
+    return [name for name in context.params if context.get_parameter_source(name) == typed]
 
 
 def resolved_from(program: str | None, flags: dict[str, Any]) -> Resolved:

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import click
 
 from allranks.checkpoint.files import as_json
+from allranks.cli.display.following import FollowedFile
 from allranks.cli.display.progress import say
 from allranks.cli.options import (
     DURATION,
@@ -49,7 +50,6 @@ from allranks.launcher.scripts.plan import (
     redacted_words,
 )
 from allranks.launcher.scripts.run import (
-    CommandResult,
     CommandWatcher,
     name_of,
     run_command,
@@ -64,7 +64,7 @@ from allranks.launcher.scripts.topology import (
     parse_roles,
 )
 from allranks.launcher.scripts.torchrun import FLAGS, TorchrunFlags, processes_from, understand
-from allranks.launcher.start import new_run_dir
+from allranks.launcher.start import Result, new_run_dir
 from allranks.launcher.world import Visible
 
 GRACE_S = 30.0
@@ -191,7 +191,7 @@ def run(words: tuple[str, ...], dry_run: bool, as_object: bool, **flags: Any) ->
         say(f"run folder {result.run_dir}")
 
 
-def _run(request: CommandRequest, wanted: NodeRequest, watcher: CommandWatcher) -> CommandResult:
+def _run(request: CommandRequest, wanted: NodeRequest, watcher: CommandWatcher) -> Result:
     """Run on this machine, or on nodes that join for it."""
     if not isinstance(find_place(wanted.place, wanted.rendezvous), AgentPlace):
         return run_command(request, watcher=watcher)
@@ -410,7 +410,8 @@ class RankOutput:
     def __init__(self, shown: str) -> None:
         """`shown` are local ranks: "0,2", "all" or "none"."""
         self._shown = shown
-        self._tails: dict[str, _LogTail] = {}
+        self._tails: dict[str, FollowedFile] = {}
+        self._are_over = False
         self._lock = threading.RLock()  # two commands may run side by side
         self._with_rank = False
         self._rest = b""
@@ -421,7 +422,8 @@ class RankOutput:
         wanted = {int(part) for part in self._shown.split(",") if part.isdigit()}
         for member in plan.topology.members:
             if self._shown == "all" or member.local_rank in wanted:
-                log = _LogTail(rank_log_path(run_dir, member.rank))
+                path = rank_log_path(run_dir, member.rank)
+                log = FollowedFile(path, most_bytes=MOST_AT_ONCE)
                 self._tails.setdefault(f"{side}rank {member.rank}", log)
         self._with_rank = bool(side) or len(self._tails) > 1
 
@@ -437,18 +439,17 @@ class RankOutput:
         """Take what is new from the logs; whether there was any."""
         before = len(self._rest)
         for name, tail in list(self._tails.items()):
-            self._add(name, tail.lines())
+            self._add(name, tail.text(self._are_over))
         return len(self._rest) > before
 
     def close(self) -> str:
         """No rank is left: show the rest. Returns what to tell if the reader did not take it."""
-        for tail in self._tails.values():
-            tail.is_over = True
+        self._are_over = True
         deadline = time.monotonic() + PATIENCE_S
         while self._is_open and time.monotonic() < deadline:
-            before = self._rest, [tail.position for tail in self._tails.values()]
+            before = self._rest, [tail.place for tail in self._tails.values()]
             self.tick()
-            if before != (self._rest, [tail.position for tail in self._tails.values()]):
+            if before != (self._rest, [tail.place for tail in self._tails.values()]):
                 deadline = time.monotonic() + PATIENCE_S
             elif not self._rest:
                 return ""
@@ -456,12 +457,13 @@ class RankOutput:
                 select.select([], [sys.stdout], [], 0.1)
         return "" if not self._is_open else "nobody read all of the output: it stands in the logs"
 
-    def _add(self, name: str, lines: list[str]) -> None:
-        if not self._is_open:
+    def _add(self, name: str, output: str) -> None:
+        if not self._is_open or not output:
             return
         prefix = f"[{name}] " if self._with_rank else ""
         encoding = sys.stdout.encoding or "utf-8"
-        text = "".join(f"{prefix}{line}\n" for line in lines)
+        lines = output.removesuffix("\n").split("\n")
+        text = "".join(f"{prefix}{_cleaned(line)}\n" for line in lines)
         self._rest += text.encode(encoding, errors="replace")
 
     def _write(self) -> bool:
@@ -477,31 +479,6 @@ class RankOutput:
         except (OSError, ValueError):  # nobody reads any more: the job goes on
             self._is_open, self._rest = False, b""
         return True
-
-
-class _LogTail:
-    """The whole lines of a log that are new."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.position = 0
-        self.is_over = False
-        with suppress(OSError):  # a run folder that is resumed
-            self.position = path.stat().st_size
-
-    def lines(self) -> list[str]:
-        try:
-            with open(self._path, "rb") as file:
-                file.seek(self.position)
-                read = file.read(MOST_AT_ONCE)
-        except OSError:
-            return []
-        end = read.rfind(b"\n") + 1
-        if not end and (len(read) == MOST_AT_ONCE or self.is_over):
-            end = len(read)  # a line without an end
-        self.position += end
-        text = read[:end].decode(errors="replace").removesuffix("\n")
-        return [_cleaned(line) for line in text.split("\n")] if end else []
 
 
 def _cleaned(line: str) -> str:

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from allranks.catalog import PROGRAMS, VERBS, load
 from allranks.checkpoint.files import as_json
 from allranks.cli.display.progress import say
-from allranks.cli.options import Parsed, Verb, resolved_from
+from allranks.cli.options import Parsed, Verb, resolved_from, typed_options
 from allranks.errors import PlaceError, RequestError, nearest, printable
 from allranks.job.config import Resolved
 from allranks.job.job import Job, read_job_file
@@ -260,11 +259,7 @@ def read_words(words: tuple[str, ...]) -> Submitted:
     verb = words[0]
     command: click.Command = load(VERBS[verb][0])
     context = command.make_context(verb, list(words[1:]))
-    options = frozenset(
-        name
-        for name in context.params
-        if context.get_parameter_source(name) == ParameterSource.COMMANDLINE
-    )
+    options = frozenset(typed_options(context))
     parameters = dict(context.params)
     _refuse(options, verb)
     program = parameters.get("program") if verb == "train" else _script(parameters.get("words", ()))
@@ -393,7 +388,8 @@ def complete(
     added = ["--place", PLACE]
     values = {"nodes": str(nodes), "ranks": str(ranks)}
     for name, value in values.items():
-        if name not in submitted.options and not (name == "ranks" and _says_per_node(submitted)):
+        says_ranks = name == "ranks" and "ranks_per_node" in submitted.options
+        if name not in submitted.options and not says_ranks:
             added += [f"--{name}", value]
     if "run_dir" not in submitted.options:
         added += ["--run-dir", run_dir]
@@ -408,10 +404,6 @@ def complete(
     # behind the COMMAND of `run` they would be its own
     words = [verb, *added, *tail] if verb == "run" else [verb, *tail, *added]
     return ("allranks", *words)
-
-
-def _says_per_node(submitted: Submitted) -> bool:
-    return "ranks_per_node" in submitted.options
 
 
 def check_job(submitted: Submitted, *, nodes: int, ranks: int, run_dir: str) -> Resolved | None:

@@ -16,7 +16,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_type_hints
 
 from allranks.errors import RequestError, nearest
 from allranks.job.job import read_value
@@ -96,8 +96,7 @@ def _parse_one(word: str) -> Fault:
     if action not in ACTIONS and action not in NODE_FAULTS:
         raise _unknown(asked, "action", action, (*ACTIONS, *NODE_FAULTS))
     values: dict[str, Any] = {}
-    kinds = {"rank": int, "step": int, "at": str, "attempt": int, "seconds": float, "code": int}
-    kinds |= {"node": int, "link": str, "per_sample": float, "since": int, "of": str}
+    kinds = {name: kind for name, kind in get_type_hints(Fault).items() if name != "action"}
     for pair in filter(None, tail.split(",")):
         name, _, value = pair.partition("=")
         if name not in kinds:
@@ -169,7 +168,7 @@ class Faults:
         ]
 
 
-# Functions rather than lambdas: the stack of a rank that stands still shows their names.
+# Functions, where the stack of a rank that stands still or ends by it shows their names.
 
 
 def _fail(fault: Fault, faults: Faults) -> NoReturn:
@@ -185,20 +184,8 @@ def _stop(fault: Fault, faults: Faults) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _kill(fault: Fault, faults: Faults) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def _slow(fault: Fault, faults: Faults) -> None:
     time.sleep(fault.seconds + fault.per_sample * faults.samples)
-
-
-def _exit(fault: Fault, faults: Faults) -> NoReturn:
-    os._exit(fault.code)
-
-
-def _abort(fault: Fault, faults: Faults) -> NoReturn:
-    os.abort()
 
 
 def _disk_full(fault: Fault, faults: Faults) -> NoReturn:
@@ -209,10 +196,6 @@ def _out_of_memory(fault: Fault, faults: Faults) -> NoReturn:
     raise MemoryError(f"{fault.action} on rank {fault.rank} at {fault.at}, as asked")
 
 
-def _corrupt(fault: Fault, faults: Faults) -> None:
-    faults.corrupt()
-
-
 def _flip(fault: Fault, faults: Faults) -> None:
     if fault.of == "sample":
         faults.wrong_samples = True
@@ -220,28 +203,20 @@ def _flip(fault: Fault, faults: Faults) -> None:
         faults.flip(fault.of)
 
 
-def _leave_out(fault: Fault, faults: Faults) -> None:
-    faults.leave_out()
-
-
-def _poison(fault: Fault, faults: Faults) -> None:
-    faults.poison()
-
-
 ACTIONS: dict[str, Callable[[Fault, Faults], None]] = {
     "fail": _fail,
     "hang": _hang,
     "stop": _stop,
-    "kill": _kill,
+    "kill": lambda fault, faults: os.kill(os.getpid(), signal.SIGKILL),
     "slow": _slow,
-    "exit": _exit,
-    "abort": _abort,
+    "exit": lambda fault, faults: os._exit(fault.code),
+    "abort": lambda fault, faults: os.abort(),
     "disk-full": _disk_full,
     "out-of-memory": _out_of_memory,
-    "corrupt": _corrupt,
+    "corrupt": lambda fault, faults: faults.corrupt(),
     "flip": _flip,
-    "skip-collective": _leave_out,
-    "nan": _poison,
+    "skip-collective": lambda fault, faults: faults.leave_out(),
+    "nan": lambda fault, faults: faults.poison(),
 }
 FLIPPED = {
     "weight": "the largest value of the first weight",

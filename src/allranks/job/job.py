@@ -303,7 +303,8 @@ def read_value(name: str, value: Any, annotation: Any, request: str = "") -> Any
 
     `none` is none wherever the annotation allows it, before it is text.
     """
-    members = typing.get_args(annotation) if _is_union(annotation) else (annotation,)
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    members = typing.get_args(annotation) if is_union else (annotation,)
     for member in sorted(members, key=lambda member: member is not type(None)):
         converted = _convert(value, member)
         if converted is not _NO:
@@ -318,10 +319,6 @@ def read_value(name: str, value: Any, annotation: Any, request: str = "") -> Any
 
 
 _NO = object()
-
-
-def _is_union(annotation: Any) -> bool:
-    return typing.get_origin(annotation) in (typing.Union, types.UnionType)
 
 
 def _convert(value: Any, kind: Any) -> Any:
@@ -425,10 +422,8 @@ def job_values(data: dict[str, Any], path: str) -> tuple[dict[str, Any], dict[st
             why=f"this version reads schema {SCHEMA}, with the task's fields in a table [task]",
             do="start from the job.toml of a run folder",
         )
-    hints = {f.name: f.type for f in dataclasses.fields(Job)}
-    kinds: dict[str, Any] = {"str": str, "int": int, "bool": bool, "int | None": int | None}
-    kinds |= {"float": float, "float | None": float | None}
-    known = {name: kinds[str(kind)] for name, kind in hints.items() if name not in NOT_SETTABLE}
+    hints = typing.get_type_hints(Job)
+    known = {name: kind for name, kind in hints.items() if name not in NOT_SETTABLE}
     for name, value in data.items():
         if name not in known:
             raise RequestError(

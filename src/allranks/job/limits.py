@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Sequence
 from difflib import get_close_matches
 
 from allranks.catalog import ENGINES, PLACE_CHECK, TORCH, load
@@ -98,19 +99,13 @@ def checked(job: Job) -> Job:
 
 def _check_names(job: Job) -> None:
     """Check every value that is one of a few names."""
-    names = ("precision", "on_bad_step", "witness")
-    pairs = [(name, getattr(job, name)) for name in names]
-    known = {
-        "precision": PRECISIONS,
-        "on_bad_step": BAD_STEPS,
-        "witness": WITNESS,
-        "audit": AUDITS,
-        "log": LOGS,
-    }
-    pairs += [("log", name) for name in logs_of(job)]
-    pairs += [("audit", job.audit)] if job.audit else []
-    for name, value in pairs:
-        _check_name(name, value, known[name])
+    known = {"precision": PRECISIONS, "on_bad_step": BAD_STEPS, "witness": WITNESS}
+    for name, words in known.items():
+        _check_name(name, getattr(job, name), words)
+    for log in logs_of(job):
+        _check_name("log", log, LOGS)
+    if job.audit:
+        _check_name("audit", job.audit, AUDITS)
     if job.first_check not in ("auto", "off") and not _is_count(job.first_check):
         raise RequestError(
             asked=f"--first-check {job.first_check}",
@@ -322,6 +317,13 @@ def _check_roles(job: Job, process_set: ProcessSet) -> None:
             raise RequestError(asked=asked, found=str(process_set), why=why, do=do)
 
 
+def _refuse_first(request: str, refused: Sequence[tuple[bool, str, str, str]]) -> None:
+    """Raise `RequestError` for the first that applies of these: (applies, state, why, do)."""
+    for applies, state, why, do in refused:
+        if applies:
+            raise RequestError(asked=request, found=state, why=why, do=do)
+
+
 MOST_ELASTIC = 1000
 """The most ranks that `--elastic` may name."""
 
@@ -407,9 +409,7 @@ def _check_elastic(job: Job, spec: StrategySpec) -> None:
             "--device cpu, or --max-restarts 3",
         ),
     ]
-    for is_asked, option, why, do in refused:
-        if is_asked:
-            raise RequestError(asked=f"--elastic {job.elastic}", found=option, why=why, do=do)
+    _refuse_first(f"--elastic {job.elastic}", refused)
 
 
 def _check_spare_state(job: Job, spec: StrategySpec) -> None:
@@ -436,9 +436,7 @@ def _check_spare_state(job: Job, spec: StrategySpec) -> None:
             "--ranks 2 or more, or leave it out",
         ),
     ]
-    for is_asked, option, why, do in refused:
-        if is_asked:
-            raise RequestError(asked="--spare-state", found=option, why=why, do=do)
+    _refuse_first("--spare-state", refused)
 
 
 def _check_course(job: Job) -> None:

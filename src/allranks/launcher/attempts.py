@@ -32,9 +32,8 @@ from allranks.errors import (
     stopped_by,
 )
 from allranks.job.limits import elastic_range
-from allranks.job.program import MODULES, PROGRAM, by_name, file_sha256
 from allranks.job.resume import CHECKPOINTS, checkpoint_folders, how_to_resume, resume_command
-from allranks.job.run_folder import JsonLines, RunFolder, rank_events_path, rank_log_path, read_rows
+from allranks.job.run_folder import RunFolder, rank_log_path
 from allranks.job.scaling import Bounds
 from allranks.launcher.fault_report import (
     RankFault,
@@ -43,6 +42,7 @@ from allranks.launcher.fault_report import (
     events_of,
     first_fault,
     hang_report,
+    last_failure,
     last_words,
     rank_to_blame,
     skipped_collective,
@@ -53,27 +53,19 @@ from allranks.launcher.plan import STORE, LaunchPlan, RankPlan, Resources
 from allranks.launcher.processes.fork_server import HEARTBEAT_FD, LISTENER_FD, SEGMENT_FD
 from allranks.launcher.processes.linux import Kills
 from allranks.launcher.processes.process import Exit, Process
+from allranks.launcher.same_program import SamePrograms
 from allranks.launcher.scaling import Scaling
-from allranks.launcher.supervisor import (
-    COMMIT_S,
-    NEVER,
-    Ended,
-    Signals,
-    WatchPolicy,
-    supervise,
-)
-from allranks.strategies.roles import LEADER
-
-# --- rejoining -----------------------------------------------------------------------------------
-# Processes that are restarted while the others go on: learners that rejoin, or a leader that loads
-# its checkpoint while the others wait.
-#
-# The strategy's card says which roles rejoin. A process whose error would repeat does not.
+from allranks.launcher.supervisor import COMMIT_S, NEVER, Ended, Signals, WatchPolicy, supervise
+from allranks.strategies.roles import LEADER, Role
 
 
 @dataclass
 class Rejoining:
-    """How often each process of an attempt was restarted."""
+    """How often processes were restarted while the others went on, as their roles allow.
+
+    They are learners that rejoin, or a leader that loads its checkpoint while the others wait. A
+    process whose error would repeat is not restarted.
+    """
 
     faults: int = 0
     """Of processes that resume: failures that were not caused by a peer."""
@@ -82,149 +74,32 @@ class Rejoining:
     times: Counter[int] = field(default_factory=Counter)
     has_begun: bool = False
     """Whether the leader was restarted: its heartbeat starts from zero, the training does not."""
-    plan: LaunchPlan | None = None
-    make: Callable[..., Process] | None = None
 
     @property
     def resumed(self) -> int:
         """The number of faults: a process that fails because of another is not a second fault."""
         return max(self.faults, self.victims)
 
-    def begin(self, plan: LaunchPlan, make: Callable[..., Process]) -> None:
-        """Start an attempt: `make(rank_plan, again=n)` is the process of the `n`-th restart."""
-        self.plan, self.make, self.has_begun = plan, make, False
+    def begin(self) -> None:
+        """Start another attempt."""
+        self.has_begun = False
         self.times.clear()
 
-    def again(self, run_dir: Path, attempt: int, rank: int, exit_: Exit) -> Process | None:
-        """The process that replaces a failed one, or `None`."""
-        assert self.plan is not None and self.make is not None
-        members = self.plan.process_set.members
-        if rank >= len(members):  # it has joined an elastic job
-            return None
-        role = members[rank].role
-        failure = self.failure(run_dir, rank, attempt)
+    def counts(self, rank: int, role: Role, failure: dict[str, Any], max_restarts: int) -> bool:
+        """Whether a process is restarted after this `failure`; counts it then."""
         is_victim = bool(failure.get("peer_lost"))
         if role.resumes:
-            most = self.plan.job.max_restarts - (self.victims if is_victim else self.faults)
+            most = max_restarts - (self.victims if is_victim else self.faults)
         else:
             most = role.rejoins - self.times[rank]
         if most <= 0 or not failure.get("passing", True):
-            return None
+            return False
         self.times[rank] += 1
         if role.resumes:
             self.has_begun = True
             self.victims += is_victim
             self.faults += not is_victim
-        planned: RankPlan = self.plan.ranks[rank]
-        return self.make(planned, again=self.times[rank])
-
-    def may_pass(self, run_dir: Path, rank: int, attempt: int) -> bool:
-        """Whether a restart may help, by the process's own `failed` event."""
-        return bool(self.failure(run_dir, rank, attempt).get("passing", True))
-
-    def failure(self, run_dir: Path, rank: int, attempt: int) -> dict[str, Any]:
-        """Its last `failed` event; empty if it wrote none."""
-        rows = [row for row in events_of(run_dir, rank, attempt) if row["event"] == "failed"]
-        return rows[-1] if rows else {}
-
-
-# --- same program --------------------------------------------------------------------------------
-# Whether all ranks have loaded the same program, and the same as in the attempt before.
-#
-# Every rank writes into its first event the user's files that it loaded, with their digests. Ranks
-# with different files would train different programs without any error: the job ends, and names
-# the file. A program that was edited between two attempts is recorded as `program_changed`.
-
-
-COMPARE_EVERY_S = 0.5
-PATIENCE_S = 60.0
-SHOWN = 12  # letters of a digest
-
-
-@dataclass
-class SamePrograms:
-    """Compares the program files of all ranks, attempt by attempt."""
-
-    run_dir: Path
-    events: JsonLines
-    _of_rank: dict[int, dict[str, object]] = field(default_factory=dict)
-    _before: dict[str, object] = field(default_factory=dict)
-    _looked_at: float = 0.0
-    _first_at: float = 0.0
-
-    def begin(self) -> None:
-        """Start another attempt."""
-        self._before = next(iter(self._of_rank.values()), self._before)
-        self._of_rank, self._looked_at = {}, 0.0
-
-    def look(self, attempt: int, hosts: Sequence[str], at_once: bool = False) -> None:
-        """Read the new `ready` events of ranks; raises `PlaceError` where files differ."""
-        now = time.monotonic()
-        all_have = len(self._of_rank) == len(hosts)
-        too_late = self._of_rank and now - self._first_at > PATIENCE_S  # some ranks never write it
-        if not at_once and (all_have or too_late or now - self._looked_at < COMPARE_EVERY_S):
-            return
-        self._looked_at = now
-        for rank in range(len(hosts)):
-            if rank in self._of_rank:
-                continue
-            for row in read_rows(rank_events_path(self.run_dir, rank)):
-                is_now = row["event"] == "ready" and row.get("attempt", 0) == attempt
-                if is_now and "machine" in row:  # parameter servers do not write it
-                    self._compare(rank, _files(row["machine"]), hosts)
-
-    def edited(self, program: str) -> str:
-        """The file of the program, if it is no longer as the ranks have loaded it; else ""."""
-        for files in self._of_rank.values():
-            return "" if files.get(PROGRAM) == file_sha256(program) else program
-        return ""
-
-    def differs(self, ready: dict[str, Any]) -> str:
-        """A file that a new rank has loaded otherwise than the others; "" if there is none."""
-        first = next(iter(self._of_rank.values()), {})
-        return next(iter(_unequal(first, _files(ready["machine"]))), "")
-
-    def _compare(self, rank: int, files: dict[str, object], hosts: Sequence[str]) -> None:
-        first = next(iter(self._of_rank), rank)
-        if first == rank:
-            self._of_rank[rank], self._first_at = files, self._looked_at
-            self._record_changes(files)
-        unequal = _unequal(self._of_rank[first], files)
-        if unequal:
-            lines = []
-            for name, values in unequal.items():
-                pairs = sorted(zip((first, rank), values, strict=True), key=lambda pair: pair[0])
-                versions = [f"rank {r}{_on(hosts[r])} has {_shown(digest)}" for r, digest in pairs]
-                lines.append(f"  {name}: {', '.join(versions)}")
-            raise PlaceError(
-                "the ranks have not loaded the same program, and would not compute the same:\n"
-                + "\n".join(lines)
-                + "\nput the same files on every node, and edit none while a job starts"
-            )
-        self._of_rank[rank] = files  # only if equal, so that the check at the end raises too
-
-    def _record_changes(self, files: dict[str, object]) -> None:
-        changed = _unequal(self._before, files) if self._before else {}
-        if changed:
-            self.events.event("program_changed", differs={n: list(v) for n, v in changed.items()})
-
-
-def _files(machine: dict[str, object]) -> dict[str, object]:
-    return by_name({name: machine.get(name) for name in (PROGRAM, MODULES)})
-
-
-def _unequal(was: dict[str, object], now: dict[str, object]) -> dict[str, tuple[object, object]]:
-    """Name -> (was, now) of files in both that differ; a rank may import some files later."""
-    both = [name for name in was if name in now]
-    return {name: (was[name], now[name]) for name in both if was[name] != now[name]}
-
-
-def _on(host: str) -> str:
-    return f" on {host}" if host else ""
-
-
-def _shown(digest: object) -> str:
-    return str(digest)[:SHOWN] if digest else "none"
+        return True
 
 
 NO_SMALLER = """--micro-batch auto has no smaller size to try: it ends at one sample, and with
@@ -250,6 +125,7 @@ class Attempts:
     def __post_init__(self) -> None:
         self._programs = SamePrograms(self.folder.path, self.folder.events)
         self._rejoining = Rejoining()
+        self._scaling: Scaling | None = None
         self._trials = 0
         self._secret = secrets.token_hex(32)
 
@@ -263,8 +139,9 @@ class Attempts:
 
         The error's message says how to resume from the last checkpoint, if there is one.
         """
+        self._target = target
         try:
-            return self._run(target)
+            return self._run()
         except (ProgramError, PlaceError) as error:
             if not (again := how_to_resume(self.folder.path)):
                 raise
@@ -272,69 +149,81 @@ class Attempts:
                 raise PlaceError(f"{error}\n{again}") from None
             raise error.with_more(again) from None
 
-    def _run(self, target: str) -> dict[str, Any]:
-        restarts, first = self.plan.job.max_restarts, self.first
+    def _run(self) -> dict[str, Any]:
         before: RankFault | None = None
         report = ""
-        for attempt in itertools.count(first):
-            self._plan_again(attempt)
+        for attempt in itertools.count(self.first):
+            self._attempt = attempt
+            self._plan_again()
             if report:
-                self._reserve_room_again(attempt, report)
+                self._reserve_room_again(report)
             self._programs.begin()
-            with closing(self._heartbeats()) as heartbeats:
+            with closing(self._heartbeats()) as self._table:
                 kills = Kills.now()
-                ended = self._try(target, attempt, heartbeats)
-                self._look_at_programs(attempt, at_once=True)
-                beats = heartbeats.read_members()
-            memory = Kills.now().since(kills)
-            fault = first_fault(ended, self.folder.path, attempt, memory, beats, must_say_so=True)
+                ended = self._try()
+                self._look_at_programs(at_once=True)
+                beats = self._table.read_members()
+            memory, path = Kills.now().since(kills), self.folder.path
+            fault = first_fault(ended, path, self._attempt, memory, beats, must_say_so=True)
             exits = {rank: exit_.code for rank, exit_ in sorted(ended.exits.items())}
-            summary = self._summary(attempt)
+            summary = self._summary()
             if summary is not None and (fault is None or ended.hang is not None):  # hung at the end
-                self.folder.events.event("done", exits=exits, attempt=attempt)
-                return {**summary, "restarts": attempt - first, **self._not_kept(summary)}
+                self._record("done", exits=exits)
+                restarts = self._attempt - self.first
+                return {**summary, "restarts": restarts, **self._not_kept(summary)}
             if ended.reason:
                 report_of_fault = ""
                 if ended.hang is not None or (fault is not None and not fault.is_victim):
-                    report_of_fault = f"\n{self._error(ended, fault, attempt, beats)[0]}"
-                raise self._stopped(ended, attempt, exits, report_of_fault)
-            error, first_rank = self._error(ended, fault, attempt, beats)
-            counted = attempt - first - self._trials + self._rejoining.resumed
-            last = counted >= restarts or not error.passing
-            again = fault is not None and fault.repeats(before)
-            if again and not last:
+                    report_of_fault = f"\n{self._error(ended, fault, beats)[0]}"
+                raise self._stopped(ended, exits, report_of_fault)
+            error, first_rank = self._error(ended, fault, beats)
+            last, repeats = self._is_last(error), fault is not None and fault.repeats(before)
+            if repeats and not last:
                 error = ProgramError(f"{error}\n{SAME_FAULT_TWICE}", fault_kind=error.fault_kind)
-            reached = max(beat.step for beat in beats)
-            smaller = self._smaller(fault, attempt)
+            smaller = self._smaller(fault)
             if smaller is None and self._tries_micro_batches(fault) and last:
                 error = error.with_more(NO_SMALLER)
             values = {"first_rank": first_rank, **_error_fields(error), "exits": exits}
             if smaller is not None:
                 self._change_micro_batch(smaller)
-                before, report = None, str(error)
-                self._record_restart({**values, "micro_batch": smaller}, attempt, reached)
-                continue
-            if last or again or (fault is not None and not fault.is_passing):
-                self.folder.events.event("failed", **values, attempt=attempt)
+                fault, values = None, {**values, "micro_batch": smaller}
+            elif last or repeats or (fault is not None and not fault.is_passing):
+                self._record("failed", **values)
                 raise error
             before, report = fault, str(error)
-            self._record_restart(values, attempt, reached)
+            self._record_restart(values, max(beat.step for beat in beats))
         raise AssertionError("the last attempt returns or raises")
+
+    def _is_last(self, error: AllranksError) -> bool:
+        """Whether no attempt follows one that ended by this error."""
+        counted = self._attempt - self.first - self._trials + self._rejoining.resumed
+        return counted >= self.plan.job.max_restarts or not error.passing
+
+    def _record(self, event: str, **values: Any) -> None:
+        self.folder.events.event(event, **values, attempt=self._attempt)
+
+    def _record_failed(self, error: AllranksError) -> None:
+        self._record("failed", **_error_fields(error))
+
+    def _events(self, rank: int) -> list[dict[str, Any]]:
+        """The events of a rank in this attempt."""
+        return events_of(self.folder.path, rank, self._attempt)
 
     def _heartbeats(self) -> HeartbeatTable:
         """The memory of the ranks, with rows for those that may join."""
         begin, job = len(self.plan.ranks), self.plan.job
         return HeartbeatTable(elastic_range(job)[1] if job.elastic else begin, begin)
 
-    def _smaller(self, fault: RankFault | None, attempt: int) -> int | None:
+    def _smaller(self, fault: RankFault | None) -> int | None:
         """The micro-batch to try after this fault: the smallest that a rank without memory names.
 
         `None` where it is no such fault, or the micro-batch was not left to a trial.
         """
         if not self._tries_micro_batches(fault):
             return None
-        every = (row for rank in self.plan.ranks for row in self._failures(rank, attempt))
-        named = [row["smaller"] for row in every if row["fault_kind"] == FaultKind.OUT_OF_MEMORY]
+        rows = (row for rank in self.plan.ranks for row in self._events(rank.world.rank))
+        no_memory = (row for row in rows if row.get("fault_kind") == FaultKind.OUT_OF_MEMORY)
+        named = [row["smaller"] for row in no_memory if "smaller" in row]
         smallest = None if None in named else min(named, default=None)
         now = self.plan.job.micro_batch  # which every trial makes smaller, so that they end
         return None if smallest is None or (now and smallest >= now) else smallest
@@ -344,11 +233,6 @@ class Attempts:
         job = self.plan.job  # a check records every step once, so it tries nothing
         is_trial = job.micro_batch_trial and not job.trace
         return is_trial and fault is not None and fault.kind == FaultKind.OUT_OF_MEMORY
-
-    def _failures(self, rank: RankPlan, attempt: int) -> list[dict[str, Any]]:
-        """The `failed` events of a rank whose step failed, and that named a micro-batch."""
-        rows = events_of(self.folder.path, rank.world.rank, attempt)
-        return [row for row in rows if row["event"] == "failed" and "smaller" in row]
 
     def _change_micro_batch(self, samples: int) -> None:
         """Go on with micro-batches of so many samples, on all ranks, also when it is resumed."""
@@ -362,13 +246,13 @@ class Attempts:
         lost = {**summary.get("not_kept", {}), **self.folder.removed}
         return {"not_kept": lost} if lost else {}
 
-    def _plan_again(self, attempt: int) -> None:
+    def _plan_again(self) -> None:
         """Plan for the nodes that are alive now; some may have been lost since the last attempt."""
         before = self.plan
         try:
             self.plan = self.resources.replan(self.plan)
         except PlaceError as error:
-            self.folder.events.event("failed", **_error_fields(error), attempt=attempt)
+            self._record_failed(error)
             raise
         was, now = before.job.ranks, self.plan.job
         if now.ranks != was:
@@ -376,100 +260,113 @@ class Attempts:
         if moved := self.plan.moved_since(before):
             self.folder.events.event("moved", processes=moved)
 
-    def _reserve_room_again(self, attempt: int, report: str) -> None:
+    def _reserve_room_again(self, report: str) -> None:
         """Reserve disk space for the logs, if there still is some; `report` is the last fault."""
         try:
             self.folder.take_room(rank.world.rank for rank in self.plan.ranks)
         except RequestError as full:
             error = PlaceError(f"{report}\nnot started again: {full.found}")
-            self.folder.events.event("failed", **_error_fields(error), attempt=attempt)
+            self._record_failed(error)
             raise error from None
 
-    def _try(self, target: str, attempt: int, heartbeats: HeartbeatTable) -> Ended:
+    def _try(self) -> Ended:
         """Start all ranks, and watch them until all have ended."""
-        job, process_set, rejoining = self.plan.job, self.plan.process_set, self._rejoining
-        make = partial(self._process, target=target, attempt=attempt)
-        rejoining.begin(self.plan, make)
-        self._table = heartbeats
+        process_set = self.plan.process_set
+        self._rejoining.begin()
         policy = WatchPolicy(
-            heartbeats=heartbeats,
-            hang_timeout_s=job.hang_timeout,
+            heartbeats=self._table,
+            hang_timeout_s=self.plan.job.hang_timeout,
             stop_at=self._stop_at(),
             evidence_s=self.resources.evidence_s,
-            ended_well=lambda rank: ended_well(events_of(self.folder.path, rank, attempt)),
-            may_lose=lambda rank, remaining: (
-                (rejoining.has_begun or heartbeats.read()[LEADER].step >= 0)
-                and rejoining.may_pass(self.folder.path, rank, attempt)
-                and process_set.survives_loss_of(rank, remaining)
-            ),
+            ended_well=lambda rank: ended_well(self._events(rank)),
+            may_lose=self._may_lose,
             outlive_nodes=process_set.outlive_nodes,
-            again=partial(rejoining.again, self.folder.path, attempt),
-            on_lost=partial(self._record_lost, attempt),
+            again=self._again,
+            on_lost=self._on_lost,
             helpers=process_set.helpers,
         )
-        if job.elastic:
-            policy = self._elastic(policy, attempt, make)
-        hosts = [rank.host for rank in self.plan.ranks]
-        hosts += [""] * (heartbeats.ranks - len(hosts))
-        stragglers = Stragglers(heartbeats, self.folder.events, hosts)
+        if self.plan.job.elastic:
+            self._scaling = self._elastic()
+            every = frozenset(range(self._table.ranks))
+            policy = dataclasses.replace(policy, steer=self._scaling.steer, outlive_nodes=every)
+        hosts = [*self._hosts, *[""] * (self._table.ranks - len(self._hosts))]
+        stragglers = Stragglers(self._table, self.folder.events, hosts)
 
         def tick() -> None:
             self.folder.look_if_due()
             if not process_set.outlive_nodes:  # else no rank waits for the slowest
                 stragglers.look()
-            self.resources.inject_due_faults(heartbeats.read_members())
-            self._look_at_programs(attempt)
+            self.resources.inject_due_faults(self._table.read_members())
+            self._look_at_programs()
             with suppress(OSError, ValueError):  # a display must not end the training
                 self.on_tick()
 
-        self.folder.events.event("attempt", attempt=attempt)
-        processes = [self._process(rank, target, attempt) for rank in self.plan.ranks]
+        self._record("attempt")
+        processes = [self._process(rank) for rank in self.plan.ranks]
         try:
             ended = supervise(self.resources.server, processes, tick, policy, self.signals)
             self.folder.look()
             return ended
         except PlaceError as error:
-            if self._summary(attempt) is None:
-                self.folder.events.event("failed", **_error_fields(error), attempt=attempt)
+            if self._summary() is None:
+                self._record_failed(error)
                 raise
             return Ended({}, frozenset())  # the fork server died after the job was done
         finally:
-            store = f"{STORE}-{attempt}"
+            store = f"{STORE}-{self._attempt}"
             for path in (self.folder.path / store, *self.folder.path.glob(f"{store}-group-*")):
                 path.unlink(missing_ok=True)
 
-    def _elastic(
-        self, policy: WatchPolicy, attempt: int, make: Callable[[RankPlan], Process]
-    ) -> WatchPolicy:
-        """The policy of a job whose ranks leave and join."""
-        job, programs, heartbeats = self.plan.job, self._programs, self._table
+    @property
+    def _hosts(self) -> list[str]:
+        return [rank.host for rank in self.plan.ranks]
 
-        def may_lose(rank: int, remaining: Collection[int]) -> bool:
-            if rank in heartbeats.group.members:
-                failure = self._rejoining.failure(self.folder.path, rank, attempt)
-                leaves = failure.get("passing", True) or failure["kind"] == ComputesWrongly.__name__
-                if not leaves or failure.get("kind") == ReplicasDiffer.__name__:  # all raise it
-                    return False
-            return scaling.may_lose(rank, remaining)
+    def _elastic(self) -> Scaling:
+        """What lets ranks of an elastic job leave and join in this attempt."""
+        job, programs = self.plan.job, self._programs
+        return Scaling(
+            Bounds(*elastic_range(job)),
+            self.folder,
+            self._attempt,
+            self._table,
+            partial(self.resources.plan_for, self.plan),
+            self._process,
+            partial(programs.edited, job.program),
+            programs.differs,
+            job.nodes > 1,
+            self.resources.drained,
+        )
 
-        def on_lost(rank: int, exit_: Exit) -> None:
-            scaling.lost(rank, exit_)
-            self._record_lost(attempt, rank, exit_)
+    def _may_lose(self, rank: int, remaining: Collection[int]) -> bool:
+        """Whether the job goes on with the `remaining` processes, without this one."""
+        failure = last_failure(self._events(rank))
+        may_pass = bool(failure.get("passing", True))
+        if self._scaling is None:
+            has_begun = self._rejoining.has_begun or self._table.read()[LEADER].step >= 0
+            survives = self.plan.process_set.survives_loss_of
+            return has_begun and may_pass and survives(rank, remaining)
+        if rank in self._table.group.members:
+            leaves = may_pass or failure["kind"] == ComputesWrongly.__name__
+            if not leaves or failure.get("kind") == ReplicasDiffer.__name__:  # all raise it
+                return False
+        return self._scaling.may_lose(rank, remaining)
 
-        on = (Bounds(*elastic_range(job)), self.folder, attempt, heartbeats)
-        plan_for = partial(self.resources.plan_for, self.plan)
-        of_program = partial(programs.edited, job.program), programs.differs
-        scaling = Scaling(*on, plan_for, make, *of_program, job.nodes > 1, self.resources.drained)
-        ranks = frozenset(range(heartbeats.ranks))
-        policy = dataclasses.replace(policy, may_lose=may_lose, steer=scaling.steer)
-        return dataclasses.replace(policy, on_lost=on_lost, outlive_nodes=ranks)
+    def _again(self, rank: int, exit_: Exit) -> Process | None:
+        """The process that replaces a failed one while the others go on, or `None`."""
+        members, most = self.plan.process_set.members, self.plan.job.max_restarts
+        if rank >= len(members):  # it has joined an elastic job
+            return None
+        failure = last_failure(self._events(rank))
+        if not self._rejoining.counts(rank, members[rank].role, failure, most):
+            return None
+        return self._process(self.plan.ranks[rank], again=self._rejoining.times[rank])
 
-    def _look_at_programs(self, attempt: int, at_once: bool = False) -> None:
+    def _look_at_programs(self, at_once: bool = False) -> None:
         try:
-            self._programs.look(attempt, [rank.host for rank in self.plan.ranks], at_once)
+            self._programs.look(self._attempt, self._hosts, at_once)
         except PlaceError as error:
             if at_once:  # else `_try` records it
-                self.folder.events.event("failed", **_error_fields(error), attempt=attempt)
+                self._record_failed(error)
             raise
 
     def _stop_at(self) -> float:
@@ -479,52 +376,52 @@ class Attempts:
         left_s = self.resources.ends_at - time.monotonic()
         return min(at_limit, self.resources.ends_at - min(COMMIT_S, left_s / 10))
 
-    def _process(self, rank: RankPlan, target: str, attempt: int, again: int = 0) -> Process:
+    def _process(self, rank: RankPlan, again: int = 0) -> Process:
         """The process of a rank; `again` counts its restarts in this attempt."""
-        store = f"{rank.world.store}-{attempt}" if rank.world.store else ""
+        store = f"{rank.world.store}-{self._attempt}" if rank.world.store else ""
         may_lead = rank.world.is_leader or bool(self.plan.job.elastic)
         hosts_store = bool(rank.world.rendezvous) and may_lead and not again
         world = dataclasses.replace(
             rank.world,
             store=store,
-            attempt=attempt,
-            restarts=attempt - self.first + again,
+            attempt=self._attempt,
+            restarts=self._attempt - self.first + again,
             secret=self._secret,
             heartbeat=HEARTBEAT_FD,
             segment=SEGMENT_FD,
             listener=LISTENER_FD if hosts_store else -1,
         )
-        log = rank_log_path(self.folder.path, world.rank)
-        environment = {**rank.environment, **world.variables()}
-        argument = self.plan.job.to_data()
-        name = self.plan.process_set.name_of(world.rank)
         return Process(
-            world.rank, target, argument, environment, log, hosts_store, name, rank.defaults
+            world.rank,
+            self._target,
+            self.plan.job.to_data(),
+            {**rank.environment, **world.variables()},
+            rank_log_path(self.folder.path, world.rank),
+            hosts_store,
+            self.plan.process_set.name_of(world.rank),
+            rank.defaults,
         )
 
-    def _summary(self, attempt: int) -> dict[str, Any] | None:
+    def _summary(self) -> dict[str, Any] | None:
         """The leader's summary, if it wrote `done` in this attempt."""
-        for row in self._events_of_leader(attempt):
-            if row["event"] == "done":
-                return dict(row["summary"])
-        return None
+        rows = self._events_of_leader()
+        return next((dict(row["summary"]) for row in rows if row["event"] == "done"), None)
 
-    def _events_of_leader(self, attempt: int) -> list[dict[str, Any]]:
+    def _events_of_leader(self) -> list[dict[str, Any]]:
         """The events of rank 0; in an elastic job those of the first rank that has ended well."""
         members = self._table.group.members if self.plan.job.elastic else (LEADER,)
-        every = [events_of(self.folder.path, rank, attempt) for rank in members]
+        every = [self._events(rank) for rank in members]
         return next((rows for rows in every if ended_well(rows)), every[0])
 
     def _stopped(
-        self, ended: Ended, attempt: int, exits: dict[int, int], fault_report: str
+        self, ended: Ended, exits: dict[int, int], fault_report: str
     ) -> Stopped | Interrupted | ProgramError:
         """The error of a job that was asked to stop, with a checkpoint or without.
 
         `fault_report` is the report of a fault before the stop was complete, on separate lines.
         """
         path = self.folder.path
-        rows = self._events_of_leader(attempt)
-        stop = next((row for row in rows if row["event"] == "stopped"), {})
+        stop = next((row for row in self._events_of_leader() if row["event"] == "stopped"), {})
         if not stop.get("checkpoint"):
             report = fault_report.strip() or None
             self.folder.events.event("interrupted", exits=exits, reason=ended.reason, report=report)
@@ -538,36 +435,35 @@ class Attempts:
         return stopped_by(ended.reason, text)
 
     def _error(
-        self, ended: Ended, fault: RankFault | None, attempt: int, beats: Sequence[Beat]
+        self, ended: Ended, fault: RankFault | None, beats: Sequence[Beat]
     ) -> tuple[ProgramError | Any, int | None]:
         """The error of an attempt that failed, and the rank to name."""
+        path = self.folder.path
         if ended.hang is not None:
-            hosts = [rank.host for rank in self.plan.ranks]
-            report = hang_report(ended.hang, self.folder.path, attempt, hosts, ended.name_of)
+            report = hang_report(ended.hang, path, self._attempt, self._hosts, ended.name_of)
             hung = ProgramError(report, fault_kind=FaultKind.HANG)
             return hung, next(iter(ended.hang.missing), None)
         lost = self.resources.lost() if fault is None or fault.is_victim else ""
         if lost:  # peers noticed the lost node before the head
             return PlaceError(lost), None
-        if fault is not None:
-            error = user_error(fault, ended, self.folder.path)
-            if isinstance(error, ProgramError) and fault.kind == FaultKind.NOT_AT_THE_SAME_STEP:
-                error = error.with_more(skipped_collective(beats))
-            begun = self.plan.job.elastic and max(beat.step for beat in beats) > 0
-            begun = begun or self._table.group.number > 0 or attempt > self.first
-            if isinstance(error, RequestError) and begun:
-                error = ProgramError(str(error))  # the run folder stays
-            return error, rank_to_blame(fault, ended, self.folder.path)
-        return PlaceError(
-            f"all ranks ended well, but {self.folder.path} holds no summary of the leader"
-        ), None
+        if fault is None:
+            text = f"all ranks ended well, but {path} holds no summary of the leader"
+            return PlaceError(text), None
+        error = user_error(fault, ended, path)
+        if isinstance(error, ProgramError) and fault.kind == FaultKind.NOT_AT_THE_SAME_STEP:
+            error = error.with_more(skipped_collective(beats))
+        begun = self.plan.job.elastic and max(beat.step for beat in beats) > 0
+        begun = begun or self._table.group.number > 0 or self._attempt > self.first
+        if isinstance(error, RequestError) and begun:
+            error = ProgramError(str(error))  # the run folder stays
+        return error, rank_to_blame(fault, ended, path)
 
-    def _record_lost(self, attempt: int, rank: int, exit_: Exit) -> None:
+    def _on_lost(self, rank: int, exit_: Exit) -> None:
         """Record a process without which the job goes on, and the last lines of its output."""
-        log, memory = rank_log_path(self.folder.path, rank), exit_.memory or ""
-        events = [] if exit_.code < 0 else events_of(self.folder.path, rank, attempt)
-        event = next((row for row in reversed(events) if row["event"] == "failed"), None)
-        fault = RankFault(rank, exit_.code, exit_.monotonic, event, memory, exit_.peak_bytes)
+        if self._scaling is not None:
+            self._scaling.lost(rank, exit_)
+        event = last_failure(self._events(rank)) if exit_.code >= 0 else {}
+        fault = RankFault(rank, exit_, exit_.monotonic, event or None, exit_.memory or "")
         host = exit_.host if self.plan.job.nodes > 1 else ""
         self.folder.events.event(
             "worker_lost",
@@ -576,23 +472,18 @@ class Attempts:
             host=host,
             exit=exit_.code,
             cause=exit_.lost or describe_cause(fault),
-            last_words=last_words(log).text,
+            last_words=last_words(rank_log_path(self.folder.path, rank)).text,
         )
 
-    def _record_restart(self, values: dict[str, Any], attempt: int, reached: int) -> None:
+    def _record_restart(self, values: dict[str, Any], reached: int) -> None:
         """Record a restart: its cause, the step of its checkpoint, and the steps that are lost."""
         sources, resume = [self.folder.path / CHECKPOINTS], self.plan.job.resume
         if resume:
             sources += checkpoint_folders(Path(resume))
         saved = [path for source in sources for path in candidates(source)]
         step = max(0, step_of(saved[0])) if saved else 0
-        self.folder.events.event(
-            "restart",
-            **values,
-            attempt=attempt,
-            resumes_from=step,
-            lost_steps=max(0, reached - step),
-        )
+        lost_steps = max(0, reached - step)
+        self._record("restart", **values, resumes_from=step, lost_steps=lost_steps)
 
 
 def _error_fields(error: AllranksError) -> dict[str, Any]:

@@ -215,11 +215,6 @@ def _alone(job: Job) -> Job:
     )
 
 
-def note_of(decision: Decision) -> str:
-    """The decision as a note of the plan."""
-    return f"{decision.asked} -> {decision.did}: {decision.why}"
-
-
 # --- proof ---------------------------------------------------------------------------------------
 # The proof of a job: a comparison of its first steps with one process, before it trains.
 #

@@ -23,13 +23,8 @@ from allranks.errors import FaultKind, PlaceError, ProgramError, RequestError
 from allranks.job.run_folder import rank_events_path, rank_log_path, read_rows
 from allranks.job.units import format_bytes
 from allranks.launcher.heartbeat import Beat
-from allranks.launcher.processes.process import is_said
-from allranks.launcher.supervisor import (
-    Ended,
-    Hang,
-    place_of_users_collective,
-    ranks_waited_for,
-)
+from allranks.launcher.processes.process import Exit, is_said
+from allranks.launcher.supervisor import Ended, Hang, place_of_users_collective, ranks_waited_for
 
 # --- folding -------------------------------------------------------------------------------------
 # A traceback for users: the frames of their own code, and the number of other frames. Pure.
@@ -228,15 +223,12 @@ class RankFault:
     """
 
     rank: int
-    code: int
+    exit: Exit
     monotonic: float
     event: dict[str, Any] | None
     memory: str = ""
-    peak_bytes: int = 0
     beat: Beat | None = None
     alike: tuple[int, ...] = ()
-    host: str = ""
-    lost: str = ""
     lost_a_peer: bool = False
 
     @property
@@ -308,7 +300,7 @@ def first_fault(
 def _beat_of(fault: RankFault, last: Beat | None, furthest: Beat | None) -> Beat | None:
     """The last beat of a rank; for a rank of a lost node without one, the furthest of the job."""
     is_behind = last is None or last.step < 0
-    return furthest if fault.lost and is_behind else last
+    return furthest if fault.exit.lost and is_behind else last
 
 
 def _fault_of(
@@ -325,13 +317,10 @@ def _fault_of(
     lost_a_child = event is not None and event["fault_kind"] == FaultKind.CHILD_KILLED
     return RankFault(
         rank,
-        exit_.code,
+        exit_,
         min(exit_.monotonic, said_at),
         event,
         counted if exit_.code == -signal.SIGKILL or lost_a_child else "",
-        exit_.peak_bytes,
-        host=exit_.host,
-        lost=exit_.lost,
         lost_a_peer=event is None
         and exit_.code == -signal.SIGABRT
         and last_words(rank_log_path(run_dir, rank)).is_victim,
@@ -354,11 +343,16 @@ def events_of(run_dir: Path, rank: int, attempt: int) -> list[dict[str, Any]]:
     return events
 
 
+def last_failure(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """The last event `failed` among these; empty if there is none."""
+    return next((row for row in reversed(events) if row["event"] == "failed"), {})
+
+
 def user_error(
     fault: RankFault, ended: Ended, run_dir: Path
 ) -> RequestError | ProgramError | PlaceError:
     """The error for this fault: a bad request if it came before the first update, or a report."""
-    if fault.lost:
+    if fault.exit.lost:
         return PlaceError(_lost_node(fault, ended))
     event = fault.event or {}
     if event.get("request") and not event.get("updates"):
@@ -371,13 +365,14 @@ def user_error(
 
 def _lost_node(fault: RankFault, ended: Ended) -> str:
     """The lost node, its ranks, and the ranks that were stopped because of it."""
-    on_it = [rank for rank, exit_ in ended.exits.items() if exit_.lost and exit_.host == fault.host]
+    host = fault.exit.host
+    on_it = [rank for rank, exit_ in ended.exits.items() if exit_.lost and exit_.host == host]
     others = [rank for rank in ended.exits if rank not in on_it]
     step = f" at step {fault.step}" if fault.step is not None else ""
     names = [ended.name_of(rank) for rank in sorted(on_it)]
     have_roles = names != [f"rank {rank}" for rank in sorted(on_it)]
     processes = ", ".join(names) if have_roles else f"rank {listed(*on_it)}"
-    lines = [f"node {fault.host} is lost{step}, with {processes}: {fault.lost}"]
+    lines = [f"node {host} is lost{step}, with {processes}: {fault.exit.lost}"]
     if others:
         lines.append(f"stopped because of it: rank {listed(*others)}")
     return "\n".join(lines)
@@ -413,7 +408,7 @@ def hang_report(
 def _report(fault: RankFault, ended: Ended, run_dir: Path) -> str:
     event = fault.event or {}
     step = f" at step {fault.step}" if fault.step is not None else ""
-    subject = f"{ended.name_of(fault.rank)} on {fault.host} failed first"
+    subject = f"{ended.name_of(fault.rank)} on {fault.exit.host} failed first"
     if fault.alike:  # all saw the same fault; its message names the cause
         subject = f"ranks {listed(fault.rank, *fault.alike)} ended the job together"
     if request := event.get("request"):  # one rank alone saw what cannot be, when others trained
@@ -471,7 +466,7 @@ def rank_to_blame(fault: RankFault, ended: Ended, run_dir: Path) -> int:
 
 def _last_words(fault: RankFault, run_dir: Path) -> LastWords | None:
     """The end of the log of a rank that crashed in native code; `None` if it was killed."""
-    if fault.event is not None or -fault.code not in CRASH_SIGNALS:
+    if fault.event is not None or -fault.exit.code not in CRASH_SIGNALS:
         return None
     words = last_words(rank_log_path(run_dir, fault.rank))
     return words if words.text else None
@@ -504,15 +499,15 @@ def describe_cause(fault: RankFault, words: LastWords | None = None) -> str:
         cause = f"{fault.event['kind']}: {fault.event['message']}"
         memory = "out of memory" if fault.kind == FaultKind.OUT_OF_MEMORY else fault.memory
         return f"{memory}: {cause}" if memory else cause
-    if fault.code < 0:
-        peak = f"it held {format_bytes(fault.peak_bytes)} at most"
+    if fault.exit.code < 0:
+        peak = f"it held {format_bytes(fault.exit.peak_bytes)} at most"
         if fault.memory:
             return f"{fault.memory} ({peak})"
         ending = "; it could leave no traceback" if words is None else f": {words.error}"
-        return f"killed by {name_of_signal(-fault.code)}{ending} ({peak})"
-    if fault.code == 0:
+        return f"killed by {name_of_signal(-fault.exit.code)}{ending} ({peak})"
+    if fault.exit.code == 0:
         return "it left with exit code 0 before the training was done: who calls os._exit?"
-    return f"it left with exit code {fault.code} without a word"
+    return f"it left with exit code {fault.exit.code} without a word"
 
 
 # --- mismatch ------------------------------------------------------------------------------------

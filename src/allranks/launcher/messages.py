@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import socket
 import struct
 import threading
@@ -29,11 +28,10 @@ from typing import Any, Self
 from allranks.errors import PeerLost
 from allranks.launcher.nodes.channel import (
     Admission,
-    Channel,
     Disconnected,
     Message,
     Refused,
-    authenticate,
+    connected,
     wait_for,
 )
 from allranks.launcher.world import World
@@ -175,11 +173,6 @@ class Connection:
             return Disconnected(f"nothing of it came or went for {self.timeout_s:g} s")
         return Disconnected(f"its connection broke: {error}")
 
-    @property
-    def has_more(self) -> bool:
-        """Whether bytes of this peer, or the end of its stream, wait to be received."""
-        return bool(self._came) or bool(select.select([self._socket], [], [], 0)[0])
-
     def waits_for_ever(self) -> None:
         """Wait without a time-out: a busy peer may be silent; TCP's probes detect a lost one."""
         self.timeout_s = 0.0
@@ -228,15 +221,9 @@ def listen(world: World) -> socket.socket:
     return socket.create_server((host.strip("[]"), int(port)), family=family, backlog=256)
 
 
-def connect(
-    world: World,
-    most_bytes: int,
-    timeout_s: float,
-    patience_s: float,
-    alive: Callable[[], None] = lambda: None,
-) -> Connection:
-    """A connection to rank 0; `alive` is called between attempts. Raises `PeerLost` if rank 0 does
-    not answer within `patience_s`, or does not know the secret of the job."""
+def connect(world: World, most_bytes: int, timeout_s: float, patience_s: float) -> Connection:
+    """A connection to rank 0. Raises `PeerLost` if it does not answer within `patience_s`, or does
+    not know the secret of the job."""
     deadline, problem = time.monotonic() + patience_s, "it has not said where it listens"
     while True:
         try:
@@ -249,7 +236,6 @@ def connect(
             problem = str(error)
         if time.monotonic() > deadline:
             raise PeerLost(f"rank 0 did not answer for {patience_s:g} s: {problem}")
-        alive()
         time.sleep(LOOK_S)
 
 
@@ -260,12 +246,7 @@ def connect_to(
 
     Raises `OSError` if nothing listens there, `Refused` or `Disconnected`.
     """
-    channel = Channel(socket.create_connection(where, CONNECT_S))
-    try:
-        authenticate(channel, secret.encode())
-    except BaseException:
-        channel.close()
-        raise
+    channel = connected(where, secret, CONNECT_S)
     return Connection(channel.released(), most_bytes, timeout_s)
 
 

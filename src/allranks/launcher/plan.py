@@ -7,11 +7,12 @@ have been given.
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from allranks.errors import RequestError, printable
 from allranks.job.config import threads_per_rank
@@ -252,107 +253,74 @@ def devices_seen(job: Job, visible: Visible) -> dict[str, str]:
 T = TypeVar("T")
 
 
-class Resources(Protocol):
-    """What every attempt of a job uses: processes, a plan, and the time that is left."""
+class Resources(ABC):
+    """What every attempt of a job uses: processes, a plan, and the time that is left.
 
-    @property
-    def server(self) -> Processes:
-        """The owner of the ranks."""
-        ...
+    What has a default is that of a machine that is there until the job ends.
+    """
+
+    server: Processes
+    """The owner of the ranks."""
+    ends_at: float = float("inf")
+    """Monotonic time at which a scheduler takes all of it away; infinite if unknown."""
 
     @property
     def evidence_s(self) -> float:
         """Seconds by which the cause of a fault may be reported later than its victims."""
-        ...
+        return EVIDENCE_S
 
     def lost(self) -> str:
         """The nodes lost since the last call, in words; "" if none is."""
-        ...
-
-    @property
-    def ends_at(self) -> float:
-        """Monotonic time at which a scheduler takes all of it away; infinite if unknown."""
-        ...
+        return ""
 
     def shared(self, run_dir: Path) -> Path | None:
         """A folder that all ranks see; `None`: the folder of temporary files."""
-        ...
+        return None
 
+    @abstractmethod
     def plan(self, job: Job, shape: Shape) -> LaunchPlan:
         """Every rank with its place and its environment; nothing is started."""
-        ...
 
     def replan(self, plan: LaunchPlan) -> LaunchPlan:
         """The plan of the next attempt: on the nodes that are left, with a new rendezvous."""
-        ...
+        return plan
 
+    @abstractmethod
     def plan_for(
         self, plan: LaunchPlan, ranks: Sequence[int], new: Collection[int]
     ) -> dict[int, RankPlan]:
         """Each of these ranks, of which the `new` ones join those that train as in `plan`."""
-        ...
 
     def drained(self) -> tuple[str, frozenset[int]]:
         """The ranks on nodes that are to leave, and which signal says so; none: no such node."""
-        ...
+        return "", frozenset()
 
     def inject_due_faults(self, beats: Sequence[Beat]) -> None:
         """Break the nodes whose fault is due. Called about ten times a second while ranks run."""
-        ...
 
 
 @dataclass(frozen=True)
-class LocalMachine:
-    """All ranks on this machine."""
+class LocalMachine(Resources):
+    """All ranks on this machine, where no fault of a node can be asked for.
+
+    With `seats` the ranks would run on nodes that are not there: they are planned, and never
+    started. The seats of nodes without ranks come last.
+    """
 
     server: ForkServer
-
-    @property
-    def evidence_s(self) -> float:
-        return EVIDENCE_S
-
-    def lost(self) -> str:
-        return ""
-
-    @property
-    def ends_at(self) -> float:
-        return float("inf")
-
-    def shared(self, run_dir: Path) -> Path | None:
-        return None
+    seats: tuple[Seat, ...] = ()
 
     def plan(self, job: Job, shape: Shape) -> LaunchPlan:
-        assert job.nodes == 1, "what is to run on nodes is not planned for one machine"
-        return plan_of(job, shape, Visible.from_environment())
-
-    def replan(self, plan: LaunchPlan) -> LaunchPlan:
-        return plan
+        assert job.nodes == 1 or self.seats, "nodes are not planned for one machine"
+        of_ranks, rankless = self.seats[: job.ranks], self.seats[job.ranks :]
+        seats = for_all_processes(job, of_ranks, rankless) if self.seats else ()
+        return plan_of(job, shape, Visible.from_environment(), seats)
 
     def plan_for(
         self, plan: LaunchPlan, ranks: Sequence[int], new: Collection[int]
     ) -> dict[int, RankPlan]:
         job = dataclasses.replace(plan.job, ranks=len(ranks))
         return dict(zip(ranks, self.plan(job, plan.shape).ranks, strict=True))
-
-    def drained(self) -> tuple[str, frozenset[int]]:
-        return "", frozenset()
-
-    def inject_due_faults(self, beats: Sequence[Beat]) -> None:
-        """No fault of a node can be asked for on one machine."""
-
-
-@dataclass(frozen=True)
-class PlannedNodes(LocalMachine):
-    """What would run on nodes that are not there: it is planned, and never started.
-
-    Without `seats` it would run on this machine; the seats of nodes without ranks come last."""
-
-    seats: tuple[Seat, ...] = ()
-
-    def plan(self, job: Job, shape: Shape) -> LaunchPlan:
-        of_ranks, rankless = self.seats[: job.ranks], self.seats[job.ranks :]
-        seats = for_all_processes(job, of_ranks, rankless) if self.seats else ()
-        return plan_of(job, shape, Visible.from_environment(), seats)
 
 
 def for_all_processes(job: Job, of_ranks: Sequence[T], rankless: Sequence[T] = ()) -> list[T]:

@@ -25,7 +25,7 @@ from allranks.job.limits import checked
 from allranks.job.resume import CHECKPOINTS, changed, changed_fields
 from allranks.job.run_folder import RunFolder, read_rows
 from allranks.launcher.attempts import Attempts
-from allranks.launcher.describe import EqualityProof, chosen_by_dial, describe, note_of
+from allranks.launcher.describe import EqualityProof, chosen_by_dial, describe
 from allranks.launcher.places import (
     AgentPlace,
     NodeRequest,
@@ -33,11 +33,10 @@ from allranks.launcher.places import (
     check_server_nodes,
     find_place,
 )
-from allranks.launcher.plan import LaunchPlan, LocalMachine, PlannedNodes, Resources, Shape
+from allranks.launcher.plan import LaunchPlan, LocalMachine, Resources
 from allranks.launcher.processes.fork_server_client import HASH_SEED, ForkServer
 from allranks.launcher.processes.leftovers import sweep
 from allranks.launcher.supervisor import Signals
-from allranks.strategies.auto import Decision
 
 SETTINGS = ("CUDA_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_", "MKL_")
 """How the variables begin that are settings of the libraries below the ranks."""
@@ -64,7 +63,7 @@ _runs = itertools.count(1)
 
 @dataclass(frozen=True)
 class Result:
-    """A job that ended well: its run folder, and the summary that its leader wrote."""
+    """A job or a command that ended well: its run folder, and its summary."""
 
     run_dir: Path
     summary: dict[str, Any]
@@ -89,21 +88,25 @@ def with_run_dir(job: Job) -> Job:
 
 
 def plan_job(
-    resolved: Resolved, resources: Resources, signals: Signals | None = None
+    resolved: Resolved,
+    resources: Resources,
+    signals: Signals | None = None,
+    described: Job | None = None,
 ) -> LaunchPlan:
-    """The plan of a job. Its task is loaded in a forked process, and leaves no file."""
+    """The plan of a job, with the strategy that `auto` has chosen, if it was asked for.
+
+    Its task is loaded in a forked process, as that of the job `described` if that is given, and
+    leaves no file.
+    """
     job = with_run_dir(resolved.job)
-    shape = describe(resources, job, signals)
-    return _planned(resources, job, shape, chosen_by_dial(resources, resolved, job, shape, signals))
-
-
-def _planned(resources: Resources, job: Job, shape: Shape, decision: Decision | None) -> LaunchPlan:
-    """The plan; with the strategy that `auto` has chosen, if it was asked for."""
+    shape = describe(resources, described or job, signals)
+    decision = chosen_by_dial(resources, resolved, job, shape, signals)
     if decision is None:
         return resources.plan(job, shape)
     job = checked(dataclasses.replace(job, strategy=decision.did))
     plan = resources.plan(job, shape)
-    return dataclasses.replace(plan, notes=(note_of(decision), *plan.notes), decision=decision)
+    note = f"{decision.asked} -> {decision.did}: {decision.why}"
+    return dataclasses.replace(plan, notes=(note, *plan.notes), decision=decision)
 
 
 def _nodes_for(
@@ -124,13 +127,13 @@ def plan_only(
 ) -> Iterator[tuple[LaunchPlan, ForkServer]]:
     """What would run where; no node is contacted, and no device is needed here."""
     job = with_run_dir(resolved.job)
+    resolved = dataclasses.replace(resolved, job=job)
     check_installed(job.engine, job.program)
     with ForkServer(preload_for(job.program, job.engine)) as server:
         seats = find_place(job.place, rendezvous).seats(_nodes_for(job, rendezvous))
-        resources = PlannedNodes(server, tuple(seats))
-        shape = describe(resources, dataclasses.replace(job, device="cpu"))
-        decision = chosen_by_dial(resources, resolved, job, shape)
-        yield _planned(resources, job, shape, decision), server
+        resources = LocalMachine(server, tuple(seats))
+        described = dataclasses.replace(job, device="cpu")
+        yield plan_job(resolved, resources, described=described), server
 
 
 def look_at_program(jobs: Iterable[Job]) -> None:

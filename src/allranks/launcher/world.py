@@ -238,26 +238,14 @@ def _number(environment: Environment, names: tuple[str, ...], launcher: str) -> 
 
 
 SECRET = "ALLRANKS_SECRET"
+OURS = (
+    *("store", "attempt", "restarts", "heartbeat", "segment", "rendezvous", "listener"),
+    *("on_machine", "role", "role_index", "local_index", "local_ranks", "group", "member"),
+)
 VARIABLES = {
-    "rank": "RANK",
-    "size": "WORLD_SIZE",
-    "local_rank": "LOCAL_RANK",
-    "local_size": "LOCAL_WORLD_SIZE",
-    "node": "GROUP_RANK",
-    "store": "ALLRANKS_STORE",
-    "attempt": "ALLRANKS_ATTEMPT",
-    "restarts": "ALLRANKS_RESTARTS",
-    "heartbeat": "ALLRANKS_HEARTBEAT",
-    "segment": "ALLRANKS_SEGMENT",
-    "rendezvous": "ALLRANKS_RENDEZVOUS",
-    "listener": "ALLRANKS_LISTENER",
-    "on_machine": "ALLRANKS_ON_MACHINE",
-    "role": "ALLRANKS_ROLE",
-    "role_index": "ALLRANKS_ROLE_INDEX",
-    "local_index": "ALLRANKS_LOCAL_INDEX",
-    "local_ranks": "ALLRANKS_LOCAL_RANKS",
-    "group": "ALLRANKS_GROUP",
-    "member": "ALLRANKS_MEMBER",
+    **{"rank": "RANK", "size": "WORLD_SIZE", "local_rank": "LOCAL_RANK"},
+    **{"local_size": "LOCAL_WORLD_SIZE", "node": "GROUP_RANK"},
+    **{name: f"ALLRANKS_{name.upper()}" for name in OURS},
 }
 """Field of `World` -> the variable that has it."""
 TEXTS = ("store", "rendezvous", "role")
@@ -377,14 +365,12 @@ class World:
         return world
 
 
-def export_master_address() -> None:
-    """Under srun, set MASTER_ADDR and MASTER_PORT if they are missing: torch reads them itself."""
-    os.environ.update(missing_master_address(os.environ))
-
-
 def master_endpoint() -> str:
-    """ "address:port" of the store that rank 0 serves under another launcher; "" if unknown."""
-    export_master_address()
+    """ "address:port" of the store that rank 0 serves under another launcher; "" if unknown.
+
+    Under srun it sets MASTER_ADDR and MASTER_PORT if they are missing: torch reads them itself.
+    """
+    os.environ.update(missing_master_address(os.environ))
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     return f"{address}:{port}" if address and port else ""
 

@@ -31,7 +31,7 @@ from allranks.tensorflow.build import (
     values_of,
 )
 from allranks.tensorflow.strategies.base import BuiltKerasModel
-from allranks.training.engine.saved_job import SavedJob
+from allranks.training.engine.saved_job import SavedTraining
 from allranks.training.keras_task import Task
 
 # --- state ---------------------------------------------------------------------------------------
@@ -95,8 +95,13 @@ INSTRUCTIONS = (
 """Of a processor, those that TensorFlow chooses its kernels by."""
 
 
-class TensorFlowSaving:
-    """The checkpoints of one training, in the run folder of its job. Every rank makes one."""
+class TensorFlowSaving(SavedTraining):
+    """The checkpoints of one training with TensorFlow, which the leader writes.
+
+    The first save takes the memory that all use.
+    """
+
+    deciding = DECIDES_BITS
 
     def __init__(
         self,
@@ -108,15 +113,16 @@ class TensorFlowSaving:
         reach: Callable[[str, int], None],
         report: Callable[..., None],
     ) -> None:
-        self.saved = SavedJob(task.as_written, job, facts, DECIDES_BITS, attempt, reach, report)
+        super().__init__(task, job, attempt, reach, report)
         self.comm, self.state = comm, state
-        own_folder, *_ = self.saved.sources
-        self.checkpointer = Checkpointer(
-            own_folder, LeaderAlone(comm), ArrayCopies(), **self.saved.rules
-        )
+        writers, own_folder = LeaderAlone(comm), self.sources[0]
+        self.checkpointer = Checkpointer(own_folder, writers, ArrayCopies(), **self.rules)
+
+    @staticmethod
+    def facts(job: Job) -> dict[str, Any]:
+        return facts(job)
 
     def save(self, step: int, other_state: dict[str, Any], metrics: dict[str, float]) -> None:
-        """Save the variables, and `other_state` of the training; a thread of the leader writes."""
         if other := sorted(other_state.get("callbacks_of_rank") or {}):
             raise RequestError(
                 asked=f"a checkpoint of the state of the callback {other[0]}",
@@ -125,19 +131,14 @@ class TensorFlowSaving:
                 do="let its state_dict() return the same on all ranks",
             )
         state = {**self.state.arrays(), **other_state}
-        self.checkpointer.save(step, state, None, self.saved.about(other_state, metrics))
-
-    def prepare(self, other_state: dict[str, Any]) -> None:
-        """Nothing: the first save takes the memory that all use."""
+        self.checkpointer.save(step, state, None, self.about(other_state, metrics))
 
     def load(self, load_other_state: Callable[[dict[str, Any]], None]) -> int | None:
-        """Load the newest good checkpoint; returns its step, if there is one."""
-
         def take(loaded: Loaded) -> None:
             self.state.load(loaded.common)
             load_other_state({**loaded.common, "step": loaded.step})
 
-        return self.saved.load(self.checkpointer, self.comm.rank, take)
+        return self.load_newest(self.comm.rank, take)
 
 
 def facts(job: Job) -> dict[str, Any]:

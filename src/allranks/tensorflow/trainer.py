@@ -41,12 +41,12 @@ from allranks.tensorflow.step.layers import restore_layers, shard_norms
 from allranks.tensorflow.step.step import Graphs, StepResultBuilder
 from allranks.tensorflow.strategies.base import BuiltKerasModel, TensorFlowStrategy
 from allranks.training.callback import Callback, around_evaluation
-from allranks.training.engine.own_loop import warn_ignored
 from allranks.training.engine.saved_job import CallbackStates
 from allranks.training.engine.trainer import (
     EngineTrainer,
     StopAgreement,
     scheduled_steps,
+    warn_ignored,
 )
 from allranks.training.keras_task import Task
 from allranks.training.order import random_key

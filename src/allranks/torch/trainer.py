@@ -63,13 +63,13 @@ from allranks.torch.witness.audit import Auditor, flipper, with_wrong_samples
 from allranks.torch.witness.replicas import verify
 from allranks.torch.witness.witness import Witness, say_what_matters
 from allranks.training.callback import Callback, around_evaluation
-from allranks.training.engine.own_loop import warn_ignored
 from allranks.training.engine.regroup import Handover, Spare
 from allranks.training.engine.saved_job import CallbackStates
 from allranks.training.engine.trainer import (
     EngineTrainer,
     StopAgreement,
     scheduled_steps,
+    warn_ignored,
 )
 from allranks.training.keras_task import Task as KerasTask
 from allranks.training.progress import Progress, RankRequests, StepResult

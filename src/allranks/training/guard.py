@@ -123,10 +123,7 @@ class Guard:
 
     def state(self) -> dict[str, Any]:
         """What later decisions depend on, as plain values."""
-        return {
-            "skipped_in_a_row": self.skipped_in_a_row,
-            "norms": list(self._lately.norms),
-        }
+        return {"skipped_in_a_row": self.skipped_in_a_row, "norms": list(self._lately.norms)}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take up what `state` returned."""

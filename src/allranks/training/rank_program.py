@@ -29,21 +29,12 @@ from allranks.launcher.heartbeat import Group
 from allranks.launcher.processes.process import exit_code_of, failure_of
 from allranks.launcher.world import World
 from allranks.training.callback import Callback
-from allranks.training.engine.regroup import (
-    Agreed,
-    Handover,
-    TrainsNoMore,
-    first_group,
-    next_group,
-)
+from allranks.training.engine.regroup import Agreed, Handover, TrainsNoMore, first_group, next_group
 from allranks.training.engine.saved_job import check_ends_later
 from allranks.training.engine.trainer import EngineTrainer
 from allranks.training.progress import StepResult
 from allranks.training.record.digests import RunDigests, StateDigester
-from allranks.training.record.logs import (
-    Keeping,
-    check_logs,
-)
+from allranks.training.record.logs import Keeping, check_logs
 from allranks.training.record.phases import held_at_most
 from allranks.training.record.rank_record import RankRecord
 from allranks.training.task_fields import TaskFields, task_shape
@@ -435,7 +426,9 @@ class RankProgram(ABC, Generic[T]):
             before.heartbeat.enter_group(group.number)
             try:
                 before.faults.reach("regroup", max(before.step, 0))
-                trainer = self.trainer = self.join_group(task, before)
+                hear: dict[str, Any] = {"report": self.record.events.event, "before": before}
+                hear["callbacks"] = self.callbacks()
+                trainer = self.trainer = self.make_trainer(task, **hear)
                 agreed = self.take_over(trainer, before)
                 if agreed.compares:
                     self.compare(trainer, agreed)
@@ -452,11 +445,6 @@ class RankProgram(ABC, Generic[T]):
             for callback in trainer.callbacks[before.callbacks_called :]:
                 callback.on_step(trainer, *before.unheard)
         return trainer
-
-    def join_group(self, task: Any, before: Handover | None) -> T:
-        """A trainer in the group of `world`, which has no state yet."""
-        more: dict[str, Any] = {"report": self.record.events.event, "before": before}
-        return self.make_trainer(task, callbacks=self.callbacks(), **more)
 
     def _conclude(self, trainer: T) -> None:
         if not self.job.brief:

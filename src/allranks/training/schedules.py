@@ -219,11 +219,12 @@ class PlateauState:
     in_vain: int = 0
     cooling: int = 0
 
-    def take(self, metrics: Mapping[str, float]) -> None:
-        """Take in the next evaluation; a value that is not there or no number is no better."""
+    def take(self, metrics: Mapping[str, float]) -> bool:
+        """Take in the next evaluation; whether it is better: never without a number."""
         sign, _, metric = self.rule.rule.partition(":")
         value = metrics.get(metric, math.nan)
-        if self._is_better(value, -1.0 if sign == "min" else 1.0):
+        better = self._is_better(value, -1.0 if sign == "min" else 1.0)
+        if better:
             self.best, self.in_vain = value, 0
         else:
             self.in_vain += 1
@@ -232,6 +233,7 @@ class PlateauState:
         if self.in_vain > self.rule.patience:
             self.factor = max(self.factor * self.rule.factor, self.rule.floor)
             self.cooling, self.in_vain = self.rule.cooldown, 0
+        return better
 
     def _is_better(self, value: float, sign: float) -> bool:
         if math.isnan(value) or self.best is None:

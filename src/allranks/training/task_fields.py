@@ -176,11 +176,7 @@ def plain_values(values: dict[str, Any]) -> dict[str, Any]:
 
 def task_shape(task: TaskFields) -> dict[str, Any]:
     """What a place must know of a task (`launcher.plan.Shape`)."""
-    return {
-        "fields": plain_fields(task),
-        "batch_size": task.batch_size,
-        "shards": task.shards,
-    }
+    return {"fields": plain_fields(task), "batch_size": task.batch_size, "shards": task.shards}
 
 
 def check_task(task: TaskFields, program: str) -> None:

@@ -95,14 +95,14 @@ class Follower:
         epochs = None if job.steps is not None else plan.shape.fields.get("epochs")
         agree = job.ranks == 1 or job.strategy_spec.card.state != APART
         self.state = FollowedJob(job.ranks, agree, total_steps=job.steps, epochs=epochs)
-        self._log = _GrowingFile(rank_log_path(run_dir, 0))
-        self._metrics = _GrowingFile(run_dir / "metrics.jsonl", is_rewritten=True)
-        self._events: dict[int | None, _GrowingFile] = {
-            None: _GrowingFile(run_dir / "events.jsonl")
+        self._log = FollowedFile(rank_log_path(run_dir, 0))
+        self._metrics = FollowedFile(run_dir / "metrics.jsonl", is_rewritten=True)
+        self._events: dict[int | None, FollowedFile] = {
+            None: FollowedFile(run_dir / "events.jsonl")
         }
         most = elastic_range(job)[1] if job.elastic else 0
         ranks = range(max(job.ranks, len(plan.ranks), most))
-        self._events |= {rank: _GrowingFile(rank_events_path(run_dir, rank)) for rank in ranks}
+        self._events |= {rank: FollowedFile(rank_events_path(run_dir, rank)) for rank in ranks}
         self._anomalies: dict[tuple[int | None, str], Anomaly] = {}  # by rank and kind
         self._points: deque[_Point] = deque()
         self._samples = 0
@@ -111,7 +111,7 @@ class Follower:
 
     def look(self) -> list[str]:
         """Read new output and events; returns the lines to print."""
-        lines = [f"rank 0: {line}" for line in self._log.lines()]
+        lines = [f"rank 0: {line}" for line in self._log.text().splitlines()]
         events = [
             {"rank": rank, **event} for rank, tail in self._events.items() for event in tail.rows()
         ]
@@ -126,7 +126,9 @@ class Follower:
             seconds_left=self._left(),
             elapsed_s=now - self._started,
             quiet_s=0.0 if row is None else max(0.0, now - float(row["monotonic"])),
-            anomalies=tuple(sorted(self._anomalies.values(), key=_by_rank)),
+            anomalies=tuple(
+                sorted(self._anomalies.values(), key=lambda it: -1 if it.rank is None else it.rank)
+            ),
         )
         return lines
 
@@ -189,54 +191,56 @@ class Follower:
         return ahead * spent_s / steps if steps > 0 else None
 
 
-def _by_rank(anomaly: Anomaly) -> int:
-    return -1 if anomaly.rank is None else anomaly.rank
-
-
 @dataclass
-class _GrowingFile:
-    """A file that grows: what was added to it since it was looked at last."""
+class FollowedFile:
+    """A file that grows: what was added to it since it was looked at last, `most_bytes` at once.
+
+    A new attempt writes the metrics anew, without the steps that were lost (`is_rewritten`): what
+    is left of them is known, so reading goes on at its end. Another file that is new is read from
+    its beginning.
+    """
 
     path: Path
     is_rewritten: bool = False
-    _read: tuple[int, int] | None = field(init=False, default=None)  # inode and offset
+    most_bytes: int = MOST_AT_ONCE
+    place: tuple[int, int] | None = field(init=False, default=None)
+    """The inode of the file, and how far it is read."""
 
     def __post_init__(self) -> None:
-        with suppress(FileNotFoundError):  # of a resumed run, only what is new
+        with suppress(OSError):  # of a resumed run, only what is new
             there = self.path.stat()
-            self._read = there.st_ino, there.st_size
+            self.place = there.st_ino, there.st_size
 
     def rows(self) -> list[dict[str, Any]]:
         """The new lines that are JSON; a file written anew may begin in the middle of one."""
         rows = []
-        for line in self.lines():
+        for line in self.text().splitlines():
             with suppress(ValueError):
                 rows.append(json.loads(line))
         return [row for row in rows if isinstance(row, dict)]
 
-    def lines(self) -> list[str]:
+    def text(self, is_over: bool = False) -> str:
         """The whole lines that were added to the file since the last call.
 
-        A new attempt writes the metrics anew, without the steps that were lost (`is_rewritten`):
-        what is left of them is known, so reading goes on at its end. Another file that is new is
-        read from its beginning. A line longer than `LONGEST_LINE` is told in pieces.
+        A line longer than `LONGEST_LINE` comes in pieces; if the file `is_over`, its end is a line.
         """
         try:
             there = self.path.stat()
-        except FileNotFoundError:
-            return []
-        if (there.st_ino, there.st_size) == self._read:
-            return []
-        with open(self.path, "rb") as file:
-            inode, size = os.fstat(file.fileno()).st_ino, file.seek(0, os.SEEK_END)
-            known, start = self._read or (inode, 0)
-            if inode != known:
-                start = size if self.is_rewritten else 0
-            file.seek(start)
-            new = file.read(MOST_AT_ONCE)
-        whole = new[: new.rfind(b"\n") + 1] or (new if len(new) > LONGEST_LINE else b"")
-        self._read = inode, start + len(whole)
-        return whole.decode(errors="replace").splitlines()
+            if (there.st_ino, there.st_size) == self.place:
+                return ""
+            with open(self.path, "rb") as file:
+                inode, size = os.fstat(file.fileno()).st_ino, file.seek(0, os.SEEK_END)
+                known, start = self.place or (inode, 0)
+                if inode != known:
+                    start = size if self.is_rewritten else 0
+                file.seek(start)
+                new = file.read(self.most_bytes)
+        except OSError:
+            return ""
+        is_line = is_over or len(new) >= LONGEST_LINE
+        whole = new[: new.rfind(b"\n") + 1] or (new if is_line else b"")
+        self.place = inode, start + len(whole)
+        return whole.decode(errors="replace")
 
 
 # --- event text ----------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from rich.text import Text
 
 from allranks.catalog import load
 from allranks.cli.display.following import Anomaly, FollowedJob, Follower, evaluation_in_words
-from allranks.cli.display.progress import MOST_OF_A_LINE, Paced, opening_words
+from allranks.cli.display.progress import MOST_OF_A_LINE, ProgressDisplay, opening_words
 from allranks.errors import printable
 from allranks.job.units import format_count
 from allranks.launcher.plan import LaunchPlan
@@ -234,7 +234,7 @@ def _duration(seconds: float) -> str:
     return f"{whole}s"
 
 
-class Display(Paced):
+class Display(ProgressDisplay):
     """Shows a job on a terminal."""
 
     every_s = 0.5
@@ -313,7 +313,7 @@ def has_outputs() -> bool:
     return getattr(shell(), "kernel", None) is not None
 
 
-class NotebookDisplay(Paced):
+class NotebookDisplay(ProgressDisplay):
     """Shows a job as one output of the cell that launched it: printed lines, and the picture."""
 
     every_s = 0.5

@@ -11,7 +11,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import click
 
@@ -38,17 +38,39 @@ DISPLAY = "allranks.cli.display.live:open_display"
 DUMB_TERMINALS = ("", "dumb", "unknown")
 
 
-class ProgressDisplay(Protocol):
-    """Shows a running job. None of its methods blocks on its reader."""
+class ProgressDisplay(ABC):
+    """Shows what is new of a running job every `every_s` seconds; no method blocks on its reader.
 
+    It begins once the run folder is there.
+    """
+
+    every_s: float
+
+    def __init__(self) -> None:
+        self._follower: Follower | None = None
+        self._next = 0.0
+
+    @abstractmethod
     def started(self, plan: LaunchPlan) -> None:
         """The run folder is there and the ranks are about to start."""
 
+    @abstractmethod
+    def _show(self, follower: Follower) -> None:
+        """Show what is new."""
+
     def tick(self) -> None:
         """Show what is new, if it is time; called all the while."""
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + self.every_s
+            self._show_if_started()
 
     def close(self) -> None:
         """No rank is left: show what is new still. Also called where nothing was started."""
+        self._show_if_started()
+
+    def _show_if_started(self) -> None:
+        if self._follower is not None:
+            self._show(self._follower)
 
 
 def progress_here() -> ProgressDisplay:
@@ -68,33 +90,7 @@ def opening_words(plan: LaunchPlan) -> list[str]:
     return [first, *(f"note: {note}" for note in plan.notes)]
 
 
-class Paced(ABC):
-    """Shows what is new every `every_s` seconds, once the run folder is there, and in the end."""
-
-    every_s: float
-
-    def __init__(self) -> None:
-        self._follower: Follower | None = None
-        self._next = 0.0
-
-    @abstractmethod
-    def _show(self, follower: Follower) -> None:
-        """Show what is new."""
-
-    def tick(self) -> None:
-        if time.monotonic() >= self._next:
-            self._next = time.monotonic() + self.every_s
-            self._show_if_started()
-
-    def close(self) -> None:
-        self._show_if_started()
-
-    def _show_if_started(self) -> None:
-        if self._follower is not None:
-            self._show(self._follower)
-
-
-class Lines(Paced):
+class Lines(ProgressDisplay):
     """A line for each thing that happens, and one a second for the newest step."""
 
     every_s = 1.0

@@ -17,7 +17,6 @@ import socket
 import sys
 import time
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
@@ -35,7 +34,7 @@ from allranks.launcher.nodes.channel import (
     Disconnected,
     Message,
     Refused,
-    authenticate,
+    connected,
     wait_for,
 )
 from allranks.launcher.nodes.facts import Doorbell, Ringing, candidates, digest_of, facts
@@ -44,6 +43,7 @@ from allranks.launcher.nodes.nodes import NodeRanks
 from allranks.launcher.processes.fork_server_client import ForkServer, check_hash_seed
 from allranks.launcher.processes.linux import die_with_parent
 from allranks.launcher.processes.ports import Reservation
+from allranks.launcher.supervisor import Signals
 from allranks.launcher.world import World
 
 TICK_S = 0.1
@@ -54,24 +54,13 @@ SUSPENDED_S = 2.0
 PATIENCE = 0.7  # of the head's time-out: a node ends its ranks before the head gives it up
 
 
-@dataclass
-class _AgentRequests:
-    """Signals that this node's scheduler or user sent to the agent, not yet forwarded."""
-
-    signals: list[str] = field(default_factory=list)
-
-    def note(self, number: int, frame: object) -> None:
-        self.signals.append(signal.Signals(number).name)
-
-
 class Agent:
     """One node of a job, from its first word to its last."""
 
-    def __init__(self, ticket: Ticket) -> None:
-        self.ticket = ticket
+    def __init__(self, ticket: Ticket, signals: Signals) -> None:
+        """`signals` are those that the scheduler or a user of this node sends to the agent."""
+        self.ticket, self.signals = ticket, signals
         self.node = World.from_environment().rank if ticket.node is None else ticket.node
-        self.requests = _AgentRequests()
-        self._ranks: NodeRanks | None = None
         self._listener: socket.socket | None = None
         self._reserved: list[Reservation] = []
         self._doorbell: Doorbell | None = None
@@ -85,9 +74,9 @@ class Agent:
             "listen": self._listen,
             "reserve": self._reserve,
             "spawn": self._spawn,
-            "signal": self._signal,
+            "signal": lambda message: self._ranks.signal(message["ticket"], message["signal"]),
             "stands": self._stands,
-            "orders": self._orders,
+            "orders": lambda message: self._ranks.put_orders(message["orders"]),
             "alive": self._alive,
         }
 
@@ -102,6 +91,7 @@ class Agent:
         with ExitStack() as stack:
             self.channel = self._connected()
             stack.callback(self.channel.close)
+            self._ranks = NodeRanks(self.channel)
             self._doorbell = Doorbell(secrets.token_hex(16))
             stack.callback(self._let_go)
             self.channel.send(self._introduction(self._doorbell))
@@ -112,12 +102,14 @@ class Agent:
         ticket = self.ticket
         deadline = time.monotonic() + ticket.join_timeout_s
         while True:
-            if self.requests.signals:
-                first = self.requests.signals[0]
+            for number in self.signals.received():
+                first = signal.Signals(number).name
                 raise Interrupted(f"{self.name} got {first} before the job began")
             for address in ticket.addresses:
+                remaining_s = max(0.1, deadline - time.monotonic())
                 try:
-                    return self._authenticated(address, deadline - time.monotonic())
+                    where = (address, ticket.port)
+                    return connected(where, ticket.key, min(remaining_s, CONNECT_S))
                 except Refused as error:
                     raise PlaceError(
                         f"{self.name} is refused at {address}:{ticket.port}: {error}"
@@ -133,17 +125,6 @@ class Agent:
                 )
             time.sleep(RETRY_S)
 
-    def _authenticated(self, address: str, seconds: float) -> Channel:
-        """A channel to the head, after mutual proof; raises `Refused` or `OSError`."""
-        where = (address, self.ticket.port)
-        channel = Channel(socket.create_connection(where, min(max(0.1, seconds), CONNECT_S)))
-        try:
-            authenticate(channel, self.ticket.key.encode())
-        except BaseException:
-            channel.close()
-            raise
-        return channel
-
     def _introduction(self, doorbell: Doorbell) -> Message:
         interfaces = candidates(self.channel.own_address, self.ticket.interface)
         return {
@@ -158,8 +139,7 @@ class Agent:
     def _serve(self) -> int:
         looked_at = time.monotonic()
         while True:
-            server = None if self._ranks is None else self._ranks.server
-            ready = [self.channel, self._doorbell, server]
+            ready = [self.channel, self._doorbell, self._ranks.server]
             behind = [self.channel] if self.channel.is_behind else []
             wait_for([end for end in ready if end is not None], TICK_S, behind)
             if self._doorbell is not None:
@@ -197,11 +177,9 @@ class Agent:
     def _report(self) -> None:
         """Send new exits, beats and signals to the head."""
         self.channel.flush()
-        for name in self.requests.signals:
-            self.channel.send({"asked": name})
-        self.requests.signals.clear()
-        if self._ranks is not None:
-            self._ranks.report()
+        for number in self.signals.received():
+            self.channel.send({"asked": signal.Signals(number).name})
+        self._ranks.report()
 
     def _probe(self, message: Message) -> None:
         """Connect to all other nodes; the answer follows when all replied, or after `PROBE_S`."""
@@ -227,7 +205,7 @@ class Agent:
         self._close_doorbell()
         check_hash_seed(message["hash_seed"])
         modules = tuple(message["modules"])
-        self._ranks = NodeRanks(self.channel, ForkServer(modules, message["hash_seed"]))
+        self._ranks.server = ForkServer(modules, message["hash_seed"])
 
     def _listen(self, message: Message) -> None:
         """Open the port at which the ranks of all nodes meet."""
@@ -247,7 +225,6 @@ class Agent:
         self.channel.send({"answer": list(self._reserved[0].ports)})
 
     def _spawn(self, message: Message) -> None:
-        assert self._ranks is not None
         if not message["process"]["hosts_store"]:
             self._ranks.spawn(message, -1)
             return
@@ -257,21 +234,11 @@ class Agent:
         self._close_listener()
         self.channel.send({"listens": [message["process"]["rank"], port]})
 
-    def _signal(self, message: Message) -> None:
-        if self._ranks is not None:
-            self._ranks.signal(message["ticket"], message["signal"])
-
     def _stands(self, message: Message) -> None:
-        assert self._ranks is not None
         self.channel.send({"answer": self._ranks.stands(message["tickets"])})
 
-    def _orders(self, message: Message) -> None:
-        if self._ranks is not None:
-            self._ranks.put_orders(message["orders"])
-
     def _alive(self, message: Message) -> None:
-        if self._ranks is not None:
-            self._ranks.wake()
+        self._ranks.wake()
         self.channel.send({"alive": message["at"], "clock": time.monotonic()})
 
     def _close_doorbell(self) -> None:
@@ -286,8 +253,7 @@ class Agent:
 
     def _let_go(self) -> None:
         """End every process of this node."""
-        if self._ranks is not None:
-            self._ranks.close()
+        self._ranks.close()
         for reservation in self._reserved:
             reservation.close()
         if self._ringing is not None:
@@ -298,20 +264,14 @@ class Agent:
 
 def serve(ticket: Ticket) -> int:
     """Be the agent of this node, to the end of the job; returns the exit code of the job."""
-    agent = Agent(ticket)
-    stops = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
-    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # nohup: it outlives its terminal
-    handled = [number for number in stops if not (number == signal.SIGHUP and ignored)]
-    before = {number: signal.signal(number, agent.requests.note) for number in handled}
-    try:
-        return agent.run()
-    except Refused as error:
-        raise PlaceError(str(error)) from error
-    except Disconnected as error:
-        raise PlaceError(f"{agent.name} lost the head of the job: {error}") from error
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with Signals() as signals:
+        agent = Agent(ticket, signals)
+        try:
+            return agent.run()
+        except Refused as error:
+            raise PlaceError(str(error)) from error
+        except Disconnected as error:
+            raise PlaceError(f"{agent.name} lost the head of the job: {error}") from error
 
 
 def main() -> NoReturn:

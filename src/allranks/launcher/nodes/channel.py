@@ -205,6 +205,17 @@ def authenticate(channel: Channel, key: bytes) -> None:
     channel.trust()
 
 
+def connected(where: tuple[str, int], key: str, timeout_s: float) -> Channel:
+    """A channel to this address, after mutual proof; raises `OSError` or `Disconnected`."""
+    channel = Channel(socket.create_connection(where, timeout_s))
+    try:
+        authenticate(channel, key.encode())
+    except BaseException:
+        channel.close()
+        raise
+    return channel
+
+
 # --- admission -----------------------------------------------------------------------------------
 # Admission of new connections: each proves that it knows the key, or is dropped.
 #

@@ -23,12 +23,14 @@ from allranks.job.job import Job
 from allranks.job.limits import elastic_range
 from allranks.launcher.heartbeat import Beat
 from allranks.launcher.nodes.agent import serve
-from allranks.launcher.nodes.join import ANY, Expected, JoinServer, Ticket, preflight
+from allranks.launcher.nodes.join import ANY, JoinServer, preflight
 from allranks.launcher.nodes.nodes import Node, Nodes
-from allranks.launcher.places import AgentPlace, NodeRequest, Rendezvous, Started, find_place
+from allranks.launcher.places import NAMED, AgentPlace, NodeRequest, Rendezvous, Started, find_place
+from allranks.launcher.places.agents import ticket_for
 from allranks.launcher.plan import (
     LaunchPlan,
     RankPlan,
+    Resources,
     Seat,
     Shape,
     for_all_processes,
@@ -43,50 +45,45 @@ from allranks.launcher.world import Visible
 
 
 @dataclass
-class Cluster:
-    """Several nodes that have joined. Implements `Resources`.
+class Cluster(Resources):
+    """Several nodes that have joined.
 
     A node without ranks runs servers. With `per_rank` each agent has one rank, and a host may have
     several agents. The allocation ends at `ends_at`, on the monotonic clock.
     """
 
-    nodes: Nodes
+    server: Nodes
     counts: dict[int, int]  # number of a node -> its ranks
     break_node: Callable[[faults.Fault], None] | None = None
     per_rank: bool = False
     ends_at: float = NEVER
     _idle: frozenset[int] = frozenset()  # processes that count no steps
-    _done: set[faults.Fault] = field(default_factory=set)
     _to_do: list[faults.Fault] = field(default_factory=list)
     _to_mend: list[tuple[float, faults.Fault]] = field(default_factory=list)
-
-    @property
-    def server(self) -> Nodes:
-        return self.nodes
 
     def shared(self, run_dir: Path) -> Path | None:
         return run_dir.parent
 
     def plan(self, job: Job, shape: Shape) -> LaunchPlan:
-        self.nodes.is_elastic = bool(job.elastic)
+        self.server.is_elastic = bool(job.elastic)
         return plan_of(job, shape, Visible.from_environment(), self._take_seats(job))
 
     def replan(self, plan: LaunchPlan) -> LaunchPlan:
         """Plan for the remaining nodes, with fewer ranks if needed; `PlaceError` if none remain."""
         while True:
-            self.nodes.check_all()
-            if not any(self.counts[node.number] for node in self.nodes.living):
-                missing = "node with ranks" if self.nodes.living else "node"
+            self.server.check_all()
+            if not any(self.counts[node.number] for node in self.server.living):
+                missing = "node with ranks" if self.server.living else "node"
                 raise PlaceError(f"no {missing} is left to go on with\n{self.lost()}".rstrip())
             try:
                 return self._planned(plan)
             except PlaceError:
-                if not self.nodes.seats[0].lost:
+                if not self.server.seats[0].lost:
                     raise
 
     def _planned(self, plan: LaunchPlan) -> LaunchPlan:
         """The plan for the living nodes, with a socket for the rendezvous of their ranks."""
-        self.nodes.newly_lost()  # a node lost before is not the cause of a later fault
+        self.server.newly_lost()  # a node lost before is not the cause of a later fault
         self._idle = (
             frozenset(range(1, plan.process_set.size))
             if not plan.process_set.are_all_trainers
@@ -94,7 +91,7 @@ class Cluster:
         )
         seats = self._take_seats(plan.job)
         nodes = len({seat.node for seat in seats})
-        ranks = sum(self.counts[node.number] for node in self.nodes.living)
+        ranks = sum(self.counts[node.number] for node in self.server.living)
         job = dataclasses.replace(plan.job, ranks=ranks, nodes=nodes)
         if job.elastic and ranks < (least := elastic_range(job)[0]):
             raise PlaceError(
@@ -106,28 +103,28 @@ class Cluster:
             fewer = plan_of(job, plan.shape, Visible.from_environment(), seats)
         if len(seats) == 1 and not job.elastic:
             return fewer
-        return with_rendezvous(fewer, self.nodes.listen(self.nodes.seats[0]))
+        return with_rendezvous(fewer, self.server.listen(self.server.seats[0]))
 
     @property
     def evidence_s(self) -> float:
         """How long to wait for further exits: agents and the network delay their reports."""
-        trips = [node.round_trip_s for node in self.nodes.living if node.measured_at]
+        trips = [node.round_trip_s for node in self.server.living if node.measured_at]
         return EVIDENCE_S + 0.3 + 2 * max(trips, default=0.0)
 
     def lost(self) -> str:
-        self.nodes.check_all()
-        return "\n".join(f"node {n.name} is lost: {n.lost}" for n in self.nodes.newly_lost())
+        self.server.check_all()
+        return "\n".join(f"node {n.name} is lost: {n.lost}" for n in self.server.newly_lost())
 
     @contextmanager
     def hosts(self) -> Iterator[tuple[Host, ...]]:
         """The table of the living nodes, each with ports that stay reserved meanwhile."""
-        self.nodes.check_all()
+        self.server.check_all()
         seats = self._take_seats()
         hosts = []
         for number in range(max(seat.node for seat in seats) + 1 if seats else 0):
             ranks = [rank for rank, seat in enumerate(seats) if seat.node == number]
-            node, seat = self.nodes.seats[ranks[0]], seats[ranks[0]]
-            ports = self.nodes.reserve(node, len(ranks) + 1)
+            node, seat = self.server.seats[ranks[0]], seats[ranks[0]]
+            ports = self.server.reserve(node, len(ranks) + 1)
             hosts.append(Host(node.name, node.address, seat.interface, len(ranks), ports))
         if not hosts:
             raise PlaceError("no node is left to go on with")
@@ -135,7 +132,7 @@ class Cluster:
 
     def _take_seats(self, job: Job | None = None) -> list[Seat]:
         """A seat for every process on the living nodes; without a job, for the ranks only."""
-        living = self.nodes.living
+        living = self.server.living
         counts = [self.counts[node.number] for node in living]
         nodes = [node for count, node in zip(counts, living, strict=True) for _ in range(count)]
         seats = seats_of(counts, [self._seat(node, living) for node in living])
@@ -143,53 +140,54 @@ class Cluster:
             rankless = [node for count, node in zip(counts, living, strict=True) if not count]
             nodes = for_all_processes(job, nodes, rankless)
             seats = for_all_processes(job, seats, [self._seat(node, living) for node in rankless])
-        self.nodes.seats = dict(enumerate(nodes))
+        self.server.seats = dict(enumerate(nodes))
         return seats
 
     def plan_for(
         self, plan: LaunchPlan, ranks: Sequence[int], new: Collection[int]
     ) -> dict[int, RankPlan]:
         """A new rank gets a seat on the node with the most free ones, of those that stay."""
-        seats = {rank: self.nodes.seats[rank] for rank in ranks if rank not in new}
+        seats = {rank: self.server.seats[rank] for rank in ranks if rank not in new}
         running = Counter(node.number for node in seats.values())
-        staying = [node for node in self.nodes.living if not node.drain] or self.nodes.living
+        staying = [node for node in self.server.living if not node.drain] or self.server.living
         for rank in new:
             free = [self.counts[node.number] - running[node.number] for node in staying]
             seats[rank] = staying[free.index(max(free))]
             running[seats[rank].number] += 1
         job = dataclasses.replace(plan.job, ranks=len(ranks))
-        places = [self._seat(seats[rank], self.nodes.nodes) for rank in ranks]
+        places = [self._seat(seats[rank], self.server.nodes) for rank in ranks]
         planned = plan_of(job, plan.shape, Visible.from_environment(), places)
         planned = with_rendezvous(planned, plan.ranks[0].world.rendezvous)
-        self.nodes.seats |= seats
+        self.server.seats |= seats
         return dict(zip(ranks, planned.ranks, strict=True))
 
     def drained(self) -> tuple[str, frozenset[int]]:
-        return self.nodes.drained()
+        return self.server.drained()
 
     def _seat(self, node: Node, living: list[Node]) -> Seat:
         """Nodes are numbered by host: with an agent per rank, several agents share one."""
         assert node.chosen is not None, "preflight comes first"
         hosts = list(dict.fromkeys(other.name for other in living)) if self.per_rank else []
         position = hosts.index(node.name) if self.per_rank else living.index(node)
-        shared = [(other.facts.machine, other.facts.processors) for other in self.nodes.nodes]
+        shared = [(other.facts.machine, other.facts.processors) for other in self.server.nodes]
         machine = shared.index((node.facts.machine, node.facts.processors))
         return Seat(position, node.name, node.chosen.name, machine)
 
     def inject_due_faults(self, beats: Sequence[Beat]) -> None:
         """Break the nodes whose fault is due, once all ranks have reached its step."""
         step = min((beat.step for beat in beats if beat.rank not in self._idle), default=-1)
-        for fault in self._to_do:
-            if fault not in self._done and step >= fault.step >= 0:
-                assert self.break_node is not None, "the place has refused the request"
-                self._done.add(fault)
-                self.break_node(fault)
-                if fault.action == "cut" and fault.seconds:
-                    self._to_mend.append((time.monotonic() + fault.seconds, fault))
-        for due, fault in list(self._to_mend):
-            if self.break_node is not None and time.monotonic() >= due:
-                self._to_mend.remove((due, fault))
-                self.break_node(dataclasses.replace(fault, action=MEND))
+        for fault in [fault for fault in self._to_do if step >= fault.step >= 0]:
+            self._to_do.remove(fault)
+            self._break(fault)
+            if fault.action == "cut" and fault.seconds:
+                self._to_mend.append((time.monotonic() + fault.seconds, fault))
+        for due, fault in [row for row in self._to_mend if time.monotonic() >= row[0]]:
+            self._to_mend.remove((due, fault))
+            self._break(dataclasses.replace(fault, action=MEND))
+
+    def _break(self, fault: faults.Fault) -> None:
+        assert self.break_node is not None, "the place has refused the request"
+        self.break_node(fault)
 
     def plant(self, text: str) -> None:
         """Schedule those injected faults of a job that concern nodes."""
@@ -237,14 +235,14 @@ def _joined(
     request: NodeRequest, started: Started, interrupted: Callable[[], None]
 ) -> Iterator[Nodes]:
     """All nodes, once they have joined. At the end they get the exit code, and leave."""
-    names, rendezvous = started.names, request.rendezvous
-    expected = Expected(names, started.key, request.words, rendezvous.join_timeout_s)
+    rendezvous = request.rendezvous
 
     def check() -> None:
         started.check()
         interrupted()
 
-    members = JoinServer(expected, started.listener, check).wait_for_all()
+    expected = started.names, started.key, started.listener, request.words
+    members = JoinServer(*expected, rendezvous.join_timeout_s, check).wait_for_all()
     nodes = Nodes(members, rendezvous.node_timeout_s, started.watch, started.last_words)
     code, text = EXIT_PROGRAM_FAILED, ""
     try:
@@ -275,16 +273,7 @@ def take_part(rendezvous: Rendezvous, words: tuple[str, ...], program: str = "")
     Node 0, which was started with the same command line, sends all commands.
     """
     host, port = rendezvous.address
-    ticket = Ticket(
-        addresses=(host,),
-        port=port,
-        key=rendezvous.key,
-        node=ANY if rendezvous.node_rank is None else rendezvous.node_rank,
-        words=words,
-        program=program,
-        interface=rendezvous.interface,
-        join_timeout_s=rendezvous.join_timeout_s,
-        node_timeout_s=rendezvous.node_timeout_s,
-        follows=False,
-    )
-    return serve(ticket)
+    request = NodeRequest(NAMED, 1, 1, rendezvous, program, words)
+    node = ANY if rendezvous.node_rank is None else rendezvous.node_rank
+    ticket = ticket_for(request, rendezvous.key, (host,), port, node)
+    return serve(dataclasses.replace(ticket, follows=False))

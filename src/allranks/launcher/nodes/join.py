@@ -61,37 +61,29 @@ class Ticket:
         words, addresses = tuple(data["words"]), tuple(data["addresses"])
         return cls(**{**data, "words": words, "addresses": addresses})
 
-    def for_task(self) -> Ticket:
-        """The same for all tasks of a scheduler."""
-        return dataclasses.replace(self, node=None)
-
 
 ALIVE_EVERY_S = 1.0
 
 
-@dataclass(frozen=True)
-class Expected:
-    """The nodes that are to join: their `names` by number, and what they must know."""
+@dataclass
+class JoinServer:
+    """The server that nodes join: it authenticates each, and ends when all are there.
+
+    `names` are those of the nodes, by number; they must know the `key`, and have the same `words`.
+    """
 
     names: tuple[str, ...]
     key: str
+    listener: socket.socket
     words: tuple[str, ...] = ()
     join_timeout_s: float = 300.0
-
-
-@dataclass
-class JoinServer:
-    """The server that nodes join: it authenticates each, and ends when all are there."""
-
-    expected: Expected
-    listener: socket.socket
     check: Callable[[], None] = lambda: None
     _joined: dict[int, Node] = field(default_factory=dict)
     _refused: list[str] = field(default_factory=list)
     _alive_at: float = 0.0
 
     def __post_init__(self) -> None:
-        self._admission = Admission(self.listener, self.expected.key, self._note_refused)
+        self._admission = Admission(self.listener, self.key, self._note_refused)
 
     def _note_refused(self) -> None:
         self._refused.append("one that does not know the id of this job")
@@ -101,9 +93,9 @@ class JoinServer:
 
         `check` is called repeatedly; it raises if the mechanism that starts the nodes has failed.
         """
-        deadline = time.monotonic() + self.expected.join_timeout_s
+        deadline = time.monotonic() + self.join_timeout_s
         try:
-            while len(self._joined) < len(self.expected.names):
+            while len(self._joined) < len(self.names):
                 wait_for(self._admission.ready, 0.1)
                 for channel, introduction in self._admission.admit():
                     self._seat(channel, introduction)
@@ -128,16 +120,15 @@ class JoinServer:
             _dismiss(channel, EXIT_BAD_REQUEST, f"this node is refused: {why}")
             return
         if node.number == ANY:
-            node.number = next(
-                n for n in range(1, len(self.expected.names) + 1) if n not in self._joined
-            )
-        if not 0 <= node.number < len(self.expected.names):
-            self._refuse(node, f"there are {len(self.expected.names)} nodes, numbered from 0")
+            numbers = range(1, len(self.names) + 1)
+            node.number = next(n for n in numbers if n not in self._joined)
+        if not 0 <= node.number < len(self.names):
+            self._refuse(node, f"there are {len(self.names)} nodes, numbered from 0")
         elif node.number in self._joined:
             before = self._joined[node.number].name
             self._refuse(node, f"node {node.number} is here already, from {before}")
-        elif node.words != self.expected.words:
-            error = _other_words(node, self.expected.words)
+        elif node.words != self.words:
+            error = _other_words(node, self.words)
             _dismiss(channel, EXIT_BAD_REQUEST, str(error))
             raise error
         else:
@@ -165,12 +156,12 @@ class JoinServer:
                 self._joined.pop(number).channel.close()
 
     def _missing_nodes(self) -> PlaceError:
-        missing = [n for i, n in enumerate(self.expected.names) if i not in self._joined]
-        here = [f"{self.expected.names[n]} ({self._joined[n].name})" for n in sorted(self._joined)]
+        missing = [n for i, n in enumerate(self.names) if i not in self._joined]
+        here = [f"{self.names[n]} ({self._joined[n].name})" for n in sorted(self._joined)]
         away = f"; turned away: {'; '.join(dict.fromkeys(self._refused))}"
         return PlaceError(
-            f"{_listed(missing)} of {len(self.expected.names)} nodes did not come within "
-            f"{self.expected.join_timeout_s:g} s (--join-timeout); here: "
+            f"{_listed(missing)} of {len(self.names)} nodes did not come within "
+            f"{self.join_timeout_s:g} s (--join-timeout); here: "
             f"{', '.join(here) or 'none'}" + (away if self._refused else "")
         )
 
@@ -265,22 +256,21 @@ def choose_addresses(nodes: Nodes) -> None:
     doorbells: dict[str, Any] = {
         str(node.number): [[i.address for i in node.interfaces], *node.doorbell] for node in living
     }
-    reached = nodes.ask_all({node.number: _to_all_but(node, doorbells) for node in living})
+    messages: dict[int, Message] = {}
     for node in living:
-        others = [other for other in living if other is not node]
+        others = {name: bell for name, bell in doorbells.items() if name != str(node.number)}
+        messages[node.number] = {"do": "probe", "nodes": others}
+    reached = nodes.ask_all(messages)
+    for node in living:
+        peers = [other for other in living if other is not node]
         by_all = [
             interface
             for interface in node.interfaces
-            if all(interface.address in reached[other.number][str(node.number)] for other in others)
+            if all(interface.address in reached[other.number][str(node.number)] for other in peers)
         ]
         if not by_all:
-            raise PlaceError(_unreachable(node, others, reached))
+            raise PlaceError(_unreachable(node, peers, reached))
         node.chosen = by_all[0]
-
-
-def _to_all_but(node: Node, doorbells: dict[str, Any]) -> Message:
-    others = {name: where for name, where in doorbells.items() if name != str(node.number)}
-    return {"do": "probe", "nodes": others}
 
 
 _LOOPBACK_INTERFACE = Interface("lo", "127.0.0.1")

@@ -26,7 +26,7 @@ from allranks.launcher.nodes.channel import Channel, Disconnected, Message, wait
 from allranks.launcher.nodes.facts import Interface, NodeFacts
 from allranks.launcher.processes.fork_server_client import ForkServer, checked_size, hash_seed
 from allranks.launcher.processes.linux import Kills
-from allranks.launcher.processes.process import Exit, Process, ProcessState
+from allranks.launcher.processes.process import Exit, Process, Processes, ProcessState
 from allranks.launcher.world import World
 
 ALIVE_EVERY_S = 1.0
@@ -75,8 +75,8 @@ class Node:
         return self.chosen.address
 
 
-class Nodes:
-    """All nodes of a job, after they have joined. Implements `Processes`.
+class Nodes(Processes):
+    """All nodes of a job, after they have joined.
 
     `seats` are the nodes of the ranks; set it before starting processes. `on_idle` is called
     about ten times a second, and may raise if the place has lost its nodes. `last_words(number)`
@@ -185,9 +185,6 @@ class Nodes:
                 continue  # the node is lost meanwhile
             states |= {int(rank): ProcessState(**stand) for rank, stand in answer.items()}
         return states
-
-    def wake(self) -> None:
-        """Does nothing: every agent wakes its own fork server when it gets an `alive` message."""
 
     def messages(self) -> list[int]:
         messages, self._messages = self._messages, []
@@ -396,12 +393,12 @@ BEATS_S = 0.2
 class NodeRanks:
     """The processes of a node. The head gives each a ticket, and gets a message for every exit.
 
-    `server` is `None` once it has failed and the head has been told.
+    `server` is `None` before it is started, and once it has failed and the head has been told.
     """
 
-    def __init__(self, channel: Channel, server: ForkServer) -> None:
+    def __init__(self, channel: Channel) -> None:
         self.channel = channel
-        self.server: ForkServer | None = server
+        self.server: ForkServer | None = None
         self._heartbeats: dict[int, HeartbeatTable] = {}  # by attempt
         self._tickets: dict[int, int] = {}  # ticket of the head -> ticket of the fork server here
         self._worlds: dict[int, World] = {}  # ticket -> World of its rank

@@ -122,9 +122,8 @@ class Place(ABC):
     lends_nodes: ClassVar[bool] = False
     starts_ranks: ClassVar[bool] = False
 
-    @abstractmethod
     def check(self, request: NodeRequest) -> None:
-        """Raise `RequestError` if this place cannot serve the request. Pure."""
+        """Raise `RequestError` if this place cannot serve the request. Pure: no file is read."""
 
     @abstractmethod
     def seats(self, request: NodeRequest) -> list[Seat]:

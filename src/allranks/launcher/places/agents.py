@@ -18,6 +18,7 @@ from allranks.launcher.nodes.facts import candidates
 from allranks.launcher.nodes.join import Ticket
 from allranks.launcher.places import NodeRequest, Rendezvous
 from allranks.launcher.processes import leftovers
+from allranks.launcher.processes.fork_server_client import end_process
 
 END_TIMEOUT_S = 5.0
 LAST_WORDS = 2000
@@ -25,9 +26,12 @@ AGENT = ("-P", "-m", "allranks.launcher.nodes.agent")
 
 
 def ticket_for(
-    request: NodeRequest, key: str, addresses: tuple[str, ...], port: int, node: int
+    request: NodeRequest, key: str, addresses: tuple[str, ...], port: int, node: int | None
 ) -> Ticket:
-    """The ticket with which the agent of this node joins the head at one of these addresses."""
+    """The ticket with which the agent of this node joins the head at one of these addresses.
+
+    `node` is its number; see `Ticket`.
+    """
     rendezvous = request.rendezvous
     return Ticket(
         addresses=addresses,
@@ -114,9 +118,5 @@ class Agents:
                 process.wait(END_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 process.terminate()
-                try:
-                    process.wait(END_TIMEOUT_S)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
+                end_process(process, END_TIMEOUT_S)
             output.close()

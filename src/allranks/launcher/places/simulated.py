@@ -10,8 +10,6 @@ import json
 import os
 import secrets
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Self
@@ -24,10 +22,13 @@ from allranks.launcher.places import AgentPlace, NodeRequest, Started, shared_ou
 from allranks.launcher.places.agents import ticket_for
 from allranks.launcher.plan import Seat
 from allranks.launcher.processes import leftovers
+from allranks.launcher.processes.fork_server_client import end_process, start_module
 from allranks.strategies.auto import parse_rate
 
 CLOSE_TIMEOUT_S = 10.0
 MESSAGE_LIMIT = 1 << 17
+DO = {"kill-node": "kill", "cut": "cut", MEND: "mend", "slow-link": "shape"}
+"""What the switch is asked to do for a fault."""
 
 
 class Simulated(AgentPlace):
@@ -87,20 +88,9 @@ class SimulatedNodes:
         leftovers.sweep()
         self.network = network
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "allranks.launcher.places.switch",
-            str(theirs.fileno()),
-        ]
-        self._process = subprocess.Popen(
-            [*command, json.dumps(network.to_data())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            env={**os.environ, leftovers.VARIABLE: f"{leftovers.owner()}/switch"},
-        )
+        environment = {**os.environ, leftovers.VARIABLE: f"{leftovers.owner()}/switch"}
+        words = [json.dumps(network.to_data())]
+        self._process = start_module("places.switch", theirs, words, environment)
         theirs.close()
         self._outputs: list[int] = []
         try:
@@ -133,32 +123,13 @@ class SimulatedNodes:
             pipe.write(ticket.to_line())
         return int(answer["pid"])
 
-    def cut(self, number: int) -> None:
-        """Cut the link between this node and the others."""
-        self._ask({"do": "cut", "number": number})
-
-    def mend(self, number: int) -> None:
-        """Restore the link between this node and the others."""
-        self._ask({"do": "mend", "number": number})
-
-    def slow(self, number: int, link: NodeLink) -> None:
-        """Change the rate and delay of this node's link."""
-        self._ask({"do": "shape", "number": number, "link": [link.rate_bits, link.delay_s]})
-
-    def kill(self, number: int) -> None:
-        """Kill the node with all its processes."""
-        self._ask({"do": "kill", "number": number})
-
     def break_node(self, fault: Fault) -> None:
-        """Inject a fault of `faults.NODE_FAULTS` into its node."""
-        if fault.action == "kill-node":
-            self.kill(fault.node)
-        elif fault.action == "cut":
-            self.cut(fault.node)
-        elif fault.action == MEND:
-            self.mend(fault.node)
-        else:
-            self.slow(fault.node, _link_after(fault))
+        """Inject a fault of `faults.NODE_FAULTS` into its node, or mend its link."""
+        request: dict[str, Any] = {"do": DO[fault.action], "number": fault.node}
+        if fault.action == "slow-link":
+            link = _link_after(fault)
+            request["link"] = [link.rate_bits, link.delay_s]
+        self._ask(request)
 
     def check(self) -> None:
         """Raise `PlaceError` if the switch is gone."""
@@ -187,11 +158,7 @@ class SimulatedNodes:
     def close(self) -> None:
         """End all nodes, wait for them, and remove what killed nodes left."""
         self._control.close()
-        try:
-            self._process.wait(CLOSE_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        end_process(self._process, CLOSE_TIMEOUT_S)
         if hasattr(self, "listener"):
             self.listener.close()
         for output in self._outputs:

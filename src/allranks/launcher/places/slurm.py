@@ -36,9 +36,6 @@ class SlurmJob(AgentPlace):
     starts_ranks = True
     advice = "allranks submit -- …, or start it in a batch script or under salloc"
 
-    def check(self, request: NodeRequest) -> None:
-        """Refuses nothing: the allocation is read later."""
-
     def seats(self, request: NodeRequest) -> list[Seat]:
         job = _allocation(request)
         return seats_on(request, job.nodes[: request.nodes], job.tasks_per_node)
@@ -64,7 +61,7 @@ class SlurmJob(AgentPlace):
             listener, addresses = listen_to_all(stack, request.rendezvous)
             agents = stack.enter_context(Agents())
             tasks = request.ranks if per_rank else request.nodes
-            ticket = ticket_for(request, key, addresses, listener.getsockname()[1], 0).for_task()
+            ticket = ticket_for(request, key, addresses, listener.getsockname()[1], None)
             words = _srun(job, request, tasks)
             agents.start("srun", words, ticket, without=VARIABLES_NOT_FOR_SRUN)
             names = job.nodes[: request.nodes]

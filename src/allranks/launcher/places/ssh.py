@@ -155,9 +155,6 @@ class SshHosts(AgentPlace):
         "and the port of --rendezvous be open"
     )
 
-    def check(self, request: NodeRequest) -> None:
-        """Refuses nothing: the file of hosts is read later."""
-
     def seats(self, request: NodeRequest) -> list[Seat]:
         if not request.rendezvous.hosts:
             return seats_on(request, [f"node {number}" for number in range(request.nodes)])
@@ -205,12 +202,8 @@ def _slots(hosts: tuple[HostSlots, ...]) -> tuple[int, ...]:
 # Nodes that a user starts one by one: this is node 0, to which the others come by themselves.
 
 
-class ManualNodes(AgentPlace):
+class ManualNodes(SshHosts):
     """The nodes of `--rendezvous`; the record of a job calls them hosts, as those of a file."""
-
-    name = SshHosts.name
-    lends_nodes = True
-    advice = SshHosts.advice
 
     def check(self, request: NodeRequest) -> None:
         rendezvous, nodes = request.rendezvous, request.nodes
@@ -237,9 +230,6 @@ class ManualNodes(AgentPlace):
                 why="whoever knows the id of a job may take part in it, and nobody else",
                 do="--id with a text that others do not guess, the same on every node",
             )
-
-    def seats(self, request: NodeRequest) -> list[Seat]:
-        return seats_on(request, [f"node {number}" for number in range(request.nodes)])
 
     @contextmanager
     def start(self, request: NodeRequest) -> Iterator[Started]:

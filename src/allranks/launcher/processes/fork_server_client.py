@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from allranks.errors import PlaceError, RequestError
@@ -20,7 +20,7 @@ from allranks.launcher.heartbeat import HeartbeatTable
 from allranks.launcher.processes import leftovers
 from allranks.launcher.processes.fork_server import MESSAGE_LIMIT, STACKS_SIGNAL
 from allranks.launcher.processes.linux import state_of
-from allranks.launcher.processes.process import Exit, Process, ProcessState
+from allranks.launcher.processes.process import Exit, Process, Processes, ProcessState
 
 # --- stacks --------------------------------------------------------------------------------------
 # The stacks of running ranks, written by themselves at a signal, from wherever they stand.
@@ -69,7 +69,30 @@ def checked_size(message: dict[str, Any]) -> bytes:
     return data
 
 
-class ForkServer:
+def start_module(
+    module: str, control: socket.socket, words: Sequence[str], environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """A process of our `module` with its socket, in a session of its own: Ctrl-C is not for it."""
+    command = [sys.executable, "-P", "-m", f"allranks.launcher.{module}", str(control.fileno())]
+    return subprocess.Popen(
+        [*command, *words],
+        pass_fds=[control.fileno()],
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        env=environment,
+    )
+
+
+def end_process(process: subprocess.Popen[bytes], timeout_s: float) -> None:
+    """Wait for a process to end; kill one that does not."""
+    try:
+        process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+class ForkServer(Processes):
     """A running fork server that has imported `modules`. Closing it ends all that it started.
 
     What it started ends also when it is killed, or its owner: then whoever is left, or the next
@@ -83,36 +106,14 @@ class ForkServer:
         self.hash_seed = seed or hash_seed()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._mark = f"{leftovers.owner()}/{next(_servers)}"
-        environment = {
-            "OPENBLAS_NUM_THREADS": "1",
-            HASH_SEED: self.hash_seed,
-            leftovers.VARIABLE: self._mark,
-        }
-        self._process = self._started(modules, theirs, environment)
+        environment = {name: v for name, v in os.environ.items() if name not in OF_A_SCRIPT}
+        environment |= {"OPENBLAS_NUM_THREADS": "1", HASH_SEED: self.hash_seed}
+        environment[leftovers.VARIABLE] = self._mark
+        self._process = start_module("processes.fork_server", theirs, modules, environment)
         theirs.close()
         self._tickets = itertools.count()
         self._pids: dict[int, int] = {}
         self._stacks: dict[int, int] = {}  # ticket -> nameless file
-
-    def _started(
-        self, modules: tuple[str, ...], control: socket.socket, environment: dict[str, str]
-    ) -> subprocess.Popen[bytes]:
-        """The process of the server, in a session of its own: Ctrl-C is for the supervisor."""
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "allranks.launcher.processes.fork_server",
-            str(control.fileno()),
-        ]
-        return subprocess.Popen(
-            [*command, *modules],
-            pass_fds=[control.fileno()],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            env={name: os.environ[name] for name in os.environ if name not in OF_A_SCRIPT}
-            | environment,
-        )
 
     def spawn(
         self, process: Process, heartbeats: HeartbeatTable | None = None, listener: int = -1
@@ -158,16 +159,6 @@ class ForkServer:
         written = stacks_of(pids, {rank: self._stacks[ticket] for rank, ticket in there.items()})
         return {rank: ProcessState(states[rank], written[rank]) for rank in there}
 
-    def is_silent(self) -> bool:
-        return False
-
-    def messages(self) -> list[int]:
-        return []
-
-    def stop_reason(self) -> str:
-        """Always "": on this machine signals reach the supervisor directly."""
-        return ""
-
     def fileno(self) -> int:
         """What becomes readable when there is an exit to tell."""
         return self._control.fileno()
@@ -175,7 +166,7 @@ class ForkServer:
     def exits(self, timeout_s: float) -> list[Exit]:
         """The processes that ended, in order; waits up to `timeout_s` for the first."""
         ended: list[Exit] = []
-        while self._readable(0.0 if ended else timeout_s):
+        while select.select([self._control], [], [], 0.0 if ended else timeout_s)[0]:
             message = self._receive()
             if "exited" in message:
                 self._forget(message["exited"])
@@ -197,9 +188,6 @@ class ForkServer:
     def wake(self) -> None:
         """Continue a suspended server: only it sees exits and forwards signals."""
         self._process.send_signal(signal.SIGCONT)
-
-    def _readable(self, timeout_s: float) -> bool:
-        return bool(select.select([self._control], [], [], timeout_s)[0])
 
     def _send(self, message: dict[str, Any], fds: list[int]) -> None:
         data = checked_size(message)
@@ -230,11 +218,7 @@ class ForkServer:
         """End the server and every process that it started, and wait until they are gone."""
         self._control.close()
         self.wake()
-        try:
-            self._process.wait(CLOSE_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        end_process(self._process, CLOSE_TIMEOUT_S)
         for ticket in list(self._stacks):
             self._forget(ticket)
         if self._process.returncode != 0:

@@ -15,11 +15,16 @@ PR_SET_CHILD_SUBREAPER = 36
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 
 
+def _checked(outcome: int, call: str) -> None:
+    """Raise `OSError` if a call of the C library has failed."""
+    if outcome != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), call)
+
+
 def _prctl(option: int, value: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, value, 0, 0, 0) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), f"prctl({option})")
+    _checked(libc.prctl(option, value, 0, 0, 0), f"prctl({option})")
 
 
 def die_with_parent() -> None:
@@ -86,12 +91,6 @@ def _stat(pid: int) -> list[str]:
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWUSER, CLONE_NEWNET = 0x20000, 0x4000000, 0x10000000, 0x40000000
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
-
-
-def _checked(outcome: int, call: str) -> None:
-    if outcome != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), call)
 
 
 def unshare(kinds: int) -> None:

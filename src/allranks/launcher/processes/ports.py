@@ -15,7 +15,7 @@ from __future__ import annotations
 import errno
 import socket
 from contextlib import ExitStack
-from typing import Self
+from typing import Any, Self
 
 from allranks.errors import PlaceError, RequestError
 
@@ -106,21 +106,19 @@ def _bound(port: int) -> socket.socket:
         server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
     else:
         server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.bind(("", port))
-    except BaseException:
-        server.close()
-        raise
-    return server
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return _bound_to(server, ("", port))
 
 
 def _named(port: int) -> socket.socket:
     """The name of a port, as a socket of which there is one: in no folder, gone with its owner."""
-    name_lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    return _bound_to(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM), NAME.format(port))
+
+
+def _bound_to(unbound: socket.socket, where: Any) -> socket.socket:
     try:
-        name_lock.bind(NAME.format(port))
+        unbound.bind(where)
     except BaseException:
-        name_lock.close()
+        unbound.close()
         raise
-    return name_lock
+    return unbound

@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 import socket
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from allranks.errors import AllranksError, FaultKind, PeerLost, RequestError
 from allranks.launcher.heartbeat import HeartbeatTable
@@ -66,47 +67,46 @@ class ProcessState:
     stacks: str
 
 
-class Processes(Protocol):
+class Processes(ABC):
     """Who owns processes, on one node or on several. A ticket stands for a process."""
 
     hash_seed: str
     """`PYTHONHASHSEED` of all of them."""
 
+    @abstractmethod
     def spawn(self, process: Process, heartbeats: HeartbeatTable | None = None) -> int:
         """Start a process; with `heartbeats` it beats in them, and can be asked where it stands."""
-        ...
 
+    @abstractmethod
     def exits(self, timeout_s: float) -> list[Exit]:
         """The processes that ended, in order; waits up to `timeout_s` for the first."""
-        ...
 
+    @abstractmethod
     def signal(self, ticket: int, number: int) -> None:
         """Send a signal to a process and all of its group; one that has ended is left alone."""
-        ...
 
+    @abstractmethod
     def started(self, ticket: int) -> bool:
         """Whether the process is known to have started, and not to have ended."""
-        ...
 
+    @abstractmethod
     def stands(self, tickets: Mapping[int, int]) -> dict[int, ProcessState]:
         """Where the processes of these tickets stand (rank -> ticket); takes a second or so."""
-        ...
 
     def wake(self) -> None:
-        """Continue the servers that own processes, if they were suspended."""
-        ...
+        """Continue the servers that own processes, if they were suspended; agents do it alone."""
 
     def is_silent(self) -> bool:
         """Whether some node has not been heard of for a while, and may be lost."""
-        ...
+        return False
 
     def messages(self) -> list[int]:
         """Signals that other nodes got and that ask for no end, for scripts that know them."""
-        ...
+        return []
 
     def stop_reason(self) -> str:
         """Why the job is to stop, by a signal on another node; "" if it is not."""
-        ...
+        return ""
 
 
 # --- foreign -------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ from allranks.launcher.scripts.supervise import (
     supervise_script,
 )
 from allranks.launcher.scripts.topology import Host, step_variables
-from allranks.launcher.start import new_run_dir, recorded_environment
+from allranks.launcher.start import Result, new_run_dir, recorded_environment
 from allranks.launcher.supervisor import NEVER
 
 # --- report --------------------------------------------------------------------------------------
@@ -230,14 +230,6 @@ Hosts = Callable[[], AbstractContextManager[tuple[Host, ...]]]
 
 
 @dataclass(frozen=True)
-class CommandResult:
-    """A command that ended well on all deciding ranks."""
-
-    run_dir: Path
-    summary: dict[str, Any]
-
-
-@dataclass(frozen=True)
 class CommandWatcher:
     """Callbacks: each attempt's plan and run folder, every tick, and lines to report."""
 
@@ -270,7 +262,7 @@ def run_command(
     hosts: Hosts | None = None,
     watcher: CommandWatcher | None = None,
     signals: ForwardedSignals | None = None,
-) -> CommandResult:
+) -> Result:
     """Run a command to its end on the hosts, and return its result.
 
     `server` owns the processes of all hosts; without it a fork server of this machine does.
@@ -295,7 +287,7 @@ def run_command(
             folder.remove()
             raise
         runs = _ScriptAttempts(request, server, hosts, folder, watcher, signals, started_at)
-        return CommandResult(folder.path, runs.run())
+        return Result(folder.path, runs.run())
 
 
 def run_side_by_side(sides: Sequence[tuple[CommandRequest, CommandWatcher]]) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from allranks.errors import EXIT_DONE, EXIT_PLACE_FAILED, PlaceError
 from allranks.job.place import LOCAL
 from allranks.launcher.nodes.facts import facts
-from allranks.launcher.nodes.join import Expected, JoinServer, choose_addresses
+from allranks.launcher.nodes.join import JoinServer, choose_addresses
 from allranks.launcher.nodes.nodes import Node, Nodes
 from allranks.launcher.places import AgentPlace, NodeRequest, Started, find_place
 from allranks.launcher.plan import shares
@@ -135,8 +135,8 @@ def _joined(request: NodeRequest) -> Iterator[_Place]:
         return
     with target.start(request) as started:
         timeout_s = request.rendezvous.join_timeout_s
-        expected = Expected(started.names, started.key, request.words, timeout_s)
-        members = JoinServer(expected, started.listener, started.check).wait_for_all()
+        expected = started.names, started.key, started.listener, request.words
+        members = JoinServer(*expected, timeout_s, started.check).wait_for_all()
         nodes = Nodes(members, request.rendezvous.node_timeout_s, started.watch)
         place: _Place | None = None
         try:

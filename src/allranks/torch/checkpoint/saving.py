@@ -54,7 +54,7 @@ from allranks.torch.strategies.base import Strategy
 from allranks.torch.task import Task
 from allranks.training.callback import Callback
 from allranks.training.engine.regroup import Spare
-from allranks.training.engine.saved_job import SavedJob
+from allranks.training.engine.saved_job import SavedTraining
 
 # --- loading -------------------------------------------------------------------------------------
 # Reads the tensors of a checkpoint that a rank needs: its own, and those that all ranks hold.
@@ -179,8 +179,11 @@ OF_RANK = "callbacks_of_rank"
 DEEPEST, MOST_ITEMS = 3, 64  # of what callbacks keep
 
 
-class Saving:
-    """The checkpoints of one training, in the run folder of its job. Every rank makes one."""
+class Saving(SavedTraining):
+    """The checkpoints of one training with torch: each rank writes its part."""
+
+    deciding = DECIDES_BITS
+    checkpointer: TorchCheckpointer
 
     def __init__(
         self,
@@ -194,14 +197,16 @@ class Saving:
     ) -> None:
         """`spare` are the copies in memory, where the job has some."""
         self.spare = spare
-        self.saved = SavedJob(task.as_written, job, facts, DECIDES_BITS, attempt, reach, report)
+        super().__init__(task, job, attempt, reach, report)
         self.strategy, self._told_of_rates = strategy, False
-        own_folder, *_ = self.saved.sources
-        self.checkpointer = TorchCheckpointer(own_folder, strategy.comm, **self.saved.rules)
+        self.checkpointer = TorchCheckpointer(self.sources[0], strategy.comm, **self.rules)
+
+    @staticmethod
+    def facts(job: Job) -> dict[str, Any]:
+        return facts(job)
 
     def save(self, step: int, other_state: dict[str, Any], metrics: dict[str, float]) -> None:
-        """Save the strategy's state and `other_state` of the training; a thread writes it."""
-        about = self.saved.about(other_state, metrics)
+        about = self.about(other_state, metrics)
         self.checkpointer.save(step, *self._parts(other_state), about)
 
     def look_at_rates(self) -> None:
@@ -211,10 +216,9 @@ class Saving:
         if step.rates.warning and not self._told_of_rates:
             self._told_of_rates = True
             if self.strategy.comm.rank == 0:
-                self.saved.report("rate_notes", notes=[step.rates.warning])
+                self.report("rate_notes", notes=[step.rates.warning])
 
     def prepare(self, other_state: dict[str, Any]) -> None:
-        """After the first step: a thread allocates the memory that saves need."""
         self.checkpointer.prepare(*self._parts(other_state))
 
     def _parts(self, other_state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -231,13 +235,8 @@ class Saving:
         return {}, {**rank_state, **state}
 
     def load(self, load_other_state: Callable[[dict[str, Any]], None]) -> int | None:
-        """Load the newest good checkpoint; returns its step, or `None`.
-
-        Uses this run folder if it has one, else `job.resume`. Raises `RequestError` if it is the
-        checkpoint of another job.
-        """
         take = partial(self._take, load_other_state)
-        return self.saved.load(self.checkpointer, self.strategy.comm.rank, take, self._templates())
+        return self.load_newest(self.strategy.comm.rank, take, self._templates())
 
     def refresh_spare(
         self, number: int, group: int, step: int, other_state: dict[str, Any]

@@ -6,10 +6,11 @@ Each engine saves and loads its own state; here are the other fields, and the re
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from allranks.checkpoint.checkpointer import Checkpointer, Loaded
 from allranks.checkpoint.commit import Ranks
@@ -30,33 +31,49 @@ from allranks.training.record.digests import begin_course
 from allranks.training.task_fields import TaskFields, plain_fields, plain_values
 
 
-@dataclass(frozen=True)
-class SavedJob:
-    """A job with a run folder, seen from one rank; `task` is as its user has written it.
+class SavedTraining(ABC):
+    """The checkpoints of one training, in the run folder of its job. Every rank makes one.
 
-    `facts(job)` is what decides which bits come out beside it, and `deciding` names those of which
-    the bits of a step follow. `attempt`, `reach` and `report` are those of its `Checkpointer`.
+    `task` is as its user has written it. An engine makes the `checkpointer`, which gets `rules`.
+    `facts(job)` is what decides which bits come out beside the job, and `deciding` names those of
+    which the bits of a step follow. `attempt`, `reach` and `report` are those of a `Checkpointer`.
     """
 
-    task: TaskFields
-    job: Job
-    facts: Callable[[Job], dict[str, Any]]
-    deciding: tuple[str, ...]
-    attempt: int
-    reach: Reach
-    report: Callable[..., None]
+    checkpointer: Checkpointer
+    deciding: ClassVar[tuple[str, ...]]
+
+    def __init__(
+        self, task: TaskFields, job: Job, attempt: int, reach: Reach, report: Callable[..., None]
+    ) -> None:
+        self.task, self.job, self.report = task.as_written, job, report
+        self.rules: dict[str, Any] = {"keep": job.keep, "best": job.best, "attempt": attempt}
+        self.rules |= {"reach": reach, "report": report}
+
+    @staticmethod
+    @abstractmethod
+    def facts(job: Job) -> dict[str, Any]:
+        """What decides which bits come out, beside the job."""
+
+    @abstractmethod
+    def save(self, step: int, other_state: dict[str, Any], metrics: dict[str, float]) -> None:
+        """Save the engine's state, and `other_state` of the training; a thread writes it."""
+
+    def prepare(self, other_state: dict[str, Any]) -> None:
+        """Once, after a step that is not saved: allocate the memory that saves need."""
+
+    @abstractmethod
+    def load(self, load_other_state: Callable[[dict[str, Any]], None]) -> int | None:
+        """Load the newest good checkpoint, and pass on the other state; returns its step, if any.
+
+        That of this run folder, else of `job.resume`. If either cannot be loaded, the checkpoint
+        before is tried. Raises `RequestError` for the checkpoint of another job.
+        """
 
     @property
     def sources(self) -> list[Path]:
         """Where its checkpoint may lie, its own folder first."""
         own_folder, resumed = Path(self.job.run_dir) / CHECKPOINTS, self.job.resume
         return [own_folder, *(checkpoint_folders(Path(resumed)) if resumed else [])]
-
-    @property
-    def rules(self) -> dict[str, Any]:
-        """What a `Checkpointer` is told of it."""
-        policy = {"keep": self.job.keep, "best": self.job.best}
-        return {**policy, "attempt": self.attempt, "reach": self.reach, "report": self.report}
 
     def about(self, other_state: dict[str, Any], metrics: dict[str, float]) -> About:
         """The fields of a manifest besides the state; `other_state` has the progress."""
@@ -76,12 +93,8 @@ class SavedJob:
         facts = self.facts(self.job)
         return ResumeChanges(of_job, differing(saved.facts, facts, self.deciding, self.job.bitwise))
 
-    def load(
-        self,
-        checkpointer: Checkpointer,
-        rank: int,
-        take: Callable[[Loaded], None],
-        templates: Any = None,
+    def load_newest(
+        self, rank: int, take: Callable[[Loaded], None], templates: Any = None
     ) -> int | None:
         """Load the newest good checkpoint; returns its step, or `None`. The leader reports it.
 
@@ -93,7 +106,7 @@ class SavedJob:
             self.check(loaded)
             take(loaded)
 
-        loaded = checkpointer.load(self.sources, templates, take_checked)
+        loaded = self.checkpointer.load(self.sources, templates, take_checked)
         if loaded is None and self.job.resume:
             raise RequestError(
                 asked=f"--resume {self.job.resume}",

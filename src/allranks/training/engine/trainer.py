@@ -1,7 +1,7 @@
 """What the trainers of all engines have alike: the loop over batches, evaluating, saving, stopping.
 
 An engine derives its trainer from `EngineTrainer`, and says what a step, an evaluation and the
-weights are. It saves its own state (`Saves`).
+weights are. It saves its own state (`SavedTraining`).
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, Self, TypeVar
 
@@ -24,9 +25,8 @@ from allranks.launcher.heartbeat import Heartbeat
 from allranks.launcher.world import World
 from allranks.strategies.shards import largest_shard, smaller_micro_batch
 from allranks.training.callback import Callback
-from allranks.training.engine.own_loop import nothing_left
 from allranks.training.engine.regroup import Handover
-from allranks.training.engine.saved_job import CallbackStates
+from allranks.training.engine.saved_job import CallbackStates, SavedTraining
 from allranks.training.guard import Guard
 from allranks.training.progress import Progress, StepResult
 from allranks.training.schedules import Plateau, PlateauState
@@ -92,6 +92,8 @@ class EvaluationPlan:
         self.reached_at: int | None = None
         """How many global batches were made when an evaluation first had what `until` asks for."""
         self._plateau = None if plateau is None else PlateauState(plateau)
+        self._judges: dict[str, Best | PlateauState | None]
+        self._judges = {"best": self._best, "stop": self._stop, "plateau": self._plateau}
 
     @property
     def rate_factor(self) -> float:
@@ -119,15 +121,12 @@ class EvaluationPlan:
     def take(self, metrics: dict[str, float], done: Progress) -> None:
         """Record the metrics of an evaluation during training."""
         self.last_metrics, self.found_at = metrics, done.batch_index
-        self.is_best = self._best is not None and self._best.take(metrics)
-        if self._stop is not None:
-            self._stop.take(metrics)
+        judged = {name: judge.take(metrics) for name, judge in self._judges.items() if judge}
+        self.is_best = bool(judged.get("best"))
         until = self._until
         reached = until is not None and until.is_reached(metrics.get(until.metric, math.nan))
         if reached and self.reached_at is None:
             self.reached_at = done.batch_index
-        if self._plateau is not None:
-            self._plateau.take(metrics)
 
     def forget(self) -> None:
         """Forget the last metrics: the weights have changed since."""
@@ -146,9 +145,7 @@ class EvaluationPlan:
         return {
             "found": self.last_metrics,
             "found_at": self.found_at,
-            "best": None if self._best is None else self._best.state(),
-            "stop": None if self._stop is None else self._stop.state(),
-            "plateau": None if self._plateau is None else self._plateau.state(),
+            **{name: judge and judge.state() for name, judge in self._judges.items()},
             "until": None if self._until is None else [self.job.until, self.reached_at],
         }
 
@@ -157,15 +154,13 @@ class EvaluationPlan:
         self.last_metrics = {name: float(score) for name, score in state["found"].items()}
         self.found_at = int(state["found_at"])
         self.is_best = False
-        for judge, was in ((self._best, state["best"]), (self._stop, state["stop"])):
-            if judge is not None and was is not None:
-                judge.load_state(was)
+        for name, judge in self._judges.items():
+            if judge is not None and state.get(name) is not None:
+                judge.load_state(state[name])
         rule, reached_at = state.get("until") or ("", None)
         self.reached_at = None
         if rule == self.job.until and reached_at is not None:
             self.reached_at = int(reached_at)
-        if self._plateau is not None and state.get("plateau") is not None:
-            self._plateau.load_state(state["plateau"])
 
 
 def check_metrics(job: Job, names: Iterable[str], plateau: Plateau | None = None) -> None:
@@ -219,16 +214,14 @@ class Best:
 
     def state(self) -> dict[str, Any]:
         """What later decisions depend on, as plain values."""
-        return {"rule": self.rule, "value": self.value, "in_vain": self.in_vain}
+        return dataclasses.asdict(self)
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Take up what `state` returned, if it is of the same rule."""
         if state["rule"] == self.rule:
             value = state["value"]
-            self.value, self.in_vain = (
-                None if value is None else float(value),
-                int(state["in_vain"]),
-            )
+            self.value = None if value is None else float(value)
+            self.in_vain = int(state["in_vain"])
 
 
 # --- evaluation sets -----------------------------------------------------------------------------
@@ -262,36 +255,6 @@ def named(name: str, metrics: Mapping[str, float]) -> dict[str, float]:
     return {f"{name}/{metric}" if name else metric: value for metric, value in metrics.items()}
 
 
-class Waits(Protocol):
-    """What a save under way is waited for with."""
-
-    def wait(self) -> bool:
-        """Wait for the save; returns whether it was committed."""
-        ...
-
-
-class Saves(Protocol):
-    """The checkpoints of one training."""
-
-    @property
-    def checkpointer(self) -> Waits: ...
-
-    def save(self, step: int, other_state: dict[str, Any], metrics: dict[str, float]) -> None:
-        """Save the engine's state, and `other_state` of the training; a thread writes it."""
-        ...
-
-    def prepare(self, other_state: dict[str, Any]) -> None:
-        """Once, after a step that is not saved: allocate the memory that saves need."""
-        ...
-
-    def load(self, load_other_state: Callable[[dict[str, Any]], None]) -> int | None:
-        """Load the engine's state, and pass on the other; returns its step, if there is any.
-
-        If either fails, the checkpoint before is tried.
-        """
-        ...
-
-
 class Watches(Protocol):
     """Who looks at a training for what must not be saved, and need not look twice."""
 
@@ -302,6 +265,41 @@ class Watches(Protocol):
     def state(self) -> dict[str, Any]: ...
 
     def load_state(self, state: dict[str, Any]) -> None: ...
+
+
+# --- loops of one's own --------------------------------------------------------------------------
+# What goes wrong in a loop of one's own over the batches of a trainer.
+
+
+def warn_ignored(job: Job, called: Set[str], done: Progress) -> None:
+    """Warn of options of a job that a custom training loop has ignored."""
+    options: dict[str, dict[str, Any]] = {
+        "evaluate_if_due": {
+            "eval_every": job.eval_every,
+            "early_stop": job.early_stop,
+            "until": job.until,
+        },
+        "save_if_due": {"checkpoint_every": job.checkpoint_every},
+    }
+    for method, values in options.items():
+        ignored = [f"{name}={value!r}" for name, value in values.items() if value]
+        if ignored and method not in called and done.batch_index:
+            warnings.warn(
+                f"Job({', '.join(ignored)}) did nothing in this loop, which never called "
+                f"trainer.{method}(…) after a step",
+                stacklevel=3,
+            )
+
+
+def nothing_left(limits: Sequence[str], done: Progress) -> RequestError:
+    """The error for batches that have been trained already."""
+    return RequestError(
+        asked=f"batches({', '.join(limits)})",
+        found=f"a training that has made {done.batch_index} steps, and is in epoch {done.epoch}",
+        why="epochs and steps count from the start of the job, so that one that was stopped ends "
+        "where it would have",
+        do="one loop over batches() for all of it, or batches(epochs=1), then batches(epochs=2), …",
+    )
 
 
 # --- trainer -------------------------------------------------------------------------------------
@@ -334,7 +332,7 @@ class EngineTrainer(ABC, Generic[B]):
     _loss_scale: LossScale | None
     _ending: StopAgreement
     _callback_states: CallbackStates
-    _saving: Saves | None = None
+    _saving: SavedTraining | None = None
     _watch: Watches | None = None
 
     def __init__(
@@ -532,7 +530,7 @@ class EngineTrainer(ABC, Generic[B]):
             self.save(evaluate=not stop)
         return stop
 
-    def _saves(self) -> Saves:
+    def _saves(self) -> SavedTraining:
         if self._saving is None:
             raise RequestError(
                 asked="to save or resume a training",
