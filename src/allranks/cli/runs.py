@@ -333,6 +333,14 @@ def _wait(run: Path, request: ScaleRequest) -> dict[str, Any]:
 # --- replay --------------------------------------------------------------------------------------
 
 
+def _print_result(result: Any, as_object: bool, *, differs: bool) -> None:
+    """Print what was compared; exit code 5 if it differs."""
+    lines = [printable(line) for line in str(result).splitlines()]
+    click.echo(as_json(result.to_data()) if as_object else "\n".join(lines))
+    if differs:
+        sys.exit(EXIT_DIFFERENCE_FOUND)
+
+
 @contextmanager
 def _in_a_temporary_folder() -> Iterator[None]:
     """A context in which steps are made again: if they are stopped, there is nothing to resume."""
@@ -377,10 +385,7 @@ def replay(run: str, as_object: bool, **flags: Any) -> None:
     more = {name: flags[name] for name in ("changed", "only_shard")}
     request = ReplayRequest(Path(run), flags["step"], flags["ranks"] or 0, look, **more)
     replayed = replay_step(request)
-    lines = [printable(line) for line in str(replayed).splitlines()]
-    click.echo(as_json(replayed.to_data()) if as_object else "\n".join(lines))
-    if replayed.differs and replayed.is_promised:
-        sys.exit(EXIT_DIFFERENCE_FOUND)
+    _print_result(replayed, as_object, differs=bool(replayed.differs) and replayed.is_promised)
 
 
 # --- certify, verify -----------------------------------------------------------------------------
@@ -428,10 +433,7 @@ def verify(certificate: str, run: str | None, as_object: bool, **options: Any) -
     folder = None if run is None else Path(run)
     request = verification.VerifyRequest(path=Path(certificate), run=folder, **values)
     result = verification.verify(request)
-    lines = [printable(line) for line in str(result).splitlines()]
-    click.echo(as_json(result.to_data()) if as_object else "\n".join(lines))
-    if not result.holds:
-        sys.exit(EXIT_DIFFERENCE_FOUND)
+    _print_result(result, as_object, differs=not result.holds)
 
 
 # --- bisect --------------------------------------------------------------------------------------
@@ -449,7 +451,4 @@ def bisect(run_a: str, run_b: str | None, as_object: bool) -> None:
     from checkpoints; the folders of the runs are read, not changed. Exit code 5: they differ.
     """
     result = load(BISECT)(Path(run_a), None if run_b is None else Path(run_b))
-    lines = [printable(line) for line in str(result).splitlines()]
-    click.echo(as_json(result.to_data()) if as_object else "\n".join(lines))
-    if not result.is_equal:
-        sys.exit(EXIT_DIFFERENCE_FOUND)
+    _print_result(result, as_object, differs=not result.is_equal)

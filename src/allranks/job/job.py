@@ -34,6 +34,13 @@ BAD_STEPS = ("stop", "skip", "warn")
 WITNESS = ("warn", "stop", "off")
 AUDITS = ("stop", "leave", "warn")
 AUTO = "auto"
+MADE_ALONE: dict[str, Any] = {
+    **{"nodes": 1, "place": LOCAL, "share": "", "witness": "off", "log": "", "profile": False},
+    **{"resume": "", "inject": "", "checkpoint_every": None, "verify_every": None},
+    **{"audit": "", "audit_every": None},
+}
+"""Values of a job whose steps are made on this machine to be measured or compared. None of them
+changes what a step computes."""
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,8 @@ from typing import Any
 from allranks.catalog import ENGINES, FIRST_CHECK, load
 from allranks.errors import Interrupted, PlaceError, RequestError
 from allranks.job.config import Resolved, threads_per_rank
-from allranks.job.job import Job
+from allranks.job.job import MADE_ALONE, Job
 from allranks.job.limits import checked
-from allranks.job.place import LOCAL
 from allranks.job.run_folder import rank_events_path, rank_log_path, read_rows
 from allranks.launcher.fault_report import first_fault, user_error
 from allranks.launcher.plan import LaunchPlan, Resources, Shape, backend_of_keras, devices_seen
@@ -192,27 +191,8 @@ def _measured(
 
 def _alone(job: Job) -> Job:
     """The same training in one process, for a few steps and without checkpoints."""
-    return dataclasses.replace(
-        job,
-        strategy=ALONE,
-        share="",
-        ranks=1,
-        nodes=1,
-        place=LOCAL,
-        steps=STEPS,
-        witness="off",
-        resume="",
-        inject="",
-        log="",
-        profile=False,
-        checkpoint_every=None,
-        verify_every=None,
-        audit="",
-        audit_every=None,
-        eval_every="",
-        early_stop="",
-        until="",
-    )
+    alone = dataclasses.replace(job, **MADE_ALONE, strategy=ALONE, ranks=1, steps=STEPS)
+    return dataclasses.replace(alone, eval_every="", early_stop="", until="")
 
 
 # --- proof ---------------------------------------------------------------------------------------

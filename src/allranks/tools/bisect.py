@@ -11,82 +11,38 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from allranks.checkpoint.folder import committed, step_of
 from allranks.errors import RequestError
 from allranks.job.config import Resolved
-from allranks.job.program import MODULES, PROGRAM, by_name
 from allranks.job.resume import CHECKPOINTS
 from allranks.job.run_folder import read_events
-from allranks.launcher.places import Rendezvous
-from allranks.launcher.plan import LocalMachine, Resources
+from allranks.launcher.plan import LocalMachine
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.leftovers import scratch_folder
-from allranks.launcher.start import resources_for, run_job
+from allranks.launcher.start import run_job
 from allranks.strategies.card import Exact
 from allranks.tools.bisect_step import RecordDifference, compare_step
 from allranks.tools.replay import (
-    OF_ANY_RANKS,
-    OF_SAME_RANKS,
     ReplayPlan,
     ReplayRequest,
+    WrittenSteps,
     check_program,
-    metrics_of,
+    facts_of,
+    machine_for,
     plan_replay,
 )
 from allranks.tools.report.records import read_job
 from allranks.tools.report.tables import values_of
-from allranks.training.record.digests import Row, differing, read_digests
+from allranks.training.record.digests import differing
 
 RECORD, STEP = "record", "step"
-
-
-@dataclass(frozen=True)
-class WrittenSteps:
-    """What a run or a replay has written: digests and metrics by step, counted from 1."""
-
-    digests: dict[int, Row]
-    metrics: dict[int, Row]
-    layout: tuple[str, int]
-    """Strategy and number of ranks."""
-
-    @classmethod
-    def read(cls, run: Path) -> WrittenSteps:
-        """Of a run folder."""
-        job = read_job(run) if (run / "job.toml").is_file() else {}
-        layout = (str(job.get("strategy")), int(job.get("ranks", 0)))
-        return cls(read_digests(run), metrics_of(run), layout)
-
-    def unlike(
-        self, other: WrittenSteps, first: int = 0, last: int | None = None
-    ) -> dict[int, list[str]]:
-        """The names of what differs, by step, in order, within these steps."""
-        wrong: dict[int, list[str]] = {}
-        for step in sorted({*self.digests, *self.metrics} & {*other.digests, *other.metrics}):
-            if step < first or (last is not None and step > last):
-                continue
-            a, b = (side.metrics.get(step, {}) for side in (self, other))
-            compared = OF_SAME_RANKS if self.layout == other.layout else OF_ANY_RANKS
-            names = [n for n in compared if n in a and n in b and a[n] != b[n]]
-            if step in self.digests and step in other.digests:
-                names += differing(self.digests[step], other.digests[step])
-            if names:
-                wrong[step] = list(dict.fromkeys(names))
-        return wrong
-
-    @property
-    def begin(self) -> int:
-        """The step after which they begin: not 0 where a run branched off another one."""
-        return min(self.metrics, default=1) - 1
-
-    def in_common(self, other: WrittenSteps) -> tuple[list[int], int]:
-        """The steps that both have digests of, and of how many steps both have losses."""
-        steps = sorted(self.digests.keys() & other.digests.keys())
-        return steps, len(self.metrics.keys() & other.metrics.keys())
 
 
 @dataclass(frozen=True)
@@ -140,18 +96,23 @@ class Bisection:
 
 
 class ReplayedSide:
-    """A run whose steps can be made again, in folders below `folder`."""
+    """A run whose steps can be made again on `machine()`, in folders below `folder`."""
 
     def __init__(
-        self, request: ReplayRequest, folder: Path, stack: ExitStack, server: ForkServer | None
+        self, request: ReplayRequest, folder: Path, machine: Callable[[], LocalMachine]
     ) -> None:
-        self.request, self.folder, self.stack = request, folder, stack
+        self.request, self.folder, self.machine = request, folder, machine
+        folder.mkdir()
         self.written = WrittenSteps.read(request.run)
         self.wrong: tuple[int, list[str]] = (0, [])  # the first step that was made otherwise
         self.why = ""
         """Why its steps cannot be made again as they were; "" if they can."""
-        self._resources: Resources | None = None if server is None else LocalMachine(server)
         self._count, self._is_checked = 0, False
+
+    @property
+    def ranks(self) -> int:
+        """The ranks of the run."""
+        return int(read_job(self.request.run)["ranks"])
 
     def plan(self, after: int, alone: bool = True) -> ReplayPlan:
         """The plan of the step after `after`, from the newest checkpoint up to there."""
@@ -159,8 +120,7 @@ class ReplayedSide:
         plan = plan_replay(request)
         if (alone and plan.job.bitwise) or plan.is_as_run:
             return plan
-        job = dict(read_job(request.run))
-        return plan_replay(dataclasses.replace(request, ranks=int(job["ranks"])))
+        return plan_replay(dataclasses.replace(request, ranks=self.ranks))
 
     def layouts(self, after: int) -> list[bool]:
         """Whether to make steps in one process (true), on the ranks of the run: by preference."""
@@ -168,8 +128,7 @@ class ReplayedSide:
         spec = plan.job.strategy_spec
         if plan.is_as_run or not (plan.job.bitwise and isinstance(spec.guarantee, Exact)):
             return [False]
-        ranks = int(read_job(self.request.run)["ranks"])
-        is_small = plan.job.device == "cpu" and ranks <= (os.cpu_count() or 1)
+        is_small = plan.job.device == "cpu" and self.ranks <= (os.cpu_count() or 1)
         return [False, True] if is_small else [True, False]
 
     def make(self, after: int, last: int, alone: bool, look: str = "") -> MadeSteps:
@@ -177,16 +136,13 @@ class ReplayedSide:
         plan, self._count = self.plan(after, alone), self._count + 1
         run_dir = self.folder / f"{self._count}"
         at = () if look else tuple(range(plan.start, last + 1))
-        job = dataclasses.replace(plan.job, last_step=last, digest_at=at, look=look)
-        job = dataclasses.replace(job, run_dir=str(run_dir))
-        if self._resources is None:
-            self._resources = self.stack.enter_context(resources_for(job, Rendezvous()))
-        notes: list[str] = []
+        more: dict[str, Any] = {"last_step": last, "digest_at": at, "look": look}
+        job = dataclasses.replace(plan.job, **more, run_dir=str(run_dir))
         if not self._is_checked:
-            notes = check_program(self.request, job, self._resources)
+            notes = check_program(self.request, job, self.machine())
+            plan = dataclasses.replace(plan, notes=(*plan.notes, *notes))
             self._is_checked = True
-        run_job(Resolved(job, {}), resources=self._resources)
-        plan = dataclasses.replace(plan, notes=(*plan.notes, *notes))
+        run_job(Resolved(job, {}), resources=self.machine())
         return MadeSteps(plan, alone, run_dir, WrittenSteps.read(run_dir))
 
     def as_written(self, after: int, last: int, alone: bool) -> MadeSteps | None:
@@ -216,18 +172,20 @@ def bisect(run: Path, other: Path | None = None, server: ForkServer | None = Non
     Raises `RequestError` for runs that cannot be compared. Without `server` one is started.
     """
     words = f"bisect {run} {other}" if other is not None else f"bisect {run}"
+    more: dict[str, Any] = {"changed": other is None, "command": words}
+    requests = [ReplayRequest(path, WrittenSteps.read(path).begin + 1, **more)
+                for path in (run, other or run)]  # fmt: skip
+    plans = [plan_replay(request) for request in requests]
     with scratch_folder() as folder, ExitStack() as stack:
-        more: dict[str, Any] = {"changed": other is None, "command": words}
-        requests = [ReplayRequest(path, WrittenSteps.read(path).begin + 1, **more)
-                    for path in (run, other or run)]  # fmt: skip
-        for request in requests:
-            plan_replay(request)
+
+        @cache
+        def machine() -> LocalMachine:
+            return stack.enter_context(machine_for(plans[0].job, server))
+
         a, b = (
-            ReplayedSide(request, Path(folder, name), stack, server)
+            ReplayedSide(request, Path(folder, name), machine)
             for request, name in zip(requests, "ab", strict=True)
         )
-        for name in "ab":
-            Path(folder, name).mkdir()
         return _of_two(a, b) if other is not None else _of_today(a, b)
 
 
@@ -424,15 +382,7 @@ def _comparable(a: ReplayedSide, b: ReplayedSide) -> list[str]:
 
 
 def _machines(*runs: Path) -> list[str]:
-    """What differs in program, versions and machine, as rank 0 wrote it last."""
-    facts = []
-    for run in runs:
-        ready = [e for e in read_events(run) if e["event"] == "ready" and "machine" in e]
-        machine = dict(ready[-1]["machine"]) if ready else {}
-        files = by_name({name: machine.pop(name, None) for name in (PROGRAM, MODULES)})
-        facts.append({**machine, **files})
-    return [
-        f"{name}: {facts[0][name]}, and {facts[1][name]}"
-        for name in facts[0]
-        if name in facts[1] and facts[0][name] != facts[1][name]
-    ]
+    """What differs in program, versions and machine, as the runs wrote it last."""
+    a, b = ((facts_of(read_events(run)) or [{}])[-1] for run in runs)
+    names = [name for name in a if name in b and a[name] != b[name]]
+    return [f"{name}: {a[name]}, and {b[name]}" for name in names]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -61,8 +60,7 @@ class RecordDifference:
         return replace(self, operators=following.operators, are_of_next=True)
 
     def to_data(self) -> dict[str, Any]:
-        operators = None if self.operators is None else asdict(self.operators)
-        return {**asdict(self), "pass": self.number, "operators": operators}
+        return {**asdict(self), "pass": self.number}
 
     def __str__(self) -> str:
         where = f" of pass {self.number}" * (self.stage in OF_PASSES)
@@ -148,24 +146,24 @@ def _unequal(
             if row["digest"] != other["digest"]:
                 return row, other, (row["rank"],)
         return None
-    known = {box: rows[0] for box, rows in _boxes(b)}
-    for box, rows in _boxes(a):  # of ranks that hold the same part, each may differ
-        other = known.get(box, rows[0])
+    by_box = [_by_box(side) for side in (a, b)]
+    for box, rows in by_box[0].items():  # of ranks that hold the same part, each may differ
+        other = by_box[1].get(box, rows)[0]
         wrong = [row for row in rows if row["digest"] != other["digest"]]
         if wrong:
             ranks = tuple(row["rank"] for row in wrong)
             return wrong[0], other, ranks if len(ranks) < len(ours.files) else ()
-    sums = [sum(rows[0]["digest"] for _, rows in _boxes(side)) & MASK for side in (a, b)]
+    sums = [sum(rows[0]["digest"] for rows in side.values()) & MASK for side in by_box]
     if sums[0] == sums[1]:
         return None
     return ({**a[0], "digest": sums[0]}, {**b[0], "digest": sums[1]}, ())
 
 
-def _boxes(rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:
+def _by_box(rows: list[Row]) -> dict[str, list[Row]]:
     boxes: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         boxes[str(row["box"])].append(row)
-    yield from boxes.items()
+    return boxes
 
 
 def _in_words(was: Any, now: Any) -> str:

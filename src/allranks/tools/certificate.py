@@ -21,16 +21,15 @@ from allranks.catalog import TORCH
 from allranks.checkpoint.files import as_json
 from allranks.errors import RequestError
 from allranks.job.job import job_values
-from allranks.job.program import MODULES, PROGRAM, by_name
+from allranks.job.program import MODULES, PROGRAM
 from allranks.job.resume import HARMLESS
-from allranks.job.run_folder import is_in_use, read_events, read_rows
+from allranks.job.run_folder import is_in_use, read_events
 from allranks.strategies.card import Exact
 from allranks.strategies.resolve import strategy_spec
-from allranks.tools.replay import ReplayRequest, plan_replay
+from allranks.tools.replay import ReplayRequest, WrittenSteps, facts_of, plan_replay
 from allranks.tools.report.records import RUNNING, RunOutcome, outcome_of, read_job
 from allranks.training.record.digests import NAME as DIGESTS
-from allranks.training.record.digests import Row, broken_link, read_digests
-from allranks.training.record.logs import METRICS
+from allranks.training.record.digests import Row, broken_link
 
 FORMAT = 1
 SEAL = 16  # hexadecimal digits
@@ -117,10 +116,9 @@ def certify(run: Path) -> Certificate:
     with as_answer_to(f"certify {run}"):
         plan_replay(ReplayRequest(run, 1))
         job = read_job(run)
-    events, rows = read_events(run), read_digests(run)
-    outcome = outcome_of(run, events, is_in_use(run))
-    last = max((int(row["step"]) + 1 for row in read_rows(run / METRICS)), default=1)
-    facts = [by_name(e["machine"]) for e in events if e["event"] == "ready" and "machine" in e]
+    events, written = read_events(run), WrittenSteps.read(run)
+    outcome, rows = outcome_of(run, events, is_in_use(run)), written.digests
+    last, facts = max(written.metrics, default=1), facts_of(events)
     data = [e["data"] for e in events if e["event"] == "data"]
     for text, why, do in chain(
         _objections_to_run(run, job, outcome, rows, last),

@@ -12,8 +12,8 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,9 @@ from allranks.checkpoint.folder import committed, step_of
 from allranks.checkpoint.format import BadCheckpoint
 from allranks.errors import ProgramError, RequestError
 from allranks.job.config import Resolved
-from allranks.job.job import HIDDEN, Job, read_job_file
+from allranks.job.job import HIDDEN, MADE_ALONE, Job, read_job_file
 from allranks.job.limits import checked
-from allranks.job.place import LOCAL
-from allranks.job.program import MODULES, PROGRAM, by_name
+from allranks.job.program import PROGRAM, by_name
 from allranks.job.resume import CHECKPOINTS, HARMLESS, find_base
 from allranks.job.run_folder import (
     JsonLines,
@@ -38,7 +37,7 @@ from allranks.job.run_folder import (
 )
 from allranks.launcher.describe import ask_task
 from allranks.launcher.places import Rendezvous
-from allranks.launcher.plan import LocalMachine, Resources
+from allranks.launcher.plan import LocalMachine
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.leftovers import scratch_folder
 from allranks.launcher.start import resources_for, run_job
@@ -48,11 +47,10 @@ from allranks.training.record.digests import Row, broken_link, differing, read_d
 from allranks.training.record.logs import METRICS
 
 UNDISTURBED: dict[str, Any] = {
-    **{"nodes": 1, "place": LOCAL, "elastic": "", "share": "", "inject": "", "max_restarts": 0},
-    **{"checkpoint_every": None, "best": "", "log": "", "profile": False, "time_limit": None},
-    **{"verify_every": None, "witness": "off", "first_check": "off", "micro_batch_trial": False},
-    **{"devices": "", "digest_every": 0, "brief": True, "resume": ""},
-    **{"audit": "", "audit_every": None, "spare_state": False},
+    **MADE_ALONE,
+    **{"elastic": "", "max_restarts": 0, "best": "", "time_limit": None, "devices": ""},
+    **{"first_check": "off", "micro_batch_trial": False, "spare_state": False},
+    **{"digest_every": 0, "brief": True},
 }
 """What a replay does otherwise than its run; none of it changes what a step computes."""
 OF_ANY_RANKS = ("loss", "samples")
@@ -101,6 +99,51 @@ class ReplayPlan:
     start: int
     is_as_run: bool
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class WrittenSteps:
+    """What a run or a replay has written: digests and metrics by step, counted from 1."""
+
+    digests: dict[int, Row]
+    metrics: dict[int, Row]
+    layout: tuple[str, int]
+    """Strategy and number of ranks."""
+
+    @classmethod
+    def read(cls, run: Path) -> WrittenSteps:
+        """Of a run folder."""
+        job = read_job(run) if (run / "job.toml").is_file() else {}
+        layout = (str(job.get("strategy")), int(job.get("ranks", 0)))
+        metrics = {int(row["step"]) + 1: row for row in read_rows(run / METRICS)}
+        return cls(read_digests(run), metrics, layout)
+
+    def unlike(
+        self, other: WrittenSteps, first: int = 0, last: int | None = None
+    ) -> dict[int, list[str]]:
+        """The names of what differs, by step, in order, within these steps."""
+        wrong: dict[int, list[str]] = {}
+        compared = OF_SAME_RANKS if self.layout == other.layout else OF_ANY_RANKS
+        for step in sorted({*self.digests, *self.metrics} & {*other.digests, *other.metrics}):
+            if step < first or (last is not None and step > last):
+                continue
+            a, b = (side.metrics.get(step, {}) for side in (self, other))
+            names = [n for n in compared if n in a and n in b and a[n] != b[n]]
+            if step in self.digests and step in other.digests:
+                names = [*differing(self.digests[step], other.digests[step]), *names]
+            if names:
+                wrong[step] = list(dict.fromkeys(names))
+        return wrong
+
+    @property
+    def begin(self) -> int:
+        """The step after which they begin: not 0 where a run branched off another one."""
+        return min(self.metrics, default=1) - 1
+
+    def in_common(self, other: WrittenSteps) -> tuple[list[int], int]:
+        """The steps that both have digests of, and of how many steps both have losses."""
+        steps = sorted(self.digests.keys() & other.digests.keys())
+        return steps, len(self.metrics.keys() & other.metrics.keys())
 
 
 @dataclass
@@ -301,9 +344,9 @@ def _check_course(request: ReplayRequest, start: int) -> None:
 
 def _last_step(run: Path) -> int:
     """How many steps the run is known to have made."""
-    rows = max((int(row["step"]) + 1 for row in read_rows(run / METRICS)), default=0)
-    saved = max(map(step_of, committed(run / CHECKPOINTS)), default=0)
-    return max(rows, saved, *read_digests(run), 0)
+    written = WrittenSteps.read(run)
+    saved = map(step_of, committed(run / CHECKPOINTS))
+    return max(0, *written.metrics, *written.digests, *saved)
 
 
 def _checkpoint(request: ReplayRequest) -> tuple[Path | None, int, list[str]]:
@@ -316,14 +359,9 @@ def _checkpoint(request: ReplayRequest) -> tuple[Path | None, int, list[str]]:
     elsewhere = [
         Path(e["path"]) for e in resumed if Path(e["path"]).parent.parent != request.run.absolute()
     ]
-    for folder in (*committed(request.run / CHECKPOINTS), *elsewhere):
-        if step_of(folder) >= request.step:
-            continue
-        try:
-            verified(folder)
-        except (BadCheckpoint, OSError) as error:
-            notes.append(f"the checkpoint {folder.name} does not hold: {error}")
-            continue
+    saved = committed(request.run / CHECKPOINTS)
+    earlier = (folder for folder in (*saved, *elsewhere) if step_of(folder) < request.step)
+    for folder in holding(earlier, notes):
         return folder, step_of(folder), notes
     if elsewhere:
         raise request.refused(
@@ -333,10 +371,21 @@ def _checkpoint(request: ReplayRequest) -> tuple[Path | None, int, list[str]]:
             "its first steps are those of another run",
             "replay a step after a checkpoint that is there: allranks checkpoints list RUN",
         )
-    if oldest := committed(request.run / CHECKPOINTS)[-1:]:
-        after = f"its checkpoints are of step {step_of(oldest[0])} and later"
+    if saved:
+        after = f"its checkpoints are of step {step_of(saved[-1])} and later"
         notes.append(f"{after}: began at the beginning (--keep N keeps more)")
     return None, 0, notes
+
+
+def holding(checkpoints: Iterable[Path], notes: list[str]) -> Iterator[Path]:
+    """Those of the checkpoints that hold what was saved; adds a note of each other one."""
+    for folder in checkpoints:
+        try:
+            verified(folder)
+        except (BadCheckpoint, OSError) as error:
+            notes.append(f"the checkpoint {folder.name} does not hold: {error}")
+        else:
+            yield folder
 
 
 def _job_of(run: Path, step: int) -> Job:
@@ -362,39 +411,43 @@ def replay(request: ReplayRequest, server: ForkServer | None = None) -> Replayed
     plan, sha256 = plan_replay(request), None
     with scratch_folder() as folder:
         job = dataclasses.replace(plan.job, run_dir=str(Path(folder, "run")))
-        with ExitStack() as stack:
-            resources: Resources = (
-                stack.enter_context(resources_for(job, Rendezvous()))
-                if server is None
-                else LocalMachine(server)
-            )
-            notes = check_program(request, job, resources)
+        with machine_for(job, server) as machine:
+            notes = check_program(request, job, machine)
             if not request.look:
-                result = run_job(Resolved(job, {}), resources=resources)
+                result = run_job(Resolved(job, {}), resources=machine)
                 sha256 = result.summary["weights_sha256"]
         if request.look:
             replay_here(job)
         plan = dataclasses.replace(plan, notes=(*plan.notes, *notes))
-        replayed = compare(request, plan, Path(job.run_dir))
-        replayed.weights_sha256, replayed.rows = sha256, read_digests(Path(job.run_dir))
+        replayed = compare(request, plan, WrittenSteps.read(Path(job.run_dir)))
+        replayed.weights_sha256 = sha256
     row = {"event": "replay", "time": time.time(), **replayed.to_data()}
     with suppress(OSError), JsonLines(request.run / REPLAYS) as file:
         file.row(row)
     return replayed
 
 
-def check_program(request: ReplayRequest, job: Job, resources: Resources) -> list[str]:
+@contextmanager
+def machine_for(job: Job, server: ForkServer | None) -> Iterator[LocalMachine]:
+    """Within, this machine with `server`; without one, with one that is started for the job."""
+    if server is not None:
+        yield LocalMachine(server)
+        return
+    with resources_for(job, Rendezvous()) as resources:
+        assert isinstance(resources, LocalMachine), "a replay is made on this machine"
+        yield resources
+
+
+def check_program(request: ReplayRequest, job: Job, machine: LocalMachine) -> list[str]:
     """Raise `RequestError` if a file of the program is no longer what the run has loaded.
 
     With `changed` it is a note.
     """
-    ready = [e for e in read_events(request.run) if e["event"] == "ready" and "machine" in e]
-    if not ready:
+    before = facts_of(read_events(request.run))
+    if not before:
         return ["the run has not written which program it was"]
     alone = dataclasses.replace(job, strategy="single", ranks=1)
-    facts = ask_task(resources, alone, "weigh", "weighed")["program"]
-    before = {name: ready[-1]["machine"].get(name) for name in (PROGRAM, MODULES)}
-    was, now = by_name(before), by_name(facts)
+    was, now = before[-1], by_name(ask_task(machine, alone, "weigh", "weighed")["program"])
     names = [name for name in was if name in now and was[name] != now[name]]
     files = [job.program if name == PROGRAM else name for name in names]
     if files and not request.changed:
@@ -405,6 +458,11 @@ def check_program(request: ReplayRequest, job: Job, resources: Resources) -> lis
         )
     values = "fields of the task have the values of the run, not new defaults"
     return [f"{name} has changed since the run; {values}" for name in files]
+
+
+def facts_of(events: list[dict[str, Any]]) -> list[dict[str, object]]:
+    """What each rank has written of its machine and program, in each attempt, by name."""
+    return [by_name(e["machine"]) for e in events if e["event"] == "ready" and "machine" in e]
 
 
 def replay_here(job: Job) -> None:
@@ -425,34 +483,24 @@ def replay_here(job: Job) -> None:
 # --- compare -------------------------------------------------------------------------------------
 
 
-def compare(request: ReplayRequest, plan: ReplayPlan, again: Path) -> Replayed:
-    """Compare the digests and losses of the replay in the folder `again` with those of the run."""
-    result = Replayed(plan, request.step)
-    rows, rows_again = read_digests(request.run), read_digests(again)
-    wrong: dict[int, list[str]] = {}
-    for step in plan.job.digest_at:
-        result.digests.append(step)
-        wrong[step] = ["digests: none was written"]
-        if step in rows_again:
-            wrong[step] = differing(rows[step], rows_again[step])
-    was, now = metrics_of(request.run), metrics_of(again)
-    compared = OF_SAME_RANKS if plan.is_as_run else OF_ANY_RANKS
-    reached = max(now, default=plan.start)
+def compare(request: ReplayRequest, plan: ReplayPlan, now: WrittenSteps) -> Replayed:
+    """Compare the digests and losses `now`, of the replay, with those of the run."""
+    was = WrittenSteps.read(request.run)
+    now = dataclasses.replace(now, layout=was.layout if plan.is_as_run else ("", 0))
+    result = Replayed(plan, request.step, digests=list(plan.job.digest_at), rows=now.digests)
+    wrong = was.unlike(now, plan.start, request.last)
+    for step in set(result.digests) - now.digests.keys():
+        wrong[step] = ["digests: none was written", *wrong.get(step, [])]
+    reached = max(now.metrics, default=plan.start)
     if reached < request.last:
         wrong[reached + 1] = [f"end: the training ended after step {reached}"]
-    for step in range(plan.start + 1, request.last + 1):
-        if step in was and step in now:
+    for step in set(range(plan.start + 1, request.last + 1)) & was.metrics.keys():
+        if step in now.metrics:
             result.losses += 1
-            names = [n for n in compared if was[step].get(n) != now[step].get(n)]
-            wrong[step] = list(dict.fromkeys([*wrong.get(step, []), *names]))
-            result.worst = max(result.worst, _relative(was[step]["loss"], now[step]["loss"]))
-    result.differs = [(step, names) for step, names in sorted(wrong.items()) if names]
+            both = (side.metrics[step]["loss"] for side in (was, now))
+            result.worst = max(result.worst, _relative(*both))
+    result.differs = sorted(wrong.items())
     return result
-
-
-def metrics_of(run: Path) -> dict[int, Row]:
-    """The rows of the metrics by step, counted from 1."""
-    return {int(row["step"]) + 1: row for row in read_rows(run / METRICS)}
 
 
 def _relative(was: Any, now: Any) -> float:

@@ -20,22 +20,24 @@ from typing import Any
 
 import allranks
 from allranks.catalog import PROGRAMS
-from allranks.checkpoint.export import verified
 from allranks.checkpoint.folder import committed, step_of
-from allranks.checkpoint.format import BadCheckpoint
 from allranks.errors import RequestError
 from allranks.job.job import HIDDEN, Job, job_values, write_toml
 from allranks.job.program import INSTALLED, PROGRAM, by_name, file_sha256
 from allranks.job.resume import CHECKPOINTS
 from allranks.job.run_folder import JsonLines
 from allranks.launcher.describe import ask_task
-from allranks.launcher.places import Rendezvous
-from allranks.launcher.plan import LocalMachine
 from allranks.launcher.processes.fork_server_client import ForkServer
 from allranks.launcher.processes.leftovers import scratch_folder
-from allranks.launcher.start import resources_for
 from allranks.tools.certificate import Certificate, as_answer_to, is_of_program, read_certificate
-from allranks.tools.replay import UNDISTURBED, Replayed, ReplayRequest, replay
+from allranks.tools.replay import (
+    UNDISTURBED,
+    Replayed,
+    ReplayRequest,
+    holding,
+    machine_for,
+    replay,
+)
 from allranks.training.record.digests import NAME as DIGESTS
 from allranks.training.record.digests import OF_STEP, STATE
 
@@ -168,19 +170,18 @@ def verify(request: VerifyRequest, server: ForkServer | None = None) -> Verified
     if reachable[-1] == certificate.result["steps"]:
         chosen = sorted({*chosen, reachable[-1]})  # so that the weights are compared
     result = Verified(certificate, len(reachable), notes)
-    with ExitStack() as stack, as_answer_to(f"verify {request.path}"):
+    with ExitStack() as stack:
+        stack.enter_context(as_answer_to(f"verify {request.path}"))
         job = _job_that_loads(certificate)
-        if server is None:
-            resources = stack.enter_context(resources_for(job, Rendezvous()))
-            assert isinstance(resources, LocalMachine), "the job was put on this machine"
-            server = resources.server
-        answer = ask_task(LocalMachine(server), job, "surroundings", "surroundings")
+        machine = stack.enter_context(machine_for(job, server))
+        answer = ask_task(machine, job, "surroundings", "surroundings")
         _check_surroundings(request, certificate, answer)
         for start in sorted({origin[row] for row in chosen}):
             rows = tuple(row for row in chosen if origin[row] == start)
             with scratch_folder() as folder:
                 _unpack(certificate, Path(folder), starts[start], request.ranks)
-                replayed = replay(ReplayRequest(Path(folder), rows[-1], request.ranks), server)
+                again = ReplayRequest(Path(folder), rows[-1], request.ranks)
+                replayed = replay(again, machine.server)
             result.stretches.append(_stretch(certificate, start, rows, replayed))
     return result
 
@@ -205,7 +206,7 @@ def _starts(
     """From where steps can be made, by the steps before; and notes."""
     run = request.run or Path(certificate.result["run"])
     starts: dict[int, Path | None] = {0: None}
-    notes = []
+    notes: list[str] = []
     if request.run is not None and not run.is_dir():
         raise request.refused(
             f"--run {run}: no such folder", "it has the checkpoints", "name the folder of the run"
@@ -214,13 +215,8 @@ def _starts(
         folders = committed(run / CHECKPOINTS)
     except (OSError, ValueError):  # the name is the certificate's
         folders = []
-    for folder in folders:
-        try:
-            if step_of(folder) in certificate.rows:
-                verified(folder)
-                starts[step_of(folder)] = folder
-        except (BadCheckpoint, OSError) as error:
-            notes.append(f"the checkpoint {folder.name} does not hold: {error}")
+    known = (folder for folder in folders if step_of(folder) in certificate.rows)
+    starts |= {step_of(folder): folder for folder in holding(known, notes)}
     if len(starts) == 1:
         notes.append("no checkpoint of the run is there: steps are made from the beginning")
     return starts, notes

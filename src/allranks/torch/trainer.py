@@ -320,7 +320,7 @@ class Trainer(EngineTrainer[Batch]):
     def audits(self) -> dict[str, int] | None:
         """Counts of shards that were computed again, every so many steps; `None` without."""
         auditor, every = self._auditor, self.task_data.audit_every
-        return None if auditor is None else {**auditor.counts(), "every": every}
+        return None if auditor is None else {**auditor.counts, "every": every}
 
     def largest_pass(self, batch: Batch) -> int:
         """The samples of the largest pass of this rank through the model for `batch`."""

@@ -165,7 +165,9 @@ def computed_again(path: Path, events: Iterable[Event], summary: Mapping[str, An
         rows.append(("made again", f"{event['step']:,}", "", now))
     if audits := summary.get("audits"):
         result = f"{counted(audits['shards'], 'shard')} computed again, {audits['differed']} differ"
-        rows.append(("audits", "", "", f"{result}; one every {counted(audits['every'], 'step')}"))
+        every = audits.get("every")  # a run of an older version has none
+        often = f"; one every {counted(every, 'step')}" if every else ""
+        rows.append(("audits", "", "", f"{result}{often}"))
     for event in (e for e in events if e["event"] == "audit"):
         is_named = event["wrong"] is not None
         where = f"{event['wrong']} on {event['host']}" if is_named else UNKNOWN

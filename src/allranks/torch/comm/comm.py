@@ -7,6 +7,7 @@ raises `PeerLost`: this rank is a victim, and its error never hides the first fa
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -438,6 +439,10 @@ class Comm:
         with self.reading():
             gather = partial(self.all_gather, kind="control")
             return texts_of_all(text, self.size, self.device, gather)
+
+    def gather_values(self, value: Any) -> list[Any]:
+        """Gather a value of each rank as JSON, in rank order: see `gather_texts`."""
+        return [json.loads(text) for text in self.gather_texts(json.dumps(value))]
 
     def subgroup(self, ranks: tuple[int, ...]) -> Comm:
         """A group of some of these ranks, this one included; each of `ranks` calls this.

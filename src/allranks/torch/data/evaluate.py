@@ -29,7 +29,7 @@ from allranks.torch.step.losses import forward, weighted_losses
 from allranks.torch.step.user_buffers import UserBuffers, put_back
 from allranks.torch.strategies.base import Strategy
 from allranks.torch.task import Task
-from allranks.torch.witness.observed import PlainStateCopy, roots_of_model
+from allranks.torch.witness.observed import plain_state_copy, roots_of_model
 from allranks.training.order import random_key
 from allranks.training.task_fields import metric_pairs, other_metrics
 
@@ -128,7 +128,7 @@ def _leaving_no_trace(task: Task, strategy: Strategy) -> Iterator[None]:
     """
     model = strategy.model
     with ExitStack() as stack:  # each is put back, whatever another one raises
-        stack.callback(PlainStateCopy.of(roots_of_model(model, task), task).put_back)
+        stack.callback(plain_state_copy(roots_of_model(model, task), task))
         stack.callback(put_back, UserBuffers(model).copies())
         stack.callback(_put_back_weights, _copies_of_weights(model))
         yield

@@ -63,7 +63,7 @@ class WeightsFile:
             for name_here, tensor in tensors:
                 for name in self.names[name_here]:
                     file.seek(start + self.layout.pieces[name].begin)
-                    file.write(_content(tensor))
+                    file.write(content_of(tensor))
 
         return write_where_room_is(paths, self.size_bytes, write)
 
@@ -79,7 +79,8 @@ def _piece(name: str, tensor: Tensor) -> FileTensor:
     return as_written(NAMES[tensor.dtype], tuple(tensor.shape))
 
 
-def _content(tensor: Tensor) -> memoryview:
+def content_of(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor, in the order of its elements."""
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
     return flat.view(torch.uint8).numpy().data
 
@@ -93,17 +94,15 @@ def weights_sha256(tensors: Iterator[tuple[str, Tensor]]) -> str:
 
     Give them by name in sorted order (`Strategy.full_state`); one tensor is held at a time.
     """
-    return digest_of_weights((name, *_bytes_of(tensor)) for name, tensor in tensors)
+    rows = ((name, _kind_of(tensor), content_of(tensor)) for name, tensor in tensors)
+    return digest_of_weights(rows)
 
 
 def digest_of(tensor: Tensor) -> str:
     """BLAKE2 over dtype and bytes of a tensor that this rank holds whole."""
-    kind, content = _bytes_of(tensor)
-    return f"{kind} {hashlib.blake2b(content, digest_size=16).hexdigest()}"
+    content = hashlib.blake2b(content_of(tensor), digest_size=16)
+    return f"{_kind_of(tensor)} {content.hexdigest()}"
 
 
-def _bytes_of(tensor: Tensor) -> tuple[str, memoryview]:
-    flat = (
-        tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-    )
-    return str(tensor.dtype).removeprefix("torch."), flat.numpy().data
+def _kind_of(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -11,20 +11,20 @@ from allranks.torch.data.batch import Batch, MicroBatch
 from allranks.torch.step.tally import Tally
 
 
-class StepProbe(Protocol):
-    """Observes the inside of a step without changing it, as the trace of `check` does."""
+class StepProbe:
+    """Observes the inside of a step without changing it, as the trace of `check` does.
+
+    A probe overrides what it needs.
+    """
 
     def begin(self, batch: Batch) -> None:
         """Before the forward passes."""
-        ...
 
     def losses(self, losses: Tensor) -> None:
         """The weighted losses of a micro-batch, a row per sample."""
-        ...
 
     def gradients(self, stage: str, names: list[str], tensors: list[Tensor | None]) -> None:
         """The gradients after that stage, as this rank holds them."""
-        ...
 
 
 class PassObserver(Protocol):

@@ -10,10 +10,8 @@ not zero, all ranks know it before the update, and ask who is wrong.
 from __future__ import annotations
 
 import hashlib
-import json
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -41,7 +39,6 @@ from allranks.torch.machine import flip_one_bit
 from allranks.torch.step.gradients import length_of_each
 from allranks.torch.step.passes import SAMPLES_FOR_OTHERS
 from allranks.torch.step.tally import Tally
-from allranks.torch.step.user_buffers import UserBuffers
 from allranks.torch.strategies.base import Strategy
 from allranks.torch.witness.observed import roots_of_model
 from allranks.torch.witness.recompute import (
@@ -139,10 +136,11 @@ class Auditor:
     ) -> None:
         self.strategy, self.job, self._report, self.number = strategy, job, report, number
         self.batches: GlobalBatches | None = None
-        self.audited = self.differences = 0
+        self.counts = {"shards": 0, "differed": 0}  # of what this group of ranks computed again
         device = strategy.comm.device
         facts = [processor(), chip_name(device), torch.get_num_threads(), torch.__version__]
-        is_alike = len(set(strategy.data.gather_texts(json.dumps(facts)))) == 1
+        of_ranks = strategy.data.gather_values(facts)
+        is_alike = all(each == of_ranks[0] for each in of_ranks)
         self.notes: list[str] = []
         self.is_exact = is_alike and not job.compile
         self.is_exact &= job.bitwise or not is_accelerator(device)
@@ -154,10 +152,6 @@ class Auditor:
         if self.is_exact:
             self._tolerance = 0.0
         strategy.on_sums = self.compare
-
-    def counts(self) -> dict[str, int]:
-        """How many shards were computed again by this group of ranks, and how many differed."""
-        return {"shards": self.audited, "differed": self.differences}
 
     def before_step(self, batch: Batch, batches: GlobalBatches | None) -> None:
         """Before the passes of an audited step, with the step before it settled.
@@ -183,7 +177,7 @@ class Auditor:
         """
         step, comm = self.strategy.step, self.strategy.data
         observer, step.observer = step.observer, None
-        self.audited += 1
+        self.counts["shards"] += 1
         with comm.reading():
             differs = bool(sums.tensor[step.layout.audit].any())
         if differs:
@@ -208,7 +202,6 @@ class Auditor:
         with (
             leaving_no_trace(step, roots_of_model(step.model, strategy.task)),
             step.recomputing(None),
-            _kept(step.user_buffers),
             strategy.apart_from_steps(),
         ):
             step.observer = notes
@@ -238,10 +231,10 @@ class Auditor:
         assert audited is not None
         draw, comm = audited.draw, self.strategy.data
         if self._tolerance:
-            noted = [json.loads(text) for text in comm.gather_texts(json.dumps(notes))]
+            noted = comm.gather_values(notes)
             if not first_difference(noted[draw.owner], noted[draw.auditor], self._tolerance):
                 return
-        self.differences += 1
+        self.counts["differed"] += 1
         computes = (draw.owner, draw.auditor) if draw.third is None else (draw.third,)
         read = self._read(batch, audited) if comm.rank in computes else None
         again = self._computed(batch, read)
@@ -257,8 +250,7 @@ class Auditor:
             again={} if again is None else again.notes,
             weights={f"{name}{part}": digest(parameter) for name, parameter in weights},
         )
-        texts = comm.gather_texts(json.dumps(asdict(here)))
-        rows = [Findings(**json.loads(text)) for text in texts]
+        rows = [Findings(**row) for row in comm.gather_values(asdict(here))]
         verdict = judged(draw, rows, self._tolerance)
         text = in_words(batch.index, draw, verdict, rows)
         if comm.rank == 0:
@@ -284,16 +276,6 @@ class Auditor:
         if verdict.wrong == self.strategy.data.rank:
             raise ComputesWrongly(text)
         raise PeerLost(text)
-
-
-@contextmanager
-def _kept(buffers: UserBuffers) -> Iterator[None]:
-    """Within, passes may run; afterwards a step can undo what it could undo before."""
-    before = {**vars(buffers), "written": set(buffers.written)}
-    try:
-        yield
-    finally:
-        vars(buffers).update(before)
 
 
 # --- faults on purpose ---------------------------------------------------------------------------

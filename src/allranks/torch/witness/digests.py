@@ -12,7 +12,6 @@ faults, not somebody who means to deceive.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,7 +31,9 @@ from allranks.torch.checkpoint.plan import Planner, WritePart, local_parts
 from allranks.torch.checkpoint.state import flatten
 from allranks.torch.data.batch import Batch
 from allranks.torch.model.reals import reals
+from allranks.torch.step.probes import StepProbe
 from allranks.torch.strategies.base import Strategy
+from allranks.torch.witness.recompute import dense
 
 Words = NDArray[np.uint64]
 MASK = 2**64 - 1
@@ -155,7 +156,7 @@ def _summed_there(flat: Tensor, rows: Words, columns: Words | KeysOfLongRow) -> 
     return int(total) & MASK
 
 
-class StateDigests:
+class StateDigests(StepProbe):
     """The digests of a strategy's state, alike on all ranks. Every rank makes the same calls.
 
     It is the probe of the step that is watched, which hands it the gradients.
@@ -184,12 +185,6 @@ class StateDigests:
 
     # --- as a probe -----------------------------------------------------------------------
 
-    def begin(self, batch: Batch) -> None:
-        """The passes of the step begin."""
-
-    def losses(self, losses: Tensor) -> None:
-        """Losses are in the row already, summed."""
-
     def gradients(self, stage: str, names: list[str], tensors: list[Tensor | None]) -> None:
         """The sum of the gradients of all ranks, before it is clipped. No communication.
 
@@ -199,9 +194,8 @@ class StateDigests:
         known: dict[str, Tensor] = {}
         for name, gradient in zip(names, tensors, strict=True):
             if gradient is not None:
-                dense = gradient.to_dense() if gradient.is_sparse else gradient
                 path = below(f"{self._prefix}/{WEIGHTS}", name)
-                known[path] = self.strategy.layout.to_global(name, dense.detach())
+                known[path] = self.strategy.layout.to_global(name, dense(gradient))
         parts = {part: t for part, t in local_parts(known).items() if part in self._mine}
         self._step["gradients"] = sum(part_digest(p, t) for p, t in parts.items()) & MASK
 
@@ -221,8 +215,8 @@ class StateDigests:
             sums[kind] = sums.get(kind, 0) + part_digest(part, tensor) & MASK
         self._step = {}
         totals: dict[str, int] = {}
-        for text in strategy.comm.gather_texts(json.dumps(sums)):
-            for kind, number in json.loads(text).items():
+        for of_rank in strategy.comm.gather_values(sums):
+            for kind, number in of_rank.items():
                 totals[kind] = totals.get(kind, 0) + number & MASK
         kinds = dict.fromkeys(("weights", "buffers", "optimizer", *totals, "gradients", "samples"))
         return {k: f"{totals[k]:016x}" if k in totals else None for k in kinds}

@@ -9,7 +9,6 @@ and autocast are those of the job, and the memory is that of a step.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,8 +23,9 @@ from allranks.torch.data.batch import Batch, Leaf, MicroBatch
 from allranks.torch.data.batches import NO_IDS
 from allranks.torch.data.collate import copied, tensors_in
 from allranks.torch.step.gradients import length_of_each
+from allranks.torch.step.probes import StepProbe
 from allranks.torch.strategies.base import Strategy
-from allranks.torch.witness.observed import Roots, digest_of
+from allranks.torch.witness.observed import Roots
 from allranks.torch.witness.recompute import (
     NO_REREADING,
     Coarsest,
@@ -33,9 +33,12 @@ from allranks.torch.witness.recompute import (
     RecomputedPart,
     SecondLook,
     Sketch,
+    dense,
     in_words,
     leaving_no_trace,
+    subtract,
 )
+from allranks.torch.witness.replicas import digest
 
 ALONE = "each shard goes through the model alone, and none was computed again by another rank"
 OVER_BATCH = "no shard was computed again: passes communicate, and the loss is over the batch"
@@ -49,22 +52,16 @@ def why_none(strategy: Strategy) -> str:
 
 
 @dataclass
-class MicroBatchLosses:
+class MicroBatchLosses(StepProbe):
     """The probe of these passes: the sum of the losses of each micro-batch, and its size."""
 
     sums: list[float] = field(default_factory=list)
     sizes: list[float] = field(default_factory=list)
     weight: float = 0.0
 
-    def begin(self, batch: Batch) -> None:
-        """Nothing to do before the passes."""
-
     def losses(self, losses: Tensor) -> None:
         self.sums.append(float(losses.sum()))
         self.sizes.append(float(losses.abs().sum()))
-
-    def gradients(self, stage: str, names: list[str], tensors: list[Tensor | None]) -> None:
-        """There is no update."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +92,8 @@ class JointLook(SecondLook):
             parameter.grad = None  # those of the step before, which the next one does not read
         with _counted_as_control(sent_bytes), leaving_no_trace(step, roots):
             parts, failed = self._prepared()
-            rows = self._gathered({"failed": failed, "passes": len(parts.alone)})
+            about = {"failed": failed, "passes": len(parts.alone)}
+            rows = self.strategy.comm.gather_values(about)
             if unseen := next(filter(None, (row["failed"] for row in rows)), ""):
                 return "", unseen
             most = max(row["passes"] for row in rows)
@@ -156,7 +154,7 @@ class JointLook(SecondLook):
         with step.recomputing(losses):
             losses.weight = self.strategy.recompute(self._batch(parts, passes)).weight
         gradients = [p.grad for p in step.parameters]
-        return losses, [None if g is None else _dense_part(g) for g in gradients]
+        return losses, [None if g is None else dense(local(g)) for g in gradients]
 
     # --- what is compared -----------------------------------------------------------------
 
@@ -164,10 +162,7 @@ class JointLook(SecondLook):
         whole, remaining = self._passes(parts.whole, 1)
         sizes = length_of_each(remaining)
         alone, gradients = self._passes(parts.alone, most)
-        for position, gradient in enumerate(gradients):
-            if gradient is not None:
-                before = remaining[position]
-                remaining[position] = -gradient if before is None else before.sub_(gradient)
+        subtract(remaining, gradients)
         off = length_of_each(remaining)
         del remaining, gradients
         row = {
@@ -176,7 +171,7 @@ class JointLook(SecondLook):
             "whole": [whole.weight, sum(whole.sums), sum(whole.sizes)],
             "alone": [alone.weight, sum(alone.sums)],
         }
-        rows = self._gathered(row)
+        rows = self.strategy.comm.gather_values(row)
         lengths = self._over_ranks(off), self._over_ranks(sizes)
         differs = self._differs(rows, *lengths)
         if differs and self.recomputing.loosen(self._coarsest(parts)):
@@ -209,7 +204,7 @@ class JointLook(SecondLook):
         again, types = self._prepared()[0], Coarsest()  # the model may have written on the others
         with types:
             self._passes(again.alone[: len(parts.alone[:1])], 1)
-        return max(float(row) for row in self._gathered(types.tolerance))
+        return float(max(self.strategy.comm.gather_values(types.tolerance)))
 
     def _neighbour_differs(self, parts: PassParts, alone: MicroBatchLosses, *, exact: bool) -> str:
         """The difference that another rank finds for the same shard, in words."""
@@ -217,7 +212,7 @@ class JointLook(SecondLook):
         if readers == 1 or not self.can_read:
             return ""
         again, _ = self._passes(parts.neighbour, 1)
-        rows = self._gathered(
+        rows = self.strategy.comm.gather_values(
             {
                 "reader": self.strategy.data.rank,
                 "own": _sketch(parts.alone, alone, parts.chosen),
@@ -236,17 +231,13 @@ class JointLook(SecondLook):
                     return text
         return ""
 
-    def _gathered(self, row: Any) -> list[Any]:
-        """The rows of all ranks."""
-        return [json.loads(text) for text in self.strategy.comm.gather_texts(json.dumps(row))]
-
 
 def _sketch(parts: list[RecomputedPart], losses: MicroBatchLosses, at: int) -> Sketch:
     """The sketch of one pass with a loss on this rank; empty if there is none."""
     if at >= len(losses.sums):
         return {}
     return {
-        "data": digest_of(list(tensors_in(parts[at].data))),
+        "data": digest(*tensors_in(parts[at].data)),
         "digest": repr(losses.sums[at]),
         "weight": 1.0,
         "loss": losses.sums[at],
@@ -260,11 +251,6 @@ def _sketch_of(rows: list[dict[str, Any]], reader: int, name: str) -> Sketch:
     """The sketch of a reader from the first rank that has a loss."""
     known: Iterator[Sketch] = (row[name] for row in rows if row["reader"] == reader and row[name])
     return next(known, {})
-
-
-def _dense_part(gradient: Tensor) -> Tensor:
-    part = local(gradient.detach())
-    return part.to_dense() if part.is_sparse else part
 
 
 @contextmanager

@@ -11,13 +11,11 @@ and nothing is changed.
 from __future__ import annotations
 
 import hashlib
-import json
 import random
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -39,7 +37,7 @@ from allranks.torch.witness.replicas import digest
 #
 # Counters, generators, arrays and tensors among the attributes of modules, of the task, of its data
 # set, and of the globals of its program. The witness reads them before and after code that should
-# not change them (`read`), and restores them after its own passes (`PlainStateCopy`).
+# not change them (`read`), and restores them after its own passes (`plain_state_copy`).
 
 
 Roots = list[tuple[str, Any]]
@@ -97,9 +95,7 @@ def read(roots: Roots) -> dict[str, Token]:
             tokens[name] = "array", (value.shape, hashlib.blake2b(value.tobytes()).hexdigest())
         elif isinstance(value, Tensor) and value.nbytes <= MOST_BYTES and not value.is_sparse:
             with suppress(RequestError):  # a strategy may forbid to read it
-                content = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-                digest = hashlib.blake2b(content.data).hexdigest()
-                tokens[name] = "tensor", (tuple(value.shape), digest)
+                tokens[name] = "tensor", (tuple(value.shape), digest(value))
     return tokens
 
 
@@ -163,57 +159,45 @@ def _items(value: Any, name: str) -> list[tuple[str, Any]] | None:
     return [(f"{dot}{key}", item) for key, item in list(attributes.items())]
 
 
-@dataclass(frozen=True)
-class PlainStateCopy:
-    """The content of plain state at one moment; `put_back` restores it."""
+def plain_state_copy(roots: Roots, task: Any) -> Callable[[], None]:
+    """Copy the content of the roots, and the numbers among the globals of the program.
 
-    undo: tuple[Callable[[], None], ...]
+    Returns a function that puts it back.
+    """
+    values = [root for _, root in roots] + [value for _, value in _walk(roots)]
+    of_program = globals_of(task)
+    numbers = {n: v for n, v in plain_globals(task).items() if isinstance(v, NUMBERS)}
+    undos = [undo for value in values if (undo := _undo_of(value)) is not None]
 
-    @classmethod
-    def of(cls, roots: Roots, task: Any) -> PlainStateCopy:
-        """Copy the content of the roots, and the numbers among the globals of the program."""
-        values = [root for _, root in roots] + [value for _, value in _walk(roots)]
-        of_program = globals_of(task)
-        numbers = {n: v for n, v in plain_globals(task).items() if isinstance(v, NUMBERS)}
-        undo = [restore for value in values if (restore := _undo_of(value)) is not None]
-        return cls((*undo, lambda: of_program.update(numbers)))
-
-    def put_back(self) -> None:
-        for undo in self.undo:
+    def put_back() -> None:
+        for undo in undos:
             undo()
+        of_program.update(numbers)
+
+    return put_back
 
 
-def _undo_of(value: Any) -> Callable[[], None] | None:
+def _undo_of(value: Any) -> Callable[[], object] | None:
     """A function that restores the current content of `value`, if it can change in place."""
     if isinstance(value, torch.Generator):
-        state = value.get_state()
-        return lambda: void(value.set_state(state))
+        return partial(value.set_state, value.get_state())
     if isinstance(value, np.random.Generator):
         bits = value.bit_generator
-        numbers = bits.state
-        return lambda: setattr(bits, "state", numbers)
+        return partial(setattr, bits, "state", bits.state)
     if isinstance(value, np.random.RandomState):
-        legacy = value.get_state(legacy=False)
-        return lambda: value.set_state(legacy)
+        return partial(value.set_state, value.get_state(legacy=False))
     if isinstance(value, random.Random):
-        python = value.getstate()
-        return lambda: value.setstate(python)
+        return partial(value.setstate, value.getstate())
     if isinstance(value, np.ndarray) and value.nbytes <= MOST_BYTES and value.flags.writeable:
-        array = value.copy()
-        return lambda: np.copyto(value, array)
+        return partial(np.copyto, value, value.copy())
     if isinstance(value, Tensor) and value.nbytes <= MOST_BYTES and value.is_leaf:
         try:
             tensor = value.detach().clone()
         except RequestError:  # a strategy may forbid to read it
             return None
-        return lambda: void(value.detach().copy_(tensor))
-    return _undo_of_container(value)
-
-
-def _undo_of_container(value: Any) -> Callable[[], None] | None:
+        return lambda: value.detach().copy_(tensor)
     if isinstance(value, list):
-        items = list(value)
-        return lambda: value.__setitem__(slice(None), items)
+        return partial(value.__setitem__, slice(None), list(value))
     if isinstance(value, deque):
         return partial(_refill_row, value, list(value))
     if isinstance(value, (dict, set)):
@@ -243,10 +227,6 @@ def _differs(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
     return now.keys() != before.keys() or any(now[key] is not before[key] for key in before)
 
 
-def void(*_: Any) -> None:
-    """Return `None`, for any arguments."""
-
-
 Named = dict[str, str]
 """The name of each changed value, and a sentence about it."""
 
@@ -266,13 +246,12 @@ class Observer:
     from a generator that is keyed with it belong to the shard.
     """
 
-    def __init__(
-        self, step: SharedStep, roots: Callable[[], Roots], alone: bool, contents: bool
-    ) -> None:
+    def __init__(self, step: SharedStep, roots: Callable[[], Roots], alone: bool) -> None:
         self.step, self.roots, self.alone = step, roots, alone
         self.findings: Named = {}
         self.tensors: set[str] = set()  # of the findings, those that are no buffers
-        self.contents = contents
+        self.contents = True
+        """Whether contents are compared, too, and not only numbers and generators."""
         self._changes: dict[str, int] = {}
         self._passes = 0
         self._tensors: dict[tuple[str, str], str] = {}
@@ -389,7 +368,7 @@ def hook_makes_again(model: nn.Module, name: str, device: torch.device) -> bool:
     if module is None or attribute not in vars(module) or not module._forward_pre_hooks:
         return False
     roots, before = [("", module)], _token_of(module, attribute)
-    saved = PlainStateCopy.of(roots, None)
+    put_back = plain_state_copy(roots, None)
     buffers = [(b, b.detach().clone()) for b in module.buffers()]
     try:
         with kept_random_streams(device), torch.enable_grad():
@@ -399,7 +378,7 @@ def hook_makes_again(model: nn.Module, name: str, device: torch.device) -> bool:
     except Exception:  # a hook that reads the inputs
         return False
     finally:
-        saved.put_back()
+        put_back()
         for buffer, content in buffers:
             buffer.detach().copy_(content)
 
@@ -415,15 +394,6 @@ def _token_of(module: nn.Module, attribute: str) -> Token | None:
     return read([("", {attribute: vars(module)[attribute]})]).get(attribute)
 
 
-def merged_findings(findings: Named, gather: Callable[[str], list[str]]) -> Named:
-    """The findings of all ranks, the same on all; every rank calls this."""
-    merged: Named = {}
-    for text in gather(json.dumps(findings)):
-        for name, sentence in json.loads(text).items():
-            merged.setdefault(name, sentence)
-    return merged
-
-
 def changed_by_reading(before: dict[str, Token], after: dict[str, Token]) -> Named:
     """Generators and counters that reading samples has changed, each with a sentence."""
     findings: Named = {}
@@ -437,11 +407,3 @@ def changed_by_reading(before: dict[str, Token], after: dict[str, Token]) -> Nam
             change = f"{was[1]} -> {token[1]}"
             findings[name] = f"reading samples changes {name!r} ({change}): it depends on the rank"
     return findings
-
-
-def digest_of(values: list[Tensor]) -> str:
-    """One digest of several tensors."""
-    whole = hashlib.blake2b(digest_size=16)
-    for value in values:
-        whole.update(digest(value).encode())
-    return whole.hexdigest()

@@ -47,6 +47,13 @@ def storable(tensor: Tensor) -> Tensor:
     return real.to("cpu", torch.float32 if short else real.dtype, copy=True).contiguous()
 
 
+def write_record(folder: Path, name: str, record: Any, tensors: dict[str, Tensor]) -> None:
+    """Write a record to `name.json`, and its tensors to `name.safetensors`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(record))
+    save_file(tensors, folder / f"{name}.safetensors")
+
+
 @contextmanager
 def recorded_operators(
     folder: Path, rank: int, model: nn.Module, optimizer: Optimizer | None = None
@@ -78,9 +85,7 @@ def recorded_operators(
             yield recorder
     finally:
         nn.Module.__call__, Function.apply = call, apply  # type: ignore[method-assign]
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"rank-{rank:03d}.json").write_text(json.dumps(recorder.record))
-    save_file(recorder.values, folder / f"rank-{rank:03d}.safetensors")
+    write_record(folder, f"rank-{rank:03d}", recorder.record, recorder.values)
 
 
 class OperatorRecorder(TorchDispatchMode):

@@ -21,6 +21,12 @@ from allranks.training import same_data
 from allranks.training.order import random_key
 from allranks.training.same_data import DIGEST_BYTES, rows_to_compare, samples_to_compare
 
+DIFFERS = (
+    "gives something else when it is called again for the same samples: it draws from a generator "
+    "of its own, or counts"
+)
+DRAW_KEYED = "draw from Python's, NumPy's or torch's generators, which are keyed"
+
 # --- same data -----------------------------------------------------------------------------------
 # Digests of tensors, for what is compared between ranks and for what is tried twice.
 
@@ -66,9 +72,8 @@ class Probed:
         if not self.unkeyed:
             return ""
         return (
-            f"{self.unkeyed} gives something else when it is called again for the same samples: it "
-            "draws from a generator of its own, or counts, so the result is NOT equal on another "
-            "number of ranks; draw from Python's, NumPy's or torch's generators, which are keyed"
+            f"{self.unkeyed} {DIFFERS}, so the result is NOT equal on another number of ranks; "
+            f"{DRAW_KEYED}"
         )
 
     def check_bitwise(self) -> None:
@@ -76,11 +81,9 @@ class Probed:
         if self.unkeyed:
             raise RequestError(
                 asked="--bitwise",
-                found=f"{self.unkeyed} gives something else when it is called again for the same "
-                "samples: it draws from a generator of its own, or counts",
+                found=f"{self.unkeyed} {DIFFERS}",
                 why="how often it is called on a rank follows the number of ranks",
-                do="draw from Python's, NumPy's or torch's generators, which are keyed by "
-                "(seed, epoch, sample), or drop --bitwise",
+                do=f"{DRAW_KEYED} by (seed, epoch, sample), or drop --bitwise",
             )
 
 

@@ -36,7 +36,8 @@ from allranks.torch.step.losses import forward, weighted_losses
 from allranks.torch.step.step import REGULARIZER, SharedStep
 from allranks.torch.step.user_buffers import put_back
 from allranks.torch.strategies.base import Strategy
-from allranks.torch.witness.observed import PlainStateCopy, Roots, digest_of
+from allranks.torch.witness.observed import Roots, plain_state_copy
+from allranks.torch.witness.replicas import digest
 
 Sketch = dict[str, Any]
 """Plain numbers of a pass, which another rank compares with its own."""
@@ -100,10 +101,7 @@ class Recomputing:
             return PassSums(0.0, 0.0, 0.0, [], rows, None)
         losses, weights = weighted_losses(step.task, output, part.data, part.samples)
         total = losses.sum()
-        gradients: list[Tensor | None] = [None] * len(step.parameters)
-        if total.requires_grad:
-            gradients = list(torch.autograd.grad(total, step.parameters, allow_unused=True))
-        added = None
+        gradients, added = gradients_of(total, step.parameters), None
         if regularizer and step.regularizers.is_there:  # without the looks that a step takes at it
             step.scope.key(self.batch.index, REGULARIZER)
             added = step.task.regularizer(step.model)
@@ -111,7 +109,7 @@ class Recomputing:
             weight=float(losses.numel() if weights is None else weights.sum()),
             loss=float(total.detach()),
             size=float(losses.detach().abs().sum()),
-            gradients=[None if g is None else _dense(g) for g in gradients],
+            gradients=gradients,
             outputs=[],
             regularizer=None if added is None else float(added.detach()),
         )
@@ -134,15 +132,14 @@ class Recomputing:
             outputs.append(alone.outputs)
             if number == chosen:
                 sketch = self.sketch(part, alone)
-            _subtract(remaining, alone.gradients)
+            subtract(remaining, alone.gradients)
         words = in_words(piece.shard for piece in whole.pieces)
 
         def judged() -> str:
             if self.over_batch:
                 return self._outputs_differ(words, joint.outputs, outputs)
             differs = self.sums_differ(words, joint, weight, loss)
-            if not differs and (bad := self._regularizer_differs(joint.regularizer, added)):
-                differs = bad
+            differs = differs or self._regularizer_differs(joint.regularizer, added)
             return differs or self.gradients_differ(words, length_of_each(remaining), sizes)
 
         differs = judged()
@@ -208,8 +205,8 @@ class Recomputing:
         """The numbers that another rank compares, which computes the same part."""
         gradients = [torch.zeros(()) if g is None else g for g in passed.gradients]
         return {
-            "data": digest_of(list(tensors_in(part.data))),
-            "digest": digest_of([*gradients, *passed.outputs]),
+            "data": digest(*tensors_in(part.data)),
+            "digest": digest(*gradients, *passed.outputs),
             "weight": passed.weight,
             "loss": passed.loss,
             "size": passed.size,
@@ -272,11 +269,21 @@ class Coarsest(TorchDispatchMode):
         return output
 
 
-def _dense(gradient: Tensor) -> Tensor:
+def gradients_of(total: Tensor, of: Sequence[Tensor]) -> list[Tensor | None]:
+    """The gradient of `total` in each of these, dense; `None` where it does not depend on it."""
+    if not total.requires_grad:
+        return [None] * len(of)
+    gradients = torch.autograd.grad(total, of, allow_unused=True)
+    return [None if g is None else dense(g) for g in gradients]
+
+
+def dense(gradient: Tensor) -> Tensor:
+    """The gradient, detached, as a tensor that is not sparse."""
     return gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
 
 
-def _subtract(sums: list[Tensor | None], gradients: list[Tensor | None]) -> None:
+def subtract(sums: list[Tensor | None], gradients: list[Tensor | None]) -> None:
+    """Subtract each gradient that is there from its sum, in place."""
     for position, gradient in enumerate(gradients):
         if gradient is not None:
             before = sums[position]
@@ -307,24 +314,25 @@ def read_again(source: Source, epoch: int, ids: list[int], step: SharedStep) -> 
 
 def cut_out(part: RecomputedPart, piece: Piece) -> RecomputedPart:
     """The rows of one piece of a part; raises `RequestError` for data without rows."""
-    before = 0
-    for other in part.pieces:
-        if other == piece:
-            break
-        before += other.samples
+    before = _samples_before(piece, part.pieces)
     data = rows_between(part.data, before, before + piece.samples, part.samples)
     return RecomputedPart((piece,), data)
+
+
+def _samples_before(piece: Piece, pieces: Micro) -> int:
+    return sum(other.samples for other in pieces[: pieces.index(piece)])
 
 
 @contextmanager
 def leaving_no_trace(step: SharedStep, roots: Roots) -> Iterator[None]:
     """Within, passes may run; afterwards, all state that can be restored is as it was."""
-    scope = step.scope
+    scope, buffers = step.scope, step.user_buffers
     # statistics of the whole batch are those of the step before: no other rank is asked here
     alone = nullcontext() if scope.whole is None else scope.whole.alone()
     with ExitStack() as stack:  # each is put back, whatever another one raises
-        stack.callback(PlainStateCopy.of(roots, step.task).put_back)
-        stack.callback(put_back, step.user_buffers.copies())
+        stack.callback(plain_state_copy(roots, step.task))
+        stack.callback(put_back, buffers.copies())
+        stack.callback(vars(buffers).update, {**vars(buffers), "written": set(buffers.written)})
         gradients = [(p, p.grad) for p in step.model.parameters()]
         stack.callback(_put_back_gradients, step, list(step.used), gradients)
         stack.callback(setattr, step, "on_gradient", step.on_gradient)
@@ -390,11 +398,7 @@ class Offer:
         return cls(data["micro"], pieces, tuple(data["ids"]))
 
     def ids_of(self, piece: Piece) -> tuple[int, ...]:
-        before = 0
-        for other in self.pieces:
-            if other == piece:
-                break
-            before += other.samples
+        before = _samples_before(piece, self.pieces)
         return self.ids[before : before + piece.samples]
 
 

@@ -1,6 +1,6 @@
 """The trainer of a replay: it ends after the job's `last_step`, and stops there to be looked at.
 
-`allranks replay RUN --step 412 --pdb` opens Python's debugger in `stand`, whose arguments are what
+`allranks replay RUN --step 412 --pdb` opens Python's debugger in `_look`, whose variables are what
 there is to look at. `--before` stops when the batch is read and nothing of the step is computed,
 `--after` when the step is over and all callbacks were called. `allranks bisect` has it recorded.
 """
@@ -118,52 +118,33 @@ class ReplayTrainer(Trainer):
         return super().finish()
 
     def _look(self, batch: Batch, where: str) -> None:
-        step = self.strategy.step
-        gradients = {
-            name: parameter.grad
-            for name, parameter in zip(step.names, step.parameters, strict=True)
-            if where == "after" and parameter.grad is not None
-        }
+        """Stop in Python's debugger, where `c` goes on, or in a shell, with the names below.
+
+        `data` are the samples of each pass, `gradients` those of the update, by name. `up` leads
+        into the loop of the training.
+        """
+        trainer, step, model = self, self.strategy.step, self.model
+        optimizer, data = step.optimizer, [micro.data for micro in batch.micros]
+        pairs = zip(step.names, step.parameters, strict=True)
+        gradients = {n: p.grad for n, p in pairs if where == "after" and p.grad is not None}
+        generators = {"torch": torch.default_generator, "numpy": np.random, "python": random}
         names: dict[str, Any] = {
-            "batch": batch,
-            "data": [micro.data for micro in batch.micros],
-            "model": self.model,
-            "gradients": gradients,
-            "optimizer": step.optimizer,
-            "generators": {"torch": torch.default_generator, "numpy": np.random, "python": random},
-            "trainer": self,
+            **{"batch": batch, "data": data, "model": model, "gradients": gradients},
+            **{"optimizer": optimizer, "generators": generators, "trainer": trainer},
         }
-        shard, step_number = self.job.only_shard, batch.index + 1
-        subject = f"step {step_number}" if shard is None else f"shard {shard} of step {step_number}"
+        shard, number = self.job.only_shard, batch.index + 1
+        subject = f"step {number}" if shard is None else f"shard {shard} of step {number}"
         banner = BANNER.format(subject=subject, where=where, names=", ".join(names))
         if self.job.look.startswith("pdb"):
-            stand(banner, **names)
+            debugger = pdb.Pdb(nosigint=True)
+            debugger.message(banner)
+            debugger.set_trace()
         else:
             shell(banner, names)
 
 
 def _no_pass(shard: int, problem: str, why: str, do: str) -> RequestError:
     return RequestError(asked=f"--only-shard {shard}", found=problem, why=why, do=do)
-
-
-def stand(
-    banner: str,
-    *,
-    batch: Batch,
-    data: list[Any],
-    model: Any,
-    gradients: dict[str, Any],
-    optimizer: Any,
-    generators: dict[str, Any],
-    trainer: Trainer,
-) -> None:
-    """Stop in Python's debugger; `c` goes on. `up` and `step` lead into the loop of the training.
-
-    `data` are the samples of each pass, `gradients` those of the update, by name.
-    """
-    debugger = pdb.Pdb(nosigint=True)
-    debugger.message(banner)
-    debugger.set_trace()
 
 
 def shell(banner: str, names: dict[str, Any]) -> None:

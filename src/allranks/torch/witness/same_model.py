@@ -9,7 +9,6 @@ up, before any other communication.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -90,8 +89,8 @@ def _compare(
     digest = hashlib.blake2b("\n".join(rows).encode(), digest_size=DIGEST_BYTES).hexdigest()
     if len(set(comm.gather_texts(digest))) == 1:
         return
-    rows_of_ranks = [json.loads(text) for text in comm.gather_texts(json.dumps(rows))]
-    raise RequestError(asked=asked, found=_first_difference(kind, rows_of_ranks), why=why, do=do)
+    difference = _first_difference(kind, comm.gather_values(rows))
+    raise RequestError(asked=asked, found=difference, why=why, do=do)
 
 
 def _first_difference(kind: str, rows_of_ranks: list[list[str]]) -> str:

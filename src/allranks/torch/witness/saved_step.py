@@ -24,6 +24,8 @@ from allranks.errors import RequestError
 from allranks.strategies.reduction_tree import merges
 from allranks.torch.data.batch import Batch, MicroBatch
 from allranks.torch.data.collate import copied
+from allranks.torch.model.weights import content_of
+from allranks.torch.step.probes import StepProbe
 from allranks.torch.step.step import SharedStep
 from allranks.torch.witness.recompute import leaving_no_trace
 
@@ -100,7 +102,7 @@ if __name__ == "__main__":
 AUTO_NAMESPACES = ("aten", "prims", "prim")
 
 
-class SavedStep:
+class SavedStep(StepProbe):
     """The script of a step, or of one shard of it: traced before, written when its loss is known.
 
     As the probe of the step it digests the gradients, for another probe that may be there already.
@@ -136,19 +138,12 @@ class SavedStep:
         self._digests: dict[str, str] = {}
         self._probe, step.probe = step.probe, self
 
-    def begin(self, batch: Batch) -> None:
-        """The passes of the step begin."""
-
-    def losses(self, losses: Tensor) -> None:
-        """Only their sum is compared."""
-
     def gradients(self, stage: str, names: list[str], tensors: list[Tensor | None]) -> None:
         """Before they are clipped: the gradients that the script has to compute."""
         self.step.probe = self._probe
         for name, tensor in zip(names, tensors, strict=True):
             if tensor is not None:
-                flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-                self._digests[name] = hashlib.sha256(flat.numpy().data).hexdigest()
+                self._digests[name] = hashlib.sha256(content_of(tensor)).hexdigest()
         if self._probe is not None:
             self._probe.gradients(stage, names, tensors)
 
@@ -193,8 +188,7 @@ class SavedStep:
         content, places = bytearray(), []
         for name, tensor in self._saved.items():
             begin = len(content)
-            flat = tensor.cpu().resolve_conj().resolve_neg().contiguous().view(-1)
-            content += flat.view(torch.uint8).numpy().data
+            content += content_of(tensor)
             form = f"({tensor.dtype}, {tuple(tensor.shape)}, {begin}, {len(content)})"
             places.append(f"{name!r}: {form}")
         text = base64.b64encode(zlib.compress(content)).decode()

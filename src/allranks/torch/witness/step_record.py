@@ -11,7 +11,6 @@ ranks that hold parts can be compared with one process that holds the whole.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -28,15 +26,22 @@ from allranks.torch.checkpoint.state import NAMES, flatten, local, random_stream
 from allranks.torch.data.batch import Batch
 from allranks.torch.data.collate import tensors_in
 from allranks.torch.step.gradients import Gradients
+from allranks.torch.step.probes import StepProbe
 from allranks.torch.strategies.base import Strategy
 from allranks.torch.witness.digests import part_digest
-from allranks.torch.witness.operators import OperatorRecorder, recorded_operators, storable
+from allranks.torch.witness.operators import (
+    OperatorRecorder,
+    recorded_operators,
+    storable,
+    write_record,
+)
+from allranks.torch.witness.recompute import dense
 
 STEP = "step"
 MOST_BYTES = 2**29  # of the tensors of one rank; of those beyond there are digests alone
 
 
-class StepRecord:
+class StepRecord(StepProbe):
     """Records the step that comes next, as its probe. Every rank makes the same calls.
 
     It communicates only what the state of the strategy does.
@@ -86,9 +91,9 @@ class StepRecord:
                 for name, parameter in self.strategy.model.named_parameters():
                     record("weights in the passes", name, parameter)
             for name, gradient in there.items():
-                self._parts(stage, name, gradient.to_dense() if gradient.is_sparse else gradient)
-        dense = {_gradient_of(n): local(g) for n, g in there.items() if not g.is_sparse}
-        self._operators.after_passes("clipping", dense, {})
+                self._parts(stage, name, dense(gradient))
+        named = {_gradient_of(n): local(g) for n, g in there.items() if not g.is_sparse}
+        self._operators.after_passes("clipping", named, {})
 
     @contextmanager
     def _updating(self, gradients: Gradients) -> Iterator[None]:
@@ -122,10 +127,7 @@ class StepRecord:
         self._recording.close()
         self._row("generator after the callbacks", "torch", torch.get_rng_state(), 0)
         self._state("after the callbacks")
-        self.folder.mkdir(parents=True, exist_ok=True)
-        file = self.folder / f"rank-{self.rank:03d}.json"
-        file.write_text(json.dumps(self._rows))
-        save_file(self._values, file.with_suffix(".safetensors"))
+        write_record(self.folder, f"rank-{self.rank:03d}", self._rows, self._values)
 
     # --- rows -----------------------------------------------------------------------------
 

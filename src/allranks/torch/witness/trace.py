@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,12 +21,20 @@ from allranks.torch.data.batch import Batch, MicroBatch
 from allranks.torch.data.collate import copied
 from allranks.torch.model.layers import shard_norms
 from allranks.torch.model.reals import reals
+from allranks.torch.model.weights import content_of
 from allranks.torch.step.losses import forward, weighted_losses
+from allranks.torch.step.probes import StepProbe
 from allranks.torch.step.step import REGULARIZER, SharedStep
 from allranks.torch.strategies.base import Strategy
 from allranks.torch.strategies.layout import put_whole
-from allranks.torch.witness.operators import recorded_operators, storable
-from allranks.torch.witness.recompute import RecomputedPart, cut_out, leaving_no_trace
+from allranks.torch.witness.operators import recorded_operators, storable, write_record
+from allranks.torch.witness.recompute import (
+    RecomputedPart,
+    cut_out,
+    dense,
+    gradients_of,
+    leaving_no_trace,
+)
 from allranks.training.record import trace
 
 # --- parts ---------------------------------------------------------------------------------------
@@ -65,10 +72,8 @@ def write_parts(trace: Path, strategy: Strategy, batch: Batch, job: Job) -> None
             tensors |= {f"regularizer/{name}": t for name, t in parts_of_step.regularizer().items()}
         except RequestError:  # data without rows cannot be cut
             return
-    (trace / "parts").mkdir(exist_ok=True)
-    name = f"step-{batch.index:08d}"
-    save_file({n: t.contiguous() for n, t in tensors.items()}, trace / f"parts/{name}.safetensors")
-    (trace / f"parts/{name}.json").write_text(json.dumps(document))
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    write_record(trace / "parts", f"step-{batch.index:08d}", document, tensors)
 
 
 class _Parts:
@@ -98,7 +103,7 @@ class _Parts:
         for number, (micro, _, part) in enumerate(self.parts):
             (piece,) = part.pieces
             losses, weights = self._losses(part)
-            gradients = self._gradients(losses, self.step.parameters)
+            gradients = gradients_of(losses.sum(), self.step.parameters)
             ids = self.batch.ids[before : before + piece.samples].tolist()
             before += piece.samples
             row = {"rank": self._rank_of(piece.shard), "micro": micro, "shard": piece.shard}
@@ -107,8 +112,7 @@ class _Parts:
             rows.append({**row, "loss": float(losses.detach().sum()), "weight": weight})
             named = {"losses": losses.detach(), **self._moments()}
             named["weights"] = torch.ones_like(named["losses"]) if weights is None else weights
-            pairs = zip(self.step.names, gradients, strict=True)
-            named |= {f"gradient/{name}": g for name, g in pairs if g is not None}
+            named |= self._named(gradients)
             tensors |= {f"{number}/{name}": t.detach().clone() for name, t in named.items()}
         return rows, tensors
 
@@ -137,13 +141,9 @@ class _Parts:
             output = forward(step.task, step.model, copied(input_of.data) if input_of else data)
             return weighted_losses(step.task, output, data, part.samples)
 
-    @staticmethod
-    def _gradients(losses: Tensor, of: list[Any]) -> list[Tensor | None]:
-        total = losses.sum()
-        if not total.requires_grad:
-            return [None] * len(of)
-        gradients = torch.autograd.grad(total, of, allow_unused=True)
-        return [g.to_dense() if g is not None and g.is_sparse else g for g in gradients]
+    def _named(self, gradients: list[Tensor | None]) -> dict[str, Tensor]:
+        pairs = zip(self.step.names, gradients, strict=True)
+        return {f"gradient/{name}": g for name, g in pairs if g is not None}
 
     def regularizer(self) -> dict[str, Tensor]:
         """The gradient of the regularizer, which is added once in a step."""
@@ -152,11 +152,7 @@ class _Parts:
             return {}
         step.scope.key(self.batch.index, REGULARIZER)
         value = step.task.regularizer(step.model)
-        if value is None or not value.requires_grad:
-            return {}
-        gradients = torch.autograd.grad(value, step.parameters, allow_unused=True)
-        pairs = zip(step.names, gradients, strict=True)
-        return {f"gradient/{name}": g for name, g in pairs if g is not None}
+        return {} if value is None else self._named(gradients_of(value, step.parameters))
 
     # --- with a fault ---------------------------------------------------------------------
 
@@ -209,7 +205,7 @@ class _Parts:
                     module._parameters[attribute] = new
                 for _, _, part in self.parts:
                     losses, _ = self._losses(part)
-                    for number, g in enumerate(self._gradients(losses, copies)):
+                    for number, g in enumerate(gradients_of(losses.sum(), copies)):
                         key = f"{number}/gradient/{name}"
                         if g is not None:
                             gradients[key] = gradients[key] + g if key in gradients else g.clone()
@@ -243,7 +239,7 @@ def _changed(parameters: list[nn.Parameter], factor: float) -> Iterator[None]:
             parameter.data.copy_(old)
 
 
-class RankTrace(trace.TraceWriter[Tensor]):
+class RankTrace(trace.TraceWriter[Tensor], StepProbe):
     """Writes the trace of one rank, as the probe of the strategy's shared step.
 
     `steps` is the number of steps to run: as requested, or as the space for tensors allows.
@@ -284,11 +280,11 @@ class RankTrace(trace.TraceWriter[Tensor]):
         squares = self._squares.setdefault(stage, {"cut": 0.0, "whole": 0.0})
         for name, gradient in zip(names, tensors, strict=True):
             if gradient is not None:
-                dense = gradient.to_dense() if gradient.is_sparse else gradient
-                part = local(dense.detach())
+                whole = dense(gradient)
+                part = local(whole)
                 kind = "cut" if name in self._cut else "whole"
                 squares[kind] += 0.0 if part.is_meta else float(reals(part).double().square().sum())
-                full = self.strategy.layout.full(name, dense.detach())
+                full = self.strategy.layout.full(name, whole)
                 self.keep(0, f"{stage}/{name}", full.clone())
 
     def ids(self, batch: Batch) -> list[list[int]]:
@@ -322,36 +318,24 @@ class RankTrace(trace.TraceWriter[Tensor]):
         of the ranks that update them.
         """
         with self.strategy.owned():
-            tensors = {**gradients[0], **dict(self._whole())}
+            tensors = {**gradients[0], **dict(self._state(self.strategy.layout.full))}
         if self.strategy.agreement.weights == "replicated":
             named = self.strategy.model.named_parameters()
             tensors |= {f"weight/{name}": parameter.detach() for name, parameter in named}
         return [tensors]
 
-    def _state(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights, averages and buffers that a step reads and changes, as they are saved."""
-        for kind, name, tensor in self._local_tensors():
-            saved = tensor if kind == "buffer" else self.strategy.layout.to_global(name, tensor)
-            yield f"{kind}/{name}", saved
+    def _state(self, shown: Callable[[str, Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """The weights, averages and buffers that a step reads and changes.
 
-    def _whole(self) -> Iterator[tuple[str, Tensor]]:
-        """The same, every tensor whole; every rank calls this."""
-        for kind, name, tensor in self._local_tensors():
-            full = tensor if kind == "buffer" else self.strategy.layout.full(name, tensor)
-            yield f"{kind}/{name}", full
-
-    def _local_tensors(self) -> Iterator[tuple[str, str, Tensor]]:
-        """The kind and name of each tensor, and this rank's part of it."""
-        strategy = self.strategy
-        model, average = strategy.model, strategy.step.average
-        for kind, named in (
-            ("weight", dict(model.named_parameters())),
-            ("average", {} if average is None else average.state()),
-        ):
+        Weights and averages are `shown` by the layout: `to_global`, or `full` on every rank.
+        """
+        model, average = self.strategy.model, self.strategy.step.average
+        averages = {} if average is None else average.state()
+        for kind, named in (("weight", dict(model.named_parameters())), ("average", averages)):
             for name, tensor in named.items():
-                yield kind, name, tensor.detach()
-        for name, tensor in model.named_buffers():
-            yield "buffer", name, tensor.detach()
+                yield f"{kind}/{name}", shown(name, tensor.detach())
+        for name, buffer in model.named_buffers():
+            yield f"buffer/{name}", buffer.detach()
 
     def _bytes_per_step(self) -> int:
         step, strategy = self.strategy.step, self.strategy
@@ -360,7 +344,7 @@ class RankTrace(trace.TraceWriter[Tensor]):
         with strategy.owned():
             layout = strategy.layout
             trained = sum(layout.full_like(name, p.detach()).nbytes for name, p in pairs)
-            state = sum(tensor.nbytes for _, tensor in self._state())
+            state = sum(tensor.nbytes for _, tensor in self._state(layout.to_global))
         return kinds * trained + state
 
     def _cut_tensors(self) -> dict[str, int]:
@@ -379,8 +363,7 @@ class RankTrace(trace.TraceWriter[Tensor]):
     @staticmethod
     def digest(tensor: Tensor) -> str:
         """The start of a SHA-256 of its bytes."""
-        flat = tensor.cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-        return hashlib.sha256(flat.numpy().data).hexdigest()[:16]
+        return hashlib.sha256(content_of(tensor)).hexdigest()[:16]
 
     @staticmethod
     def store(tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -392,7 +375,7 @@ class RankTrace(trace.TraceWriter[Tensor]):
         """Set weights, their average and buffers; every rank calls this."""
         tensors = load_file(path)
         with self.strategy.owned(writes=True):
-            for name, tensor in self._state():
+            for name, tensor in self._state(self.strategy.layout.to_global):
                 if name in tensors:  # `check` reports what the other run does not have
                     put_whole(tensor, tensors[name])
 

@@ -19,12 +19,11 @@ training goes on, under `stop` it ends with `FollowsRanks`, and `off` checks not
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from allranks.errors import FollowsRanks, RequestError
@@ -44,7 +43,6 @@ from allranks.torch.witness.observed import (
     Token,
     changed_by_reading,
     hook_makes_again,
-    merged_findings,
     read,
     roots_of_model,
     roots_of_task,
@@ -92,8 +90,7 @@ class Testimony:
     looks: int = 0
 
     def to_data(self) -> dict[str, Any]:
-        lists = {"found": self.found, "unseen": self.unseen}
-        return {"asked": self.asked, **lists, "looks": self.looks}
+        return asdict(self)
 
 
 class LookBudget:
@@ -180,12 +177,10 @@ class Witness:
         if self._looked_before and self._group:  # a group formed anew observes nothing twice
             self.steps, self.observes = OBSERVED_STEPS, False
         self.strategy.step.user_buffers.written |= set(state["written"])
-        for known, before in (
-            (self.testimony.found, state["found"]),
-            (self.testimony.unseen, state["unseen"]),
-        ):
-            known[:] = [*before, *(text for text in known if text not in before)]
-        self.testimony.looks += state.get("looks", 0)
+        known = self.testimony
+        known.found[:] = dict.fromkeys([*state["found"], *known.found])
+        known.unseen[:] = dict.fromkeys([*state["unseen"], *known.unseen])
+        known.looks += state.get("looks", 0)
 
     # --- around the reading of the first batch ----------------------------------------------
 
@@ -243,9 +238,9 @@ class Witness:
         if not self.is_on:
             return
         if self.observes:
-            alone = self.strategy.shard_alone
             if self._observer is None:
-                self._observer = Observer(self.strategy.step, self._roots, alone, contents=True)
+                alone = self.strategy.shard_alone
+                self._observer = Observer(self.strategy.step, self._roots, alone)
             self._observer.contents = self.steps == 0 and not self._looked_before
             self.strategy.step.on_phase = self._reached
         self._at = batch.index
@@ -286,10 +281,12 @@ class Witness:
             return
         self.strategy.step.on_phase = None  # a bad step is recomputed after this
         local, self._read = {**self._read, **self._observer.findings}, {}
-        gather = self.strategy.comm.gather_texts
-        merged = merged_findings(local, gather)
+        gather, merged = self.strategy.comm.gather_texts, dict[str, str]()
+        for of_rank in self.strategy.comm.gather_values(local):
+            for name, sentence in of_rank.items():
+                merged.setdefault(name, sentence)
         if merged:
-            for name in self._recomputed(self._observer.tensors, gather):
+            for name in self._recomputed(self._observer.tensors):
                 merged.pop(name, None)
         self.strategy.step.user_buffers.agree(merged)
         findings = list(merged.values())
@@ -308,19 +305,20 @@ class Witness:
         unseen = max(gather(readings.untried())) if is_last else self._why_none
         self._add_findings(self._at, findings, unseen)
 
-    def _recomputed(self, changed: set[str], gather: Callable[[str], list[str]]) -> set[str]:
+    def _recomputed(self, changed: set[str]) -> set[str]:
         """Of the changed tensors of modules, those that hooks recompute from the weights alone.
 
         Every rank calls this.
         """
-        of_all = set[str]().union(*map(json.loads, gather(json.dumps(sorted(changed)))))
+        gather = self.strategy.comm.gather_values
+        of_all = set[str]().union(*gather(sorted(changed)))
         if not of_all:
             return of_all
         step = self.strategy.step
         with self.strategy.whole_weights(), step.precision.autocast():
             device = step.scope.device
             others = [name for name in changed if not hook_makes_again(step.model, name, device)]
-        return of_all.difference(*map(json.loads, gather(json.dumps(others))))
+        return of_all.difference(*gather(others))
 
     def _add_findings(self, step: int, findings: list[str], unseen: str = "") -> None:
         """Record and report new findings; the same on all ranks."""
@@ -345,8 +343,7 @@ class Witness:
         """Whether there is time for a look, the same on all ranks; every rank calls this."""
         if self.budget.looks == 0 or self.testimony.found:
             return True
-        answers = self.strategy.comm.gather_texts(json.dumps(self.budget.allows()))
-        return bool(json.loads(answers[0]))
+        return bool(self.strategy.comm.gather_values(self.budget.allows())[0])
 
     def _look_again(self, batch: Batch, batches: GlobalBatches) -> None:
         """Recompute a micro-batch, and compare; every rank calls this."""
@@ -378,8 +375,7 @@ class Witness:
     def _compared(self, look: SecondLook, roots: Roots) -> tuple[str, str]:
         """The difference between owner and helper of a look, and what was not checked."""
         comm = self.strategy.comm
-        answer = json.dumps(look.run(comm.rank, roots))
-        answers = [json.loads(text) for text in comm.gather_texts(answer)]
+        answers = comm.gather_values(look.run(comm.rank, roots))
         owner = answers[look.owner]
         helper = answers[look.helper] if look.helper != look.owner else {}
         text = owner.get("differs", "")

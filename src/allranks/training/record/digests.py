@@ -192,7 +192,7 @@ class RunDigests:
 
     def before_save(self) -> None:
         """A checkpoint of this step follows; at the end the weights may not be those of a step."""
-        if self.job.digest_every and not self._is_over and not self._is_off:
+        if self.job.digest_every and not self._is_over:
             self.write()
 
     def begin(self) -> None:
@@ -202,7 +202,7 @@ class RunDigests:
 
     def end(self) -> None:
         """No step follows."""
-        if self.job.bitwise and self.job.digest_every and not self._is_off:
+        if self.job.bitwise and self.job.digest_every:
             self.write()
         self._is_over = True
 
@@ -220,20 +220,16 @@ class RunDigests:
                 self.log.report("not_digested", text=text)
 
     def write(self) -> None:
-        """Digest the state as it is; every rank calls this."""
+        """Digest the state as it is, once after each step; every rank calls this."""
         self.trainer.settle()
         progress, result = self.trainer.progress, self.trainer.last_result
         step = progress.batch_index
-        if step == self._last:
+        if self._is_off or step == self._last:
             return
         self._last = step
-        digests: dict[str, str | None] = {}
-        with self._off_if_refused():
-            digests = self.digester.digests(step)
-        if self._is_off:
-            return
         is_of_step = result is not None and result.batch_index == step - 1
         loss = float(result.loss) if is_of_step else math.nan
-        known = {"loss": loss if math.isfinite(loss) else None}
-        if self.log is not None:
-            self.log.add({"step": step, "epoch": progress.epoch, **digests, **known})
+        with self._off_if_refused():
+            row: Row = {"step": step, "epoch": progress.epoch, **self.digester.digests(step)}
+            if self.log is not None:
+                self.log.add({**row, "loss": loss if math.isfinite(loss) else None})

@@ -321,9 +321,8 @@ class Keeping:
         part = f"{rows:,} of {there + rows:,} rows"
         for path in self._places.places(name):
             try:
-                _write_new(path, content)
+                write_where_room_is([path], len(content), lambda file: file.write(content))
             except OSError:
-                path.unlink(missing_ok=True)
                 continue
             return self._say_where(name, path, part)
         self.lost[name] = part
@@ -397,11 +396,3 @@ def _begun(paths: Iterable[Path], size_bytes: int) -> tuple[Path, BinaryIO]:
         return path, file
     assert first is not None
     raise first
-
-
-def _write_new(path: Path, content: bytes) -> None:
-    with open(path, "xb") as file:
-        os.posix_fallocate(file.fileno(), 0, len(content))
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
