@@ -445,7 +445,7 @@ class Attempts:
         job, programs, heartbeats = self.plan.job, self._programs, self._table
 
         def may_lose(rank: int, remaining: Collection[int]) -> bool:
-            if rank in heartbeats.group.members:
+            if rank in heartbeats.group.members and rank not in scaling.joining:
                 failure = self._rejoining.failure(self.folder.path, rank, attempt)
                 leaves = failure.get("passing", True) or failure["kind"] == ComputesWrongly.__name__
                 if not leaves or failure.get("kind") == ReplicasDiffer.__name__:  # all raise it
